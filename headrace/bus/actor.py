@@ -1,0 +1,244 @@
+"""What every actor is made of: typed handlers over the bus, and a life that its supervisor can see.
+
+An actor overrides `start` (recover, then consume, serve, listen, spawn) and `stop`. Anything that escapes one of its
+background tasks ends the actor; the supervisor starts it again. Handlers of messages never end it: their failures are
+retried, then dead letters.
+"""
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any, ClassVar, Literal
+
+from nats.aio.msg import Msg
+
+from headrace.bus import logging, tracing
+from headrace.bus.busy import Busy
+from headrace.bus.connection import Bus
+from headrace.bus.consumer import Consumer
+from headrace.bus.errors import BusError
+from headrace.bus.handling import Handler, Handling
+from headrace.config import Config
+from headrace.messages import subjects as s
+from headrace.messages.base import Message
+from headrace.messages.codec import UnknownType, decode
+from headrace.messages.operations import Ack, Event, Metric
+
+Level = Literal["info", "warning", "error"]
+
+
+class Actor:
+    """Base of all actors."""
+
+    role: ClassVar[str]
+    """Whose credentials and permissions it has."""
+
+    def __init__(self, config: Config, bus: Bus, run: str, id: str) -> None:
+        self.config, self.bus, self.run, self.id = config, bus, run, id
+        self.status = ""
+        """One short line for operators, carried by the beat."""
+        self.log: Any = logging.get(actor=self.name(), id=id, run=run)
+        self.failed = asyncio.get_running_loop().create_future()
+        """Holds the error that ended the actor, for its supervisor."""
+        self._busy = Busy()
+        self._consumers: list[Consumer] = []
+        self._subscriptions: list[Any] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        bus.link.on_error.append(self._on_bus_error)
+        bus.on_full = self._on_full
+
+    @classmethod
+    def name(cls) -> str:
+        """The actor's name, such as ``weight_sender``."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+
+    async def start(self) -> None:
+        """Override: recover from streams, then consume, serve, listen, spawn."""
+
+    async def drain(self) -> None:
+        """Override: asked to end; nothing new comes, handlers still run and will be awaited. Hand back what is long."""
+
+    async def stop(self) -> None:
+        """Override: give up own resources. Consumers have stopped."""
+
+    async def consume(
+        self,
+        subject: s.Subject | str,
+        handler: Handler,
+        *,
+        durable: str,
+        filter: str | Sequence[str] | None = None,
+        credit: int = 1,
+        ack_wait: float = 30.0,
+        max_deliver: int = 5,
+        backoff: Sequence[float] = (0.2, 1.0, 5.0, 15.0),
+        ack_sync: bool = False,
+        start: Literal["all", "new"] | int = "all",
+    ) -> Consumer:
+        """Handle the messages of a stream, at least once each, `credit` at a time.
+
+        handler: gets a Received. Returns: acknowledged. Raises Reject: a dead letter at once. Raises Retry: again after
+        its delay. Raises anything else: an event, again after `backoff`. After `max_deliver` deliveries (-1: never) it
+        is a dead letter. durable: name of the position in the stream, with the run in it where several runs share a
+        broker. filter: one or several subjects of one stream, in that stream's order; default all of this run.
+        start: where a new durable begins.
+        """
+        if filter is None:
+            template = subject.template if isinstance(subject, s.Subject) else subject
+            own = {"run": self.run} if "{run}" in template else {}
+            filter = subject.where(**own) if isinstance(subject, s.Subject) else subject
+        filters = [filter] if isinstance(filter, str) else list(filter)
+        streams = {stream.name for stream in map(s.stream_of, filters) if stream is not None}
+        if len(streams) != 1:
+            raise BusError(f"{filters} are not subjects of one stream")
+        durable = s.token(durable)
+        handling = Handling(
+            self.bus,
+            handler,
+            durable=durable,
+            run=self.run,
+            max_deliver=max_deliver,
+            backoff=backoff,
+            ack_sync=ack_sync,
+            report=self.event,
+            busy=self._busy.working,
+        )
+        consumer = Consumer(
+            self.bus,
+            streams.pop(),
+            filters,
+            handling,
+            durable=durable,
+            credit=credit,
+            ack_wait=ack_wait,
+            max_deliver=max_deliver,
+            start=start,
+            report=self.event,
+        )
+        self._consumers.append(consumer)
+        return await consumer.open()
+
+    async def serve(self, subject: str, handler: Callable[[Any], Awaitable[Message]], *, queue: str = "") -> None:
+        """Answer requests, a task each. A handler that raises is an event and answers ``Ack(ok=False)``."""
+
+        async def answer(message: Message) -> Message:
+            with self._busy.working():
+                try:
+                    return await handler(message)
+                except Exception as error:
+                    await self._report(error, f"answering {subject}")
+                    return Ack(ok=False, detail=f"{type(error).__name__}: {error}")
+
+        self._subscriptions.append(await self.bus.respond(subject, answer, queue=queue))
+
+    async def listen(self, filter: str, handler: Callable[[Any], Awaitable[None]]) -> None:
+        """Hear core messages, at most once each, one after the other: handler(message)."""
+
+        async def hear(raw: Msg) -> None:
+            with tracing.processing(raw.subject, raw.headers or {}):
+                try:
+                    await handler(decode(raw.data, raw.headers))
+                except UnknownType as error:
+                    self.log.warning("unreadable", subject=raw.subject, error=str(error))
+                except Exception as error:
+                    await self._report(error, f"hearing {raw.subject}")
+
+        self._subscriptions.append(await self.bus.link.subscribe(filter, hear))
+
+    def spawn(self, coro: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """A background task: an exception in it ends the actor."""
+        task = asyncio.create_task(coro, name=f"{self.id}: {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._spawned_done)
+        return task
+
+    def every(self, seconds: float, fn: Callable[[], Awaitable[Any]], name: str) -> asyncio.Task[Any]:
+        """Call `fn` again and again, `seconds` after it returned; an exception in it ends the actor."""
+
+        async def loop() -> None:
+            while True:
+                await asyncio.sleep(seconds)
+                await fn()
+
+        return self.spawn(loop(), name)
+
+    def _spawned_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            error = task.exception()
+            assert error is not None
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Give up: the supervisor decides what becomes of us."""
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    async def event(self, kind: str, text: str = "", level: Level = "info", **data: Any) -> None:
+        """Tell everyone: in the log, in the trace, and on HR_EVENT. Never raises for want of a broker."""
+        plain = {
+            key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in data.items()
+        }
+        fields = {f"data_{key}" if key in ("event", "text", "level") else key: value for key, value in plain.items()}
+        getattr(self.log, level)(kind, text=text, **fields)
+        tracing.here().event(kind, text=text, **plain)
+        record = Event(actor=self.name(), id=self.id, run=self.run, kind=kind, level=level, text=text, data=plain)
+        try:
+            await self.bus.publish(s.EVENT.at(run=self._run_token, actor=self.role, type="event"), record)
+        except BusError as error:
+            self.log.error("event_lost", kind=kind, error=str(error))
+
+    async def publish_event(self, message: Message, *, msg_id: str | None = None) -> int:
+        """Publish a message that has no stream of its own: ``hr.event.<run>.<role>.<type>``; its sequence."""
+        where = s.EVENT.at(run=self._run_token, actor=self.role, type=message.type_name)
+        return await self.bus.publish(where, message, msg_id=msg_id)
+
+    async def metric(self, **values: float) -> None:
+        """Figures of this moment, on core NATS."""
+        record = Metric(actor=self.name(), id=self.id, run=self.run, time=time.time(), values=values)
+        await self.bus.emit(s.METRIC.at(actor=self.role), record)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around waiting for input or credit: that time does not count as busy."""
+        with self._busy.waiting():
+            yield
+
+    def take_busy(self) -> float:
+        """Share of the time since the last call in which the actor worked, 0 to 1."""
+        return self._busy.take()
+
+    @property
+    def _run_token(self) -> str:
+        return s.token(self.run)
+
+    async def _report(self, error: Exception, doing: str) -> None:
+        self.log.exception("handler_failed", doing=doing)
+        await self.event("handler_failed", f"{doing}: {type(error).__name__}: {error}", "error")
+
+    def _on_bus_error(self, text: str) -> None:
+        self.spawn(self.event("bus_error", text, "error"), "bus error")
+
+    def _on_full(self, text: str) -> None:
+        self.log.warning("stream_full", text=text)
+
+    async def shut(self, timeout: float, stop_timeout: float = 10.0) -> None:
+        """The supervisor's way to end an actor: stop pulling, drain, let handlers finish for `timeout`, then `stop`."""
+        await asyncio.gather(*(consumer.halt() for consumer in self._consumers), return_exceptions=True)
+        for subscription in self._subscriptions:
+            await self.bus.link.unsubscribe(subscription)
+        try:
+            await self.drain()
+        except Exception as error:
+            await self._report(error, "draining")
+        await asyncio.gather(*(consumer.stop(timeout) for consumer in self._consumers), return_exceptions=True)
+        try:
+            async with asyncio.timeout(max(timeout, stop_timeout)):
+                await self.stop()
+        except Exception as error:
+            await self._report(error, "stopping")
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

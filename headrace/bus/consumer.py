@@ -1,0 +1,292 @@
+"""A durable pull consumer with credit: never more messages in the house than it has hands.
+
+The idea: `credit` handlers at once, and never more requested from the broker than there are free hands; a request is
+renewed when half of the hands are free, or all of them wait. Pull requests overlap, so the broker always has one. What
+a delivery or an expired request says keeps the count of what is still asked for exact; a missing heartbeat, a reconnect
+or a deleted consumer sets it to zero and asks again. While a handler runs, its acknowledgement wait is restarted three
+times as often as needed. What becomes of a delivery is `handling`'s business.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from nats.aio.msg import Msg
+
+from headrace.bus import logging
+from headrace.bus.connection import Bus
+from headrace.bus.errors import ApiError, BusError
+from headrace.bus.handling import Handling, Report, silent
+from headrace.bus.link import TRANSIENT
+from headrace.bus.received import Received, parse_reply
+
+HEARTBEAT_S = 5.0
+EXPIRES_S = 60.0
+_SECOND = 1_000_000_000
+
+
+class Consumer:
+    """Made by `Actor.consume`. All methods belong to the event loop's thread."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        stream: str,
+        filters: Sequence[str],
+        handling: Handling,
+        *,
+        durable: str,
+        credit: int = 1,
+        ack_wait: float = 30.0,
+        max_deliver: int = 5,
+        start: str | int = "all",
+        report: Report = silent,
+    ) -> None:
+        self.bus, self.stream, self.filters, self.durable = bus, stream, tuple(filters), durable
+        self.credit, self.ack_wait, self.max_deliver, self.start_at = credit, ack_wait, max_deliver, start
+        self._handling, self._report = handling, report
+        self._asked = 0
+        self._running: dict[asyncio.Task[None], Received[Any]] = {}
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._paused = self._stopping = False
+        self._inbox = ""
+        self._subscription: Any = None
+        self._numbers = itertools.count()
+        self._heard = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def in_flight(self) -> int:
+        """Messages that are being handled now."""
+        return len(self._running)
+
+    @property
+    def paused(self) -> bool:
+        """Whether it takes no new messages."""
+        return self._paused
+
+    def pause(self) -> None:
+        """Take no new messages; what is in flight goes on. A delivery that is under way is still handled."""
+        self._paused = True
+        self._wake.set()
+
+    def resume(self) -> None:
+        """Take messages again."""
+        self._paused = False
+        self._wake.set()
+
+    def set_credit(self, credit: int) -> None:
+        """Change how many handlers may run at once; fewer takes effect as handlers end."""
+        self.credit = credit
+        self._wake.set()
+
+    async def open(self) -> "Consumer":
+        """Make or update the durable consumer, then pull. BusError when the broker refuses it."""
+        await self._declare()
+        self.bus.link.on_reconnect.append(self._reconnected)
+        self._tasks = [asyncio.create_task(self._pump()), asyncio.create_task(self._stay_alive())]
+        self._wake.set()
+        return self
+
+    async def stop(self, timeout: float = 10.0) -> None:
+        """Stop pulling, let handlers finish for `timeout` seconds, give the rest back to the broker."""
+        await self.halt()
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+        for task in list(self._running):
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def halt(self) -> None:
+        """Stop pulling for good; what is in flight goes on."""
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._reconnected in self.bus.link.on_reconnect:
+            self.bus.link.on_reconnect.remove(self._reconnected)
+        if self._tasks:
+            self._tasks[0].cancel()
+            await asyncio.gather(self._tasks[0], return_exceptions=True)
+        await self._close_session()
+
+    async def _declare(self) -> None:
+        config: dict[str, Any] = {
+            "durable_name": self.durable,
+            "name": self.durable,
+            "ack_policy": "explicit",
+            "ack_wait": int(self.ack_wait * _SECOND),
+            "max_deliver": self.max_deliver,
+            "max_ack_pending": 10_000,
+            "max_waiting": 512,
+            "replay_policy": "instant",
+            "deliver_policy": "all",
+        }
+        if isinstance(self.start_at, int):
+            config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": max(1, self.start_at)}
+        elif self.start_at == "new":
+            config["deliver_policy"] = "new"
+        tail = ""
+        if len(self.filters) == 1:
+            config["filter_subject"], tail = self.filters[0], f".{self.filters[0]}"
+        else:
+            config["filter_subjects"] = list(self.filters)
+        name = f"CONSUMER.CREATE.{self.stream}.{self.durable}{tail}"
+        request = {"stream_name": self.stream, "config": config}
+        pause = 0.05
+        while True:
+            try:
+                await self.bus.link.api(name, request)
+                return
+            except ApiError as error:
+                if error.code != 503:
+                    if await self._keep_position(config, name):
+                        return
+                    raise BusError(f"consumer {self.durable} on {self.stream} is refused: {error}") from error
+            except TRANSIENT:
+                if self.bus.link.closed.is_set() or pause > 5:
+                    raise
+            await asyncio.sleep(pause)
+            pause *= 2
+
+    async def _keep_position(self, config: dict[str, Any], name: str) -> bool:
+        """A durable that exists keeps the start with which it was made: only the rest of its settings is updated."""
+        try:
+            info = msgspec.json.decode(await self.bus.link.api(f"CONSUMER.INFO.{self.stream}.{self.durable}"))
+            same = {key: info["config"][key] for key in ("deliver_policy", "opt_start_seq") if key in info["config"]}
+            config.pop("opt_start_seq", None)
+            await self.bus.link.api(name, {"stream_name": self.stream, "config": config | same})
+        except ApiError:
+            return False
+        return True
+
+    def _reconnected(self) -> None:
+        self._asked = 0
+        self._heard = asyncio.get_running_loop().time()
+        self._wake.set()
+
+    async def _pump(self) -> None:
+        """Keep the broker asked for as much as there are free hands."""
+        loop = asyncio.get_running_loop()
+        pause = 0.05
+        while True:
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                if self._asked and loop.time() - self._heard > 2 * HEARTBEAT_S:
+                    self._asked = 0  # the broker forgot our request
+            self._wake.clear()
+            try:
+                if self._paused:
+                    await self._close_session()
+                    continue
+                free = self.credit - len(self._running) - self._asked
+                if free > 0 and (self._asked == 0 or 2 * free >= self.credit):
+                    await self._ask(free)
+                pause = 0.05
+            except (*TRANSIENT, BusError):
+                if self.bus.link.closed.is_set():
+                    return
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 2.0)
+                self._wake.set()
+
+    async def _ask(self, count: int) -> None:
+        await self.bus.link.wait_connected(5.0)
+        if self._subscription is None:
+            self._inbox = self.bus.link.inbox()
+            self._subscription = await self.bus.link.subscribe(f"{self._inbox}.*", self._on_message, unbounded=True)
+            self._asked = 0
+        request = {
+            "batch": count,
+            "expires": int(EXPIRES_S * _SECOND),
+            "idle_heartbeat": int(HEARTBEAT_S * _SECOND),
+        }
+        self._asked += count
+        self._heard = asyncio.get_running_loop().time()
+        await self.bus.link.publish_request(
+            f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{self.durable}",
+            msgspec.json.encode(request),
+            f"{self._inbox}.{next(self._numbers)}",
+        )
+
+    async def _close_session(self) -> None:
+        """Take back what was asked for: deliveries under way still arrive, then the broker sees no more interest."""
+        self._asked = 0
+        if self._subscription is not None:
+            await self.bus.link.unsubscribe(self._subscription)
+            self._subscription = None
+
+    async def _on_message(self, raw: Msg) -> None:
+        self._heard = asyncio.get_running_loop().time()
+        status = raw.headers.get("Status") if raw.headers else None
+        if status is not None and not raw.reply:
+            await self._on_status(status, raw.headers or {})
+            return
+        self._asked = max(0, self._asked - 1)
+        delivery = parse_reply(raw.reply)
+        received: Received[Any] = Received(
+            subject=raw.subject,
+            data=raw.data,
+            headers=raw.headers,
+            stream=delivery.stream,
+            seq=delivery.seq,
+            time=delivery.time,
+            deliveries=delivery.deliveries,
+            consumer=delivery.consumer,
+            link=self.bus.link,
+            reply=raw.reply,
+        )
+        task = asyncio.create_task(self._handling.run(received))
+        self._running[task] = received
+        self._idle.clear()
+        task.add_done_callback(self._done)
+        if self._asked == 0:
+            self._wake.set()
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        received = self._running.pop(task, None)
+        if not task.cancelled() and task.exception() is not None:
+            # It could not even be settled: the broker delivers it again after the acknowledgement wait.
+            where = f"{received.subject} #{received.seq}" if received else ""
+            logging.get(consumer=self.durable).error("not_settled", message=where, error=repr(task.exception()))
+        if not self._running:
+            self._idle.set()
+        self._wake.set()
+
+    async def _on_status(self, status: str, headers: dict[str, str]) -> None:
+        if status == "100":
+            return
+        left = headers.get("Nats-Pending-Messages")
+        words = headers.get("Description", "")
+        if status == "408" and left is not None:
+            self._asked = max(0, self._asked - int(left))
+        else:
+            self._asked = 0
+            await asyncio.sleep(0.1)  # whatever it is, do not ask in a circle
+            if "deleted" in words.lower():
+                if not self._stopping:
+                    await self._report("consumer_lost", f"{self.durable} on {self.stream}: {words}", "warning")
+                    try:
+                        await self._declare()
+                    except BusError as error:
+                        await self._report("consumer_lost", str(error), "error")
+        self._wake.set()
+
+    async def _stay_alive(self) -> None:
+        """Tell the broker that handlers still work, well within the acknowledgement wait."""
+        interval = self.ack_wait / 3
+        while True:
+            await asyncio.sleep(interval)
+            for received in list(self._running.values()):
+                await received.in_progress()

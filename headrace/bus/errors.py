@@ -1,0 +1,58 @@
+"""What can go wrong on the bus, each as a type that its caller can act on."""
+
+
+class BusError(Exception):
+    """The bus could not do it; the text is one sentence for a person."""
+
+
+class BusTimeout(BusError):
+    """No answer in time. It may have happened or not."""
+
+
+class NoResponders(BusError):
+    """Nobody listens on that subject now."""
+
+
+class Disconnected(BusError):
+    """The connection broke while we waited; it comes back by itself."""
+
+
+class Denied(BusError):
+    """The broker forbids this role that subject."""
+
+
+class WrongSequence(BusError):
+    """Someone else wrote meanwhile: the expected last sequence is not the last one any more."""
+
+    def __init__(self, text: str, last: int = -1) -> None:
+        super().__init__(text)
+        self.last = last
+        """The sequence that the broker has instead; -1 when it did not say."""
+
+
+class MessageGone(BusError):
+    """That message is not in the stream: purged, aged out, or never written."""
+
+
+class ApiError(BusError):
+    """JetStream answered with an error. `code` is HTTP-like, `err_code` its own number."""
+
+    def __init__(self, text: str, code: int = 0, err_code: int = 0) -> None:
+        super().__init__(text)
+        self.code, self.err_code = code, err_code
+
+
+class Reject(Exception):
+    """Raised by a handler: this message can never be handled. It becomes a dead letter with this reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Retry(Exception):
+    """Raised by a handler: not now. The message comes again after `delay` seconds."""
+
+    def __init__(self, delay: float = 1.0, reason: str = "") -> None:
+        super().__init__(reason or f"again in {delay:g} s")
+        self.delay, self.reason = delay, reason

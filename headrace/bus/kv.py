@@ -1,0 +1,99 @@
+"""Key-value buckets with typed values: the layout of every NATS client, one stream ``KV_<bucket>`` each.
+
+Values are read from the leader, so a read sees every write that was acknowledged before it. The revision of an entry is
+its stream sequence: `update` with an old one is refused, which makes it a fencing token.
+"""
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from headrace.bus import reading
+from headrace.bus.errors import MessageGone, WrongSequence
+from headrace.messages.base import Message
+from headrace.messages.codec import decode, encode
+
+if TYPE_CHECKING:
+    from headrace.bus.connection import Bus
+
+_GONE = ("DEL", "PURGE")
+
+
+def _deleted(headers: dict[str, str]) -> bool:
+    return headers.get("KV-Operation") in _GONE or "Nats-Marker-Reason" in headers
+
+
+class KeyValue:
+    """One bucket. Keys are dotted tokens, as in subjects."""
+
+    def __init__(self, bus: "Bus", bucket: str) -> None:
+        self._bus, self.bucket = bus, bucket
+        self._stream, self._prefix = f"KV_{bucket}", f"$KV.{bucket}."
+
+    async def put(self, key: str, message: Message) -> int:
+        """Write whatever stood there before; the new revision."""
+        return await self._write(key, message, None)
+
+    async def create(self, key: str, message: Message) -> int:
+        """Write if there is no such key (or it was deleted, or has lapsed). WrongSequence when there is one."""
+        try:
+            return await self._write(key, message, 0)
+        except WrongSequence:
+            last = await self._last(key)
+            if last is None:
+                return await self._write(key, message, 0)
+            if not _deleted(last.headers):
+                raise WrongSequence(f"{self.bucket} has {key} already, at revision {last.seq}", last.seq) from None
+            return await self._write(key, message, last.seq)
+
+    async def update(self, key: str, message: Message, revision: int) -> int:
+        """Write if the entry still has that revision. WrongSequence when another wrote meanwhile."""
+        return await self._write(key, message, revision)
+
+    async def delete(self, key: str, revision: int | None = None) -> None:
+        """Remove a key; with `revision`, only if the entry still has it."""
+        await self._bus.publish_raw(self._prefix + key, b"", {"KV-Operation": "DEL"}, expect=revision)
+
+    async def get(self, key: str) -> tuple[Message, int] | None:
+        """Value and revision, from the leader."""
+        last = await self._last(key)
+        if last is None or _deleted(last.headers):
+            return None
+        return decode(last.data, last.headers), last.seq
+
+    async def keys(self, pattern: str = ">") -> list[str]:
+        """Keys that match, sorted."""
+        return sorted([key async for key, message, _ in self._entries(pattern, live=False) if message is not None])
+
+    async def items(self, pattern: str = ">") -> dict[str, tuple[Message, int]]:
+        """All entries that match: key to (value, revision)."""
+        found: dict[str, tuple[Message, int]] = {}
+        async for key, message, revision in self._entries(pattern, live=False):
+            if message is not None:
+                found[key] = (message, revision)
+        return found
+
+    def watch(self, pattern: str = ">") -> AsyncIterator[tuple[str, Message | None, int]]:
+        """Each entry's last state, then every change as it happens; None for a key that was deleted or has lapsed."""
+        return self._entries(pattern, live=True)
+
+    async def _entries(self, pattern: str, *, live: bool) -> AsyncIterator[tuple[str, Message | None, int]]:
+        until = None if live else await reading.last_seq(self._bus.link, self._stream)
+        if until == 0:
+            return
+        reader = reading.Reader(
+            self._bus.link, self._stream, [self._prefix + pattern], until=until, last_per_subject=True
+        )
+        async for message, delivery in reader.messages():
+            headers = message.headers or {}
+            value = None if _deleted(headers) else decode(message.data, headers)
+            yield message.subject.removeprefix(self._prefix), value, delivery.seq
+
+    async def _last(self, key: str) -> reading.Stored | None:
+        try:
+            return await reading.from_leader(self._bus.link, self._stream, {"last_by_subj": self._prefix + key})
+        except MessageGone:
+            return None
+
+    async def _write(self, key: str, message: Message, expect: int | None) -> int:
+        payload, headers = encode(message)
+        return await self._bus.publish_raw(self._prefix + key, payload, headers, expect=expect)

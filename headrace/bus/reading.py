@@ -1,0 +1,280 @@
+"""Reading a stream in its order, without acknowledgements: history, then live, across purges and reconnects.
+
+The idea: an ephemeral pull consumer whose deliveries carry two numbers, the stream's sequence and its own running
+count. As long as the count has no hole, nothing was lost; at a hole, a missing heartbeat or a reconnect the consumer is
+thrown away and a new one starts one past the last sequence that was handed out. Purged sequences are no holes in the
+count, so gaps in a stream need no special case.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from nats.aio.msg import Msg
+
+from headrace.bus.errors import ApiError, BusError, Disconnected, MessageGone
+from headrace.bus.link import TRANSIENT, Link
+from headrace.bus.received import Delivery, parse_reply
+
+BATCH = 256
+MAX_BYTES = 32 << 20
+"""Bytes of one pull: bounds what lies unread in memory."""
+HEARTBEAT_S = 5.0
+EXPIRES_S = 30.0
+PATIENCE_S = 30.0
+_SECOND = 1_000_000_000
+_NO_MESSAGE = 10037
+
+
+class _State(msgspec.Struct):
+    last_seq: int = 0
+    first_seq: int = 0
+    messages: int = 0
+
+
+class _StreamInfo(msgspec.Struct):
+    state: _State
+
+
+class _ConsumerInfo(msgspec.Struct):
+    name: str
+    num_pending: int = 0
+
+
+async def last_seq(link: Link, stream: str) -> int:
+    """The stream's last sequence, 0 for an empty new one."""
+    reply = await _api(link, f"STREAM.INFO.{stream}")
+    return msgspec.json.decode(reply, type=_StreamInfo).state.last_seq
+
+
+async def _api(link: Link, name: str, request: object = None) -> bytes:
+    """An API call that rides out a broker that restarts; its refusals are BusErrors that name it."""
+    try:
+        return await link.patiently(lambda: link.api(name, request))
+    except ApiError as error:
+        raise BusError(f"{name}: {error}") from error
+
+
+class Reader:
+    """One ordered pass over a stream. `until` ends it after that sequence; None goes on for ever."""
+
+    def __init__(
+        self,
+        link: Link,
+        stream: str,
+        filters: Sequence[str],
+        *,
+        start: int = 1,
+        until: int | None = None,
+        last_per_subject: bool = False,
+    ) -> None:
+        self.link, self.stream, self.filters = link, stream, tuple(filters)
+        self.next, self.until = max(1, start), until
+        self.pending = 0
+        """Matching messages that were still to come at the last delivery."""
+        self._last_per_subject = last_per_subject
+        self._ended = False
+        self._queue: asyncio.Queue[Msg | None] = asyncio.Queue()
+        self._names = itertools.count()
+        self._consumer = ""
+
+    async def messages(self) -> AsyncIterator[tuple[Msg, Delivery]]:
+        """Messages in stream order, each once. A pass with an end raises Disconnected when the broker stays away."""
+        loop = asyncio.get_running_loop()
+        moved = loop.time()
+        wake = self._wake
+        self.link.on_reconnect.append(wake)
+        try:
+            while True:
+                async for item in self._session():
+                    yield item
+                    moved = loop.time()
+                if self._ended or (self.until is not None and self.next > self.until):
+                    return
+                if self.until is not None and loop.time() - moved > PATIENCE_S:
+                    raise Disconnected(f"the broker has been away for {PATIENCE_S:g} s while {self.stream} was read")
+        finally:
+            self.link.on_reconnect.remove(wake)
+
+    def _wake(self) -> None:
+        self._queue.put_nowait(None)
+
+    async def _on_message(self, message: Msg) -> None:
+        self._queue.put_nowait(message)
+
+    async def _session(self) -> AsyncIterator[tuple[Msg, Delivery]]:
+        """Read by one consumer until it ends or breaks."""
+        self._queue = asyncio.Queue()
+        inbox = self.link.inbox()
+        try:
+            subscription = await self.link.subscribe(f"{inbox}.*", self._on_message, unbounded=True)
+        except Disconnected:
+            if self.link.closed.is_set():
+                raise
+            return
+        try:
+            self.pending = await self._create()
+            if self.until is not None and self.pending == 0:
+                self._ended = True
+                return
+            async for item in self._pull(inbox):
+                yield item
+        except TRANSIENT:
+            if self.link.closed.is_set():
+                raise
+            await asyncio.sleep(0.05)
+        finally:
+            await self._forget(subscription)
+
+    async def _create(self) -> int:
+        config: dict[str, Any] = {
+            "name": f"{self.link.role}-{self.link.inbox().rpartition('.')[2]}".lower(),
+            "ack_policy": "none",
+            "max_deliver": 1,
+            "mem_storage": True,
+            "num_replicas": 1,
+            "inactive_threshold": 60 * _SECOND,
+            "replay_policy": "instant",
+        }
+        if self._last_per_subject and self.next == 1:
+            config["deliver_policy"] = "last_per_subject"
+        elif self.next > 1:
+            config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": self.next}
+        else:
+            config["deliver_policy"] = "all"
+        if len(self.filters) == 1:
+            config["filter_subject"] = self.filters[0]
+        elif self.filters:
+            config["filter_subjects"] = list(self.filters)
+        elif self._last_per_subject:
+            config["filter_subject"] = ">"
+        self._consumer = config["name"]
+        tail = f".{self.filters[0]}" if len(self.filters) == 1 else ""
+        request = {"stream_name": self.stream, "config": config, "action": "create"}
+        reply = await _api(self.link, f"CONSUMER.CREATE.{self.stream}.{self._consumer}{tail}", request)
+        return msgspec.json.decode(reply, type=_ConsumerInfo).num_pending
+
+    async def _pull(self, inbox: str) -> AsyncIterator[tuple[Msg, Delivery]]:
+        live = self.until is None
+        expected, asked, quiet = 1, 0, 0
+        while True:
+            if asked <= BATCH // 2:
+                await self._ask(inbox, BATCH, live)
+                asked += BATCH
+            try:
+                async with asyncio.timeout(HEARTBEAT_S * 2 if live else 2.0):
+                    message = await self._queue.get()
+            except TimeoutError:
+                if live or quiet:
+                    return  # the broker forgot us: start again from where we are
+                quiet, asked = 1, 0
+                continue
+            if message is None:
+                return
+            status = message.headers.get("Status") if message.headers else None
+            if status is not None and not message.reply:
+                if status == "100":
+                    continue
+                if status in ("404", "408"):
+                    left = (message.headers or {}).get("Nats-Pending-Messages")
+                    asked = max(0, asked - int(left)) if left else 0
+                    if not live and status == "404":
+                        self._ended = True
+                        return
+                    continue
+                words = (message.headers or {}).get("Description", "").lower()
+                if status == "409" and ("batch completed" in words or "exceeds maxbytes" in words):
+                    asked = 0
+                    continue
+                return  # the consumer is gone, or its server is
+            delivery = parse_reply(message.reply)
+            if delivery.consumer_seq != expected:
+                return
+            expected, asked, quiet = expected + 1, asked - 1, 0
+            self.next = delivery.seq + 1
+            self.pending = delivery.pending
+            if self.until is not None and delivery.seq > self.until:
+                self._ended = True
+                return
+            yield message, delivery
+            if self.until is not None and (delivery.pending == 0 or delivery.seq == self.until):
+                self._ended = True
+                return
+
+    async def _ask(self, inbox: str, batch: int, live: bool) -> None:
+        request: dict[str, Any] = {"batch": batch, "max_bytes": MAX_BYTES}
+        if live:
+            request |= {"expires": int(EXPIRES_S * _SECOND), "idle_heartbeat": int(HEARTBEAT_S * _SECOND)}
+        else:
+            request["no_wait"] = True
+        await self.link.wait_connected(20.0)
+        await self.link.publish_request(
+            f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{self._consumer}",
+            msgspec.json.encode(request),
+            f"{inbox}.{next(self._names)}",
+        )
+
+    async def _forget(self, subscription: Any) -> None:
+        """Drop the subscription, and the consumer where the broker can hear us; else it lapses by itself."""
+        await self.link.drop(subscription)
+        if self._consumer and self.link.connected:
+            await self.link.send(f"$JS.API.CONSUMER.DELETE.{self.stream}.{self._consumer}")
+
+
+class _Raw(msgspec.Struct):
+    subject: str
+    seq: int
+    time: str
+    data: bytes = b""
+    hdrs: bytes = b""
+
+
+class _RawReply(msgspec.Struct):
+    message: _Raw
+
+
+class Stored(msgspec.Struct):
+    """One message of a stream as the broker keeps it."""
+
+    subject: str
+    seq: int
+    time: float
+    data: bytes
+    headers: dict[str, str]
+
+
+async def from_leader(link: Link, stream: str, request: dict[str, Any]) -> Stored:
+    """STREAM.MSG.GET: never stale. MessageGone."""
+    try:
+        reply = await link.patiently(lambda: link.api(f"STREAM.MSG.GET.{stream}", request))
+    except ApiError as error:
+        if error.err_code == _NO_MESSAGE:
+            raise MessageGone(f"{stream} has no such message ({request}): {error}") from None
+        raise BusError(f"{stream} cannot be read: {error}") from error
+    raw = msgspec.json.decode(reply, type=_RawReply).message
+    headers = link.client._parse_header_lines(raw.hdrs.partition(b"\r\n")[2]) if raw.hdrs else {}
+    return Stored(raw.subject, raw.seq, seconds(raw.time), raw.data, headers)
+
+
+async def by_sequence(link: Link, stream: str, seq: int) -> Stored:
+    """Direct get, raw bytes from any replica; a replica that lags says 404, and then the leader decides."""
+    try:
+        reply = await link.call(f"$JS.API.DIRECT.GET.{stream}", b'{"seq":%d}' % seq, timeout=10.0)
+    except TRANSIENT:
+        return await from_leader(link, stream, {"seq": seq})
+    headers = dict(reply.headers or {})
+    if "Status" in headers:
+        return await from_leader(link, stream, {"seq": seq})
+    subject, stamp = headers.pop("Nats-Subject"), headers.pop("Nats-Time-Stamp")
+    for name in ("Nats-Stream", "Nats-Sequence", "Nats-Num-Pending", "Nats-Last-Sequence"):
+        headers.pop(name, None)
+    return Stored(subject, seq, seconds(stamp), reply.data, headers)
+
+
+def seconds(stamp: str) -> float:
+    """RFC 3339 with nanoseconds to seconds since the epoch."""
+    whole, _, rest = stamp.rstrip("Z").partition(".")
+    return datetime.fromisoformat(f"{whole}+00:00").timestamp() + (float(f"0.{rest}") if rest else 0.0)

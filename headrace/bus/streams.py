@@ -1,0 +1,105 @@
+"""Declare every stream and bucket of `messages.subjects`; a declaration that exists is brought up to date.
+
+`max_bytes` of a stream is reserved on the broker's disk at creation, 30 GiB for all of ours. An embedded broker on a
+laptop therefore reserves nothing (the age limits and the trainer's purges bound it); production passes `reserve=True`
+and is refused with one sentence when the disk is too small for what it is asked to keep.
+"""
+
+from typing import Any
+
+import msgspec
+
+from headrace.bus.connection import Bus
+from headrace.bus.errors import ApiError, BusError
+from headrace.bus.link import Link
+from headrace.messages.subjects import KEY_VALUES, STREAMS, Stream
+
+_NOT_FOUND, _NO_STORAGE, _NO_MEMORY = 10059, 10047, 10028
+_SECOND = 1_000_000_000
+PRESENCE_S = 15.0
+"""An entry of HR_PRESENCE lapses after this time without a beat."""
+KV_HISTORY = 8
+
+
+def config_of(stream: Stream, *, reserve: bool, replicas: int) -> dict[str, Any]:
+    """The broker's configuration of a stream."""
+    return {
+        "name": stream.name,
+        "description": stream.note,
+        "subjects": list(stream.subjects),
+        "retention": stream.retention,
+        "discard": stream.discard,
+        "storage": "file",
+        "num_replicas": replicas,
+        "max_age": int(stream.max_age_s * _SECOND),
+        "max_bytes": stream.max_bytes if reserve else -1,
+        "max_msgs": -1,
+        "max_consumers": -1,
+        "max_msg_size": -1,
+        "duplicate_window": int(stream.duplicate_window_s * _SECOND),
+        "allow_direct": True,
+        "allow_rollup_hdrs": False,
+        "deny_delete": False,
+        "deny_purge": False,
+        "compression": "none",
+    }
+
+
+def bucket_config(name: str, note: str, *, replicas: int) -> dict[str, Any]:
+    """The broker's configuration of a key-value bucket (the layout of every NATS client)."""
+    presence = name == "HR_PRESENCE"
+    config: dict[str, Any] = {
+        "name": f"KV_{name}",
+        "description": note,
+        "subjects": [f"$KV.{name}.>"],
+        "retention": "limits",
+        "discard": "new",
+        "storage": "file",
+        "num_replicas": replicas,
+        "max_msgs_per_subject": 1 if presence else KV_HISTORY,
+        "max_bytes": -1,
+        "max_msgs": -1,
+        "max_consumers": -1,
+        "max_msg_size": -1,
+        "max_age": int(PRESENCE_S * _SECOND) if presence else 0,
+        "duplicate_window": int((PRESENCE_S if presence else 120.0) * _SECOND),
+        "allow_rollup_hdrs": True,
+        "deny_delete": True,
+        "deny_purge": False,
+        "allow_direct": True,
+    }
+    if presence:
+        # A watcher hears of a lapse by the marker that the broker puts in the entry's place.
+        config |= {"allow_msg_ttl": True, "subject_delete_marker_ttl": 60 * _SECOND}
+    return config
+
+
+async def declare(bus: Bus, *, reserve: bool = False, replicas: int = 1) -> None:
+    """Make or update all streams and buckets; needs the admin role. BusError when the disk is too small."""
+    for stream in STREAMS:
+        await _put(bus.link, config_of(stream, reserve=reserve, replicas=replicas))
+    for name, note in KEY_VALUES.items():
+        await _put(bus.link, bucket_config(name, note, replicas=replicas))
+
+
+async def _put(link: Link, config: dict[str, Any]) -> None:
+    name = config["name"]
+    try:
+        try:
+            info = msgspec.json.decode(await link.api(f"STREAM.INFO.{name}", timeout=30.0))
+        except ApiError as error:
+            if error.err_code != _NOT_FOUND:
+                raise
+            await link.api(f"STREAM.CREATE.{name}", config, timeout=30.0)
+            return
+        now = info["config"]
+        if any(now.get(key, 0) != value for key, value in config.items() if value not in ("", False, 0, [])):
+            await link.api(f"STREAM.UPDATE.{name}", now | config, timeout=30.0)
+    except ApiError as error:
+        if error.err_code in (_NO_STORAGE, _NO_MEMORY):
+            need = sum(stream.max_bytes for stream in STREAMS) >> 30
+            raise BusError(
+                f"the broker's disk is too small: {name} asks for {config['max_bytes'] >> 20} MiB, all streams for "
+                f"{need} GiB, and the broker refuses ({error})"
+            ) from None
+        raise BusError(f"stream {name} cannot be declared: {error}") from error

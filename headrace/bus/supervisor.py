@@ -1,0 +1,251 @@
+"""Run actors in one process until they are told to end, and start again those that fail.
+
+Supervision as in Erlang/OTP, one for one: an actor that fails is started again on a connection of its own, after a
+short pause; more than `restarts` failures within `period` seconds mean that starting again does not help. Then the
+supervisor gives up: an event, every actor of the process is drained, and the exit code says so to whoever watches the
+process. SIGTERM and SIGINT drain; a second signal ends at once.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.bus import logging, tracing
+from headrace.bus.actor import Actor
+from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError
+from headrace.bus.kv import KeyValue
+from headrace.config import Config
+from headrace.messages import subjects as s
+from headrace.messages.operations import Beat
+
+BEAT_S = 2.0
+DRAIN_S = 10.0
+EXIT_GAVE_UP = 1
+EXIT_NO_BROKER = 4
+State = Literal["starting", "running", "draining", "stopped"]
+
+
+class _Life:
+    """One actor's place: which class, under which id, and what became of it."""
+
+    def __init__(self, cls: type[Actor], id: str) -> None:
+        self.cls, self.id = cls, id
+        self.state: State = "starting"
+        self.actor: Actor | None = None
+
+
+class Supervisor:
+    """`run` returns the exit code of the process."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: str,
+        *,
+        url: str,
+        credentials: str | Path | None = None,
+        restarts: int = 5,
+        period: float = 60.0,
+        drain_s: float = DRAIN_S,
+        connect_s: float = 5.0,
+    ) -> None:
+        self.config, self.run_id, self.url, self.credentials = config, run, url, credentials
+        self.restarts, self.period, self.drain_s, self.connect_s = restarts, period, drain_s, connect_s
+        self.log = logging.get(actor="supervisor", run=run)
+        self._stop = asyncio.Event()
+        self._failures: deque[float] = deque()
+        self._code = 0
+
+    def stop(self) -> None:
+        """Drain everything and return from `run`."""
+        self._stop.set()
+
+    async def run(self, actors: Sequence[tuple[type[Actor], str]]) -> int:
+        """Live until `stop`, a signal, or too many failures."""
+        lives = [_Life(cls, id) for cls, id in actors]
+        async with asyncio.TaskGroup() as group:
+            for life in lives:
+                group.create_task(self._live(life), name=life.id)
+        return self._code
+
+    async def _live(self, life: _Life) -> None:
+        """One actor, again and again."""
+        while not self._stop.is_set():
+            error = await self._once(life)
+            if error is None or self._stop.is_set():
+                return
+            self.log.error("actor_failed", id=life.id, error=f"{type(error).__name__}: {error}", exc_info=error)
+            now = time.monotonic()
+            self._failures.append(now)
+            while self._failures and self._failures[0] < now - self.period:
+                self._failures.popleft()
+            if len(self._failures) > self.restarts:
+                self.log.error("gave_up", id=life.id, failures=len(self._failures), period=self.period)
+                no_broker = isinstance(error, BusError) and str(error).startswith("no broker")
+                self._code = EXIT_NO_BROKER if no_broker else EXIT_GAVE_UP
+                self._stop.set()
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(0.1 * 2 ** len(self._failures), 5.0)):
+                    await self._stop.wait()
+
+    async def _once(self, life: _Life) -> BaseException | None:
+        """From connecting to closing. The error that ended it, None when it was told to stop."""
+        life.state = "starting"
+        try:
+            bus = await Bus.connect(
+                self.url, role=life.cls.role, id=life.id, credentials=self.credentials, timeout=self.connect_s
+            )
+        except BusError as refusal:
+            return refusal
+        actor: Actor | None = None
+        beats: asyncio.Task[None] | None = None
+        error: BaseException | None = None
+        try:
+            actor = life.actor = life.cls(self.config, bus, self.run_id, life.id)
+            beats = asyncio.create_task(self._beat(life, actor))
+            await actor.serve(s.RPC_NODE.at(service=actor.role, node=actor.id, method="ping"), self._ping(life, actor))
+            error = await self._until_end(life, actor)
+        except Exception as caught:
+            error = caught
+        finally:
+            life.state = "draining"
+            if error is not None and actor is not None and bus.link.connected:
+                gave_up = len(self._failures) >= self.restarts
+                text = f"{type(error).__name__}: {error}"
+                await actor.event("actor_gave_up" if gave_up else "actor_failed", text, "error")
+            if actor is not None:
+                await actor.shut(self.drain_s if error is None else min(1.0, self.drain_s), self.drain_s)
+            life.state = "stopped"
+            if beats is not None:
+                beats.cancel()
+                await asyncio.gather(beats, return_exceptions=True)
+            if actor is not None:
+                await self._last_beat(life, actor)
+            await bus.close()
+        return error
+
+    async def _until_end(self, life: _Life, actor: Actor) -> BaseException | None:
+        """Start, then wait for a failure, the loss of the connection, or the order to stop."""
+        closed = asyncio.ensure_future(actor.bus.link.closed.wait())
+        told = asyncio.ensure_future(self._stop.wait())
+        started: asyncio.Future[Any] = asyncio.ensure_future(actor.start())
+        ends: set[asyncio.Future[Any]] = {actor.failed, closed, told}
+        try:
+            await asyncio.wait({started, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            if started.done():
+                started.result()
+                if not actor.failed.done():
+                    life.state = "running"
+                    await actor.event("started", f"process {os.getpid()} on {actor.bus.node}", pid=os.getpid())
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if actor.failed.done():
+                failure: BaseException = actor.failed.result()
+                return failure
+            if closed.done() and not told.done():
+                return BusError("the broker closed the connection for good")
+            return None
+        finally:
+            for task in (closed, told, started):
+                task.cancel()
+            await asyncio.gather(closed, told, started, return_exceptions=True)
+
+    def _describe(self, life: _Life, actor: Actor, busy: float) -> Beat:
+        return Beat(
+            actor=actor.name(),
+            id=actor.id,
+            node=actor.bus.node,
+            pid=os.getpid(),
+            state=life.state,
+            run=self.run_id,
+            status=actor.status,
+            busy=round(busy, 4),
+        )
+
+    async def _beat(self, life: _Life, actor: Actor) -> None:
+        """A sign of life every `BEAT_S`, on core NATS and in HR_PRESENCE."""
+        presence = await actor.bus.kv("HR_PRESENCE")
+        while True:
+            await self._one_beat(self._describe(life, actor, actor.take_busy()), actor, presence)
+            await asyncio.sleep(BEAT_S)
+
+    async def _one_beat(self, beat: Beat, actor: Actor, presence: KeyValue) -> None:
+        await actor.bus.emit(s.BEAT.at(actor=actor.role, id=actor.id), beat)
+        try:
+            if actor.bus.link.connected:
+                await presence.put(f"{actor.role}.{actor.id}", beat)
+        except BusError as error:
+            self.log.warning("presence_not_written", id=actor.id, error=str(error))
+
+    async def _last_beat(self, life: _Life, actor: Actor) -> None:
+        """Say goodbye, where the broker can hear it."""
+        if not actor.bus.link.connected:
+            return
+        await actor.bus.emit(s.BEAT.at(actor=actor.role, id=actor.id), self._describe(life, actor, 0.0))
+        try:
+            async with asyncio.timeout(2.0):
+                presence = await actor.bus.kv("HR_PRESENCE")
+                await presence.delete(f"{actor.role}.{actor.id}")
+        except (BusError, TimeoutError):
+            pass
+
+    def _ping(self, life: _Life, actor: Actor) -> Callable[[Any], Awaitable[Beat]]:
+        async def answer(_: object) -> Beat:
+            return self._describe(life, actor, 0.0)
+
+        return answer
+
+
+async def run_actors(
+    classes: Sequence[type[Actor] | tuple[type[Actor], str]],
+    config: Config,
+    run: str,
+    *,
+    url: str,
+    credentials: str | Path | None = None,
+    restarts: int = 5,
+    period: float = 60.0,
+    drain_s: float = DRAIN_S,
+    log_file: str | Path | None = None,
+) -> int:
+    """Run actors until SIGTERM or SIGINT; the exit code. A class may come with its id, else one is made.
+
+    0: told to stop. 1: gave up after too many failures. 4: gave up because there was no broker.
+    """
+    logging.configure(log_file)
+    places: list[tuple[type[Actor], str]] = []
+    for entry in classes:
+        cls, id = entry if isinstance(entry, tuple) else (entry, "")
+        places.append((cls, s.token(id) if id else f"{cls.name()}-{os.getpid()}"))
+    names = "+".join(cls.name() for cls, _ in places)
+    tracing.configure(config.bus.otlp_endpoint, service_name=f"headrace-{names}", hr_run=run)
+    supervisor = Supervisor(
+        config, run, url=url, credentials=credentials, restarts=restarts, period=period, drain_s=drain_s
+    )
+    loop = asyncio.get_running_loop()
+    main = asyncio.current_task()
+
+    def on_signal() -> None:
+        if supervisor._stop.is_set() and main is not None:
+            main.cancel()
+        supervisor.stop()
+        # Whatever waits for a broker that is gone as well: an orphan helps nobody.
+        loop.call_later(2 * drain_s + 5.0, os._exit, EXIT_GAVE_UP)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        return await supervisor.run(places)
+    except asyncio.CancelledError:
+        return 130
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        tracing.shutdown()

@@ -1,0 +1,252 @@
+"""W3C trace context in every message, spans by OpenTelemetry's messaging conventions, OTLP where someone listens.
+
+The idea: what is always on is only the context, a trace id and a span id in a context variable and in the lower-case
+``traceparent`` header; that costs about a microsecond. Spans are made by the OpenTelemetry SDK (37 us each) only when
+`configure` was given an endpoint, and only then is the SDK imported. A process span continues the producer's trace, one
+message to one span; a trainer's step is a trace of its own with one link per trajectory.
+"""
+
+import contextlib
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+from headrace.bus.received import Received
+from headrace.messages import subjects
+
+HEADER = "traceparent"
+_PARENT = re.compile(r"^00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+Kind = Literal["internal", "producer", "consumer", "client", "server"]
+
+
+class Context(NamedTuple):
+    """Where we are in a trace: ids in lower-case hex."""
+
+    trace_id: str
+    span_id: str
+
+
+class Link(NamedTuple):
+    """Another span that this one was caused by, with attributes."""
+
+    context: Context
+    attributes: Mapping[str, str | int]
+
+
+_current: ContextVar[Context | None] = ContextVar("headrace_trace", default=None)
+_random = random.Random()
+_tracer: Any = None
+_provider: Any = None
+
+
+def current() -> Context | None:
+    """The context that a message published now would carry."""
+    return _current.get()
+
+
+def inject(headers: dict[str, str]) -> None:
+    """Write the current context, or a new trace, into headers."""
+    context = _current.get()
+    if context is None:
+        context = Context(f"{_random.getrandbits(128):032x}", f"{_random.getrandbits(64):016x}")
+    headers[HEADER] = f"00-{context.trace_id}-{context.span_id}-01"
+
+
+def extract(headers: Mapping[str, str]) -> Context | None:
+    """The context that a message carries; None when it has none or a malformed one."""
+    match = _PARENT.match(headers.get(HEADER, ""))
+    return Context(match[1], match[2]) if match else None
+
+
+def link(received: Received[Any]) -> Link | None:
+    """A link to the span that published a message; None when it carries no trace."""
+    context = extract(received.headers)
+    return Link(context, {"messaging.destination.name": received.subject, "hr.seq": received.seq}) if context else None
+
+
+class Span:
+    """A span in work. Without an exporter it only carries ids."""
+
+    __slots__ = ("_span", "context")
+
+    def __init__(self, context: Context, span: Any = None) -> None:
+        self.context, self._span = context, span
+
+    def set(self, **attributes: str | int | float | bool) -> None:
+        """Add attributes."""
+        if self._span is not None:
+            self._span.set_attributes(attributes)
+
+    def event(self, name: str, **attributes: str | int | float | bool) -> None:
+        """Something that happened at this moment."""
+        if self._span is not None:
+            self._span.add_event(name, attributes)
+
+    def fail(self, error: BaseException) -> None:
+        """Mark the span as failed."""
+        if self._span is not None:
+            from opentelemetry.trace import Status, StatusCode
+
+            self._span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+
+
+_NO_SPAN = Span(Context("0" * 32, "0" * 16))
+
+
+def here() -> Span:
+    """The innermost open span, for attributes and events; a silent one when nothing is exported."""
+    return _open.get()
+
+
+_open: ContextVar[Span] = ContextVar("headrace_span", default=_NO_SPAN)
+
+
+@contextlib.contextmanager
+def span(
+    name: str,
+    kind: Kind = "internal",
+    *,
+    parent: Context | None = None,
+    root: bool = False,
+    links: Sequence[Link | None] = (),
+    attributes: Mapping[str, str | int | float | bool] | None = None,
+) -> Iterator[Span]:
+    """A span around a block: below `parent`, or below the current one, or (`root`) the first of a new trace."""
+    above = None if root else parent or _current.get()
+    if _tracer is None:
+        trace_id = above.trace_id if above else f"{_random.getrandbits(128):032x}"
+        made = Span(Context(trace_id, f"{_random.getrandbits(64):016x}"))
+    else:
+        made = _start(name, kind, above, links, attributes or {})
+    token, opened = _current.set(made.context), _open.set(made)
+    try:
+        yield made
+    except BaseException as error:
+        made.fail(error)
+        raise
+    finally:
+        _open.reset(opened)
+        _current.reset(token)
+        if made._span is not None:
+            made._span.end()
+
+
+def _start(
+    name: str, kind: Kind, above: Context | None, links: Sequence[Link | None], attributes: Mapping[str, Any]
+) -> Span:
+    from opentelemetry import trace
+
+    def remote(context: Context) -> trace.SpanContext:
+        flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
+        return trace.SpanContext(int(context.trace_id, 16), int(context.span_id, 16), True, flags)
+
+    empty = trace.set_span_in_context(trace.INVALID_SPAN)
+    where = trace.set_span_in_context(trace.NonRecordingSpan(remote(above))) if above else empty
+    made = _tracer.start_span(
+        name,
+        context=where,
+        kind=trace.SpanKind[kind.upper()],
+        links=[trace.Link(remote(each.context), dict(each.attributes)) for each in links if each is not None],
+        attributes=dict(attributes),
+    )
+    context = made.get_span_context()
+    return Span(Context(f"{context.trace_id:032x}", f"{context.span_id:016x}"), made)
+
+
+@contextlib.contextmanager
+def sending(subject: str, msg_id: str, size: int) -> Iterator[Span | None]:
+    """PRODUCER span around a publish; nothing at all when nobody exports."""
+    if _tracer is None:
+        yield None
+        return
+    attributes: dict[str, str | int] = {
+        "messaging.system": "nats",
+        "messaging.operation.name": "send",
+        "messaging.operation.type": "send",
+        "messaging.destination.name": subject,
+        "messaging.destination.template": template(subject),
+        "messaging.message.body.size": size,
+    }
+    if msg_id:
+        attributes["messaging.message.id"] = msg_id
+    with span(f"send {template(subject)}", "producer", attributes=attributes) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def processing(subject: str, headers: Mapping[str, str], consumer: str = "", deliveries: int = 0) -> Iterator[Span]:
+    """CONSUMER span around a handler: it goes on in the trace of whoever published the message."""
+    parent = extract(headers)
+    if _tracer is None:
+        with span("", parent=parent, root=parent is None) as made:
+            yield made
+        return
+    attributes: dict[str, str | int] = {
+        "messaging.system": "nats",
+        "messaging.operation.name": "process",
+        "messaging.operation.type": "process",
+        "messaging.destination.name": subject,
+        "messaging.destination.template": template(subject),
+    }
+    if consumer:
+        attributes |= {"messaging.consumer.group.name": consumer, "hr.deliveries": deliveries}
+    name = f"process {template(subject)}"
+    with span(name, "consumer", parent=parent, root=parent is None, attributes=attributes) as made:
+        yield made
+
+
+@lru_cache(4096)
+def template(subject: str) -> str:
+    """The family that a concrete subject belongs to, such as ``hr.traj.{run}.{group}``; else its first two tokens."""
+    tokens = subject.split(".")
+    for family in subjects.SUBJECTS.values():
+        pattern = family.template.split(".")
+        if len(tokens) < len(pattern):
+            continue
+        if all(want.startswith("{") or want == token for want, token in zip(pattern, tokens, strict=False)):
+            return family.template
+    return ".".join([*tokens[:2], "*"])
+
+
+def configure(endpoint: str, **resource: str) -> None:
+    """Export spans of this process by OTLP/HTTP to an endpoint such as ``http://127.0.0.1:4318``; "" for none."""
+    global _tracer, _provider
+    shutdown()
+    if not endpoint:
+        return
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    url = endpoint.rstrip("/")
+    if not url.endswith("/v1/traces"):
+        url += "/v1/traces"
+    attributes = {"service.name": "headrace", **{key.replace("_", "."): value for key, value in resource.items()}}
+    _provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+    _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=5)))
+    _tracer = _provider.get_tracer("headrace")
+
+
+def exporting() -> bool:
+    """Whether spans go anywhere."""
+    return _tracer is not None
+
+
+def flush(timeout: float = 5.0) -> None:
+    """Send what waits."""
+    if _provider is not None:
+        _provider.force_flush(int(timeout * 1000))
+
+
+def shutdown() -> None:
+    """Send what waits and stop exporting."""
+    global _tracer, _provider
+    if _provider is not None:
+        _provider.shutdown()
+    _tracer = _provider = None

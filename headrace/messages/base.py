@@ -1,0 +1,83 @@
+"""What every message is made of: a frozen struct, a type name with a version, and arrays as bytes.
+
+Arrays travel as little-endian bytes with dtype and shape: encoding costs a memcpy, where a list of numbers costs
+twenty times that (measured: 8 us against 157 us for 32 k tokens). The room knows neither numpy nor torch; a
+consumer wraps `Array.data` with `numpy.frombuffer` or `torch.frombuffer` itself.
+"""
+
+import array
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar, TypeVar
+
+import msgspec
+
+# numpy dtype strings that may travel, with the type code of the standard library's `array` where there is one.
+_CODES = {"|u1": "B", "<u2": "H", "<i4": "i", "<i8": "q", "<f4": "f", "<f8": "d"}
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of everything that crosses an actor's border. Unknown fields are ignored on read."""
+
+    type_name: ClassVar[str] = ""
+    type_version: ClassVar[int] = 1
+
+
+class Array(msgspec.Struct, frozen=True):
+    """A dense array: `data` is little-endian and C-contiguous.
+
+    dtype is a numpy dtype string such as ``<i4``; shape counts elements. `tolist` is for small one-dimensional
+    arrays; anything larger is wrapped by its consumer.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def __post_init__(self) -> None:
+        count = 1
+        for side in self.shape:
+            count *= side
+        width = int(self.dtype[2:])
+        if count * width != len(self.data):
+            raise ValueError(
+                f"array of {self.dtype}{list(self.shape)} needs {count * width} bytes, got {len(self.data)}"
+            )
+
+    @classmethod
+    def of(cls, values: Iterable[int] | Iterable[float], dtype: str, shape: Sequence[int] | None = None) -> "Array":
+        """Pack numbers; `shape` defaults to one dimension. OverflowError when a value does not fit the dtype."""
+        packed = array.array(_CODES[dtype], values)
+        if sys.byteorder == "big":
+            packed.byteswap()
+        return cls(dtype, tuple(shape) if shape is not None else (len(packed),), packed.tobytes())
+
+    def tolist(self) -> list[int] | list[float]:
+        """The numbers in C order, without the shape."""
+        values = array.array(_CODES[self.dtype])
+        values.frombytes(self.data)
+        if sys.byteorder == "big":
+            values.byteswap()
+        return values.tolist()
+
+    def __len__(self) -> int:
+        return self.shape[0] if self.shape else 0
+
+
+TYPES: dict[str, type[Message]] = {}
+"""Every message type by name; filled by `message` when `headrace.messages` is imported."""
+
+M = TypeVar("M", bound=type[Message])
+
+
+def message(name: str, version: int = 1) -> Callable[[M], M]:
+    """Register a struct under the name that travels in the ``Hr-Type`` header as ``name/version``."""
+
+    def register(cls: M) -> M:
+        if name in TYPES:
+            raise ValueError(f"message type {name!r} is defined twice")
+        cls.type_name, cls.type_version = name, version
+        TYPES[name] = cls
+        return cls
+
+    return register

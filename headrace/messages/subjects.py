@@ -1,0 +1,303 @@
+"""Every subject and every stream, once. `headrace subjects` prints this file as a table.
+
+``hr.<plane>.<kind>.<scope>...<id>``: lower case, ids last, at most eight tokens; a type and its version travel in a
+header, never in the subject.
+"""
+
+import re
+from typing import Literal
+
+import msgspec
+
+PREFIX = "hr"
+_TOKEN = re.compile(r"^[a-z0-9_-]+$")
+
+
+class Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """A family of subjects: template with ``{field}`` tokens, the message types on it, who publishes, who reads."""
+
+    template: str
+    types: tuple[str, ...]
+    publishers: tuple[str, ...]
+    readers: tuple[str, ...]
+    note: str = ""
+
+    def at(self, **fields: str | int) -> str:
+        """The concrete subject. ValueError for a token that NATS or our house rules would not take.
+
+        A field whose value holds dots (``<user hash>.<id>`` on the production lane) spreads over several tokens.
+        """
+        subject = self.template.format(**fields)
+        tokens = subject.split(".")
+        if len(tokens) > 8 or not all(_TOKEN.match(token) for token in tokens):
+            raise ValueError(f"not a legal subject: {subject!r} (lower case, digits, '-' and '_', at most 8 tokens)")
+        return subject
+
+    def where(self, **fields: str | int) -> str:
+        """A filter: fields that are not given become wildcards, the last one ``>``."""
+        tokens = self.template.split(".")
+        out: list[str] = []
+        for index, token in enumerate(tokens):
+            name = token.strip("{}")
+            if not token.startswith("{"):
+                out.append(token)
+            elif name in fields:
+                out.append(str(fields[name]))
+            elif index == len(tokens) - 1:
+                out.append(">")
+            else:
+                out.append("*")
+        return ".".join(out)
+
+
+class Stream(msgspec.Struct, frozen=True, kw_only=True):
+    """A JetStream stream: what it captures and how long it keeps it."""
+
+    name: str
+    subjects: tuple[str, ...]
+    retention: Literal["limits", "workqueue"] = "limits"
+    discard: Literal["old", "new"] = "new"
+    max_age_s: float = 0.0
+    """0 keeps for ever."""
+    max_bytes: int = 1 << 30
+    duplicate_window_s: float = 120.0
+    note: str = ""
+
+
+_LIBRARY = ("every actor",)
+
+TASK = Subject(
+    template="hr.task.{run}.{lane}.{suite}",
+    types=("rollout_request",),
+    publishers=("curriculum", "evaluator", "gateway", "rollout"),
+    readers=("rollout",),
+)
+LEDGER = Subject(
+    template="hr.ledger.{run}.{group}",
+    types=("slot_issued", "fence"),
+    publishers=("curriculum", "evaluator", "gateway"),
+    readers=("curriculum", "evaluator", "audit"),
+    note="groups `curriculum` and `evaluator` hold fences: writes name the newest of their own",
+)
+FAIL = Subject(
+    template="hr.fail.{run}.{group}",
+    types=("slot_failed",),
+    publishers=("rollout", "judge"),
+    readers=("curriculum", "evaluator", "gateway", "audit"),
+)
+TRAJ = Subject(
+    template="hr.traj.{run}.{group}",
+    types=("trajectory",),
+    publishers=("rollout",),
+    readers=("judge", "feedback", "gateway", "trainer", "replay"),
+)
+TURN = Subject(
+    template="hr.turn.{run}.{trajectory}",
+    types=("turn_sampled", "turn_done"),
+    publishers=("rollout",),
+    readers=("rollout", "gateway"),
+)
+SCORE = Subject(
+    template="hr.score.{run}.{judge}.{group}",
+    types=("score",),
+    publishers=("judge", "feedback"),
+    readers=("trainer", "curriculum", "evaluator", "audit"),
+)
+CLOSE = Subject(
+    template="hr.close.{run}.{group}",
+    types=("group_closed", "group_dropped", "fence"),
+    publishers=("curriculum",),
+    readers=("trainer", "curriculum", "audit"),
+    note="every record is written on top of the last one of its run",
+)
+WEIGHT_CHUNK = Subject(
+    template="hr.weights.{run}.{version}.{shard}.{seq}",
+    types=("weight_chunk",),
+    publishers=("weight_sync",),
+    readers=("weight_sync",),
+)
+WEIGHT_MANIFEST = Subject(
+    template="hr.weights.{run}.{version}.manifest",
+    types=("weight_manifest",),
+    publishers=("weight_sync",),
+    readers=("weight_sync",),
+)
+WEIGHT_HEAD = Subject(
+    template="hr.weights.{run}.head",
+    types=("weight_head",),
+    publishers=("weight_sync",),
+    readers=("weight_sync", "rollout", "feedback"),
+)
+BLOB = Subject(
+    template="hr.blob.{digest}.{n}",
+    types=(),
+    publishers=_LIBRARY,
+    readers=_LIBRARY,
+    note="1 MiB chunks of any payload over 1 MiB; the message itself becomes a blob_ref",
+)
+STEP = Subject(
+    template="hr.step.{run}",
+    types=("step_manifest", "step_done", "step_failed", "fence"),
+    publishers=("trainer",),
+    readers=("trainer", "curriculum", "replay", "dashboard", "audit"),
+    note="every record is written on top of the last one of its run",
+)
+EVENT = Subject(
+    template="hr.event.{run}.{actor}.{type}",
+    types=(
+        "snapshot_ready",
+        "weights_staged",
+        "weights_swapped",
+        "eval_request",
+        "eval_result",
+        "promotion",
+        "tool_log",
+        "rejected",
+        "event",
+    ),
+    publishers=_LIBRARY,
+    readers=("weight_sync", "rollout", "curriculum", "evaluator", "feedback", "dead_letter", "dashboard", "audit"),
+    note="{type} is the message type; {actor} its publisher",
+)
+FEEDBACK = Subject(
+    template="hr.feedback.{tenant}.{user}",
+    types=("feedback",),
+    publishers=("gateway",),
+    readers=("feedback",),
+)
+ADVISORY = Subject(
+    template="$JS.EVENT.ADVISORY.CONSUMER.{kind}.{stream}.{consumer}",
+    types=("advisory",),
+    publishers=("nats-server",),
+    readers=("dead_letter",),
+    note="written by the broker itself, as JSON",
+)
+DLQ = Subject(
+    template="hr.dlq.{stream}.{consumer}",
+    types=("dead_letter",),
+    publishers=("dead_letter",),
+    readers=("operators", "curriculum", "evaluator"),
+)
+RPC = Subject(
+    template="hr.rpc.{service}.{method}",
+    types=("acquire", "acquired", "sandbox_call", "sandbox_reply", "renew", "release", "release_group", "ping", "ack"),
+    publishers=_LIBRARY,
+    readers=("environment",),
+    note="request and reply, never in a stream; one node's own methods are hr.rpc.environment.<node>.<method>",
+)
+RPC_NODE = Subject(
+    template="hr.rpc.{service}.{node}.{method}",
+    types=RPC.types,
+    publishers=_LIBRARY,
+    readers=("environment",),
+)
+BEAT = Subject(template="hr.beat.{actor}.{id}", types=("beat",), publishers=_LIBRARY, readers=("dashboard",))
+TRAFFIC = Subject(
+    template="hr.traffic.{region}",
+    types=("traffic",),
+    publishers=("gateway",),
+    readers=("scavenger", "dashboard"),
+)
+METRIC = Subject(template="hr.metric.{actor}", types=("metric",), publishers=_LIBRARY, readers=("dashboard",))
+
+SUBJECTS: dict[str, Subject] = {
+    name: value for name, value in list(globals().items()) if isinstance(value, Subject) and name.isupper()
+}
+
+_DAY = 86400.0
+
+STREAMS: tuple[Stream, ...] = (
+    Stream(
+        name="HR_TASK",
+        subjects=("hr.task.>",),
+        retention="workqueue",
+        discard="new",
+        max_bytes=256 << 20,
+        duplicate_window_s=3600.0,
+        note="one durable per run and lane, rollout-<run>-<lane>; max_deliver 5",
+    ),
+    Stream(name="HR_LEDGER", subjects=("hr.ledger.>", "hr.fail.>"), note="kept: SlotIssued and SlotFailed"),
+    Stream(
+        name="HR_TRAJ",
+        subjects=("hr.traj.>",),
+        max_bytes=4 << 30,
+        note="replay.keep_steps behind the trainer's last durable checkpoint",
+    ),
+    Stream(name="HR_TURN", subjects=("hr.turn.>",), max_bytes=4 << 30, note="replay.keep_steps"),
+    Stream(
+        name="HR_SCORE",
+        subjects=("hr.score.>", "hr.close.>"),
+        note="one order for scores and closings; scores keep_steps, closings kept",
+    ),
+    Stream(
+        name="HR_WEIGHTS",
+        subjects=("hr.weights.>",),
+        max_bytes=8 << 30,
+        note="at least three full chains; one mirror per region",
+    ),
+    Stream(name="HR_BLOB", subjects=("hr.blob.>",), max_bytes=8 << 30, note="claim checks, 1 MiB chunks"),
+    Stream(name="HR_STEP", subjects=("hr.step.>",), note="kept: manifests and outcomes of steps"),
+    Stream(name="HR_EVENT", subjects=("hr.event.>",), discard="old", max_age_s=14 * _DAY, note="14 days"),
+    Stream(name="HR_FEEDBACK", subjects=("hr.feedback.>",), max_age_s=90 * _DAY, note="90 days, purge by user"),
+    Stream(
+        name="HR_ADVISORY",
+        subjects=(
+            "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.>",
+            "$JS.EVENT.ADVISORY.CONSUMER.MSG_TERMINATED.>",
+        ),
+        discard="old",
+        max_age_s=30 * _DAY,
+        max_bytes=64 << 20,
+        note="the server's own words about messages that were given up",
+    ),
+    Stream(name="HR_DLQ", subjects=("hr.dlq.>",), discard="old", max_age_s=30 * _DAY, note="30 days"),
+)
+
+STREAM: dict[str, Stream] = {stream.name: stream for stream in STREAMS}
+
+KEY_VALUES: dict[str, str] = {
+    "HR_STATE": "run configuration, min_version per run, durable trainer position",
+    "HR_LEASE": "capacity leases; the revision is the fencing token",
+    "HR_PRESENCE": "who is alive, by beat; entries lapse after 15 s",
+}
+
+
+def stream_of(subject: str) -> Stream | None:
+    """The stream that captures a subject or a filter; None for core subjects."""
+    for stream in STREAMS:
+        if any(covers(pattern, subject) for pattern in stream.subjects):
+            return stream
+    return None
+
+
+def covers(pattern: str, subject: str) -> bool:
+    """Whether every subject that `subject` (a filter or a concrete one) stands for matches `pattern`."""
+    want, have = pattern.split("."), subject.split(".")
+    for index, token in enumerate(want):
+        if token == ">":
+            return len(have) > index
+        if index >= len(have) or have[index] == ">" or (token != "*" and token != have[index]):
+            return False
+    return len(want) == len(have)
+
+
+def token(text: str) -> str:
+    """Any text as one legal subject token."""
+    return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-") or "none"
+
+
+def table() -> str:
+    """The subject and stream tables as Markdown; docs/subjects.md is exactly this."""
+    lines = ["# Subjects and streams", "", "Generated by `headrace subjects`; do not edit.", ""]
+    lines += ["| subject | types | publishers | readers |", "|---|---|---|---|"]
+    for subject in SUBJECTS.values():
+        name = re.sub(r"\{(\w+)\}", r"<\1>", subject.template)
+        types = ", ".join(subject.types) or subject.note
+        lines.append(f"| `{name}` | {types} | {', '.join(subject.publishers)} | {', '.join(subject.readers)} |")
+    lines += ["", "| stream | subjects | retention | discard | kept |", "|---|---|---|---|---|"]
+    for stream in STREAMS:
+        subjects = ", ".join(f"`{s}`" for s in stream.subjects)
+        lines.append(f"| {stream.name} | {subjects} | {stream.retention} | {stream.discard} | {stream.note} |")
+    lines += ["", "| key-value bucket | holds |", "|---|---|"]
+    lines += [f"| {name} | {note} |" for name, note in KEY_VALUES.items()]
+    return "\n".join(lines) + "\n"

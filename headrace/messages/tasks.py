@@ -1,0 +1,58 @@
+"""A task as data: what the agent sees, and what only the judge may see."""
+
+from typing import Literal
+
+import msgspec
+
+from headrace.messages.base import Message, message
+
+
+class TaskRef(msgspec.Struct, frozen=True):
+    """Names a task: the suite as `headrace.tasks.open_suite` knows it, and the task's id inside it."""
+
+    suite: str
+    task: str
+
+
+class TestPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How a repository's tests run.
+
+    kind ``functions``: plain ``test_*`` functions of the named files, run by the prepared worker (tens of CPU-ms);
+    ``pytest``: the same worker calls pytest; ``command``: argv, judged by a JUnit-style report or exit code.
+    """
+
+    kind: Literal["functions", "pytest", "command"] = "functions"
+    paths: tuple[str, ...] = ()
+    argv: tuple[str, ...] = ()
+    timeout_s: float = 30.0
+
+
+@message("task")
+class Task(Message, frozen=True, kw_only=True):
+    """The agent's side of a task: nothing in it tells the answer."""
+
+    ref: TaskRef
+    family: str
+    """Which kind of task, for reports (``one_line``, ``multi_line``, ``mutation:more-itertools`` ...)."""
+    prompt: str
+    files: dict[str, bytes]
+    """The repository: path to content, paths relative and without ``..``."""
+    allowed: tuple[str, ...]
+    """Glob patterns of the paths whose changes are extracted; all others are ignored by the judge."""
+    tests: TestPlan
+    template: str = "light"
+    """Which vmhost template the sandbox is cloned from."""
+
+
+@message("oracle")
+class Oracle(Message, frozen=True, kw_only=True):
+    """The judge's side: hidden tests, the names they must report, and a known solution."""
+
+    ref: TaskRef
+    hidden: dict[str, bytes]
+    """Test files that come from the host at judging time and replace whatever the agent left at their paths."""
+    tests: TestPlan
+    expected: tuple[str, ...]
+    """Test ids that have to be reported as passed: fewer, or others, is a failure."""
+    solution: dict[str, bytes]
+    """File contents that pass the hidden tests; used by the scripted oracle policy and to verify the task."""

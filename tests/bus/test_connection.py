@@ -1,0 +1,199 @@
+"""Bus against a real broker: publish, expected sequences, claim checks, reading, request and reply."""
+
+import asyncio
+import os
+from secrets import token_hex
+
+import pytest
+
+from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError, BusTimeout, MessageGone, NoResponders, WrongSequence
+from headrace.bus.server import Server
+from headrace.messages import subjects as s
+from headrace.messages.operations import Ack, Event, Ping
+from tests.conftest import Connect
+
+pytestmark = pytest.mark.anyio
+
+
+def event(text: str) -> Event:
+    return Event(actor="a", id="a-1", kind="test", text=text)
+
+
+def subject(role: str = "judge") -> str:
+    return s.EVENT.at(run=f"r{token_hex(4)}", actor=role, type="event")
+
+
+async def test_publish_then_get_last_history(connect: Connect) -> None:
+    bus = await connect("judge")
+    where = subject()
+    seqs = [await bus.publish(where, event(str(n))) for n in range(5)]
+    assert seqs == sorted(seqs)
+    got = await bus.get("HR_EVENT", seqs[2])
+    assert (got.message, got.seq, got.subject, got.stream) == (event("2"), seqs[2], where, "HR_EVENT")
+    last = await bus.last("HR_EVENT", where)
+    assert last is not None and last.seq == seqs[-1] and last.message == event("4")
+    assert abs(last.time - got.time) < 60 and last.time >= got.time
+    assert [r.message.text async for r in bus.history("HR_EVENT", where)] == list("01234")
+    assert [r.seq async for r in bus.history("HR_EVENT", where, start=seqs[3])] == seqs[3:]
+    assert await bus.last("HR_EVENT", subject()) is None
+
+
+async def test_the_same_id_is_stored_once(connect: Connect) -> None:
+    bus = await connect("judge")
+    where = subject()
+    first = await bus.publish(where, event("x"), msg_id="one-" + where)
+    assert await bus.publish(where, event("x"), msg_id="one-" + where) == first
+    assert len([r async for r in bus.history("HR_EVENT", where)]) == 1
+
+
+async def test_expected_sequence_refuses_a_zombie(connect: Connect) -> None:
+    bus = await connect("judge")
+    where = subject()
+    first = await bus.publish(where, event("a"), expect=0)
+    second = await bus.publish(where, event("b"), expect=first)
+    with pytest.raises(WrongSequence) as caught:
+        await bus.publish(where, event("zombie"), expect=first)
+    assert caught.value.last == second
+    with pytest.raises(WrongSequence):
+        await bus.publish(where, event("zombie"), expect=0)
+
+
+async def test_expected_sequence_over_a_filter(connect: Connect) -> None:
+    bus = await connect("judge")
+    run = f"r{token_hex(4)}"
+    over = s.EVENT.where(run=run)
+    first = await bus.publish(
+        s.EVENT.at(run=run, actor="judge", type="event"), event("a"), expect=0, expect_filter=over
+    )
+    other = s.EVENT.at(run=run, actor="judge", type="rejected")
+    with pytest.raises(WrongSequence):
+        await bus.publish(other, event("b"), expect=0, expect_filter=over)
+    assert await bus.publish(other, event("b"), expect=first, expect_filter=over) > first
+
+
+async def test_a_repeat_of_a_stored_publish_is_no_wrong_sequence(connect: Connect) -> None:
+    """The first try was stored and its answer lost: the repeat carries the same id and the same expectation."""
+    bus = await connect("judge")
+    where = subject()
+    first = await bus.publish(where, event("a"), msg_id=where, expect=0)
+    assert await bus.publish(where, event("a"), msg_id=where, expect=0) == first
+    await bus.publish(where, event("b"), expect=first)
+    assert await bus.publish(where, event("a"), msg_id=where, expect=0) == first
+
+
+@pytest.mark.parametrize("size", [(1 << 20) + 1, 5 << 20])
+async def test_claim_check_round_trip(connect: Connect, size: int) -> None:
+    bus = await connect("judge")
+    where, text = subject(), os.urandom(size // 2).hex()
+    big = Event(actor="a", id="a-1", kind="big", text=text)
+    seq = await bus.publish(where, big)
+    received = await bus.get("HR_EVENT", seq)
+    assert received.message == big
+    assert [r.message async for r in bus.history("HR_EVENT", where)] == [big]
+    before = await bus.last_seq("HR_BLOB")
+    assert (await bus.get("HR_EVENT", await bus.publish(where, big))).message == big
+    assert await bus.last_seq("HR_BLOB") == before, "the same content is not stored twice"
+
+
+async def test_claim_check_with_a_key_has_another_name_and_a_purged_one_says_so(connect: Connect) -> None:
+    bus, admin = await connect("judge"), await connect("admin")
+    big = Event(actor="a", id="a-1", kind="big", text=os.urandom(1 << 20).hex())
+    plain = await bus.get("HR_EVENT", await bus.publish(subject(), big))
+    start = await bus.last_seq("HR_BLOB")
+    keyed_seq = await bus.publish(subject(), big, blob_key=b"a user's key")
+    assert await bus.last_seq("HR_BLOB") > start
+    assert (await bus.get("HR_EVENT", keyed_seq)).message == plain.message == big
+    await admin.purge("HR_BLOB")
+    gone = await bus.get("HR_EVENT", keyed_seq)
+    with pytest.raises(MessageGone):
+        _ = gone.message
+
+
+async def test_purge_leaves_gaps_that_readers_pass(connect: Connect) -> None:
+    bus, admin = await connect("judge"), await connect("admin")
+    run = f"r{token_hex(4)}"
+    one = s.EVENT.at(run=run, actor="judge", type="event")
+    two = s.EVENT.at(run=run, actor="judge", type="rejected")
+    kept = []
+    for n in range(20):
+        if n % 2:
+            await bus.publish(two, event(f"two {n}"))
+        else:
+            kept.append(await bus.publish(one, event(f"one {n}")))
+    assert await admin.purge("HR_EVENT", subject=two) == 10
+    assert [r.seq async for r in bus.history("HR_EVENT", s.EVENT.where(run=run))] == kept
+    with pytest.raises(MessageGone):
+        await bus.get("HR_EVENT", kept[0] + 1)
+    assert await admin.purge("HR_EVENT", subject=one, before=kept[5]) == 5
+    assert [r.seq async for r in bus.history("HR_EVENT", one)] == kept[5:]
+    await admin.purge("HR_EVENT", subject=one)
+    assert [r.seq async for r in bus.history("HR_EVENT", one)] == []
+
+
+async def test_follow_gives_history_then_live(connect: Connect) -> None:
+    bus = await connect("judge")
+    where = subject()
+    for n in range(3):
+        await bus.publish(where, event(str(n)))
+    seen: list[str] = []
+    live = asyncio.Event()
+
+    async def read() -> None:
+        async for received in bus.follow("HR_EVENT", where):
+            seen.append(received.message.text)
+            if len(seen) == 3:
+                live.set()
+            if len(seen) == 600:
+                return
+
+    task = asyncio.create_task(read())
+    await asyncio.wait_for(live.wait(), 10)
+    for n in range(3, 600):
+        await bus.publish(where, event(str(n)))
+    await asyncio.wait_for(task, 20)
+    assert seen == [str(n) for n in range(600)]
+
+
+async def test_several_filters_in_one_order(connect: Connect) -> None:
+    bus = await connect("judge")
+    run = f"r{token_hex(4)}"
+    one, two = (s.EVENT.at(run=run, actor="judge", type=kind) for kind in ("event", "rejected"))
+    seqs = [await bus.publish(one if n % 3 else two, event(str(n))) for n in range(9)]
+    assert [r.seq async for r in bus.history("HR_EVENT", one, two)] == seqs
+
+
+async def test_request_reply_and_its_errors(connect: Connect) -> None:
+    asker, helper = await connect("judge"), await connect("environment")
+
+    async def handler(message: object) -> Ack:
+        assert isinstance(message, Ping)
+        if message.note == "never":
+            await asyncio.Event().wait()
+        return Ack(detail=message.note)
+
+    await helper.respond("hr.rpc.environment.ping", handler)
+    answer = await asker.request("hr.rpc.environment.ping", Ping(note="hello"))
+    assert answer == Ack(detail="hello")
+    answers = await asyncio.gather(*(asker.request("hr.rpc.environment.ping", Ping(note=str(n))) for n in range(100)))
+    assert [a.detail for a in answers if isinstance(a, Ack)] == [str(n) for n in range(100)]
+    with pytest.raises(BusTimeout):
+        await asker.request("hr.rpc.environment.ping", Ping(note="never"), timeout=0.1)
+    with pytest.raises(NoResponders):
+        await asker.request("hr.rpc.environment.nobody", Ping())
+
+
+async def test_a_broker_that_is_down_or_refuses_is_one_sentence(server: Server) -> None:
+    with pytest.raises(BusError, match=r"^no broker answers at nats://127.0.0.1:1 .*"):
+        await Bus.connect("nats://127.0.0.1:1", role="judge", timeout=0.3)
+    with pytest.raises(BusError, match="refuses the credentials of role 'judge'"):
+        await Bus.connect(server.url, role="judge", credentials=None)
+    with pytest.raises(BusError, match="no credentials for role 'nobody'"):
+        await Bus.connect(server.url, role="nobody", credentials=server.credentials)
+
+
+async def test_too_large_even_for_the_broker(connect: Connect) -> None:
+    bus = await connect("judge")
+    big = Event(actor="a", id="a", kind="k", text=os.urandom(5 << 20).hex())
+    with pytest.raises(BusError, match="over the broker's limit"):
+        await bus.request("hr.rpc.environment.ping", big)

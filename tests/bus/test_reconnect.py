@@ -1,0 +1,221 @@
+"""The broker dies by kill -9 and comes back on the same port and store: readers, consumers and actors go on."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from secrets import token_hex
+
+import pytest
+
+from headrace.bus.actor import Actor
+from headrace.bus.connection import Bus
+from headrace.bus.errors import Disconnected, NoResponders
+from headrace.bus.received import Received
+from headrace.bus.server import Server
+from headrace.bus.streams import declare
+from headrace.bus.supervisor import Supervisor
+from headrace.config import Config
+from headrace.messages import subjects as s
+from headrace.messages.operations import Ack, Event, Ping
+
+pytestmark = pytest.mark.anyio
+
+
+class Broker:
+    """A broker that can be killed and started again on the same port and store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = Server(folder)
+
+    async def restart(self) -> None:
+        port = self.server.port
+        await self.server.kill()
+        self.server = await Server(self.server.folder, port=port).start()
+
+    async def connect(self, role: str = "admin") -> Bus:
+        return await Bus.connect(self.server.url, role=role, credentials=self.server.credentials)
+
+
+@pytest.fixture
+async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
+    made = Broker(tmp_path)
+    await made.server.start()
+    admin = await made.connect()
+    await declare(admin)
+    await admin.close()
+    yield made
+    await made.server.stop()
+
+
+def event(text: str) -> Event:
+    return Event(actor="a", id="a-1", kind="test", text=text)
+
+
+async def test_follow_goes_on_without_loss_or_repeat(broker: Broker) -> None:
+    writer, reader = await broker.connect(), await broker.connect("operator")
+    where = s.EVENT.at(run="r1", actor="admin", type="event")
+    other = s.EVENT.at(run="r1", actor="admin", type="rejected")
+    seen: list[str] = []
+    half = asyncio.Event()
+
+    async def follow() -> None:
+        async for received in reader.follow("HR_EVENT", where):
+            seen.append(received.message.text)
+            if len(seen) == 50:
+                half.set()
+            if len(seen) == 150:
+                return
+
+    task = asyncio.create_task(follow())
+    for n in range(50):
+        await writer.publish(where, event(str(n)))
+        await writer.publish(other, event("noise"))
+    await asyncio.wait_for(half.wait(), 10)
+    await broker.restart()
+    for n in range(50, 100):
+        await writer.publish(where, event(str(n)))
+    await writer.purge("HR_EVENT", subject=other)
+    await broker.restart()
+    for n in range(100, 150):
+        await writer.publish(where, event(str(n)))
+    await asyncio.wait_for(task, 20)
+    assert seen == [str(n) for n in range(150)]
+    await writer.close()
+    await reader.close()
+
+
+async def test_history_and_blobs_are_whole_when_the_broker_dies_in_the_middle(broker: Broker) -> None:
+    writer, reader = await broker.connect(), await broker.connect("operator")
+    where = s.EVENT.at(run="r1", actor="admin", type="event")
+    big = event(os.urandom(1 << 20).hex())
+    await asyncio.gather(*(writer.publish(where, event(str(n))) for n in range(700)))
+    await writer.publish(where, big)
+    read = []
+    async for received in reader.history("HR_EVENT", where):
+        read.append(received)
+        if len(read) in (1, 300, 650):
+            await broker.restart()
+    assert len({received.seq for received in read}) == len(read) == 701
+    assert read[-1].message == big
+    await writer.close()
+    await reader.close()
+
+
+async def test_history_without_a_broker_is_an_error_and_never_an_empty_stream(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.bus.reading.PATIENCE_S", 0.2)
+    reader = await broker.connect("operator")
+    where = s.EVENT.at(run="r1", actor="admin", type="event")
+    writer = await broker.connect()
+    await asyncio.gather(*(writer.publish(where, event(str(n))) for n in range(700)))
+    await writer.close()
+    with pytest.raises(Disconnected):
+        async for _ in reader.history("HR_EVENT", where):
+            await broker.server.kill()
+            await reader.close()  # gives up for good, as a drained process does
+    assert reader.link.closed.is_set()
+
+
+async def test_a_consumer_pulls_again_and_nothing_is_lost(broker: Broker) -> None:
+    class Reader(Actor):
+        role = "admin"
+
+    actor = Reader(Config(), await broker.connect(), "r1", "reader")
+    writer = await broker.connect()
+    where = s.EVENT.at(run="r1", actor="admin", type="input")
+    seen: set[str] = set()
+    half, done = asyncio.Event(), asyncio.Event()
+
+    async def handle(received: Received[Event]) -> None:
+        seen.add(received.message.text)
+        if len(seen) == 30:
+            half.set()
+        if len(seen) == 60:
+            done.set()
+
+    await actor.consume(s.EVENT, handle, durable="reader", filter=where, credit=4, ack_wait=1.0)
+    await actor.serve("hr.rpc.tests.ping", _answer)
+    for n in range(30):
+        await writer.publish(where, event(str(n)))
+    await asyncio.wait_for(half.wait(), 10)
+    await broker.restart()
+    for n in range(30, 60):
+        await writer.publish(where, event(str(n)))
+    await asyncio.wait_for(done.wait(), 20)
+    assert seen == {str(n) for n in range(60)}
+    assert await writer.request("hr.rpc.tests.ping", Ping(note="still here")) == Ack(detail="still here")
+    await actor.shut(5)
+    await actor.bus.close()
+    await writer.close()
+
+
+async def _answer(message: Ping) -> Ack:
+    return Ack(detail=message.note)
+
+
+async def test_a_request_in_flight_ends_at_the_break(broker: Broker) -> None:
+    asker, helper = await broker.connect("judge"), await broker.connect("environment")
+    asked = asyncio.Event()
+
+    async def never(_: object) -> Ack:
+        asked.set()
+        await asyncio.Event().wait()
+        return Ack()
+
+    await helper.respond("hr.rpc.environment.never", never)
+    call = asyncio.create_task(asker.request("hr.rpc.environment.never", Ping(), timeout=60.0))
+    await asked.wait()
+    await broker.restart()
+    with pytest.raises((Disconnected, NoResponders)):
+        async with asyncio.timeout(10):
+            await call
+    await asker.close()
+    await helper.close()
+
+
+async def test_a_watch_goes_on(broker: Broker) -> None:
+    bus = await broker.connect()
+    kv = await bus.kv("HR_STATE")
+    seen: asyncio.Queue[object] = asyncio.Queue()
+
+    async def watch() -> None:
+        async for _, value, _ in kv.watch("a.>"):
+            await seen.put(value)
+
+    task = asyncio.create_task(watch())
+    await kv.put("a.x", Ack(detail="1"))
+    assert await asyncio.wait_for(seen.get(), 10) == Ack(detail="1")
+    await broker.restart()
+    await kv.put("a.x", Ack(detail="2"))
+    assert await asyncio.wait_for(seen.get(), 10) == Ack(detail="2")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await bus.close()
+
+
+async def test_actors_live_through_it(broker: Broker) -> None:
+    class Judge(Actor):
+        role = "judge"
+        started = 0
+
+        async def start(self) -> None:
+            type(self).started += 1
+
+    run = f"r{token_hex(4)}"
+    life = Supervisor(Config(), run, url=broker.server.url, credentials=broker.server.credentials)
+    task = asyncio.create_task(life.run([(Judge, "j1")]))
+    operator = await broker.connect("operator")
+    presence = await operator.kv("HR_PRESENCE")
+    async for _, _, revision in presence.watch("judge.j1"):
+        before = revision
+        break
+    await broker.restart()
+    async for _, _, revision in presence.watch("judge.j1"):
+        if revision > before:
+            break
+    life.stop()
+    assert await asyncio.wait_for(task, 20) == 0
+    assert Judge.started == 1
+    await operator.close()

@@ -1,0 +1,163 @@
+"""Supervision: restarts, intensity, signals, beats. Signals are tried on a real process."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from secrets import token_hex
+
+import pytest
+
+from headrace.bus.actor import Actor
+from headrace.bus.server import Server
+from headrace.bus.supervisor import EXIT_GAVE_UP, Supervisor
+from headrace.config import Config
+from headrace.messages import subjects as s
+from headrace.messages.operations import Beat, Ping
+from tests.conftest import Connect
+
+pytestmark = pytest.mark.anyio
+
+
+class Lively(Actor):
+    role = "judge"
+    lives = 0
+
+    async def start(self) -> None:
+        type(self).lives += 1
+        self.status = f"life {self.lives}"
+
+
+class FailsTwice(Lively):
+    async def start(self) -> None:
+        await super().start()
+        if type(self).lives < 3:
+            self.fail(RuntimeError(f"life {self.lives} went wrong"))
+
+
+class NeverStarts(Actor):
+    role = "judge"
+
+    async def start(self) -> None:
+        raise RuntimeError("cannot start")
+
+
+def supervisor(server: Server, run: str, **options: float) -> Supervisor:
+    return Supervisor(Config(), run, url=server.url, credentials=server.credentials, **options)  # type: ignore[arg-type]
+
+
+async def events(connect: Connect, run: str) -> AsyncIterator[str]:
+    bus = await connect("operator")
+    async for received in bus.follow("HR_EVENT", s.EVENT.where(run=run, type="event")):
+        yield received.message.kind
+
+
+async def test_an_actor_that_fails_is_started_again(server: Server, connect: Connect) -> None:
+    run, FailsTwice.lives = f"r{token_hex(4)}", 0
+    life = supervisor(server, run)
+    task = asyncio.create_task(life.run([(FailsTwice, "j1")]))
+    kinds = []
+    async for kind in events(connect, run):
+        kinds.append(kind)
+        if kind == "started":
+            break
+    assert kinds == ["actor_failed", "actor_failed", "started"]
+    life.stop()
+    assert await asyncio.wait_for(task, 10) == 0
+
+
+async def test_too_many_failures_end_the_process_with_a_code(server: Server, connect: Connect) -> None:
+    run = f"r{token_hex(4)}"
+    Lively.lives = 0
+    life = supervisor(server, run, restarts=2)
+    code = await asyncio.wait_for(life.run([(NeverStarts, "j2"), (Lively, "j3")]), 20)
+    assert code == EXIT_GAVE_UP and Lively.lives == 1, "its healthy neighbour was drained, not restarted"
+    kinds = []
+    async for kind in events(connect, run):
+        kinds.append(kind)
+        if kind == "actor_gave_up":
+            break
+    assert kinds.count("actor_failed") == 2
+
+
+async def test_beats_presence_and_ping(server: Server, connect: Connect) -> None:
+    run, operator = f"r{token_hex(4)}", await connect("operator")
+    beats = asyncio.Queue[Beat]()
+
+    async def hear(raw: object) -> None:
+        from headrace.messages.codec import decode
+
+        beat = decode(raw.data, raw.headers)  # type: ignore[attr-defined]
+        assert isinstance(beat, Beat)
+        if beat.run == run:
+            await beats.put(beat)
+
+    await operator.link.subscribe(s.BEAT.where(), hear)
+    presence = await operator.kv("HR_PRESENCE")
+    life = supervisor(server, run)
+    task = asyncio.create_task(life.run([(Lively, "j4")]))
+    first = await asyncio.wait_for(beats.get(), 10)
+    assert (first.actor, first.id) == ("lively", "j4")
+    async for key, message, _ in presence.watch("judge.*"):
+        if key == "judge.j4" and isinstance(message, Beat) and message.run == run:
+            break
+    answer = await operator.request("hr.rpc.judge.j4.ping", Ping())
+    assert isinstance(answer, Beat) and answer.id == "j4"
+    life.stop()
+    assert await asyncio.wait_for(task, 10) == 0
+    states = [first.state]
+    while states[-1] != "stopped":
+        states.append((await asyncio.wait_for(beats.get(), 10)).state)
+    assert await presence.get("judge.j4") is None
+
+
+async def test_no_broker_gives_up_with_its_own_code() -> None:
+    life = Supervisor(Config(), "r1", url="nats://127.0.0.1:1", restarts=1, connect_s=0.1)
+    assert await asyncio.wait_for(life.run([(Lively, "j5")]), 20) == 4
+
+
+CHILD = """
+import asyncio, sys, uvloop
+from headrace.bus.actor import Actor
+from headrace.bus.supervisor import run_actors
+from headrace.config import Config
+from headrace.messages import subjects as s
+
+class Judge(Actor):
+    role = "judge"
+    async def start(self):
+        await self.consume(s.TRAJ, self.handle, durable=f"judge-{self.run}")
+    async def handle(self, received):
+        await asyncio.Event().wait()
+    async def drain(self):
+        await self.event("drain_seen")
+
+sys.exit(uvloop.run(run_actors([(Judge, "j9")], Config(), sys.argv[1], url=sys.argv[2], credentials=sys.argv[3])))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_a_real_process(
+    server: Server, connect: Connect, tmp_path: Path, how: signal.Signals
+) -> None:
+    run = f"r{token_hex(4)}"
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), run, server.url, str(server.credentials), stderr=asyncio.subprocess.PIPE
+    )
+    kinds = []
+    async for kind in events(connect, run):
+        kinds.append(kind)
+        if kind == "started":
+            child.send_signal(how)
+        if kind == "drain_seen":
+            break
+    _, log = await asyncio.wait_for(child.communicate(), 20)
+    assert child.returncode == 0, log.decode()
+    assert b'"event": "started"' in log and b'"actor": "judge"' in log
+
+
+async def test_an_actor_is_named_after_its_class() -> None:
+    assert FailsTwice.name() == "fails_twice" and Lively.name() == "lively"

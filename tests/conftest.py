@@ -1,0 +1,49 @@
+"""Fixtures that every room's tests share: a real broker with every stream, and connections in any role."""
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+# Before torch is imported anywhere: two OpenMP threads on two busy cores spin against each other (measured: a test of
+# seconds did not end in minutes). Actors run with one as well.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+
+from headrace.bus.connection import Bus
+from headrace.bus.server import Server
+from headrace.bus.streams import declare
+
+Connect = Callable[..., Awaitable[Bus]]
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """Async tests run as actors do: asyncio on uvloop."""
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture(scope="module")
+async def server(anyio_backend: object, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    """A real nats-server of this module, with every stream declared and a user per role."""
+    folder: Path = tmp_path_factory.mktemp("broker")
+    async with Server(folder) as broker:
+        async with await Bus.connect(broker.url, role="admin", credentials=broker.credentials) as admin:
+            await declare(admin)
+        yield broker
+
+
+@pytest.fixture
+async def connect(server: Server) -> AsyncIterator[Connect]:
+    """``await connect(role)``: a Bus in that role, closed after the test. Keywords as of `Bus.connect`."""
+    opened: list[Bus] = []
+
+    async def one(role: str = "admin", **options: Any) -> Bus:
+        bus = await Bus.connect(server.url, role=role, credentials=server.credentials, **options)
+        opened.append(bus)
+        return bus
+
+    yield one
+    for bus in opened:
+        await bus.close()
