@@ -1,0 +1,46 @@
+"""How far sampler and trainer disagree about the same tokens.
+
+With d = log p_trainer - log p_sampler on tokens drawn by the sampler (Schulman, "Approximating KL divergence", 2020):
+    k1 = mean(-d)               unbiased for KL(sampler || trainer), noisy, may be negative
+    k3 = mean(exp(d) - 1 - d)   unbiased, never negative, but its variance explodes as the two part
+On tokens of the version being trained any difference is numeric and a bug or rounding; on older ones it is also
+learning. k1 is the alarm to watch: it rose before every collapse we have seen.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Mismatch(NamedTuple):
+    """Over `tokens` sampled tokens; all zero when there are none."""
+
+    tokens: int
+    k1: float
+    k3: float
+    max_abs: float
+
+
+def mismatch(trainer: Tensor, sampler: Tensor) -> Mismatch:
+    """Compare log-probabilities [M] of the same tokens; sums run in float64. NaN anywhere shows as NaN."""
+    if trainer.shape != sampler.shape:
+        raise ValueError(f"{tuple(trainer.shape)} against {tuple(sampler.shape)} log-probabilities")
+    if trainer.numel() == 0:
+        return Mismatch(0, 0.0, 0.0, 0.0)
+    d = trainer.detach().double() - sampler.detach().double()
+    return Mismatch(d.numel(), float(-d.mean()) + 0.0, float((torch.expm1(d) - d).mean()), float(d.abs().max()))
+
+
+def router_flips(left: Tensor, right: Tensor) -> float:
+    """Share of (position, layer) pairs whose sets of experts differ; order within a set is no flip.
+
+    left, right: integer [positions, layers, top_k]. Rows of -1 mean that a side has no record; they are left out.
+    """
+    if left.shape != right.shape:
+        raise ValueError(f"routes of shape {tuple(left.shape)} against {tuple(right.shape)}")
+    known = (left >= 0).all(-1) & (right >= 0).all(-1)
+    if not bool(known.any()):
+        return 0.0
+    differ = (left.sort(-1).values != right.sort(-1).values).any(-1)
+    return float((differ & known).sum()) / float(known.sum())

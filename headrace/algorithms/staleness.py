@@ -1,0 +1,68 @@
+"""The arithmetic of bounded staleness: who may be issued, who belongs to which batch, how old a token is.
+
+Batch k is made of P groups and takes version k to version k + 1. A token's staleness is k minus the version that wrote
+it. Admission follows AReaL (arXiv 2505.24298) in groups instead of samples: with at most (bound + 1) x P groups issued
+and not retired, group number i ends up in batch i // P at the latest place, so a sampler at version
+max(0, i // P - bound) or newer can write nothing that is too old. Law 2 rests on these functions; curriculum, trainer
+and audit call the same ones.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+
+def credit(issued: int, retired: int, groups_per_step: int, bound: int) -> int:
+    """Groups that may be issued now, never negative: (bound + 1) x P - (issued - retired).
+
+    A group is retired by the StepDone or StepFailed of its batch, or by GroupDropped.
+    """
+    if retired > issued:
+        raise ValueError(f"{retired} groups retired but only {issued} issued")
+    return max(0, (bound + 1) * groups_per_step - (issued - retired))
+
+
+def min_version(index: int, groups_per_step: int, bound: int) -> int:
+    """The oldest version that may sample group number `index` (dropped ones not counted)."""
+    return max(0, index // groups_per_step - bound)
+
+
+def batch_of(place: int, groups_per_step: int) -> int:
+    """The batch of the place-th GroupClosed record of a run."""
+    return place // groups_per_step
+
+
+def places(batch: int, groups_per_step: int) -> range:
+    """The places in the order of GroupClosed records that make up a batch."""
+    return range(batch * groups_per_step, (batch + 1) * groups_per_step)
+
+
+def last_batch(oldest_version: int, bound: int) -> int:
+    """The last batch in which tokens of this version may still be trained on."""
+    return oldest_version + bound
+
+
+def may_close(oldest: int, live: Iterable[int], closed: int, groups_per_step: int, bound: int) -> bool:
+    """Whether a finished group may take the next place without making itself or another live group too old.
+
+    oldest: version of the group's oldest token. live: the same for every other open or finished but unclosed group
+    (its min_version while it has no token). closed: places taken so far. Earliest deadline first decides: with the
+    others in order of their last batch, the i-th still has to find place closed + i. Keeping places for the current
+    batch's deadlines alone is not enough for a bound of 2 or more: young groups may then crowd out the next batch's.
+    """
+    if last_batch(oldest, bound) < batch_of(closed, groups_per_step):
+        return False
+    deadlines = sorted(last_batch(version, bound) for version in live)
+    return all(batch_of(place, groups_per_step) <= deadline for place, deadline in enumerate(deadlines, closed + 1))
+
+
+def staleness(batch: int, version: int) -> int:
+    """How many versions old a token is. ValueError when it was written by a version not yet made."""
+    if version > batch:
+        raise ValueError(f"version {version} cannot have written tokens of batch {batch}")
+    return batch - version
+
+
+def histogram(batch: int, versions: Iterable[int]) -> dict[str, int]:
+    """Staleness, as text, to number of tokens, ascending: the figures of a StepDone. `versions`: one per token."""
+    counts = Counter(staleness(batch, version) for version in versions)
+    return {str(age): counts[age] for age in sorted(counts)}

@@ -1,0 +1,1 @@
+"""Where tokens come from: one protocol, an embedded torch engine, an SGLang client."""

@@ -1,0 +1,164 @@
+"""The embedded engine: the project's own model, sampled in one worker thread beside the event loop.
+
+Idea: what makes exact mode possible is that sampler and trainer run the same functions; so the default engine is the
+trainer's model with a paged cache and continuous batching around it. All computing happens in `embedded_worker`; this
+class turns awaited calls into commands for it. Staging a version (reading, hashing, building) happens beside both, in
+a thread of the loop's executor: decoding goes on, and the flip itself is one assignment between two steps.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
+from headrace.engines.embedded_jobs import Job, Weights
+from headrace.engines.embedded_worker import Worker
+from headrace.policy.config import CheckpointError, PolicyConfig
+from headrace.policy.model import Model
+from headrace.policy.numerics import Numerics
+from headrace.weights import snapshot, state
+from headrace.weights.state import WeightError
+
+T = TypeVar("T")
+
+
+class EmbeddedEngine:
+    """`engines.base.Engine` over the embedded model."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        numerics: Numerics,
+        max_batch: int = 64,
+        threads: int = 1,
+        *,
+        prefill_tokens: int = 2048,
+        cache_blocks: int = 4096,
+    ) -> None:
+        """max_batch: requests decoded at once. threads: torch threads of the worker. prefill_tokens: context tokens
+        forwarded per round at most. cache_blocks: KV blocks of 64 positions at most, made as needed."""
+        self._config, self._numerics = config, numerics
+        self._worker = Worker(config, max_batch, threads, prefill_tokens, cache_blocks)
+        self._worker.start()
+        self._loading = asyncio.Lock()
+
+    @property
+    def fingerprint(self) -> str:
+        """Numerics fingerprint: equal fingerprints promise equal bits."""
+        return self._numerics.fingerprint
+
+    @property
+    def exact(self) -> bool:
+        """Whether log-probabilities are bit-equal to the trainer's."""
+        return self._numerics.exact
+
+    @property
+    def version(self) -> int:
+        """The version that `latest` means now; -1 before the first load."""
+        latest = self._worker.latest
+        return -1 if latest is None else latest.version
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start (tokens sampled, forwarded, reused; steps; evicted sessions) and what runs now."""
+        worker = self._worker
+        now = {
+            "running": len(worker.running),
+            "waiting": len(worker.waiting),
+            "sessions": len(worker.sessions),
+            "cache_bytes": worker.store.cache.bytes,
+        }
+        return worker.counts | now
+
+    async def load(self, version: int, path: str, state_hash: str) -> Swap:
+        """Stage a file, verify its state hash, and serve it as `latest` from the next step on.
+
+        EngineError when it cannot be read or its hash differs: the old version goes on.
+        """
+        async with self._loading:
+            weights = await self._stage(version, path, state_hash)
+            return await self._ask(lambda: self._worker.flip(weights))
+
+    async def pin(self, version: int, path: str, state_hash: str) -> None:
+        """Keep a version beside `latest` for requests that name it. EngineError as in `load`."""
+        async with self._loading:
+            weights = await self._stage(version, path, state_hash)
+            await self._ask(lambda: self._worker.pin(weights))
+
+    async def unpin(self, version: int) -> None:
+        """Forget a pinned version; requests that run with it end with it."""
+        await self._ask(lambda: self._worker.unpin(version))
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        """Draw one generation. Cancelling the task drops the request and leaves its session as it was.
+
+        EngineError: no such weights, an id outside the vocabulary, no room for the context, a busy session, the end.
+        """
+        self._check(request)
+        future: Future[Sample] = Future()
+        job = Job(request, future)
+        self._worker.post(lambda: self._worker.add(job))
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            with contextlib.suppress(EngineError):  # a stopped engine has dropped it already
+                self._worker.post(lambda: self._worker.abort(job))
+            raise
+
+    async def close(self, session: str) -> None:
+        """Forget the session's KV; unknown sessions are fine."""
+        await self._ask(lambda: self._worker.close(session))
+
+    async def stop(self) -> None:
+        """End the engine; requests in flight get EngineError. A second call does nothing."""
+        with contextlib.suppress(EngineError):
+            self._worker.post(self._worker.end)
+        await asyncio.to_thread(self._worker.join)
+
+    def _check(self, request: SampleRequest) -> None:
+        vocab, longest = self._config.vocab, self._config.max_positions
+        if not request.ids:
+            raise EngineError("a context of no tokens cannot be continued")
+        if min(request.ids) < 0 or max(request.ids) >= vocab:
+            bad = next(token for token in request.ids if not 0 <= token < vocab)
+            raise EngineError(f"token id {bad} is outside the vocabulary of {vocab}")
+        if request.sampling.max_turn_tokens < 1:
+            raise EngineError(f"max_turn_tokens {request.sampling.max_turn_tokens} leaves nothing to draw")
+        if not 0 <= request.sampling.temperature < float("inf"):
+            raise EngineError(f"temperature {request.sampling.temperature} is not a number from 0 on")
+        if len(request.ids) + request.sampling.max_turn_tokens > longest:
+            raise EngineError(f"a context of {len(request.ids)} and its turn go beyond {longest} positions")
+
+    async def _ask(self, command: Callable[[], T]) -> T:
+        """Run a command in the worker between two steps and bring back what it returns."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # an awaiting task that is cancelled does not undo the command
+
+        def run() -> None:
+            try:
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._worker.post(run)
+        return await asyncio.wrap_future(future)
+
+    async def _stage(self, version: int, path: str, state_hash: str) -> Weights:
+        have = [weights for weights in (self._worker.latest, *self._worker.pinned.values()) if weights is not None]
+        for weights in have:
+            if (weights.version, weights.state_hash) == (version, state_hash):
+                return weights
+        return await asyncio.to_thread(self._read, version, path, state_hash)
+
+    def _read(self, version: int, path: str, state_hash: str) -> Weights:
+        """Build the model from a file and hash what was built: the bits that will be served, not those on disk."""
+        model = Model(self._config, self._numerics, seed=None)
+        try:
+            model.load_state(snapshot.read(path))
+        except (OSError, WeightError, CheckpointError) as error:
+            raise EngineError(f"version {version} cannot be loaded from {path}: {error}") from error
+        found = state.state_hash(model.state())
+        if found != state_hash:
+            raise EngineError(f"version {version} from {path} has state hash {found}, expected {state_hash}")
+        return Weights(version, state_hash, model)

@@ -1,0 +1,38 @@
+"""Drawing tokens so that a repeat gives the same ids, whatever else is in the batch.
+
+Idea: each draw has its own uniform number, a hash of the request's seed and of the token's absolute position; no
+generator is shared, so nothing depends on who was sampled before. The token is found by inverse distribution function:
+cumulative weights in float64, ascending by id, first one to reach uniform x total. Every operation works row by row.
+"""
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.selected_logprob import from_logits, scaled
+
+_MASK = (1 << 64) - 1
+
+
+def _mix(x: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea & Flood 2014): every input bit moves every output bit."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number inside (0, 1), decided by seed and position alone."""
+    word = _mix((_mix(seed & _MASK) + (position + 1) * 0x9E3779B97F4A7C15) & _MASK)
+    return ((word >> 11) + 0.5) / (1 << 53)
+
+
+def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [M, V], temperatures float32 [M] (0 is greedy), uniforms float64 [M] -> (ids int64 [M], their
+    log-probabilities float32 [M] under that temperature; greedy ones under 1)."""
+    warm = scaled(logits, temperatures)
+    weights = torch.exp(warm - warm.amax(-1, keepdim=True)).double().cumsum(-1)
+    ids = (weights < (uniforms * weights[:, -1])[:, None]).sum(-1)
+    greedy = temperatures == 0
+    if bool(greedy.any()):
+        ids = torch.where(greedy, warm.argmax(-1), ids)
+    return ids, from_logits(warm, ids)[0]

@@ -1,0 +1,91 @@
+"""What the embedded engine's worker handles: verified weights, and requests on their way to a sample."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from headrace.engines.base import EngineError, Sample, SampleRequest
+from headrace.engines.embedded_cache import Session
+from headrace.kernels.block_attention import BLOCK
+from headrace.messages.base import Array
+from headrace.messages.rollout import Span
+from headrace.policy.config import PolicyConfig
+from headrace.policy.model import Model
+
+
+class Weights:
+    """One verified set of weights."""
+
+    def __init__(self, version: int, state_hash: str, model: Model) -> None:
+        self.version, self.state_hash, self.model = version, state_hash, model
+        self.key = f"{version}:{state_hash}".encode()
+
+
+class Job:
+    """One request on its way."""
+
+    def __init__(self, request: SampleRequest, future: "Future[Sample]") -> None:
+        self.request, self.future = request, future
+        future.set_running_or_notify_cancel()  # from here on only the worker answers it
+        self.context = list(request.ids)
+        """Tokens known so far: the request's, then the sampled ones."""
+        self.given = len(self.context)
+        self.logprobs: list[float] = []
+        self.pinned: Weights | None = None
+        """Held from the moment the request came, so that it outlives an unpin."""
+        self.session = Session("")
+        self.report = 0
+        """First position that the sample has to report."""
+        self.stops = frozenset(request.stop_ids)
+
+    @property
+    def left(self) -> int:
+        """Known tokens that were not forwarded yet."""
+        return len(self.context) - len(self.session.ids)
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that the request can come to need; its last token is never forwarded in its own call."""
+        return (self.given + self.request.sampling.max_turn_tokens - 1 + BLOCK - 1) // BLOCK
+
+    @property
+    def missing_blocks(self) -> int:
+        """Those that its session does not have yet."""
+        return self.most_blocks - len(self.session.blocks)
+
+    def answer(self, stop: str, config: PolicyConfig, row: int) -> None:
+        """Set the sample. row: bytes of routes per position."""
+        session, start = self.session, self.report
+        end = len(session.ids)
+        routed = None
+        if config.experts:
+            shape = (end - start, config.layers, config.top_k)
+            routed = Array(config.routed_dtype, shape, bytes(session.routed[start * row : end * row]))
+        self.future.set_result(
+            Sample(
+                ids=tuple(self.context[self.given :]),
+                logprobs=tuple(self.logprobs),
+                routed=routed,
+                spans=tuple(Span(max(s.start, start), s.end, s.version) for s in session.spans if s.end > start),
+                stop="stop" if stop == "stop" else "length",
+            )
+        )
+
+    def fail(self, text: str, cause: BaseException | None = None) -> None:
+        """Answer with an error, unless there is an answer."""
+        error = EngineError(text)
+        error.__cause__ = cause
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+def evened(jobs: Sequence[tuple[Job, int]]) -> list[list[tuple[Job, int]]]:
+    """Jobs with the tokens they bring, in batches in which padding to the longest at most triples the work."""
+    batches: list[list[tuple[Job, int]]] = []
+    tokens = longest = 0
+    for job, count in sorted(jobs, key=lambda pair: -pair[1]):
+        if not batches or longest * (len(batches[-1]) + 1) > 3 * (tokens + count):
+            batches.append([])
+            tokens, longest = 0, count
+        batches[-1].append((job, count))
+        tokens += count
+    return batches

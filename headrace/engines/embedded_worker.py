@@ -1,0 +1,303 @@
+"""The thread in which the embedded engine computes: admission, chunked prefill, decode, flips between two steps.
+
+Idea: one thread owns model, cache and sessions, so none of them needs a lock. Others post commands; the worker obeys
+them between two steps, which is the only moment at which weights change. Each round admits what fits, forwards at most
+`prefill_tokens` of waiting context, and then one token for every request that is decoding, per set of weights.
+
+Admission reserves all blocks that a request can come to need, so a running request never meets a full cache.
+"""
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from headrace.engines.base import EngineError, Swap
+from headrace.engines.embedded_cache import BlockStore, Session, chain_key
+from headrace.engines.embedded_draw import draw, uniform
+from headrace.engines.embedded_jobs import Job, Weights, evened
+from headrace.kernels.block_attention import BLOCK
+from headrace.policy.cache import KVCache
+from headrace.policy.config import PolicyConfig
+
+
+class Worker(threading.Thread):
+    """Owns everything that computes. `post` is the only door."""
+
+    def __init__(self, config: PolicyConfig, max_batch: int, threads: int, prefill_tokens: int, limit: int) -> None:
+        super().__init__(name="headrace-engine", daemon=True)
+        self.config, self.max_batch, self.threads, self.prefill_tokens = config, max_batch, threads, prefill_tokens
+        self.row = config.layers * config.top_k * (1 if config.routed_dtype == "|u1" else 2) if config.experts else 0
+        """Bytes of routes per position."""
+        self.latest: Weights | None = None
+        self.pinned: dict[int, Weights] = {}
+        self.sessions: dict[str, Session] = {}
+        self.waiting: list[Job] = []
+        self.running: list[Job] = []
+        self.store = BlockStore(KVCache(config), limit)
+        self.counts = {"sampled": 0, "forwarded": 0, "reused": 0, "steps": 0, "evicted": 0}
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._door = threading.Lock()
+        self._stopping = self._closed = False
+        self._tick = 0
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Have a command run in this thread between two steps. EngineError when the thread has ended."""
+        with self._door:
+            if self._closed:
+                raise EngineError("the engine was stopped")
+            self._commands.put(command)
+
+    # Commands: these run in the thread.
+
+    def add(self, job: Job) -> None:
+        """Take a request in, or fail it at once."""
+        request = job.request
+        if request.policy.kind == "pinned":
+            job.pinned = self.pinned.get(request.policy.version)
+            if job.pinned is None:
+                return job.fail(f"version {request.policy.version} is not pinned in this engine")
+        elif request.policy.kind != "latest":
+            return job.fail(f"an embedded engine has no {request.policy.kind} policy")
+        elif self.latest is None:
+            return job.fail("no weights were loaded yet")
+        if job.most_blocks > self.store.limit:
+            return job.fail(f"the request may need {job.most_blocks} KV blocks, the cache has {self.store.limit}")
+        session = self.sessions.setdefault(request.session, Session(request.session))
+        if session.busy:
+            return job.fail(f"session {request.session} is sampling already")
+        session.busy = True
+        job.session = session
+        self.waiting.append(job)
+
+    def abort(self, job: Job) -> None:
+        """Take a request out; what it forwarded stays usable."""
+        for jobs in (self.waiting, self.running):
+            if job in jobs:
+                jobs.remove(job)
+                job.session.busy = False
+
+    def close(self, name: str) -> None:
+        """Forget a session."""
+        session = self.sessions.get(name)
+        if session is None:
+            return
+        for job in [job for job in (*self.waiting, *self.running) if job.session is session]:
+            self.abort(job)
+            job.fail(f"session {name} was closed")
+        self.store.drop(self.sessions.pop(name))
+
+    def flip(self, weights: Weights) -> Swap:
+        """Serve other weights from the next step on."""
+        began = time.perf_counter()
+        self.latest = weights
+        self._keep_served()
+        pause = (time.perf_counter() - began) * 1e3
+        return Swap(version=weights.version, state_hash=weights.state_hash, pause_ms=pause)
+
+    def pin(self, weights: Weights) -> None:
+        """Keep weights for requests that name their version."""
+        self.pinned[weights.version] = weights
+
+    def unpin(self, version: int) -> None:
+        """Forget a pinned version; requests that run with it keep it until they end."""
+        self.pinned.pop(version, None)
+        self._keep_served()
+
+    def end(self) -> None:
+        """Stop after this round."""
+        self._stopping = True
+
+    # The loop.
+
+    def run(self) -> None:
+        """Obey, admit, forward, until told to end."""
+        torch.set_num_threads(self.threads)
+        cause: BaseException | None = None
+        try:
+            with torch.inference_mode():
+                while not self._stopping:
+                    self._obey()
+                    self._admit()
+                    self._round()
+        except BaseException as error:
+            cause = error
+            raise
+        finally:
+            self._shut(cause)
+
+    def _shut(self, cause: BaseException | None) -> None:
+        """Let nobody in any more and answer everybody who still waits."""
+        with self._door:
+            self._closed = True
+        text = "the engine was stopped" if cause is None else f"the engine failed: {cause!r}"
+        while not self._commands.empty():
+            self._commands.get()()
+        for job in (*self.waiting, *self.running):
+            job.fail(text, cause)
+        self.waiting.clear()
+        self.running.clear()
+
+    def _obey(self) -> None:
+        """Run the commands that wait; sleep for one when there is nothing to compute."""
+        while True:
+            try:
+                idle = not self.running and not self.waiting
+                command = self._commands.get() if idle and not self._stopping else self._commands.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _weights(self, job: Job) -> Weights:
+        weights = job.pinned or self.latest
+        assert weights is not None
+        return weights
+
+    def _keep_served(self) -> None:
+        served = [self.latest, *self.pinned.values()]
+        self.store.keep_only({weights.key for weights in served if weights is not None})
+
+    def _admit(self) -> None:
+        """Start waiting requests, in order, as far as batch and cache allow."""
+        leading: set[bytes] = set()
+        for job in self.running:
+            if len(job.session.ids) < BLOCK < job.given:
+                leading.add(chain_key(self._weights(job).key, b"", job.context[:BLOCK]))
+        promised = sum(job.missing_blocks for job in self.running)
+        for job in list(self.waiting):
+            if len(self.running) >= self.max_batch:
+                return
+            session, weights = job.session, self._weights(job)
+            if not session.ids and job.given > BLOCK:
+                key = chain_key(weights.key, b"", job.context[:BLOCK])
+                if key in leading and key not in self.store.index:
+                    continue  # another request computes this very prefix now: take it from there in the next round
+                leading.add(key)
+            if not self._make_room(job, promised):
+                return
+            promised += job.missing_blocks
+            self._begin(job, weights)
+
+    def _begin(self, job: Job, weights: Weights) -> None:
+        """Match what is cached and let the request run."""
+        session = job.session
+        self._tick += 1
+        session.used = self._tick
+        known = 0
+        for have, want in zip(session.ids, job.context[:-1], strict=False):
+            if have != want:
+                break
+            known += 1
+        self.store.trim(session, known, self.row)
+        job.report = session.report_from(job.context)
+        if not session.ids:
+            self.store.adopt(session, job.context, weights.key)
+        self.counts["reused"] += len(session.ids)
+        self.waiting.remove(job)
+        self.running.append(job)
+
+    def _make_room(self, job: Job, promised: int) -> bool:
+        """Whether all blocks that the request can need can be had beside those promised, evicting idle sessions if
+        need be."""
+        while self.store.room < promised + job.missing_blocks:
+            idle = [session for session in self.sessions.values() if not session.busy and session.blocks]
+            if not idle and not self.running:  # waiting requests may hold KV of earlier turns
+                idle = [other.session for other in self.waiting if other is not job and other.session.blocks]
+            if not idle:
+                return False
+            oldest = min(idle, key=lambda session: session.used)
+            self.store.drop(oldest)
+            self.counts["evicted"] += 1
+        return True
+
+    def _round(self) -> None:
+        """One prefill call and one decode call per set of weights in use."""
+        groups: dict[int, list[Job]] = {}
+        for job in self.running:
+            groups.setdefault(id(self._weights(job)), []).append(job)
+        for jobs in groups.values():
+            try:
+                self._serve(self._weights(jobs[0]), jobs)
+            except Exception as error:  # a request must never hang; the cause goes to whoever asked
+                for job in jobs:
+                    if job in self.running:
+                        self.running.remove(job)
+                    job.session.busy = False
+                    self.store.drop(job.session)
+                    job.fail(f"the forward pass failed: {error!r}", error)
+
+    def _serve(self, weights: Weights, jobs: list[Job]) -> None:
+        decoding = [job for job in jobs if job.left == 1]
+        budget, chunks = self.prefill_tokens, []
+        for job in jobs:
+            if job.left > 1 and budget:
+                chunks.append((job, min(job.left, budget)))
+                budget -= chunks[-1][1]
+        for batch in evened(chunks):
+            self._forward(weights, [job for job, _ in batch], [length for _, length in batch])
+        if decoding:
+            self._forward(weights, decoding, [1] * len(decoding))
+
+    def _forward(self, weights: Weights, jobs: list[Job], lengths: list[int]) -> None:
+        """Forward the next lengths[i] known tokens of each job; those with nothing left to forward draw one."""
+        starts = [len(job.session.ids) for job in jobs]
+        parts = [job.context[at : at + n] for job, at, n in zip(jobs, starts, lengths, strict=True)]
+        for job, at, n in zip(jobs, starts, lengths, strict=True):
+            for _ in range((at + n + BLOCK - 1) // BLOCK - len(job.session.blocks)):
+                job.session.blocks.append(self.store.take())
+        recorder: list[Tensor] = []
+        ids = torch.tensor([token for part in parts for token in part])
+        tables = [job.session.blocks for job in jobs]
+        hidden = weights.model.forward_cached(ids, lengths, starts, tables, self.store.cache, None, recorder)
+        routes = self._bytes(recorder)
+        row, at, ready, rows = self.row, 0, [], []
+        for job, part, n in zip(jobs, parts, lengths, strict=True):
+            session = job.session
+            session.note(part, weights.version, weights.key, routes[at * row : (at + n) * row])
+            if len(session.ids) // BLOCK > len(session.chain):
+                self.store.offer(session, weights.version, weights.key, row)
+            at += n
+            if not job.left:
+                ready.append(job)
+                rows.append(at - 1)
+        self.counts["forwarded"] += len(ids)
+        self.counts["steps"] += 1
+        if ready:
+            last = hidden if len(rows) == len(hidden) else hidden.index_select(0, torch.tensor(rows))
+            self._draw(weights.model.logits(last), ready)
+
+    def _bytes(self, recorder: list[Tensor]) -> bytes:
+        """Routes of one forward, C order [N, L, k], in the dtype in which they travel."""
+        if not recorder:
+            return b""
+        stacked = torch.stack(recorder, 1)
+        small = stacked.to(torch.uint8) if self.config.routed_dtype == "|u1" else stacked.to(torch.uint16)
+        return small.contiguous().numpy().tobytes()
+
+    def _draw(self, logits: Tensor, jobs: list[Job]) -> None:
+        heat = torch.tensor([job.request.sampling.temperature for job in jobs], dtype=torch.float32)
+        chance = torch.tensor([uniform(job.request.seed, len(job.context)) for job in jobs], dtype=torch.float64)
+        ids, logprobs = draw(logits, heat, chance)
+        for job, token, logprob in zip(jobs, ids.tolist(), logprobs.tolist(), strict=True):
+            if not math.isfinite(logprob):
+                self.abort(job)
+                self.store.drop(job.session)
+                job.fail(f"version {self._weights(job).version} gives logits that are not finite")
+                continue
+            job.context.append(token)
+            job.logprobs.append(logprob)
+            if token in job.stops:
+                self._finish(job, "stop")
+            elif len(job.logprobs) >= job.request.sampling.max_turn_tokens:
+                self._finish(job, "length")
+        self.counts["sampled"] += len(jobs)
+
+    def _finish(self, job: Job, stop: str) -> None:
+        """Give the session free and the sample out."""
+        job.session.calls.append(len(job.context))
+        self.abort(job)
+        job.answer(stop, self.config, self.row)

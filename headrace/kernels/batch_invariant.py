@@ -1,0 +1,179 @@
+"""Forward functions whose every row has the same bits whatever stands beside it in the batch.
+
+Idea: a sampler decodes one token of 32 sequences, a trainer scores 12,000 tokens at once. Both are the same sums, but
+a BLAS picks another summation order for another number of rows. Here every reduction has one order, fixed by the row:
+ - `linear`: rows padded to a multiple of `pad`, so the library never takes its small-matrix kernels;
+ - `rms_norm`: a reduction over the last dimension, which torch computes row by row;
+ - `swiglu`: x / (1 + exp(-x)) by hand, because torch's silu in float32 treats the last few elements of a buffer
+   differently from the others.
+Which `pad` suffices is a property of the CPU and its libraries: `policy.numerics.probe` finds it and refuses where
+none does. Attention has its own file, `block_attention`.
+
+Trade-off: a few padded rows and unfused activations; docs/kernels.md has the measured cost. Backward passes need no
+fixed order over the batch (one trainer computes them), only determinism, and are written for speed.
+
+The Triton kernels at the end are the same ideas for a GPU: one tile shape for every number of rows, no split of the
+reduction. They are checked in Triton's interpreter, which proves indexing and masking; they were not run on a GPU yet,
+and nothing in the model calls them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels import dispatch
+from headrace.kernels.dispatch import jit, tl
+
+
+def linear(x: Tensor, weight: Tensor, pad: int) -> Tensor:
+    """x [M, K] @ weight [N, K].T, rows padded to a multiple of `pad` while multiplied. pad 1 is F.linear."""
+    rows = x.shape[0]
+    extra = -rows % pad
+    if extra:
+        return F.linear(F.pad(x, (0, 0, 0, extra)), weight)[:rows]
+    return F.linear(x, weight)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, scale = _rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed = x.float() * scale
+        grad32 = grad.float()
+        g_weight = (grad32 * normed).sum(0).to(weight.dtype)
+        g = grad32 * weight.float()
+        g_x = (g - normed * (g * normed).mean(-1, keepdim=True)) * scale
+        return g_x.to(x.dtype), g_weight, None
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    x32 = x.float()
+    scale = torch.rsqrt((x32 * x32).mean(-1, keepdim=True) + eps)
+    return weight * (x32 * scale).to(x.dtype), scale
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm over the last dimension, in float32. weight has the shape of x without its first axis."""
+    if torch.is_grad_enabled():
+        out: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+        return out
+    return _rms_norm(x, weight, eps)[0]
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return _swiglu(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return swiglu_backward(ctx.saved_tensors[0], grad)
+
+
+def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of `swiglu` [N, 2I] from that of its result [N, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    out = torch.empty_like(gate_up)
+    s = torch.sigmoid(gate)
+    activated = gate * s
+    g_gate, g_up = out.chunk(2, -1)
+    torch.mul(grad, activated, out=g_up)
+    s.addcmul_(activated, s, value=-1).add_(activated)  # the derivative: s + x s (1 - s)
+    torch.mul(s.mul_(up), grad, out=g_gate)
+    return out
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    gate = gate.contiguous()
+    return torch.exp(-gate).add_(1).reciprocal_().mul_(gate).mul_(up)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[N, 2I] -> [N, I]: silu(first half) * second half."""
+    if torch.is_grad_enabled():
+        out: Tensor = _SwiGlu.apply(gate_up)  # type: ignore[no-untyped-call]
+        return out
+    return _swiglu(gate_up)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding: x [N, heads, D] turned by cos, sin [N, 1, D / 2]; halves are the pairs, as in Qwen3."""
+    if torch.is_grad_enabled():
+        out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+        return out
+    return _rotate(x, cos, sin)
+
+
+@jit
+def _matmul_kernel(a, b, c, m, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One tile of c [m, n] = a [m, k] @ b [n, k].T, all contiguous; k is walked in ascending tiles of BK."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    cols = tl.program_id(1) * BN + tl.arange(0, BN)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(0, k, BK):
+        at = start + tl.arange(0, BK)
+        x = tl.load(a + rows[:, None] * k + at[None, :], mask=(rows < m)[:, None] & (at < k)[None, :], other=0.0)
+        w = tl.load(b + cols[None, :] * k + at[:, None], mask=(cols < n)[None, :] & (at < k)[:, None], other=0.0)
+        if WIDE:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        total = tl.dot(x, w, total, input_precision="ieee")
+    place = c + rows[:, None] * n + cols[None, :]
+    tl.store(place, total.to(c.dtype.element_ty), mask=(rows < m)[:, None] & (cols < n)[None, :])
+
+
+def linear_triton(x: Tensor, weight: Tensor) -> Tensor:
+    """Twin of `linear` for a GPU: x [M, K] @ weight [N, K].T, float32 sums, one tile shape whatever M is."""
+    x, weight = x.contiguous(), weight.contiguous()
+    (m, k), n = x.shape, weight.shape[0]
+    out = x.new_empty(m, n)
+    grid = (dispatch.tiles(m, 64), dispatch.tiles(n, 64))
+    _matmul_kernel[grid](x, weight, out, m, n, k, BM=64, BN=64, BK=64, WIDE=dispatch.INTERPRETED)
+    return out
+
+
+@jit
+def _rms_norm_kernel(x, weight, y, d, eps, BD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One row a program."""
+    row, at = tl.program_id(0), tl.arange(0, BD)
+    value = tl.load(x + row * d + at, mask=at < d, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / d + eps)
+    normed = (value * scale).to(y.dtype.element_ty).to(tl.float32)  # rounded twice, as the twin does
+    scaled = normed * tl.load(weight + at, mask=at < d, other=0.0).to(tl.float32)
+    tl.store(y + row * d + at, scaled.to(y.dtype.element_ty), mask=at < d)
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Twin of `rms_norm` for a GPU: x [N, D], weight [D]."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _rms_norm_kernel[(len(x),)](x, weight, out, x.shape[1], eps, BD=dispatch.power_of_two(x.shape[1]))
+    return out

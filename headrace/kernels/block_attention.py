@@ -1,0 +1,258 @@
+"""Attention over KV blocks of 64 in ascending order: the same bits for a decode step and for a whole sequence.
+
+Idea: a query's result is a sum over keys, and a fused kernel orders it by the length it happens to get. Here the order
+is fixed by position alone: blocks of exactly 64 keys, ascending, online softmax in float32. A block that is masked as a
+whole changes nothing (factor 1, summand 0), so padding with blocks is free of consequences; queries are rows of a
+product and may be padded, batched or sliced at will.
+
+Layout: `packed_attention` takes concatenated sequences, sorts them into buckets of as many blocks, and walks each
+bucket's blocks with the queries that can see them. `cached_attention` takes new tokens over a paged cache; for a
+single new token all blocks go into one product, and only the sums run in order.
+
+Trade-off: a loop of small products instead of one fused call. Backward needs determinism, not this order, and is the
+usual recomputation from the saved log-sum-exp (FlashAttention-2, arXiv 2307.08691).
+Suffixes: N tokens, B sequences, T queries of a sequence, H query heads, V key-value heads, G = H / V, D head_dim.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 64
+"""Positions in a KV block: the unit of attention, of the KV cache and of prefix reuse."""
+_STRIDE = 32
+"""Queries of a bucket are padded to a multiple of this, itself a multiple of every row padding."""
+
+
+class Bucket(NamedTuple):
+    """Sequences of as many KV blocks, side by side."""
+
+    sequences: int
+    queries: int
+    """Positions per sequence on the query side."""
+    keys: int
+    """Positions per sequence on the key side: whole blocks."""
+    rows: Tensor
+    """int64 [n]: the bucket's tokens in the packed order."""
+    query_places: Tensor
+    """int64 [n]: where they stand in [count * queries]."""
+    key_places: Tensor
+    """int64 [n]: where they stand in [count * keys]."""
+
+
+class Packing:
+    """Where the tokens of concatenated sequences go when sequences of as many blocks stand side by side.
+
+    A bucket holds the sequences of `blocks` KV blocks: at most 63 positions of each are padding, however ragged the
+    lengths. Made once per forward, shared by its layers.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | None = None) -> None:
+        """Lengths in tokens; zero is allowed."""
+        size = torch.tensor(lengths, dtype=torch.int64)
+        first = size.cumsum(0) - size
+        self.tokens = int(size.sum())
+        starts = first.repeat_interleave(size)
+        self.positions = (torch.arange(self.tokens) - starts).to(device)
+        """[N] position of each token in its sequence."""
+        self.buckets: list[Bucket] = []
+        blocks = (size + BLOCK - 1) // BLOCK
+        for count in sorted({int(n) for n in blocks if n > 0}):
+            members = (blocks == count).nonzero()[:, 0]
+            sizes = size[members]
+            offset = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+            rows = first[members].repeat_interleave(sizes) + offset
+            longest = -(-int(sizes.max()) // _STRIDE) * _STRIDE
+            lane = torch.arange(len(members)).repeat_interleave(sizes)
+            queries, keys = lane * longest + offset, lane * (count * BLOCK) + offset
+            self.buckets.append(
+                Bucket(len(members), longest, count * BLOCK, rows.to(device), queries.to(device), keys.to(device))
+            )
+
+
+def _spread(x: Tensor, bucket: Bucket, heads: int, length: int, places: Tensor) -> Tensor:
+    """Packed x [N, heads * g, D] -> [B * heads, length * g, D], token-major rows, zeros where there is no token."""
+    dim = x.shape[-1]
+    group = x.shape[1] // heads
+    out = x.new_zeros(bucket.sequences * length, *x.shape[1:])
+    out.index_copy_(0, places, x.index_select(0, bucket.rows))
+    out = out.view(bucket.sequences, length, heads, group, dim).transpose(1, 2)
+    return out.reshape(bucket.sequences * heads, length * group, dim)
+
+
+def _gather(x: Tensor, bucket: Bucket, heads: int, length: int, places: Tensor, into: Tensor) -> None:
+    """The way back of `_spread`."""
+    dim = x.shape[-1]
+    group = x.shape[1] // length
+    flat = x.view(bucket.sequences, heads, length, group, dim).transpose(1, 2).reshape(-1, heads * group, dim)
+    into.index_copy_(0, bucket.rows, flat.index_select(0, places))
+
+
+def _future(group: int, device: torch.device) -> Tensor:
+    """[64 * G, 64]: True where a key of the diagonal block lies after the query."""
+    at = torch.arange(BLOCK, device=device)
+    return (at[None, :] > at[:, None]).repeat_interleave(group, 0)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, group: int) -> tuple[Tensor, Tensor]:
+    """q [B, T * G, D], k and v [B, S, D], S >= T whole blocks -> (out float32 [B, T * G, D], logsumexp [B, T * G])."""
+    batch, rows, dim = q.shape
+    future = _future(group, q.device)
+    out = q.new_zeros(batch, rows, dim, dtype=torch.float32)
+    total = q.new_zeros(batch, rows, dtype=torch.float32)
+    peak = torch.full_like(total, -torch.inf)
+    for start in range(0, k.shape[1], BLOCK):
+        at = start * group  # queries before this block see nothing of it
+        s = torch.bmm(q[:, at:], k[:, start : start + BLOCK].transpose(1, 2)).float() * scale
+        s[:, : BLOCK * group].masked_fill_(future[: rows - at], -torch.inf)
+        top = torch.maximum(peak[:, at:], s.amax(-1))
+        p = torch.exp(s.sub_(top[..., None]))
+        fade = torch.exp(peak[:, at:] - top)
+        total[:, at:] = total[:, at:] * fade + p.sum(-1)
+        more = torch.bmm(p.to(v.dtype), v[:, start : start + BLOCK]).float()
+        out[:, at:].mul_(fade[..., None]).add_(more)
+        peak[:, at:] = top
+    return out.div_(total[..., None]), peak + torch.log(total)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+        out, saved = _packed_attention(q, k, v, packing, scale)
+        ctx.save_for_backward(q, k, v, out, *saved)
+        ctx.packing, ctx.scale = packing, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, *saved = ctx.saved_tensors
+        heads = k.shape[1]
+        group = q.shape[1] // heads
+        future = _future(group, q.device)
+        g_q, g_k, g_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        delta = (grad.float() * out.float()).sum(-1, keepdim=True)
+        for bucket, lse in zip(ctx.packing.buckets, saved, strict=True):
+            qs, gs, ds = (_spread(x, bucket, heads, bucket.queries, bucket.query_places) for x in (q, grad, delta))
+            ks, vs = (_spread(x, bucket, heads, bucket.keys, bucket.key_places) for x in (k, v))
+            b_q = torch.zeros_like(qs, dtype=torch.float32)
+            b_k, b_v = torch.empty_like(ks), torch.empty_like(vs)
+            for start in range(0, ks.shape[1], BLOCK):
+                at = start * group
+                kj, vj = ks[:, start : start + BLOCK], vs[:, start : start + BLOCK]
+                s = torch.bmm(qs[:, at:], kj.transpose(1, 2)).float() * ctx.scale
+                p = torch.exp(s.sub_(lse[:, at:, None]))
+                p[:, : BLOCK * group].masked_fill_(future[: p.shape[1]], 0.0)
+                b_v[:, start : start + BLOCK] = torch.bmm(p.to(v.dtype).transpose(1, 2), gs[:, at:])
+                dp = torch.bmm(gs[:, at:], vj.transpose(1, 2)).float()
+                dp = dp.sub_(ds[:, at:]).mul_(p).mul_(ctx.scale).to(q.dtype)
+                b_q[:, at:].add_(torch.bmm(dp, kj))
+                b_k[:, start : start + BLOCK] = torch.bmm(dp.transpose(1, 2), qs[:, at:])
+            _gather(b_q.to(q.dtype), bucket, heads, bucket.queries, bucket.query_places, g_q)
+            _gather(b_k, bucket, heads, bucket.keys, bucket.key_places, g_k)
+            _gather(b_v, bucket, heads, bucket.keys, bucket.key_places, g_v)
+        return g_q, g_k, g_v, None, None
+
+
+def _packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, list[Tensor]]:
+    heads = k.shape[1]
+    result, saved = torch.empty_like(q), []
+    for bucket in packing.buckets:
+        qs = _spread(q, bucket, heads, bucket.queries, bucket.query_places)
+        ks, vs = (_spread(x, bucket, heads, bucket.keys, bucket.key_places) for x in (k, v))
+        out, lse = _causal(qs, ks, vs, scale, q.shape[1] // heads)
+        _gather(out.to(q.dtype), bucket, heads, bucket.queries, bucket.query_places, result)
+        saved.append(lse)
+    return result, saved
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+    """Causal attention within each packed sequence: q [N, H, D], k and v [N, V, D] -> [N, H, D]. Differentiable."""
+    if torch.is_grad_enabled():
+        out: Tensor = _PackedAttention.apply(q, k, v, packing, scale)  # type: ignore[no-untyped-call]
+        return out
+    return _packed_attention(q, k, v, packing, scale)[0]
+
+
+class Paging(NamedTuple):
+    """Which blocks the new tokens of a step attend to; made once, shared by the layers.
+
+    B sequences bring up to T new tokens each.
+    """
+
+    table: Tensor
+    """int64 [B * n]: block numbers, n for each sequence."""
+    blocks: int
+    """n."""
+    limit: Tensor
+    """int64 [B, 1, 1, rows, 1]: the last position that a query sees; rows are T * G, padded."""
+    lowest: int
+    """The smallest of them: blocks up to there need no mask."""
+    hidden: Tensor | None
+    """bool [B, n, 1, rows, 64], keys that lie after a query, where T is 1; else made block by block."""
+
+
+def paging(table: Tensor, positions: Tensor, group: int, pad: int) -> Paging:
+    """table [B, n] of block numbers, any valid number where a sequence has fewer; positions [B, T] of the queries."""
+    limit = positions if group == 1 else positions.repeat_interleave(group, 1)
+    extra = -limit.shape[1] % pad
+    lowest = int(limit.min())
+    limit = (F.pad(limit, (0, extra), value=lowest) if extra else limit)[:, None, None, :, None]
+    blocks = table.shape[1]
+    hidden = _after(limit, 0, blocks) if positions.shape[1] == 1 else None
+    return Paging(table.view(-1), blocks, limit, lowest, hidden)
+
+
+def _after(limit: Tensor, first: int, blocks: int) -> Tensor:
+    """bool [B, blocks, 1, rows, 64]: keys of blocks from `first` on that lie after each query."""
+    at = torch.arange(first * BLOCK, (first + blocks) * BLOCK, device=limit.device)
+    return at.view(1, blocks, 1, 1, BLOCK) > limit
+
+
+def cached_attention(q: Tensor, keys: Tensor, values: Tensor, pages: Paging, scale: float) -> Tensor:
+    """Attention of new tokens over a paged cache that already holds their own keys and values.
+
+    q [B, T, H, D]; keys and values [blocks, V, 64, D]. Returns [B, T, H, D]: for each query the bits of
+    `packed_attention`. Blocks are added in ascending order whatever is computed at once.
+    """
+    batch, steps, query_heads, dim = q.shape
+    heads, count, height = keys.shape[1], pages.blocks, pages.limit.shape[3]
+    group = query_heads // heads
+    rows = q.view(batch, steps, heads, group, dim).transpose(1, 2).reshape(batch, heads, steps * group, dim)
+    extra = height - rows.shape[2]
+    rows = F.pad(rows, (0, 0, 0, extra)) if extra else rows
+    # A single new token: all blocks in one product, since a batched product does not mix its members. More: block by
+    # block, to bound memory.
+    width = count if steps == 1 else 1
+    spread = rows[:, None].expand(batch, width, heads, height, dim).reshape(-1, height, dim)
+    table = pages.table.view(batch, count)
+    peak = total = out = None
+    for first in range(0, count, width):
+        chosen = table[:, first : first + width].reshape(-1)
+        ks = keys.index_select(0, chosen).view(-1, BLOCK, dim)
+        vs = values.index_select(0, chosen).view(-1, BLOCK, dim)
+        s = torch.bmm(spread, ks.transpose(1, 2)).float().mul_(scale).view(batch, width, heads, height, BLOCK)
+        if (first + width) * BLOCK > pages.lowest + 1:
+            s.masked_fill_(_after(pages.limit, first, width) if pages.hidden is None else pages.hidden, -torch.inf)
+        top = s.amax(-1)
+        if peak is not None:
+            top = torch.maximum(top, peak[:, None])
+        if width > 1:
+            top = top.cummax(1).values
+        p = torch.exp(s.sub_(top[..., None]))
+        sums = p.sum(-1)
+        more = torch.bmm(p.to(values.dtype).view(-1, height, BLOCK), vs).float().view(batch, width, heads, height, dim)
+        fades = torch.exp((top[:, :-1] if peak is None else peak[:, None]) - (top[:, 1:] if peak is None else top))
+        for j in range(width):
+            if total is None or out is None:
+                total, out = sums[:, 0], more[:, 0]
+            else:
+                fade = fades[:, j - 1] if peak is None else fades[:, j]
+                total = total * fade + sums[:, j]
+                out = out * fade[..., None] + more[:, j]
+        peak = top[:, -1]
+    assert out is not None and total is not None
+    out = (out / total[..., None])[:, :, : steps * group].to(q.dtype)
+    return out.view(batch, heads, steps, group, dim).transpose(1, 2).reshape(batch, steps, query_heads, dim)

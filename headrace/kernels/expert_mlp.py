@@ -1,0 +1,115 @@
+"""The experts' SwiGLU: every expert's rows side by side, two plain products each, outputs gathered back by slot.
+
+Idea: sort (token, slot) pairs by expert, give each expert's part a multiple of the row padding, and multiply part by
+part. Each token then gathers its k outputs and adds them in slot order. Nothing is added by atomics or by index, so a
+token's sum depends on nothing but its own row.
+
+Layout: gate_up [E, 2I, D] holds gate above up, down [E, D, I]; a part is a slice of one buffer [P, ...], so no part is
+ever copied together with others. Padding rows repeat token 0 under a gate of 0: rows are independent, nobody gathers
+them, and their gradient is exactly 0.
+
+Trade-off: backward is written by hand. It keeps the inner activations and gathers the rest again, which is less memory
+traffic than what autograd would save; the plan is made with numpy on the CPU, because part sizes are needed there.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.kernels import batch_invariant
+
+
+class Plan(NamedTuple):
+    """Who stands where. parts: (expert, first row, end row) of those that have rows."""
+
+    parts: list[tuple[int, int, int]]
+    rows: int
+    source: Tensor
+    """int64 [P]: token of each row."""
+    slots: Tensor
+    """int64 [N * k]: row of each (token, slot)."""
+
+
+def plan(experts: Tensor, count: int, pad: int) -> Plan:
+    """experts int64 [N, k], each below `count`."""
+    k = experts.shape[1]
+    flat = experts.cpu().numpy().reshape(-1)
+    order = flat.astype(np.uint16).argsort(kind="stable")  # 16 bits: numpy takes its radix sort
+    sizes = np.bincount(flat, minlength=count)
+    padded = -(-sizes // pad) * pad
+    ends = padded.cumsum()
+    place = np.arange(len(flat)) + (ends - padded - sizes.cumsum() + sizes).repeat(sizes)
+    rows = int(ends[-1])
+    source = np.zeros(rows, np.int64)
+    source[place] = order // k
+    slots = np.empty(len(flat), np.int64)
+    slots[order] = place
+    parts = [
+        (e, end - size, end) for e, (end, size) in enumerate(zip(ends.tolist(), padded.tolist(), strict=True)) if size
+    ]
+    return Plan(parts, rows, torch.from_numpy(source).to(experts.device), torch.from_numpy(slots).to(experts.device))
+
+
+def _products(x: Tensor, weights: Tensor, p: Plan) -> Tensor:
+    """Each part of x [P, K] by its expert's matrix of [E, N, K] -> [P, N]."""
+    out = x.new_empty(p.rows, weights.shape[1])
+    for expert, first, end in p.parts:
+        torch.mm(x[first:end], weights[expert].T, out=out[first:end])
+    return out
+
+
+def _combine(outer: Tensor, gates: Tensor, p: Plan) -> Tensor:
+    """outer [P, D], gates float32 [N, k] -> [N, D], slots added in order."""
+    k = gates.shape[1]
+    weighted = outer.index_select(0, p.slots).view(-1, k, outer.shape[1]).float() * gates[..., None]
+    out = weighted[:, 0]
+    for slot in range(1, k):
+        out = out + weighted[:, slot]
+    return out.to(outer.dtype)
+
+
+class _ExpertMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, p: Plan) -> Tensor:
+        inner = _products(x.index_select(0, p.source), gate_up, p)
+        out = _combine(_products(batch_invariant.swiglu(inner), down, p), gates, p)
+        ctx.save_for_backward(x, gates, gate_up, down, inner)
+        ctx.plan = p
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        x, gates, gate_up, down, inner = ctx.saved_tensors
+        p: Plan = ctx.plan
+        k, dim = gates.shape[1], x.shape[1]
+        gate = gates.new_zeros(p.rows).index_copy_(0, p.slots, gates.reshape(-1))[:, None]
+        rows, grads = x.index_select(0, p.source), grad.index_select(0, p.source)
+        middle = batch_invariant.swiglu(inner)
+        g_down, g_gate_up = torch.zeros_like(down), torch.zeros_like(gate_up)
+        g_middle = torch.empty_like(middle)
+        for expert, first, end in p.parts:
+            torch.mm(grads[first:end], down[expert], out=g_middle[first:end])
+        g_gate = (g_middle.float() * middle).sum(-1)
+        weighted = (middle * gate).to(middle.dtype)
+        for expert, first, end in p.parts:
+            torch.mm(grads[first:end].T, weighted[first:end], out=g_down[expert])
+        g_inner = batch_invariant.swiglu_backward(inner, g_middle.mul_(gate))
+        g_rows = torch.empty_like(rows)
+        for expert, first, end in p.parts:
+            torch.mm(g_inner[first:end], gate_up[expert], out=g_rows[first:end])
+            torch.mm(g_inner[first:end].T, rows[first:end], out=g_gate_up[expert])
+        g_slots = g_rows.index_select(0, p.slots).view(-1, k, dim)
+        g_x = g_slots[:, 0] if k == 1 else g_slots.sum(1)
+        return g_x, g_gate.index_select(0, p.slots).view(-1, k), g_gate_up, g_down, None
+
+
+def expert_mlp(x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int) -> Tensor:
+    """x [N, D] through the experts int64 [N, k] under gates float32 [N, k] -> [N, D]. Differentiable but in experts."""
+    p = plan(experts, gate_up.shape[0], pad)
+    if torch.is_grad_enabled():
+        out: Tensor = _ExpertMlp.apply(x, gates, gate_up, down, p)  # type: ignore[no-untyped-call]
+        return out
+    inner = _products(x.index_select(0, p.source), gate_up, p)
+    return _combine(_products(batch_invariant.swiglu(inner), down, p), gates, p)

@@ -1,0 +1,168 @@
+"""Log-probability of chosen tokens straight from hidden states, never holding [tokens, vocabulary] at once.
+
+Idea: a trainer needs one number per token, log p(target), yet the logits of a batch are the largest tensor of the
+step (12,800 x 640 here, 12,800 x 151,936 for Qwen3). So walk over the tokens in chunks: logits, log-sum-exp, the
+target's logit, entropy, then forget the logits; backward computes them again. Sampler and trainer call the same
+function on logits (`from_logits`), so their numbers can be the same bits.
+
+Layout: chunks of `CHUNK` rows, a multiple of every row padding, so chunking never shows in a row's bits. Temperature
+divides as a tensor: dividing by a Python number may become a multiplication by its reciprocal.
+Trade-off: one more product with the head in backward, about a third more work there, for memory that does not grow
+with tokens x vocabulary. Entropy is a measurement and carries no gradient.
+
+`selected_logprob_triton` is the forward for a GPU: a program holds a few rows, walks the vocabulary in ascending tiles
+and keeps a running maximum, sum, and weighted sum, so logits never leave the chip. Checked in Triton's interpreter;
+not run on a GPU yet, and nothing in the model calls it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import dispatch
+from headrace.kernels.batch_invariant import linear
+from headrace.kernels.dispatch import jit, tl
+
+CHUNK = 1024
+
+
+def scaled(logits: Tensor, temperature: Tensor | float) -> Tensor:
+    """float32 logits [M, V] under a temperature: one for all rows or one per row [M]; 0 counts as 1."""
+    if not isinstance(temperature, Tensor) and temperature in (0, 1):
+        return logits.float()  # dividing by 1 changes no bit
+    heat = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
+    heat = torch.where(heat == 0, torch.ones_like(heat), heat)
+    return logits.float() / (heat[:, None] if heat.ndim else heat)
+
+
+def from_logits(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled float32 logits [M, V], targets [M] -> (log-probability, entropy in nats, log-sum-exp), float32 [M]."""
+    top = logits.amax(-1, keepdim=True)
+    shifted = logits - top
+    e = torch.exp(shifted)
+    total = e.sum(-1)
+    log_total = torch.log(total)
+    logp = shifted.gather(1, targets[:, None])[:, 0] - log_total
+    entropy = log_total - (e.mul_(shifted)).sum(-1) / total
+    return logp, entropy, top[:, 0] + log_total
+
+
+def _part(temperature: Tensor | float, part: slice) -> Tensor | float:
+    """The temperatures of some rows."""
+    return temperature[part] if isinstance(temperature, Tensor) and temperature.ndim else temperature
+
+
+class _Selected(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, pad: int
+    ) -> tuple[Tensor, Tensor]:
+        logp, entropy, lse = _selected(hidden, weight, targets, temperature, pad)
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, weight, targets, lse = ctx.saved_tensors
+        g_hidden = torch.empty_like(hidden)
+        g_weight = torch.zeros_like(weight, dtype=torch.float32)
+        heat = ctx.temperature
+        slopes = grad
+        if isinstance(heat, Tensor) or heat not in (0, 1):
+            warm = torch.as_tensor(heat, dtype=torch.float32, device=hidden.device)
+            slopes = grad / torch.where(warm == 0, torch.ones_like(warm), warm)
+        for at in range(0, len(targets), CHUNK):
+            part = slice(at, at + CHUNK)
+            rows = hidden[part]
+            slope = scaled(torch.mm(rows, weight.T), _part(heat, part))
+            slope = torch.exp(slope.sub_(lse[part, None])).mul_(-slopes[part, None])
+            slope.scatter_add_(1, targets[part, None], slopes[part, None])
+            slope = slope.to(weight.dtype)
+            torch.mm(slope, weight, out=g_hidden[part])
+            g_weight += torch.mm(slope.T, rows)
+        return g_hidden, g_weight.to(weight.dtype), None, None, None
+
+
+def _selected(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, pad: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    logp, entropy, lse = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
+    for at in range(0, len(targets), CHUNK):
+        part = slice(at, at + CHUNK)
+        logits = scaled(linear(hidden[part], weight, pad), _part(temperature, part))
+        logp[part], entropy[part], lse[part] = from_logits(logits, targets[part])
+    return logp, entropy, lse
+
+
+def selected_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, pad: int
+) -> tuple[Tensor, Tensor]:
+    """hidden [M, D], weight [V, D], targets [M] int64 -> (log-probability, entropy), float32 [M].
+
+    temperature: a number, or a tensor with one per row; 0 scores as 1. Gradients reach hidden and weight.
+    """
+    if torch.is_grad_enabled():
+        logp, entropy = _Selected.apply(hidden, weight, targets, temperature, pad)  # type: ignore[no-untyped-call]
+        return logp, entropy
+    return _selected(hidden, weight, targets, temperature, pad)[:2]
+
+
+@jit
+def _selected_kernel(  # type: ignore[no-untyped-def]
+    hidden, weight, targets, heat, logp, entropy, lse, m, v, d,
+    BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """BM rows: running maximum, sum of exponentials, and their sum weighted by the shifted logit, over tiles of BV."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    live = rows < m
+    target = tl.load(targets + rows, mask=live, other=0)
+    warm = tl.load(heat + rows, mask=live, other=1.0)
+    peak = tl.full((BM,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BM,), dtype=tl.float32)
+    mean = tl.zeros((BM,), dtype=tl.float32)  # sum of e^(x - peak) * (x - peak)
+    chosen = tl.zeros((BM,), dtype=tl.float32)
+    for first in range(0, v, BV):
+        ids = first + tl.arange(0, BV)
+        logits = tl.zeros((BM, BV), dtype=tl.float32)
+        for start in range(0, d, BD):
+            at = start + tl.arange(0, BD)
+            x = tl.load(hidden + rows[:, None] * d + at[None, :], mask=live[:, None] & (at < d)[None, :], other=0.0)
+            w = tl.load(weight + ids[None, :] * d + at[:, None], mask=(ids < v)[None, :] & (at < d)[:, None], other=0.0)
+            if WIDE:
+                x, w = x.to(tl.float32), w.to(tl.float32)
+            logits = tl.dot(x, w, logits, input_precision="ieee")
+        logits = logits / warm[:, None]
+        chosen += tl.sum(tl.where(ids[None, :] == target[:, None], logits, 0.0), 1)
+        top = tl.maximum(peak, tl.max(tl.where((ids < v)[None, :], logits, float("-inf")), 1))
+        shifted = tl.where((ids < v)[None, :], logits - top[:, None], -1.0e30)
+        e = tl.exp(shifted)
+        drop = tl.where(peak == float("-inf"), 0.0, peak - top)
+        fade = tl.where(peak == float("-inf"), 0.0, tl.exp(drop))
+        mean = (mean + drop * total) * fade + tl.sum(tl.where(e > 0.0, e * shifted, 0.0), 1)
+        total = total * fade + tl.sum(e, 1)
+        peak = top
+    log_total = tl.log(total)
+    tl.store(logp + rows, chosen - peak - log_total, mask=live)
+    tl.store(entropy + rows, log_total - mean / total, mask=live)
+    tl.store(lse + rows, peak + log_total, mask=live)
+
+
+def selected_logprob_triton(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Twin of the forward for a GPU: (log-probability, entropy, log-sum-exp), float32 [M]; tile shapes are fixed."""
+    hidden, weight = hidden.contiguous(), weight.contiguous()
+    rows = len(targets)
+    heat = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device)
+    heat = torch.where(heat == 0, torch.ones_like(heat), heat).expand(rows).contiguous()
+    out = [torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(3)]
+    grid = (dispatch.tiles(rows, 32),)
+    _selected_kernel[grid](
+        hidden, weight, targets, heat, *out, rows, *weight.shape, BM=32, BV=128, BD=64, WIDE=dispatch.INTERPRETED
+    )
+    return out[0], out[1], out[2]

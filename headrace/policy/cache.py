@@ -1,0 +1,99 @@
+"""Paged KV cache and the addressing of one cached forward.
+
+Idea: keys and values live in blocks of 64 positions, the unit of the exact attention loop, of prefix sharing and of
+eviction. A sequence is a list of block numbers; who owns which block is the caller's business.
+
+Layout: per layer keys and values [blocks, V, 64, D]. Blocks start as zeros and never hold anything but finite
+numbers: a masked position is multiplied by 0, and 0 times NaN would show.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.block_attention import BLOCK, Paging
+from headrace.policy.config import PolicyConfig
+
+
+class KVCache:
+    """Keys and values of all layers; grows by `reserve`, never shrinks."""
+
+    def __init__(self, config: PolicyConfig, blocks: int = 0, device: torch.device | str = "cpu") -> None:
+        self._shape = (config.kv_heads, BLOCK, config.head_dim)
+        self._dtype, self._device = config.torch_dtype, device
+        self.blocks = 0
+        self.keys: list[Tensor] = [self._zeros(0) for _ in range(config.layers)]
+        self.values: list[Tensor] = [self._zeros(0) for _ in range(config.layers)]
+        self.reserve(blocks)
+
+    def _zeros(self, blocks: int) -> Tensor:
+        return torch.zeros(blocks, *self._shape, dtype=self._dtype, device=self._device)
+
+    def reserve(self, blocks: int) -> None:
+        """Have at least that many blocks; content of the present ones stays."""
+        if blocks > self.blocks:
+            more = blocks - self.blocks
+            self.keys = [torch.cat((old, self._zeros(more))) for old in self.keys]
+            self.values = [torch.cat((old, self._zeros(more))) for old in self.values]
+            self.blocks = blocks
+
+    @property
+    def bytes(self) -> int:
+        """Memory held."""
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+
+class Step:
+    """Where the new tokens of one cached forward stand: sequence b brings lengths[b] tokens from position starts[b] on.
+
+    tables[b] must hold the blocks of all positions up to and including the new ones.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], starts: Sequence[int], tables: Sequence[Sequence[int]], cache: KVCache
+    ) -> None:
+        device = cache.keys[0].device
+        needed = [(start + length + BLOCK - 1) // BLOCK for start, length in zip(starts, lengths, strict=True)]
+        width = max(needed)
+        self.table = torch.tensor(
+            [[*table[:need], *([0] * (width - need))] for table, need in zip(tables, needed, strict=True)],
+            device=device,
+        )
+        """[B, blocks]; block 0 stands where a sequence is shorter, and is masked."""
+        self.batch, self.steps = len(lengths), max(lengths)
+        self.pages: Paging | None = None
+        """Made by the first layer of the exact way, used by all."""
+        first = torch.tensor(starts, device=device)
+        self.dense: Tensor | None = None
+        if self.steps == min(lengths):
+            self.grid = first[:, None] + torch.arange(self.steps, device=device)
+            self.positions = self.grid.reshape(-1)
+            owner = None
+        else:
+            size = torch.tensor(lengths, device=device)
+            owner = torch.arange(self.batch, device=device).repeat_interleave(size)
+            within = torch.arange(len(owner), device=device) - (size.cumsum(0) - size).index_select(0, owner)
+            self.positions = first.index_select(0, owner) + within
+            self.dense = owner * self.steps + within
+            """[N] place of each packed token in [B * steps]; None when the batch is rectangular."""
+            self.grid = first[:, None].repeat(1, self.steps).view(-1).index_copy(0, self.dense, self.positions)
+            self.grid = self.grid.view(self.batch, self.steps)
+        block = self.positions.div(BLOCK, rounding_mode="floor")
+        rows = torch.arange(self.batch, device=device).repeat_interleave(self.steps) if owner is None else owner
+        number = self.table[rows, block]
+        heads = cache.keys[0].shape[1]
+        base = (number[:, None] * heads + torch.arange(heads, device=device)) * BLOCK
+        self.places = (base + (self.positions - block * BLOCK)[:, None]).reshape(-1)
+        """[N * V] rows of the flattened [blocks * V * 64, D] where the new keys and values go."""
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Packed [N, H, D] -> [B, steps, H, D], zeros where a sequence brings fewer tokens."""
+        if self.dense is not None:
+            x = x.new_zeros(self.batch * self.steps, *x.shape[1:]).index_copy_(0, self.dense, x)
+        return x.view(self.batch, self.steps, *x.shape[1:])
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The way back of `spread`."""
+        x = x.reshape(self.batch * self.steps, *x.shape[2:])
+        return x if self.dense is None else x.index_select(0, self.dense)

@@ -1,0 +1,52 @@
+"""Mixture of experts: router and experts put together, and the recorded routes that a trainer replays.
+
+The arithmetic is in `kernels.route` and `kernels.expert_mlp`. Routes travel as small unsigned integers; here they
+become int64 with -1 for "no record", and a record that is missing where it is needed is an error, no silent default.
+"""
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import batch_invariant
+from headrace.kernels.expert_mlp import expert_mlp
+from headrace.kernels.route import route
+from headrace.messages.base import Array
+
+
+class RoutesMissing(Exception):
+    """Recorded routes were asked for and are not there, or have the wrong shape."""
+
+
+def mixture(
+    x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, k: int, normalise: bool, pad: int,
+    replay: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x [N, D] through its k experts -> (out [N, D], experts int64 [N, k]).
+
+    replay: selections int64 [N, k] instead of the live ones, -1 where there is none. pad 1 is the ordinary way.
+    """
+    gates, experts = route(batch_invariant.linear(x, router, pad), k, normalise, replay)
+    return expert_mlp(x, gates, experts, gate_up, down, pad), experts
+
+
+def widen(routed: Tensor, layers: int, k: int) -> Tensor:
+    """Routes of any integer dtype [N, L, k] -> int64, with -1 where an unsigned dtype says "none" by its largest value.
+
+    RoutesMissing when the shape does not fit the model.
+    """
+    if routed.ndim != 3 or tuple(routed.shape[1:]) != (layers, k):
+        raise RoutesMissing(f"routes of shape {list(routed.shape)} do not fit {layers} layers and top {k}")
+    wide = routed.to(torch.int64)
+    none = {torch.uint8: 0xFF, torch.uint16: 0xFFFF}.get(routed.dtype)
+    return wide if none is None else torch.where(wide == none, torch.full_like(wide, -1), wide)
+
+
+def from_array(routed: Array | None, layers: int, k: int) -> Tensor:
+    """Routes as a message carries them -> int64 [N, L, k]. RoutesMissing when there are none: no silent default."""
+    if routed is None:
+        raise RoutesMissing("the record carries no routed experts; a sampler of a mixture must return them")
+    dtype = {"|u1": torch.uint8, "<u2": torch.uint16}.get(routed.dtype)
+    if dtype is None:
+        raise RoutesMissing(f"routes of dtype {routed.dtype} are not understood, only |u1 and <u2")
+    flat = torch.frombuffer(bytearray(routed.data), dtype=dtype) if routed.data else torch.empty(0, dtype=dtype)
+    return widen(flat.view(routed.shape), layers, k)

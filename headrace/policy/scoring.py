@@ -1,0 +1,75 @@
+"""Law 5: score a recorded segment again, with the weights that wrote it, and get the sampler's own bits.
+
+Idea: a swap in flight leaves a KV cache in which each position was written by the version that served at the time.
+Scoring with the newest weights alone would therefore differ from what the sampler saw, by the staleness and not by
+arithmetic. So go through the recorded spans in their order, forward each with the version that its record names over a
+cache carried from span to span, and read off the log-probabilities on the way. In exact mode they equal the sampler's
+bit for bit; whatever else comes out is a mismatch worth an alarm.
+
+A position that was forwarded more than once (a successor on another node starts with an empty cache) counts as its
+first forward for the token that follows it, since that one wrote the token; later forwards only replace its keys and
+values, as they did in the sampler.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.block_attention import BLOCK
+from headrace.messages.rollout import Span
+from headrace.policy.cache import KVCache
+from headrace.policy.model import Model
+
+
+class ScoringError(Exception):
+    """The record cannot be scored: a version is missing, or spans do not cover a target."""
+
+
+def score(
+    models: Mapping[int, Model],
+    ids: Sequence[int] | Tensor,
+    spans: Iterable[Span],
+    targets: Sequence[int],
+    temperature: float,
+    routed: Tensor | None = None,
+) -> Tensor:
+    """Log-probabilities float32 [len(targets)] of the tokens at positions `targets` (ascending, none 0) of a segment.
+
+    models: by version, for every version in `spans`. ids: the whole segment. spans: over its turns, in record order.
+    routed [len(ids) or fewer, L, k]: selections to replay by position; None routes live. ScoringError as said there.
+    """
+    tokens = torch.as_tensor(ids, dtype=torch.int64)
+    ordered = [span for span in spans if span.end > span.start]
+    missing = sorted({span.version for span in ordered} - set(models))
+    if missing:
+        raise ScoringError(f"no weights for version {missing[0]}: spans name it, it was not kept")
+    if not len(targets):
+        return torch.empty(0)
+    wanted = torch.as_tensor(targets, dtype=torch.int64)
+    last = max(span.end for span in ordered) if ordered else 0
+    if last > len(tokens) or int(wanted[-1]) > last or int(wanted[0]) < 1:
+        raise ScoringError(f"spans end at {last}; ids are {len(tokens)}, targets {int(wanted[0])} to {int(wanted[-1])}")
+    out = torch.full((len(wanted),), torch.nan)
+    cache, table, covered = None, [*range((last + BLOCK - 1) // BLOCK)], 0
+    with torch.no_grad():
+        for span in ordered:
+            if span.start > covered:
+                raise ScoringError(f"spans leave positions {covered} to {span.start} without a forward")
+            model = models[span.version]
+            cache = cache or KVCache(model.config, len(table))
+            hidden = model.forward_cached(
+                tokens[span.start : span.end],
+                [span.end - span.start],
+                [span.start],
+                [table],
+                cache,
+                None if routed is None else routed[span.start : span.end],
+            )
+            first, end = torch.searchsorted(wanted, torch.tensor([max(span.start, covered) + 1, span.end + 1])).tolist()
+            if end > first:
+                chosen = wanted[first:end]
+                logp, _ = model.selected_logprobs(hidden[chosen - 1 - span.start], tokens[chosen], temperature)
+                out[first:end] = logp
+            covered = max(covered, span.end)
+    return out

@@ -1,0 +1,34 @@
+import math
+
+import pytest
+
+from headrace.algorithms.advantages import group_advantages
+
+
+def test_only_the_mean_is_taken_off() -> None:
+    assert group_advantages([1.0, 0.0, 0.0, 0.0]) == [0.75, -0.25, -0.25, -0.25]
+    # GRPO's division by the standard deviation would give 1.73 and -0.58 here.
+
+
+def test_the_baseline_is_that_of_the_survivors() -> None:
+    assert group_advantages([1.0, 0.0]) == [0.5, -0.5]
+    assert group_advantages([1.0, 1.0, 0.0]) == pytest.approx([1 / 3, 1 / 3, -2 / 3])
+    assert group_advantages([0.7]) == [0.0]
+
+
+def test_equal_rewards_are_no_signal_to_the_last_bit() -> None:
+    assert sum([0.1] * 3) / 3 != 0.1  # the trap
+    assert group_advantages([0.1] * 3) == [0.0] * 3
+
+
+def test_order_changes_nothing() -> None:
+    rewards = [0.1, 0.7, 0.2, 1.0, 0.3, 1e-9, 0.9]
+    forward = dict(zip(rewards, group_advantages(rewards), strict=True))
+    backward = dict(zip(reversed(rewards), group_advantages(rewards[::-1]), strict=True))
+    assert forward == backward
+
+
+@pytest.mark.parametrize("rewards", [[], [1.0, math.nan], [math.inf, 0.0]])
+def test_refuses_what_has_no_baseline(rewards: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"survivors|finite"):
+        group_advantages(rewards)

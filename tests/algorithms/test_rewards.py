@@ -1,0 +1,44 @@
+import itertools
+import math
+
+import pytest
+
+from headrace.algorithms.rewards import concave, effort, shaped_reward
+
+
+def test_values_by_hand() -> None:
+    assert concave(0.0, 0.01, 0.5) == 0.0
+    assert concave(300.0, 0.01, 0.5) == pytest.approx((2.0 - 1.0) / 0.005)  # sqrt(1 + 3) = 2
+    assert concave(7.0, 0.3, 0.0) == pytest.approx(7.0)  # q = 0 is linear
+    assert concave(99.0, 1.0, 1.0) == pytest.approx(math.log(100.0))
+    assert concave(3.0, 1.0, 2.0) == pytest.approx(0.75)  # (1/4 - 1) / -1
+
+
+def test_q_near_one_meets_the_logarithm() -> None:
+    assert concave(50.0, 0.1, 1.0 + 1e-9) == pytest.approx(concave(50.0, 0.1, 1.0), rel=1e-6)
+
+
+@pytest.mark.parametrize("q", [0.3, 0.5, 1.0, 1.7])
+def test_increasing_and_concave(q: float) -> None:
+    values = [concave(float(x), 0.05, q) for x in range(200)]
+    steps = [b - a for a, b in itertools.pairwise(values)]
+    assert all(step > 0 for step in steps)
+    assert all(later < earlier for earlier, later in itertools.pairwise(steps))
+
+
+def test_calls_in_one_turn_are_cheaper_than_in_two() -> None:
+    assert effort(tokens=40, calls=2, turns=1) < effort(tokens=40, calls=2, turns=2)
+    assert effort(10, 2, 3) == 10 + 8 + 48
+
+
+def test_reward_is_the_verdict_minus_the_price() -> None:
+    assert shaped_reward(True, tokens=100, calls=3, turns=4) == 1.0
+    assert shaped_reward(False, tokens=100, calls=3, turns=4) == 0.0
+    price = concave(effort(100, 3, 4), 0.01, 0.5)
+    assert shaped_reward(True, tokens=100, calls=3, turns=4, weight=1e-3) == pytest.approx(1 - 1e-3 * price)
+
+
+def test_refuses_what_is_outside() -> None:
+    for x, k, q in ((-1.0, 1.0, 0.5), (1.0, 0.0, 0.5), (1.0, 1.0, -0.1)):
+        with pytest.raises(ValueError, match="concave"):
+            concave(x, k, q)

@@ -1,0 +1,129 @@
+"""Plays multi-turn sessions on a real engine and keeps the record a trainer would get."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headrace.engines.base import Engine, Sample, SampleRequest
+from headrace.engines.embedded import EmbeddedEngine
+from headrace.messages.rollout import PolicyRef, Sampling, Span
+from headrace.policy import moe, scoring
+from headrace.policy.config import PolicyConfig
+from headrace.policy.model import Model
+from headrace.weights import snapshot
+from tests.policy import tiny
+
+LATEST = PolicyRef()
+
+
+class Versions:
+    """Published files of a policy: version v has the weights of seed v mod 4."""
+
+    def __init__(self, config: PolicyConfig, folder: Path, *, exact: bool = True) -> None:
+        self.config, self.exact = config, exact
+        self.files = []
+        for seed in range(4):
+            path = folder / f"{seed}.safetensors"
+            self.files.append((str(path), snapshot.write(path, tiny.model(config, exact=exact, seed=seed).state())))
+        self.models = [tiny.model(config, exact=exact, seed=seed) for seed in range(4)]
+
+    def model(self, version: int) -> Model:
+        return self.models[version % 4]
+
+    def engine(self, *, max_batch: int = 16, prefill_tokens: int = 2048, cache_blocks: int = 4096) -> EmbeddedEngine:
+        return EmbeddedEngine(
+            self.config,
+            tiny.numerics(self.config, self.exact),
+            max_batch,
+            1,
+            prefill_tokens=prefill_tokens,
+            cache_blocks=cache_blocks,
+        )
+
+    async def load(self, engine: Engine, version: int) -> None:
+        await engine.load(version, *self.files[version % 4])
+
+
+@dataclass
+class Record:
+    """One segment."""
+
+    temperature: float
+    ids: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    routes: list[tuple[int, Tensor]] = field(default_factory=list)
+    swapped_turns: int = 0
+    capped: int = 0
+
+    def add(self, appended: list[int], sample: Sample, config: PolicyConfig) -> None:
+        self.ids += [*appended, *sample.ids]
+        self.targets += range(len(self.ids) - len(sample.ids), len(self.ids))
+        self.logprobs += sample.logprobs
+        assert len(sample.ids) == len(sample.logprobs) > 0
+        ends = [span.end for span in sample.spans]
+        assert [span.start for span in sample.spans[1:]] == ends[:-1], "contiguous"
+        assert ends[-1] == len(self.ids) - 1, "the last sampled token has no forward yet"
+        start = sample.spans[0].start
+        assert start <= len(self.ids) - len(sample.ids) - 1
+        rows = moe.from_array(sample.routed, config.layers, config.top_k)
+        assert len(rows) == ends[-1] - start
+        self.routes.append((start, rows))
+        self.spans += sample.spans
+        self.swapped_turns += len(sample.spans) > 1
+        self.capped += sample.stop == "length"
+
+    def score(self, versions: Versions, routed: Tensor | None = None) -> Tensor:
+        models = {span.version: versions.model(span.version) for span in self.spans}
+        return scoring.score(models, self.ids, self.spans, self.targets, self.temperature, routed)
+
+    def routed(self) -> Tensor:
+        """Rows by position; of several forwards the first counts."""
+        first = self.routes[0][1]
+        rows = torch.full((len(self.ids), *first.shape[1:]), -1)
+        for start, part in self.routes:
+            view = rows[start : start + len(part)]
+            new = view[:, 0, 0] < 0
+            view[new] = part[new]
+        return rows
+
+
+async def session(
+    engine: Engine, config: PolicyConfig, name: str, prompt: list[int], seed: int, *, turns: int = 3, cap: int = 24
+) -> Record:
+    """A few turns: some stop early, some run into the cap, some get no results at all before the next."""
+    rng = random.Random(seed)
+    record = Record(temperature=rng.choice([1.0, 0.6]))
+    appended = list(prompt)
+    stop_ids = tuple(rng.sample(range(config.vocab), 12)) if seed % 3 else ()
+    for turn in range(turns):
+        sample = await engine.sample(
+            SampleRequest(
+                session=name,
+                ids=(*record.ids, *appended),
+                policy=LATEST,
+                sampling=Sampling(temperature=record.temperature, max_turn_tokens=cap),
+                stop_ids=stop_ids,
+                seed=seed * 100 + turn,
+            )
+        )
+        record.add(appended, sample, config)
+        assert sample.stop == ("stop" if sample.ids[-1] in stop_ids else "length")
+        assert not set(sample.ids[:-1]) & set(stop_ids)
+        appended = [rng.randrange(config.vocab) for _ in range(rng.choice([0, 3, 70]))]
+    await engine.close(name)
+    return record
+
+
+def prompts(config: PolicyConfig, count: int) -> list[list[int]]:
+    """Ragged prompts; every second one starts with the same hundred tokens."""
+    shared = tiny.tokens(config, 100, seed=9).tolist()
+    out = []
+    for i in range(count):
+        own = tiny.tokens(config, 5 + 37 * i % 150, seed=100 + i).tolist()
+        out.append(shared + own if i % 2 else own)
+    return out

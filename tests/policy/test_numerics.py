@@ -1,0 +1,86 @@
+"""The probe passes where exact mode holds, and refuses with the operation's name where a fault is planted."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headrace.kernels import batch_invariant, block_attention, expert_mlp
+from headrace.policy.numerics import PADS, probe
+from tests.policy import tiny
+
+
+@pytest.mark.parametrize("shape", tiny.SHAPES)
+def test_exact_mode_is_found_here(shape: str) -> None:
+    config = tiny.SHAPES[shape]("float32")
+    found = probe(config)
+    assert found.exact and found.row_pad in PADS and not found.reason
+    assert found == probe(config)
+    assert f"exact{found.row_pad}" in found.fingerprint
+
+
+def test_ordinary_mode_is_a_choice_with_its_own_fingerprint() -> None:
+    config = tiny.config()
+    found = probe(config, exact=False)
+    assert (found.exact, found.row_pad, found.reason) == (False, 1, "not asked for")
+    assert len({found.fingerprint, probe(config).fingerprint, probe(tiny.config("bfloat16")).fingerprint}) == 3
+
+
+def test_a_product_without_padding_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def small_kernel(x: torch.Tensor, weight: torch.Tensor, pad: int) -> torch.Tensor:
+        out = F.linear(x, weight)
+        return torch.nextafter(out, out + 1) if len(x) < 4 else out
+
+    monkeypatch.setattr(batch_invariant, "linear", small_kernel)
+    found = probe(tiny.config())
+    assert not found.exact and found.row_pad == 1
+    assert "rows of a matrix product depend on their number even when padded to 32" in found.reason
+
+
+def test_a_scalar_tail_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch's float32 silu does: the last elements of a buffer, short of a vector, are rounded otherwise."""
+    real = batch_invariant.swiglu
+
+    def fused(gate_up: torch.Tensor) -> torch.Tensor:
+        flat = real(gate_up).reshape(-1)
+        tail = flat[len(flat) // 64 * 64 :]
+        tail.copy_(torch.nextafter(tail, tail + 1))
+        return flat.view(len(gate_up), -1)
+
+    monkeypatch.setattr(batch_invariant, "swiglu", fused)
+    found = probe(tiny.odd())
+    assert not found.exact and found.reason.startswith("swiglu of ")
+
+
+def test_attention_of_another_order_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = block_attention.cached_attention
+
+    def nudged(*args: object) -> torch.Tensor:
+        out = real(*args)  # type: ignore[arg-type]
+        return torch.nextafter(out, out + 1) if out.shape[1] == 1 else out
+
+    monkeypatch.setattr(block_attention, "cached_attention", nudged)
+    found = probe(tiny.config())
+    assert not found.exact and found.reason.startswith("attention of 1 new tokens over a cache")
+    assert "ordinary" in found.fingerprint
+
+
+def test_a_sum_over_experts_that_depends_on_the_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = expert_mlp.expert_mlp
+
+    def nudged(*args: object) -> torch.Tensor:
+        out = real(*args)  # type: ignore[arg-type]
+        return torch.nextafter(out, out + 1) if len(out) == 7 else out
+
+    monkeypatch.setattr(expert_mlp, "expert_mlp", nudged)
+    found = probe(tiny.config())
+    assert not found.exact and found.reason == "experts of 7 tokens differ from the same tokens among 500"
+
+
+def test_the_probe_takes_no_state_from_torch() -> None:
+    """Trainer and sampler probe at different moments: neither seeds nor grad mode may show in a fingerprint."""
+    before = torch.get_rng_state()
+    first = probe(tiny.config())
+    assert torch.equal(before, torch.get_rng_state())
+    torch.rand(3)
+    with torch.inference_mode():
+        assert probe(tiny.config()) == first
