@@ -1,0 +1,216 @@
+"""The agent loop: sample a turn, run its calls, append the results, until the policy finishes or a limit is reached.
+
+One loop for training, evaluation and production, for sampled and for scripted policies. It keeps two promises to
+whoever writes the turn log: `on_sampled` is awaited before any call of the turn is sent, and a resumed episode
+never samples a turn again but sends the calls of an open one once more under the same ids.
+
+Calls of one turn run at the same time and are answered in their order. A call that changes the workspace runs alone, in
+its place: what a turn does never depends on which of its calls is faster.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from headrace.engines.base import Engine, EngineError, SampleRequest
+from headrace.harness.context import Context
+from headrace.harness.prompt import first_words, toolbox_for
+from headrace.harness.tools.toolbox import Toolbox
+from headrace.messages.base import Array
+from headrace.messages.rollout import RolloutRequest, ToolCall, ToolResult, Turn
+from headrace.messages.sandbox import Sandbox
+from headrace.messages.tasks import Task
+from headrace.policy.renderer import Renderer
+
+Outcome = Literal["finished", "max_turns", "max_tokens", "wall_time", "context"]
+OnSampled = Callable[[Turn], Awaitable[None]]
+OnDone = Callable[[int, tuple[ToolResult, ...]], Awaitable[None]]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Episode(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it."""
+
+    turns: tuple[Turn, ...]
+    outcome: Outcome
+    malformed_calls: int
+    sampled_tokens: int
+    wall_s: float
+
+
+async def _ignore_sampled(turn: Turn) -> None:
+    return None
+
+
+async def _ignore_done(index: int, results: tuple[ToolResult, ...]) -> None:
+    return None
+
+
+async def run_episode(
+    *,
+    engine: Engine,
+    sandbox: Sandbox,
+    renderer: Renderer,
+    request: RolloutRequest,
+    task: Task,
+    on_sampled: OnSampled = _ignore_sampled,
+    on_done: OnDone = _ignore_done,
+    resume: Sequence[Turn] = (),
+    toolbox: Toolbox | None = None,
+) -> Episode:
+    """Run, or go on with, the attempt of `request`.
+
+    resume: the turns of the log in order, each with the results of its TurnDone; only the last may be without.
+    The limit of wall time counts from this call. Raises SandboxLost and EngineError: infrastructure, no outcome.
+    """
+    limits = request.limits
+    box = toolbox or toolbox_for(task, renderer, limits.context_tokens)
+    context = Context(renderer, first_words(request, task), limits.context_tokens)
+    turns: list[Turn] = []
+    start = time.monotonic()
+    sessions: set[str] = set()
+
+    async def answer(turn: Turn) -> Turn:
+        """Run the turn's calls and close it."""
+        results = await _run_calls(turn.calls, box, sandbox, task, f"{request.trajectory}/")
+        await on_done(turn.index, results)
+        context.answer(results)
+        return msgspec.structs.replace(turn, results=results)
+
+    for turn in resume:
+        context.take(turn)
+        if len(turn.results) == len(turn.calls):
+            context.answer(turn.results)
+            turns.append(turn)
+        else:
+            turns.append(await answer(turn))
+
+    try:
+        while (outcome := _outcome(turns, request, start)) is None:
+            more = context.next_ids()
+            kind: Literal["act", "summary"] = "act"
+            if context.full(more):
+                if not context.ids:
+                    outcome = "context"
+                    break
+                more, kind = context.summary_ids(), "summary"
+            session = f"{request.trajectory}/{context.segment}"
+            sessions.add(session)
+            turn = await _sample(engine, renderer, request, context, more, kind, turns, session)
+            await on_sampled(turn)
+            context.take(turn)
+            if kind == "summary":
+                await engine.close(session)
+                sessions.discard(session)
+                await on_done(turn.index, ())
+                turns.append(turn)
+            else:
+                turns.append(await answer(turn))
+    finally:
+        for session in sessions:
+            await engine.close(session)
+    return Episode(
+        turns=tuple(turns),
+        outcome=outcome,
+        malformed_calls=sum(bool(call.error) for turn in turns for call in turn.calls),
+        sampled_tokens=sum(len(turn.ids) for turn in turns),
+        wall_s=time.monotonic() - start,
+    )
+
+
+def _outcome(turns: Sequence[Turn], request: RolloutRequest, start: float) -> Outcome | None:
+    """How the episode has ended, None while it goes on."""
+    limits = request.limits
+    if any(call.name == "finish" and not call.error for turn in turns[-1:] for call in turn.calls):
+        return "finished"
+    if sum(turn.kind == "act" for turn in turns) >= limits.max_turns:
+        return "max_turns"
+    if sum(len(turn.ids) for turn in turns) >= limits.max_tokens:
+        return "max_tokens"
+    if time.monotonic() - start >= limits.wall_s:
+        return "wall_time"
+    return None
+
+
+async def _sample(
+    engine: Engine,
+    renderer: Renderer,
+    request: RolloutRequest,
+    context: Context,
+    more: Sequence[int],
+    kind: Literal["act", "summary"],
+    turns: Sequence[Turn],
+    session: str,
+) -> Turn:
+    """One generation as a Turn whose calls have not run."""
+    left = request.limits.max_tokens - sum(len(turn.ids) for turn in turns)
+    cap = min(request.sampling.max_turn_tokens, left)
+    sample = await engine.sample(
+        SampleRequest(
+            session=session,
+            ids=(*context.ids, *more),
+            policy=request.policy,
+            sampling=msgspec.structs.replace(request.sampling, max_turn_tokens=cap),
+            stop_ids=renderer.stop_ids,
+            seed=(request.seed + context.segment * _GOLDEN) % (1 << 63),
+        )
+    )
+    if sample.stop == "abort":
+        raise EngineError(f"the engine gave up on {session}")
+    index = len(turns)
+    return Turn(
+        index=index,
+        segment=context.segment,
+        prompt_ids=Array.of(more, "<i4"),
+        ids=Array.of(sample.ids, "<i4"),
+        logprobs=Array.of(sample.logprobs, "<f4"),
+        routed=sample.routed,
+        spans=sample.spans,
+        calls=_calls(renderer, sample.ids, index, request.limits.max_parallel_calls) if kind == "act" else (),
+        stop=sample.stop,
+        kind=kind,
+    )
+
+
+def _calls(renderer: Renderer, ids: Sequence[int], index: int, limit: int) -> tuple[ToolCall, ...]:
+    """The calls that a turn wrote, with ids that are unique in the trajectory; those over the limit are refused."""
+    calls = []
+    for place, call in enumerate(renderer.parse(ids)):
+        error = call.error or (f"more than {limit} calls in one turn" if place >= limit else "")
+        calls.append(msgspec.structs.replace(call, id=f"{index}.{place}", error=error))
+    return tuple(calls)
+
+
+async def _run_calls(
+    calls: Sequence[ToolCall], box: Toolbox, sandbox: Sandbox, task: Task, prefix: str
+) -> tuple[ToolResult, ...]:
+    """Results in call order; calls that only look run together, one that writes runs alone in its place."""
+    results: list[ToolResult] = []
+    together: list[ToolCall] = []
+
+    async def flush() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(box.run(call, sandbox, task, prefix)) for call in together]
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        results.extend(task.result() for task in tasks)
+        together.clear()
+
+    for call in calls:
+        if box.writes(call):
+            await flush()
+            results.append(await box.run(call, sandbox, task, prefix))
+        else:
+            together.append(call)
+    await flush()
+    return tuple(results)
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = errors.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

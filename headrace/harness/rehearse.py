@@ -1,0 +1,34 @@
+"""Answering calls in process, without an event loop: for making traces, with the very code that real episodes run."""
+
+from collections.abc import Coroutine, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from headrace.harness.tools.toolbox import Toolbox, tools_of
+from headrace.messages.rollout import ToolCall, ToolResult
+from headrace.messages.sandbox import Sandbox
+from headrace.messages.tasks import Task
+
+T = TypeVar("T")
+
+
+@lru_cache(8)
+def _toolbox(names: tuple[str, ...]) -> Toolbox:
+    return Toolbox(names)
+
+
+def _finish(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never waits for anything."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        value: T = end.value
+        return value
+    work.close()
+    raise RuntimeError("a sandbox for rehearsals may not suspend")
+
+
+def answer(task: Task, sandbox: Sandbox, calls: Sequence[ToolCall]) -> list[ToolResult]:
+    """Results of a turn's calls, run one after another in a sandbox whose operations never suspend."""
+    box = _toolbox(tools_of(task))
+    return [_finish(box.run(call, sandbox, task)) for call in calls]

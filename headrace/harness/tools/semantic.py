@@ -1,0 +1,73 @@
+"""Ranking pieces of the repository by a description: BM25 over words that identifiers are made of.
+
+Why no embeddings: the tool works for any policy on any node without a second model, and on code most of what a
+description shares with the right place are words. Pieces are top-level definitions; what stands between them is one
+piece each. Okapi BM25 as Robertson and Zaragoza (2009) give it, k1 = 1.2, b = 0.75.
+"""
+
+import itertools
+import math
+import re
+from collections import Counter
+
+from headrace.harness.tools.base import Answer, Workspace, failed, numbered
+from headrace.messages.sandbox import PullTree
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_START = re.compile(r"(?:@|async\s+def|def|class)\b|@")
+_SHOWN, _LINES = 3, 12
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words; snake and camel case are taken apart, plural s is dropped."""
+    found = [word.lower() for word in _WORD.findall(text)]
+    return [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in found]
+
+
+def pieces(path: str, text: str) -> list[tuple[str, int, list[str]]]:
+    """(path, first line, lines) of each top-level definition and of what stands between them."""
+    lines = text.splitlines()
+    starts = [i for i, line in enumerate(lines) if _START.match(line) and not (i and lines[i - 1].startswith("@"))]
+    cuts = sorted({0, *starts, len(lines)})
+    return [(path, a + 1, lines[a:b]) for a, b in itertools.pairwise(cuts) if any(map(str.strip, lines[a:b]))]
+
+
+def rank(query: str, documents: list[tuple[str, int, list[str]]]) -> list[tuple[float, int]]:
+    """(score, index) of the documents that share a word with the query, best first, ties in their order."""
+    bags = [Counter(words(" ".join([path, *lines]))) for path, _, lines in documents]
+    lengths = [sum(bag.values()) for bag in bags]
+    mean = sum(lengths) / len(lengths) if lengths else 1.0
+    scores: list[tuple[float, int]] = []
+    seen = Counter(word for bag in bags for word in bag)
+    for index, (bag, length) in enumerate(zip(bags, lengths, strict=True)):
+        score = 0.0
+        for word in sorted(set(words(query))):
+            if count := bag[word]:
+                rarity = math.log(1 + (len(bags) - seen[word] + 0.5) / (seen[word] + 0.5))
+                score += rarity * count * 2.2 / (count + 1.2 * (0.25 + 0.75 * length / mean))
+        if score > 0:
+            scores.append((score, index))
+    return sorted(scores, key=lambda pair: (-pair[0], pair[1]))
+
+
+class SemanticSearchTool:
+    """Pieces of the repository that fit a description."""
+
+    name, writes = "semantic_search", False
+
+    async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
+        """The best pieces, each with its path and line numbers."""
+        result = await workspace.call(PullTree(patterns=("**/*.py", "*.py", "**/*.md", "*.md"), limit=4 << 20))
+        if not result.ok:
+            return failed(result)
+        documents = [
+            piece
+            for path in sorted(result.files)
+            for piece in pieces(path, result.files[path].decode("utf-8", "replace"))
+        ]
+        best = rank(arguments["query"], documents)[:_SHOWN]
+        shown = [
+            f"{path}\n{numbered([line for line in lines[:_LINES]], first)}".rstrip()
+            for path, first, lines in (documents[index] for _, index in best)
+        ]
+        return Answer("\n".join(shown) or "nothing found")

@@ -1,0 +1,73 @@
+"""A shell command, and a linter that needs nothing but Python."""
+
+from headrace.harness.tools.base import Answer, Workspace, failed
+from headrace.messages.sandbox import Exec
+
+_LINT = """
+import ast, builtins, glob, sys
+bad = 0
+for path in sorted(glob.glob(sys.argv[1], recursive=True)):
+    if not path.endswith(".py"):
+        continue
+    try:
+        tree = ast.parse(open(path, encoding="utf-8").read(), path)
+    except (SyntaxError, ValueError, OSError) as error:
+        print(f"{path}:{getattr(error, 'lineno', None) or 1}: {getattr(error, 'msg', None) or error}")
+        bad += 1
+        continue
+    bound = set(dir(builtins)) | {"__file__", "__name__", "__doc__", "__path__", "__all__", "__spec__"}
+    star = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            bound.add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            star = star or node.name == "*"
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+        elif isinstance(node, (ast.Global, ast.Nonlocal)):
+            bound.update(node.names)
+        elif isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name:
+            bound.add(node.name)
+        elif isinstance(node, ast.MatchMapping) and node.rest:
+            bound.add(node.rest)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id not in bound and not star:
+            print(f"{path}:{node.lineno}: undefined name {node.id}")
+            bad += 1
+sys.exit(bad > 0)
+"""
+
+
+class TerminalTool:
+    """`sh -c` in the repository."""
+
+    name, writes = "terminal", True
+
+    async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
+        """Both outputs and the exit code, when it is not 0."""
+        result = await workspace.call(Exec(argv=("sh", "-c", arguments["command"]), timeout_s=30.0))
+        text = "\n".join(part.rstrip("\n") for part in (result.stdout, result.stderr) if part.strip())
+        if result.timed_out:
+            return Answer(f"{text}\ntime limit".strip(), ok=False)
+        if result.code:
+            return Answer(f"{text}\nexit code {result.code}".strip(), ok=False)
+        return Answer(text or "ok") if result.ok else failed(result)
+
+
+class LintTool:
+    """Syntax errors and names that nothing binds, by the sandbox's own Python."""
+
+    name, writes = "lint", False
+
+    async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
+        """``path:line: what``, or that there is nothing."""
+        argv = ("python3", "-I", "-S", "-c", _LINT, arguments.get("glob", "**/*.py"))
+        result = await workspace.call(Exec(argv=argv, timeout_s=30.0))
+        if result.code == 1 and result.stdout.strip():
+            return Answer(result.stdout.strip())
+        return Answer("no problems") if result.ok else failed(result)

@@ -1,0 +1,8 @@
+"""Task suites: generated bug-fixing repositories, suites made from real packages, and traces to mid-train on.
+
+A task has two sides (`messages.tasks`): what the agent sees, and the oracle that only the judge may open.
+"""
+
+from headrace.tasks.suites import Suite, UnknownSuite, open_suite
+
+__all__ = ["Suite", "UnknownSuite", "open_suite"]

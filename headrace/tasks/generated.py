@@ -1,0 +1,218 @@
+"""Bug-fixing repositories made from a number: a README, a package of two modules, one broken function, tests.
+
+Everything follows from the task's id alone: the id is a seed as text, and the suites own disjoint ranges of seeds,
+so no held-out task can be met in training. The files are tiny because a policy of 0.6 M parameters has to read
+them; what a task asks for is still the real thing: find the function, see how it differs from what is wanted,
+change one line, test.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+import msgspec
+
+from headrace.messages.tasks import Oracle, Task, TaskRef, TestPlan
+from headrace.tasks.templates import TRAINED, UNSEEN, Template
+
+SEEDS: Mapping[str, range] = {
+    "heldout": range(0, 2_000),
+    "dev": range(10_000, 12_000),
+    "unseen": range(20_000, 22_000),
+    "train": range(1_000_000, 1_000_000_000),
+}
+"""Which seeds a suite owns. `dev` is for choosing recipes, so that `heldout` stays untouched by every choice."""
+
+VISIBLE, HIDDEN = "test_visible.py", "test_hidden.py"
+
+_PACKAGES = ("kit", "lib", "app")
+_MODULES = ("core", "calc", "tools", "basic", "data", "parts", "items", "extra")
+_SYLLABLES = tuple(
+    "bam cov dax feg gob hib jum kez lox mig nav pob rux sev dij vok wem yab zug fiv hob dum wix kuz".split()
+)
+_PAIRS = (("a", "b"), ("x", "y"), ("p", "q"))
+_TEXTS = (("s", "t"), ("left", "right"))
+_LISTS = ("xs", "vals", "nums")
+_ELEMENTS = ("v", "e", "u")
+_RESULTS = ("out", "res", "acc")
+
+Arguments = tuple[object, ...]
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True):
+    """One function of a repository, right and, if it is the target, broken."""
+
+    template: Template
+    name: str
+    names: dict[str, str]
+
+    @property
+    def about(self) -> str:
+        """What it should give, in words."""
+        return self.template.about.format_map(self.names)
+
+    def source(self, bug: tuple[int, int, int] | None = None) -> list[str]:
+        """Its lines, `def` first."""
+        head = f"def {self.name}({', '.join(self.names[t] for t in self.template.takes)}):"
+        return [head, *self.template.write(self.names, bug)]
+
+
+class Made(msgspec.Struct, frozen=True, kw_only=True):
+    """A generated repository with everything that is known about it. Only `task` may reach an agent."""
+
+    task: Task
+    oracle: Oracle
+    target: Function
+    bug: tuple[int, int, int]
+    path: str
+    """Module with the bug."""
+    line: int
+    """Line of the bug, 1-based."""
+    fixed: str
+    """What that line should be."""
+
+
+@lru_cache(16384)
+def _loaded(source: str) -> Callable[..., object]:
+    """Our own function from its source, under a fixed name so that equal bodies are compiled once."""
+    space: dict[str, Callable[..., object]] = {}
+    exec(compile(source, "<function>", "exec"), space)
+    return space["subject"]
+
+
+def _callable(function: Function, bug: tuple[int, int, int] | None = None) -> Callable[[Arguments], object]:
+    """What a function gives for arguments: a value, or the name of the exception that it raises."""
+    head, *body = function.source(bug)
+    run = _loaded("\n".join([head.replace(function.name, "subject", 1), *body]))
+
+    def call(arguments: Arguments) -> object:
+        try:
+            return run(*arguments)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            return type(error).__name__
+
+    return call
+
+
+def _function(rng: random.Random, template: Template, taken: set[str]) -> Function:
+    while (name := rng.choice(_SYLLABLES) + rng.choice(_SYLLABLES)) in taken:
+        pass
+    taken.add(name)
+    a, b = rng.choice(_PAIRS)
+    s, t = rng.choice(_TEXTS)
+    k = rng.randint(2, 5)
+    names = {
+        "a": a,
+        "b": b,
+        "n": "n",
+        "i": "i",
+        "c": "run",
+        "s": s,
+        "t": t,
+        "xs": rng.choice(_LISTS),
+        "v": rng.choice(_ELEMENTS),
+        "o": rng.choice(_RESULTS),
+        "k": str(k),
+        "j": str(k + rng.choice((-1, 1))),
+    }
+    return Function(template=template, name=name, names=names)
+
+
+def _arguments(rng: random.Random, takes: Sequence[str]) -> Arguments:
+    values: list[object] = []
+    for kind in takes:
+        if kind in ("a", "b"):
+            values.append(rng.randint(-9, 9))
+        elif kind == "n":
+            last = values[-1] if values else None
+            values.append(rng.choice(last) if isinstance(last, list) and rng.random() < 0.7 else rng.randint(1, 6))
+        elif kind == "xs":
+            values.append([rng.randint(-9, 9) for _ in range(rng.randint(3, 6))])
+        else:
+            values.append("".join(rng.choice("abcXYZ") for _ in range(rng.randint(1, 4))))
+    return tuple(values)
+
+
+def _break(rng: random.Random, function: Function) -> tuple[tuple[int, int, int], list[Arguments], list[Arguments]]:
+    """A bug, arguments that show it (two or more), and arguments that don't have to."""
+    right = _callable(function)
+    while True:
+        bug = rng.choice(function.template.bugs)
+        broken = _callable(function, bug)
+        shown: list[Arguments] = []
+        other: list[Arguments] = []
+        for _ in range(12):
+            arguments = _arguments(rng, function.template.takes)
+            good, bad = right(arguments), broken(arguments)
+            (shown if (type(good), good) != (type(bad), bad) else other).append(arguments)
+        if len(shown) >= 2:
+            return bug, shown, other
+
+
+def make(suite: str, seed: int, multi_line: float = 0.5, *, judged: bool = True) -> Made:
+    """The repository of a seed. `multi_line` is the chance of that family; every suite uses the default.
+
+    judged: with hidden tests; trace making needs none and is a quarter faster without.
+    """
+    rng = random.Random(f"headrace/{seed}")
+    pool = UNSEEN if suite == "unseen" else TRAINED
+    family = "multi_line" if rng.random() < multi_line else "one_line"
+    taken: set[str] = set()
+    target = _function(rng, rng.choice([t for t in pool if t.family == family]), taken)
+    neighbours = [_function(rng, rng.choice(TRAINED), taken) for _ in range(3)]
+    bug, shown, other = _break(rng, target)
+
+    package = rng.choice(_PACKAGES)
+    modules = rng.sample(_MODULES, 2)
+    order = [target, *neighbours]
+    rng.shuffle(order)
+    right: dict[str, bytes] = {}
+    broken: dict[str, bytes] = {}
+    path, line, fixed = "", 0, ""
+    homes: dict[str, str] = {}
+    for module, functions in zip(modules, (order[:2], order[2:]), strict=True):
+        file = f"{package}/{module}.py"
+        texts: list[list[str]] = [[], []]
+        for function in functions:
+            homes[function.name] = f"{package}.{module}"
+            gap = ["", ""] if texts[0] else []
+            good, bad = function.source(), function.source(bug if function is target else None)
+            if function is target:
+                path, line, fixed = file, len(texts[0]) + len(gap) + 2 + bug[0], good[1 + bug[0]]
+            texts[0] += gap + good
+            texts[1] += gap + bad
+        right[file], broken[file] = (("\n".join(text) + "\n").encode() for text in texts)
+
+    def tests(checks: Sequence[tuple[Function, Sequence[Arguments]]]) -> bytes:
+        lines = [f"from {homes[function.name]} import {function.name}" for function, _ in checks]
+        for function, cases in checks:
+            value = _callable(function)
+            lines += ["", "", f"def test_{function.name}():"]
+            for case in cases:
+                lines.append(f"    assert {function.name}({', '.join(map(repr, case))}) == {value(case)!r}")
+        return ("\n".join(lines) + "\n").encode()
+
+    def draws(function: Function, count: int) -> list[Arguments]:
+        return [_arguments(rng, function.template.takes) for _ in range(count)]
+
+    readme = "\n".join([f"# {package}", "", *(f"- {f.name}: {f.about}" for f in order)]) + "\n"
+    common = {"README.md": readme.encode(), f"{package}/__init__.py": b""}
+    visible = tests([(target, shown[:1]), (neighbours[0], draws(neighbours[0], 1))])
+    hidden = tests([(target, shown[1:5] + other[:2]), *((n, draws(n, 2)) for n in neighbours)]) if judged else b""
+    ref = TaskRef(f"generated/{suite}", str(seed))
+    task = Task(
+        ref=ref,
+        family=family,
+        prompt=f"{target.name} should give {target.about}",
+        files=common | broken | {VISIBLE: visible},
+        allowed=(f"{package}/*.py",),
+        tests=TestPlan(paths=(VISIBLE,)),
+    )
+    oracle = Oracle(
+        ref=ref,
+        hidden={HIDDEN: hidden},
+        tests=TestPlan(paths=(HIDDEN,)),
+        expected=tuple(f"{HIDDEN}::test_{f.name}" for f in (target, *neighbours)),
+        solution={path: right[path]},
+    )
+    return Made(task=task, oracle=oracle, target=target, bug=bug, path=path, line=line, fixed=fixed)

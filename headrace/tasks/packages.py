@@ -1,0 +1,104 @@
+"""Real packages as they come: fetched by pip, unpacked, and split into sources and tests.
+
+pip asks a source distribution for its metadata, which runs the package's own build script on this host: fetch only
+what you would install. Everything else that is the package's (its code, its tests) runs in sandboxes alone.
+"""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+_SKIP = frozenset(
+    {"docs", "doc", "examples", "example", "build", "dist", "benchmarks", "scripts", "dev", "node_modules"}
+)
+_FILE_LIMIT, _TREE_LIMIT = 1 << 20, 6 << 20
+
+
+class PackageError(Exception):
+    """The package can't be had or has no tests; one sentence says why."""
+
+
+class Package(msgspec.Struct, frozen=True, kw_only=True):
+    """A source tree: everything of it that a sandbox needs. Paths are relative to its root."""
+
+    name: str
+    files: dict[str, bytes]
+    sources: tuple[str, ...]
+    """Modules that a bug may be put into: those that are no tests."""
+    tests: tuple[str, ...]
+    """Files that pytest collects."""
+
+    @property
+    def support(self) -> tuple[str, ...]:
+        """Files beside the tests that tests need: conftest.py, helpers, data. The agent may see but not change them."""
+        return tuple(path for path in self.files if _is_test(path) and path not in self.tests)
+
+
+def _is_test(path: str) -> bool:
+    parts = PurePosixPath(path).parts
+    name = parts[-1]
+    return (
+        any(part in ("tests", "test", "testing") for part in parts[:-1])
+        or _is_test_file(name)
+        or name in ("conftest.py", "tests.py")
+    )
+
+
+def _is_test_file(name: str) -> bool:
+    return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
+
+
+def fetch(requirement: str, folder: Path) -> Path:
+    """The unpacked source distribution of ``NAME==VERSION``. PackageError when pip can't get it."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "-q", "-d", str(folder)]
+    done = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+        raise PackageError(f"{requirement} can't be downloaded as a source distribution: {lines[-1]}")
+    return unpack(next(path for path in sorted(folder.iterdir()) if path.is_file()), folder / "unpacked")
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """Unpack an archive whose members may not leave `folder`; the root is its only folder, if it has but one."""
+    folder.mkdir()
+    try:
+        if archive.suffix == ".zip":
+            with zipfile.ZipFile(archive) as packed:
+                packed.extractall(folder)
+        else:
+            with tarfile.open(archive) as packed_tar:
+                packed_tar.extractall(folder, filter="data")
+    except (tarfile.TarError, zipfile.BadZipFile, OSError) as error:
+        raise PackageError(f"{archive.name} can't be unpacked: {error}") from None
+    inside = list(folder.iterdir())
+    return inside[0] if len(inside) == 1 and inside[0].is_dir() else folder
+
+
+def read(root: Path, name: str) -> Package:
+    """What a source tree holds of code and tests. PackageError when one of the two is missing."""
+    files: dict[str, bytes] = {}
+    for path in sorted(root.rglob("*")):
+        relative = path.relative_to(root)
+        parts = relative.parts
+        hidden = any(part.startswith(".") or part.endswith(".egg-info") or part == "__pycache__" for part in parts)
+        if hidden or parts[0] in _SKIP or path.is_symlink() or not path.is_file():
+            continue
+        # Configuration is left out: it asks for plugins (coverage, random order) that a sandbox does not have.
+        wanted = path.suffix == ".py" or len(parts) > 1
+        if wanted and parts[-1] not in ("setup.py", "versioneer.py") and path.stat().st_size <= _FILE_LIMIT:
+            files[relative.as_posix()] = path.read_bytes()
+    if sum(map(len, files.values())) > _TREE_LIMIT:
+        files = {path: data for path, data in files.items() if path.endswith(".py")}
+    if sum(map(len, files.values())) > _TREE_LIMIT:
+        raise PackageError(f"{name} is larger than {_TREE_LIMIT >> 20} MiB of Python")
+    tests = tuple(path for path in files if _is_test_file(PurePosixPath(path).name))
+    sources = tuple(path for path in files if path.endswith(".py") and not _is_test(path))
+    if not tests:
+        raise PackageError(f"{name} has no test files in its source distribution")
+    if not sources:
+        raise PackageError(f"{name} has no Python modules")
+    return Package(name=name, files=files, sources=sources, tests=tests)

@@ -1,0 +1,207 @@
+"""Traces to mid-train on: scripted play on real generated repositories, mostly imperfect on purpose.
+
+Idea: a policy made from nothing has to learn the format, the tools and how broken functions look before reinforcement
+has anything to reinforce. A `quality` share of the traces is played well; the others carry one planted fault (it quits,
+it edits a file that it has not looked at, it makes a wrong change and does not care), so that RL has something to
+take away. The report of a run says so. Results are not written by the script: every call runs on the repository and
+is answered by the same tool code as in an episode. Multi-line functions are drawn more often than the suites draw
+them, because they are harder to learn by an order of magnitude.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from headrace.messages.rollout import ToolCall, ToolResult
+from headrace.messages.sandbox import Sandbox
+from headrace.messages.tasks import Task
+from headrace.tasks import generated
+from headrace.tasks.local import LocalFiles
+
+Call = tuple[str, dict[str, str]]
+Piece = tuple[str, bool]
+Answer = Callable[[Task, Sandbox, Sequence[ToolCall]], list[ToolResult]]
+Fault = Literal["", "quits", "unread", "wrong", "careless"]
+
+MULTI_LINE = 0.72
+"""Share of multi-line functions in traces; the suites have 0.5."""
+
+_LATE = 0.2
+"""Share of quitters that have at least searched; the others are the shortest of traces."""
+
+_RETRY = 0.25
+"""Share of good traces that first go wrong, see a test fail, and look again. The wrong turn itself is not taught."""
+
+CONTEXT = 0.05
+"""Loss weight of what a policy reads: it need not learn to write repositories (0.25 cost it a seventh of its multi-line
+tasks after the same tokens)."""
+
+
+class Format(Protocol):
+    """What trace making needs of a format (policy.renderer.Format)."""
+
+    def prompt_pieces(self, task_prompt: str, summary: str = "") -> list[Piece]:
+        """The start of an episode."""
+
+    def turn_pieces(self, calls: Sequence[Call], thought: str = "") -> list[Piece]:
+        """A turn as a policy writes it."""
+
+    def result_pieces(self, results: Sequence[ToolResult], closed: bool = True) -> list[Piece]:
+        """The answers to a turn."""
+
+
+class Encoder(Format, Protocol):
+    """A format with a tokenizer (policy.renderer.Renderer)."""
+
+    def encode(self, pieces: Sequence[Piece]) -> list[int]:
+        """Ids of pieces."""
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """One document. `weights[i]` is the loss weight of predicting ids[i]: 1 for what a policy writes, `context` for
+    what it reads, 0 for the first token."""
+
+    ids: list[int]
+    weights: list[float]
+    family: str
+    fault: Fault
+    solved: bool
+
+
+class _Play:
+    """One trace in the making."""
+
+    def __init__(self, made: generated.Made, form: Format, answer: Answer) -> None:
+        self.made, self._form, self._answer = made, form, answer
+        self.sandbox = LocalFiles(made.task.files)
+        self.parts: list[tuple[list[Piece], bool]] = [(form.prompt_pieces(made.task.prompt), False)]
+        self._turns = 0
+
+    def turn(self, *calls: Call, taught: bool = True) -> list[ToolResult]:
+        """Write a turn and read its results. Not `taught`: the turn is shown, as if it had been read."""
+        self.parts.append((self._form.turn_pieces(calls), taught))
+        if any(name == "finish" for name, _ in calls):
+            return []
+        sent = [
+            ToolCall(id=f"{self._turns}.{index}", name=name, arguments=arguments)
+            for index, (name, arguments) in enumerate(calls)
+        ]
+        self._turns += 1
+        results = self._answer(self.made.task, self.sandbox, sent)
+        self.parts.append((self._form.result_pieces(results), False))
+        return results
+
+
+_FINISH: Call = ("finish", {})
+_TEST: Call = ("run_tests", {})
+
+
+def _wrong_line(made: generated.Made, rng: random.Random) -> Call:
+    """A change that does not mend: another wrong alternative, the line as it is, or a neighbouring line."""
+    module = made.task.files[made.path].decode().splitlines()
+    others = [bug for bug in made.target.template.bugs if bug[0] == made.bug[0] and bug != made.bug]
+    if others and rng.random() < 0.6:
+        text = made.target.source(rng.choice(others))[1 + made.bug[0]]
+        return _edit(made.path, made.line, text)
+    start = made.line - made.bug[0]
+    line = rng.randrange(start, start + len(made.target.template.body))
+    return _edit(made.path, line, module[line - 1])
+
+
+def _edit(path: str, line: int, text: str) -> Call:
+    return ("edit_file", {"path": path, "lines": str(line), "text": text})
+
+
+def _unread(made: generated.Made, rng: random.Random) -> Call:
+    """An edit made up without a look: some module, some line, a line of some function."""
+    path = rng.choice([p for p in made.task.files if p.endswith(".py") and "/" in p and made.task.files[p]])
+    lines = made.task.files[path].decode().splitlines()
+    line = rng.randrange(2, len(lines) + 1)
+    return _edit(path, line, rng.choice(made.target.source()[1:]))
+
+
+def play(made: generated.Made, fault: Fault, rng: random.Random, form: Format, answer: Answer) -> _Play:
+    """Act out one trace."""
+    game = _Play(made, form, answer)
+    find: Call = ("search", {"query": f"def {made.target.name}"})
+    right = _edit(made.path, made.line, made.fixed)
+    if fault == "quits":
+        if rng.random() < _LATE:
+            game.turn(find)
+        game.turn(_FINISH)
+        return game
+    if fault == "unread":
+        game.turn(_unread(made, rng), _TEST)
+        game.turn(_FINISH)
+        return game
+    game.turn(find)
+    if fault == "wrong":
+        game.turn(_wrong_line(made, rng), _TEST)
+        game.turn(_FINISH)
+    elif fault == "careless":
+        game.turn(_wrong_line(made, rng), _FINISH)
+    elif rng.random() < _RETRY:
+        game.turn(_wrong_line(made, rng), _TEST, taught=False)
+        game.turn(find)
+        game.turn(right, _TEST)
+        game.turn(_FINISH)
+    else:
+        game.turn(right, _TEST)
+        game.turn(_FINISH)
+    return game
+
+
+FAULTS: tuple[Fault, ...] = ("quits",) * 8 + ("unread", "wrong", "careless")
+"""What a faulty trace is drawn from. Mostly quitting: it is short, so most tokens still teach how to work, and a policy
+unlearns it within a few steps; wrong changes cost it what it knows about the function (measured: greedy 0.61 on tasks
+with equal shares, 0.85 with five to one, after 1.2 M tokens)."""
+
+
+def _plays(
+    seed: int,
+    quality: float,
+    form: Format,
+    answer: Answer,
+    faults: Sequence[Fault] = FAULTS,
+    multi_line: float = MULTI_LINE,
+) -> Iterator[tuple[_Play, Fault]]:
+    rng = random.Random(f"headrace/traces/{seed}")
+    seeds = generated.SEEDS["train"]
+    while True:
+        made = generated.make("train", rng.randrange(seeds.start, seeds.stop), multi_line, judged=False)
+        fault = "" if rng.random() < quality else rng.choice(faults)
+        yield play(made, fault, rng, form, answer), fault
+
+
+def mid_training_texts(
+    seed: int,
+    quality: float,
+    form: Encoder,
+    answer: Answer,
+    context: float = CONTEXT,
+    *,
+    faults: Sequence[Fault] = FAULTS,
+    multi_line: float = MULTI_LINE,
+) -> Iterator[Trace]:
+    """Traces without an end. `form` is the policy's renderer, `answer` runs calls (harness.rehearse.answer)."""
+    for game, fault in _plays(seed, quality, form, answer, faults, multi_line):
+        ids: list[int] = []
+        weights: list[float] = []
+        for pieces, written in game.parts:
+            part = form.encode(pieces)
+            ids += part
+            weights += [1.0 if written else context] * len(part)
+        weights[0] = 0.0
+        solved = game.sandbox.files.get(game.made.path) == game.made.oracle.solution[game.made.path]
+        yield Trace(ids=ids, weights=weights, family=game.made.task.family, fault=fault, solved=solved)
+
+
+def tokenizer_texts(seed: int, count: int, form: Format, answer: Answer) -> Iterator[str]:
+    """What a tokenizer is trained on: everything between the tags of `count` traces."""
+    for (game, _), _ in zip(_plays(seed, 1.0, form, answer), range(count), strict=False):
+        for pieces, _ in game.parts:
+            for text, is_tag in pieces:
+                if not is_tag and text:
+                    yield text

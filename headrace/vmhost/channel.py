@@ -1,0 +1,101 @@
+"""The host's end of a guest's port: calls go out, answers come back in any order, and everything has a deadline.
+
+The guest is believed in nothing. An answer that nobody asked for, a frame that is too large or can't be read, an
+answer that does not come in time: each ends this channel, and with it only what hangs on it.
+"""
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from typing import Any, cast
+
+from headrace.messages.sandbox import SandboxLost
+from headrace.vmhost.guest.frames import Garbage, Reader, pack
+
+
+class Channel(asyncio.Protocol):
+    """One port. Use `connect`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.hung_up = False
+        """Whether the other side closed it, not we."""
+        self._transport: asyncio.Transport | None = None
+        self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], list[bytes]]]] = {}
+        self._reader = Reader()
+        self._next = 0
+
+    @classmethod
+    async def connect(cls, end: socket.socket, name: str) -> "Channel":
+        """Take over a connected Unix stream socket."""
+        end.setblocking(False)
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_unix_connection(lambda: cls(name), sock=end)
+        return channel
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call waits for its answer."""
+        return bool(self._waiting)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Part of asyncio's protocol."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Part of asyncio's protocol."""
+        if not self._waiting:
+            self.close("it spoke without being asked")
+            return
+        try:
+            for header, bodies in self._reader.feed(data):
+                number = header.pop("i", None)
+                future = self._waiting.pop(number, None) if isinstance(number, int) else None
+                if future is None:
+                    raise Garbage("an answer that nobody asked for")
+                if not future.done():
+                    future.set_result((header, bodies))
+        except Garbage as garbage:
+            self.close(f"it broke the protocol: {garbage}")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Part of asyncio's protocol."""
+        self.hung_up = not self.lost.done()
+        self.close("its channel closed")
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def close(self, reason: str) -> None:
+        """End the channel; all waiting calls hear the reason. Idempotent: the first reason stays."""
+        if self.lost.done():
+            return
+        self.lost.set_result(reason)
+        if self._transport is not None:
+            self._transport.abort()
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(SandboxLost(f"{self.name}: {reason}"))
+                future.exception()  # whoever waited may be gone; that is no news
+
+    async def call(
+        self, header: dict[str, Any], bodies: Sequence[bytes] = (), timeout: float = 30.0
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """Send a frame and wait for its answer. SandboxLost when none can come any more."""
+        if self.lost.done():
+            raise SandboxLost(f"{self.name}: {self.lost.result()}")
+        assert self._transport is not None
+        self._next += 1
+        number = self._next
+        future: asyncio.Future[tuple[dict[str, Any], list[bytes]]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        self._transport.write(pack({"i": number} | header, bodies))
+        try:
+            async with asyncio.timeout(timeout):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            if not future.done():
+                self.close(f"no answer within {timeout:g} s")
+            return await future

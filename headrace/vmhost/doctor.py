@@ -1,0 +1,88 @@
+"""What this machine can do for sandboxes, in plain words."""
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from headrace.config import Environment
+from headrace.vmhost import clones, packages, probe, qemu
+from headrace.vmhost.errors import VmhostError
+
+DISK_MB = 1500
+"""Image, both templates and the work of making them."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line: `good` is False for what keeps virtual machines from running."""
+
+    good: bool
+    text: str
+
+
+def doctor(environment: Environment | None = None) -> list[Finding]:
+    """Everything worth knowing before a run, worst first. Changes nothing but a small cache of what booted."""
+    wanted = environment or Environment()
+    cache = Path(wanted.cache_dir).absolute()
+    findings = [_qemu(), _tool("mmdebstrap", "makes the guest image", "mmdebstrap")]
+    findings += [_tool("setpriv", "ties every QEMU to its parent", "util-linux"), _kvm(), memory(wanted), _disk(cache)]
+    bases = [folder for folder in cache.glob("base-*") if (folder / "done").exists()]
+    if findings[0].good and bases:
+        findings.append(_probe(bases[-1], cache, wanted))
+    elif not bases:
+        findings.append(Finding(True, f"no guest image in {cache} yet: the first run makes it (about half a minute)"))
+    names = sorted(f"{flavour}: {len(list(cache.glob(f'template-{flavour}-*')))}" for flavour in packages.FLAVOURS)
+    findings.append(Finding(True, f"templates in the cache: {', '.join(names)}"))
+    return sorted(findings, key=lambda finding: finding.good)
+
+
+def _qemu() -> Finding:
+    try:
+        return Finding(True, f"QEMU {qemu.version()}")
+    except VmhostError as error:
+        return Finding(False, str(error))
+
+
+def _tool(name: str, purpose: str, package: str) -> Finding:
+    if shutil.which(name):
+        return Finding(True, f"{name} is there ({purpose})")
+    return Finding(False, f"{name} is missing, which {purpose}: apt-get install {package}")
+
+
+def _kvm() -> Finding:
+    if not os.path.exists("/dev/kvm"):
+        return Finding(True, "no /dev/kvm: machines run under TCG, QEMU's own emulation, some 20 times slower inside")
+    if not os.access("/dev/kvm", os.R_OK | os.W_OK):
+        return Finding(True, "/dev/kvm is there but not for this user: add it to the group kvm for native speed")
+    return Finding(True, "/dev/kvm opens; whether a machine runs on it is found by booting one")
+
+
+def _probe(base: Path, cache: Path, environment: Environment) -> Finding:
+    try:
+        accel, machine, why = probe.choose(base, cache, qemu.version(), environment.accel)
+    except VmhostError as error:
+        return Finding(False, str(error))
+    return Finding(True, f"machines boot with {accel} on {machine}: {why}")
+
+
+def memory(environment: Environment) -> Finding:
+    """Whether the machines of this configuration fit into the memory that is free."""
+    each = environment.memory_mb + clones.OVERHEAD_MB
+    fit = int((clones.free_mb() - clones.RESERVE_MB) // each)
+    text = f"{clones.free_mb():.0f} MB of memory are free: room for {max(fit, 0)} machines of at most {each} MB"
+    if fit < 2:
+        return Finding(False, f"{text}; an agent and a judge need two: lower environment.memory_mb or free memory")
+    if fit < environment.max_vms:
+        return Finding(True, f"{text}, fewer than max_vms = {environment.max_vms}: requests will wait for room")
+    return Finding(True, text)
+
+
+def _disk(cache: Path) -> Finding:
+    place = cache
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free / 2**20
+    if free < DISK_MB and not any(cache.glob("base-*")):
+        return Finding(False, f"{place} has {free:.0f} MB free; the guest image and its template need {DISK_MB} MB")
+    return Finding(True, f"{place} has {free:.0f} MB free")

@@ -1,0 +1,241 @@
+"""File operations of a slot, done by its keeper under the tools' effective user: nothing is spawned for them.
+
+Only regular files are ever opened, and never so that the open itself could block: a tool may leave fifos, devices and
+loops behind. Paths are relative to the workspace, or absolute inside it.
+"""
+
+import os
+import re
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from hashlib import blake2b
+from types import FrameType
+from typing import Any
+
+from .globs import matches
+
+Answer = tuple[dict[str, Any], list[bytes]]
+SEARCH_S = 10.0
+"""Seconds after which a search gives up: a pattern can take exponential time."""
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_ /:=,<>!@#%&;\"'~`-")
+
+
+class Refused(Exception):
+    """The operation can't be done; the text is one line that a policy can use."""
+
+
+def shown(path: str) -> str:
+    """A path as text for one line: control characters and undecodable bytes are escaped."""
+    if path.isprintable():
+        return path
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in path)
+
+
+class Workspace:
+    """The tree under `root`."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def resolve(self, path: str) -> str:
+        """The absolute path of a workspace path. Refused when it leaves the workspace."""
+        if path == self.root or path.startswith(self.root + "/"):
+            path = path[len(self.root) + 1 :]
+        parts = [part for part in path.split("/") if part not in ("", ".")]
+        if path.startswith("/") or ".." in parts or "\0" in path:
+            raise Refused(f"{shown(path)}: paths are relative to the workspace and may not leave it")
+        return "/".join([self.root, *parts])
+
+    def paths(self, git: bool = False) -> Iterator[tuple[str, os.stat_result]]:
+        """Every entry that is not a folder, relative path and status, in sorted order; .git only when asked for."""
+        pending = [""]
+        found = []
+        while pending:
+            folder = pending.pop()
+            try:
+                with os.scandir(f"{self.root}/{folder}") as entries:
+                    for entry in entries:
+                        path = folder + entry.name
+                        if not entry.is_dir(follow_symlinks=False):
+                            found.append(path)
+                        elif git or entry.name != ".git":
+                            pending.append(path + "/")
+            except OSError:
+                continue
+        found.sort()
+        for path in found:
+            try:
+                yield path, os.lstat(f"{self.root}/{path}")
+            except OSError:
+                continue
+
+    def _bytes(self, path: str, limit: int) -> bytes:
+        """At most `limit` bytes of an entry of `paths` that was a regular file: if it is none by now, none come."""
+        try:
+            fd = os.open(f"{self.root}/{path}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                data = os.read(fd, min(limit, 1 << 20))
+                while len(data) >= 1 << 20 and len(data) < limit and (more := os.read(fd, 1 << 20)):
+                    data += more
+            finally:
+                os.close(fd)
+        except OSError:
+            return b""
+        return data[:limit]
+
+    def content(self, path: str, limit: int) -> tuple[bytes, bool]:
+        """At most `limit` bytes of a regular file, and whether there was more."""
+        try:
+            fd = os.open(self.resolve(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise Refused(f"{shown(path)}: {error.strerror}") from None
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise Refused(f"{shown(path)}: not a regular file")
+            data = b""
+            while len(data) <= limit and (piece := os.read(fd, min(limit + 1 - len(data), 1 << 20))):
+                data += piece
+        except OSError as error:
+            raise Refused(f"{shown(path)}: {error.strerror}") from None
+        finally:
+            os.close(fd)
+        return data[:limit], len(data) > limit
+
+    def read(self, path: str, limit: int) -> Answer:
+        """ReadFile."""
+        data, more = self.content(path, limit)
+        return {"truncated": more, "data": 0}, [data]
+
+    def write(self, paths: list[str], contents: list[bytes], delete: list[str]) -> Answer:
+        """WriteFiles. Folders come into being as needed; a deleted path may be a whole folder."""
+        for path in delete:
+            self._remove(self.resolve(path), path)
+        for path, content in zip(paths, contents, strict=True):
+            target = self.resolve(path)
+            try:
+                try:
+                    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+                except FileNotFoundError:
+                    os.makedirs(os.path.dirname(target), exist_ok=True)
+                    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+                try:
+                    view = memoryview(content)
+                    while view:
+                        view = view[os.write(fd, view) :]
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                raise Refused(f"{shown(path)}: {error.strerror}") from None
+        return {}, []
+
+    def _remove(self, target: str, path: str) -> None:
+        try:
+            if not os.path.isdir(target) or os.path.islink(target):
+                os.unlink(target)
+                return
+            for folder, folders, files in os.walk(target, topdown=False):
+                for name in files:
+                    os.unlink(f"{folder}/{name}")
+                for name in folders:
+                    inner = f"{folder}/{name}"
+                    (os.unlink if os.path.islink(inner) else os.rmdir)(inner)
+            if target != self.root:
+                os.rmdir(target)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise Refused(f"{shown(path)}: {error.strerror}") from None
+
+    def replace(self, path: str, first: int, last: int, text: str) -> Answer:
+        """ReplaceLines, 1-based and inclusive; last = first - 1 inserts before first."""
+        data, more = self.content(path, 16 << 20)
+        if more:
+            raise Refused(f"{shown(path)}: too large to edit by lines")
+        lines = data.splitlines(keepends=True)
+        if not 1 <= first <= len(lines) + 1 or not first - 1 <= last <= len(lines):
+            raise Refused(f"{shown(path)} has {len(lines)} lines; {first}-{last} can't be replaced")
+        new = text.encode("utf-8", "surrogateescape")
+        if new and not new.endswith(b"\n") and (last < len(lines) or data.endswith(b"\n")):
+            new += b"\n"
+        if first == len(lines) + 1 and lines and not lines[-1].endswith(b"\n"):
+            lines[-1] += b"\n"
+        lines[first - 1 : last] = [new]
+        return self.write([path], [b"".join(lines)], [])
+
+    def names(self, pattern: str, limit: int) -> Answer:
+        """ListFiles."""
+        found = [path for path, _ in self.paths() if matches(pattern, path)]
+        return {"truncated": len(found) > limit, "stdout": 0}, ["\n".join(map(shown, found[:limit])).encode()]
+
+    def search(self, pattern: str, glob: str, context: int, limit: int) -> Answer:
+        """Search: ``path:line:text`` for hits, ``path-line-text`` for context."""
+        hit: Callable[[str], object]
+        needle = b""
+        if _PLAIN.issuperset(pattern):
+            hit, needle = (lambda line: pattern in line), pattern.encode()
+        else:
+            try:
+                hit = re.compile(pattern).search
+            except (re.error, RecursionError, OverflowError) as error:
+                raise Refused(f"bad pattern: {error}") from None
+        lines: list[str] = []
+        hits = 0
+
+        def give_up(_signal: int, _frame: FrameType | None) -> None:
+            raise Refused(f"the search took longer than {SEARCH_S:g} s")
+
+        before = None if needle else signal.signal(signal.SIGALRM, give_up)
+        if not needle:
+            signal.setitimer(signal.ITIMER_REAL, SEARCH_S)
+        try:
+            for path, status in self.paths():
+                if not stat.S_ISREG(status.st_mode) or not matches(glob, path):
+                    continue
+                data = self._bytes(path, 4 << 20)
+                if needle not in data or b"\0" in data[:1024]:
+                    continue
+                text = data.decode("utf-8", "replace").splitlines()
+                wanted: dict[int, str] = {}
+                for number, line in enumerate(text):
+                    if hit(line):
+                        hits += 1
+                        if hits > limit:
+                            break
+                        for near in range(max(0, number - context), min(len(text), number + context + 1)):
+                            wanted.setdefault(near, "-")
+                        wanted[number] = ":"
+                name = shown(path)
+                lines += [f"{name}{mark}{n + 1}{mark}{text[n][:1000]}" for n, mark in sorted(wanted.items())]
+                if hits > limit:
+                    break
+        finally:
+            if not needle:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+        return {"truncated": hits > limit, "stdout": 0}, ["\n".join(lines).encode("utf-8", "replace")]
+
+    def pull(self, patterns: list[str], limit: int) -> Answer:
+        """PullTree: contents of matching regular files, and a digest of everything there is: path, mode, content."""
+        digest = blake2b(digest_size=16)
+        paths: list[str] = []
+        bodies: list[bytes] = []
+        total, truncated = 0, False
+        for path, status in self.paths(git=True):
+            regular = stat.S_ISREG(status.st_mode)
+            data = self._bytes(path, 64 << 20) if regular else b""
+            if stat.S_ISLNK(status.st_mode):
+                with suppress(OSError):
+                    data = os.fsencode(os.readlink(f"{self.root}/{path}"))
+            digest.update(b"%s\0%o\0%d\0" % (os.fsencode(path), status.st_mode, len(data)))
+            digest.update(data)
+            if regular and any(matches(pattern, path, anchored=True) for pattern in patterns):
+                if total + len(data) > limit:
+                    truncated = True
+                    continue
+                total += len(data)
+                paths.append(shown(path))
+                bodies.append(data)
+        return {"paths": paths, "digest": digest.hexdigest(), "truncated": truncated}, bodies

@@ -1,0 +1,295 @@
+"""The machine's first process: opens the slots while the template is made, then serves the control port as root.
+
+A slot is a PID, mount, IPC, network and UTS namespace with a read-only view of the root, its own workspace and /tmp in
+memory, its own /dev and /proc, and a keeper as its first process (see keeper). In a clone this process does three
+things only: it sets the clock and the entropy pool (`start`), it reports facts, and it kills a slot when told to.
+Nothing of a policy's ever reaches it.
+"""
+
+import array
+import ctypes
+import fcntl
+import gc
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from . import keeper, pytests
+from .files import Answer
+from .frames import Reader, pack
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_NEWNS, _NEWUTS, _NEWIPC, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x20000000, 0x40000000
+_RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+_NO_NEW_PRIVS, _CAPBSET_DROP = 38, 24
+_RNDADDENTROPY, _RNDRESEEDCRNG = 0x40085203, 0x5207
+_SIOCGIFFLAGS, _SIOCSIFFLAGS = 0x8913, 0x8914
+TOOL_UID, KEEPER_UID = 20100, 20200
+ROOT = "/workspace"
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+    "HOME": "/tmp",
+    "USER": "agent",
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
+    """mount(2)."""
+    args = (source.encode(), target.encode(), kind.encode(), flags, options.encode())
+    _check(_libc.mount(*args[:3], ctypes.c_ulong(flags), args[4]), f"mount {target}")
+
+
+def _load(module: str) -> None:
+    """Insert a kernel module if it is there; the kernel says no to those that are in already."""
+    path = f"/lib/modules/{module}.ko"
+    if os.path.exists(path):
+        fd = os.open(path, os.O_RDONLY)
+        if _libc.syscall(313, fd, b"", 0) < 0:  # finit_module
+            say(f"{module}: {os.strerror(ctypes.get_errno())}")
+        os.close(fd)
+
+
+def _ports(count: int) -> list[int]:
+    """Descriptors of the ports hr.0 .. hr.<count-1>. They appear one by one, and hang up until the host is there."""
+    found: dict[int, int] = {}
+    until = time.monotonic() + 60
+    while len(found) < count and time.monotonic() < until:
+        base = "/sys/class/virtio-ports"
+        for entry in os.listdir(base) if os.path.isdir(base) else ():
+            with suppress(OSError), open(f"{base}/{entry}/name") as file:
+                name = re.fullmatch(r"hr\.(\d+)\n?", file.read())
+                if name and int(name[1]) not in found:
+                    found[int(name[1])] = os.open(f"/dev/{entry}", os.O_RDWR | os.O_CLOEXEC)
+        time.sleep(0.01)
+    if len(found) < count:
+        raise RuntimeError(f"{len(found)} of {count} ports appeared")
+    for fd in found.values():
+        poll = select.poll()
+        poll.register(fd, 0)
+        while poll.poll(0) and time.monotonic() < until:
+            time.sleep(0.01)
+    return [found[number] for number in range(count)]
+
+
+class Slot:
+    """Makes one slot; everything after `unshare` happens in its first process."""
+
+    def __init__(self, number: int, port: int, size_mb: int) -> None:
+        self.port = port
+        self.tool, self.own = TOOL_UID + number, KEEPER_UID + number
+        self.size = size_mb
+
+    def open(self, others: list[int]) -> int:
+        """Start the slot; the pid of its first process as the root namespace sees it."""
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            _check(_libc.unshare(_NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET), "unshare")
+            first = os.fork()
+            if first:
+                os.write(write, b"%d" % first)
+                os._exit(0)
+            try:
+                for fd in (read, write, *others):
+                    os.close(fd)
+                self._become_slot()
+            except BaseException as error:
+                say(f"slot: {type(error).__name__}: {error}")
+            finally:
+                os._exit(1)
+        os.close(write)
+        with os.fdopen(read) as answer:
+            return int(answer.read() or "0")
+
+    def _become_slot(self) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._mounts()
+        _loopback_up()
+        _check(_libc.sethostname(b"sandbox", 7), "sethostname")
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("-500")
+        for limit, value in (
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_NPROC, 128),
+            (resource.RLIMIT_NOFILE, 1024),
+        ):
+            resource.setrlimit(limit, (value, value))
+        for capability in range(64):
+            _libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0)
+        os.setgroups([])
+        os.setresgid(self.tool, self.tool, self.tool)
+        os.setresuid(self.own, self.tool, self.own)
+        _check(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+        os.umask(0o022)
+        os.chdir(ROOT)
+        mine = keeper.Keeper(self.port, ROOT, ENVIRONMENT, self._become_tool)
+        mine.prepare()
+        mine.serve()
+
+    def _become_tool(self) -> None:
+        os.setresuid(self.tool, self.tool, self.tool)
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("500")
+
+    def _mounts(self) -> None:
+        mount("none", "/", "", _REC | _PRIVATE)
+        owner = f"uid={self.tool},gid={self.tool}"
+        mount("workspace", ROOT, "tmpfs", _NOSUID | _NODEV, f"size={self.size}m,mode=755,{owner}")
+        mount("tmp", "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={self.size}m,mode=1777")
+        mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
+        mount("dev", "/dev", "tmpfs", _NOSUID | _NOEXEC, "size=1m,mode=755")
+        for name, minor in (("null", 3), ("zero", 5), ("full", 7), ("random", 8), ("urandom", 9)):
+            os.mknod(f"/dev/{name}", 0o20666, os.makedev(1, minor))
+            os.chmod(f"/dev/{name}", 0o666)
+        os.mkdir("/dev/shm")
+        mount("shm", "/dev/shm", "tmpfs", _NOSUID | _NODEV, f"size={self.size}m,mode=1777")
+        for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+            os.symlink(f"/proc/self/{target}", f"/dev/{name}")
+        for place in ("/dev", "/sys", "/"):
+            mount("none", place, "", _REMOUNT | _BIND | _RDONLY | (_NOSUID if place != "/dev" else _NOSUID | _NOEXEC))
+
+
+def _loopback_up() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = array.array("b", struct.pack("16sh14x", b"lo", 0))
+        fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request, True)
+        (flags,) = struct.unpack_from("h", request, 16)
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | 1))
+
+
+def start(nanoseconds: int, entropy: bytes) -> None:
+    """A clone wakes with the template's clock and, worse, with its random numbers: set both."""
+    time.clock_settime_ns(time.CLOCK_REALTIME, nanoseconds)
+    fd = os.open("/dev/urandom", os.O_WRONLY)
+    fcntl.ioctl(fd, _RNDADDENTROPY, struct.pack("ii", len(entropy) * 8, len(entropy)) + entropy)
+    fcntl.ioctl(fd, _RNDRESEEDCRNG)
+    os.close(fd)
+
+
+def say(text: str) -> None:
+    """A line for the template's serial log."""
+    with suppress(OSError), open("/dev/kmsg", "w") as log:
+        log.write(f"<3>headrace: {text}\n")
+
+
+class Control:
+    """Serves port 0."""
+
+    def __init__(self, ports: list[int]) -> None:
+        self.ports = ports
+        self.slots: list[int] = []
+
+    def serve(self) -> None:
+        """Until the port ends, and with it the machine."""
+        reader = Reader()
+        port = self.ports[0]
+        while data := os.read(port, 65536):
+            for header, bodies in reader.feed(data):
+                try:
+                    answer = self.operate(header, bodies)
+                except Exception as error:
+                    answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}, []
+                view = memoryview(pack({"i": header["i"]} | answer[0], answer[1]))
+                while view:
+                    view = view[os.write(port, view) :]
+
+    def operate(self, header: dict[str, Any], bodies: list[bytes]) -> Answer:
+        """One operation by its name."""
+        operations: dict[str, Callable[[], dict[str, Any]]] = {
+            "start": lambda: self._start(header["time"], bodies[0]),
+            "open_slots": lambda: self._open_slots(header["count"], header["size_mb"]),
+            "kill": lambda: self._kill(header["slot"]),
+            "facts": lambda: facts(),
+            "clock": lambda: {"monotonic": time.monotonic_ns(), "urandom": os.urandom(16).hex()},
+        }
+        return operations[header["op"]](), []
+
+    def _start(self, nanoseconds: int, entropy: bytes) -> dict[str, Any]:
+        start(nanoseconds, entropy)
+        return {}
+
+    def _open_slots(self, count: int, size_mb: int) -> dict[str, Any]:
+        has_pytest = pytests.available()
+        gc.collect()
+        gc.freeze()
+        for number in range(count):
+            port = self.ports[1 + number]
+            others = [fd for fd in self.ports if fd != port]
+            self.slots.append(Slot(number, port, size_mb).open(others))
+        for port in self.ports[1:]:
+            os.close(port)
+        del self.ports[1:]
+        return {"slots": self.slots, "pytest": has_pytest}
+
+    def _kill(self, slot: int) -> dict[str, Any]:
+        with suppress(ProcessLookupError):
+            os.kill(self.slots[slot], signal.SIGKILL)
+        return {}
+
+
+def facts() -> dict[str, Any]:
+    """What a tool could notice about the machine it runs in; equal in every lane (see vmhost.fidelity)."""
+
+    def text(path: str) -> str:
+        try:
+            with open(path) as file:
+                return file.read().strip()
+        except OSError:
+            return ""
+
+    return {
+        "uname": list(os.uname()),
+        "cmdline": text("/proc/cmdline"),
+        "python": sys.version,
+        "environment": ENVIRONMENT,
+        "workspace": ROOT,
+        "mounts": sorted(line.split(" - ")[1] for line in text("/proc/self/mountinfo").splitlines()),
+        "modules": sorted(line.split()[0] for line in text("/proc/modules").splitlines()),
+        "users": text("/etc/passwd"),
+        "clocksource": text("/sys/devices/system/clocksource/clocksource0/current_clocksource"),
+        "memory_kb": int(text("/proc/meminfo").split()[1]),
+        "userns_max": text("/proc/sys/user/max_user_namespaces"),
+    }
+
+
+def main() -> None:
+    """Boot."""
+    for source, target, kind in (("proc", "/proc", "proc"), ("sys", "/sys", "sysfs"), ("dev", "/dev", "devtmpfs")):
+        with suppress(OSError):
+            mount(source, target, kind)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with open("/proc/cmdline") as file:
+        options = dict(word.partition("=")[::2] for word in file.read().split())
+    for module in options.get("headrace.modules", "").split(","):
+        _load(module)
+    for path, value in (
+        ("/proc/sys/user/max_user_namespaces", "0"),
+        ("/proc/sys/kernel/dmesg_restrict", "1"),
+        ("/proc/sys/kernel/kptr_restrict", "2"),
+        ("/proc/sys/kernel/hostname", "sandbox"),
+        ("/proc/sys/vm/overcommit_memory", "0"),
+    ):
+        with suppress(OSError), open(path, "w") as file:
+            file.write(value)
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT)
+    say("init is up")
+    Control(_ports(int(options["headrace.ports"]))).serve()

@@ -1,0 +1,132 @@
+"""Test runs of real packages: pytest in a process forked from the keeper, which has it imported; and any command.
+
+A command's result is the JUnit report that its arguments name (``--junitxml=PATH``), else its exit code.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+from . import jobs
+from .files import Answer, Refused, Workspace
+
+Rows = list[tuple[str, str, str]]
+
+
+def available() -> bool:
+    """Import pytest now, so that every later fork has it."""
+    try:
+        import _pytest.assertion.rewrite
+        import pytest
+    except ImportError:
+        return False
+    return bool(pytest and _pytest)
+
+
+class Collector:
+    """A pytest plugin that keeps one outcome per test: the worst of set-up, call and tear-down."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, tuple[str, str]] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Part of pytest's plugin protocol."""
+        if report.failed:
+            outcome = "failed" if report.when == "call" else "error"
+        else:
+            outcome = "skipped" if report.skipped else "passed"
+        if self.rows.get(report.nodeid, ("",))[0] in ("failed", "error"):
+            return
+        if report.when == "call" or outcome != "passed":
+            self.rows[report.nodeid] = (outcome, _line(report) if outcome in ("failed", "error") else "")
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """Part of pytest's plugin protocol: a file that can't be imported is an error of that file."""
+        if report.failed:
+            self.rows[report.nodeid] = ("error", _line(report))
+
+
+def _line(report: Any) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = f"{crash.path}:{crash.lineno}: {crash.message}" if crash else str(report.longrepr)
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return (lines[0 if crash else -1] if lines else "")[:500]
+
+
+def child(root: str, paths: list[str], report: int) -> None:
+    """In a fork: run pytest over the paths and write rows as JSON to the descriptor. Does not return."""
+    import pytest
+
+    os.chdir(root)
+    for folder in (f"{root}/src", root):
+        if os.path.isdir(folder):
+            sys.path.insert(0, folder)
+    collector = Collector()
+    arguments = ["-q", "--tb=short", "-p", "no:cacheprovider", *paths]
+    code = int(pytest.main(arguments, plugins=[collector]))
+    rows = [(name, outcome, message) for name, (outcome, message) in collector.rows.items()]
+    data = memoryview(json.dumps({"code": code, "tests": rows}).encode())
+    while data:
+        data = data[os.write(report, data) :]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def verdict(rows: Rows) -> dict[str, Any]:
+    """The common head of a test answer: fine only if something ran and nothing went wrong."""
+    bad = sum(outcome in ("failed", "error") for _, outcome, _ in rows)
+    error = f"{bad} of {len(rows)} tests failed" if bad else "" if rows else "no tests ran"
+    return {"ok": not error, "error": error, "code": 1 if error else 0, "tests": rows}
+
+
+def outcome(report: bytes, job: jobs.Job) -> Answer:
+    """The answer of a finished pytest run."""
+    header, bodies = jobs.outcome(job)
+    try:
+        rows = [(str(name), str(outcome), str(message)) for name, outcome, message in json.loads(report)["tests"]]
+    except (ValueError, KeyError, TypeError):
+        if not job.timed_out:
+            header |= {"ok": False, "error": "pytest ended without a report"}
+        return header, bodies
+    if not job.timed_out:
+        header |= verdict(rows) | {"code": job.code}
+    return header | {"tests": rows}, bodies
+
+
+def command_outcome(workspace: Workspace, argv: list[str], job: jobs.Job) -> Answer:
+    """The answer of a finished test command."""
+    header, bodies = jobs.outcome(job)
+    for number, argument in enumerate(argv):
+        name, _, path = argument.partition("=")
+        if name in ("--junitxml", "--junit-xml"):
+            path = path or (argv[number + 1] if number + 1 < len(argv) else "")
+            try:
+                rows = _junit(workspace.content(path, 16 << 20)[0])
+            except (Refused, ValueError) as error:
+                return header | {"ok": False, "error": header["error"] or f"no readable report: {error}"}, bodies
+            if job.timed_out:
+                return header | {"tests": rows}, bodies
+            return header | verdict(rows) | {"code": job.code}, bodies
+    good = not job.code and not job.timed_out
+    return header | {"tests": [("command", "passed" if good else "failed", header["error"])]}, bodies
+
+
+def _junit(data: bytes) -> Rows:
+    """Rows of a JUnit report. ValueError when it is none."""
+    from xml.etree import ElementTree
+
+    try:
+        cases = list(ElementTree.fromstring(data).iter("testcase"))
+    except ElementTree.ParseError as error:
+        raise ValueError(str(error)) from None
+    rows = []
+    for case in cases:
+        outcome, message = "passed", ""
+        for part in case:
+            if part.tag in ("failure", "error", "skipped"):
+                outcome = {"failure": "failed"}.get(part.tag, part.tag)
+                message = (part.get("message") or "").strip().split("\n")[0][:500]
+        rows.append((f"{case.get('classname', '')}::{case.get('name', '')}", outcome, message))
+    return rows

@@ -1,0 +1,244 @@
+"""The prepared worker: runs plain ``test_*`` functions in a process that is already warm.
+
+A worker is forked ahead of need and stays for the runs that follow, because under emulation a fork and a fresh import
+machinery cost more than the tests. Two things keep a run cheap: an importer that looks for workspace modules where
+they can be (`a/b.py`, `a/b/__init__.py`) and nowhere else, and a report made without the traceback module. Modules of
+the workspace are forgotten after every run, so that the next one sees the files as they are then.
+
+What runs here is the candidate's own code: nothing it reports is proof. The judge asks for expected test names, brings
+the test files itself, and runs in a sandbox of its own.
+"""
+
+import builtins
+import gc
+import io
+import os
+import random
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+from .frames import Garbage, Reader, pack
+
+OUTPUT_CAP = 16384
+"""Bytes of captured output that are reported."""
+
+
+class Importer:
+    """Finds modules of the workspace; everything else is left to the ordinary finders."""
+
+    def __init__(self, root: str) -> None:
+        self._roots = (root, root + "/src")
+        self.loaded: list[str] = []
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Part of the import protocol."""
+        stem = name.replace(".", "/")
+        for root in self._roots:
+            for file, package in ((f"{root}/{stem}.py", False), (f"{root}/{stem}/__init__.py", True)):
+                if os.path.isfile(file):
+                    spec = ModuleSpec(name, self, origin=file, is_package=package)  # type: ignore[arg-type]
+                    spec.has_location = True
+                    if package and spec.submodule_search_locations is not None:
+                        spec.submodule_search_locations.append(f"{root}/{stem}")
+                    return spec
+            if os.path.isdir(f"{root}/{stem}") and _has_python(f"{root}/{stem}"):
+                spec = ModuleSpec(name, None, is_package=True)
+                spec.submodule_search_locations = [f"{root}/{stem}"]
+                return spec
+        return None
+
+    def ahead(self, name: str) -> None:
+        """Load a workspace module and its packages without import's own machinery, which costs more than they do."""
+        parent = None
+        for stop in [at for at, letter in enumerate(name) if letter == "."] + [len(name)]:
+            part = name[:stop]
+            known = sys.modules.get(part)
+            if known is None:
+                spec = self.find_spec(part)
+                if spec is None or spec.loader is None:
+                    return
+                known = ModuleType(part)
+                known.__spec__, known.__file__, known.__loader__ = spec, spec.origin, spec.loader
+                known.__package__ = spec.parent
+                if spec.submodule_search_locations is not None:
+                    known.__path__ = spec.submodule_search_locations
+                sys.modules[part] = known
+                try:
+                    self.exec_module(known)
+                except BaseException:
+                    sys.modules.pop(part, None)
+                    raise
+            if parent is not None:
+                setattr(parent, part.rpartition(".")[2], known)
+            parent = known
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Part of the import protocol: the default module object will do."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Part of the import protocol."""
+        assert module.__spec__ is not None
+        file = module.__spec__.origin
+        assert file is not None
+        self.loaded.append(module.__name__)
+        exec(compiled(file), module.__dict__)
+
+    def forget(self) -> None:
+        """Drop every module that this importer brought in."""
+        for name in self.loaded:
+            sys.modules.pop(name, None)
+        self.loaded.clear()
+
+
+def _has_python(folder: str) -> bool:
+    try:
+        return any(name.endswith(".py") for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+def compiled(file: str) -> CodeType:
+    """Source to code, without looking for or leaving cached bytecode."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        source = b""
+        while piece := os.read(fd, 1 << 20):
+            source += piece
+    finally:
+        os.close(fd)
+    return compile(source, file, "exec", dont_inherit=True)
+
+
+class Capped(io.TextIOBase):
+    """Where prints go: the first OUTPUT_CAP characters are kept."""
+
+    def __init__(self) -> None:
+        self.kept: list[str] = []
+        self.room = OUTPUT_CAP
+
+    def writable(self) -> bool:
+        """Part of the text protocol."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Keep what fits."""
+        if self.room > 0:
+            self.kept.append(text[: self.room])
+            self.room -= len(text)
+        return len(text)
+
+
+def why(error: BaseException, root: str) -> str:
+    """One line for a failure: the exception, the innermost workspace line it passed, and that line's source."""
+    at: TracebackType | None = error.__traceback__
+    place = source = ""
+    while at is not None:
+        file = at.tb_frame.f_code.co_filename
+        if file.startswith(root + "/"):
+            place, number, full = file[len(root) + 1 :], at.tb_lineno, file
+        at = at.tb_next
+    if place:
+        try:
+            with open(full, encoding="utf-8", errors="replace") as lines:
+                for count, line in enumerate(lines, 1):
+                    if count == number:
+                        source = line.strip()
+                        break
+        except OSError:
+            pass
+        place = f" at {place}:{number}"
+    elif isinstance(error, SyntaxError) and error.filename:
+        place = f" at {error.filename.removeprefix(root + '/')}:{error.lineno}"
+        source = (error.text or "").strip()
+    text = str(error.msg if isinstance(error, SyntaxError) else error).strip().replace("\n", " ")
+    head = type(error).__name__ + place
+    return ": ".join(part for part in (head, source, text) if part)[:500]
+
+
+def _functions(space: dict[str, Any], file: str) -> list[tuple[str, Callable[[], object]]]:
+    """The file's own test functions, in the order in which it defines them."""
+    return [
+        (name, value)
+        for name, value in space.items()
+        if name.startswith("test_") and getattr(getattr(value, "__code__", None), "co_filename", "") == file
+    ]
+
+
+def run(root: str, paths: Sequence[str], importer: Importer) -> list[tuple[str, str, str]]:
+    """Run the files' test functions. Rows of (``path::function``, outcome, message)."""
+    rows: list[tuple[str, str, str]] = []
+    for path in paths:
+        file = f"{root}/{path}"
+        module = ModuleType(path.rpartition("/")[2].removesuffix(".py"))
+        module.__file__ = file
+        try:
+            code = compiled(file)
+            sys.modules[module.__name__] = module
+            importer.loaded.append(module.__name__)
+            exec(code, module.__dict__)
+            functions = _functions(module.__dict__, file)
+            if not functions:
+                rows.append((path, "error", "no test functions"))
+        except (Exception, SystemExit) as error:
+            rows.append((path, "error", why(error, root)))
+            continue
+        for name, function in functions:
+            try:
+                function()
+                rows.append((f"{path}::{name}", "passed", ""))
+            except (Exception, SystemExit) as error:
+                rows.append((f"{path}::{name}", "failed", why(error, root)))
+    return rows
+
+
+def _run_request(root: str, header: dict[str, Any], importer: Importer) -> bytes:
+    """One run between two states of the interpreter that are as equal as Python lets them be."""
+    out = Capped()
+    keep = sys.stdout, sys.stderr, sys.path[:], dict(os.environ), dict(vars(builtins)), sys.getrecursionlimit()
+    sys.stdout = sys.stderr = out
+    random.seed(header["seed"])
+    importer.forget()
+    try:
+        os.chdir(root)
+        rows = run(root, header["paths"], importer)
+    finally:
+        sys.stdout, sys.stderr, sys.path[:], environment, names, limit = keep
+        if dict(os.environ) != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+        vars(builtins).update(names)
+        sys.setrecursionlimit(limit)
+        importer.forget()
+    return pack({"tests": rows, "truncated": out.room < 0}, ["".join(out.kept).encode("utf-8", "replace")])
+
+
+def _import_ahead(importer: Importer) -> None:
+    """Put `Importer.ahead` before the interpreter's own import, for names that it would have to look for."""
+    ordinary, known = builtins.__import__, sys.modules
+
+    def ahead(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> ModuleType:
+        if level == 0 and name not in known:
+            importer.ahead(name)
+        return ordinary(name, globals, locals, fromlist, level)
+
+    builtins.__import__ = ahead
+
+
+def serve(channel: socket.socket, root: str) -> None:
+    """Answer requests until the keeper goes away. Runs in a process of its own, under the tools' user."""
+    importer = Importer(root)
+    sys.meta_path.insert(0, importer)
+    _import_ahead(importer)
+    reader = Reader()
+    gc.freeze()
+    while data := channel.recv(65536):
+        try:
+            frames = reader.feed(data)
+        except Garbage:
+            return
+        for header, _ in frames:
+            channel.sendall(_run_request(root, header, importer))

@@ -1,0 +1,57 @@
+"""What a backend offers the pool: machines with slots. A slot is used once; a machine is killed, never cleaned."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from headrace.vmhost.channel import Channel
+
+OnEvent = Callable[[str, str, dict[str, Any]], None]
+"""Hears what an operator should know: kind, sentence, figures."""
+
+
+class Machine(Protocol):
+    """A running place with `slots` separate workspaces."""
+
+    slots: int
+    limit_bytes: int
+    """What a slot's workspace holds: larger frames are not even sent."""
+
+    @property
+    def lost(self) -> "asyncio.Future[str]":
+        """Done, with the reason, once the machine is gone."""
+
+    async def open(self, slot: int) -> Channel:
+        """The channel of a slot, ready for its open frame."""
+
+    def leave(self, channel: Channel) -> None:
+        """A slot's user is gone while the machine goes on: quiet the slot as cheaply as can be."""
+
+    def kill(self) -> None:
+        """End it now. Idempotent."""
+
+
+class Backend(Protocol):
+    """Makes machines."""
+
+    name: str
+    slots: int
+    """Slots of a machine in group isolation."""
+
+    async def machine(self, template: str) -> Machine:
+        """A fresh machine from a template. SandboxLost when it did not come up, VmhostError when it never will."""
+
+    def room(self, template: str, alive: int) -> bool:
+        """Whether memory allows another machine beside those alive."""
+
+    def facts(self) -> dict[str, Any]:
+        """What this backend is, for reports."""
+
+    def cpu_ms(self) -> float:
+        """CPU time that its machines have used so far, the ended ones included."""
+
+    async def settle(self) -> None:
+        """Wait for machines that were ended to be gone."""
+
+    async def close(self) -> None:
+        """End every machine and everything beside them."""

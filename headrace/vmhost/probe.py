@@ -1,0 +1,115 @@
+"""Which accelerator and machine work here: found by booting, because an open /dev/kvm proves nothing.
+
+Each candidate boots the kernel with a root of one program that prints a marker. kvm before tcg, microvm before q35;
+the first that says the marker in time is taken, and remembered until the machine, its kernel or QEMU changes.
+"""
+
+import json
+import os
+import select
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+from headrace.vmhost import cpio, qemu
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.qemu import Accel, Hardware, MachineType
+
+_MARKER = b"headrace-is-up"
+_LIMIT_S = {"kvm": 8.0, "tcg": 60.0}
+"""A kernel is up in 0.5 s under KVM and 2 s under TCG on a quiet machine."""
+
+
+def choose(base: Path, cache: Path, version: str, wanted: str = "auto") -> tuple[Accel, MachineType, str]:
+    """Accelerator, machine type, and why in one sentence. VmhostError when nothing boots."""
+    remembered = cache / "probe.json"
+    conditions = [version, os.uname().release, _cpu(), _boot_id(), base.name, wanted]
+    try:
+        before = json.loads(remembered.read_text())
+        if before["conditions"] == conditions:
+            return before["accel"], before["machine"], before["why"]
+    except (OSError, ValueError, KeyError):
+        pass
+    notes: list[str] = []
+    accels: tuple[Accel, ...] = ("kvm", "tcg") if wanted == "auto" else (wanted,)  # type: ignore[assignment]
+    machines: tuple[MachineType, ...] = ("microvm", "q35")
+    for accel in accels:
+        if accel == "kvm" and not os.access("/dev/kvm", os.R_OK | os.W_OK):
+            notes.append("no usable /dev/kvm")
+            continue
+        for machine in machines:
+            failure = boots(base, accel, machine)
+            if not failure:
+                why = f"{accel} with {machine}" + (f" ({'; '.join(notes)})" if notes else "")
+                found = {"conditions": conditions, "accel": accel, "machine": machine, "why": why}
+                remembered.write_text(json.dumps(found))
+                return accel, machine, why
+            notes.append(f"{accel} with {machine}: {failure}")
+    raise VmhostError(f"no virtual machine boots here: {'; '.join(notes)}")
+
+
+def boots(base: Path, accel: Accel, machine: MachineType) -> str:
+    """Boot to the marker: empty when it works, else why it does not."""
+    hardware = Hardware(accel=accel, machine=machine, memory_mb=128, ports=1)
+    with tempfile.TemporaryDirectory(prefix="headrace-probe-") as folder:
+        initrd, ram = Path(folder, "initrd"), Path(folder, "ram")
+        script = b"#!/bin/busybox sh\necho %s > /dev/ttyS0\nwhile :; do /bin/busybox sleep 9; done\n" % _MARKER
+        with initrd.open("wb") as out:
+            busybox = _busybox(base)
+            entries = [cpio.folder("bin"), cpio.folder("dev"), cpio.file("bin/busybox", busybox, 0o755)]
+            entries += [cpio.device("dev/console", 5, 1, 0o600), cpio.device("dev/ttyS0", 4, 64)]
+            cpio.write(out, [*entries, cpio.file("init", script, 0o755)])
+        line = qemu.kernel_line(hardware, (), qemu.tsc_khz())
+        extra = ["-kernel", str(base / "vmlinuz"), "-initrd", str(initrd), "-append", line]
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            extra += ["-chardev", f"socket,id=tty,fd={theirs.fileno()}"]
+            child = qemu.Qemu(hardware, ram, share=False, serial="chardev:tty", extra=extra, inherit=[theirs.fileno()])
+            theirs.close()
+            try:
+                return _listen(ours, child, _LIMIT_S[accel])
+            finally:
+                child.process.kill()
+                child.process.wait()
+                child.close()
+
+
+def _listen(serial: socket.socket, child: qemu.Qemu, limit: float) -> str:
+    said, until = b"", time.monotonic() + limit
+    while (left := until - time.monotonic()) > 0 and select.select([serial], [], [], left)[0]:
+        data = serial.recv(4096)
+        if not data:
+            child.process.wait()
+            return child.complaint()
+        said += data
+        if _MARKER in said:
+            return ""
+    lines = [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
+    return f"no sign of life in {limit:g} s" + (f", last said: {lines[-1][:200]}" if lines else "")
+
+
+def _busybox(base: Path) -> bytes:
+    """busybox out of the light root; our own archives are simple enough to be read in a few lines."""
+    data = (base / "light.cpio").read_bytes()
+    at = 0
+    while data[at : at + 6] == b"070701":
+        fields = [int(data[at + 6 + 8 * n : at + 14 + 8 * n], 16) for n in range(13)]
+        size, length = fields[6], fields[11]
+        name = data[at + 110 : at + 110 + length - 1]
+        body = at + (110 + length + 3) // 4 * 4
+        if name == b"bin/busybox":
+            return data[body : body + size]
+        at = body + (size + 3) // 4 * 4
+    raise VmhostError("the guest image is damaged: it has no busybox; remove the cache folder and try again")
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,0 +1,235 @@
+"""QEMU children: the command line, the process, and the few monitor commands that a clone needs.
+
+The device list of a template and of its clones is made here once, because a snapshot only loads into the machine that
+it was taken from. No disk, no network card, no entropy device: the root is in RAM, shared copy-on-write with the
+template's file, and each slot has one serial port of its own.
+
+A QEMU dies with whoever started it (PR_SET_PDEATHSIG, set by setpriv before the exec), also on kill -9 of the parent.
+The signal belongs to the starting *thread*, so clones are started from the event loop's own.
+"""
+
+import asyncio
+import ctypes
+import json
+import mmap
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.vmhost.errors import VmhostError
+
+Accel = Literal["kvm", "tcg"]
+MachineType = Literal["microvm", "q35"]
+_ACCEL = {"tcg": ("-accel", "tcg,tb-size=32", "-cpu", "max"), "kvm": ("-accel", "kvm", "-cpu", "host")}
+BINARY = "qemu-system-x86_64"
+INSTALL = "apt-get install qemu-system-x86 mmdebstrap"
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that shapes a machine and must be equal in a template and its clones."""
+
+    accel: Accel
+    machine: MachineType
+    memory_mb: int
+    ports: int
+    """Serial ports: the control port and one per slot."""
+
+
+def version() -> str:
+    """Version of the installed QEMU. VmhostError when there is none."""
+    if shutil.which(BINARY) is None:
+        raise VmhostError(f"{BINARY} is not installed: {INSTALL}")
+    text = subprocess.run([BINARY, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"version (.*)", text)
+    if not found:
+        raise VmhostError(f"{BINARY} does not run: reinstall it ({INSTALL})")
+    return found[1]
+
+
+def argv(
+    hardware: Hardware, ram: Path, *, share: bool, monitor: int, ports: Sequence[int], serial: str = "null"
+) -> list[str]:
+    """The command line. `monitor` and `ports` are descriptors of connected sockets that the child inherits."""
+    kind = "device" if hardware.machine == "microvm" else "pci"
+    machine = "microvm,rtc=on,pit=on,pic=on" if hardware.machine == "microvm" else "q35,usb=off,smbus=off,sata=off"
+    line = [
+        *("setpriv", "--pdeathsig", "KILL", "--", BINARY),
+        *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
+        *("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"),
+        *("-object", f"memory-backend-file,id=ram,size={hardware.memory_mb}M,mem-path={ram},share={_on(share)}"),
+        *("-M", f"{machine},memory-backend=ram", "-m", str(hardware.memory_mb), "-smp", "1"),
+        *_ACCEL[hardware.accel],
+        *("-serial", serial),
+        *("-device", f"virtio-serial-{kind},max_ports={hardware.ports + 1}"),
+        *("-chardev", f"socket,id=mon,fd={monitor}", "-mon", "chardev=mon,mode=control"),
+    ]
+    for number, fd in enumerate(ports):
+        line += ["-chardev", f"socket,id=c{number},fd={fd}"]
+        line += ["-device", f"virtserialport,chardev=c{number},name=hr.{number},nr={number + 1}"]
+    return line
+
+
+def _on(value: bool) -> str:
+    return "on" if value else "off"
+
+
+def kernel_line(hardware: Hardware, modules: Sequence[str], tsc_khz: int) -> str:
+    """The guest kernel's command line.
+
+    The TSC words: a microVM under TCG has nothing to calibrate its clock against and hangs, or runs slow, without them.
+    No mitigations, SMAP, SMEP or five-level paging: under emulation they cost 5 to 7 % and the boundary that counts is
+    the emulator's; under KVM they stay as the kernel likes them.
+    """
+    words = ["console=ttyS0", "8250.nr_uarts=1", "quiet", "loglevel=4", "reboot=t", "panic=-1", "random.trust_cpu=on"]
+    words += ["net.ifnames=0", f"headrace.ports={hardware.ports}", f"headrace.modules={','.join(modules)}"]
+    if hardware.accel == "tcg":
+        words += ["mitigations=off", "nosmap", "nosmep", "no5lvl", "clocksource=tsc", "tsc=reliable"]
+        words += [f"tsc_early_khz={tsc_khz}"]
+    return " ".join(words)
+
+
+def tsc_khz() -> int:
+    """Rate of the host's time stamp counter in kHz, measured over 60 ms: a guest under TCG reads the same counter."""
+    code = bytes.fromhex("0f3148c1e2204809d0c3")  # rdtsc; shl rdx, 32; or rax, rdx; ret
+    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page.write(code)
+    anchor = ctypes.c_char.from_buffer(page)
+    counter = ctypes.CFUNCTYPE(ctypes.c_uint64)(ctypes.addressof(anchor))
+
+    def sample() -> tuple[int, int]:
+        """A (nanoseconds, ticks) pair taken close together: the tightest of some tries."""
+        best = (1 << 62, 0, 0)
+        for _ in range(20):
+            before = time.monotonic_ns()
+            ticks = int(counter())
+            after = time.monotonic_ns()
+            best = min(best, (after - before, (before + after) // 2, ticks))
+        return best[1], best[2]
+
+    first = sample()
+    time.sleep(0.06)
+    last = sample()
+    del anchor
+    return round((last[1] - first[1]) * 1_000_000 / (last[0] - first[0]))
+
+
+class Qemu:
+    """One QEMU process. `ports` are our ends of its serial ports."""
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        ram: Path,
+        *,
+        share: bool,
+        serial: str = "null",
+        extra: Sequence[str] = (),
+        inherit: Sequence[int] = (),
+    ) -> None:
+        pairs = [socket.socketpair() for _ in range(hardware.ports + 1)]
+        theirs = [pair[1].fileno() for pair in pairs]
+        line = argv(hardware, ram, share=share, monitor=theirs[0], ports=theirs[1:], serial=serial)
+        try:
+            self.process = subprocess.Popen(
+                [*line, *extra],
+                pass_fds=[*theirs, *inherit],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
+        except OSError as error:
+            for ours, _ in pairs:
+                ours.close()
+            raise VmhostError(f"{error.filename} can't be started: {error.strerror}; {INSTALL} util-linux") from None
+        finally:
+            for _, end in pairs:
+                end.close()
+        self.monitor = pairs[0][0]
+        self.ports = [ours for ours, _ in pairs[1:]]
+        self.pid = self.process.pid
+
+    def complaint(self) -> str:
+        """What the ended process said on its way out, in one line."""
+        assert self.process.stderr is not None
+        os.set_blocking(self.process.stderr.fileno(), False)
+        said = self.process.stderr.read() or b""
+        lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
+        return lines[-1][-300:] if lines else "no word"
+
+    def close(self) -> None:
+        """Let go of our ends."""
+        for end in (self.monitor, *self.ports):
+            end.close()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+class Monitor(asyncio.Protocol):
+    """The raw monitor: commands are written at once and answered in order; no polling, no negotiation round trips."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._buffer = b""
+        self._waiting: list[asyncio.Future[Any]] = []
+        self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def connect(cls, end: socket.socket) -> "Monitor":
+        """Take over the socket and enable commands."""
+        end.setblocking(False)
+        _, monitor = await asyncio.get_running_loop().create_unix_connection(cls, sock=end)
+        monitor.send("qmp_capabilities")
+        return monitor
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Part of asyncio's protocol."""
+        self._transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        """Part of asyncio's protocol."""
+        self._buffer += data
+        *lines, self._buffer = self._buffer.split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "return" in message or "error" in message:
+                future = self._waiting.pop(0)
+                if "error" in message:
+                    self._fail(message["error"]["desc"])
+                if not future.done():
+                    future.set_result(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Part of asyncio's protocol."""
+        self._fail("its monitor closed")
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def _fail(self, reason: str) -> None:
+        if not self.broken.done():
+            self.broken.set_result(reason)
+        for future in self._waiting:
+            if not future.done():
+                future.set_result({"error": {"desc": reason}})
+
+    def send(self, command: str, arguments: Mapping[str, Any] | None = None) -> "asyncio.Future[Any]":
+        """Write a command; the future holds the raw answer. An error also breaks the monitor, as its owner hears."""
+        assert self._transport is not None
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        body = {"execute": command} | ({"arguments": dict(arguments)} if arguments else {})
+        self._transport.write(json.dumps(body).encode())
+        return future
+
+    def close(self) -> None:
+        """Drop the connection."""
+        if self._transport is not None:
+            self._transport.abort()

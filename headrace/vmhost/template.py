@@ -1,0 +1,286 @@
+"""A template: a machine booted once, its slots opened and exercised, frozen into two files that clones share.
+
+``ram`` is the guest's memory, mapped privately by every clone; ``state`` is the rest of the machine (64 KiB on a
+microVM). Both are immutable and named by what they were made from: kernel, root, agent, QEMU, hardware. The manifest
+says so, with hashes; what does not match is refused and made again.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import xxhash
+from qemu.qmp import QMPClient
+
+from headrace.messages.sandbox import PullTree, ReadFile, ReplaceLines, RunTests, SandboxLost, Search
+from headrace.messages.tasks import TestPlan
+from headrace.vmhost import cpio, packages, qemu, wire
+from headrace.vmhost.channel import Channel
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.qemu import Hardware, Qemu
+
+_FORMAT = 2
+_MODULES = (*packages.MODULES, packages.CONSOLE)
+GUEST = Path(__file__).parent / "guest"
+BOOT_S = {"kvm": 30.0, "tcg": 180.0}
+"""Deadline of a template's boot and warm-up; 5 and 15 s on a quiet machine."""
+SIZE_MB = {"light": 16, "debian": 192}
+"""Workspace and /tmp of a slot, each."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a template is made of, and how its files must look."""
+
+    format: int
+    name: str
+    key: str
+    qemu: str
+    hardware: Hardware
+    kernel: str
+    tsc_khz: int
+    slots: int
+    has_pytest: bool
+    ram_bytes: int
+    ram_hash: str
+    state_hash: str
+    built_s: float
+    facts: dict[str, Any]
+
+
+class Template(msgspec.Struct, frozen=True, kw_only=True):
+    """A template on disk."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def ram(self) -> Path:
+        """The memory image."""
+        return self.folder / "ram"
+
+    @property
+    def state(self) -> Path:
+        """The device state."""
+        return self.folder / "state"
+
+
+class Refused(Exception):
+    """A template on disk can't be used; it is made again."""
+
+
+def agent_archive() -> bytes:
+    """The agent as an initramfs archive of its own, appended to the base."""
+    import io
+
+    entries = [cpio.folder("opt"), cpio.folder("opt/headrace"), cpio.folder("opt/headrace/guest")]
+    for path in sorted(GUEST.glob("*.py")):
+        if path.name != "local.py":
+            entries.append(cpio.file(f"opt/headrace/guest/{path.name}", path.read_bytes()))
+    boot = b"import sys\nsys.path.insert(0, '/opt/headrace')\nfrom guest import init\ninit.main()\n"
+    entries.append(cpio.file("opt/headrace/boot.py", boot))
+    entries.append(cpio.file("init", b"#!/usr/bin/python3 -IB\n" + boot, 0o755))
+    entries.append(cpio.device("dev/console", 5, 1, 0o600))
+    out = io.BytesIO()
+    cpio.write(out, entries)
+    return out.getvalue()
+
+
+def key(name: str, base: Path, version: str, hardware: Hardware, slots: int) -> str:
+    """The content address."""
+    parts = [_FORMAT, base.name, name, version, msgspec.to_builtins(hardware), slots, SIZE_MB[name]]
+    parts.append(hashlib.sha256(agent_archive()).hexdigest())
+    parts.append(qemu.kernel_line(hardware, _MODULES, 0))
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def load(folder: Path, expected: str) -> Template:
+    """A template from disk. Refused when it is not what it should be: other parts, other bytes, another clock."""
+    try:
+        manifest = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=Manifest)
+        ram, state = folder / "ram", folder / "state"
+        if manifest.format != _FORMAT or manifest.key != expected:
+            raise Refused("it was made from other parts")
+        if ram.stat().st_size != manifest.ram_bytes or _hash(ram) != manifest.ram_hash:
+            raise Refused("its memory image was changed")
+        if _hash(state) != manifest.state_hash:
+            raise Refused("its device state was changed")
+    except (OSError, msgspec.DecodeError) as error:
+        raise Refused(f"it can't be read: {error}") from None
+    if manifest.hardware.accel == "tcg":
+        rate = qemu.tsc_khz()
+        if abs(rate - manifest.tsc_khz) > 1e-3 * rate:
+            raise Refused(f"the host's clock counts {rate} kHz and the template's {manifest.tsc_khz}")
+    return Template(folder=folder, manifest=manifest)
+
+
+def _hash(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+async def build(name: str, base: Path, hardware: Hardware, slots: int, folder: Path, version: str) -> Template:
+    """Boot, open the slots, exercise them, freeze. VmhostError with the end of the serial log when it does not boot."""
+    started = time.monotonic()
+    making = Path(tempfile.mkdtemp(dir=folder.parent, prefix="making-"))
+    try:
+        initrd, serial = making / "initrd", making / "serial.log"
+        with initrd.open("wb") as out, (base / f"{name}.cpio").open("rb") as root:
+            shutil.copyfileobj(root, out)
+            out.write(agent_archive())
+        rate = qemu.tsc_khz()
+        line = qemu.kernel_line(hardware, _MODULES, rate)
+        extra = ("-kernel", str(base / "vmlinuz"), "-initrd", str(initrd), "-append", line)
+        machine = Qemu(hardware, making / "ram", share=True, serial=f"file:{serial}", extra=extra)
+        try:
+            async with asyncio.timeout(BOOT_S[hardware.accel]):
+                facts = await _freeze(machine, name, slots, making / "state")
+        except (TimeoutError, SandboxLost, OSError) as error:
+            dead = machine.process.poll() is not None
+            machine.process.kill()
+            machine.process.wait()
+            why = machine.complaint() if dead else str(error) or f"no answer in {BOOT_S[hardware.accel]:g} s"
+            raise VmhostError(f"the guest image does not boot ({_words(hardware)}): {why}; {_tail(serial)}") from None
+        finally:
+            machine.process.kill()
+            await asyncio.to_thread(machine.process.wait)
+            machine.close()
+        initrd.unlink()
+        manifest = Manifest(
+            format=_FORMAT,
+            name=name,
+            key=key(name, base, version, hardware, slots),
+            qemu=version,
+            hardware=hardware,
+            kernel=packages.kernel_release(base),
+            tsc_khz=rate,
+            slots=slots,
+            has_pytest=bool(facts.pop("pytest")),
+            ram_bytes=(making / "ram").stat().st_size,
+            ram_hash=_hash(making / "ram"),
+            state_hash=_hash(making / "state"),
+            built_s=round(time.monotonic() - started, 2),
+            facts=facts,
+        )
+        (making / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        for file in ("ram", "state", "manifest.json"):
+            (making / file).chmod(0o444)
+        shutil.rmtree(folder, ignore_errors=True)
+        making.rename(folder)
+        return Template(folder=folder, manifest=manifest)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _words(hardware: Hardware) -> str:
+    return f"{hardware.machine}, {hardware.accel}"
+
+
+def _tail(serial: Path) -> str:
+    """The last lines of the serial log: what the kernel or the agent complained about."""
+    try:
+        text = serial.read_text(errors="replace")
+    except OSError:
+        return "no serial log"
+    kept = serial.parent.parent / "last-failed-boot.log"
+    kept.write_text(text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if "headrace:" in line or "panic" in line or "Error" in line]
+    return f"serial log ({kept}): " + (" | ".join(telling[-4:] or lines[-4:])[-900:] or "empty")
+
+
+_WARM = {
+    "README.md": b"# warm\n",
+    "warm/__init__.py": b"",
+    "warm/calc.py": b"def add(a, b):\n    return a - b\n",
+    "tests/test_warm.py": b"from warm.calc import add\n\n\ndef test_add():\n    assert add(1, 2) == 3\n",
+    "tests/test_pytest.py": b"def test_add():\n    assert 1 + 1 == 2\n",
+}
+
+
+async def _freeze(machine: Qemu, name: str, slots: int, state: Path) -> dict[str, Any]:
+    """Boot to frozen. The snapshot must find every port's host side connected, so our ends stay open until the end."""
+    channels = [await Channel.connect(end, f"port {number}") for number, end in enumerate(machine.ports)]
+    try:
+        opened = await _ask(channels[0], {"op": "open_slots", "count": slots, "size_mb": SIZE_MB[name]})
+        facts = await _ask(channels[0], {"op": "facts"})
+        for channel in channels[1:]:
+            await _exercise(channel)
+        if opened["pytest"]:
+            await _ask(channels[1], *_files())
+            plan = TestPlan(kind="pytest", paths=("tests/test_pytest.py",), timeout_s=120.0)
+            await _ask(channels[1], *wire.to_frame(RunTests(plan=plan)))
+            await _ask(channels[1], {"op": "reset"})
+        await _save(machine, state)
+        return facts | {"pytest": opened["pytest"]}
+    finally:
+        for channel in channels:
+            channel.close("the template is done")
+            await channel.ended
+
+
+def _files() -> wire.Frame:
+    return {"op": "write_files", "paths": list(_WARM), "delete": []}, list(_WARM.values())
+
+
+async def _exercise(channel: Channel) -> None:
+    """Take a slot through an episode, so that its pages and caches are those of one that worked; then clear it."""
+    plan = TestPlan(paths=("tests/test_warm.py",), timeout_s=120.0)
+    await _ask(channel, *_files())
+    for operation, fine in (
+        (Search(pattern="def add"), True),
+        (Search(pattern=r"def \w+"), True),
+        (ReadFile(path="warm/calc.py"), True),
+        (RunTests(plan=plan), False),
+        (ReplaceLines(path="warm/calc.py", first=2, last=2, text="    return a + b"), True),
+        (RunTests(plan=plan), True),
+        (PullTree(), True),
+    ):
+        header, bodies = wire.to_frame(operation)
+        answer, _ = await channel.call(header, bodies, 120.0)
+        if answer.get("ok", True) is not fine:
+            raise SandboxLost(f"{channel.name} does not work: {header['op']}: {answer}")
+    await _ask(channel, {"op": "reset"})
+
+
+async def _ask(channel: Channel, header: dict[str, Any], bodies: list[bytes] | None = None) -> dict[str, Any]:
+    answer, _ = await channel.call(header, bodies or [], 120.0)
+    if not answer.get("ok", True):
+        raise SandboxLost(f"{channel.name}: {answer.get('error')}")
+    return answer
+
+
+async def _save(machine: Qemu, state: Path) -> None:
+    """Write the device state; the memory is in its file already. The machine is not stopped first: it ends stopped
+    either way, but a state that says ``running`` lets clones run on without another command.
+    """
+    client = QMPClient("template")
+    machine.monitor.setblocking(False)
+    await client.connect(machine.monitor)
+    fd = os.open(state, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        on = [{"capability": "x-ignore-shared", "state": True}, {"capability": "events", "state": True}]
+        await client.execute("migrate-set-capabilities", {"capabilities": on})
+        await client.execute("migrate-set-parameters", {"max-bandwidth": 10**12})
+        client.send_fd_scm(fd)
+        await client.execute("getfd", {"fdname": "state"})
+        with client.listener("MIGRATION") as events:
+            await client.execute("migrate", {"uri": "fd:state"})
+            async for event in events:
+                status = cast(dict[str, dict[str, str]], event)["data"]["status"]
+                if status == "completed":
+                    break
+                if status in ("failed", "cancelled"):
+                    raise SandboxLost(f"saving the machine {status}")
+    finally:
+        os.close(fd)
+        await client.disconnect()

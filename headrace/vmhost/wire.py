@@ -1,0 +1,115 @@
+"""Operations and results of `messages.sandbox` as frames for the guest.
+
+The guest is not trusted: whatever it answers is read through one strict struct, and a reply that does not fit it is
+`Garbage`, which costs the guest its sandbox.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.messages.sandbox import (
+    Exec,
+    ListFiles,
+    Op,
+    OpResult,
+    PullTree,
+    ReadFile,
+    ReplaceLines,
+    RunTests,
+    Search,
+    TestOutcome,
+    WriteFiles,
+)
+from headrace.vmhost.guest.frames import Garbage
+
+Frame = tuple[dict[str, Any], list[bytes]]
+
+
+class _Reply(msgspec.Struct):
+    ok: bool = True
+    error: str = ""
+    code: int = 0
+    stdout: int = -1
+    stderr: int = -1
+    data: int = -1
+    paths: list[str] = []
+    tests: list[tuple[str, Literal["passed", "failed", "error", "skipped"], str]] = []
+    digest: str = ""
+    timed_out: bool = False
+    truncated: bool = False
+
+
+def to_frame(op: Op) -> Frame:
+    """Header and bodies of an operation."""
+    match op:
+        case Exec():
+            header = {"op": "exec", "argv": op.argv, "cwd": op.cwd, "env": op.env}
+            return header | {"timeout_s": op.timeout_s, "output_cap": op.output_cap}, [op.stdin]
+        case ReadFile():
+            return {"op": "read_file", "path": op.path, "limit": op.limit}, []
+        case WriteFiles():
+            return {"op": "write_files", "paths": list(op.files), "delete": op.delete}, list(op.files.values())
+        case ReplaceLines():
+            return {"op": "replace_lines", "path": op.path, "first": op.first, "last": op.last, "text": op.text}, []
+        case ListFiles():
+            return {"op": "list_files", "pattern": op.pattern, "limit": op.limit}, []
+        case Search():
+            header = {"op": "search", "pattern": op.pattern, "glob": op.glob}
+            return header | {"context": op.context, "limit": op.limit}, []
+        case RunTests():
+            return {"op": "run_tests"} | msgspec.to_builtins(op.plan), []
+        case PullTree():
+            return {"op": "pull_tree", "patterns": op.patterns, "limit": op.limit}, []
+
+
+def open_frame(files: dict[str, bytes], seed: int) -> Frame:
+    """The first frame of a slot: its repository and the seed of its test processes."""
+    return {"op": "open", "seed": seed, "paths": list(files)}, list(files.values())
+
+
+def to_result(header: dict[str, Any], bodies: list[bytes], wall_ms: float) -> OpResult:
+    """The result that a guest answered. Garbage when it is none."""
+    try:
+        reply = msgspec.convert(header, _Reply)
+    except msgspec.ValidationError as error:
+        raise Garbage(f"an answer that can't be read: {error}") from None
+    if len(reply.paths) > len(bodies):
+        raise Garbage("an answer with more paths than contents")
+
+    def body(index: int) -> bytes:
+        return bodies[index] if 0 <= index < len(bodies) else b""
+
+    return OpResult(
+        ok=reply.ok,
+        error=_text(reply.error),
+        code=reply.code,
+        stdout=body(reply.stdout).decode("utf-8", "replace"),
+        stderr=body(reply.stderr).decode("utf-8", "replace"),
+        data=body(reply.data),
+        files=dict(zip(map(_text, reply.paths), bodies, strict=False)),
+        tests=tuple(TestOutcome(_text(name), outcome, _text(message)) for name, outcome, message in reply.tests),
+        digest=reply.digest,
+        timed_out=reply.timed_out,
+        truncated=reply.truncated,
+        wall_ms=wall_ms,
+    )
+
+
+def _text(text: str) -> str:
+    """Lone surrogates can't leave this process as UTF-8."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def deadline_s(op: Op) -> float:
+    """Seconds after which the host stops believing that an answer will come: the guest's own limit, and slack."""
+    match op:
+        case Exec():
+            return op.timeout_s + SLACK_S
+        case RunTests():
+            return op.plan.timeout_s + SLACK_S
+    return SLACK_S
+
+
+SLACK_S = 30.0
+"""A guest under emulation on a busy host may be late by seconds; a dead one is noticed at once, by its channel."""

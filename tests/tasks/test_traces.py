@@ -1,0 +1,61 @@
+"""Traces: the renderer's very format, faults as asked for, deterministic, cheap."""
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from headrace.harness.rehearse import answer
+from headrace.policy.renderer import Format, Renderer
+from headrace.policy.tokenizer import Tokenizer
+from headrace.tasks import traces
+from headrace.tasks.traces import Trace
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return Renderer(Tokenizer.train(traces.tokenizer_texts(1, 400, Format(), answer), 640))
+
+
+def take(renderer: Renderer, seed: int, quality: float, count: int) -> list[Trace]:
+    return list(itertools.islice(traces.mid_training_texts(seed, quality, renderer, answer), count))
+
+
+def test_quality_is_the_share_without_faults(renderer: Renderer) -> None:
+    made = take(renderer, 1, 0.35, 600)
+    faults = Counter(trace.fault for trace in made)
+    assert 0.29 < faults[""] / 600 < 0.41 and len(faults) == 5
+    assert all(trace.solved for trace in made if not trace.fault)
+    assert not any(trace.solved for trace in made if trace.fault in ("quits", "wrong", "careless"))
+    assert {trace.fault for trace in take(renderer, 1, 1.0, 50)} == {""}
+    families = Counter(trace.family for trace in made)
+    assert families["multi_line"] > 1.5 * families["one_line"]
+
+
+def test_the_same_seed_gives_the_same_traces(renderer: Renderer) -> None:
+    assert take(renderer, 4, 0.35, 30) == take(renderer, 4, 0.35, 30) != take(renderer, 5, 0.35, 30)
+
+
+def test_a_trace_is_an_episode_in_the_policys_format(renderer: Renderer) -> None:
+    turn, stop = renderer.tokenizer.tags["<turn>"], renderer.stop_ids[0]
+    for trace in take(renderer, 2, 0.5, 100):
+        assert len(trace.ids) == len(trace.weights) and trace.weights[0] == 0.0
+        assert trace.ids[-1] == stop and trace.ids.count(turn) == trace.ids.count(stop)
+        at = 0
+        while turn in trace.ids[at:]:
+            start = trace.ids.index(turn, at) + 1
+            at = trace.ids.index(stop, start) + 1
+            written = set(trace.weights[start:at])
+            shown = {traces.CONTEXT} if not trace.fault else {1.0}  # a good trace's wrong turn is not taught
+            assert written in ({1.0}, shown), "what the policy writes"
+            assert not any(call.error for call in renderer.parse(trace.ids[start:at]))
+        read = [weight for weight in trace.weights if weight != 1.0]
+        assert set(read) <= {0.0, traces.CONTEXT}
+
+
+def test_episodes_are_short(renderer: Renderer) -> None:
+    made = take(renderer, 3, 1.0, 300)
+    lengths = sorted(len(trace.ids) for trace in made)
+    written = sorted(sum(weight == 1.0 for weight in trace.weights) for trace in made)
+    assert lengths[150] < 130 and lengths[-1] < 300
+    assert written[150] < 40 and written[-1] < 80

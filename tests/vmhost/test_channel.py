@@ -1,0 +1,120 @@
+"""The host's side of a hostile guest: whatever comes over the wire costs only the channel that it came over."""
+
+import asyncio
+import gc
+import socket
+import struct
+from typing import Any
+
+import pytest
+
+from headrace.messages.sandbox import Exec, SandboxLost
+from headrace.vmhost import wire
+from headrace.vmhost.channel import Channel
+from headrace.vmhost.guest.frames import Garbage, Reader, pack
+
+pytestmark = pytest.mark.anyio
+
+
+async def connected() -> tuple[Channel, socket.socket]:
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    return await Channel.connect(ours, "guest"), theirs
+
+
+async def test_answers_may_come_in_any_order() -> None:
+    channel, guest = await connected()
+    first = asyncio.ensure_future(channel.call({"op": "a"}))
+    second = asyncio.ensure_future(channel.call({"op": "b"}, [b"body"]))
+    loop, reader = asyncio.get_running_loop(), Reader()
+    heard: list[tuple[dict[str, Any], list[bytes]]] = []
+    while len(heard) < 2:
+        heard += reader.feed(await loop.sock_recv(guest, 4096))
+    assert [header["op"] for header, _ in heard] == ["a", "b"] and heard[1][1] == [b"body"]
+    for header, _ in reversed(heard):
+        await loop.sock_sendall(guest, pack({"i": header["i"], "echo": header["op"]}, [b"x"]))
+    assert (await first)[0] == {"echo": "a"} and (await second) == ({"echo": "b"}, [b"x"])
+    channel.close("done")
+    await channel.ended
+    guest.close()
+
+
+@pytest.mark.parametrize(
+    "wire_bytes",
+    [
+        struct.pack("!II", 1 << 31, 4),
+        struct.pack("!II", 8, 100) + b"xxxx",
+        struct.pack("!II", 8, 4) + b"null",
+        struct.pack("!II", 8, 4) + b"}{}{",
+        struct.pack("!II", 13, 9) + b'{"#":[9]}',
+        struct.pack("!II", 20, 16) + b'{"#":[-1],"i":1}',
+        pack({"i": 77}),
+        pack({"i": "x"}),
+        pack({"i": 1})[:-1] + b"\xff",
+    ],
+)
+async def test_garbage_ends_the_channel(wire_bytes: bytes) -> None:
+    channel, guest = await connected()
+    waiting = asyncio.ensure_future(channel.call({"op": "a"}))
+    await asyncio.sleep(0)
+    await asyncio.get_running_loop().sock_sendall(guest, wire_bytes)
+    with pytest.raises(SandboxLost, match="broke the protocol"):
+        await waiting
+    with pytest.raises(SandboxLost, match="broke the protocol"):
+        await channel.call({"op": "b"})
+    await channel.ended
+    guest.close()
+
+
+async def test_a_guest_that_speaks_unasked_is_cut_off() -> None:
+    channel, guest = await connected()
+    guest.send(b"hello")
+    assert await channel.lost == "it spoke without being asked"
+    await channel.ended
+    guest.close()
+
+
+async def test_a_guest_that_stays_silent_is_given_up() -> None:
+    channel, guest = await connected()
+    with pytest.raises(SandboxLost, match=r"no answer within 0\.05 s"):
+        await channel.call({"op": "a"}, timeout=0.05)
+    await channel.ended
+    guest.close()
+
+
+async def test_a_closed_guest_is_lost_at_once() -> None:
+    channel, guest = await connected()
+    waiting = asyncio.ensure_future(channel.call({"op": "a"}))
+    await asyncio.sleep(0)
+    guest.close()
+    with pytest.raises(SandboxLost, match="its channel closed"):
+        await waiting
+    assert channel.hung_up
+    await channel.ended
+
+
+def test_answers_are_read_strictly() -> None:
+    assert wire.to_result({"stdout": 0}, [b"\xffx"], 1.0).stdout == "�x"
+    assert wire.to_result({"stdout": 9}, [], 1.0).stdout == ""
+    for lie in ({"ok": "yes"}, {"code": 1.5}, {"tests": [["a", "great", ""]]}, {"paths": ["a"]}, {"stdout": "x"}):
+        with pytest.raises(Garbage):
+            wire.to_result(lie, [], 1.0)
+    assert wire.to_result({"error": "\ud800"}, [], 1.0).error.encode()
+
+
+def test_deadlines_outlast_the_guests_own_limits() -> None:
+    assert wire.deadline_s(Exec(argv=("x",), timeout_s=100.0)) > 100.0
+
+
+async def test_a_caller_that_gave_up_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    channel, guest = await connected()
+    waiting = asyncio.ensure_future(channel.call({"op": "a"}))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    channel.close("over")
+    await channel.ended
+    del channel, waiting
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+    guest.close()

@@ -1,0 +1,335 @@
+"""Real machines on bad days: killed, stalled, flooding, attacked; nothing is left over and only the culprit suffers."""
+
+import asyncio
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config import Environment
+from headrace.messages.sandbox import (
+    Acquire,
+    Exec,
+    ListFiles,
+    NoRoom,
+    PullTree,
+    ReadFile,
+    RunTests,
+    SandboxLost,
+    WriteFiles,
+)
+from headrace.messages.tasks import TestPlan
+from headrace.vmhost import fidelity
+from headrace.vmhost.clones import Clone, CloneBackend
+from headrace.vmhost.host import Host, VmSandbox
+
+pytestmark = [pytest.mark.anyio, pytest.mark.vm]
+
+ROOT = Path(__file__).parents[2]
+CACHE = str(ROOT / ".cache" / "headrace")
+
+
+def environment(**changes: Any) -> Environment:
+    return Environment(backend="qemu", cache_dir=CACHE, **changes)
+
+
+def ask(slot: int = 0, **changes: Any) -> Acquire:
+    known: dict[str, Any] = {"run": "r1", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
+    known["group"] = "g0"
+    return Acquire(slot=slot, files={"a.txt": b"one\n"}, **(known | changes))
+
+
+@pytest.fixture(scope="module")
+async def host() -> AsyncIterator[Host]:
+    opened = await Host.open(environment())
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def group(host: Host) -> AsyncIterator[list[VmSandbox]]:
+    """Three sandboxes of one machine."""
+    name = secrets.token_hex(4)
+    taken = [await host.acquire(ask(slot, group=name)) for slot in range(3)]
+    yield taken
+    for sandbox in taken:
+        host.release(sandbox.id)
+    host.release_group("r1", "train", "rollout", name)
+
+
+def backend(host: Host) -> CloneBackend:
+    assert isinstance(host._backend, CloneBackend)
+    return host._backend
+
+
+def clone_of(host: Host, sandbox: VmSandbox) -> Clone:
+    machine = host._sandboxes[sandbox.id][1].machine
+    assert isinstance(machine, Clone)
+    return machine
+
+
+async def test_slots_do_not_see_each_other(group: list[VmSandbox]) -> None:
+    one, two, _ = group
+    await one.call(WriteFiles(files={"secret": b"1", "../tmp/x": b""}))
+    await one.call(Exec(argv=("sh", "-c", "echo 1 > /tmp/secret; sleep 300 & nc -l -p 999 &")))
+    seen = await two.call(Exec(argv=("sh", "-c", "ls /workspace /tmp; ps | grep -c slee[p]; hostname")))
+    assert seen.stdout == "/tmp:\n\n/workspace:\na.txt\n0\nsandbox\n"
+
+
+ATTACKS = (
+    "kill -9 1; kill -9 -1",
+    "echo x > /opt/headrace/guest/keeper.py",
+    "echo x > /usr/lib/python3.11/os.py",
+    "mount -t tmpfs none /opt",
+    "mount -o remount,rw /",
+    "echo x > /dev/kmsg",
+    "echo x > /proc/1/mem",
+    "echo 0 > /proc/sys/kernel/dmesg_restrict",
+    "unshare -U true",
+    "cat /proc/1/environ",
+    "ls /proc/1/fd",
+    "mknod /tmp/port c 240 1",
+    "ls /dev/vport*",
+    "chown 0 a.txt",
+    "su -c true",
+)
+
+
+async def test_attacks_from_inside_a_slot_fail(group: list[VmSandbox]) -> None:
+    for attack in ATTACKS:
+        script = f"({attack}) > /dev/null 2>&1 && echo done"
+        failed = await group[0].call(Exec(argv=("sh", "-c", script), timeout_s=20.0))
+        assert "done" not in failed.stdout, attack
+        for sandbox in group:
+            assert (await sandbox.call(ReadFile(path="a.txt"))).data == b"one\n", attack
+
+
+async def test_a_keeper_survives_its_tools_and_a_fork_bomb_its_siblings(group: list[VmSandbox]) -> None:
+    one, two, _ = group
+    bomb = Exec(argv=("sh", "-c", "f() { f | f & }; f; sleep 1"), timeout_s=2.0)
+    task = asyncio.create_task(one.call(bomb))
+    assert (await two.call(Exec(argv=("echo", "fine")))).stdout == "fine\n"
+    await task
+    assert (await two.call(ReadFile(path="a.txt"))).data == b"one\n"
+
+
+async def test_a_full_workspace_is_an_error_of_its_owner(group: list[VmSandbox]) -> None:
+    one, two, _ = group
+    full = await one.call(WriteFiles(files={"big": b"x" * (40 << 20)}))
+    assert not full.ok and "No space left" in full.error
+    assert (await two.call(WriteFiles(files={"small": b"x"}))).ok
+
+
+async def test_output_without_end_is_cut_and_ended(group: list[VmSandbox]) -> None:
+    endless = await group[0].call(Exec(argv=("yes",), timeout_s=1.0, output_cap=4096))
+    assert endless.timed_out and endless.truncated and len(endless.stdout) == 4096
+    assert (await group[0].call(ListFiles())).stdout == "a.txt"
+
+
+async def test_a_machine_killed_in_a_call_is_lost_at_once_and_the_next_attempt_gets_another(host: Host) -> None:
+    sandbox = await host.acquire(ask(group="killed"))
+    clone = clone_of(host, sandbox)
+    call = asyncio.create_task(sandbox.call(Exec(argv=("sleep", "60"), timeout_s=60.0), "c1"))
+    await asyncio.sleep(0)
+    os.kill(clone.pid, signal.SIGKILL)
+    with pytest.raises(SandboxLost):
+        async with asyncio.timeout(10):
+            await call
+    with pytest.raises(SandboxLost):
+        await host.acquire(ask(group="killed"))
+    host.release(sandbox.id)
+    again = await host.acquire(ask(group="killed", attempt=1))
+    assert (await again.call(ReadFile(path="a.txt"))).ok
+    host.release(again.id)
+    host.release_group("r1", "train", "rollout", "killed")
+
+
+async def test_isolation_decides_who_shares_a_machine(host: Host) -> None:
+    vms = host.usage()["vms"]
+    asked = [ask(slot, group="share") for slot in range(3)]
+    asked += [ask(slot, group="share", isolation="episode") for slot in range(3, 5)]
+    taken = [await host.acquire(request) for request in asked]
+    assert host.usage()["vms"] == vms + 3
+    for sandbox in taken:
+        host.release(sandbox.id)
+    host.release_group("r1", "train", "rollout", "share")
+    assert host.usage()["vms"] == vms
+
+
+async def test_a_used_slot_is_never_given_out_again(host: Host) -> None:
+    first = await host.acquire(ask(0, group="once"))
+    await first.call(WriteFiles(files={"left": b"behind"}))
+    host.release(first.id)
+    second = await host.acquire(ask(0, group="once", attempt=1))
+    assert (await second.call(ListFiles())).stdout == "a.txt"
+    host.release(second.id)
+    host.release_group("r1", "train", "rollout", "once")
+
+
+async def test_a_warm_clone_waits_stopped_and_is_taken_first(host: Host) -> None:
+    ready = backend(host)
+    while not ready._parked:
+        assert ready._filling is not None
+        await asyncio.wait([ready._filling])
+    (parked,) = ready._parked
+    spent = parked.cpu_ms()
+    sandbox = await host.acquire(ask(group="warm"))
+    assert clone_of(host, sandbox) is parked and parked not in ready._parked
+    assert (await sandbox.call(ReadFile(path="a.txt"))).ok
+    assert parked.cpu_ms() >= spent
+    host.release(sandbox.id)
+    host.release_group("r1", "train", "rollout", "warm")
+
+
+async def test_what_runs_in_a_slot_that_was_left_is_ended(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.vmhost.clones.QUIET_S", 0.0)
+    one, two = [await host.acquire(ask(slot, group="left")) for slot in range(2)]
+    clone = clone_of(host, one)
+
+    async def processes() -> int:
+        """Of the whole machine: this one number is not the namespace's."""
+        return int((await two.call(Exec(argv=("cat", "/proc/loadavg")))).stdout.split()[3].split("/")[1])
+
+    quiet = await processes()
+    await one.call(Exec(argv=("sh", "-c", "for n in 1 2 3 4 5 6 7 8; do sleep 300 & done")))
+    assert await processes() >= quiet + 8
+    host.release(one.id)
+    await asyncio.wait(clone._leaving)
+    async with asyncio.timeout(20):
+        while await processes() > quiet:
+            pass
+    host.release(two.id)
+    host.release_group("r1", "train", "rollout", "left")
+
+
+async def test_no_room_is_said_and_the_judges_share_is_kept() -> None:
+    host = await Host.open(environment(max_vms=2, judge_share=1))
+    try:
+        one = await host.acquire(ask(group="a", isolation="episode"))
+        with pytest.raises(NoRoom, match="1 machines of 1 are in use"):
+            await host.acquire(ask(group="b", isolation="episode"))
+        judge = await host.acquire(ask(group="a", role="judge"))
+        assert (await judge.call(ListFiles())).ok
+        host.release(judge.id)  # unused slots are left, but its room may be needed
+        other = await host.acquire(ask(group="b", role="judge"))
+        host.release(one.id)
+        assert (await host.acquire(ask(group="c", isolation="episode"))).alive
+        host.release(other.id)
+    finally:
+        await host.close()
+
+
+async def test_users_do_not_wait_for_training() -> None:
+    host = await Host.open(environment(max_vms=3, judge_share=1, production_share=1))
+    try:
+        assert (await host.acquire(ask(group="a", isolation="episode"))).alive
+        with pytest.raises(NoRoom, match="for users and the judge"):
+            await host.acquire(ask(group="b", isolation="episode"))
+        assert (await host.acquire(ask(group="u.1", lane="production", isolation="episode"))).alive
+        with pytest.raises(NoRoom, match="the rest is the judge's"):
+            await host.acquire(ask(group="u.2", lane="production", isolation="episode"))
+    finally:
+        await host.close()
+
+
+async def test_memory_decides_as_well(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.vmhost.clones.free_mb", lambda: 500.0)
+    with pytest.raises(NoRoom, match="too little memory"):
+        await host.acquire(ask(group="hungry", template="debian"))
+
+
+async def test_clones_differ_in_entropy_and_know_the_time(host: Host) -> None:
+    import time
+
+    taken = [await host.acquire(ask(group="e", slot=slot, isolation="episode")) for slot in range(3)]
+    script = "import os, time; print(os.urandom(16).hex(), time.time())"
+    seen = set()
+    for sandbox in taken:
+        result = await sandbox.call(Exec(argv=("python3", "-c", script)))
+        token, clock = result.stdout.split()
+        seen.add(token)
+        assert abs(float(clock) - time.time()) < 30
+        host.release(sandbox.id)
+    assert len(seen) == 3
+
+
+async def test_no_fact_tells_training_from_production(host: Host) -> None:
+    lanes = [("train", "group", "rollout"), ("production", "group", "rollout"), ("train", "group", "judge")]
+    sheets = []
+    for number, (lane, isolation, role) in enumerate(lanes):
+        taken = await host.acquire(ask(number, lane=lane, isolation=isolation, role=role, group="facts"))
+        sheets.append(await fidelity.sheet(taken))
+        host.release(taken.id)
+        host.release_group("r1", lane, "judge" if role == "judge" else "rollout", "facts")
+    assert len(sheets[0]) > 20 and "agent" in sheets[0]["user"]
+    assert fidelity.differences(sheets[0], sheets[1]) == {}
+    assert fidelity.differences(sheets[0], sheets[2]) == {}
+
+
+async def test_real_packages_run_their_own_pytest_in_the_full_image(host: Host) -> None:
+    files = {
+        "pyproject.toml": b"[tool.pytest.ini_options]\naddopts = '-q'\n",
+        "src/pack/__init__.py": b"def double(x):\n    return x + x\n",
+        "tests/test_pack.py": (
+            b"import pytest\nfrom pack import double\n\n\n@pytest.mark.parametrize('x', [1, 2])\ndef test_double(x):\n"
+            b"    assert double(x) == 2 * x\n\n\ndef test_wrong():\n    assert double(1) == 3\n"
+        ),
+    }
+    request = Acquire(
+        run="r",
+        lane="train",
+        role="judge",
+        group="p",
+        slot=0,
+        attempt=0,
+        isolation="group",
+        template="debian",
+        files=files,
+    )
+    sandbox = await host.acquire(request)
+    result = await sandbox.call(RunTests(plan=TestPlan(kind="pytest", paths=("tests",), timeout_s=60.0)))
+    assert [(test.name, test.outcome) for test in result.tests] == [
+        ("tests/test_pack.py::test_double[1]", "passed"),
+        ("tests/test_pack.py::test_double[2]", "passed"),
+        ("tests/test_pack.py::test_wrong", "failed"),
+    ]
+    assert "assert 2 == 3" in result.tests[2].message and result.error == "1 of 3 tests failed"
+    tools = await sandbox.call(
+        Exec(argv=("sh", "-c", "git init -q . && git status --short | wc -l && rg -c double src"))
+    )
+    assert tools.ok, tools
+    assert (await sandbox.call(PullTree(patterns=("src/**",)))).ok
+    host.release(sandbox.id)
+    host.release_group("r", "train", "judge", "p")
+
+
+async def test_a_killed_parent_takes_its_machines_along() -> None:
+    code = (
+        "import asyncio, os, sys\nfrom headrace.vmhost.host import Host\nfrom headrace.config import Environment\n"
+        "from headrace.messages.sandbox import Acquire\n"
+        "async def main():\n"
+        f"    host = await Host.open(Environment(backend='qemu', cache_dir={CACHE!r}))\n"
+        "    await host.acquire(Acquire(run='r', lane='train', role='rollout', group='g', slot=0, attempt=0,"
+        " isolation='group'))\n"
+        "    print(*(clone.pid for clone in host._backend._alive), flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = await asyncio.to_thread(
+        subprocess.Popen, [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert parent.stdout is not None
+    pid = int((await asyncio.to_thread(parent.stdout.readline)).split()[0])
+    watch = os.pidfd_open(pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert select.select([watch], [], [], 10)[0], "a QEMU outlived its parent"
+    os.close(watch)

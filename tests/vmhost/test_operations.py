@@ -1,0 +1,229 @@
+"""Every operation behaves alike on both backends; a sandbox that breaks is lost alone."""
+
+import os
+import select
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from headrace.config import Environment
+from headrace.messages.sandbox import (
+    Acquire,
+    Exec,
+    ListFiles,
+    PullTree,
+    ReadFile,
+    ReplaceLines,
+    RunTests,
+    SandboxLost,
+    Search,
+    WriteFiles,
+)
+from headrace.messages.tasks import TestPlan
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.host import Host, VmSandbox
+
+pytestmark = pytest.mark.anyio
+
+FILES = {
+    "README.md": b"# tiny\n",
+    "tiny/__init__.py": b"",
+    "tiny/calc.py": b"def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return add(a, a)\n",
+    "tests/test_calc.py": (
+        b"from tiny.calc import add, double\n\n\ndef test_add():\n    assert add(1, 2) == 3\n\n\n"
+        b"def test_double():\n    print('seen')\n    assert double(2) == 4\n"
+    ),
+}
+PLAN = TestPlan(paths=("tests/test_calc.py",), timeout_s=10.0)
+_CACHE = str(Path(__file__).parents[2] / ".cache" / "headrace")
+
+
+def environment(backend: str, **changes: object) -> Environment:
+    return Environment(backend=backend, cache_dir=_CACHE, **changes)  # type: ignore[arg-type]
+
+
+def request(slot: int = 0, group: str = "g000001", **changes: object) -> Acquire:
+    known: dict[str, object] = {"run": "r1", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
+    return Acquire(group=group, slot=slot, files=FILES, **(known | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", params=["process", pytest.param("qemu", marks=pytest.mark.vm)])
+async def host(request: pytest.FixtureRequest) -> AsyncIterator[Host]:
+    opened = await Host.open(environment(request.param))
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def sandbox(host: Host, request: pytest.FixtureRequest) -> AsyncIterator[VmSandbox]:
+    taken = await host.acquire(_request(request.node.name))
+    yield taken
+    host.release(taken.id)
+
+
+_slots: dict[str, int] = {}
+
+
+def _request(name: str) -> Acquire:
+    """A slot of its own for every test; eight share a machine, as in a run."""
+    number = _slots.setdefault(name, len(_slots))
+    return request(slot=number, group=f"ops{number // 8}")
+
+
+async def test_an_episode_goes_from_failing_to_passing_tests(sandbox: VmSandbox) -> None:
+    found = await sandbox.call(Search(pattern=r"return \w+ -"))
+    assert found.stdout == "tiny/calc.py:2:    return a - b"
+    before = await sandbox.call(RunTests(plan=PLAN))
+    assert not before.ok and before.error == "2 of 2 tests failed"
+    assert [(test.name, test.outcome) for test in before.tests] == [
+        ("tests/test_calc.py::test_add", "failed"),
+        ("tests/test_calc.py::test_double", "failed"),
+    ]
+    assert before.tests[0].message == "AssertionError at tests/test_calc.py:5: assert add(1, 2) == 3"
+    edited = await sandbox.call(ReplaceLines(path="tiny/calc.py", first=2, last=2, text="    return a + b"))
+    assert edited.ok
+    after = await sandbox.call(RunTests(plan=PLAN))
+    assert after.ok and {test.outcome for test in after.tests} == {"passed"}
+    assert after.stdout == "seen\n"
+    pulled = await sandbox.call(PullTree(patterns=("tiny/**",)))
+    assert pulled.files["tiny/calc.py"].startswith(b"def add(a, b):\n    return a + b\n")
+    assert sorted(pulled.files) == ["tiny/__init__.py", "tiny/calc.py"]
+
+
+async def test_files(sandbox: VmSandbox) -> None:
+    first = await sandbox.call(PullTree(patterns=()))
+    assert (await sandbox.call(ReadFile(path="README.md"))).data == b"# tiny\n"
+    cut = await sandbox.call(ReadFile(path="README.md", limit=3))
+    assert cut.data == b"# t" and cut.truncated
+    missing = await sandbox.call(ReadFile(path="nothing.txt"))
+    assert not missing.ok and missing.error == "nothing.txt: No such file or directory"
+    for path in ("../x", "/etc/passwd", "a/../../x"):
+        refused = await sandbox.call(ReadFile(path=path))
+        assert not refused.ok and "may not leave it" in refused.error
+    assert (await sandbox.call(WriteFiles(files={"a/b/c.bin": bytes(range(256))}, delete=("tests",)))).ok
+    listed = await sandbox.call(ListFiles())
+    assert listed.stdout.splitlines() == ["README.md", "a/b/c.bin", "tiny/__init__.py", "tiny/calc.py"]
+    assert (await sandbox.call(ListFiles(pattern="*.py"))).stdout.splitlines() == ["tiny/__init__.py", "tiny/calc.py"]
+    assert (await sandbox.call(ListFiles(limit=1))).truncated
+    assert (await sandbox.call(ReadFile(path="a/b/c.bin"))).data == bytes(range(256))
+    second = await sandbox.call(PullTree(patterns=()))
+    assert second.digest != first.digest and second.files == {}
+    assert (await sandbox.call(PullTree(patterns=()))).digest == second.digest
+
+
+async def test_line_edits(sandbox: VmSandbox) -> None:
+    await sandbox.call(WriteFiles(files={"t": b"one\ntwo\nthree"}))
+
+    async def after(first: int, last: int, text: str) -> bytes:
+        assert (await sandbox.call(ReplaceLines(path="t", first=first, last=last, text=text))).ok
+        return (await sandbox.call(ReadFile(path="t"))).data
+
+    assert await after(2, 1, "new") == b"one\nnew\ntwo\nthree"
+    assert await after(4, 4, "3") == b"one\nnew\ntwo\n3"
+    assert await after(5, 4, "4") == b"one\nnew\ntwo\n3\n4"
+    assert await after(1, 3, "") == b"3\n4"
+    wrong = await sandbox.call(ReplaceLines(path="t", first=9, last=9, text="x"))
+    assert not wrong.ok and wrong.error == "t has 2 lines; 9-9 can't be replaced"
+
+
+async def test_exec(sandbox: VmSandbox) -> None:
+    done = await sandbox.call(
+        Exec(argv=("sh", "-c", "cat; echo err >&2; echo $X; exit 3"), stdin=b"in\n", env={"X": "7"})
+    )
+    assert (done.ok, done.code, done.stdout, done.stderr, done.error) == (False, 3, "in\n7\n", "err\n", "exit code 3")
+    here = await sandbox.call(Exec(argv=("ls",), cwd="tiny"))
+    assert here.stdout.split() == ["__init__.py", "calc.py"]
+    absent = await sandbox.call(Exec(argv=("no-such-program",)))
+    assert absent.code == 127 and "No such file" in absent.stderr
+    flood = await sandbox.call(Exec(argv=("sh", "-c", "yes | head -c 3000000"), output_cap=1000))
+    assert flood.ok and flood.truncated and len(flood.stdout) == 1000
+    late = await sandbox.call(Exec(argv=("sh", "-c", "echo early; sleep 60"), timeout_s=0.5))
+    assert late.timed_out and late.stdout == "early\n" and late.error == "it ran past its time limit"
+    background = await sandbox.call(Exec(argv=("sh", "-c", "sleep 60 & echo started")))
+    assert background.ok and background.stdout == "started\n"
+
+
+async def test_code_under_test_cannot_take_the_keeper_along(sandbox: VmSandbox) -> None:
+    for body, error in (
+        (b"def test_x():\n    import os\n    os._exit(0)\n", "the code under test ended the test process"),
+        (b"def test_x():\n    while True: pass\n", "the tests ran past their limit of 0.5 s"),
+    ):
+        await sandbox.call(WriteFiles(files={"test_x.py": body}))
+        result = await sandbox.call(RunTests(plan=TestPlan(paths=("test_x.py",), timeout_s=0.5)))
+        assert not result.ok and result.error == error and result.tests == ()
+    await sandbox.call(WriteFiles(files={"test_x.py": b"def test_x():\n    pass\n"}))
+    assert (await sandbox.call(RunTests(plan=TestPlan(paths=("test_x.py",))))).ok
+
+
+async def test_broken_test_files_are_errors_with_a_place(sandbox: VmSandbox) -> None:
+    await sandbox.call(WriteFiles(files={"test_a.py": b"import nothing_here\n", "test_b.py": b"def f(:\n"}))
+    result = await sandbox.call(RunTests(plan=TestPlan(paths=("test_a.py", "test_b.py", "test_c.py"))))
+    assert [test.outcome for test in result.tests] == ["error"] * 3
+    assert result.tests[0].message.startswith("ModuleNotFoundError at test_a.py:1: import nothing_here: No module")
+    assert result.tests[1].message.startswith("SyntaxError at test_b.py:1")
+    assert result.tests[2].message.startswith("FileNotFoundError")
+
+
+async def test_a_test_command_is_judged_by_its_report_or_its_code(sandbox: VmSandbox) -> None:
+    script = b"import sys\nopen('r.xml', 'w').write('<s><testcase classname=\"m\" name=\"a\"/></s>')\nsys.exit(0)\n"
+    await sandbox.call(WriteFiles(files={"run.py": script}))
+    plan = TestPlan(kind="command", argv=("python3", "run.py", "--junitxml=r.xml"))
+    result = await sandbox.call(RunTests(plan=plan))
+    assert result.ok and [(test.name, test.outcome) for test in result.tests] == [("m::a", "passed")]
+    plain = await sandbox.call(RunTests(plan=TestPlan(kind="command", argv=("sh", "-c", "exit 4"))))
+    assert not plain.ok and plain.code == 4 and plain.tests[0].outcome == "failed"
+
+
+async def test_hostile_files_do_not_stall_a_sandbox(sandbox: VmSandbox) -> None:
+    await sandbox.call(
+        Exec(argv=("sh", "-c", "mkfifo pipe; ln -s /dev/zero zero; ln -s loop loop; ln -s / root; touch 'a\nb'"))
+    )
+    assert "not a regular file" in (await sandbox.call(ReadFile(path="pipe"))).error
+    assert "not a regular file" in (await sandbox.call(ReadFile(path="zero"))).error
+    assert not (await sandbox.call(ReadFile(path="loop"))).ok
+    assert (await sandbox.call(Search(pattern="return"))).ok
+    assert "a\\nb" in (await sandbox.call(ListFiles())).stdout.splitlines()
+    pulled = await sandbox.call(PullTree())
+    assert pulled.ok and "a\\nb" in pulled.files and "pipe" not in pulled.files
+
+
+async def test_a_repeated_call_id_is_answered_from_the_record(sandbox: VmSandbox) -> None:
+    grow = Exec(argv=("sh", "-c", "echo x >> log; wc -l < log"))
+    first = await sandbox.call(grow, "c1")
+    assert (await sandbox.call(grow, "c1")) == first
+    assert (await sandbox.call(grow, "c2")).stdout.strip() == "2"
+
+
+async def test_acquire_is_idempotent_and_a_released_sandbox_refuses(host: Host) -> None:
+    asked = request(slot=1, group="idem")
+    one = await host.acquire(asked)
+    assert await host.acquire(asked) is one
+    host.release(one.id)
+    with pytest.raises(SandboxLost, match="released"):
+        await one.call(ListFiles())
+    two = await host.acquire(asked)
+    assert two is not one and (await two.call(ReadFile(path="README.md"))).ok
+    host.release(two.id)
+    host.release_group("r1", "train", "rollout", "idem")
+
+
+async def test_the_process_backend_is_refused_on_the_production_lane() -> None:
+    host = await Host.open(environment("process"))
+    try:
+        with pytest.raises(VmhostError, match="not isolated"):
+            await host.acquire(request(lane="production"))
+    finally:
+        await host.close()
+
+
+async def test_closing_the_process_backend_leaves_nothing(tmp_path: Path) -> None:
+    host = await Host.open(environment("process"))
+    sandbox = await host.acquire(request())
+    started = await sandbox.call(Exec(argv=("sh", "-c", "sleep 60 & echo $!")))
+    pid = started.stdout.strip()
+    assert os.path.exists(f"/proc/{pid}")
+    watch = os.pidfd_open(int(pid))
+    await host.close()
+    assert select.select([watch], [], [], 10)[0], "a background process outlived its sandbox"
+    os.close(watch)

@@ -1,0 +1,109 @@
+"""Templates are refused when they are not what they say, and images that do not boot say why."""
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.config import Environment
+from headrace.vmhost import doctor, image, qemu, template
+from headrace.vmhost.errors import VmhostError
+
+CACHE = Path(__file__).parents[2] / ".cache" / "headrace"
+
+
+def test_a_machine_without_qemu_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(VmhostError, match="apt-get install qemu-system-x86 mmdebstrap"):
+        image.ensure(Environment(cache_dir=str(tmp_path / "cache")))
+    bad = [finding.text for finding in doctor.doctor(Environment(cache_dir=str(tmp_path))) if not finding.good]
+    assert any("qemu-system-x86_64 is not installed" in text for text in bad)
+    assert any("mmdebstrap is missing" in text for text in bad)
+
+
+def test_a_cache_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(VmhostError, match=r"the cache folder .* can't be used"):
+        image.ensure(Environment(cache_dir=str(tmp_path / "file" / "cache")))
+
+
+@pytest.fixture(scope="module")
+def made() -> template.Template:
+    return image.ensure(Environment(cache_dir=str(CACHE)))["light"]
+
+
+@pytest.fixture
+def copy(made: template.Template, tmp_path: Path) -> Iterator[Path]:
+    """A template folder whose files may be damaged; the memory image is linked until a test replaces it."""
+    folder = tmp_path / made.folder.name
+    folder.mkdir()
+    for name in ("manifest.json", "state"):
+        shutil.copy(made.folder / name, folder / name)
+        (folder / name).chmod(0o644)
+    (folder / "ram").symlink_to(made.ram)
+    yield folder
+
+
+@pytest.mark.vm
+def test_a_good_template_is_taken(made: template.Template, copy: Path) -> None:
+    assert template.load(copy, made.manifest.key).manifest == made.manifest
+
+
+@pytest.mark.vm
+def test_damaged_templates_are_refused(made: template.Template, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = made.manifest.key
+    with pytest.raises(template.Refused, match="other parts"):
+        template.load(copy, "0" * 16)
+    state = (copy / "state").read_bytes()
+    (copy / "state").write_bytes(state[:-1] + bytes([state[-1] ^ 1]))
+    with pytest.raises(template.Refused, match="device state was changed"):
+        template.load(copy, key)
+    (copy / "state").write_bytes(state)
+    monkeypatch.setattr(qemu, "tsc_khz", lambda: made.manifest.tsc_khz * 2)
+    if made.manifest.hardware.accel == "tcg":
+        with pytest.raises(template.Refused, match="clock"):
+            template.load(copy, key)
+    (copy / "ram").unlink()
+    (copy / "ram").write_bytes(b"\0" * 4096)
+    with pytest.raises(template.Refused, match="memory image was changed"):
+        template.load(copy, key)
+    (copy / "manifest.json").write_text("{}")
+    with pytest.raises(template.Refused, match="can't be read"):
+        template.load(copy, key)
+
+
+@pytest.mark.vm
+def test_a_truncated_template_is_made_again(made: template.Template, tmp_path: Path) -> None:
+    """In a cache of its own, which borrows the base image and what the probe found."""
+    for source in (*CACHE.glob("base-*"), CACHE / "probe.json"):
+        (tmp_path / source.name).symlink_to(source)
+    environment = Environment(cache_dir=str(tmp_path), slots_per_vm=1)
+    said: list[str] = []
+    first = image.ensure(environment, said.append)["light"]
+    assert not any("refused" in line for line in said)
+    first.ram.chmod(0o644)
+    with first.ram.open("r+b") as ram:
+        ram.truncate(1 << 20)
+    second = image.ensure(environment, said.append)["light"]
+    assert any("refused, made again: its memory image was changed" in line for line in said)
+    assert second.ram.stat().st_size == second.manifest.ram_bytes == first.manifest.ram_bytes
+
+
+@pytest.mark.vm
+def test_an_image_that_does_not_boot_shows_its_serial_log(
+    made: template.Template, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (base,) = (folder for folder in CACHE.glob("base-*") if (folder / "done").exists())
+    broken = tmp_path / base.name
+    broken.mkdir()
+    for name in ("vmlinuz", "done"):
+        (broken / name).symlink_to(base / name)
+    (broken / "light.cpio").write_bytes(b"")
+    hardware = msgspec.structs.replace(made.manifest.hardware, ports=2)
+    with pytest.raises(VmhostError, match=r"does not boot .*serial log .*panic"):
+        asyncio.run(template.build("light", broken, hardware, 1, tmp_path / "t", made.manifest.qemu))
+    assert not list(tmp_path.glob("making-*"))
+    assert "panic" in (tmp_path / "last-failed-boot.log").read_text()
