@@ -1,0 +1,323 @@
+"""Proof from the streams alone: nothing lost, nothing twice, nothing too old.
+
+What is counted is counted where it ends, not by subtraction: trained slots are those that a closing names and a step's
+outcome took, dropped ones those that a record gave up, in flight those whose group has no end yet or waits for its
+step. A slot that ends nowhere, or in two places, makes the sums differ. Streams are read from effect to cause (steps,
+closings, ledger), so that a run may go on meanwhile without anything seeming to come from nowhere.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from headrace.algorithms.staleness import places, staleness
+from headrace.bus.connection import Bus
+from headrace.bus.errors import MessageGone
+from headrace.messages.base import Message
+from headrace.messages.codec import UnknownType
+from headrace.messages.ledger import GroupClosed
+from headrace.messages.operations import DeadLetter
+from headrace.messages.rollout import Trajectory
+from headrace.messages.subjects import CLOSE, DLQ, FAIL, LEDGER, SCORE, STEP, TRAJ
+from headrace.messages.training import StepDone
+from headrace.replay import letters
+from headrace.replay.books import Attempt, Book, Group
+from headrace.replay.tokens import versions
+
+
+class Attempts(msgspec.Struct, frozen=True, kw_only=True):
+    """Attempts of the train lane: every one that started was kept, is lost, or runs."""
+
+    started: int
+    kept: int
+    lost: dict[str, int]
+    running: int
+
+
+class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots of one lane."""
+
+    issued: int
+    scored: int
+    dropped: int
+    in_flight: int
+
+
+class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The one line of `headrace audit`; slots of the train lane unless said otherwise."""
+
+    balanced: bool
+    issued: int
+    trained: int
+    dropped: dict[str, int]
+    in_flight: int
+    attempts: Attempts
+    lanes: dict[str, LaneReport]
+    staleness_max: int
+    staleness_bound: int
+    duplicates: int
+    """Slots in more than one trained place."""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What the audit needs of a Trajectory."""
+
+    lane: str
+    group: str
+    slot: int
+    attempt: int
+    versions: tuple[int, ...]
+
+
+async def audit(bus: Bus, run: str) -> AuditReport:
+    """The report of a run."""
+    return (await prove(bus, run))[0]
+
+
+async def prove(bus: Bus, run: str) -> tuple[AuditReport, list[str]]:
+    """The report, and in words everything that is wrong."""
+    steps = await _read(bus, "HR_STEP", STEP.at(run=run))
+    scores = await _read(bus, "HR_SCORE", SCORE.where(run=run), CLOSE.where(run=run))
+    dead = await _read(bus, "HR_DLQ", DLQ.where(stream="*"))
+    seen: dict[int, Seen] = {}
+    async for received in bus.history("HR_TRAJ", TRAJ.where(run=run)):
+        try:
+            made = received.message
+        except (UnknownType, MessageGone):
+            continue
+        if isinstance(made, Trajectory):
+            written = tuple(versions(made)) if made.lane == "train" else ()
+            seen[received.seq] = Seen(made.lane, made.group, made.slot, made.attempt, written)
+    ledger = await _read(bus, "HR_LEDGER", LEDGER.where(run=run), FAIL.where(run=run))
+    return examine(run, [*ledger, *scores, *steps], [message for _, message in dead], seen)
+
+
+async def _read(bus: Bus, stream: str, *filters: str) -> list[tuple[int, Message]]:
+    found: list[tuple[int, Message]] = []
+    async for received in bus.history(stream, *filters):
+        try:
+            found.append((received.seq, received.message))
+        except (UnknownType, MessageGone):
+            continue  # a dead letter of its consumer, never a record of the books
+    return found
+
+
+def examine(
+    run: str, records: Iterable[tuple[int, Message]], dead: Iterable[Message], seen: Mapping[int, Seen]
+) -> tuple[AuditReport, list[str]]:
+    """The audit itself. records: (sequence, message), ledger first, then scores and closings, then steps."""
+    book = Book(run)
+    for seq, message in records:
+        book.apply(message, seq)
+    for letter in dead:
+        lost = letters.lost(letter) if isinstance(letter, DeadLetter) else None
+        if lost is not None and lost.run == run:
+            book.fail(lost.group, lost.slot, lost.attempt, letters.REASON)
+    wrong = list(book.problems)
+    train = [group for group in book.groups.values() if group.first.lane == "train"]
+    wrong += _check_closings(book) + _check_steps(book)
+    oldest, bound, stale = _staleness(book, seen)
+    wrong += stale
+    issued = sum(len(group.slots) for group in train)
+    trained, dropped, in_flight = _slots(book, train, wrong)
+    attempts = _attempts(train)
+    ended = attempts.kept + sum(attempts.lost.values()) + attempts.running
+    if issued != trained + sum(dropped.values()) + in_flight:
+        wrong.append(f"{issued} slots were issued, {trained + sum(dropped.values()) + in_flight} are accounted for")
+    if attempts.started != ended:
+        wrong.append(f"{attempts.started} attempts were started, {ended} are accounted for")
+    duplicates = _duplicates(book)
+    if duplicates:
+        wrong.append(f"{duplicates} slots were trained more than once")
+    report = AuditReport(
+        balanced=not wrong,
+        issued=issued,
+        trained=trained,
+        dropped=dict(sorted(dropped.items())),
+        in_flight=in_flight,
+        attempts=attempts,
+        lanes=_lanes(book, seen),
+        staleness_max=oldest,
+        staleness_bound=bound,
+        duplicates=duplicates,
+    )
+    return report, wrong
+
+
+def _outcome_of(book: Book, group: Group) -> str:
+    """``trained``, ``step_failed``, or empty while the group's step is not over."""
+    if not group.steps:
+        return ""
+    return "trained" if isinstance(book.outcomes[group.steps[0]], StepDone) else "step_failed"
+
+
+def _slots(book: Book, train: Iterable[Group], wrong: list[str]) -> tuple[int, Counter[str], int]:
+    """Trained slots, dropped ones by reason, and those in flight."""
+    trained = in_flight = 0
+    dropped: Counter[str] = Counter()
+    for group in train:
+        for _, closed in group.closings:
+            named = [slot.slot for slot in closed.slots] + [int(slot) for slot in closed.dropped_slots]
+            if sorted(named) != sorted(group.slots):
+                wrong.append(f"{group.name}: slots {sorted(group.slots)} were issued, its end names {sorted(named)}")
+            outcome = _outcome_of(book, group)
+            trained += len(closed.slots) if outcome == "trained" else 0
+            in_flight += 0 if outcome else len(closed.slots)
+            dropped.update({"step_failed": len(closed.slots)} if outcome == "step_failed" else {})
+            dropped.update(closed.dropped_slots.values())
+        if group.dropped is not None and not group.closings:
+            dropped[group.dropped.reason] += len(group.slots)
+        if group.open:
+            in_flight += len(group.slots)
+    return trained, dropped, in_flight
+
+
+def _attempts(train: Iterable[Group]) -> Attempts:
+    """Every attempt in exactly one place."""
+    started = kept = running = 0
+    lost: Counter[str] = Counter()
+    for group in train:
+        closed = group.closed
+        named = {(slot.slot, slot.attempt) for slot in closed.slots} if closed is not None else set()
+        for number, attempt in group.attempts():
+            started += 1
+            last = attempt is group.slots[number].last
+            if (number, attempt.number) in named:
+                kept += 1
+                named.discard((number, attempt.number))
+            elif group.open and last and not attempt.failed:
+                running += 1
+            else:
+                lost[_why_lost(group, number, attempt, last)] += 1
+        kept += len(named)  # kept without ever having started: the sums will differ
+    return Attempts(started=started, kept=kept, lost=dict(sorted(lost.items())), running=running)
+
+
+def _why_lost(group: Group, number: int, attempt: Attempt, last: bool) -> str:
+    """The reason for which an attempt is not kept."""
+    if attempt.failed:
+        return attempt.failed
+    if not last:
+        return "superseded"
+    if group.dropped is not None:
+        return group.dropped.reason
+    closed = group.closed
+    return closed.dropped_slots.get(str(number), "unnamed") if closed is not None else "unnamed"
+
+
+def _check_closings(book: Book) -> list[str]:
+    """Every closing names attempts that exist, with the Score that they got and its Trajectory."""
+    wrong = []
+    first = min(book.scores, default=0)
+    for seq, closed in book.closings:
+        for slot in closed.slots:
+            where = f"{closed.group} slot {slot.slot}"
+            if book.attempt(closed.group, slot.slot, slot.attempt) is None:
+                wrong.append(f"{where}: closed with attempt {slot.attempt}, which was never issued")
+            score = book.scores.get(slot.score_seq)
+            if score is None:
+                if slot.score_seq >= first > 0 or slot.score_seq >= seq:
+                    wrong.append(f"{where}: its score {slot.score_seq} is not in the stream")
+                continue
+            if (score.group, score.slot, score.attempt) != (closed.group, slot.slot, slot.attempt):
+                wrong.append(f"{where}: score {slot.score_seq} belongs to another slot")
+            if (score.trajectory_seq, score.reward) != (slot.trajectory_seq, slot.reward):
+                wrong.append(f"{where}: score {slot.score_seq} says something else than the closing")
+    return wrong
+
+
+def _check_steps(book: Book) -> list[str]:
+    """Batch k is the closings kP to kP + P - 1, its manifest says so, and so does its outcome."""
+    wrong = []
+    per_step = len(next(iter(book.manifests.values())).groups) if book.manifests else 0
+    for step in range(book.steps):
+        outcome = book.outcomes.get(step)
+        if outcome is None:
+            wrong.append(f"step {step} has no outcome, and later ones have")
+            continue
+        manifest = book.manifests.get(outcome.manifest_seq)
+        if manifest is None or (manifest.step, manifest.incarnation) != (step, outcome.incarnation):
+            wrong.append(f"step {step}: record {outcome.manifest_seq} is not its manifest")
+            continue
+        batch = _batch(book, step, per_step)
+        meant = [(seq, c.group, tuple((s.trajectory_seq, s.score_seq) for s in c.slots)) for seq, c in batch]
+        if [(group.close_seq, group.group, group.slots) for group in manifest.groups] != meant:
+            wrong.append(f"step {step}: its manifest is not the closings of its places")
+        if list(outcome.groups) != [closed.group for _, closed in batch]:
+            wrong.append(f"step {step}: its outcome names other groups than its places hold")
+        slots = sum(len(closed.slots) for _, closed in batch)
+        if (outcome.trained_slots if isinstance(outcome, StepDone) else outcome.dropped_slots) != slots:
+            wrong.append(f"step {step}: its outcome counts other slots than its groups have")
+        if outcome.version != step + 1:
+            wrong.append(f"step {step} made version {outcome.version}")
+    return wrong
+
+
+def _batch(book: Book, step: int, per_step: int) -> list[tuple[int, GroupClosed]]:
+    found = places(step, per_step)
+    return book.closings[found.start : found.stop]
+
+
+def _staleness(book: Book, seen: Mapping[int, Seen]) -> tuple[int, int, list[str]]:
+    """The oldest trained token, the bound, and every slot beyond it. A purged trajectory counts by its closing."""
+    worst = 0
+    bound = 0
+    wrong = []
+    for step, outcome in sorted(book.outcomes.items()):
+        if not isinstance(outcome, StepDone):
+            continue
+        bound = outcome.staleness_bound
+        for name in outcome.groups:
+            group = book.groups.get(name)
+            closed = group.closed if group is not None else None
+            for slot in closed.slots if closed is not None else ():
+                made = seen.get(slot.trajectory_seq)
+                written = made.versions if made is not None else (slot.oldest_version,)
+                where = f"{name} slot {slot.slot} in step {step}"
+                if made is not None and (made.group, made.slot, made.attempt) != (name, slot.slot, slot.attempt):
+                    wrong.append(f"{where}: trajectory {slot.trajectory_seq} belongs to another slot")
+                if any(not 0 <= version <= step for version in written):
+                    wrong.append(f"{where}: a token names no version that there was")
+                    continue
+                oldest = max((staleness(step, version) for version in written), default=0)
+                worst = max(worst, oldest)
+                if oldest > bound:
+                    wrong.append(f"{where}: a token is {oldest} versions old, the bound is {bound}")
+    return worst, bound, wrong
+
+
+def _duplicates(book: Book) -> int:
+    """Slots in more than one trained place."""
+    times: Counter[tuple[str, int]] = Counter()
+    for outcome in book.outcomes.values():
+        if isinstance(outcome, StepDone):
+            for name in outcome.groups:
+                group = book.groups.get(name)
+                for _, closed in group.closings if group is not None else ():
+                    times.update((name, slot.slot) for slot in closed.slots)
+    return sum(count > 1 for count in times.values())
+
+
+def _lanes(book: Book, seen: Mapping[int, Seen]) -> dict[str, LaneReport]:
+    """Slots of each lane: given up, else with a verdict (production: with a Trajectory), else in flight."""
+    finished = {(made.group, made.slot) for made in seen.values() if made.lane == "production"}
+    lanes: dict[str, Counter[str]] = {}
+    for group in book.groups.values():
+        lane = lanes.setdefault(group.first.lane, Counter())
+        closed = group.closed
+        for number, slot in group.slots.items():
+            lane["issued"] += 1
+            if group.first.lane == "train":
+                given_up = group.dropped is not None or (closed is not None and str(number) in closed.dropped_slots)
+                given_up = given_up or _outcome_of(book, group) == "step_failed"
+            else:
+                given_up = slot.failed
+            done = slot.scored or (group.name, number) in finished
+            lane["dropped" if given_up else "scored" if done else "in_flight"] += 1
+    return {
+        name: LaneReport(
+            issued=lane["issued"], scored=lane["scored"], dropped=lane["dropped"], in_flight=lane["in_flight"]
+        )
+        for name, lane in sorted(lanes.items())
+    }

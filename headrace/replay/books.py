@@ -1,0 +1,257 @@
+"""The book of a run: what its streams say about groups, slots, attempts and steps.
+
+A fold over SlotIssued, SlotFailed, Score, GroupClosed, GroupDropped, StepDone and StepFailed. Streams are folded one
+after the other in the order of cause and effect (ledger, scores and closings, steps), or record by record as they
+arrive: both ways lead to the same book, because every decision that matters is itself a record. What cannot be true
+of an honest run is kept as a problem and never raised: the audit wants to see all of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from headrace.messages.base import Message
+from headrace.messages.judging import Score
+from headrace.messages.ledger import GroupClosed, GroupDropped, SlotIssued
+from headrace.messages.rollout import SlotFailed
+from headrace.messages.training import StepDone, StepFailed, StepManifest
+
+Outcome = StepDone | StepFailed
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try at a slot, from its SlotIssued on."""
+
+    issued: SlotIssued
+    seq: int
+    failed: str = ""
+    """Why our own parts failed it; empty while they have not."""
+    score: Score | None = None
+    score_seq: int = 0
+
+    @property
+    def number(self) -> int:
+        """0 for the first."""
+        return self.issued.attempt
+
+
+@dataclass(slots=True)
+class Slot:
+    """A place in a group; its last attempt alone counts."""
+
+    attempts: list[Attempt] = field(default_factory=list)
+
+    @property
+    def last(self) -> Attempt:
+        """The attempt that counts: an earlier one is over once a later one is issued."""
+        return self.attempts[-1]
+
+    @property
+    def scored(self) -> bool:
+        """Whether the attempt that counts has its verdict. A score outweighs a failure of the same attempt."""
+        return self.last.score is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the attempt that counts is over without a verdict."""
+        return bool(self.last.failed) and not self.scored
+
+
+@dataclass(slots=True)
+class Group:
+    """A group from its first SlotIssued to its retirement."""
+
+    name: str
+    first: SlotIssued
+    slots: dict[int, Slot] = field(default_factory=dict)
+    closings: list[tuple[int, GroupClosed]] = field(default_factory=list)
+    """(sequence, record); an honest run has at most one."""
+    dropped: GroupDropped | None = None
+    steps: list[int] = field(default_factory=list)
+    """Steps whose outcome names the group; an honest run has at most one."""
+
+    @property
+    def closed(self) -> GroupClosed | None:
+        """How the group was closed."""
+        return self.closings[0][1] if self.closings else None
+
+    @property
+    def open(self) -> bool:
+        """Neither closed nor dropped."""
+        return not self.closings and self.dropped is None
+
+    @property
+    def retired(self) -> bool:
+        """Gives its credit back: its batch's step is over, or it was dropped."""
+        return self.dropped is not None or bool(self.steps)
+
+    def attempts(self) -> Iterator[tuple[int, Attempt]]:
+        """Every (slot, attempt)."""
+        for number, slot in self.slots.items():
+            for attempt in slot.attempts:
+                yield number, attempt
+
+
+class Book:
+    """All lanes of one run. `apply` is idempotent: a record that was seen before changes nothing."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.groups: dict[str, Group] = {}
+        self.open: dict[str, Group] = {}
+        """Groups of the train lane that are neither closed nor dropped, in the order of issue."""
+        self.closings: list[tuple[int, GroupClosed]] = []
+        """(sequence, record) in the order that decides batches."""
+        self.manifests: dict[int, StepManifest] = {}
+        """By stream sequence."""
+        self.outcomes: dict[int, Outcome] = {}
+        """Step to its outcome; of several incarnations the highest."""
+        self.scores: dict[int, Score] = {}
+        """By stream sequence."""
+        self.close_seq = 0
+        """Sequence of the last record on the run's closing subjects, fences included."""
+        self.issued = 0
+        self.dropped = 0
+        self.retired = 0
+        """Groups of the train lane, as credit counts them."""
+        self.problems: list[str] = []
+
+    @property
+    def index(self) -> int:
+        """Number of the next group of the train lane, dropped ones not counted."""
+        return self.issued - self.dropped
+
+    @property
+    def steps(self) -> int:
+        """Steps that are over; also the version that the trainer has reached."""
+        return max(self.outcomes, default=-1) + 1
+
+    def problem(self, text: str) -> None:
+        """Keep what cannot be true of an honest run."""
+        self.problems.append(text)
+
+    def apply(self, message: Message, seq: int) -> bool:
+        """Enter one record. True when it changed the book."""
+        match message:
+            case SlotIssued():
+                return self._issued(message, seq)
+            case SlotFailed():
+                return self._failed(message)
+            case Score():
+                return self._scored(message, seq)
+            case GroupClosed():
+                return self._closed(message, seq)
+            case GroupDropped():
+                return self._dropped(message, seq)
+            case StepManifest():
+                return self.manifests.setdefault(seq, message) is message
+            case StepDone() | StepFailed():
+                return self._stepped(message)
+        return False
+
+    def fail(self, group: str, slot: int, attempt: int, reason: str) -> bool:
+        """Note that an attempt is over without a verdict. True when that was news."""
+        found = self.attempt(group, slot, attempt)
+        if found is None or found.failed:
+            return False
+        found.failed = reason
+        return True
+
+    def attempt(self, group: str, slot: int, attempt: int) -> Attempt | None:
+        """An attempt that was issued."""
+        place = self.groups.get(group)
+        found = place.slots.get(slot) if place is not None else None
+        return next((a for a in found.attempts if a.number == attempt), None) if found is not None else None
+
+    def _issued(self, message: SlotIssued, seq: int) -> bool:
+        group = self.groups.get(message.group)
+        if group is None:
+            group = self.groups[message.group] = Group(message.group, message)
+            if message.lane == "train":
+                self.issued += 1
+                self.open[group.name] = group
+        slot = group.slots.setdefault(message.slot, Slot())
+        known = next((a for a in slot.attempts if a.number == message.attempt), None)
+        if known is not None:
+            if known.seq != seq:
+                self.problem(f"{message.group} slot {message.slot}: attempt {message.attempt} was issued twice")
+            return False
+        if message.attempt != len(slot.attempts):
+            self.problem(f"{message.group} slot {message.slot}: attempt {message.attempt} came out of turn")
+        if not group.open and message.lane == "train":
+            self.problem(f"{message.group} slot {message.slot}: issued after the group's end")
+        slot.attempts.append(Attempt(message, seq))
+        return True
+
+    def _failed(self, message: SlotFailed) -> bool:
+        if self.attempt(message.group, message.slot, message.attempt) is None:
+            self.problem(f"{message.group} slot {message.slot}: attempt {message.attempt} failed but was never issued")
+            return False
+        return self.fail(message.group, message.slot, message.attempt, message.reason)
+
+    def _scored(self, message: Score, seq: int) -> bool:
+        if seq in self.scores:
+            return False
+        self.scores[seq] = message
+        found = self.attempt(message.group, message.slot, message.attempt)
+        if found is None:
+            self.problem(f"{message.group} slot {message.slot}: attempt {message.attempt} scored but never issued")
+            return False
+        if found.score is not None:
+            return False
+        found.score, found.score_seq = message, seq
+        return True
+
+    def _closed(self, message: GroupClosed, seq: int) -> bool:
+        if seq <= self.close_seq:
+            return False
+        self.close_seq = seq
+        self.closings.append((seq, message))
+        group = self.groups.get(message.group)
+        if group is None:
+            self.problem(f"{message.group}: closed but never issued")
+            return True
+        if group.closings:
+            self.problem(f"{message.group}: closed twice")
+        if group.dropped is not None:
+            self.problem(f"{message.group}: closed after it was dropped")
+        group.closings.append((seq, message))
+        self.open.pop(message.group, None)
+        return True
+
+    def _dropped(self, message: GroupDropped, seq: int) -> bool:
+        if seq <= self.close_seq:
+            return False
+        self.close_seq = seq
+        group = self.groups.get(message.group)
+        if group is None:
+            self.problem(f"{message.group}: dropped but never issued")
+            return True
+        if group.closings or group.dropped is not None:
+            self.problem(f"{message.group}: dropped after its end")
+            return True
+        group.dropped = message
+        self.dropped += 1
+        self.retired += 1
+        self.open.pop(message.group, None)
+        return True
+
+    def _stepped(self, message: Outcome) -> bool:
+        known = self.outcomes.get(message.step)
+        if known is not None and known.incarnation >= message.incarnation:
+            if known != message:
+                self.problem(f"step {message.step}: incarnation {message.incarnation} has two outcomes")
+            return False
+        self.outcomes[message.step] = message
+        for name in known.groups if known is not None else ():
+            if name in self.groups and message.step in self.groups[name].steps:
+                self.groups[name].steps.remove(message.step)
+                self.retired -= not self.groups[name].retired
+        for name in message.groups:
+            group = self.groups.get(name)
+            if group is None:
+                self.problem(f"step {message.step}: {name} was never issued")
+                continue
+            self.retired += not group.retired
+            group.steps.append(message.step)
+        return True

@@ -1,0 +1,193 @@
+"""Trajectories and scores into what a step computes on: sequences per segment, token for token as they were sampled.
+
+The idea: a segment's context is the concatenation of its turns' (prompt_ids, ids); nothing is tokenised again. The last
+sampled token of a segment was never forwarded, so the inputs of a segment of n tokens are its first n - 1, which is
+also what the routed rows and the spans cover. Loss falls on sampled tokens alone, summaries included: the final reward
+of a trajectory reaches every token it wrote, in all its segments (self-summarisation as in Composer 2).
+
+A token's version is that of the span that forwarded the position before it, in the turn that sampled it. When a
+trajectory moved to an engine without its KV, that engine forwarded the whole context again: the first forward of a
+position wrote the token after it, and its routes are the ones to replay.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.algorithms.advantages import group_advantages
+from headrace.messages.base import Array
+from headrace.messages.judging import Score
+from headrace.messages.rollout import Span, Trajectory, Turn
+from headrace.messages.training import BatchGroup
+from headrace.policy import moe
+
+_DTYPES = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32}
+
+
+class BatchError(ValueError):
+    """A record cannot be trained on as it is; the text names the trajectory and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One sequence: N inputs, M sampled tokens among what follows them."""
+
+    trajectory: str
+    ids: Tensor
+    """int64 [N]: every position that was forwarded."""
+    positions: Tensor
+    """int64 [M]: inputs whose next token was sampled, ascending."""
+    targets: Tensor
+    """int64 [M]: the sampled tokens."""
+    behaviour: Tensor
+    """float32 [M]: the sampler's log-probabilities."""
+    versions: Tensor
+    """int64 [M]: which version wrote each."""
+    routed: Tensor | None
+    """int64 [N, layers, top_k], rows of -1 where no record exists; None for a dense policy."""
+    spans: tuple[Span, ...]
+    """Every forward in the order of the record, cut to the N inputs: what re-scoring repeats."""
+    advantage: float
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step trains on, in the order of its manifest."""
+
+    segments: tuple[Segment, ...]
+    trajectories: int
+    rewards: tuple[float, ...]
+    passed: int
+    groups: tuple[str, ...]
+    fingerprints: frozenset[str]
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(len(segment.targets) for segment in self.segments)
+
+    def versions(self) -> list[int]:
+        """The version of every sampled token."""
+        return [version for segment in self.segments for version in segment.versions.tolist()]
+
+
+def build(groups: Sequence[BatchGroup], trajectories: Mapping[int, Trajectory], scores: Mapping[int, Score]) -> Batch:
+    """The batch of a manifest. `trajectories` and `scores` are keyed by stream sequence.
+
+    BatchError when a record is missing, belongs to another slot, or contradicts itself.
+    """
+    segments: list[Segment] = []
+    rewards: list[float] = []
+    fingerprints: set[str] = set()
+    passed = 0
+    for group in groups:
+        members: list[tuple[Trajectory, Score]] = []
+        for trajectory_seq, score_seq in group.slots:
+            if trajectory_seq not in trajectories or score_seq not in scores:
+                raise BatchError(f"group {group.group}: record {trajectory_seq} or {score_seq} is missing")
+            trajectory, score = trajectories[trajectory_seq], scores[score_seq]
+            slot = (trajectory.group, trajectory.slot, trajectory.attempt)
+            if slot != (score.group, score.slot, score.attempt) or trajectory.group != group.group:
+                raise BatchError(f"trajectory {trajectory.id}: its score belongs to another slot")
+            members.append((trajectory, score))
+        advantages = group_advantages([score.reward for _, score in members])
+        for (trajectory, score), advantage in zip(members, advantages, strict=True):
+            segments.extend(segments_of(trajectory, advantage))
+            fingerprints.add(trajectory.fingerprint)
+            rewards.append(score.reward)
+            passed += score.passed
+    return Batch(
+        tuple(segments), len(rewards), tuple(rewards), passed, tuple(g.group for g in groups), frozenset(fingerprints)
+    )
+
+
+def tensor(array: Array) -> Tensor:
+    """A message's array as a tensor of its own dtype."""
+    if not array.data:
+        return torch.empty(array.shape, dtype=_DTYPES[array.dtype])
+    return torch.frombuffer(bytearray(array.data), dtype=_DTYPES[array.dtype]).reshape(array.shape)
+
+
+def segments_of(trajectory: Trajectory, advantage: float = 0.0) -> list[Segment]:
+    """The segments of one trajectory that hold sampled tokens, in order."""
+    turns: dict[int, list[Turn]] = {}
+    for turn in trajectory.turns:
+        turns.setdefault(turn.segment, []).append(turn)
+    built = [_segment(trajectory, turns[number], advantage) for number in sorted(turns)]
+    return [segment for segment in built if segment is not None]
+
+
+def _segment(trajectory: Trajectory, turns: Sequence[Turn], advantage: float) -> Segment | None:
+    parts: list[Tensor] = []
+    positions: list[Tensor] = []
+    versions: list[int] = []
+    length = covered = 0
+    for turn in turns:
+        parts += [tensor(turn.prompt_ids).long(), tensor(turn.ids).long()]
+        start = length + len(turn.prompt_ids)
+        length = start + len(turn.ids)
+        if not len(turn.ids):
+            continue  # the engine gave nothing back, or the trajectory ended on results
+        if start == 0:
+            raise BatchError(f"trajectory {trajectory.id}: turn {turn.index} sampled without a context")
+        if len(turn.logprobs) != len(turn.ids):
+            raise BatchError(f"trajectory {trajectory.id}: turn {turn.index} lacks log-probabilities")
+        positions.append(torch.arange(start - 1, length - 1))
+        versions += _versions(trajectory, turn, start - 1, length - 1)
+        covered = length - 1
+    if not positions:
+        return None
+    at = torch.cat(positions)
+    ids = torch.cat(parts)
+    return Segment(
+        trajectory=trajectory.id,
+        ids=ids[:covered],
+        positions=at,
+        targets=ids[at + 1],
+        behaviour=torch.cat([tensor(turn.logprobs).float() for turn in turns if len(turn.ids)]),
+        versions=torch.tensor(versions),
+        routed=_routed(trajectory, turns, covered),
+        spans=tuple(_spans(turns, covered)),
+        advantage=advantage,
+        temperature=trajectory.sampling.temperature,
+    )
+
+
+def _versions(trajectory: Trajectory, turn: Turn, start: int, end: int) -> list[int]:
+    """The version that forwarded each of the positions start..end-1 in this turn."""
+    found = [span.version for at in range(start, end) for span in turn.spans if span.start <= at < span.end]
+    if len(found) != end - start or min(found) < 0:
+        raise BatchError(f"trajectory {trajectory.id}: the spans of turn {turn.index} do not cover what it sampled")
+    return found
+
+
+def _routed(trajectory: Trajectory, turns: Sequence[Turn], covered: int) -> Tensor | None:
+    """Routed rows of positions 0..covered-1; of several forwards of a position the first counts."""
+    rows: Tensor | None = None
+    for turn in turns:
+        if turn.routed is None or not turn.spans:
+            continue
+        found = moe.widen(tensor(turn.routed), *turn.routed.shape[1:])
+        start, end = turn.spans[0].start, turn.spans[-1].end
+        if found.shape[0] != end - start:
+            raise BatchError(f"trajectory {trajectory.id}: turn {turn.index} has routes for other positions than spans")
+        if rows is None:
+            rows = torch.full((covered, *found.shape[1:]), -1)
+        target = rows[start:end]  # shorter where the segment ends on a turn that sampled nothing
+        new = target[:, 0, 0] < 0
+        target[new] = found[: len(target)][new]
+    return rows
+
+
+def _spans(turns: Sequence[Turn], covered: int) -> list[Span]:
+    """Spans of all turns in record order; neighbours of one version become one."""
+    spans: list[Span] = []
+    for span in (span for turn in turns for span in turn.spans if span.start < covered):
+        if spans and spans[-1].version == span.version and spans[-1].end == span.start:
+            spans[-1] = Span(spans[-1].start, min(span.end, covered), span.version)
+        else:
+            spans.append(Span(span.start, min(span.end, covered), span.version))
+    return spans

@@ -1,0 +1,267 @@
+"""A batch's gradient from several processes of one machine: more cores without more threads.
+
+The idea: two torch threads on small matrices gain a third at best, and when another process wants a core they wait for
+each other spinning: fifty times slower was measured. Processes don't spin. A helper maps the very memory in which the
+parent's parameters lie and adds its gradient into memory that both map, so nothing is copied; a batch's share goes
+through a pipe, a few kilobytes. The parent adds the helpers' gradients in their order.
+
+The shares are part of the recipe: who computes one changes no bit, so a helper that dies is replaced by the parent.
+A helper ends when its standard input does; it cannot outlive its parent.
+
+Layout of the shared file (memfd): all parameters, then one gradient of all parameters per helper, each at a multiple of
+64 bytes.
+"""
+
+import mmap
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import IO, Protocol, Self
+
+import msgspec
+import torch
+from torch import Tensor
+
+from headrace.policy.config import PolicyConfig
+from headrace.policy.model import Model
+from headrace.policy.numerics import Numerics
+
+LEAD = 0.85
+"""The parent's share of a batch against an equal one: it makes the traces and takes the optimizer's step besides."""
+
+
+class Text(Protocol):
+    """A sequence with a loss weight per token; the weight of the first one is never used."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Token ids."""
+
+    @property
+    def weights(self) -> Sequence[float]:
+        """As many as ids."""
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True):
+    """What one process computes of a batch: flat ids and weights, and the batch's whole loss weight."""
+
+    lengths: list[int]
+    ids: list[int]
+    weights: list[float]
+    divisor: float
+
+
+class _Hello(msgspec.Struct, frozen=True):
+    """What a helper has to know."""
+
+    config: PolicyConfig
+    numerics: Numerics
+    fd: int
+    number: int
+
+
+def shares(texts: Sequence[Text], count: int) -> list[Share]:
+    """Cut a batch into `count` shares of about equal work, in order; late ones may be empty."""
+    divisor = sum(weight for text in texts for weight in text.weights[1:])
+    total = sum(len(text.ids) for text in texts)
+    lead = LEAD / count if count > 1 else 1.0
+    cuts = [lead + (1.0 - lead) * number / max(1, count - 1) for number in range(count)]
+    out = [Share([], [], [], divisor) for _ in cuts]
+    done, number = 0, 0
+    for text in texts:
+        while number < count - 1 and done >= cuts[number] * total:
+            number += 1
+        out[number].lengths.append(len(text.ids))
+        out[number].ids.extend(text.ids)
+        out[number].weights.extend(text.weights)
+        done += len(text.ids)
+    return out
+
+
+def backward(model: Model, share: Share) -> float:
+    """Add the gradient of a share's part of the weighted mean negative log-likelihood; returns that part."""
+    if not share.lengths:
+        return 0.0
+    flat, weights = torch.tensor(share.ids), torch.tensor(share.weights)
+    inside = torch.ones(len(flat), dtype=torch.bool)
+    inside[torch.tensor(share.lengths).cumsum(0) - 1] = False  # the last token of each is no input
+    targets, weights = flat[1:][inside[:-1]], weights[1:][inside[:-1]]
+    hidden = model(flat[inside], [length - 1 for length in share.lengths])
+    wanted = weights > 0
+    if not bool(wanted.any()):
+        return 0.0
+    logp, _ = model.selected_logprobs(hidden[wanted], targets[wanted], 1.0)
+    loss = -(weights[wanted] * logp).sum() / share.divisor
+    torch.autograd.backward(loss)
+    return float(loss.detach())
+
+
+def _views(model: Model, memory: mmap.mmap, offset: int) -> list[Tensor]:
+    """Tensors like the model's parameters, one after another in shared memory."""
+    out = []
+    for parameter in model.parameters():
+        flat = torch.frombuffer(memory, dtype=parameter.dtype, count=parameter.numel(), offset=offset)
+        out.append(flat.view(parameter.shape))
+        offset += -(-parameter.nbytes // 64) * 64
+    return out
+
+
+def _size(model: Model) -> int:
+    return sum(-(-parameter.nbytes // 64) * 64 for parameter in model.parameters())
+
+
+class _Helper:
+    """One child process and the memory of its gradient."""
+
+    def __init__(self, model: Model, fd: int, memory: mmap.mmap, number: int) -> None:
+        self.gradients = _views(model, memory, _size(model) * number)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "headrace.training.shards"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[fd],
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+        self.alive = self.send(msgspec.msgpack.encode(_Hello(model.config, model.numerics, fd, number)))
+
+    def send(self, frame: bytes) -> bool:
+        """Whether it was taken."""
+        assert self._process.stdin is not None
+        try:
+            _write(self._process.stdin, frame)
+        except OSError:
+            return False
+        return True
+
+    def loss(self) -> float | None:
+        """The answer to a share; None when the helper is gone."""
+        assert self._process.stdout is not None
+        frame = _read(self._process.stdout)
+        return None if frame is None else float(msgspec.msgpack.decode(frame, type=float))
+
+    def close(self) -> None:
+        """End it."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Shards:
+    """`with Shards(model, 2) as shards: loss = shards.backward(texts)` leaves the batch's gradient in the model."""
+
+    def __init__(self, model: Model, processes: int) -> None:
+        """processes: this one and its helpers; 1 starts none."""
+        self._model = model
+        self._processes = processes
+        self._helpers: list[_Helper] = []
+        self.lost = 0
+        """Helpers that died; their shares are computed here."""
+
+    def __enter__(self) -> Self:
+        if self._processes > 1:
+            size = _size(self._model)
+            fd = os.memfd_create("headrace-shards")
+            try:
+                os.ftruncate(fd, size * self._processes)
+                memory = mmap.mmap(fd, size * self._processes)
+                for parameter, view in zip(self._model.parameters(), _views(self._model, memory, 0), strict=True):
+                    parameter.data = view.copy_(parameter.data)
+                self._helpers = [_Helper(self._model, fd, memory, n) for n in range(1, self._processes)]
+            finally:
+                os.close(fd)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for helper in self._helpers:
+            helper.close()
+        if self._helpers:
+            for parameter in self._model.parameters():
+                parameter.data = parameter.data.clone()  # the shared memory goes with its last view
+        self._helpers = []
+
+    def backward(self, texts: Sequence[Text], meanwhile: Callable[[], None] = lambda: None) -> float:
+        """The batch's weighted mean loss, its gradient in the model. `meanwhile` runs while helpers still compute."""
+        parts = shares(texts, self._processes)
+        for helper, part in zip(self._helpers, parts[1:], strict=True):
+            if helper.alive and not helper.send(msgspec.msgpack.encode(part)):
+                self._lose(helper)
+        loss = backward(self._model, parts[0])
+        meanwhile()
+        for helper, part in zip(self._helpers, parts[1:], strict=True):
+            found = helper.loss() if helper.alive else None
+            if found is None and helper.alive:
+                self._lose(helper)
+            loss += self._alone(helper, part) if found is None else found
+            for parameter, gradient in zip(self._model.parameters(), helper.gradients, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = gradient.clone()
+                else:
+                    parameter.grad.add_(gradient)
+        return loss
+
+    def _lose(self, helper: _Helper) -> None:
+        helper.alive = False
+        self.lost += 1
+
+    def _alone(self, helper: _Helper, part: Share) -> float:
+        """Do a dead helper's work as it would have, into its memory."""
+        own = [parameter.grad for parameter in self._model.parameters()]
+        self._model.zero_grad(set_to_none=True)
+        loss = backward(self._model, part)
+        for parameter, gradient, kept in zip(self._model.parameters(), helper.gradients, own, strict=True):
+            gradient.zero_() if parameter.grad is None else gradient.copy_(parameter.grad)
+            parameter.grad = kept
+        return loss
+
+
+def _write(pipe: IO[bytes], frame: bytes) -> None:
+    pipe.write(struct.pack("<I", len(frame)) + frame)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes]) -> bytes | None:
+    """One frame, None at the end."""
+    head = pipe.read(4)
+    if len(head) < 4:
+        return None
+    (size,) = struct.unpack("<I", head)
+    frame = pipe.read(size)
+    return frame if len(frame) == size else None
+
+
+def serve(inbox: IO[bytes], outbox: IO[bytes]) -> None:
+    """A helper's life: parameters are the parent's memory, gradients are added into shared memory."""
+    torch.set_num_threads(1)
+    first = _read(inbox)
+    if first is None:
+        return
+    hello = msgspec.msgpack.decode(first, type=_Hello)
+    model = Model(hello.config, hello.numerics, seed=None)
+    memory = mmap.mmap(hello.fd, 0)
+    for parameter, view in zip(model.parameters(), _views(model, memory, 0), strict=True):
+        parameter.data = view
+    gradients = _views(model, memory, _size(model) * hello.number)
+    while (frame := _read(inbox)) is not None:
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient.zero_()
+        loss = backward(model, msgspec.msgpack.decode(frame, type=Share))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            if parameter.grad is not None and parameter.grad.data_ptr() != gradient.data_ptr():
+                gradient.copy_(parameter.grad)
+        _write(outbox, msgspec.msgpack.encode(loss))
+
+
+if __name__ == "__main__":
+    with suppress(BrokenPipeError, KeyboardInterrupt):
+        serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -1,0 +1,48 @@
+"""Frames into chunks of at most 0.9 MiB, so that a chunk's message stays under the house limit of 1 MiB.
+
+Layout: a chunk is whole frames, each behind a 4-byte little-endian length. So a chunk can be checked, decoded and
+fetched again without any other.
+"""
+
+from collections.abc import Iterator
+
+from headrace.weights.codec import Frame, from_bytes
+from headrace.weights.state import WeightError
+
+LIMIT = 900 << 10
+"""Bytes of a chunk, at most."""
+
+
+class Packer:
+    """Collects frames and gives out chunks as they fill."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def add(self, frame: bytes) -> bytes | None:
+        """Put a frame in; returns the chunk that it would have overfilled, if it would."""
+        need = 4 + len(frame)
+        if need > LIMIT:
+            raise WeightError(f"a frame of {len(frame)} bytes does not fit a chunk of {LIMIT}")
+        full = self.flush() if self._size + need > LIMIT else None
+        self._parts += [len(frame).to_bytes(4, "little"), frame]
+        self._size += need
+        return full
+
+    def flush(self) -> bytes | None:
+        """What has been collected, or None when nothing has."""
+        chunk = b"".join(self._parts) if self._parts else None
+        self._parts, self._size = [], 0
+        return chunk
+
+
+def frames(chunk: bytes) -> Iterator[Frame]:
+    """The frames of a chunk. WeightError when it is not whole."""
+    view, at = memoryview(chunk), 0
+    while at < len(chunk):
+        end = at + 4 + int.from_bytes(view[at : at + 4], "little")
+        if end > len(chunk) or end < at + 5:
+            raise WeightError(f"a chunk of {len(chunk)} bytes ends inside a frame")
+        yield from_bytes(bytes(view[at + 4 : end]))
+        at = end

@@ -1,0 +1,248 @@
+"""Units to frames and back: which code a unit gets, and how its frames are applied.
+
+The idea: per unit (`state.units`: a slab, or a run of small ones), count the changes and take the code that makes it
+smallest. An unchanged unit has no frame and costs nothing. Up to one change in twenty the sparse code (`sparse`) always
+wins, or `context`, where the link is dearer than the cores; above that three codes are tried on a sample of the unit
+and the smallest is taken. Dense codes work on byte planes, because exponents repeat and mantissas do not:
+``difference`` codes the zig-zag difference of all elements, ``full`` the new bits themselves and needs no base.
+
+Layout: a frame is a msgspec array of header and streams (`Frame`). Dense units and very full sparse ones are cut into
+several frames, so that every frame fits a chunk and every chunk can be read alone. A frame names the unit's hash
+before and after: one that was spliced in from another version is refused before it is applied. Nothing is pickled.
+
+Differences may be applied in place; from a separate base, a frame that is applied twice does no harm.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from headrace.weights import context, sparse
+from headrace.weights.sparse import Positions, planes, unplanes
+from headrace.weights.state import Bits, WeightError
+from headrace.weights.streams import METHODS, Stream, pack, unpack
+
+FULL, SPARSE, DIFFERENCE, CONTEXT = 0, 1, 2, 3
+NAMES = {FULL: "full", SPARSE: "d8", DIFFERENCE: "difference", CONTEXT: "d10"}
+
+
+class Recipe(NamedTuple):
+    """How sparse changes are coded, and the compression of all streams."""
+
+    sparse: int
+    method: int
+
+
+CODECS = {
+    "d8-zstd": Recipe(SPARSE, METHODS["zstd"]),
+    "d8-lz4": Recipe(SPARSE, METHODS["lz4"]),
+    "d10-zstd": Recipe(CONTEXT, METHODS["zstd"]),
+}
+"""What can be configured."""
+
+_ALWAYS_SPARSE = 0.05
+_FRAME_BYTES = 800 << 10
+"""A sparse frame's streams before compression, at most, apart from escapes; they add 16 KiB at most."""
+_DENSE_BYTES = 256 << 10
+"""A dense frame's share of the unit."""
+_SAMPLES, _SAMPLE = 8, 8192
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A piece of one unit. Positions count items of its slabs, laid one after the other."""
+
+    unit: int
+    """Index into `state.units` of the manifest's tensors."""
+    start: int
+    count: int
+    codec: int
+    items: int
+    """Elements that the streams hold: changed ones (d8, d10) or all of `count`."""
+    base: bytes
+    """`state.unit_hash` before, empty for `full`."""
+    target: bytes
+    """`state.unit_hash` after."""
+    streams: tuple[Stream, ...]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def to_bytes(frame: Frame) -> bytes:
+    """A frame as it travels."""
+    return _encoder.encode(frame)
+
+
+def from_bytes(data: bytes) -> Frame:
+    """A frame as it came. WeightError when it is none."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise WeightError(f"not a frame: {error}") from None
+
+
+class Place(NamedTuple):
+    """Which unit is coded, its dtype, and its hashes before (empty when there is no base) and after."""
+
+    unit: int
+    dtype: str
+    base: bytes
+    target: bytes
+
+
+def encode(
+    place: Place, base: Sequence[Bits] | None, target: Sequence[Bits], recipe: Recipe
+) -> Iterator[tuple[Frame, int]]:
+    """The frames of a unit, each with the number of elements that it changes.
+
+    base, target: the bits of the unit's slabs before and after; base None makes an anchor's frames. Slabs are compared
+    where they lie; only a dense unit of several is copied together.
+    """
+    if base is None:
+        yield from _dense(place, FULL, None, _joined(target), recipe.method)
+        return
+    at, old, new = _changes(base, target)
+    if not at.size:
+        return
+    codec = recipe.sparse
+    if codec == CONTEXT and (place.dtype not in context.EXPONENTS or at.size < 2 * context.LEAST_CHANGES):
+        codec = SPARSE
+    if at.size > _ALWAYS_SPARSE * sum(part.size for part in target):
+        base, target = [_joined(base)], [_joined(target)]
+        codec = choose(base[0], target[0], Recipe(codec, recipe.method), place.dtype)
+    if codec in (SPARSE, CONTEXT):
+        yield from _sparse(place, codec, at, sparse.fold(old, new), base, recipe.method)
+    else:
+        yield from _dense(place, codec, base[0], target[0], recipe.method)
+
+
+def _joined(parts: Sequence[Bits]) -> Bits:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _changes(base: Sequence[Bits], target: Sequence[Bits]) -> tuple[Positions, Bits, Bits]:
+    """Changes of a unit, positions counted through its slabs."""
+    if len(target) == 1:
+        return sparse.changes(base[0], target[0])
+    found, offset = [], 0
+    for before, after in zip(base, target, strict=True):
+        at, old, new = sparse.changes(before, after)
+        at += offset
+        found.append((at, old, new))
+        offset += after.size
+    return tuple(np.concatenate(column) for column in zip(*found, strict=True))  # type: ignore[return-value]
+
+
+def choose(base: Bits, target: Bits, recipe: Recipe, dtype: str) -> int:
+    """The codec that makes a sample of the unit smallest: eight runs spread evenly, all of it when it is small."""
+    if target.size > _SAMPLES * _SAMPLE:
+        starts = np.linspace(0, target.size - _SAMPLE, _SAMPLES).astype(int)
+        base = np.concatenate([base[s : s + _SAMPLE] for s in starts])
+        target = np.concatenate([target[s : s + _SAMPLE] for s in starts])
+    at, old, new = sparse.changes(base, target)
+    streams = {
+        recipe.sparse: _pack(recipe.sparse, at, sparse.fold(old, new), [base], dtype, recipe.method),
+        DIFFERENCE: (pack(planes(sparse.fold(base, target)), recipe.method),),
+        FULL: (pack(planes(target), recipe.method),),
+    }
+    return min(streams, key=lambda codec: sum(len(stream.data) for stream in streams[codec]))
+
+
+def _pack(codec: int, at: Positions, folded: Bits, base: Sequence[Bits], dtype: str, method: int) -> tuple[Stream, ...]:
+    """Streams of sparse changes; positions count from the first item of `base`."""
+    if codec == SPARSE:
+        return (pack(sparse.gaps_of(at), method), *sparse.pack_values(folded, method))
+    fields = [context.exponents(part, dtype) for part in base]
+    return context.encode(fields[0] if len(fields) == 1 else np.concatenate(fields), at, folded, method)
+
+
+def _sparse(
+    place: Place, codec: int, at: Positions, folded: Bits, base: Sequence[Bits], method: int
+) -> Iterator[tuple[Frame, int]]:
+    size = sum(part.size for part in base)
+    most = _FRAME_BYTES // (2 + (folded.itemsize if folded.itemsize > 1 else 0))
+    if codec == CONTEXT and at.size > most:
+        base = [_joined(base)]
+    for first in range(0, at.size, most):
+        part = slice(first, first + most)
+        start = int(at[first]) if first else 0
+        end = int(at[first + most]) if first + most < at.size else size
+        span = base if (start, end) == (0, size) or codec == SPARSE else [base[0][start:end]]
+        streams = _pack(codec, at[part] - start, folded[part], span, place.dtype, method)
+        items = len(folded[part])
+        yield _frame(place, start, end - start, codec, items, streams), items
+
+
+def _dense(place: Place, codec: int, base: Bits | None, target: Bits, method: int) -> Iterator[tuple[Frame, int]]:
+    step = _DENSE_BYTES // target.itemsize
+    for start in range(0, target.size, step):
+        new = target[start : start + step]
+        changed = new.size
+        content = new
+        if base is not None:
+            old = base[start : start + step]
+            changed = int(np.count_nonzero(old != new))
+            if codec == DIFFERENCE:
+                content = sparse.fold(old, new)
+        # A stream per plane: a plane of noise is stored and does not spoil the table of the next one.
+        streams = tuple(pack(plane, method) for plane in planes(content).reshape(content.itemsize, -1))
+        yield _frame(place, start, new.size, codec, new.size, streams), changed
+
+
+def _frame(place: Place, start: int, count: int, codec: int, items: int, streams: tuple[Stream, ...]) -> Frame:
+    return Frame(
+        unit=place.unit,
+        start=start,
+        count=count,
+        codec=codec,
+        items=items,
+        base=b"" if codec == FULL else place.base,
+        target=place.target,
+        streams=streams,
+    )
+
+
+def apply(frame: Frame, base: Bits | None, target: Bits, dtype: str) -> None:
+    """Write what a frame changes into `target`, reading the old bits from `base`, which may be the same array.
+
+    base, target: the unit's bits, of one length; dtype as safetensors spells it. A sparse frame writes the changed
+    elements alone, so the rest of `target` has to hold the base's bits already. WeightError for a frame that does not
+    fit, or whose streams do not open; `target` then may hold a part of it.
+    """
+    start, end = frame.start, frame.start + frame.count
+    if not 0 <= start < end <= target.size:
+        raise WeightError(f"a frame of elements {start} to {end} in a unit of {target.size}")
+    part = target[start:end]
+    if frame.codec == SPARSE and len(frame.streams) == 3:
+        if not 0 < frame.items <= frame.count:
+            raise WeightError(f"{frame.items} changes in a frame of {frame.count} elements")
+        gaps = unpack(frame.streams[0], frame.items + frame.count // sparse.ESCAPE + 1)
+        at = sparse.positions_of(gaps)
+        if at.size != frame.items or at[-1] >= frame.count:
+            raise WeightError(f"gaps name {at.size} positions where {frame.items} below {frame.count} were promised")
+        folded = sparse.unpack_values(frame.streams[1], frame.streams[2], frame.items, target.dtype)
+        part[at] = _base(base, start, end)[at] + sparse.unfold(folded)
+    elif frame.codec == CONTEXT and dtype in context.EXPONENTS and len(frame.streams) > 2:
+        if not 0 < frame.items <= frame.count:
+            raise WeightError(f"{frame.items} changes in a frame of {frame.count} elements")
+        old = _base(base, start, end)
+        fields = context.exponents(old, dtype)
+        at, folded = context.decode(fields, frame.streams, frame.items, target.dtype)
+        part[at] = old[at] + sparse.unfold(folded)
+    elif frame.codec in (FULL, DIFFERENCE) and len(frame.streams) == target.itemsize and frame.items == frame.count:
+        content = np.concatenate([unpack(stream, frame.count) for stream in frame.streams])
+        if content.size != frame.count * target.itemsize:
+            raise WeightError(f"{content.size} bytes for {frame.count} elements of {target.itemsize} bytes")
+        whole = unplanes(content, target.dtype)
+        part[:] = whole if frame.codec == FULL else _base(base, start, end) + sparse.unfold(whole)
+    else:
+        raise WeightError(f"a frame of codec {frame.codec} with {len(frame.streams)} streams cannot be read here")
+
+
+def _base(base: Bits | None, start: int, end: int) -> Bits:
+    if base is None:
+        raise WeightError("an anchor holds a frame that needs a base")
+    return base[start:end]

@@ -1,0 +1,108 @@
+"""What the chain of a run says about itself, as text: `headrace weights log | show | verify`."""
+
+import tempfile
+import time
+from pathlib import Path
+
+from headrace.messages import subjects
+from headrace.messages.weights import WeightHead, WeightManifest
+from headrace.weights import chain, snapshot
+from headrace.weights.encoding import digest
+from headrace.weights.state import WeightError
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
+
+
+def _ratio(found: WeightManifest) -> str:
+    return f"{found.raw_bytes / found.wire_bytes:.1f}x" if found.wire_bytes else "empty"
+
+
+def _base(found: WeightManifest) -> str:
+    return "anchor" if found.base_version < 0 else f"{found.base_version} +"
+
+
+def _changed(found: WeightManifest) -> str:
+    return f"{100 * found.changed / max(1, found.elements):.3g} %"
+
+
+async def log(source: chain.Source, run: str) -> str:
+    """A line per committed version: when, from which base, how much changed, bytes, ratio, speed, state."""
+    lines = [f"{'version':>7}  {'committed':19}  {'from':>7}  {'changed':>8}  {'wire':>10}  {'ratio':>7}  state"]
+    async for stored in source.history(chain.STREAM, subjects.WEIGHT_HEAD.at(run=run)):
+        commit: WeightHead = stored.message
+        found = await chain.manifest(source, run, commit.manifest_seq)
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.time))
+        lines.append(
+            f"{found.version:>7}  {when}  {_base(found):>7}  {_changed(found):>8}  {_size(found.wire_bytes):>10}  "
+            f"{_ratio(found):>7}  {found.state_hash[:16]}"
+        )
+    if len(lines) == 1:
+        return f"run {run} has published no version"
+    return "\n".join(lines)
+
+
+async def commit_of(source: chain.Source, run: str, version: int) -> WeightHead:
+    """The head record of a version, the newest for -1. WeightError when it was never committed."""
+    found: WeightHead | None = None
+    async for _, commit in chain.heads(source, run):
+        if version in (-1, commit.version):
+            found = commit
+    if found is None:
+        raise WeightError(f"run {run} never committed {'a version' if version < 0 else f'version {version}'}")
+    return found
+
+
+async def show(source: chain.Source, run: str, version: int = -1) -> str:
+    """One version in full: its manifest, and how a node that has nothing would build it."""
+    commit = await commit_of(source, run, version)
+    found = await chain.manifest(source, run, commit.manifest_seq)
+    way = await chain.plan(source, commit)
+    gbs = f"{found.raw_bytes / found.encode_s / 1e9:.2f} GB/s" if found.encode_s else "-"
+    rows = {
+        "version": f"{found.version} of run {run}",
+        "state": found.state_hash,
+        "base": f"version {found.base_version}, {found.base_hash}" if found.base_version >= 0 else "none: an anchor",
+        "manifest": f"sequence {commit.manifest_seq}, sha256 {digest(found)[:16]}, parent {found.parent[:16] or '-'}",
+        "learning rate": f"{found.learning_rate:g}",
+        "tensors": f"{len(found.tensors)}, {found.elements} elements, {_size(found.raw_bytes)}",
+        "slabs": f"{len(found.slab_hashes) // 16}",
+        "changed": f"{found.changed} elements, {_changed(found)}",
+        "wire": f"{_size(found.wire_bytes)} in {len(found.chunks)} chunks, {_ratio(found)}, encoded at {gbs}",
+        "from nothing": f"anchor {way.manifests[0].version} and {len(way.manifests) - 1} deltas, "
+        f"{_size(way.wire_bytes)}",
+    }
+    return "\n".join(f"{key:>14}  {value}" for key, value in rows.items())
+
+
+async def verify(source: chain.Source, run: str, version: int = -1) -> tuple[bool, str]:
+    """Build a version from its anchor as a stranger would, and check every chunk, slab, parent and the state.
+
+    True and a sentence when all of it holds; False and the first thing that does not.
+    """
+    try:
+        commit = await commit_of(source, run, version)
+        way = await chain.plan(source, commit)
+        current = await chain.manifest(source, run, commit.manifest_seq)
+        while current.base_version >= 0 and current.version > way.manifests[0].version:
+            before = await chain.manifest(source, run, current.base_seq)
+            if digest(before) != current.parent:
+                return False, f"version {current.version} names another parent than the manifest of {before.version}"
+            current = before
+        with tempfile.TemporaryDirectory(prefix="headrace-verify-") as folder:
+            path = Path(folder) / "v.safetensors"
+            await chain.build(source, way, path)
+            found = snapshot.file_hash(path)
+    except WeightError as error:
+        return False, str(error)
+    if found != commit.state_hash:
+        return False, f"version {commit.version} builds to state {found}, not {commit.state_hash}"
+    return True, (
+        f"version {commit.version} of run {run} holds: state {found}, from anchor {way.manifests[0].version} through "
+        f"{len(way.manifests) - 1} deltas, {_size(way.wire_bytes)}"
+    )

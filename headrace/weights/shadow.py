@@ -1,0 +1,213 @@
+"""The shadow: a version in the making beside the one that is served, and the checks that let it out.
+
+The idea: one unit (a slab, or a run of small ones) at a time lies open in a buffer that stays in the processor's
+cache: copied from the base, changed by its frames, hashed, written into a temporary snapshot file. A chain's later
+manifests read it back from there. The file gets the version's name only when every slab's hash equals the manifest's:
+a version is never there in part.
+
+What is checked when: a chunk's sha256 before it is opened; a frame's place, and the slab hashes it names, before it is
+applied; every slab of the last version after that. Versions on the way of a chain are not hashed: whatever went wrong
+there shows in the last.
+
+Trade-off: a unit whose frames come scattered is read back each time; senders put them one after the other.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from headrace.messages.weights import ChunkInfo, TensorInfo, WeightManifest
+from headrace.weights import codec, state
+from headrace.weights.chunks import frames
+from headrace.weights.snapshot import Draft, Snapshot
+from headrace.weights.state import HASH_BYTES, Bits, Part, WeightError
+
+
+class Damaged(WeightError):
+    """A chunk is not what its manifest says: fetching it again may help."""
+
+
+class Refused(WeightError):
+    """A version cannot be built from what was given: its base, or the version itself, is broken."""
+
+
+def check_manifest(manifest: WeightManifest) -> None:
+    """Refused when a manifest contradicts itself."""
+    if any(side < 0 for info in manifest.tensors for side in info.shape):
+        raise Refused(f"the manifest of version {manifest.version} has a tensor of negative size")
+    if len(manifest.slab_hashes) != sum(map(state.slab_count, manifest.tensors)) * HASH_BYTES:
+        raise Refused(f"the manifest of version {manifest.version} has hashes for other slabs than its tensors have")
+    if state.root(manifest.tensors, manifest.slab_hashes) != manifest.state_hash:
+        raise Refused(f"the slab hashes of version {manifest.version} do not give its state hash")
+
+
+def check_chunk(manifest: WeightManifest, info: ChunkInfo, data: bytes) -> None:
+    """Damaged when a chunk is not the one that the manifest names."""
+    found = hashlib.sha256(data).hexdigest()
+    if found != info.sha256:
+        raise Damaged(
+            f"chunk {info.seq} of version {manifest.version} (sequence {info.stream_seq}) does not match its manifest: "
+            f"sha256 {found[:12]}, {len(data)} bytes, instead of {info.sha256[:12]}, {info.bytes} bytes"
+        )
+
+
+class Shadow:
+    """Builds one file by applying manifests in chain order; `finish` verifies and gives it its name."""
+
+    def __init__(self, path: str | Path, first: WeightManifest, base: Snapshot | None):
+        """`first` is the first manifest that will be applied; its base is `base`, or None when it is an anchor."""
+        check_manifest(first)
+        if (base is None) != (first.base_version < 0):
+            raise Refused(f"version {first.version} {'needs a base' if base is None else 'is an anchor'}")
+        if base is not None and base.tensors != _plain(first):
+            raise Refused(f"{base.path.name} does not hold the tensors of version {first.version}")
+        self._base, self._manifest = base, first
+        self._draft = Draft(path, first.tensors)
+        self.path = self._draft.path
+        self._units = state.units(first.tensors)
+        self._written = [False] * len(self._units)
+        self._verified = [False] * len(self._units)
+        self._open = -1
+        """Index of the unit in the buffer."""
+        sizes = (sum(part.items for part in unit) * self._kind(unit[0]).itemsize for unit in self._units)
+        self._buffer = np.empty(max(sizes, default=0), np.uint8)
+        self._hashes = b""
+        """Slab hashes that the state has by the last manifest; empty before the first delta."""
+        self._done: set[int] = set()
+        self._last = True
+
+    def _kind(self, part: Part) -> np.dtype[np.unsignedinteger]:
+        return state.unsigned(self._manifest.tensors[part.tensor].dtype)
+
+    def begin(self, manifest: WeightManifest) -> None:
+        """Go on to the next manifest of the chain. Refused when it does not follow from the one before."""
+        before = self._manifest
+        if manifest is before:
+            return
+        check_manifest(manifest)
+        self._complete()
+        self._close()
+        if manifest.base_hash != before.state_hash or manifest.tensors != before.tensors:
+            raise Refused(f"version {manifest.version} is not a delta to version {before.version}")
+        self._manifest, self._hashes, self._done = manifest, before.slab_hashes, set()
+        self._verified = [False] * len(self._units)
+
+    def add(self, info: ChunkInfo, data: bytes, *, last: bool = True) -> None:
+        """Apply a chunk of the current manifest. One that is there already is skipped.
+
+        last: this manifest is the chain's last, so units are verified as they are written.
+        Damaged when the chunk is not what the manifest names; Refused when its frames do not fit.
+        """
+        if info.seq in self._done:
+            return
+        check_chunk(self._manifest, info, data)
+        self._last = last
+        try:
+            for frame in frames(data):
+                self._apply(frame)
+        except Refused:
+            raise
+        except WeightError as error:
+            raise Refused(f"chunk {info.seq} of version {self._manifest.version}: {error}") from None
+        self._done.add(info.seq)
+
+    def _apply(self, frame: codec.Frame) -> None:
+        manifest = self._manifest
+        if not 0 <= frame.unit < len(self._units):
+            raise Refused(f"a frame for unit {frame.unit} of {len(self._units)}")
+        unit = self._units[frame.unit]
+        if frame.target != state.unit_hash(unit, manifest.slab_hashes):
+            raise Refused(f"a frame of {self._name(unit)} belongs to another version than {manifest.version}")
+        if frame.base and self._hashes and frame.base != state.unit_hash(unit, self._hashes):
+            raise Refused(f"a frame of {self._name(unit)} was made for another base than {manifest.base_version}")
+        if self._open != frame.unit:
+            self._close()
+            self._load(frame.unit)
+        view = self._view(frame.unit)
+        base = None if manifest.base_version < 0 else view
+        codec.apply(frame, base, view, manifest.tensors[unit[0].tensor].dtype)
+
+    def _name(self, unit: Sequence[Part]) -> str:
+        return self._manifest.tensors[unit[0].tensor].name
+
+    def _view(self, index: int) -> Bits:
+        """The buffer as the bits of a unit."""
+        unit = self._units[index]
+        kind = self._kind(unit[0])
+        return self._buffer[: sum(part.items for part in unit) * kind.itemsize].view(kind)
+
+    def _parts(self, index: int) -> Iterator[tuple[Part, Bits]]:
+        """The slabs of a unit with their bits in the buffer."""
+        view, at = self._view(index), 0
+        for part in self._units[index]:
+            yield part, view[at : at + part.items]
+            at += part.items
+
+    def _load(self, index: int) -> None:
+        for part, view in self._parts(index):
+            if self._written[index]:
+                self._draft.read(part.tensor, part.start, view)
+            elif self._base is not None:
+                source = self._base.array(self._manifest.tensors[part.tensor])
+                np.copyto(view, source[part.start : part.start + part.items])
+            else:
+                view.fill(0)
+        self._open = index
+
+    def _close(self) -> None:
+        """Write the open unit; hash it while it is in the cache."""
+        index, self._open = self._open, -1
+        if index < 0:
+            return
+        good = self._last
+        for part, view in self._parts(index):
+            good = good and state.slab_hash(view) == self._wanted(part)
+            self._draft.write(part.tensor, part.start, view)
+        self._verified[index], self._written[index] = good, True
+
+    def _wanted(self, part: Part) -> bytes:
+        return self._manifest.slab_hashes[part.slab * HASH_BYTES : (part.slab + 1) * HASH_BYTES]
+
+    def _verify(self, index: int) -> None:
+        """A unit as it will be in the file: one from the base that nothing touched is written on the way."""
+        self._load(index)
+        self._open = -1
+        for part, view in self._parts(index):
+            if state.slab_hash(view) != self._wanted(part):
+                raise Refused(
+                    f"version {self._manifest.version}: slab {part.slab} ({self._manifest.tensors[part.tensor].name} "
+                    f"from element {part.start}) does not hash to what the manifest says; its base or a frame is broken"
+                )
+            if not self._written[index]:
+                self._draft.write(part.tensor, part.start, view)
+
+    def _complete(self) -> None:
+        missing = [info.seq for info in self._manifest.chunks if info.seq not in self._done]
+        if missing:
+            raise Refused(f"version {self._manifest.version} lacks chunks {missing[:8]}")
+
+    def finish(self) -> str:
+        """Verify every slab, give the file its name, return the state hash. Refused leaves no file."""
+        self._complete()
+        self._close()
+        for index, verified in enumerate(self._verified):
+            if not verified:
+                self._verify(index)
+        # Not durable on purpose: a file that a power loss tore is found by its hash and built again from the chain.
+        self._draft.commit(durable=False)
+        return self._manifest.state_hash
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._draft.__exit__(kind, error, at)
+
+
+def _plain(manifest: WeightManifest) -> tuple[TensorInfo, ...]:
+    """The manifest's tensors without their shards, as a snapshot file names them."""
+    return tuple(TensorInfo(info.name, info.dtype, info.shape) for info in manifest.tensors)

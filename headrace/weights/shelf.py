@@ -1,0 +1,89 @@
+"""The versions that a node holds as files: verified when they were written, verified again after a restart.
+
+One folder, one writer: ``<version>.safetensors`` per version. A file whose bits do not give the hash that its builder
+wrote down is not on the shelf.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from headrace.weights import snapshot
+from headrace.weights.state import WeightError
+
+
+class Shelf:
+    """Files of versions in one folder, by version and state hash."""
+
+    def __init__(self, folder: str | Path):
+        """The folder need not exist yet."""
+        self.folder = Path(folder)
+        self._hashes: dict[int, str] = {}
+
+    def scan(self) -> dict[int, str]:
+        """Take stock after a start: hash every file, remove half-written and unreadable ones. Version to state hash."""
+        self._hashes = {}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for part in self.folder.glob(".*.part"):
+            part.unlink()
+        for file in self.folder.glob("*.safetensors"):
+            if file.stem.isdigit():
+                try:
+                    self._hashes[int(file.stem)] = snapshot.file_hash(file)
+                except WeightError:
+                    file.unlink()
+        return dict(self._hashes)
+
+    def path(self, version: int) -> Path:
+        """Where a version's file lies, or would."""
+        return self.folder / f"{version}.safetensors"
+
+    def find(self, version: int, state_hash: str) -> Path | None:
+        """The file of exactly this state, if it is here."""
+        path = self.path(version)
+        return path if self._hashes.get(version) == state_hash and path.exists() else None
+
+    def put(self, version: int, state_hash: str) -> Path:
+        """Note a verified file that now lies at `path(version)`."""
+        self._hashes[version] = state_hash
+        return self.path(version)
+
+    def take(self, source: str | Path, version: int) -> Path:
+        """Another's file under our name: a hard link, so its owner may delete his; a copy across file systems.
+
+        The caller verifies it and then says `put`. FileNotFoundError when it is gone.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.path(version)
+        part = self.folder / f".{version}.{os.getpid()}.part"
+        part.unlink(missing_ok=True)
+        try:
+            os.link(source, part)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            shutil.copyfile(source, part)
+        self._hashes.pop(version, None)
+        os.replace(part, path)
+        # POSIX: replacing a name by another link to the same file does nothing and leaves both.
+        part.unlink(missing_ok=True)
+        return path
+
+    def versions(self) -> list[int]:
+        """Versions on the shelf, ascending."""
+        return sorted(self._hashes)
+
+    def drop(self, versions: Iterable[int]) -> None:
+        """Remove versions; whoever has one mapped keeps it."""
+        for version in versions:
+            self._hashes.pop(version, None)
+            self.path(version).unlink(missing_ok=True)
+
+    def keep(self, newest: int, pinned: Iterable[int] = ()) -> list[int]:
+        """Remove all but the `newest` highest versions and the pinned ones; returns what was removed."""
+        held = self.versions()
+        stay = set(held[max(0, len(held) - newest) :]) | set(pinned)
+        gone = [version for version in held if version not in stay]
+        self.drop(gone)
+        return gone

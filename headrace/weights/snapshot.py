@@ -1,0 +1,198 @@
+"""Snapshot files: the published weights of one version as one safetensors file, mapped by whoever reads it.
+
+The idea: a version is written once, under its final name only when it is whole (temporary name, fsync, rename), and
+from then on never changed. Trainer and sender, receiver and engine share it by mapping: there is no copy of weights
+through the bus on one node.
+
+Layout: plain safetensors, so any other tool reads it. Tensors lie by falling item size, then by name, which keeps
+every one aligned. The state hash stands in the metadata as ``state_hash``: a hint for people, never trusted by code.
+"""
+
+import itertools
+import json
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.messages.weights import TensorInfo
+from headrace.weights import state
+from headrace.weights.state import Bits, WeightError
+
+_MAX_HEADER = 100 << 20
+_serial = itertools.count()
+
+
+def _header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The file's head (length word included) and each tensor's offset from the start of the file."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offsets: dict[str, int] = {}
+    at = 0
+    for info in sorted(tensors, key=lambda info: (-state.itemsize(info.dtype), info.name)):
+        end = at + state.nbytes(info)
+        entries[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, end]}
+        offsets[info.name] = at
+        at = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: offset + len(head) for name, offset in offsets.items()}
+
+
+class Draft:
+    """A snapshot file in the making: tensors are written into a temporary file that `commit` gives its name.
+
+    Left without `commit` (an error, a cancellation), the temporary file is removed: a half version never has a name.
+    Written with pwrite, not through a mapping: page faults on a fresh file cost twice the time (measured).
+    """
+
+    def __init__(self, path: str | Path, tensors: Sequence[TensorInfo], metadata: Mapping[str, str] | None = None):
+        """Make room for `tensors` beside `path`. OSError when the disk has none."""
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.{next(_serial)}.part")
+        head, offsets = _header(tensors, metadata or {})
+        self._at = [offsets[info.name] for info in tensors]
+        size = len(head) + sum(state.nbytes(info) for info in tensors)
+        self._file = open(self._temporary, "wb+", buffering=0)  # closed by _discard
+        try:
+            # Ask for the blocks now: a full disk is an error here, not somewhere in the middle.
+            os.posix_fallocate(self._file.fileno(), 0, size)
+            self._put(head, 0)
+        except OSError:
+            self._discard()
+            raise
+
+    def _put(self, data: bytes | memoryview, at: int) -> None:
+        while len(data):
+            done = os.pwrite(self._file.fileno(), data, at)
+            data, at = data[done:], at + done
+
+    def write(self, tensor: int, start: int, part: Bits) -> None:
+        """Put bits of the tensor with that index at item `start` of its flat view."""
+        if part.size:
+            self._put(part.view(np.uint8).data, self._at[tensor] + start * part.itemsize)
+
+    def read(self, tensor: int, start: int, into: Bits) -> None:
+        """Read bits back that were written before."""
+        view, at = into.view(np.uint8).data, self._at[tensor] + start * into.itemsize
+        while len(view):
+            done = os.preadv(self._file.fileno(), [view], at)
+            if not done:
+                raise WeightError(f"{self._temporary.name} ends early")
+            view, at = view[done:], at + done
+
+    def commit(self, *, durable: bool = True) -> None:
+        """Give the file its name; durable: it survives a loss of power."""
+        if durable:
+            os.fsync(self._file.fileno())
+        os.replace(self._temporary, self.path)
+        if not durable:
+            return
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._discard()
+
+    def _discard(self) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+class Snapshot:
+    """A snapshot file, mapped: what is in it, and its bits. Views keep the mapping alive after the file is deleted."""
+
+    def __init__(self, path: str | Path):
+        """Map a file. WeightError when it is not a whole safetensors file; OSError when it cannot be opened."""
+        self.path = Path(path)
+        with open(self.path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < 8:
+                raise WeightError(f"{self.path} is not a safetensors file: shorter than its length word")
+            # Copy-on-write: torch wants writable memory, the file stays as it is.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.tensors, self._offsets, self.metadata = _parse(self._map, self.path)
+
+    def array(self, info: TensorInfo) -> Bits:
+        """Flat bit view of one tensor."""
+        kind = state.unsigned(info.dtype)
+        count = state.nbytes(info) // kind.itemsize
+        if not count:
+            return np.empty(0, kind)
+        at = self._offsets[info.name]
+        raw = np.frombuffer(self._map, np.uint8, count * kind.itemsize, at)
+        return (raw if at % kind.itemsize == 0 else raw.copy()).view(kind)
+
+    def arrays(self) -> list[Bits]:
+        """Flat bit views in name order."""
+        return [self.array(info) for info in self.tensors]
+
+    def hashes(self) -> bytes:
+        """16 bytes per slab, of the bits that are in the file now."""
+        return state.slab_hashes(self.tensors, self.arrays())
+
+    def state_hash(self) -> str:
+        """The state hash of the bits that are in the file now."""
+        return state.root(self.tensors, self.hashes())
+
+
+def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorInfo, ...], dict[str, int], dict[str, str]]:
+    length = int.from_bytes(data[:8], "little")
+    if length > min(_MAX_HEADER, len(data) - 8):
+        raise WeightError(f"{path} is not a safetensors file: its header would be {length} bytes")
+    try:
+        entries: dict[str, Any] = json.loads(data[8 : 8 + length])
+        metadata = dict(entries.pop("__metadata__", {}))
+        tensors, offsets = [], {}
+        for name in sorted(entries):
+            entry = entries[name]
+            info = TensorInfo(name, entry["dtype"], tuple(entry["shape"]))
+            start, end = entry["data_offsets"]
+            if end - start != state.nbytes(info) or start < 0 or 8 + length + end > len(data):
+                raise WeightError(f"{path}: tensor {name!r} does not lie whole inside the file")
+            tensors.append(info)
+            offsets[name] = 8 + length + start
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightError(f"{path} is not a safetensors file: {error}") from None
+    return tuple(tensors), offsets, metadata
+
+
+def write(path: str | Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write named tensors as one file, whole or not at all; returns their state hash. OSError on a full disk."""
+    described = state.infos(tensors)
+    arrays = state.state_bits(tensors)
+    digest = state.root(described, state.slab_hashes(described, arrays))
+    with Draft(path, described, {"state_hash": digest}) as draft:
+        for tensor, array in enumerate(arrays):
+            draft.write(tensor, 0, array)
+        draft.commit()
+    return digest
+
+
+def read(path: str | Path) -> dict[str, Tensor]:
+    """Named tensors that lie in the mapped file: nothing is read until it is used, writes stay private."""
+    file = Snapshot(path)
+    out: dict[str, Tensor] = {}
+    for info in file.tensors:
+        array = file.array(info)
+        dtype = state.DTYPES[info.dtype]
+        flat = torch.from_numpy(array.view(np.uint8)).view(dtype) if array.size else torch.empty(0, dtype=dtype)
+        out[info.name] = flat.reshape(info.shape)
+    return out
+
+
+def file_hash(path: str | Path) -> str:
+    """The state hash of a file's tensors, taken from its bits."""
+    return Snapshot(path).state_hash()

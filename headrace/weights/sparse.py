@@ -1,0 +1,143 @@
+"""D8: the sparse delta. Which elements changed, as gaps in bytes; by how much, as one byte of units in the last place.
+
+The idea: at the learning rates of reinforcement learning one weight in a hundred changes per step, nine in ten of
+those by one unit in the last place (ULP). So a change costs two small symbols: the gap to the one before, and the
+difference of the two bit patterns as unsigned numbers modulo 2^w, zig-zag folded so that +-1 become 2 and 1. Taking
+bit patterns for integers makes the code exact for every pattern there is: NaN payloads, minus zero, a changed sign,
+denormals. An entropy coder (zstd's Huffman stage) then brings a change to about nine bits in bf16.
+
+Why a 255 escape instead of a wider type: gaps are geometric, one long gap would cost a whole tensor its byte width
+(PULSE, slime and arc_v3 have that cliff). Gap 255 * q + r is q bytes of 255 and then r < 255.
+
+Layout of the streams: gaps (u1, escapes included), values (u1, one per change; 255 says "see exceptions" unless the
+weights are themselves bytes), exceptions (byte planes of the zig-zag numbers that do not fit, low plane first).
+
+Trade-off: gaps do not use that small weights change more often (the exponent tells); that is worth another third of
+the size at half of the speed and is a codec of its own.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.weights.state import Bits, WeightError
+from headrace.weights.streams import Bytes, Stream, pack, unpack
+
+Positions = NDArray[np.int64]
+ESCAPE = 255
+
+
+def changes(base: Bits, target: Bits) -> tuple[Positions, Bits, Bits]:
+    """Positions that differ, ascending, with the old and the new bits there; equal lengths are the caller's care.
+
+    Compares eight bytes at a time first: at one change in a hundred, 96 words of a hundred need no second look.
+    Above one word in three that no longer pays (measured), and elements are compared one by one.
+    """
+    shift = 3 - base.itemsize.bit_length() + 1
+    lanes = 1 << shift
+    whole = base.size >> shift << shift
+    if whole and not (base.ctypes.data | target.ctypes.data) % 8:
+        olds, news = base[:whole].view(np.uint64), target[:whole].view(np.uint64)
+        words = np.flatnonzero(olds != news)
+        if words.size * 3 < olds.size:
+            old, new = olds[words].view(base.dtype), news[words].view(base.dtype)
+            hits = np.flatnonzero(old != new)
+            at, old, new = (words[hits >> shift] << shift) + (hits & (lanes - 1)), old[hits], new[hits]
+            if whole == base.size:
+                return at, old, new
+            tail = np.flatnonzero(base[whole:] != target[whole:]) + whole
+            return np.r_[at, tail], np.r_[old, base[tail]], np.r_[new, target[tail]]
+    at = np.flatnonzero(base != target)
+    return at, base[at], target[at]
+
+
+def fold(old: Bits, new: Bits) -> Bits:
+    """Zig-zag of (new - old) mod 2^w: 0, -1, +1, -2 ... become 0, 1, 2, 3 ..."""
+    width = old.itemsize * 8
+    difference = (new - old).view(f"<i{old.itemsize}")
+    folded: Bits = ((difference << 1) ^ (difference >> (width - 1))).view(old.dtype)
+    return folded
+
+
+def unfold(folded: Bits) -> Bits:
+    """The difference mod 2^w that `fold` was given."""
+    out: Bits = (folded >> 1) ^ np.negative(folded & 1)
+    return out
+
+
+def gaps_of(at: Positions) -> Bytes:
+    """Ascending positions as gap bytes, counted from -1."""
+    if not at.size:
+        return np.empty(0, np.uint8)
+    gaps = np.empty(at.size, np.int64)
+    gaps[0] = at[0]
+    np.subtract(at[1:], at[:-1], out=gaps[1:])
+    gaps[1:] -= 1
+    rest = gaps.astype(np.uint8)
+    long = np.flatnonzero(gaps >= ESCAPE)
+    if not long.size:
+        return rest
+    escapes, rest[long] = np.divmod(gaps[long], ESCAPE)
+    ends = np.arange(at.size)
+    ends[long[0] :] += np.repeat(np.cumsum(escapes), np.diff(long, append=at.size))
+    out = np.full(int(ends[-1]) + 1, ESCAPE, np.uint8)
+    out[ends] = rest
+    return out
+
+
+def positions_of(gaps: Bytes) -> Positions:
+    """Positions from gap bytes."""
+    ends = gaps != ESCAPE
+    at = np.cumsum(gaps + ends, dtype=np.int64)
+    at -= 1
+    return at if ends.all() else at[ends]
+
+
+def small(folded: Bits) -> Bytes:
+    """Zig-zag numbers as one byte each; 255 where they do not fit, unless they are bytes themselves."""
+    if folded.itemsize == 1:
+        return folded.astype(np.uint8, copy=False)
+    out = folded.astype(np.uint8)
+    out[folded >= ESCAPE] = ESCAPE
+    return out
+
+
+def pack_values(folded: Bits, method: int) -> tuple[Stream, Stream]:
+    """Values and exceptions of zig-zag numbers."""
+    wide = folded[folded >= ESCAPE] if folded.itemsize > 1 else folded[:0]
+    return pack(small(folded), method), pack(planes(wide), method)
+
+
+def unpack_values(values: Stream, exceptions: Stream, items: int, kind: np.dtype[np.unsignedinteger]) -> Bits:
+    """`items` zig-zag numbers. WeightError when the streams do not hold exactly that many."""
+    found = unpack(values, items)
+    if found.size != items:
+        raise WeightError(f"{found.size} values for {items} changes")
+    return widen(found, exceptions, kind)
+
+
+def widen(found: Bytes, exceptions: Stream, kind: np.dtype[np.unsignedinteger]) -> Bits:
+    """Zig-zag numbers from their bytes and the exceptions in the same order."""
+    if kind.itemsize == 1:
+        return found
+    folded = found.astype(kind)
+    wide = np.flatnonzero(found == ESCAPE)
+    rest = unplanes(unpack(exceptions, wide.size * kind.itemsize), kind)
+    if rest.size != wide.size:
+        raise WeightError(f"{rest.size} exceptions for {wide.size} escapes")
+    folded[wide] = rest
+    return folded
+
+
+def planes(array: Bits) -> Bytes:
+    """Byte planes of an array, the lowest byte of every element first: equal bytes come to lie together."""
+    if array.itemsize == 1:
+        return array.astype(np.uint8, copy=False)
+    return np.ascontiguousarray(array.view(np.uint8).reshape(-1, array.itemsize).T).reshape(-1)
+
+
+def unplanes(data: Bytes, kind: np.dtype[np.unsignedinteger]) -> Bits:
+    """The array whose byte planes these are."""
+    if data.size % kind.itemsize:
+        raise WeightError(f"{data.size} bytes are no planes of {kind.itemsize}-byte elements")
+    out: Bits = np.ascontiguousarray(data.reshape(kind.itemsize, -1).T).reshape(-1).view(kind)
+    return out

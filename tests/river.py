@@ -1,0 +1,122 @@
+"""What surrounds a trainer, small: real samples of published versions, scores and closings, over the bus."""
+
+import asyncio
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import msgspec
+import torch
+
+from headrace.actors.trainer import Trainer
+from headrace.bus.connection import Bus
+from headrace.config import Config
+from headrace.messages.ledger import ClosedSlot, GroupClosed
+from headrace.messages.rollout import Trajectory, Turn
+from headrace.messages.subjects import CLOSE, EVENT, SCORE, STEP, TRAJ
+from headrace.messages.training import SnapshotReady, StepDone, StepFailed, StepManifest
+from headrace.policy.model import Model
+from headrace.weights import snapshot
+from tests.training import world
+
+torch.set_num_threads(1)  # two threads on two busy cores wait for each other
+GROUP, PER_STEP = 2, 2
+
+
+def config(folder: Path, **sections: dict[str, Any]) -> Config:
+    fields: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(folder)},
+        "curriculum": {"group_size": GROUP, "groups_per_step": PER_STEP, "steps": 50},
+        "trainer": {"checkpoint_every": 2},
+        **sections,
+    }
+    changed = {name: msgspec.structs.replace(getattr(world.CONFIG, name), **keys) for name, keys in fields.items()}
+    return msgspec.structs.replace(world.CONFIG, **changed)
+
+
+class River:
+    """Feeds a run: samples with the published versions, as engines would, and closes groups in order."""
+
+    def __init__(self, bus: Bus, run: str, folder: Path) -> None:
+        self.bus, self.run = bus, run
+        self.folder = folder / run
+        self.folder.mkdir(parents=True)
+        (self.folder / "tokenizer.json").write_text(world.TOKENIZER)
+        self.models: dict[int, Model] = {}
+        self.hashes: dict[int, str] = {}
+
+    async def version(self, number: int) -> SnapshotReady:
+        """Wait for a version and load it."""
+        async with asyncio.timeout(60):
+            where = EVENT.where(run=self.run, actor="trainer", type="snapshot_ready")
+            async for received in self.bus.follow("HR_EVENT", where):
+                ready = received.message
+                if ready.version not in self.models:
+                    self.models[ready.version] = world.model()
+                    self.models[ready.version].load_state(snapshot.read(ready.path))
+                    self.hashes[ready.version] = ready.state_hash
+                if ready.version == number:
+                    assert isinstance(ready, SnapshotReady)
+                    return ready
+        raise AssertionError
+
+    async def group(self, batch: int, number: int, spoilt: bool = False) -> None:
+        """Sample, score and close one group of a batch. Half of its tokens are one version old."""
+        name, versions = f"g{batch * PER_STEP + number:06d}", [max(0, batch - 1), batch, batch, batch]
+        slots = []
+        for slot in range(GROUP):
+            made = msgspec.structs.replace(
+                world.episode(self.models, name, slot, batch * 10 + number, versions), run=self.run
+            )
+            if spoilt:
+                made = without_logprobs(made)
+            seq = await self.bus.publish(TRAJ.at(run=self.run, group=name), made)
+            score = msgspec.structs.replace(world.score(made), run=self.run, trajectory_seq=seq)
+            where = SCORE.at(run=self.run, judge="j1", group=name)
+            score_seq = await self.bus.publish(where, score)
+            slots.append(
+                ClosedSlot(
+                    slot=slot,
+                    attempt=0,
+                    trajectory_seq=seq,
+                    score_seq=score_seq,
+                    reward=score.reward,
+                    oldest_version=versions[0],
+                )
+            )
+        closed = GroupClosed(
+            run=self.run,
+            group=name,
+            task=made.task,
+            group_size=GROUP,
+            slots=tuple(slots),
+            oldest_version=versions[0],
+        )
+        await self.bus.publish(CLOSE.at(run=self.run, group=name), closed)
+
+    async def batch(self, number: int, spoilt: bool = False) -> None:
+        """All groups of one batch."""
+        await self.version(number)
+        for group in range(PER_STEP):
+            await self.group(number, group, spoilt)
+
+    async def steps(self) -> list[StepManifest | StepDone | StepFailed]:
+        """What is written about steps."""
+        found = [r.message async for r in self.bus.history("HR_STEP", STEP.at(run=self.run))]
+        return [record for record in found if isinstance(record, StepManifest | StepDone | StepFailed)]
+
+
+def without_logprobs(made: Trajectory) -> Trajectory:
+    turns: list[Turn] = [msgspec.structs.replace(t, logprobs=type(t.logprobs)("<f4", (0,), b"")) for t in made.turns]
+    return msgspec.structs.replace(made, turns=tuple(turns))
+
+
+def kill(actor: Trainer) -> None:
+    """As kill -9 would: nothing more is written, nothing is told."""
+    for task in list(actor._tasks):
+        task.cancel()
+    actor._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def new_run() -> str:
+    return f"r{token_hex(4)}"

@@ -1,0 +1,98 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from headrace.policy.model import Model
+from headrace.training import checkpoint
+from headrace.training.checkpoint import CheckpointError
+from headrace.training.state import TrainerState
+from tests.training.test_state import IDS, backward
+from tests.training.world import NUMERICS, POLICY, model
+
+
+def moved(steps: int = 2) -> TrainerState:
+    state = TrainerState(model())
+    for _ in range(steps):
+        backward(state.model)
+        state.apply(1e-2)
+        state.version += 1
+    return state
+
+
+def blank() -> TrainerState:
+    return TrainerState(Model(POLICY, NUMERICS, seed=None))
+
+
+def test_goes_on_bit_equal(tmp_path: Path) -> None:
+    state, other = moved(), blank()
+    checkpoint.save(tmp_path / "c", state, position={"close_seq": 17, "fence": "x"})
+    found = checkpoint.load(tmp_path / "c", other)
+    assert found.position == {"close_seq": 17, "fence": "x"}
+    assert (other.version, other.step) == (2, 2)
+    for each in (state, other):
+        for _ in range(3):
+            backward(each.model)
+            each.apply(1e-2)
+    assert state.hash() == other.hash()
+    tensors = other.tensors()
+    assert all(torch.equal(value, tensors[name]) for name, value in state.tensors().items())
+
+
+def test_without_the_moments_it_would_not(tmp_path: Path) -> None:
+    state, other = moved(), blank()
+    other.restore(state.tensors(), version=2, step=0)
+    for each in (state, other):
+        backward(each.model)
+        each.apply(1e-2)
+    assert state.hash() != other.hash()
+
+
+def test_a_fresh_state_has_no_moments_yet(tmp_path: Path) -> None:
+    state, other = moved(0), blank()
+    checkpoint.save(tmp_path / "c", state)
+    assert checkpoint.load(tmp_path / "c", other).kept == {}
+    assert state.hash() == other.hash()
+
+
+def test_keeps_versions(tmp_path: Path) -> None:
+    state = moved()
+    weights = {3: model(3).state(), 4: model(4).state()}
+    checkpoint.save(tmp_path / "c", state, kept=weights)
+    found = checkpoint.load(tmp_path / "c", blank())
+    assert found.kept.keys() == {3, 4}
+    again = Model(POLICY, NUMERICS, seed=None)
+    again.load_state(found.kept[4])
+    with torch.no_grad():
+        assert torch.equal(again(IDS, [20]), model(4)(IDS, [20]))
+
+
+def test_replaces_the_old_one_whole(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", moved(1))
+    checkpoint.save(tmp_path / "c", moved(2))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+    other = blank()
+    checkpoint.load(tmp_path / "c", other)
+    assert other.version == 2
+
+
+def test_refuses_what_is_broken_or_foreign(tmp_path: Path) -> None:
+    file = tmp_path / "c"
+    with pytest.raises(FileNotFoundError):
+        checkpoint.load(file, blank())
+    checkpoint.save(file, moved())
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="bits that were written"):
+        checkpoint.load(file, blank())
+    checkpoint.save(file, moved())
+    small = msgspec.structs.replace(POLICY, layers=1, vocab=300)
+    with pytest.raises(CheckpointError, match="another model"):
+        checkpoint.load(file, TrainerState(Model(small, NUMERICS, seed=0)))
+    from headrace.weights import snapshot
+
+    snapshot.write(file, model().state())
+    with pytest.raises(CheckpointError, match="not a trainer checkpoint"):
+        checkpoint.load(file, blank())

@@ -1,0 +1,79 @@
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+import torch
+
+from headrace.config import MidTraining
+from headrace.training.mid_training import MidTrainingFailed, Progress, batches, learning_rate, run
+from tests.training.world import model
+
+RECIPE = MidTraining(tokens=6000, batch_tokens=100, learning_rate=1e-2, processes=1)
+
+
+@dataclass
+class Text:
+    ids: list[int]
+    weights: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.weights = self.weights or [1.0] * len(self.ids)
+
+
+def texts() -> Iterator[Text]:
+    """Count upwards from somewhere; the first token is anything."""
+    for start in itertools.count():
+        yield Text([300, *(20 + (start + i) % 40 for i in range(12))])
+
+
+def test_learns_what_it_reads() -> None:
+    net, seen = model(), list[Progress]()
+    steps = run(net, texts(), RECIPE, seen.append, every=10)
+    assert seen[-1].step == steps == 63
+    assert seen[-1].tokens >= 6000
+    assert seen[0].loss > 3.0
+    assert seen[-1].loss < 0.8
+
+
+def test_the_same_traces_give_the_same_bits() -> None:
+    left, right = model(), model()
+    for net in (left, right):
+        run(net, texts(), RECIPE)
+    assert all(torch.equal(value, right.state()[name]) for name, value in left.state().items())
+
+
+def test_a_helper_process_changes_nothing_but_the_time() -> None:
+    """Two shares by two processes, by one that lost its helper, and by hand: the same weights."""
+    recipe = msgspec.structs.replace(RECIPE, tokens=1000, processes=2)
+    left, right = model(), model()
+    run(left, texts(), recipe)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.executable", "/bin/false")
+        run(right, texts(), recipe)
+    state = left.state()
+    assert all(torch.equal(value, state[name]) for name, value in right.state().items())
+    assert not torch.equal(state["lm_head.weight"], model().state()["lm_head.weight"])
+
+
+def test_batches_are_cut_in_order() -> None:
+    made = list(batches([Text([1] * n) for n in (60, 50, 30, 80, 10)], 100))
+    assert [[len(text.ids) for text in group] for group in made] == [[60, 50], [30, 80]]
+
+
+def test_the_rate_rises_and_falls() -> None:
+    recipe = MidTraining(learning_rate=1.0, warmup=0.1)
+    rates = [learning_rate(recipe, done / 100) for done in range(101)]
+    assert max(rates) == rates[10] == pytest.approx(1.0)
+    assert rates[0] < 0.02
+    assert rates[100] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_broken_numbers_stop_it() -> None:
+    net = model()
+    with torch.no_grad():
+        net.head[3, 3] = float("nan")
+    with pytest.raises(MidTrainingFailed, match="step 0"):
+        run(net, texts(), RECIPE)

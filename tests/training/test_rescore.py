@@ -1,0 +1,69 @@
+import math
+
+import msgspec
+import pytest
+import torch
+
+from headrace.messages.base import Array
+from headrace.policy.model import Model
+from headrace.policy.scoring import ScoringError
+from headrace.training.batch import Batch, build, segments_of
+from headrace.training.rescore import difference, rescore
+from tests.training.world import batch, episode, model
+
+
+def models() -> dict[int, Model]:
+    older, newer = model(), model()
+    with torch.no_grad():
+        newer.get_parameter("layers.0.qkv").mul_(1.02)
+    return {0: older, 1: newer}
+
+
+def made(spans: list[int]) -> Batch:
+    manifest, trajectories, scores = batch(models(), 1, spans)
+    return build(manifest.groups, trajectories, scores)
+
+
+def test_the_samplers_bits_come_back_across_a_swap_in_flight() -> None:
+    for spans in ([0, 0, 0, 0], [0, 1, 1, 1], [0, 0, 1, 1], [1, 1, 1, 1]):
+        found = rescore(models(), made(spans), sample=5, seed=1)
+        assert found == (0.0, 20)
+
+
+def test_scoring_with_the_newest_weights_alone_would_not_do() -> None:
+    (segment,) = segments_of(episode(models(), "g", 0, 1, [0, 0, 1, 1]))
+    assert difference(models(), segment) == 0.0
+    assert difference({0: models()[1], 1: models()[1]}, segment) > 0.0
+
+
+def test_a_wrong_record_shows() -> None:
+    trajectory = episode(models(), "g", 0, 1, [0, 0, 1, 1])
+    turn = trajectory.turns[1]
+    lied = msgspec.structs.replace(turn, logprobs=Array.of([x + 0.25 for x in turn.logprobs.tolist()], "<f4"))
+    (segment,) = segments_of(msgspec.structs.replace(trajectory, turns=(trajectory.turns[0], lied)))
+    assert difference(models(), segment) == pytest.approx(0.25)
+
+
+def test_the_sample_follows_the_seed() -> None:
+    data = made([0, 0, 1, 1])
+    lied = torch.zeros(2)
+    for seed in (1, 2):
+        for segment in data.segments:
+            segment.behaviour.copy_(segment.behaviour)  # the same batch for both
+        lied[seed - 1] = rescore(models(), data, sample=3, seed=seed).tokens
+    assert lied.tolist() == [12, 12]
+    data.segments[4].behaviour.sub_(1.0)
+    seen = [rescore(models(), data, sample=3, seed=seed).max_abs_dlp > 0.5 for seed in range(30)]
+    assert 0 < sum(seen) < 30
+    assert seen == [rescore(models(), data, sample=3, seed=seed).max_abs_dlp > 0.5 for seed in range(30)]
+
+
+def test_nothing_to_score_is_not_a_zero() -> None:
+    found = rescore(models(), made([0, 0, 1, 1]), sample=0, seed=1)
+    assert math.isnan(found.max_abs_dlp)
+    assert found.tokens == 0
+
+
+def test_a_version_that_is_not_kept_is_an_error() -> None:
+    with pytest.raises(ScoringError, match="version 0"):
+        rescore({1: models()[1]}, made([0, 0, 1, 1]), sample=1, seed=1)

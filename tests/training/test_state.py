@@ -1,0 +1,67 @@
+import msgspec
+import pytest
+import torch
+
+from headrace.policy.model import Model
+from headrace.policy.numerics import probe
+from headrace.training.state import TrainerState
+from tests.training.world import POLICY, model
+
+IDS = torch.arange(20) % 7
+
+
+def backward(net: Model, by: float = 1.0) -> None:
+    logp, _ = net.selected_logprobs(net(IDS[:-1], [19]), IDS[1:], 1.0)
+    torch.autograd.backward(-logp.sum() * by)
+
+
+def test_float32_masters_are_the_parameters() -> None:
+    state = TrainerState(model())
+    own = dict(state.model.named_parameters())
+    assert all(master is own[name] for name, master in state.master.items())
+
+
+def test_an_update_is_adamw() -> None:
+    state, twin = TrainerState(model()), model()
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(3):
+        backward(state.model)
+        state.apply(1e-2)
+        backward(twin)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(state.master[name], parameter, rtol=1e-5, atol=1e-7)
+    assert state.step == 3
+
+
+def test_bfloat16_is_served_and_float32_remembered() -> None:
+    config = msgspec.structs.replace(POLICY, dtype="bfloat16")
+    state = TrainerState(Model(config, probe(config, exact=False), seed=0))
+    start = {name: master.clone() for name, master in state.master.items()}
+    for _ in range(4):
+        backward(state.model)
+        state.apply(1e-6)  # far below what bfloat16 resolves near most weights
+    moved = state.master["layers.0.qkv"] - start["layers.0.qkv"]
+    assert (moved != 0).float().mean() > 0.9
+    served = state.model.get_parameter("layers.0.qkv")
+    assert served.dtype == torch.bfloat16
+    assert torch.equal(served, state.master["layers.0.qkv"].bfloat16())
+
+
+def test_gradient_norm_and_clipping() -> None:
+    state = TrainerState(model())
+    backward(state.model)
+    norm = state.gradient_norm()
+    by_torch = torch.nn.utils.get_total_norm([p.grad for p in state.model.parameters() if p.grad is not None])
+    assert norm == pytest.approx(float(by_torch), rel=1e-5)
+    state.model.get_parameter("norm").grad = torch.full((POLICY.dim,), torch.nan)
+    assert state.gradient_norm() != state.gradient_norm()
+
+
+def test_the_hash_follows_the_bits() -> None:
+    state, other = TrainerState(model()), TrainerState(model())
+    assert state.hash() == other.hash()
+    backward(state.model)
+    state.apply(1e-3)
+    assert state.hash() != other.hash()

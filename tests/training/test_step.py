@@ -1,0 +1,146 @@
+import dataclasses
+
+import msgspec
+import pytest
+import torch
+
+from headrace.config import Algorithm
+from headrace.training.batch import Batch, build
+from headrace.training.state import TrainerState
+from headrace.training.step import StepOutcome, accumulate, learning_rate, micro_batches, take
+from tests.training.world import CONFIG, batch, model
+
+
+def made(version: int = 0, **changes: float) -> Batch:
+    manifest, trajectories, scores = batch({0: model()}, version, [0, 0, 0, 0])
+    scores = {seq: msgspec.structs.replace(score, **changes) for seq, score in scores.items()}
+    return build(manifest.groups, trajectories, scores)
+
+
+def one_step(state: TrainerState, data: Batch, micro_tokens: int = 64, **changes: object) -> StepOutcome:
+    algorithm = msgspec.structs.replace(CONFIG.algorithm, **changes)
+    return take(state, data, algorithm=algorithm, micro_tokens=micro_tokens, bound=1)
+
+
+def test_the_same_inputs_give_the_same_bits() -> None:
+    outcomes = []
+    for _ in range(2):
+        state = TrainerState(model())
+        outcomes.append([one_step(state, made()), one_step(state, made())])
+    assert [o.state_hash for o in outcomes[0]] == [o.state_hash for o in outcomes[1]]
+    assert outcomes[0][0].state_hash != outcomes[0][1].state_hash
+
+
+def test_trainer_and_sampler_agree_on_fresh_samples() -> None:
+    outcome = one_step(TrainerState(model()), made())
+    assert outcome.k1 == outcome.k3 == 0.0
+    assert outcome.clipped == 0.0
+    assert 0 < outcome.entropy < 6
+    assert (outcome.version, outcome.tokens, outcome.trained_slots, outcome.staleness) == (1, 64, 16, {"0": 64})
+
+
+def test_stale_samples_are_seen_and_weighed() -> None:
+    state = TrainerState(model())
+    one_step(state, made())
+    outcome = one_step(state, made())
+    assert outcome.staleness == {"1": 64}
+    assert outcome.staleness_max == 1
+    assert outcome.k3 > 0.0
+    refused = one_step(state, made())
+    assert refused.failed == "too_stale"
+    assert refused.version == 3
+
+
+def test_the_gradient_is_that_of_the_objective() -> None:
+    state, data = TrainerState(model()), made()
+    figures = accumulate(state, data, CONFIG.algorithm, 10_000)
+    nudge = 1e-3 * torch.randn(state.model.head.shape, generator=torch.Generator().manual_seed(1))
+    assert state.model.head.grad is not None
+    slope = float((state.model.head.grad * nudge).sum())
+
+    def objective(sign: float) -> float:
+        with torch.no_grad():
+            state.model.head.add_(nudge, alpha=sign)
+            total = 0.0
+            for segment in data.segments:
+                hidden = state.model(segment.ids, [len(segment.ids)], segment.routed)
+                logp, _ = state.model.selected_logprobs(hidden[segment.positions], segment.targets, 1.0)
+                total -= segment.advantage * float(logp.double().sum())
+            state.model.head.sub_(nudge, alpha=sign)
+        return total / (data.trajectories * CONFIG.algorithm.constant_tokens)
+
+    assert (objective(1.0) - objective(-1.0)) / 2 == pytest.approx(slope, rel=1e-2)
+    assert figures.loss == pytest.approx(objective(0.0), rel=1e-4)
+
+
+def test_micro_batches_change_only_the_rounding() -> None:
+    norms = []
+    for tokens in (16, 64, 10_000):
+        state = TrainerState(model())
+        accumulate(state, made(), CONFIG.algorithm, tokens)
+        norms.append(state.gradient_norm())
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+    assert len(list(micro_batches(made().segments, 16))) == 8
+    assert len(list(micro_batches(made().segments, 10_000))) == 1
+
+
+def test_groups_without_advantage_are_counted_but_not_computed() -> None:
+    state = TrainerState(model())
+    before = state.hash()
+    outcome = one_step(state, made(reward=1.0))
+    assert (outcome.failed, outcome.computed_tokens, outcome.trained_slots, outcome.tokens) == ("", 0, 16, 64)
+    assert outcome.state_hash == before
+    assert (outcome.version, state.step) == (1, 0)
+
+
+def test_a_refused_step_keeps_the_bytes() -> None:
+    state = TrainerState(model())
+    before = state.hash()
+    with torch.no_grad():
+        spoilt = made()
+        spoilt.segments[0].behaviour.fill_(float("nan"))
+    outcome = one_step(state, spoilt)
+    assert outcome.failed == "loss_not_finite"
+    assert "nan" in outcome.detail
+    assert (outcome.state_hash, outcome.version, outcome.trained_slots) == (before, 1, 0)
+    assert one_step(state, made(), max_grad_norm=1e-9).failed == "gradient_spike"
+    assert state.hash() == before
+
+
+def test_routes_are_replayed() -> None:
+    """Forcing other experts changes the log-probabilities; the recorded ones give the sampler's."""
+    data = made()
+    forced = []
+    for segment in data.segments:
+        assert segment.routed is not None
+        forced.append(dataclasses.replace(segment, routed=(segment.routed + 1) % 4))
+    outcome = one_step(TrainerState(model()), dataclasses.replace(data, segments=tuple(forced)))
+    assert outcome.k3 > 1e-6
+
+
+def test_kl_holds_a_policy_to_its_reference() -> None:
+    moved, reference = TrainerState(model()), model()
+    one_step(moved, made())
+    algorithm = msgspec.structs.replace(CONFIG.algorithm, kl_weight=0.5)
+    outcome = take(moved, made(reward=0.0), algorithm=algorithm, micro_tokens=64, bound=9, reference=reference)
+    assert outcome.computed_tokens == 64  # without an advantage the KL term still pulls
+    assert outcome.grad_norm > 0.0
+
+
+def test_tokens_far_off_policy_can_be_masked() -> None:
+    losses, cut = [], []
+    for weighting in ("truncated", "masked"):
+        data = made()
+        for segment in data.segments:
+            segment.behaviour.sub_(1.0)  # every ratio is e
+        outcome = one_step(TrainerState(model()), data, weighting=weighting)
+        losses.append(outcome.grad_norm)
+        cut.append(outcome.clipped)
+    assert cut == [1.0, 1.0]
+    assert losses[0] > 0.0
+    assert losses[1] == 0.0
+
+
+def test_warm_up() -> None:
+    algorithm = Algorithm(learning_rate=1.0, warmup_steps=4)
+    assert [learning_rate(algorithm, step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]

@@ -1,0 +1,143 @@
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.config import Config
+from headrace.messages.base import Array
+from headrace.policy.config import PolicyConfig
+from headrace.policy.model import Model
+from headrace.training.step import StepOutcome
+from headrace.training.trainer import Trainer, TrainerError
+from headrace.weights import snapshot
+from tests.training.test_mid_training import texts
+from tests.training.world import CONFIG, NUMERICS, TOKENIZER, batch
+
+
+def prepare(folder: Path, config: Config = CONFIG) -> Trainer:
+    return Trainer.prepare(config, folder, tokenizer_json=TOKENIZER, traces=texts)
+
+
+def changed(**sections: Mapping[str, object]) -> Config:
+    return msgspec.structs.replace(
+        CONFIG, **{name: msgspec.structs.replace(getattr(CONFIG, name), **keys) for name, keys in sections.items()}
+    )
+
+
+def models(trainer: Trainer) -> dict[int, Model]:
+    return {**trainer.kept, trainer.version: trainer.state.model}
+
+
+def advance(trainer: Trainer, steps: int) -> list[StepOutcome]:
+    """Each batch begins under the version before and is finished by the current one."""
+    outcomes = []
+    for _ in range(steps):
+        now = trainer.version
+        before = max(0, now - 1)
+        outcomes.append(trainer.step(*batch(models(trainer), now, [before, now, now, now], trainer.config)))
+    return outcomes
+
+
+def test_learns_with_stale_samples_and_keeps_every_law(tmp_path: Path) -> None:
+    outcomes = advance(prepare(tmp_path), 25)
+    assert [outcome.version for outcome in outcomes] == list(range(1, 26))
+    assert sum(o.reward_mean for o in outcomes[-5:]) / 5 > sum(o.reward_mean for o in outcomes[:5]) / 5 + 0.25
+    assert all(outcome.max_abs_dlp == 0.0 for outcome in outcomes)
+    assert all(outcome.rescored_tokens == 12 and outcome.exact and not outcome.failed for outcome in outcomes)
+    assert outcomes[5].staleness == {"0": 48, "1": 16}
+    assert len({outcome.state_hash for outcome in outcomes}) == 25
+
+
+def test_a_killed_trainer_goes_on_bit_equal(tmp_path: Path) -> None:
+    whole = [o.state_hash for o in advance(prepare(tmp_path / "a"), 6)]
+    first = prepare(tmp_path / "b")
+    advance(first, 3)
+    first.save({"close_seq": 12})
+    advance(first, 1)  # lost by the kill, and taken again
+    second = prepare(tmp_path / "b")
+    assert second.resumed
+    assert (second.version, second.position, set(second.kept)) == (3, {"close_seq": 12}, {2})
+    assert [o.state_hash for o in advance(second, 3)] == whole[3:]
+
+
+def test_resuming_another_machine_copy_gives_the_same(tmp_path: Path) -> None:
+    first = prepare(tmp_path / "a")
+    advance(first, 2)
+    first.save({})
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert advance(first, 2)[-1].state_hash == advance(prepare(tmp_path / "b"), 2)[-1].state_hash
+
+
+def test_publishes_the_served_bytes(tmp_path: Path) -> None:
+    trainer = prepare(tmp_path)
+    (outcome,) = advance(trainer, 1)
+    assert trainer.publish(tmp_path / "v1.safetensors") == outcome.state_hash
+    served = Model(PolicyConfig.read(trainer.policy_folder), NUMERICS, seed=None)
+    served.load_state(snapshot.read(tmp_path / "v1.safetensors"))
+    assert snapshot.file_hash(tmp_path / "v1.safetensors") == outcome.state_hash
+
+
+def test_mid_training_comes_first_and_is_not_repeated(tmp_path: Path) -> None:
+    config = changed(mid_training={"tokens": 500, "batch_tokens": 100})
+    seen: list[int] = []
+    made = Trainer.prepare(
+        config, tmp_path, tokenizer_json=TOKENIZER, traces=texts, progress=lambda p: seen.append(p.tokens)
+    )
+    assert seen[-1] >= 500
+    assert made.version == 0
+    assert made.state.hash() != prepare(tmp_path / "untrained").state.hash()
+    again = Trainer.prepare(config, tmp_path, tokenizer_json=TOKENIZER, traces=lambda: [])
+    assert again.resumed
+    assert again.state.hash() == made.state.hash()
+
+
+def test_a_bad_batch_moves_the_version_and_not_the_bytes(tmp_path: Path) -> None:
+    trainer = prepare(tmp_path)
+    before = trainer.state.hash()
+    manifest, trajectories, scores = batch(models(trainer), 0, [0, 0, 0, 0])
+    first = trajectories[1]
+
+    def with_turns(**changes: object) -> dict[int, object]:
+        turns = tuple(msgspec.structs.replace(turn, **changes) for turn in first.turns)
+        return {**trajectories, 1: msgspec.structs.replace(first, turns=turns)}
+
+    cases = [
+        ("bad_batch", with_turns(logprobs=Array.of([-1.0], "<f4"))),
+        ("routes_missing", with_turns(routed=None)),
+        ("bad_batch", {}),
+    ]
+    for number, (reason, records) in enumerate(cases):
+        outcome = trainer.step(msgspec.structs.replace(manifest, version=number), records, scores)  # type: ignore[arg-type]
+        assert (outcome.failed, outcome.version, outcome.state_hash) == (reason, number + 1, before)
+        assert outcome.detail
+    assert not advance(trainer, 1)[0].failed
+
+
+def test_a_manifest_of_another_version_is_the_callers_mistake(tmp_path: Path) -> None:
+    trainer = prepare(tmp_path)
+    records = batch(models(trainer), 0, [0, 0, 0, 0])
+    trainer.step(*records)
+    with pytest.raises(ValueError, match="updates version 0, this is 1"):
+        trainer.step(*records)
+
+
+def test_the_reference_policy_survives_a_restart(tmp_path: Path) -> None:
+    config = changed(algorithm={"kl_weight": 0.1})
+    first = prepare(tmp_path / "a", config)
+    hashes = [o.state_hash for o in advance(first, 4)]
+    other = prepare(tmp_path / "b", config)
+    advance(other, 2)
+    other.save({})
+    assert [o.state_hash for o in advance(prepare(tmp_path / "b", config), 2)] == hashes[2:]
+
+
+def test_a_run_keeps_its_policy_and_tokenizer(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    with pytest.raises(TrainerError, match=r"config\.json is of another policy"):
+        prepare(tmp_path, changed(policy={"dim": 64}))
+    with pytest.raises(TrainerError, match=r"tokenizer\.json is of another policy"):
+        Trainer.prepare(CONFIG, tmp_path, tokenizer_json=TOKENIZER + " ", traces=texts)
+    with pytest.raises(TrainerError, match="vocabulary only 300"):
+        prepare(tmp_path / "b", changed(policy={"vocab": 300}))

@@ -1,0 +1,247 @@
+"""The chain over a real broker: released, walked, built, repaired; and a sender that slept is refused."""
+
+import asyncio
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.bus.connection import Bus
+from headrace.bus.errors import WrongSequence
+from headrace.messages import subjects
+from headrace.messages.weights import WeightChunk, WeightHead
+from headrace.weights import chain, release, report, snapshot
+from headrace.weights.encoding import Encoding
+from headrace.weights.release import Commit
+from headrace.weights.shadow import Damaged, Refused
+from headrace.weights.shelf import Shelf
+from headrace.weights.snapshot import Snapshot
+from headrace.weights.state import WeightError
+from tests.conftest import Connect
+from tests.weights.samples import model, step
+
+pytestmark = pytest.mark.anyio
+
+
+class Run:
+    """A run whose trainer and sender are this test."""
+
+    def __init__(self, bus: Bus, folder: Path):
+        self.bus, self.folder = bus, folder
+        self.id = f"r{token_hex(4)}"
+        self.commit: Commit | None = None
+        self.tensors = model(wide=40_000)
+        self.heads: list[WeightHead] = []
+
+    def path(self, version: int) -> Path:
+        return self.folder / f"{version}.safetensors"
+
+    def encoding(self, version: int, *, density: float = 0.01) -> tuple[Encoding, str]:
+        if version:
+            self.tensors = step(self.tensors, version, density)
+        digest = snapshot.write(self.path(version), self.tensors)
+        base = Snapshot(self.path(self.commit.head.version)) if self.commit else None
+        return Encoding(Snapshot(self.path(version)), base), digest
+
+    async def publish(self, version: int, *, density: float = 0.01) -> WeightHead:
+        encoding, digest = self.encoding(version, density=density)
+        self.commit = await release.release(
+            self.bus, encoding, self.id, version, self.commit, state_hash=digest, rate=1e-6
+        )
+        self.heads.append(self.commit.head)
+        return self.commit.head
+
+
+@pytest.fixture
+async def run(connect: Connect, tmp_path: Path) -> Run:
+    return Run(await connect("weight_sync"), tmp_path / "trainer")
+
+
+class Faulty:
+    """The real bus, but what it reads at some sequences is damaged the first few times."""
+
+    def __init__(self, bus: Bus, faults: dict[int, int]):
+        self.bus, self.faults = bus, faults
+        self.last, self.history = bus.last, bus.history
+        self.gets: list[int] = []
+
+    async def get(self, stream: str, seq: int) -> Any:
+        received = await self.bus.get(stream, seq)
+        self.gets.append(seq)
+        if self.faults.get(seq, 0) and isinstance(received.message, WeightChunk):
+            self.faults[seq] -= 1
+            data = bytearray(received.message.data)
+            data[len(data) // 3] ^= 0x10
+            received._message = msgspec.structs.replace(received.message, data=bytes(data))
+        return received
+
+
+async def test_a_follower_takes_deltas_and_a_late_joiner_the_anchor(run: Run, tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path / "node")
+    for version in range(4):
+        head = await run.publish(version)
+        assert await chain.head(run.bus, run.id) == (run.commit.seq if run.commit else 0, head)
+        way = await chain.obtain(run.bus, head, shelf.path(version), shelf.find)
+        shelf.put(version, head.state_hash)
+        assert snapshot.file_hash(shelf.path(version)) == head.state_hash == snapshot.file_hash(run.path(version))
+        assert (len(way.manifests), way.base is None) == (1, version == 0)
+    late = await chain.obtain(run.bus, run.heads[3], tmp_path / "late", Shelf(tmp_path / "empty").find)
+    assert [manifest.version for manifest in late.manifests] == [0, 1, 2, 3]
+    assert snapshot.file_hash(tmp_path / "late") == run.heads[3].state_hash
+    shelf.drop([1, 2, 3])
+    skipped = await chain.obtain(run.bus, run.heads[3], shelf.path(3), shelf.find)
+    assert [manifest.version for manifest in skipped.manifests] == [1, 2, 3]
+
+
+async def test_an_anchor_beside_a_delta_shortens_the_way_of_a_joiner_only(run: Run, tmp_path: Path) -> None:
+    for version in range(3):
+        await run.publish(version)
+    assert run.commit is not None
+    assert not release.anchor_due(run.commit, 3)
+    assert release.anchor_due(run.commit, 2)
+    run.commit = await release.add_anchor(run.bus, Encoding(Snapshot(run.path(2)), None), run.commit)
+    assert not release.anchor_due(run.commit, 2)
+    head = await run.publish(3)
+    assert (head.anchor_version, run.commit.manifest.base_version) == (2, 2)
+    way = await chain.plan(run.bus, head)
+    assert [(m.version, m.base_version) for m in way.manifests] == [(2, -1), (3, 2)]
+    await chain.build(run.bus, way, tmp_path / "late")
+    assert snapshot.file_hash(tmp_path / "late") == head.state_hash
+    near, far = Shelf(tmp_path / "near"), Shelf(tmp_path / "far")
+    near.put(2, run.heads[2].state_hash)
+    near.folder.mkdir()
+    near.path(2).hardlink_to(run.path(2))
+    assert [m.version for m in (await chain.plan(run.bus, head, near.find)).manifests] == [3]
+    far.put(0, run.heads[0].state_hash)
+    far.folder.mkdir()
+    far.path(0).hardlink_to(run.path(0))
+    assert [m.version for m in (await chain.plan(run.bus, head, far.find)).manifests] == [1, 2, 3], "deltas are smaller"
+
+
+async def test_a_chunk_damaged_on_the_way_is_fetched_again(run: Run, tmp_path: Path) -> None:
+    head = await run.publish(0)
+    assert run.commit is not None
+    infos = run.commit.manifest.chunks
+    assert len(infos) > 3
+    told: list[str] = []
+    source = Faulty(run.bus, {infos[1].stream_seq: 1, infos[3].stream_seq: 2})
+    await chain.obtain(source, head, tmp_path / "v", Shelf(tmp_path).find, on_damage=told.append)
+    assert snapshot.file_hash(tmp_path / "v") == head.state_hash
+    assert [f"chunk {n} of version 0" in text for n, text in zip((1, 3, 3), told, strict=True)] == [True] * 3
+    assert source.gets.count(infos[3].stream_seq) == 3
+
+
+async def test_a_chunk_that_stays_damaged_is_refused_by_name_and_leaves_no_file(run: Run, tmp_path: Path) -> None:
+    head = await run.publish(0)
+    assert run.commit is not None
+    info = run.commit.manifest.chunks[2]
+    source = Faulty(run.bus, {info.stream_seq: 100})
+    with pytest.raises(Damaged, match=rf"chunk 2 of version 0 \(sequence {info.stream_seq}\).*fetched 3 times"):
+        await chain.obtain(source, head, tmp_path / "out" / "v", Shelf(tmp_path).find)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+async def test_a_broken_local_base_is_not_the_end(run: Run, tmp_path: Path) -> None:
+    await run.publish(0)
+    head = await run.publish(1)
+    shelf = Shelf(tmp_path / "node")
+    shelf.folder.mkdir()
+    data = bytearray(run.path(0).read_bytes())
+    data[-7] ^= 1
+    shelf.path(0).write_bytes(data)
+    shelf.put(0, run.heads[0].state_hash)
+    told: list[str] = []
+    way = await chain.obtain(run.bus, head, shelf.path(1), shelf.find, on_damage=told.append)
+    assert "its base or a frame is broken" in told[0]
+    assert way.base is None
+    assert snapshot.file_hash(shelf.path(1)) == head.state_hash
+    assert Shelf(shelf.folder).scan()[0] != run.heads[0].state_hash, "after a restart the broken file does not count"
+
+
+async def test_dying_before_the_head_leaves_nothing_to_see_and_nothing_twice(run: Run) -> None:
+    head = await run.publish(0)
+    encoding, _ = run.encoding(1)
+    first = await release.upload(run.bus, encoding, run.id, 1)
+    assert first
+    assert await chain.head(run.bus, run.id) == (run.commit.seq if run.commit else 0, head)
+    again = await release.upload(run.bus, encoding, run.id, 1)
+    assert again == first, "the same chunks, stored once"
+
+
+async def test_a_cancelled_release_commits_nothing(run: Run) -> None:
+    head = await run.publish(0)
+    encoding, digest = run.encoding(1, density=0.3)
+    at_manifest = asyncio.Event()
+
+    class Stalling:
+        async def publish(self, subject: str, message: Any, **options: Any) -> int:
+            if subject.endswith(".manifest"):
+                at_manifest.set()
+                await asyncio.Event().wait()
+            return await run.bus.publish(subject, message, **options)
+
+    task = asyncio.create_task(release.release(Stalling(), encoding, run.id, 1, run.commit, state_hash=digest))
+    await at_manifest.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    found = await chain.head(run.bus, run.id)
+    assert found is not None and found[1] == head
+    where = subjects.WEIGHT_MANIFEST.at(run=run.id, version=1)
+    assert await run.bus.last(chain.STREAM, where) is None
+
+
+async def test_a_sender_that_slept_is_refused_and_its_version_stays_unseen(run: Run, tmp_path: Path) -> None:
+    await run.publish(0)
+    slept = run.commit
+    encoding, digest = run.encoding(1)
+    head = await run.publish(2)
+    with pytest.raises(WrongSequence):
+        await release.release(run.bus, encoding, run.id, 1, slept, state_hash=digest)
+    found = await chain.head(run.bus, run.id)
+    assert found is not None and found[1] == head
+    way = await chain.plan(run.bus, head)
+    assert [manifest.version for manifest in way.manifests] == [0, 2]
+    await chain.build(run.bus, way, tmp_path / "v")
+    assert snapshot.file_hash(tmp_path / "v") == snapshot.file_hash(run.path(2))
+
+
+async def test_bits_that_are_not_the_announced_ones_are_never_committed(run: Run) -> None:
+    await run.publish(0)
+    encoding, _ = run.encoding(1)
+    with pytest.raises(WeightError, match="the trainer announced 0000"):
+        await release.release(run.bus, encoding, run.id, 1, run.commit, state_hash="0" * 32)
+    found = await chain.head(run.bus, run.id)
+    assert found is not None and found[1].version == 0
+
+
+async def test_a_head_that_names_something_else_is_refused(run: Run) -> None:
+    head = await run.publish(0)
+    assert run.commit is not None
+    chunk = run.commit.manifest.chunks[0].stream_seq
+    for change, text in (
+        ({"manifest_seq": chunk}, "is no manifest"),
+        ({"state_hash": "0" * 32}, "names a manifest of version 0"),
+        ({"run": "other"}, "is no manifest of run other"),
+    ):
+        with pytest.raises(Refused, match=text):
+            await chain.plan(run.bus, msgspec.structs.replace(head, **change))
+
+
+async def test_the_report_tells_the_chain_and_finds_what_is_broken(run: Run) -> None:
+    assert "no version" in await report.log(run.bus, run.id)
+    for version in range(3):
+        await run.publish(version)
+    lines = (await report.log(run.bus, run.id)).splitlines()
+    assert len(lines) == 4
+    assert "anchor" in lines[1] and "1 +" in lines[3]
+    text = await report.show(run.bus, run.id, 1)
+    assert run.heads[1].state_hash in text and "version 0" in text
+    good, text = await report.verify(run.bus, run.id)
+    assert good and run.heads[2].state_hash in text
+    assert (await report.verify(run.bus, run.id, 9))[0] is False
+    assert run.commit is not None
+    good, text = await report.verify(Faulty(run.bus, {run.commit.manifest.chunks[0].stream_seq: 9}), run.id)
+    assert not good and "does not match its manifest" in text
