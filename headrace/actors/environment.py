@@ -1,0 +1,247 @@
+"""environment: sandboxes of one node, by request and reply.
+
+Any node may answer ``hr.rpc.environment.acquire`` (a queue group: it says ``no_room`` when it is full and another may
+answer the next try); everything after that goes to the node that holds the sandbox. What runs where, and how slots
+share a VM, is `headrace.vmhost`'s business.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar
+
+from headrace.actors.environment_leases import Key, Lease, Leases, Refused, Unknown
+from headrace.bus.actor import Actor
+from headrace.messages.base import Message
+from headrace.messages.operations import Ack
+from headrace.messages.sandbox import (
+    Acquire,
+    Acquired,
+    Exec,
+    ListFiles,
+    NoRoom,
+    Op,
+    PullTree,
+    ReadFile,
+    Release,
+    ReleaseGroup,
+    Renew,
+    ReplaceLines,
+    RunTests,
+    SandboxCall,
+    SandboxLost,
+    SandboxReply,
+    Search,
+    ToolLog,
+    WriteFiles,
+)
+from headrace.messages.subjects import EVENT, RPC, RPC_NODE, token
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.host import Host
+
+REAP_EVERY_S = 1.0
+LOG_BATCH = 64
+LOG_BACKLOG = 20_000
+"""Lines that wait for the broker at most; older ones are dropped and counted."""
+
+
+class Environment(Actor):
+    """Serves acquire, call, renew, release and release_group; ends every VM when it stops."""
+
+    role: ClassVar[str] = "environment"
+
+    async def start(self) -> None:
+        """Open the host (this builds the template when it is missing), then answer."""
+        self._leases = Leases()
+        self._lines: deque[tuple[str, ToolLog]] = deque(maxlen=LOG_BACKLOG)
+        self._lines_ready = asyncio.Event()
+        self._lines_lost = 0
+        self._calls = 0
+        self._node = token(self.bus.node)
+        self.status = "building the template where it is missing"
+        self._host = await Host.open(self.config.environment, on_event=self._on_host_event)
+        self.status = f"{self._host.backend}, ready"
+        await self.event("environment_ready", f"{self._host.backend} on {self._node}", **self._host.facts())
+        self.spawn(self._write_lines(), "tool log")
+        self.every(REAP_EVERY_S, self._reap, "lease reaper")
+        self.every(2.0, self._measure, "metrics")
+        methods: dict[str, Callable[[Any], Awaitable[Message]]] = {
+            "acquire": self._acquire,
+            "call": self._call,
+            "renew": self._renew,
+            "release": self._release,
+            "release_group": self._release_group,
+        }
+        for method, handler in methods.items():
+            await self.serve(RPC_NODE.at(service="environment", node=self._node, method=method), handler)
+        await self.serve(RPC.at(service="environment", method="acquire"), self._acquire, queue="environment")
+
+    async def stop(self) -> None:
+        """End every VM; whoever still holds a sandbox hears that it is lost."""
+        await self._host.close()
+        await self._flush_lines()
+
+    def _on_host_event(self, kind: str, text: str, data: dict[str, Any]) -> None:
+        self.spawn(self.event(kind, text, "warning", **data), "host event")
+
+    async def _acquire(self, request: Acquire) -> Acquired | SandboxReply:
+        """A sandbox under a new secret and epoch, or why not."""
+        if request.lane == "production" and self._host.backend == "process":
+            return SandboxReply(failure="refused", detail="the process backend is not isolated: not for production")
+        try:
+            sandbox = await self._host.acquire(request)
+        except NoRoom as error:
+            return SandboxReply(failure="no_room", detail=str(error))
+        except VmhostError as error:
+            return SandboxReply(failure="refused", detail=str(error))
+        except SandboxLost as error:
+            lease = self._leases.find(Key.of(request))
+            if lease is not None:
+                await self._lost(lease, str(error))
+            return SandboxReply(failure="lost", detail=str(error))
+        lease = self._leases.find(Key.of(request))
+        if lease is None or lease.sandbox is not sandbox:
+            lease = Lease(request, sandbox)
+            self._leases.add(lease)
+        lease.hand_over(request.lease_s)
+        return Acquired(
+            node=self._node,
+            sandbox=sandbox.id,
+            secret=lease.secret,
+            epoch=lease.epoch,
+            backend=self._host.backend,
+        )
+
+    async def _call(self, call: SandboxCall) -> SandboxReply:
+        """One operation for the current holder."""
+        try:
+            lease = self._leases.authorise(call.sandbox, call.secret, call.epoch)
+        except Unknown as error:
+            return SandboxReply(failure="lost", detail=str(error))
+        except Refused as error:
+            return SandboxReply(failure="refused", detail=str(error))
+        lease.running += 1
+        started = time.perf_counter()
+        try:
+            result = await lease.sandbox.call(call.op, call.call_id)
+        except SandboxLost as error:
+            await self._lost(lease, str(error))
+            return SandboxReply(failure="lost", detail=str(error))
+        except ValueError as error:
+            return SandboxReply(failure="bad_request", detail=str(error))
+        finally:
+            lease.running -= 1
+            lease.keep()
+        self._calls += 1
+        self._log(lease, call, result.ok, 1000.0 * (time.perf_counter() - started))
+        if lease.epoch != call.epoch:
+            return SandboxReply(failure="refused", detail="handed over while the call ran")
+        return SandboxReply(result=result)
+
+    async def _renew(self, request: Renew) -> Ack:
+        """Count the lease from now."""
+        try:
+            self._leases.authorise(request.sandbox, request.secret, request.epoch).keep(request.lease_s)
+        except Unknown as error:
+            return Ack(ok=False, detail=f"lost: {error}")
+        except Refused as error:
+            return Ack(ok=False, detail=f"refused: {error}")
+        return Ack()
+
+    async def _release(self, request: Release) -> Ack:
+        """Give a sandbox back. A repeat is answered like the first."""
+        try:
+            lease = self._leases.authorise(request.sandbox, request.secret, request.epoch)
+        except Unknown:
+            return Ack()
+        except Refused as error:
+            return Ack(ok=False, detail=f"refused: {error}")
+        if self._leases.drop(lease):
+            self._host.release(lease.sandbox.id)
+        return Ack()
+
+    async def _release_group(self, request: ReleaseGroup) -> Ack:
+        """No further slot of this group will be asked for."""
+        self._host.release_group(request.run, request.lane, request.role, request.group)
+        return Ack()
+
+    async def _lost(self, lease: Lease, detail: str) -> None:
+        if self._leases.drop(lease):
+            request = lease.request
+            self._host.release(lease.sandbox.id)
+            await self.event(
+                "sandbox_lost", detail, "warning", role=request.role, group=request.group, slot=request.slot
+            )
+
+    async def _reap(self) -> None:
+        """End sandboxes whose holder went silent."""
+        for lease in self._leases.lapsed(time.monotonic()):
+            if self._leases.drop(lease):
+                self._host.release(lease.sandbox.id)
+                request = lease.request
+                await self.event(
+                    "lease_lapsed",
+                    f"nobody kept {lease.sandbox.id} for {lease.lease_s:.0f} s",
+                    "warning",
+                    role=request.role,
+                    group=request.group,
+                    slot=request.slot,
+                )
+
+    async def _measure(self) -> None:
+        await self.metric(leases=len(self._leases), calls=self._calls, **self._host.usage())
+
+    def _log(self, lease: Lease, call: SandboxCall, ok: bool, wall_ms: float) -> None:
+        request = lease.request
+        kind, brief = describe(call.op)
+        line = ToolLog(
+            node=self._node,
+            sandbox=lease.sandbox.id,
+            run=request.run,
+            lane=request.lane,
+            group=request.group,
+            slot=request.slot,
+            call_id=call.call_id,
+            op=kind,
+            brief=brief,
+            ok=ok,
+            wall_ms=round(wall_ms, 3),
+        )
+        if len(self._lines) == LOG_BACKLOG:
+            self._lines_lost += 1
+        self._lines.append((EVENT.at(run=request.run, actor="environment", type="tool_log"), line))
+        self._lines_ready.set()
+
+    async def _write_lines(self) -> None:
+        """The audit trail goes out behind the calls, never in front of them."""
+        while True:
+            await self._lines_ready.wait()
+            self._lines_ready.clear()
+            await self._flush_lines()
+
+    async def _flush_lines(self) -> None:
+        while self._lines:
+            batch = [self._lines.popleft() for _ in range(min(LOG_BATCH, len(self._lines)))]
+            await asyncio.gather(*(self.bus.publish(subject, line) for subject, line in batch))
+        if self._lines_lost:
+            lost, self._lines_lost = self._lines_lost, 0
+            await self.event("tool_log_lost", f"{lost} lines of the tool log were dropped", "error", lines=lost)
+
+
+def describe(op: Op) -> tuple[str, str]:
+    """An operation as one line for the audit trail: its kind, and what it touches; never content."""
+    match op:
+        case Exec():
+            brief = " ".join(op.argv)
+        case ReadFile() | ReplaceLines():
+            brief = op.path
+        case WriteFiles():
+            brief = " ".join([*op.files, *(f"-{path}" for path in op.delete)])
+        case ListFiles() | Search():
+            brief = op.pattern
+        case RunTests():
+            brief = " ".join(op.plan.paths or op.plan.argv)
+        case PullTree():
+            brief = " ".join(op.patterns)
+    return str(op.__struct_config__.tag), brief[:200]

@@ -1,0 +1,228 @@
+"""rollout: fills slots. A request in, turns and a Trajectory out; on every lane the same.
+
+A lane is pulled while this actor is leased for it. Many episodes run at once, so that the engine batches them; an
+episode that is handed back (its lane was taken away, or the actor drains) goes to whoever pulls it next, with its turn
+log and its sandbox.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import ClassVar, get_args
+
+import msgspec
+
+from headrace.actors.rollout_episode import Episode
+from headrace.actors.rollout_policies import NoPolicy, Policies
+from headrace.actors.sandbox_client import Sandboxes, Superseded
+from headrace.bus.actor import Actor
+from headrace.bus.consumer import Consumer
+from headrace.bus.errors import Reject, WrongSequence
+from headrace.bus.received import Received
+from headrace.engines.base import EngineError
+from headrace.messages.ledger import Admission, admission_key
+from headrace.messages.product import CapacityLease
+from headrace.messages.rollout import Lane, RolloutRequest, SlotFailed, Trajectory
+from headrace.messages.sandbox import NoRoom, SandboxLost
+from headrace.messages.subjects import FAIL, TASK, token
+from headrace.messages.tasks import Oracle, Task
+from headrace.messages.weights import WeightsSwapped
+from headrace.tasks import UnknownSuite, open_suite
+
+LANES: tuple[Lane, ...] = get_args(Lane)
+ACK_WAIT_S = 30.0
+REASONS: tuple[tuple[type[Exception], str], ...] = (
+    (SandboxLost, "sandbox_lost"),
+    (EngineError, "engine_error"),
+    (NoPolicy, "no_policy"),
+)
+
+
+class Rollout(Actor):
+    """Pulls RolloutRequests, publishes TurnSampled, TurnDone, Trajectory, SlotFailed, WeightsSwapped."""
+
+    role: ClassVar[str] = "rollout"
+
+    async def start(self) -> None:
+        """Follow the weights and the lease, then pull."""
+        self._policies = Policies(self.config, self.bus, self.run, self.id, self._on_swap, self._on_refused)
+        self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
+        self._suite = lru_cache(64)(partial(open_suite, root=self.config.tasks.dir))
+        self._task = lru_cache(64)(lambda ref: self._suite(ref.suite).task(ref.task))
+        self._running: dict[asyncio.Task[Trajectory | None], Lane] = {}
+        self._handing_back: set[asyncio.Task[Trajectory | None]] = set()
+        self._pulls: dict[Lane, Consumer] = {}
+        self._tokens = self._episodes = 0
+        self._min_version = -1
+        after = await self._policies.recover()
+        self.spawn(self._policies.follow(after), "staged versions")
+        self.spawn(self._policies.load(), "weights")
+        self.every(self.config.environment.lease_s / 3, self._sandboxes.renew, "lease renewal")
+        self.every(2.0, self._measure, "metrics")
+        leases = await self.bus.kv("HR_LEASE")
+        held = await leases.get(self.id)
+        lease = held[0] if held is not None else None
+        self._lanes = lease.lanes if isinstance(lease, CapacityLease) else self._own_lanes()
+        for lane in LANES:
+            await self._pull(lane)
+        self.spawn(self._follow_lease(), "lease")
+        self.spawn(self._follow_admission(), "admission")
+
+    async def drain(self) -> None:
+        """Hand back what still runs."""
+        self._hand_back(LANES)
+
+    async def stop(self) -> None:
+        """Wait for what is under way behind the episodes, then end the engine."""
+        await self._sandboxes.close()
+        await self._policies.stop()
+
+    async def _on_swap(self, swapped: WeightsSwapped) -> None:
+        await self.publish_event(swapped)
+        self._open_lanes()
+
+    async def _on_refused(self, version: int, why: str) -> None:
+        await self.event("load_failed", f"version {version}: {why}", "error", version=version)
+
+    def _own_lanes(self) -> tuple[str, ...]:
+        """Lanes without a lease: the product's own actors serve the product, the others train and evaluate."""
+        production = self.config.production
+        if production.enabled and production.rollouts:
+            return ("production",) if self.id in production.rollouts else ("train", "eval")
+        return LANES
+
+    async def _pull(self, lane: Lane) -> None:
+        self._pulls[lane] = await self.consume(
+            TASK,
+            self._handle,
+            durable=f"rollout-{self.run}-{lane}",
+            filter=TASK.where(run=self.run, lane=lane),
+            credit=self.config.rollout.credit,
+            ack_wait=ACK_WAIT_S,
+        )
+        self._open_lanes()
+
+    def _open_lanes(self) -> None:
+        """Pull exactly the leased lanes, and the train lane only at or above what its requests ask for."""
+        for lane, consumer in self._pulls.items():
+            behind = lane == "train" and self._policies.version < self._min_version
+            consumer.resume() if lane in self._lanes and not behind else consumer.pause()
+
+    async def _follow_lease(self) -> None:
+        leases = await self.bus.kv("HR_LEASE")
+        async for _, lease, _ in leases.watch(self.id):
+            lanes = lease.lanes if isinstance(lease, CapacityLease) else self._own_lanes()
+            taken = [lane for lane in LANES if lane in self._lanes and lane not in lanes]
+            self._lanes = lanes
+            self._open_lanes()
+            self._hand_back(taken)
+
+    async def _follow_admission(self) -> None:
+        """Close the train lane while this actor's weights are too old for it."""
+        state = await self.bus.kv("HR_STATE")
+        async for _, admission, _ in state.watch(admission_key(self.run)):
+            if isinstance(admission, Admission):
+                self._min_version = admission.min_version
+                self._open_lanes()
+
+    def _hand_back(self, lanes: Sequence[Lane]) -> None:
+        for work, lane in self._running.items():
+            if lane in lanes:
+                self._handing_back.add(work)
+                work.cancel()
+
+    async def _handle(self, received: Received[RolloutRequest]) -> None:
+        request = received.message
+        work = asyncio.create_task(self._attempt(request, self._task_of(request)))
+        self._running[work] = request.lane
+        try:
+            trajectory = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            if work not in self._handing_back:
+                work.cancel()
+                await asyncio.wait([work])
+                raise
+            await self._republish(request)
+        except (Superseded, WrongSequence) as error:
+            # Another actor runs this attempt now; the request is its to settle, neither acked nor asked for again.
+            received.settled = True
+            await self.event("superseded", str(error), "warning", trajectory=request.trajectory)
+        except NoRoom:
+            # Behind this request may stand one whose sandbox is alive and holds the very room that this one waits for.
+            await self._republish(request)
+        except (SandboxLost, EngineError, NoPolicy) as error:
+            await self._fail(request, error)
+        else:
+            if trajectory is not None:
+                self._episodes += 1
+                self._tokens += sum(len(turn.ids) for turn in trajectory.turns)
+        finally:
+            del self._running[work]
+            self._handing_back.discard(work)
+
+    def _task_of(self, request: RolloutRequest) -> Task:
+        """Reject when there is no such task."""
+        try:
+            return self._task(request.task)
+        except UnknownSuite as error:
+            raise Reject(f"unknown task: {error}") from None
+
+    async def _attempt(self, request: RolloutRequest, task: Task) -> Trajectory | None:
+        """None when an earlier holder had finished it, or another goes on with it."""
+        episode = Episode(
+            request,
+            task,
+            bus=self.bus,
+            sandboxes=self._sandboxes,
+            rollout=self.id,
+            lease_s=self.config.environment.lease_s,
+        )
+        past = await episode.look_back()
+        if past.finished:
+            return None
+        if request.policy.kind == "latest":
+            # Before the first version, or pulled just before the lane was closed. It is kept here and not given back,
+            # because a delivery is counted like a death.
+            with self.waiting():
+                await self._policies.reached(max(0, request.min_version) if request.lane == "train" else 0)
+
+        def oracle() -> Oracle:
+            return self._suite(request.task.suite).oracle(request.task.task)
+
+        async with self._policies.serving(request.policy, task, oracle) as (engine, renderer):
+            return await episode.run(past, engine, renderer)
+
+    async def _republish(self, request: RolloutRequest) -> None:
+        """Hand a request back: published again with its count, and only then acknowledged."""
+        again = msgspec.structs.replace(request, handovers=request.handovers + 1)
+        subject = TASK.at(run=request.run, lane=request.lane, suite=token(request.task.suite))
+        await self.bus.publish(subject, again, msg_id=f"{request.run}.{request.trajectory}.h{again.handovers}")
+        await self.event("handed_back", request.trajectory, lane=request.lane, handovers=again.handovers)
+
+    async def _fail(self, request: RolloutRequest, error: Exception) -> None:
+        """Our own parts failed the attempt: say so, and let the curriculum issue the slot again."""
+        reason = next(reason for kind, reason in REASONS if isinstance(error, kind))
+        failed = SlotFailed(
+            run=request.run,
+            lane=request.lane,
+            group=request.group,
+            slot=request.slot,
+            attempt=request.attempt,
+            reason=reason,
+            detail=str(error),
+            rollout=self.id,
+        )
+        subject = FAIL.at(run=request.run, group=request.group)
+        await self.bus.publish(subject, failed, msg_id=f"{request.run}.{request.trajectory}.{reason}")
+        await self.event("slot_failed", str(error), "warning", reason=reason, trajectory=request.trajectory)
+
+    async def _measure(self) -> None:
+        version = self._policies.version
+        self.status = f"version {version}, {len(self._running)} running" if version >= 0 else "no version yet"
+        await self.metric(
+            episodes=self._episodes,
+            sampled_tokens=self._tokens,
+            running=len(self._running),
+            sandboxes=len(self._sandboxes),
+            version=version,
+        )

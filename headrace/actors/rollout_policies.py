@@ -1,0 +1,234 @@
+"""Which engine and which renderer serve a request: `latest` follows its node's staged versions, a pinned version is
+held while requests name it, a scripted policy is an engine made for one episode.
+
+The receiver of this node leaves a verified file per version and says so with WeightsStaged; the newest one is loaded
+and flipped in between two decode steps, the ones in between are skipped.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from headrace.bus.connection import Bus
+from headrace.config import Config
+from headrace.config import Engine as EngineSection
+from headrace.engines.base import Engine, EngineError
+from headrace.engines.embedded import EmbeddedEngine
+from headrace.harness.scripted import ScriptedEngine
+from headrace.messages.base import Message
+from headrace.messages.rollout import PolicyRef
+from headrace.messages.subjects import EVENT
+from headrace.messages.tasks import Oracle, Task
+from headrace.messages.weights import WeightsStaged, WeightsSwapped
+from headrace.policy import numerics, schemas
+from headrace.policy.config import PolicyConfig
+from headrace.policy.renderer import Renderer
+from headrace.policy.tokenizer import Tokenizer
+
+UNPIN_AFTER_S = 20.0
+"""A pinned version that no request names is kept this long: the next request of an evaluation comes soon."""
+STAGED_WITHIN_S = 60.0
+"""How long a request may wait for the pinned version that it names."""
+
+
+class NoPolicy(Exception):
+    """The policy that a request names can't be had on this node: infrastructure."""
+
+
+class NoEngine(Exception):
+    """This machine can't run the engine that the configuration asks for: the actor gives up."""
+
+
+class Served(NamedTuple):
+    """What an episode samples from, and how it reads and writes."""
+
+    engine: Engine
+    renderer: Renderer
+
+
+class _Pin:
+    """A pinned version in use."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.ready = asyncio.Lock()
+        self.loaded = False
+        self.forget: asyncio.TimerHandle | None = None
+
+
+class Policies:
+    """The weight sets of one rollout actor."""
+
+    def __init__(
+        self,
+        config: Config,
+        bus: Bus,
+        run: str,
+        id: str,
+        on_swap: Callable[[WeightsSwapped], Awaitable[None]],
+        on_refused: Callable[[int, str], Awaitable[None]],
+    ) -> None:
+        self._config, self._bus, self._run, self._id = config, bus, run, id
+        self._on_swap, self._on_refused = on_swap, on_refused
+        self._refused = -1
+        self._folder = Path(config.run.dir) / run
+        self._engine: Engine | None = None
+        self._renderer: Renderer | None = None
+        self._bytes: Renderer | None = None
+        self._staged: dict[int, WeightsStaged] = {}
+        self._news = asyncio.Condition()
+        self._pins: dict[int, _Pin] = {}
+        self._opening = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        """The version that `latest` means now; -1 before the first."""
+        return self._engine.version if self._engine is not None else -1
+
+    async def recover(self) -> int:
+        """Read what this node staged before; returns the sequence after which `follow` goes on."""
+        last = 0
+        async for received in self._bus.history("HR_EVENT", EVENT.where(run=self._run, type="weights_staged")):
+            await self._hear(received.message)
+            last = received.seq
+        return last
+
+    async def follow(self, after: int) -> None:
+        """Hear of staged versions for as long as the actor lives."""
+        subject = EVENT.where(run=self._run, type="weights_staged")
+        async for received in self._bus.follow("HR_EVENT", subject, start=after + 1):
+            await self._hear(received.message)
+
+    async def _hear(self, message: Message) -> None:
+        if isinstance(message, WeightsStaged) and message.node == self._bus.node:
+            async with self._news:
+                self._staged[message.version] = message
+                self._news.notify_all()
+
+    async def load(self) -> None:
+        """Flip to the newest staged version whenever there is one, for as long as the actor lives."""
+        while True:
+            async with self._news:
+                await self._news.wait_for(lambda: max(self._staged, default=-1) > max(self.version, self._refused))
+                staged = self._staged[max(self._staged)]
+            try:
+                engine = await self._open_engine()
+                swap = await engine.load(staged.version, staged.path, staged.state_hash)
+            except EngineError as error:
+                # The old version goes on; a newer one may do better.
+                self._refused = staged.version
+                await self._on_refused(staged.version, str(error))
+                continue
+            await self._on_swap(
+                WeightsSwapped(
+                    run=self._run,
+                    rollout=self._id,
+                    node=self._bus.node,
+                    version=swap.version,
+                    state_hash=swap.state_hash,
+                    pause_ms=swap.pause_ms,
+                )
+            )
+            async with self._news:
+                self._news.notify_all()
+
+    async def reached(self, version: int) -> None:
+        """Wait until `latest` is at least this version."""
+        async with self._news:
+            await self._news.wait_for(lambda: self.version >= version)
+
+    @asynccontextmanager
+    async def serving(self, policy: PolicyRef, task: Task, oracle: Callable[[], Oracle]) -> AsyncIterator[Served]:
+        """Engine and renderer for one episode. NoPolicy when this node can't have what is named."""
+        if policy.kind == "scripted":
+            renderer = self._open_renderer()
+            try:
+                engine: Engine = ScriptedEngine(policy.name, renderer, task, oracle())
+            except ValueError as error:
+                raise NoPolicy(str(error)) from None
+            yield Served(engine, renderer)
+        elif policy.kind == "pinned":
+            async with self._pinned(policy.version) as engine:
+                yield Served(engine, self._open_renderer())
+        else:
+            await self.reached(0)
+            yield Served(await self._open_engine(), self._open_renderer())
+
+    @asynccontextmanager
+    async def _pinned(self, version: int) -> AsyncIterator[Engine]:
+        pin = self._pins.setdefault(version, _Pin())
+        pin.users += 1
+        if pin.forget is not None:
+            pin.forget.cancel()
+            pin.forget = None
+        try:
+            engine = await self._open_engine()
+            async with pin.ready:
+                if not pin.loaded:
+                    staged = await self._find(version)
+                    await engine.pin(version, staged.path, staged.state_hash)
+                    pin.loaded = True
+            yield engine
+        finally:
+            pin.users -= 1
+            if not pin.users:
+                pin.forget = asyncio.get_running_loop().call_later(UNPIN_AFTER_S, self._forget, version)
+
+    def _forget(self, version: int) -> None:
+        pin = self._pins.get(version)
+        if pin is not None and not pin.users and self._engine is not None:
+            del self._pins[version]
+            self._unpinning = asyncio.create_task(self._engine.unpin(version))
+
+    async def _find(self, version: int) -> WeightsStaged:
+        """The staged file of a version; the receiver stages again what an evaluation or a promotion names. NoPolicy."""
+        try:
+            async with asyncio.timeout(STAGED_WITHIN_S), self._news:
+                await self._news.wait_for(lambda: version in self._staged and Path(self._staged[version].path).exists())
+        except TimeoutError:
+            raise NoPolicy(f"version {version} is not staged on {self._bus.node}") from None
+        return self._staged[version]
+
+    async def _open_engine(self) -> Engine:
+        """The engine of this actor, made when the first version asks for it: the probe takes a moment."""
+        async with self._opening:
+            if self._engine is None:
+                section = self._config.engine
+                if section.kind != "embedded":
+                    raise NoEngine(f"engine kind {section.kind!r} is not part of this version")
+                policy = PolicyConfig.from_section(self._config.policy)
+                found = await asyncio.to_thread(_probe, policy, section)
+                if section.exact and not found.exact:
+                    raise NoEngine(f"exact mode can't be had on this machine: {found.reason}")
+                self._engine = EmbeddedEngine(policy, found, section.max_batch, section.threads)
+            return self._engine
+
+    def _open_renderer(self) -> Renderer:
+        """The renderer of the run's tokenizer; scripts in a run without one make do with plain bytes."""
+        if self._renderer is not None:
+            return self._renderer
+        file = self._folder / "tokenizer.json"
+        if file.exists():
+            self._renderer = Renderer(Tokenizer.load(file))
+            return self._renderer
+        if self._bytes is None:
+            self._bytes = Renderer(Tokenizer.train((), 256 + len(schemas.tags())))
+        return self._bytes
+
+    async def stop(self) -> None:
+        """End the engine; requests in flight fail."""
+        for pin in self._pins.values():
+            if pin.forget is not None:
+                pin.forget.cancel()
+        if self._engine is not None:
+            await self._engine.stop()
+
+
+def _probe(policy: PolicyConfig, section: EngineSection) -> numerics.Numerics:
+    """Under the threads that the engine will have: they are part of the arithmetic."""
+    torch.set_num_threads(section.threads)
+    return numerics.probe(policy, exact=section.exact)

@@ -1,0 +1,68 @@
+"""The scavenger: lends the product's rollout actors to training while traffic is low, and takes them back at once.
+
+A lease is a value in HR_LEASE under the rollout actor's id; its revision is the fencing token. A lent actor keeps the
+production lane, so the first user of the morning never waits for a decision; taking back means that the lane `train`
+leaves the lease, upon which the rollout actor hands its training requests back to the queue.
+"""
+
+import time
+from typing import ClassVar
+
+from headrace.bus.actor import Actor
+from headrace.bus.errors import WrongSequence
+from headrace.messages import subjects
+from headrace.messages.product import CapacityLease, Traffic
+
+OWN = ("production",)
+LENT = ("production", "train")
+
+
+class Scavenger(Actor):
+    """Traffic in, leases out."""
+
+    role: ClassVar[str] = "scavenger"
+
+    async def start(self) -> None:
+        """Take back whatever a predecessor lent, then follow the traffic."""
+        self.leases = await self.bus.kv("HR_LEASE")
+        self.lent: dict[str, bool] = {}
+        self.quiet_since: dict[str, float] = {}
+        for rollout in self.config.production.rollouts:
+            await self.grant(rollout, OWN, "start")
+        await self.listen(subjects.TRAFFIC.where(), self.on_traffic)
+
+    async def on_traffic(self, traffic: Traffic) -> None:
+        """Hysteresis on one side only: lending waits for a quiet while, reclaiming never waits."""
+        load = traffic.active + traffic.waiting
+        rules = self.config.production
+        now = time.monotonic()
+        if load > rules.reclaim_above:
+            self.quiet_since.pop(traffic.region, None)
+            for rollout in rules.rollouts:
+                if self.lent.get(rollout):
+                    await self.grant(rollout, OWN, f"{load} sessions in {traffic.region}")
+            return
+        since = self.quiet_since.setdefault(traffic.region, now)
+        if now - since >= rules.lend_after_s:
+            for rollout in rules.rollouts:
+                if not self.lent.get(rollout):
+                    await self.grant(rollout, LENT, f"quiet for {now - since:.0f} s")
+
+    async def grant(self, rollout: str, lanes: tuple[str, ...], reason: str) -> None:
+        """Write a lease over the newest revision; a concurrent scavenger's write is read again, never overwritten
+        blindly."""
+        lease = CapacityLease(rollout=rollout, lanes=lanes, reason=reason, since=time.time())
+        for _ in range(3):
+            held = await self.leases.get(rollout)
+            try:
+                if held is None:
+                    await self.leases.create(rollout, lease)
+                else:
+                    await self.leases.update(rollout, lease, held[1])
+            except WrongSequence:
+                continue
+            self.lent[rollout] = "train" in lanes
+            kind = "lent" if "train" in lanes else "reclaimed"
+            await self.event(kind, f"{rollout}: {reason}", rollout=rollout)
+            return
+        await self.event("lease_contended", f"{rollout}: someone else keeps writing its lease", level="warning")

@@ -1,0 +1,78 @@
+"""The trainer's files and how long they, and the records of past steps, are kept."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace.bus.connection import Bus
+from headrace.bus.errors import MessageGone
+from headrace.config import Config
+from headrace.messages.subjects import SCORE, STEP, TRAJ, TURN
+from headrace.messages.training import StepManifest
+from headrace.training.trainer import Trainer
+
+
+class Shelf:
+    """Snapshots and checkpoints of one run. Blocking methods belong into the trainer's thread."""
+
+    def __init__(self, folder: Path, machine: Trainer, config: Config) -> None:
+        self.snapshots, self.checkpoints = folder / "snapshots", folder / "checkpoints"
+        self.machine, self.config = machine, config
+        self.snapshots.mkdir(parents=True, exist_ok=True)
+        self.keep_steps = max(config.replay.keep_steps, config.curriculum.staleness + 2)
+        """Steps whose records stay: never fewer than open groups and unretired batches may need."""
+        self._name_checkpoint()
+
+    def publish(self, version: int, state_hash: str) -> tuple[Path, int]:
+        """Write the served bytes of a version, once; path and size. A sender that needs an older one has linked it."""
+        path = self.snapshots / f"v{version:08d}-{state_hash[:8]}.safetensors"
+        if not path.exists():
+            found = self.machine.publish(path)
+            assert found == state_hash, "the snapshot does not have the bits of the step"
+        oldest = version - self.config.curriculum.staleness
+        for other in self.snapshots.glob("v*.safetensors"):
+            if int(other.name[1:9]) < oldest:
+                other.unlink(missing_ok=True)
+        return path, path.stat().st_size
+
+    def checkpoint(self, position: Mapping[str, int | str]) -> None:
+        """Replace the checkpoint durably, and keep it under its version for replay."""
+        self.machine.save(position)
+        self._name_checkpoint()
+        oldest = self.machine.version - self.keep_steps
+        files = sorted(self.checkpoints.glob("v*.safetensors"))
+        starts = [file for file in files if int(file.name[1:9]) <= oldest]
+        for file in starts[:-1]:  # the newest of them is where the oldest kept step is replayed from
+            file.unlink(missing_ok=True)
+
+    def _name_checkpoint(self) -> None:
+        named = self.checkpoints / f"v{self.machine.version:08d}.safetensors"
+        named.unlink(missing_ok=True)
+        os.link(self.checkpoints / "checkpoint.safetensors", named)
+
+    async def purge(self, bus: Bus, run: str) -> int:
+        """Delete trajectories, turns and scores of steps that lie too far behind the durable checkpoint; how many."""
+        oldest = self.machine.version - self.keep_steps
+        slots: list[tuple[int, int]] = []
+        async for received in bus.history("HR_STEP", STEP.at(run=run)):
+            manifest = received.message
+            if isinstance(manifest, StepManifest) and manifest.step >= oldest > 0:
+                slots += [slot for group in manifest.groups for slot in group.slots]
+        if not slots:
+            return 0
+        first, first_score = (min(column) for column in zip(*slots, strict=True))
+        purged = await bus.purge("HR_TRAJ", subject=TRAJ.where(run=run), before=first)
+        purged += await bus.purge("HR_SCORE", subject=SCORE.where(run=run), before=first_score)
+        try:
+            moment = (await bus.get("HR_TRAJ", first)).time
+        except MessageGone:  # its user had it deleted
+            return purged
+        before = await self._turn_at(bus, run, moment)
+        return purged + (await bus.purge("HR_TURN", subject=TURN.where(run=run), before=before) if before else 0)
+
+    async def _turn_at(self, bus: Bus, run: str, moment: float) -> int:
+        """The first turn record younger than the oldest kept trajectory: its own turns are in the trajectory."""
+        async for received in bus.history("HR_TURN", TURN.where(run=run)):
+            if received.time > moment:
+                return received.seq
+        return 0

@@ -1,0 +1,118 @@
+"""The command line. Heavy imports happen after the arguments are parsed, so that `--help` answers at once.
+
+Exit codes: 0 done; 1 a check said no (audit, replay, verify); 2 bad arguments or configuration; 3 this machine can't do
+it (no qemu, no memory, no disk); 4 the broker or a port; 5 another run is active here; 130 interrupted.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+ACTORS = (
+    "curriculum",
+    "evaluator",
+    "dead_letter",
+    "gateway",
+    "feedback",
+    "scavenger",
+    "environment",
+    "judge",
+    "rollout",
+    "trainer",
+    "weight_sender",
+    "weight_receiver",
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their arguments."""
+    top = argparse.ArgumentParser(
+        prog="headrace", description="Reinforcement learning for coding agents, as actors on a NATS message bus."
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    up = commands.add_parser("up", help="start a whole run on this machine and see it through")
+    up.add_argument("config", help="a TOML such as deploy/demo.toml")
+    up.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key")
+
+    actor = commands.add_parser("actor", help="start one actor (or several, comma-separated) on this node")
+    actor.add_argument("names", metavar="NAME[,NAME...]", help=", ".join(ACTORS) + "; NAME:ID gives an id")
+    actor.add_argument("--config", required=True)
+    actor.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=argparse.SUPPRESS)
+    actor.add_argument("--run", default="", help="run id; default: [run] id of the configuration")
+    actor.add_argument("--url", default="", help="broker; default: [bus] url of the configuration")
+    actor.add_argument("--credentials", default="", help="folder of per-role credentials")
+
+    status = commands.add_parser("status", help="who is alive, and how far a run is")
+    status.add_argument("run", nargs="?", default="latest", help="run id, path or 'latest'")
+
+    audit = commands.add_parser("audit", help="prove from the streams alone that nothing was lost, doubled or stale")
+    audit.add_argument("run", nargs="?", default="latest", help="run id, path or 'latest'")
+
+    replay = commands.add_parser("replay", help="run a step of the past again and compare the bits")
+    replay.add_argument("run", help="run id, path or 'latest'")
+    replay.add_argument("--step", type=int, required=True)
+
+    evaluate = commands.add_parser("eval", help="measure a policy on a suite; one JSON line")
+    evaluate.add_argument("--policy", required=True, help="scripted:oracle|idle|edit-tests, or RUN[:VERSION]")
+    evaluate.add_argument("--suite", required=True)
+    evaluate.add_argument("--tasks", type=int, default=0, help="how many, from the first; 0 means all")
+    evaluate.add_argument("--config", default="", help="a TOML for environment and limits")
+    evaluate.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key")
+    evaluate.add_argument("--temperature", type=float, default=1.0)
+
+    commands.add_parser("subjects", help="the table of subjects and streams")
+
+    tasks = commands.add_parser("tasks", help="make task suites from real packages")
+    task_commands = tasks.add_subparsers(dest="tasks_command", required=True, metavar="COMMAND")
+    sdist = task_commands.add_parser("from-sdist", help="mutations of a real package that its own tests catch")
+    sdist.add_argument("package", nargs="?", default="", metavar="NAME==VERSION")
+    sdist.add_argument("--path", default="", help="a source tree instead of a package")
+    sdist.add_argument("--test-command", default="", help="how its tests run; default: python3 -m pytest")
+    sdist.add_argument("--count", type=int, default=20)
+    sdist.add_argument("--seed", type=int, default=1)
+    sdist.add_argument("--name", default="", help="suite name; default: the package's")
+    sdist.add_argument("--config", default="")
+    sdist.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key")
+    show = task_commands.add_parser("show", help="one task as the agent sees it")
+    show.add_argument("suite")
+    show.add_argument("task")
+    show.add_argument("--config", default="")
+
+    vm = commands.add_parser("vm", help="guest images and sandboxes of this host")
+    vm_commands = vm.add_subparsers(dest="vm_command", required=True, metavar="COMMAND")
+    for name, text in (
+        ("build", "build and cache image and templates"),
+        ("doctor", "what this host can do, in plain words"),
+        ("facts", "what a sandbox looks like from inside"),
+    ):
+        one = vm_commands.add_parser(name, help=text)
+        one.add_argument("--config", default="")
+        one.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key")
+
+    weights = commands.add_parser("weights", help="the chain of published versions")
+    weights.add_argument("weights_command", choices=("log", "show", "verify"), metavar="log|show|verify")
+    weights.add_argument("run", nargs="?", default="latest")
+    weights.add_argument("--version", type=int, default=-1, help="which version; default: the newest")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; what goes wrong is one sentence on standard error and an exit code."""
+    args = parser().parse_args(argv)
+    if args.command == "subjects":
+        from headrace.messages import subjects
+
+        print(subjects.table(), end="")
+        return 0
+    try:
+        from headrace.launch import commands
+
+        return commands.run(args)
+    except KeyboardInterrupt:
+        sys.stderr.write("headrace: interrupted\n")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""The processes of one run: its broker and its actors, kept alive together and ended together."""
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from headrace.bus.errors import BusError
+from headrace.config import Config
+from headrace.launch.broker import Broker
+from headrace.launch.children import Child, ChildFailed, actor_command
+from headrace.launch.output import say
+from headrace.launch.runs import RunDir, RunError
+from headrace.launch.signals import Stopping
+
+DRAIN_S = 20.0
+FLOOR = 8
+"""A run is stopped when less than this part of [run] min_free_mb is left: enough to write what is under way."""
+
+
+def process_groups(config: Config) -> list[tuple[str, ...]]:
+    """The processes to start, without the product's actors when there is no product lane."""
+    product = {"gateway", "feedback", "scavenger"}
+    groups = []
+    for group in config.processes.groups:
+        kept = tuple(
+            name
+            for name in group
+            if config.production.enabled
+            or (name.partition(":")[0] not in product and name.partition(":")[2] not in config.production.rollouts)
+        )
+        if kept:
+            groups.append(kept)
+    return groups
+
+
+class Run:
+    """The processes of one run. `open`, `start`, `watch`, and `stop` in any case."""
+
+    def __init__(self, config: Config, folder: RunDir, config_file: Path, stopping: Stopping) -> None:
+        """`config_file`: where `config` is written down for the processes."""
+        self.config = config
+        self.folder = folder
+        self.config_file = config_file
+        config_file.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+        self.broker = Broker(config, folder)
+        self.children: list[Child] = []
+        self.restarts: list[str] = []
+        self._stopping = stopping
+
+    async def start(self) -> None:
+        """Start every actor process."""
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        for group in process_groups(self.config):
+            argv = actor_command(
+                group,
+                config=self.config_file,
+                run=self.folder.id,
+                url=self.broker.url,
+                credentials=self.broker.credentials,
+            )
+            name = group[0].replace(":", "-")
+            self.children.append(Child(name, argv, self.folder.logs / f"{name}.log", env))
+        for child in self.children:
+            await child.start()
+
+    def on_restart(self, name: str, code: int) -> None:
+        """A process died and comes back."""
+        text = f"{name} died ({'signal ' + str(-code) if code < 0 else f'code {code}'}), starting it again"
+        self.restarts.append(text)
+        say(text)
+
+    async def watch(self) -> None:
+        """Keep all of them alive for as long as this is awaited. RunError, BusError when that can't be done."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.broker.watch(self.on_restart))
+                group.create_task(self._watch_disk())
+                for child in self.children:
+                    group.create_task(child.watch(self.on_restart))
+        except BaseExceptionGroup as failures:
+            raise first_of(failures) from None
+
+    async def _watch_disk(self) -> None:
+        """RunError while there is still room to end in order."""
+        while True:
+            free = shutil.disk_usage(self.folder.path).free >> 20
+            if free * FLOOR < self.config.run.min_free_mb:
+                raise RunError(
+                    f"the disk of {self.folder.path} is nearly full ({free} MiB left), so the run was stopped; what "
+                    f"was acknowledged is there: make room, then go on with --set run.id={self.folder.id}",
+                    3,
+                )
+            await asyncio.sleep(1.0)
+
+    async def stop(self) -> None:
+        """Drain all actors together, then close the broker. May be called again."""
+        await asyncio.gather(*(child.stop(DRAIN_S, self._stopping.now) for child in self.children))
+
+    async def close(self) -> None:
+        """`stop`, and the broker."""
+        await self.stop()
+        await self.broker.stop()
+
+
+def first_of(failures: BaseException) -> BaseException:
+    """The first failure inside a group, as the error that the command ends with."""
+    while isinstance(failures, BaseExceptionGroup):
+        failures = failures.exceptions[0]
+    if isinstance(failures, ChildFailed):
+        return RunError(str(failures), exit_code(failures))
+    return failures
+
+
+def exit_code(failure: ChildFailed) -> int:
+    """2 to 4 as the process said, or as the error that it gave up with belongs to: machine, broker; else 1."""
+    if failure.code in (2, 3, 4):
+        return failure.code
+    said = str(failure)
+    if ": VmhostError: " in said or "No space left" in said:
+        return 3
+    kinds: list[type[BusError]] = [BusError, *BusError.__subclasses__()]
+    return 4 if any(f": {kind.__name__}: " in said for kind in kinds) else 1

@@ -1,0 +1,109 @@
+"""A run on disk: where its parts lie, how it is found again, and that only one is active in a folder.
+
+<run.dir>/<id>/ config.json broker/ logs/ snapshots/ checkpoints/ nodes/ report.json report.html
+<run.dir>/latest -> the newest
+"""
+
+import fcntl
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import IO, NamedTuple
+
+
+class RunError(Exception):
+    """The run can't be found or started; `code` is the process's exit code."""
+
+    def __init__(self, text: str, code: int = 2) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class RunDir(NamedTuple):
+    """The folder of one run."""
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        """The run's id is its folder's name."""
+        return self.path.name
+
+    @property
+    def broker(self) -> Path:
+        """The broker's folder: its store, credentials per role (mode 0600), log, and where it listens."""
+        return self.path / "broker"
+
+    @property
+    def logs(self) -> Path:
+        """One log per process."""
+        return self.path / "logs"
+
+    @property
+    def config(self) -> Path:
+        """The configuration it runs with, defaults and overrides included."""
+        return self.path / "config.json"
+
+
+def new_id(seed: int) -> str:
+    """An id that sorts by time and is legal in a subject."""
+    return time.strftime("r%Y%m%d-%H%M%S") + f"-s{seed}"
+
+
+def create(root: Path, run: str, *, newest: bool = True) -> RunDir:
+    """Make the folder of a new run; `newest` points `latest` at it. RunError where that can't be done."""
+    try:
+        path = root / run
+        for folder in (path, path / "logs", path / "snapshots", path / "checkpoints", path / "nodes"):
+            folder.mkdir(parents=True, exist_ok=True)
+        if newest:
+            latest = root / "latest"
+            latest.unlink(missing_ok=True)
+            latest.symlink_to(run)
+    except OSError as error:
+        raise RunError(f"cannot write to {root}: {error.strerror}", 3) from None
+    return RunDir(path)
+
+
+def require_room(root: Path, need_mb: int) -> None:
+    """RunError (3) when less than `need_mb` MiB are free."""
+    free = shutil.disk_usage(root).free >> 20
+    if free < need_mb:
+        raise RunError(f"the disk of {root}/ has {free} MiB free and a run needs {need_mb}: make room first", 3)
+
+
+def find(run: str, root: Path = Path("runs")) -> RunDir:
+    """A run by id, path or `latest`."""
+    for candidate in (Path(run), root / run):
+        if candidate.is_dir():
+            return RunDir(candidate.resolve())
+    known = sorted(path.name for path in root.glob("r*") if path.is_dir())[-5:]
+    raise RunError(
+        f"there is no run {run!r} in {root}/; " + (f"the newest are {', '.join(known)}" if known else "it is empty")
+    )
+
+
+def lock(root: Path) -> IO[str]:
+    """Hold the folder for one active run; the lock ends with the process, however it ends. RunError (5) when taken."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        handle = (root / ".active").open("a+")
+    except OSError as error:
+        raise RunError(f"cannot write to {root}/: {error.strerror}", 3) from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.seek(0)
+        holder = handle.read().strip() or "another process"
+        handle.close()
+        raise RunError(
+            f"a run is active in {root}/ already ({holder}): wait for it, stop it, or set [run] dir", 5
+        ) from None
+    try:
+        handle.truncate(0)
+        handle.write(f"pid {os.getpid()}")
+        handle.flush()
+    except OSError as error:
+        raise RunError(f"cannot write to {root}/: {error.strerror}", 3) from None
+    return handle

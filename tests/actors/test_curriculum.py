@@ -1,0 +1,273 @@
+"""The curriculum over a real broker, with a counterpart that fills slots and takes steps."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from secrets import token_hex
+
+import pytest
+
+from headrace import config as c
+from headrace.actors.curriculum import Curriculum
+from headrace.actors.curriculum_requests import TaskOrder
+from headrace.bus.connection import Bus
+from headrace.bus.errors import WrongSequence
+from headrace.messages.evaluation import EvalRequest, EvalResult
+from headrace.messages.ledger import Admission, GroupClosed, GroupDropped, SlotIssued, admission_key
+from headrace.messages.operations import DeadLetter, Event
+from headrace.messages.rollout import RolloutRequest
+from headrace.messages.subjects import CLOSE, DLQ, EVENT, LEDGER, STEP, TASK
+from headrace.messages.training import StepDone
+from tests.actors.living import living
+from tests.conftest import Connect
+from tests.counterpart import Counterpart
+
+pytestmark = pytest.mark.anyio
+
+
+def config(steps: int = 3, before: int = 0, after: int = 0, **own: object) -> c.Config:
+    fields = {"group_size": 2, "groups_per_step": 2, "staleness": 1, "steps": steps, **own}
+    return c.Config(
+        curriculum=c.Curriculum(**fields),  # type: ignore[arg-type]
+        evaluation=c.Evaluation(heldout_tasks=before or after, unseen_tasks=0, before=bool(before), after=bool(after)),
+    )
+
+
+def new_run() -> str:
+    return f"r{token_hex(4)}"
+
+
+@asynccontextmanager
+async def world(connect: Connect, run: str, bound: int = 1) -> AsyncIterator[Counterpart]:
+    """A counterpart with a queue of requests and a served version 0."""
+    other = Counterpart(await connect(), run, groups_per_step=2, bound=bound)
+    await other.start()
+    await other.serve(0)
+    yield other
+    await other.stop()
+
+
+async def until_finished(bus: Bus, run: str) -> None:
+    async with asyncio.timeout(30):
+        async for received in bus.follow("HR_EVENT", EVENT.where(run=run, actor="curriculum", type="event")):
+            if received.message.kind == "run_finished":
+                return
+
+
+async def ledger(bus: Bus, run: str) -> list[SlotIssued]:
+    found = [received.message async for received in bus.history("HR_LEDGER", LEDGER.where(run=run))]
+    return [message for message in found if isinstance(message, SlotIssued)]
+
+
+async def closings(bus: Bus, run: str) -> list[GroupClosed | GroupDropped]:
+    found = [received.message async for received in bus.history("HR_SCORE", CLOSE.where(run=run))]
+    return [message for message in found if isinstance(message, GroupClosed | GroupDropped)]
+
+
+async def test_a_run_from_version_0_to_its_last_step(connect: Connect) -> None:
+    run = new_run()
+    async with world(connect, run) as other:
+        other.answer = other.solve
+        other.train = True
+        async with living(Curriculum, config(steps=3), await connect("curriculum"), run) as actor:
+            await until_finished(other.bus, run)
+            assert actor.book.problems == []
+        issued = await ledger(other.bus, run)
+        ends = await closings(other.bus, run)
+    assert len(issued) == 3 * 2 * 2
+    assert len({(slot.group, slot.slot) for slot in issued}) == 12
+    assert len({slot.seed for slot in issued}) == 12
+    assert all(isinstance(end, GroupClosed) and len(end.slots) == 2 for end in ends)
+    assert len(ends) == 6
+    assert [slot.min_version for slot in issued if slot.slot == 0] == [0, 0, 0, 0, 1, 1]
+    tasks = TaskOrder([str(n) for n in range(10)], 1)
+    assert sorted(tasks[n] for n in range(10)) == sorted(str(n) for n in range(10))
+
+
+async def test_requests_wait_for_credit_and_engines_learn_what_to_serve(connect: Connect) -> None:
+    run = new_run()
+    async with world(connect, run) as other:
+        async with living(Curriculum, config(), await connect("curriculum"), run):
+            asked = [await other.next_request() for _ in range(8)]
+            assert {request.group for request in asked} == {f"g{n:06d}" for n in range(4)}
+            for request in asked:
+                await other.solve(request)
+            await other.closed(4)
+            assert other.requests.empty(), "no credit before a step"
+            await other.step()
+            late = [await other.next_request() for _ in range(4)]
+        assert {(request.group, request.min_version) for request in late} == {("g000004", 1), ("g000005", 1)}
+        admission = await (await other.bus.kv("HR_STATE")).get(admission_key(run))
+    assert admission is not None
+    assert isinstance(admission[0], Admission)
+    assert admission[0].min_version == 1
+
+
+async def test_a_failed_slot_comes_again_and_three_failures_drop_the_group(connect: Connect) -> None:
+    run = new_run()
+    async with world(connect, run) as other:
+        async with living(Curriculum, config(), await connect("curriculum"), run):
+            asked = [await other.next_request() for _ in range(8)]
+            bad = next(request for request in asked if request.group == "g000001" and request.slot == 0)
+            for attempt in range(3):
+                await other.fail(bad, "sandbox_lost")
+                if attempt < 2:
+                    bad = await other.next_request()
+                    assert (bad.group, bad.slot, bad.attempt) == ("g000001", 0, attempt + 1)
+            for request in asked:
+                if request.group == "g000001" and request.slot == 1:
+                    await other.solve(request)
+            fresh = [await other.next_request() for _ in range(2)]
+        assert {request.group for request in fresh} == {"g000004"}
+        ends = await closings(other.bus, run)
+    assert [(end.group, end.reason) for end in ends if isinstance(end, GroupDropped)] == [("g000001", "infra")]
+
+
+async def test_a_dead_letter_of_a_request_counts_as_a_failure(connect: Connect) -> None:
+    run = new_run()
+    async with world(connect, run) as other:
+        async with living(Curriculum, config(), await connect("curriculum"), run):
+            dead = await other.next_request()
+            where = TASK.at(run=run, lane="train", suite="generated-train")
+            letter = DeadLetter(
+                stream="HR_TASK",
+                consumer=f"rollout-{run}-train",
+                stream_seq=1,
+                subject=where,
+                type="rollout_request",
+                reason="poison",
+                deliveries=5,
+                headers={"Nats-Msg-Id": f"{run}.{dead.trajectory}"},
+                payload=b"?",
+            )
+            await other.bus.publish(DLQ.at(stream="hr_task", consumer=f"rollout-{run}-train"), letter)
+            again = await other.request_for(dead.group, dead.slot, dead.attempt + 1)
+    assert again.task == dead.task
+    assert again.seed != dead.seed
+
+
+async def test_a_successor_goes_on_where_the_killed_one_was(connect: Connect) -> None:
+    """Killed without any goodbye, twice; in between its counterpart works on."""
+    run = new_run()
+    async with world(connect, run) as other:
+        other.train = True
+        first = Curriculum(config(steps=4), await connect("curriculum"), run, "c-1")
+        await first.start()
+        held = [await other.next_request() for _ in range(8)]
+        kill(first)
+        for request in held[:5]:
+            await other.solve(request)
+        second = Curriculum(config(steps=4), await connect("curriculum"), run, "c-2")
+        await second.start()
+        await other.solve(held[5])
+        await other.closed(2)
+        kill(second)
+        other.answer = other.solve
+        for request in held[6:]:
+            await other.solve(request)
+        async with living(Curriculum, config(steps=4), await connect("curriculum"), run, "c-3") as third:
+            await until_finished(other.bus, run)
+            assert third.book.problems == []
+        issued = await ledger(other.bus, run)
+        ends = await closings(other.bus, run)
+        steps = [r.message async for r in other.bus.history("HR_STEP", STEP.at(run=run))]
+    assert len(issued) == len({(slot.group, slot.slot, slot.attempt) for slot in issued}) == 16
+    assert len(ends) == 8
+    assert [step.step for step in steps if isinstance(step, StepDone)] == [0, 1, 2, 3]
+
+
+def kill(actor: Curriculum) -> None:
+    """As kill -9 would: its tasks end where they stand, nothing is told to anybody."""
+    for task in list(actor._tasks):
+        task.cancel()
+
+
+async def test_a_zombie_is_refused_at_its_first_write(connect: Connect) -> None:
+    run = new_run()
+    async with world(connect, run) as other:
+        old = Curriculum(config(steps=4), await connect("curriculum"), run, "c-old")
+        await old.start()
+        asked = [await other.next_request() for _ in range(8)]
+        kill(old)  # stopped, not dead: its state is as it was
+        async with living(Curriculum, config(steps=4), await connect("curriculum"), run, "c-new"):
+            before = await ledger(other.bus, run)
+            again = [issued for issued in before if issued.group == "g000000" and issued.slot == 0]
+            stale = type(again[0])(**{f: getattr(again[0], f) for f in again[0].__struct_fields__} | {"attempt": 1})
+            with pytest.raises(WrongSequence):
+                await old._issue([stale])
+            for request in asked[:2]:
+                await other.solve(request)
+            await other.closed(1)
+            with pytest.raises(WrongSequence):
+                await old._close(GroupDropped(run=run, group="g000001", reason="cancelled", group_size=2))
+            assert await ledger(other.bus, run) == before
+        await asyncio.gather(old.shut(1))
+        assert [type(end) for end in await closings(other.bus, run)] == [GroupClosed]
+
+
+async def test_a_zombie_that_wakes_up_stands_down_and_says_so(connect: Connect) -> None:
+    run = new_run()
+    async with world(connect, run) as other:
+        async with living(Curriculum, config(steps=4), await connect("curriculum"), run, "c-old") as old:
+            asked = [await other.next_request() for _ in range(8)]
+            async with living(Curriculum, config(steps=4), await connect("curriculum"), run, "c-new"):
+                # Both hear of it, and both want to issue the slot again.
+                await other.fail(asked[0], "sandbox_lost")
+                again = await other.request_for(asked[0].group, asked[0].slot, 1)
+                assert again.attempt == 1
+                async for received in other.bus.follow("HR_EVENT", EVENT.where(run=run, actor="curriculum")):
+                    if isinstance(received.message, Event) and received.message.kind == "superseded":
+                        assert received.message.id == "c-old"
+                        break
+                assert old.status == "superseded"
+        issued = await ledger(other.bus, run)
+    assert len(issued) == 9
+
+
+async def test_evaluations_are_asked_for_once_and_end_the_run(connect: Connect) -> None:
+    run = new_run()
+    async with world(connect, run) as other:
+        other.answer = other.solve
+        other.train = True
+        where = EVENT.where(run=run, actor="curriculum", type="eval_request")
+        bus = await connect("curriculum")
+        async with living(Curriculum, config(steps=1, before=8, after=8), bus, run):
+            await other.stepped(1)
+            asked: list[EvalRequest] = []
+            async for received in other.bus.follow("HR_EVENT", where):
+                asked.append(received.message)
+                if len(asked) == 3:
+                    break
+        assert [(ask.reason, ask.policy.version, ask.sampling.temperature) for ask in asked] == [
+            ("heldout_before", 0, 1.0),
+            ("heldout_after_t1", 1, 1.0),
+            ("heldout_after_greedy", 1, 0.0),
+        ]
+        # Restarted before the answers are there: it does not ask again, and ends when they come.
+        async with living(Curriculum, config(steps=1, before=8, after=8), await connect("curriculum"), run):
+            for ask in asked:
+                result = EvalResult(
+                    id=ask.id,
+                    run=run,
+                    suite=ask.suite,
+                    policy=ask.policy,
+                    version=ask.policy.version,
+                    tasks=8,
+                    passed=4,
+                    rate=0.5,
+                    infra_failures=0,
+                )
+                await other.bus.publish(EVENT.at(run=run, actor="evaluator", type="eval_result"), result)
+            await until_finished(other.bus, run)
+        assert len([r async for r in other.bus.history("HR_EVENT", where)]) == 3
+
+
+def test_the_request_is_the_same_however_often_it_is_made() -> None:
+    from headrace.actors import curriculum_requests as requests
+    from tests import records
+
+    issued = records.issued("g000001", 1, 2, oldest=3)
+    first = requests.request(config(), issued)
+    assert first == requests.request(config(), issued)
+    assert isinstance(first, RolloutRequest)
+    assert (first.trajectory, first.min_version, first.seed) == ("g000001-1-2", 3, 7)

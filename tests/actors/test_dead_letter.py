@@ -1,0 +1,168 @@
+"""Poison is parked with its reason and payload, also when the desk was empty at that moment."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from headrace.actors.dead_letter import DeadLetter as Desk
+from headrace.bus.actor import Actor
+from headrace.bus.connection import Bus
+from headrace.bus.errors import MessageGone, Reject
+from headrace.bus.received import Received
+from headrace.config import Config
+from headrace.messages.codec import decode
+from headrace.messages.operations import DeadLetter
+from headrace.messages.rollout import RolloutRequest, Trajectory
+from headrace.messages.subjects import DLQ, TASK, TRAJ
+from headrace.replay import letters
+from tests import records
+from tests.actors.living import living
+from tests.conftest import Connect
+
+pytestmark = pytest.mark.anyio
+
+
+class Hands(Actor):
+    """A consumer that cannot do what it is asked."""
+
+    role = "rollout"
+
+    async def refuse(self, received: Received[RolloutRequest]) -> None:
+        raise Reject("no such task")
+
+    async def stumble(self, received: Received[RolloutRequest]) -> None:
+        raise RuntimeError("bad day")
+
+
+def request(group: str) -> RolloutRequest:
+    return RolloutRequest(run=records.RUN, lane="train", group=group, slot=1, attempt=0, task=records.TASK, seed=1)
+
+
+async def ask(bus: Bus, group: str) -> int:
+    asked = request(group)
+    where = TASK.at(run=records.RUN, lane="train", suite="s")
+    return await bus.publish(where, asked, msg_id=f"{records.RUN}.{asked.trajectory}")
+
+
+async def letter(bus: Bus, group: str) -> DeadLetter:
+    async for received in bus.follow("HR_DLQ", DLQ.where()):
+        found = letters.lost(received.message)
+        if found is not None and found.group == group:
+            assert isinstance(received.message, DeadLetter)
+            return received.message
+    raise AssertionError
+
+
+async def empty(bus: Bus, seq: int) -> bool:
+    """Whether the work queue has forgotten a message."""
+    try:
+        await bus.get("HR_TASK", seq)
+    except MessageGone:
+        return True
+    return False
+
+
+@contextlib.asynccontextmanager
+async def hands(bus: Bus, handler: str, deliveries: int = 2) -> AsyncIterator[None]:
+    actor = Hands(Config(), bus, records.RUN, bus.id)
+    await actor.consume(
+        TASK,
+        getattr(actor, handler),
+        durable=f"rollout-{records.RUN}-train",
+        filter=TASK.where(run=records.RUN, lane="train"),
+        max_deliver=deliveries,
+        backoff=(0.01,),
+    )
+    yield
+    await actor.shut(1)
+
+
+async def test_rejected_work_becomes_a_letter_that_names_the_attempt(connect: Connect) -> None:
+    admin = await connect()
+    async with living(Desk, Config(), await connect("dead_letter"), records.RUN):
+        seq = await ask(admin, "g000001")
+        async with hands(await connect("rollout"), "refuse"):
+            found = await asyncio.wait_for(letter(admin, "g000001"), 10)
+    assert found.reason == "no such task"
+    assert found.stream_seq == seq
+    assert decode(found.payload, found.headers) == request("g000001")
+    assert letters.lost(found) == letters.Lost(records.RUN, "g000001", 1, 0)
+    assert await empty(admin, seq)
+
+
+async def test_a_desk_that_was_empty_finds_the_notice_later(connect: Connect) -> None:
+    admin = await connect()
+    seq = await ask(admin, "g000002")
+    told = asyncio.Event()
+    async with hands(await connect("rollout"), "stumble"):
+
+        async def watch() -> None:
+            async for received in admin.follow("HR_ADVISORY"):
+                if received.message.stream_seq == seq:
+                    told.set()
+
+        watcher = asyncio.create_task(watch())
+        await asyncio.wait_for(told.wait(), 10)
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+    async with living(Desk, Config(), await connect("dead_letter"), records.RUN):
+        found = await asyncio.wait_for(letter(admin, "g000002"), 10)
+    assert "bad day" in found.reason
+    assert found.deliveries == 2
+    assert await empty(admin, seq)
+
+
+async def test_a_message_that_ran_out_of_deliveries_leaves_the_queue(connect: Connect) -> None:
+    """Nobody rejected it: its hands died. The broker alone says so, and would keep it for ever."""
+    admin = await connect()
+    seq = await ask(admin, "g000003")
+    bus = await connect("rollout")
+    hung = asyncio.Event()
+
+    class Dying(Hands):
+        async def die(self, received: Received[RolloutRequest]) -> None:
+            received.settled = True  # as if the process had been killed
+            hung.set()
+
+    actor = Dying(Config(), bus, records.RUN, bus.id)
+    await actor.consume(
+        TASK,
+        actor.die,
+        durable=f"rollout-{records.RUN}-train",
+        filter=TASK.where(run=records.RUN, lane="train"),
+        ack_wait=0.2,
+        max_deliver=1,
+    )
+    async with living(Desk, Config(), await connect("dead_letter"), records.RUN):
+        await asyncio.wait_for(hung.wait(), 10)
+        found = await asyncio.wait_for(letter(admin, "g000003"), 10)
+        await actor.shut(1)
+    assert found.reason == "not settled in 1 deliveries"
+    assert decode(found.payload, found.headers) == request("g000003")
+    assert await empty(admin, seq)
+
+
+async def test_a_stream_that_is_kept_keeps_the_message(connect: Connect) -> None:
+    """A Trajectory that the judge cannot read ends its attempt, known by the message id alone."""
+    admin = await connect()
+    where = TRAJ.at(run=records.RUN, group="g000004")
+    headers = {"Hr-Type": "trajectory/1"}
+    seq = await admin.publish_raw(where, b"\xc1", headers, msg_id=f"{records.RUN}.g000004-1-0")
+    bus = await connect("judge")
+
+    class Judge(Actor):
+        role = "judge"
+
+        async def never(self, received: Received[Trajectory]) -> None:
+            raise AssertionError("it cannot be read")
+
+    actor = Judge(Config(), bus, records.RUN, bus.id)
+    await actor.consume(TRAJ, actor.never, durable=f"judge-{records.RUN}", max_deliver=1)
+    async with living(Desk, Config(), await connect("dead_letter"), records.RUN):
+        found = await asyncio.wait_for(letter(admin, "g000004"), 10)
+        await actor.shut(1)
+    assert "not a readable trajectory" in found.reason
+    assert letters.lost(found) == letters.Lost(records.RUN, "g000004", 1, 0)
+    assert (await admin.get("HR_TRAJ", seq)).data == b"\xc1"

@@ -1,0 +1,169 @@
+"""The environment actor over a real broker: who may use a sandbox, and when it ends."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from headrace.actors.environment import Environment
+from headrace.actors.sandbox_client import Sandboxes
+from headrace.bus.connection import Bus
+from headrace.config import Config
+from headrace.config import Environment as Section
+from headrace.messages.operations import Ack
+from headrace.messages.sandbox import (
+    Acquire,
+    Acquired,
+    Exec,
+    Isolation,
+    ReadFile,
+    Release,
+    Renew,
+    Role,
+    SandboxCall,
+    SandboxReply,
+    WriteFiles,
+)
+from headrace.messages.subjects import EVENT, RPC, RPC_NODE
+from tests.actors.living import living
+from tests.conftest import Connect
+
+pytestmark = pytest.mark.anyio
+
+RUN = "r1"
+CONFIG = Config(environment=Section(backend="process", max_vms=3, judge_share=1, slots_per_vm=2, lease_s=30.0))
+ACQUIRE = RPC.at(service="environment", method="acquire")
+FILES = {"a.txt": b"one"}
+
+
+def wanted(
+    group: str, slot: int = 0, *, role: Role = "rollout", lane: str = "train", isolation: Isolation = "group"
+) -> Acquire:
+    return Acquire(
+        run=RUN, lane=lane, role=role, group=group, slot=slot, attempt=0, isolation=isolation, files=FILES, lease_s=30.0
+    )
+
+
+def on(held: Acquired, method: str) -> str:
+    return RPC_NODE.at(service="environment", node=held.node, method=method)
+
+
+def call(held: Acquired, op: ReadFile | WriteFiles | Exec, call_id: str = "c1") -> SandboxCall:
+    return SandboxCall(sandbox=held.sandbox, secret=held.secret, epoch=held.epoch, call_id=call_id, op=op)
+
+
+@pytest.fixture
+async def client(connect: Connect) -> AsyncIterator[Bus]:
+    """A rollout's connection, beside a living environment actor."""
+    async with living(Environment, CONFIG, await connect("environment", node="n1"), RUN):
+        yield await connect("rollout")
+
+
+async def take(bus: Bus, request: Acquire) -> Acquired:
+    held = await bus.request(ACQUIRE, request)
+    assert isinstance(held, Acquired), held
+    return held
+
+
+async def reply(bus: Bus, held: Acquired, request: SandboxCall) -> SandboxReply:
+    answer = await bus.request(on(held, "call"), request)
+    assert isinstance(answer, SandboxReply)
+    return answer
+
+
+async def test_a_second_acquire_takes_the_same_sandbox_away_from_the_first(client: Bus) -> None:
+    first = await take(client, wanted("g1"))
+    done = await reply(client, first, call(first, WriteFiles(files={"a.txt": b"two"})))
+    assert done.result is not None and done.result.ok
+
+    second = await take(client, wanted("g1"))
+    assert second.sandbox == first.sandbox
+    assert (second.epoch, second.secret != first.secret) == (first.epoch + 1, True)
+    old = await reply(client, first, call(first, ReadFile(path="a.txt"), "c2"))
+    assert (old.result, old.failure) == (None, "refused")
+    new = await reply(client, second, call(second, ReadFile(path="a.txt"), "c2"))
+    assert new.result is not None and new.result.data == b"two"
+
+
+@pytest.mark.parametrize("change", [{"secret": "0" * 32}, {"epoch": 7}, {"secret": ""}])
+async def test_a_call_without_the_holders_secret_is_refused(client: Bus, change: dict[str, object]) -> None:
+    held = await take(client, wanted("g2"))
+    forged = msgspec.structs.replace(call(held, ReadFile(path="a.txt")), **change)
+    answer = await reply(client, held, forged)
+    assert (answer.result, answer.failure) == (None, "refused")
+    release = Release(sandbox=held.sandbox, secret="wrong", epoch=held.epoch)
+    freed = await client.request(on(held, "release"), release)
+    assert isinstance(freed, Ack) and not freed.ok
+    assert (await reply(client, held, call(held, ReadFile(path="a.txt")))).result is not None
+
+
+async def test_a_secret_of_one_sandbox_opens_no_other(client: Bus) -> None:
+    mine, other = await take(client, wanted("g3", 0)), await take(client, wanted("g3", 1))
+    forged = msgspec.structs.replace(call(mine, ReadFile(path="a.txt")), sandbox=other.sandbox)
+    assert (await reply(client, mine, forged)).failure == "refused"
+
+
+async def test_a_repeated_call_is_answered_from_the_record(client: Bus) -> None:
+    held = await take(client, wanted("g4"))
+    append = Exec(argv=("sh", "-c", "echo x >> log; wc -l < log"))
+    first = await reply(client, held, call(held, append, "same"))
+    again = await take(client, wanted("g4"))
+    second = await reply(client, again, call(again, append, "same"))
+    assert first.result is not None and second.result is not None
+    assert first.result.stdout.strip() == second.result.stdout.strip() == "1"
+
+
+async def test_acquires_of_one_key_at_the_same_time_share_one_sandbox(client: Bus) -> None:
+    held = await asyncio.gather(*(take(client, wanted("g5")) for _ in range(5)))
+    assert len({one.sandbox for one in held}) == 1
+    assert sorted(one.epoch for one in held) == [1, 2, 3, 4, 5]
+
+
+async def test_no_room_is_an_answer_and_the_judges_share_is_kept(client: Bus) -> None:
+    for group in ("g6", "g7"):
+        await take(client, wanted(group, isolation="episode"))
+    full = await client.request(ACQUIRE, wanted("g8", isolation="episode"))
+    assert isinstance(full, SandboxReply) and full.failure == "no_room"
+    await take(client, wanted("g8", role="judge", isolation="episode"))
+
+
+async def test_the_process_backend_never_serves_the_production_lane(client: Bus) -> None:
+    answer = await client.request(ACQUIRE, wanted("g9", lane="production"))
+    assert isinstance(answer, SandboxReply) and answer.failure == "refused"
+
+
+async def test_a_silent_holder_loses_its_sandbox(client: Bus) -> None:
+    held = await take(client, msgspec.structs.replace(wanted("g10"), lease_s=0.2))
+    kept = await take(client, wanted("g10", 1))
+    async for received in client.follow("HR_EVENT", EVENT.where(run=RUN, actor="environment", type="event")):
+        if received.message.kind == "lease_lapsed":
+            break
+    assert (await reply(client, held, call(held, ReadFile(path="a.txt")))).failure == "lost"
+    renewed = await client.request(on(held, "renew"), Renew(sandbox=held.sandbox, secret=held.secret, epoch=1))
+    assert isinstance(renewed, Ack) and not renewed.ok
+    assert (await reply(client, kept, call(kept, ReadFile(path="a.txt")))).result is not None
+
+
+async def test_every_operation_leaves_a_line_without_content(client: Bus) -> None:
+    held = await take(client, wanted("g11"))
+    await reply(client, held, call(held, WriteFiles(files={"b.txt": b"confidential"}), "w1"))
+    async for received in client.follow("HR_EVENT", EVENT.where(run=RUN, actor="environment", type="tool_log")):
+        line = received.message
+        if line.group == "g11":
+            break
+    assert (line.op, line.brief, line.call_id, line.ok) == ("write_files", "b.txt", "w1", True)
+    assert b"confidential" not in received.data
+
+
+async def test_a_stopping_node_ends_its_sandboxes(connect: Connect) -> None:
+    bus = await connect("rollout")
+    sandboxes = Sandboxes(bus, 30.0)
+    async with living(Environment, CONFIG, await connect("environment", node="n2"), RUN):
+        sandbox = await sandboxes.acquire(wanted("g12"))
+        assert (await sandbox.call(ReadFile(path="a.txt"))).data == b"one"
+        started = await sandbox.call(Exec(argv=("sh", "-c", "sleep 600 & echo $!")))
+        pid = int(started.stdout)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

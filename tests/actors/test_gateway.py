@@ -1,0 +1,170 @@
+"""Users over real HTTP, the house over a real broker: sessions, answers, thumbs, restarts, purges."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from headrace.actors.feedback import JUDGE, Feedback, feedback_run
+from headrace.actors.gateway import Gateway
+from headrace.bus.connection import Bus
+from headrace.config import Config, Production, Run
+from headrace.messages import subjects
+from headrace.messages.judging import Score
+from headrace.messages.rollout import RolloutRequest, SlotFailed, Trajectory
+
+pytestmark = pytest.mark.anyio
+Connect = Callable[..., Awaitable[Bus]]
+
+
+class Product:
+    """A gateway and a feedback actor with somebody who answers requests by hand."""
+
+    def __init__(self, connect: Connect, folder: Path, run: str) -> None:
+        self.connect, self.folder, self.run = connect, folder, run
+        self.config = Config(run=Run(dir=str(folder)), production=Production(training_allowed=True))
+
+    async def open(self) -> "Product":
+        (self.folder / self.run).mkdir(parents=True, exist_ok=True)
+        self.gateway = Gateway(self.config, await self.connect("gateway"), self.run, "gateway-1")
+        await self.gateway.start()
+        self.rollout = await self.connect("rollout")
+        self.reader = await self.connect("operator")
+        self.url = json.loads((self.folder / self.run / "gateway.json").read_text())["url"]
+        return self
+
+    async def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        async with aiohttp.ClientSession() as http, http.request(method, self.url + path, json=body) as answer:
+            return answer.status, await answer.json()
+
+    async def request(self) -> RolloutRequest:
+        """The newest request of the production lane."""
+        admin = await self.connect("admin")
+        found = await admin.last("HR_TASK", subjects.TASK.where(run=self.run, lane="production"))
+        assert found is not None and isinstance(found.message, RolloutRequest)
+        return found.message
+
+    async def answer(self, request: RolloutRequest) -> None:
+        """What a rollout actor would publish."""
+        trajectory = Trajectory(
+            run=self.run,
+            lane="production",
+            group=request.group,
+            slot=0,
+            attempt=request.attempt,
+            id=request.trajectory,
+            task=request.task,
+            family="",
+            seed=0,
+            policy=request.policy,
+            sampling=request.sampling,
+            outcome="finished",
+            turns=(),
+            diff={"kit/core.py": b"fixed\n"},
+        )
+        await self.rollout.publish(subjects.TRAJ.at(run=self.run, group=request.group), trajectory)
+
+
+@pytest.fixture
+async def product(connect: Connect, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Product]:
+    opened = await Product(connect, tmp_path, subjects.token(request.node.name)[:40]).open()
+    yield opened
+    await opened.gateway.shut(1.0)
+
+
+ASK = {"user": "ada", "suite": "generated/heldout", "task": "3"}
+
+
+async def test_a_session_from_question_to_answer(product: Product) -> None:
+    status, opened = await product.call("POST", "/v1/sessions", ASK | {"prompt": "mend it", "files": {"a.py": "x"}})
+    assert status == 202
+    request = await product.request()
+    assert (request.lane, request.isolation, request.prompt, request.files) == (
+        "production",
+        "episode",
+        "mend it",
+        {"a.py": b"x"},
+    )
+    assert "ada" not in request.group, "a clear user name must not reach the bus"
+    waiting = asyncio.create_task(product.call("GET", f"/v1/sessions/{opened['session']}?wait=30"))
+    await product.answer(request)
+    status, view = await waiting
+    assert (status, view["state"], view["result"]["files"]) == (200, "finished", {"kit/core.py": "fixed\n"})
+
+
+async def test_bad_requests_are_told_what_to_send(product: Product) -> None:
+    assert await product.call("POST", "/v1/sessions", {"user": "ada"}) == (
+        400,
+        {"error": "a session needs user, suite and task (and may bring prompt and files)"},
+    )
+    assert (await product.call("POST", "/v1/sessions", [1]))[0] == 400
+    assert (await product.call("GET", "/v1/sessions/none"))[0] == 404
+    _, opened = await product.call("POST", "/v1/sessions", ASK)
+    path = f"/v1/sessions/{opened['session']}/feedback"
+    assert (await product.call("POST", path, {"thumb": "sideways"}))[0] == 400
+    assert (await product.call("POST", path, {"thumb": "up"}))[0] == 400, "no thumb before the end"
+
+
+async def test_failures_of_our_own_parts_are_tried_again_then_said(product: Product) -> None:
+    _, opened = await product.call("POST", "/v1/sessions", ASK)
+    for attempt in range(product.config.curriculum.attempts):
+        request = await product.request()
+        assert request.attempt == attempt
+        failed = SlotFailed(
+            run=product.run, lane="production", group=request.group, slot=0, attempt=attempt, reason="sandbox_lost"
+        )
+        waiting = asyncio.create_task(product.call("GET", f"/v1/sessions/{opened['session']}?wait=30"))
+        await product.rollout.publish(subjects.FAIL.at(run=product.run, group=request.group), failed)
+        while attempt + 1 < product.config.curriculum.attempts and (await product.request()).attempt == attempt:
+            await asyncio.sleep(0.01)
+        if attempt + 1 == product.config.curriculum.attempts:
+            _, view = await waiting
+            assert (view["state"], view["result"]) == ("failed", {"reason": "sandbox_lost"})
+        else:
+            waiting.cancel()
+
+
+async def test_a_restarted_gateway_knows_its_sessions(product: Product) -> None:
+    _, open_one = await product.call("POST", "/v1/sessions", ASK)
+    request = await product.request()
+    _, done_one = await product.call("POST", "/v1/sessions", ASK | {"user": "bob"})
+    await product.answer(await product.request())
+    await product.gateway.shut(1.0)
+    await product.open()
+    _, view = await product.call("GET", f"/v1/sessions/{done_one['session']}?wait=10")
+    assert view["state"] == "finished"
+    waiting = asyncio.create_task(product.call("GET", f"/v1/sessions/{open_one['session']}?wait=30"))
+    await product.answer(request)
+    assert (await waiting)[1]["state"] == "finished"
+
+
+async def test_a_thumb_becomes_a_score_of_a_run_of_its_own_and_a_purge_removes_the_user(
+    product: Product, connect: Connect
+) -> None:
+    feedback = Feedback(product.config, await connect("feedback"), product.run, "feedback-1")
+    await feedback.start()
+    try:
+        _, opened = await product.call("POST", "/v1/sessions", ASK)
+        await product.answer(await product.request())
+        await product.call("GET", f"/v1/sessions/{opened['session']}?wait=30")
+        status, _ = await product.call("POST", f"/v1/sessions/{opened['session']}/feedback", {"thumb": "up"})
+        assert status == 202
+        filter = subjects.SCORE.where(run=feedback_run(product.run))
+        async for received in product.reader.follow("HR_SCORE", filter):
+            score = received.message
+            assert isinstance(score, Score)
+            break
+        assert (score.judge_version, score.passed, score.lane) == (JUDGE, True, "production")
+        assert [r async for r in product.reader.history("HR_SCORE", subjects.SCORE.where(run=product.run))] == []
+
+        status, _ = await product.call("DELETE", "/v1/users/ada")
+        assert status == 200
+        for stream, where in (("HR_TRAJ", subjects.TRAJ.where(run=product.run)), ("HR_SCORE", filter)):
+            assert [r async for r in product.reader.history(stream, where)] == []
+        assert (await product.call("GET", f"/v1/sessions/{opened['session']}"))[0] == 404
+    finally:
+        await feedback.shut(1.0)

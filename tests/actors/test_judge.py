@@ -1,0 +1,182 @@
+"""The judge over a real broker and real sandboxes: what passes, what does not, and what happens when a sandbox dies."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.actors.environment import Environment
+from headrace.actors.judge import Judge
+from headrace.bus.connection import Bus
+from headrace.config import Algorithm, Config, Run, Tasks
+from headrace.config import Environment as Section
+from headrace.messages import tasks
+from headrace.messages.base import Array
+from headrace.messages.judging import Score
+from headrace.messages.operations import Event
+from headrace.messages.rollout import PolicyRef, Sampling, SlotFailed, ToolCall, Trajectory, Turn
+from headrace.messages.subjects import EVENT, FAIL, SCORE, TRAJ
+from headrace.tasks import open_suite
+from tests.actors.living import living
+from tests.conftest import Connect
+
+pytestmark = pytest.mark.anyio
+
+SUITE = open_suite("generated/train")
+TASK = SUITE.task(SUITE.ids()[0])
+ORACLE = SUITE.oracle(SUITE.ids()[0])
+(PATH, FIXED), *_ = ORACLE.solution.items()
+KILLS_ITS_KEEPER = b"import os\nos.kill(os.getppid(), 9)\n"
+"""What takes a machine down under QEMU ends the slot's keeper under the process backend: the judge sees the same."""
+
+
+def config(folder: Path, **changes: Any) -> Config:
+    base = Config(
+        run=Run(dir=str(folder)),
+        environment=Section(backend="process", lease_s=20.0),
+        tasks=Tasks(dir=str(folder / "suites")),
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+def trajectory(run: str, group: str, diff: dict[str, bytes], *, slot: int = 0, **changes: Any) -> Trajectory:
+    turn = Turn(
+        index=0,
+        segment=0,
+        prompt_ids=Array.of([1, 2], "<i4"),
+        ids=Array.of([3, 4, 5], "<i4"),
+        logprobs=Array.of([-0.5, -0.5, -0.5], "<f4"),
+        calls=(ToolCall(id="0.0", name="finish"),),
+    )
+    made = Trajectory(
+        run=run,
+        lane="train",
+        group=group,
+        slot=slot,
+        attempt=0,
+        id=f"{group}-{slot}-0",
+        task=TASK.ref,
+        family=TASK.family,
+        seed=1,
+        policy=PolicyRef(),
+        sampling=Sampling(),
+        outcome="finished",
+        turns=(turn,),
+        diff=diff,
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+async def first(bus: Bus, stream: str, subject: str, wanted: Any) -> Any:
+    """The first message that `wanted` accepts, waiting for it."""
+    async for received in bus.follow(stream, subject):
+        if wanted(received.message):
+            return received.message
+
+
+async def judged(bus: Bus, made: Trajectory) -> Score:
+    """Publish a trajectory and wait for its score."""
+    seq = await bus.publish(TRAJ.at(run=made.run, group=made.group), made)
+    where = SCORE.at(run=made.run, judge="j1", group=made.group)
+    score = await first(bus, "HR_SCORE", where, lambda message: message.trajectory_seq == seq)
+    assert isinstance(score, Score)
+    return score
+
+
+@pytest.fixture
+async def observer(connect: Connect) -> Bus:
+    return await connect("admin")
+
+
+@pytest.fixture
+async def environment(connect: Connect, tmp_path: Path) -> AsyncIterator[Environment]:
+    async with living(Environment, config(tmp_path), await connect("environment", node="n1"), "env") as actor:
+        yield actor
+
+
+async def test_verdicts(connect: Connect, environment: Environment, tmp_path: Path, observer: Bus) -> None:
+    weaker = b"def test_nothing():\n    assert True\n"
+    async with living(Judge, config(tmp_path), await connect("judge"), "j1"):
+        right, wrong, sly, forger, crash, broken = await asyncio.gather(
+            judged(observer, trajectory("j1", "g1", {PATH: FIXED}, slot=0)),
+            judged(observer, trajectory("j1", "g1", {}, slot=1)),
+            judged(observer, trajectory("j1", "g1", {"test_hidden.py": weaker}, slot=2, touched=("test_hidden.py",))),
+            judged(observer, trajectory("j1", "g1", {PATH: FIXED + b"\nimport sys\nsys.modules\n"}, slot=3)),
+            judged(observer, trajectory("j1", "g1", {PATH: b"import os\nos._exit(0)\n"}, slot=4)),
+            judged(observer, trajectory("j1", "g1", {PATH: b"def"}, slot=5)),
+        )
+    assert (right.verdict, right.passed, right.reward, right.suspicions) == ("passed", True, 1.0, ())
+    assert [test.name for test in right.tests] == list(ORACLE.expected)
+    assert (right.sampled_tokens, right.calls, right.turns, right.family) == (3, 1, 1, TASK.family)
+    assert (wrong.verdict, wrong.passed, wrong.reward) == ("failed", False, 0.0)
+    assert (sly.verdict, sly.reward) == ("cheating", 0.0)
+    assert (forger.verdict, forger.reward, forger.suspicions) == ("cheating", 0.0, (f"import_system:{PATH}",))
+    assert (crash.verdict, crash.reward) == ("failed", 0.0)
+    assert (broken.verdict, broken.reward) == ("failed", 0.0)
+
+
+async def test_length_is_priced_and_the_verdict_is_not(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
+) -> None:
+    rules = Algorithm(length_penalty=0.01, length_k=0.01, length_q=0.5)
+    async with living(Judge, config(tmp_path, algorithm=rules), await connect("judge"), "j2"):
+        score = await judged(observer, trajectory("j2", "g1", {PATH: FIXED}))
+    assert score.passed and 0.0 < score.reward < 1.0
+
+
+async def test_a_candidate_that_kills_its_machine_twice_is_judged_and_its_siblings_are_not_harmed(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
+) -> None:
+    async with living(Judge, config(tmp_path), await connect("judge"), "j3"):
+        scores = await asyncio.gather(
+            judged(observer, trajectory("j3", "g1", {PATH: KILLS_ITS_KEEPER}, slot=0)),
+            judged(observer, trajectory("j3", "g1", {PATH: FIXED}, slot=1)),
+        )
+    assert [score.verdict for score in scores] == ["candidate_crash", "passed"]
+    deaths = [
+        received.message.data["deaths"]
+        async for received in observer.history("HR_EVENT", EVENT.where(run="j3", actor="judge", type="event"))
+        if isinstance(received.message, Event) and received.message.kind == "judge_vm_died"
+    ]
+    assert deaths == [1, 2]
+
+
+async def test_our_own_failure_is_no_verdict(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
+) -> None:
+    # The process backend refuses the production lane: for the judge a sandbox that can't be had.
+    made = trajectory("j4", "g1", {PATH: FIXED}, lane="production")
+    async with living(Judge, config(tmp_path), await connect("judge"), "j4"):
+        await observer.publish(TRAJ.at(run="j4", group="g1"), made)
+        failed = await first(observer, "HR_LEDGER", FAIL.at(run="j4", group="g1"), lambda message: True)
+    assert isinstance(failed, SlotFailed)
+    assert (failed.reason, failed.slot, failed.attempt) == ("judge_lost", 0, 0)
+    assert [r async for r in observer.history("HR_SCORE", SCORE.where(run="j4"))] == []
+
+
+async def test_a_trajectory_of_an_unknown_task_is_a_dead_letter(
+    connect: Connect, tmp_path: Path, observer: Bus
+) -> None:
+    lost = trajectory("j5", "g1", {}, task=tasks.TaskRef("generated/train", "no-such-task"))
+    async with living(Judge, config(tmp_path), await connect("judge"), "j5"):
+        await observer.publish(TRAJ.at(run="j5", group="g1"), lost)
+        where = EVENT.where(run="j5", actor="judge", type="event")
+        told = await first(observer, "HR_EVENT", where, lambda message: message.kind == "rejected")
+    assert "no-such-task" in told.text
+    assert [r async for r in observer.history("HR_SCORE", SCORE.where(run="j5"))] == []
+
+
+async def test_a_redelivered_trajectory_is_scored_once(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
+) -> None:
+    made = trajectory("j6", "g1", {PATH: FIXED})
+    async with living(Judge, config(tmp_path), await connect("judge"), "j6") as judge:
+        score = await judged(observer, made)
+        received = await observer.get("HR_TRAJ", score.trajectory_seq)
+        received.deliveries = 2
+        await judge._handle(received)
+    scores = [r.message async for r in observer.history("HR_SCORE", SCORE.where(run="j6"))]
+    assert scores == [score]

@@ -1,0 +1,191 @@
+"""Which weights serve a request: the rollout actor with a real engine, tiny and untrained."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.actors.environment import Environment
+from headrace.actors.rollout import Rollout
+from headrace.bus.connection import Bus
+from headrace.config import Config, Policy, Production, Run
+from headrace.config import Environment as Section
+from headrace.messages.ledger import Admission, admission_key
+from headrace.messages.operations import Event
+from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Sampling, SlotFailed, Trajectory
+from headrace.messages.subjects import EVENT, FAIL, TASK, TRAJ, TURN, token
+from headrace.messages.tasks import TaskRef
+from headrace.messages.weights import WeightsStaged, WeightsSwapped
+from headrace.policy import numerics, schemas
+from headrace.policy.config import PolicyConfig
+from headrace.policy.model import Model
+from headrace.policy.tokenizer import Tokenizer
+from headrace.tasks import open_suite
+from headrace.weights import snapshot
+from tests.actors.living import living
+from tests.conftest import Connect
+
+pytestmark = pytest.mark.anyio
+
+SHAPE = Policy(dim=32, layers=1, heads=2, kv_heads=1, head_dim=16, experts=4, top_k=2, expert_dim=32, vocab=320)
+
+
+def config(folder: Path) -> Config:
+    return Config(
+        run=Run(dir=str(folder)),
+        policy=SHAPE,
+        environment=Section(backend="process", lease_s=20.0),
+        production=Production(enabled=False),
+    )
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[str, str]]:
+    """Files and state hashes of three untrained policies."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("versions")
+    shape = PolicyConfig.from_section(SHAPE)
+    found = numerics.probe(shape)
+    files = {version: folder / f"{version}.safetensors" for version in range(3)}
+    return {
+        version: (str(file), snapshot.write(file, Model(shape, found, seed=version).state()))
+        for version, file in files.items()
+    }
+
+
+@pytest.fixture
+async def observer(connect: Connect) -> Bus:
+    return await connect("admin")
+
+
+@pytest.fixture
+async def environment(connect: Connect, tmp_path: Path) -> AsyncIterator[Environment]:
+    async with living(Environment, config(tmp_path), await connect("environment", node="n1"), "env") as actor:
+        yield actor
+
+
+def prepare(folder: Path, run: str) -> None:
+    (folder / run).mkdir()
+    Tokenizer.train((), 256 + len(schemas.tags())).save(folder / run / "tokenizer.json")
+
+
+async def stage(bus: Bus, run: str, node: str, version: int, path: str, state_hash: str) -> None:
+    staged = WeightsStaged(
+        run=run, node=node, region="local", version=version, path=path, state_hash=state_hash, stage_s=0.0
+    )
+    await bus.publish(EVENT.at(run=run, actor="weight_sync", type="weights_staged"), staged)
+
+
+async def issue(bus: Bus, run: str, group: str, **changes: Any) -> None:
+    wanted = RolloutRequest(
+        run=run,
+        lane="train",
+        group=group,
+        slot=0,
+        attempt=0,
+        task=TaskRef("generated/train", open_suite("generated/train").ids()[0]),
+        seed=7,
+        sampling=Sampling(max_turn_tokens=8),
+        limits=Limits(max_turns=2, context_tokens=4096),
+        **changes,
+    )
+    await bus.publish(TASK.at(run=run, lane="train", suite=token("generated/train")), wanted)
+
+
+async def first(bus: Bus, stream: str, subject: str, wanted: Any) -> Any:
+    async for received in bus.follow(stream, subject):
+        if wanted(received.message):
+            return received.message
+
+
+async def end_of(bus: Bus, run: str, group: str) -> Trajectory:
+    end = await first(bus, "HR_TRAJ", TRAJ.at(run=run, group=group), lambda message: True)
+    assert isinstance(end, Trajectory)
+    return end
+
+
+def swapped(version: int) -> Any:
+    return lambda message: isinstance(message, WeightsSwapped) and message.version == version
+
+
+async def test_the_newest_staged_version_is_loaded_and_named_in_every_span(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, versions: dict[int, tuple[str, str]]
+) -> None:
+    prepare(tmp_path, "b1")
+    for version in (0, 1):
+        await stage(observer, "b1", "here", version, *versions[version])
+    await stage(observer, "b1", "elsewhere", 2, *versions[2])
+    swaps = EVENT.where(run="b1", type="weights_swapped")
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), "b1", "roll"):
+        await issue(observer, "b1", "g1")
+        end = await end_of(observer, "b1", "g1")
+        assert {span.version for turn in end.turns for span in turn.spans} == {1}
+        assert end.oldest_version == 1 and end.fingerprint
+        await stage(observer, "b1", "here", 2, *versions[2])
+        told = await first(observer, "HR_EVENT", swaps, swapped(2))
+        assert (told.state_hash, told.node, told.rollout) == (versions[2][1], "here", "roll")
+        await issue(observer, "b1", "g2")
+        assert (await end_of(observer, "b1", "g2")).oldest_version == 2
+    loads = [r.message.version async for r in observer.history("HR_EVENT", swaps)]
+    assert loads == [1, 2]
+
+
+async def test_the_train_lane_waits_for_the_version_that_its_requests_ask_for(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, versions: dict[int, tuple[str, str]]
+) -> None:
+    prepare(tmp_path, "b2")
+    await stage(observer, "b2", "here", 0, *versions[0])
+    state = await (await connect("curriculum")).kv("HR_STATE")
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), "b2", "roll") as actor:
+        await first(observer, "HR_EVENT", EVENT.where(run="b2", type="weights_swapped"), swapped(0))
+        # One that slips through before the lane closes is held, not sampled.
+        await issue(observer, "b2", "early", min_version=1)
+        while not actor._running:
+            await asyncio.sleep(0.01)
+        await state.put(admission_key("b2"), Admission(run="b2", min_version=1, issued=1, retired=0))
+        while not actor._pulls["train"].paused:
+            await asyncio.sleep(0.01)
+        await issue(observer, "b2", "late", min_version=1)
+        assert await observer.last("HR_TURN", TURN.where(run="b2")) is None
+        await stage(observer, "b2", "here", 1, *versions[1])
+        for group in ("early", "late"):
+            assert (await end_of(observer, "b2", group)).oldest_version == 1
+    log = [r.message async for r in observer.history("HR_TURN", TURN.where(run="b2"))]
+    assert log and all(span.version == 1 for record in log if hasattr(record, "turn") for span in record.turn.spans)
+
+
+async def test_a_pinned_version_serves_beside_the_latest(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, versions: dict[int, tuple[str, str]]
+) -> None:
+    prepare(tmp_path, "b3")
+    for version in (0, 2):
+        await stage(observer, "b3", "here", version, *versions[version])
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), "b3", "roll"):
+        await issue(observer, "b3", "pinned", policy=PolicyRef(kind="pinned", version=0))
+        await issue(observer, "b3", "latest")
+        ends = await asyncio.gather(end_of(observer, "b3", "pinned"), end_of(observer, "b3", "latest"))
+        assert [end.oldest_version for end in ends] == [0, 2]
+        # A version that is staged only now is waited for.
+        await issue(observer, "b3", "rebuilt", policy=PolicyRef(kind="pinned", version=1))
+        await stage(observer, "b3", "here", 1, *versions[1])
+        assert (await end_of(observer, "b3", "rebuilt")).oldest_version == 1
+
+
+async def test_a_version_with_other_bits_is_never_served(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, versions: dict[int, tuple[str, str]]
+) -> None:
+    prepare(tmp_path, "b4")
+    await stage(observer, "b4", "here", 0, *versions[0])
+    await stage(observer, "b4", "here", 1, versions[2][0], versions[1][1])
+    events = EVENT.where(run="b4", actor="rollout", type="event")
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), "b4", "roll"):
+        await first(observer, "HR_EVENT", events, lambda m: isinstance(m, Event) and m.kind == "load_failed")
+        await issue(observer, "b4", "forged", policy=PolicyRef(kind="pinned", version=1))
+        failed = await first(observer, "HR_LEDGER", FAIL.at(run="b4", group="forged"), lambda message: True)
+        assert isinstance(failed, SlotFailed) and failed.reason == "engine_error"
+        await stage(observer, "b4", "here", 2, *versions[2])
+        await issue(observer, "b4", "g1")
+        assert (await end_of(observer, "b4", "g1")).oldest_version == 2

@@ -1,0 +1,46 @@
+"""Room that a handed-back attempt still holds: whoever waits for it lets the attempt pass."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.actors import rollout_episode
+from headrace.actors.environment import Environment
+from headrace.actors.rollout import Rollout
+from headrace.config import Environment as Section
+from headrace.config import Rollout as Credit
+from headrace.messages.rollout import Trajectory, TurnSampled
+from headrace.messages.subjects import FAIL, TRAJ, TURN
+from tests.actors.living import living
+from tests.actors.test_rollout import GATED, config, everything, first, gated_suite, issue, request
+from tests.conftest import Connect
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_request_that_waits_for_room_lets_the_holder_of_that_room_pass(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_episode, "ROOM_S", 0.3)
+    gated_suite(tmp_path)
+    observer = await connect("admin")
+    narrow = msgspec.structs.replace(
+        config(tmp_path),
+        environment=Section(backend="process", lease_s=100.0, max_vms=1, judge_share=0, slots_per_vm=1),
+        rollout=Credit(credit=1),
+    )
+    async with living(Environment, narrow, await connect("environment", node="n1"), "narrow"):
+        async with living(Rollout, narrow, await connect("rollout"), "room", "leaving"):
+            await issue(observer, request("room", "g1", suite=GATED))
+            await first(observer, "HR_TURN", TURN.at(run="room", trajectory="g1-0-0"), TurnSampled)
+            await issue(observer, request("room", "g2", policy="idle"))
+        # g1 went back behind g2, and the only machine is still its own.
+        (tmp_path / "gate").touch()
+        async with living(Rollout, narrow, await connect("rollout"), "room", "heir"):
+            async with asyncio.timeout(60):
+                end = await first(observer, "HR_TRAJ", TRAJ.at(run="room", group="g1"), Trajectory)
+                await first(observer, "HR_TRAJ", TRAJ.at(run="room", group="g2"), Trajectory)
+    assert end.rollout == "heir" and end.outcome == "finished"
+    assert await everything(observer, "HR_LEDGER", FAIL.where(run="room")) == []

@@ -1,0 +1,100 @@
+"""The asking side: which kind of loss it was, waiting for room, and a group's slots at one node."""
+
+import asyncio
+
+import pytest
+
+from headrace.actors import sandbox_client
+from headrace.actors.environment import Environment
+from headrace.actors.sandbox_client import NodeSilent, Sandboxes, Superseded
+from headrace.config import Config
+from headrace.config import Environment as Section
+from headrace.messages.sandbox import Acquire, Exec, Isolation, NoRoom, ReadFile, SandboxLost
+from tests.actors.living import living
+from tests.conftest import Connect
+
+pytestmark = pytest.mark.anyio
+
+CONFIG = Config(environment=Section(backend="process", max_vms=3, judge_share=1, slots_per_vm=2, lease_s=30.0))
+
+
+def wanted(group: str, slot: int = 0, *, isolation: Isolation = "group") -> Acquire:
+    return Acquire(
+        run="r1",
+        lane="train",
+        role="rollout",
+        group=group,
+        slot=slot,
+        attempt=0,
+        isolation=isolation,
+        files={"a.txt": b"one"},
+        lease_s=30.0,
+    )
+
+
+async def test_a_lost_sandbox_and_a_superseded_one_are_told_apart(connect: Connect) -> None:
+    sandboxes = Sandboxes(await connect("rollout"), 30.0)
+    async with living(Environment, CONFIG, await connect("environment", node="n3"), "r1"):
+        first = await sandboxes.acquire(wanted("g13"))
+        second = await sandboxes.acquire(wanted("g13"))
+        assert (first.id, first.fresh, second.fresh) == (second.id, True, False)
+        with pytest.raises(Superseded):
+            await first.call(ReadFile(path="a.txt"))
+        with pytest.raises(SandboxLost) as lost:
+            await second.call(Exec(argv=("sh", "-c", "kill -9 $PPID")))
+        assert not isinstance(lost.value, Superseded | NodeSilent)
+        third = await sandboxes.acquire(wanted("g13"))
+        assert third.fresh and third.id != second.id
+
+
+async def test_waiting_for_room_ends_when_something_is_given_back(connect: Connect) -> None:
+    sandboxes = Sandboxes(await connect("rollout"), 30.0)
+    async with living(Environment, CONFIG, await connect("environment", node="n4"), "r1"):
+        held = [await sandboxes.acquire(wanted(group, isolation="episode")) for group in ("g14", "g15")]
+        waiting = asyncio.create_task(sandboxes.acquire(wanted("g16", isolation="episode")))
+        done, _ = await asyncio.wait([waiting], timeout=0.3)
+        assert not done
+        sandboxes.give_back(held[0])
+        assert (await waiting).fresh
+        await sandboxes.close()
+
+
+async def test_a_groups_slots_are_asked_for_where_its_first_one_is(connect: Connect) -> None:
+    sandboxes = Sandboxes(await connect("rollout"), 30.0)
+    async with (
+        living(Environment, CONFIG, await connect("environment", node="n5"), "r1"),
+        living(Environment, CONFIG, await connect("environment", node="n6"), "r1"),
+    ):
+        for group in ("g17", "g18", "g19"):
+            held = await asyncio.gather(*(sandboxes.acquire(wanted(group, slot)) for slot in range(2)))
+            assert len({one.node for one in held}) == 1
+
+
+async def test_a_node_that_is_gone_is_told_apart_from_a_sandbox_that_died(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_client, "SILENCE_S", 0.3)
+    sandboxes = Sandboxes(await connect("rollout"), 30.0)
+    async with living(Environment, CONFIG, await connect("environment", node="n7"), "r1"):
+        sandbox = await sandboxes.acquire(wanted("g20"))
+    with pytest.raises(NodeSilent):
+        await sandbox.call(ReadFile(path="a.txt"))
+    with pytest.raises(NodeSilent):
+        await sandboxes.acquire(wanted("g20"), node="n7")
+
+
+async def test_patience_for_room_ends(connect: Connect) -> None:
+    sandboxes = Sandboxes(await connect("rollout"), 30.0)
+    with pytest.raises(NoRoom):
+        await sandboxes.acquire(wanted("g21"), patience_s=0.3)
+
+
+async def test_quiet_sandboxes_are_kept_and_let_go_ones_are_not(connect: Connect) -> None:
+    sandboxes = Sandboxes(await connect("rollout"), 0.0)
+    async with living(Environment, CONFIG, await connect("environment", node="n9"), "r1") as environment:
+        kept, left = [await sandboxes.acquire(wanted("g22", slot)) for slot in range(2)]
+        before = {lease.sandbox.id: lease.expires for lease in environment._leases._by_id.values()}
+        sandboxes.let_go(left)
+        await sandboxes.renew()
+        after = {lease.sandbox.id: lease.expires for lease in environment._leases._by_id.values()}
+        assert after[kept.id] != before[kept.id] and after[left.id] == before[left.id]

@@ -1,0 +1,63 @@
+"""The scavenger lends after a quiet while and takes back at once, over a real broker."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from headrace.actors.scavenger import LENT, OWN, Scavenger
+from headrace.bus.connection import Bus
+from headrace.config import Config, Production
+from headrace.messages import subjects
+from headrace.messages.product import CapacityLease, Traffic
+
+pytestmark = pytest.mark.anyio
+Connect = Callable[..., Awaitable[Bus]]
+
+
+def traffic(active: int, waiting: int = 0) -> Traffic:
+    return Traffic(region="here", active=active, waiting=waiting, requests_per_s=0.0, capacity=1)
+
+
+async def test_quiet_lends_and_one_session_takes_back(connect: Connect) -> None:
+    bus, gateway, reader = await connect("scavenger"), await connect("gateway"), await connect("operator")
+    config = Config(production=Production(lend_after_s=0.05, rollouts=("product",)))
+    actor = Scavenger(config, bus, "r1", "scavenger-1")
+    await actor.start()
+    leases = await reader.kv("HR_LEASE")
+    seen: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+
+    async def watch() -> None:
+        async for _, lease, _ in leases.watch("product"):
+            if isinstance(lease, CapacityLease):
+                seen.put_nowait(lease.lanes)
+
+    watching = asyncio.create_task(watch())
+    try:
+        assert await asyncio.wait_for(seen.get(), 10) == OWN
+        where = subjects.TRAFFIC.at(region="here")
+        began = time.monotonic()
+        while seen.empty():
+            await gateway.emit(where, traffic(0))
+            await asyncio.sleep(0.01)
+        assert await seen.get() == LENT
+        assert time.monotonic() - began >= 0.05, "lending waits for a quiet while"
+        await gateway.emit(where, traffic(0, waiting=1))
+        assert await asyncio.wait_for(seen.get(), 10) == OWN
+    finally:
+        watching.cancel()
+        await actor.shut(1.0)
+
+
+async def test_a_successor_takes_back_what_was_lent(connect: Connect) -> None:
+    bus, reader = await connect("scavenger"), await connect("operator")
+    config = Config(production=Production(rollouts=("a2",)))
+    leases = await bus.kv("HR_LEASE")
+    await leases.put("a2", CapacityLease(rollout="a2", lanes=LENT, reason="before", since=0.0))
+    actor = Scavenger(config, bus, "r1", "scavenger-2")
+    await actor.start()
+    held = await (await reader.kv("HR_LEASE")).get("a2")
+    assert held is not None and isinstance(held[0], CapacityLease)
+    assert held[0].lanes == OWN
+    await actor.shut(1.0)

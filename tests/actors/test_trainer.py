@@ -1,0 +1,273 @@
+"""The trainer over a real broker: batches in the order of closings, and the same bits after any kill."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.actors import trainer_policy
+from headrace.actors.trainer import Trainer
+from headrace.bus.connection import Bus
+from headrace.bus.errors import MessageGone, WrongSequence
+from headrace.messages.subjects import CLOSE, EVENT, STEP
+from headrace.messages.training import StepDone, StepFailed, StepManifest
+from headrace.policy.tokenizer import Tokenizer
+from headrace.replay.fetching import Records
+from headrace.training.step import StepOutcome
+from headrace.training.trainer import Trainer as Machine
+from headrace.weights import snapshot
+from tests.actors.living import living
+from tests.conftest import Connect
+from tests.river import GROUP, PER_STEP, River, config, kill, new_run
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+async def straight(server: Any, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Hashes of versions 0 to 5 of a trainer that was never killed."""
+    folder = tmp_path_factory.mktemp("straight")
+    admin = await Bus.connect(server.url, role="admin", credentials=server.credentials)
+    bus = await Bus.connect(server.url, role="trainer", credentials=server.credentials)
+    river = River(admin, new_run(), folder)
+    async with living(Trainer, config(folder), bus, river.run):
+        for number in range(5):
+            await river.batch(number)
+        await river.version(5)
+    await admin.close()
+    await bus.close()
+    return [river.hashes[number] for number in range(6)]
+
+
+async def test_batches_become_versions_in_the_order_of_closings(connect: Connect, tmp_path: Path) -> None:
+    river = River(await connect(), new_run(), tmp_path)
+    async with living(Trainer, config(tmp_path), await connect("trainer"), river.run):
+        for number in range(3):
+            await river.batch(number)
+        last = await river.version(3)
+    records = await river.steps()
+    assert [(type(r).__name__, r.step) for r in records] == [
+        (kind, step) for step in range(3) for kind in ("StepManifest", "StepDone")
+    ]
+    closings = [(r.seq, r.message.group) async for r in river.bus.history("HR_SCORE", CLOSE.where(run=river.run))]
+    named = [(g.close_seq, g.group) for r in records if isinstance(r, StepManifest) for g in r.groups]
+    assert named == closings
+    done = [r for r in records if isinstance(r, StepDone)]
+    assert all(r.max_abs_dlp == 0.0 and r.exact and r.rescored_tokens for r in done), "Law 5"
+    assert [r.staleness_max for r in done] == [0, 1, 1]
+    assert done[1].staleness == {"0": 12, "1": 4}
+    assert all(r.trained_slots == GROUP * PER_STEP for r in done)
+    assert snapshot.file_hash(last.path) == last.state_hash == done[-1].state_hash
+    assert [path.name[:9] for path in sorted((river.folder / "snapshots").iterdir())] == ["v00000002", "v00000003"]
+
+
+@pytest.mark.parametrize("killed_after", [1, 2, 3])
+async def test_after_a_kill_between_steps_the_bits_are_the_same(
+    connect: Connect, tmp_path: Path, straight: list[str], killed_after: int
+) -> None:
+    river = River(await connect(), new_run(), tmp_path)
+    first = Trainer(config(tmp_path), await connect("trainer"), river.run, "t-1")
+    await first.start()
+    for number in range(killed_after):
+        await river.batch(number)
+    await river.version(killed_after)
+    kill(first)
+    async with living(Trainer, config(tmp_path), await connect("trainer"), river.run, "t-2"):
+        for number in range(killed_after, 5):
+            await river.batch(number)
+        await river.version(5)
+    assert [river.hashes[number] for number in range(6)] == straight
+    records = await river.steps()
+    assert [r.step for r in records if isinstance(r, StepDone)] == list(range(5)), "nothing is trained twice"
+    assert [r.step for r in records if isinstance(r, StepManifest)] == list(range(5))
+    assert all(r.incarnation == 0 for r in records)
+
+
+class Hanging(Trainer):
+    """Dies between the manifest of a step and its outcome."""
+
+    at = 2
+
+    async def _take(self, machine: Machine, manifest: StepManifest, records: Records) -> StepOutcome:
+        if manifest.step == self.at:
+            await asyncio.get_running_loop().create_future()
+        return await super()._take(machine, manifest, records)
+
+
+async def test_a_published_manifest_is_executed_before_anything_new(
+    connect: Connect, tmp_path: Path, straight: list[str]
+) -> None:
+    river = River(await connect(), new_run(), tmp_path)
+    first = Hanging(config(tmp_path), await connect("trainer"), river.run, "t-1")
+    await first.start()
+    for number in range(3):
+        await river.batch(number)
+    async for received in river.bus.follow("HR_STEP", STEP.at(run=river.run)):
+        if isinstance(received.message, StepManifest) and received.message.step == 2:
+            break
+    kill(first)
+    async with living(Trainer, config(tmp_path), await connect("trainer"), river.run, "t-2"):
+        for number in range(3, 5):
+            await river.batch(number)
+        await river.version(5)
+    assert [river.hashes[number] for number in range(6)] == straight
+    records = await river.steps()
+    assert [r.step for r in records if isinstance(r, StepManifest)] == list(range(5)), "the manifest is not renewed"
+    assert [r.step for r in records if isinstance(r, StepDone)] == list(range(5))
+
+
+async def test_a_replaced_trainer_is_refused(connect: Connect, tmp_path: Path) -> None:
+    river = River(await connect(), new_run(), tmp_path)
+    async with living(Trainer, config(tmp_path), await connect("trainer"), river.run, "t-old") as old:
+        await river.version(0)
+        async with living(Trainer, config(tmp_path), await connect("trainer"), river.run, "t-new"):
+            await river.batch(0)
+            await river.version(1)
+            async for received in river.bus.follow("HR_EVENT", EVENT.where(run=river.run, actor="trainer")):
+                message = received.message
+                if getattr(message, "kind", "") == "superseded":
+                    assert message.id == "t-old"
+                    break
+            with pytest.raises(WrongSequence):
+                await old._write((await river.steps())[0])
+    assert [type(r).__name__ for r in await river.steps()] == ["StepManifest", "StepDone"]
+
+
+async def test_a_batch_that_cannot_be_trained_on_fails_its_step_and_the_run_goes_on(
+    connect: Connect, tmp_path: Path
+) -> None:
+    river = River(await connect(), new_run(), tmp_path)
+    async with living(Trainer, config(tmp_path), await connect("trainer"), river.run):
+        await river.batch(0, spoilt=True)
+        await river.batch(1)
+        await river.version(2)
+    failed = [r for r in await river.steps() if isinstance(r, StepFailed)]
+    assert [(r.step, r.reason, r.dropped_slots, r.version) for r in failed] == [(0, "bad_batch", 4, 1)]
+    assert failed[0].command == f"headrace replay {river.run} --step 0"
+    assert river.hashes[1] == river.hashes[0] != river.hashes[2]
+
+
+class Raising(Trainer):
+    """A step that breaks in its first lines, once."""
+
+    async def _in_thread(self, work: Any) -> Any:
+        if self.status == "step 1" and not hasattr(self, "raised"):
+            self.raised = True
+            raise RuntimeError("out of luck")
+        return await super()._in_thread(work)
+
+
+async def test_an_exception_fails_the_step_and_its_version_may_still_be_rescored(
+    connect: Connect, tmp_path: Path
+) -> None:
+    river = River(await connect(), new_run(), tmp_path)
+    async with living(Raising, config(tmp_path), await connect("trainer"), river.run):
+        for number in range(3):
+            await river.batch(number)
+        await river.version(3)
+    records = await river.steps()
+    assert [(r.step, r.reason, r.detail) for r in records if isinstance(r, StepFailed)] == [
+        (1, "exception", "RuntimeError: out of luck")
+    ]
+    assert [(r.step, r.max_abs_dlp) for r in records if isinstance(r, StepDone)] == [(0, 0.0), (2, 0.0)]
+
+
+class Foreign(Trainer):
+    """As on a machine of other numerics: each step comes out a little different."""
+
+    async def _take(self, machine: Machine, manifest: StepManifest, records: Records) -> StepOutcome:
+        result = await super()._take(machine, manifest, records)
+        with torch.no_grad():
+            next(iter(machine.state.model.parameters())).mul_(1.0 + 1e-6)
+        return replace(result, state_hash=machine.state.hash())
+
+
+async def test_other_bits_than_were_published_are_a_new_incarnation(connect: Connect, tmp_path: Path) -> None:
+    river = River(await connect(), new_run(), tmp_path)
+    rarely = config(tmp_path, trainer={"checkpoint_every": 50})
+    first = Foreign(rarely, await connect("trainer"), river.run, "t-1")
+    await first.start()
+    for number in range(2):
+        await river.batch(number)
+    await river.version(2)
+    kill(first)
+    async with living(Trainer, rarely, await connect("trainer"), river.run, "t-2"):
+        async for received in river.bus.follow("HR_EVENT", EVENT.where(run=river.run, type="snapshot_ready")):
+            if received.message.version == 2 and received.message.state_hash != river.hashes[2]:
+                break
+    records = await river.steps()
+    assert [(type(r).__name__, r.step, r.incarnation) for r in records[4:]] == [
+        ("StepManifest", 0, 1),
+        ("StepDone", 0, 1),
+        ("StepManifest", 1, 1),
+        ("StepDone", 1, 1),
+    ]
+    done = [r for r in records if isinstance(r, StepDone)]
+    assert done[2].state_hash != done[0].state_hash
+    renewed = [r for r in records if isinstance(r, StepManifest)][3]
+    assert renewed.base_hash == done[2].state_hash
+
+
+async def test_a_changed_recipe_does_not_rewrite_the_past(
+    connect: Connect, tmp_path: Path, straight: list[str]
+) -> None:
+    """Killed before its first checkpoint, started with another learning rate: published steps stay as they are."""
+    river = River(await connect(), new_run(), tmp_path)
+    rare: dict[str, dict[str, Any]] = {"trainer": {"checkpoint_every": 50}}
+    first = Trainer(config(tmp_path, **rare), await connect("trainer"), river.run, "t-1")
+    await first.start()
+    for number in range(2):
+        await river.batch(number)
+    await river.version(2)
+    kill(first)
+    slower = config(tmp_path, **rare, algorithm={"learning_rate": 5e-3})
+    async with living(Trainer, slower, await connect("trainer"), river.run, "t-2"):
+        await river.batch(2)
+        await river.version(3)
+    assert [river.hashes[number] for number in range(3)] == straight[:3]
+    assert river.hashes[3] != straight[3]
+    assert all(record.incarnation == 0 for record in await river.steps())
+
+
+async def test_records_that_are_not_to_be_replayed_are_purged(connect: Connect, tmp_path: Path) -> None:
+    river = River(await connect(), new_run(), tmp_path)
+    kept: dict[str, dict[str, Any]] = {"replay": {"keep_steps": 1}}
+    async with living(Trainer, config(tmp_path, **kept), await connect("trainer"), river.run):
+        for number in range(6):
+            await river.batch(number)
+        await river.version(6)
+        async for received in river.bus.follow("HR_EVENT", EVENT.where(run=river.run, actor="trainer", type="event")):
+            if received.message.kind == "purged" and received.message.data["messages"] == 2 * 2 * GROUP * PER_STEP:
+                break
+    manifests = [r for r in await river.steps() if isinstance(r, StepManifest)]
+    for manifest in manifests:
+        for trajectory, score in (slot for group in manifest.groups for slot in group.slots):
+            if manifest.step < 3:  # version 6, and bound + 2 steps are the least that is kept
+                with pytest.raises(MessageGone):
+                    await river.bus.get("HR_TRAJ", trajectory)
+            else:
+                assert (await river.bus.get("HR_TRAJ", trajectory)).message.group
+                assert (await river.bus.get("HR_SCORE", score)).message.group
+    closings = [r async for r in river.bus.history("HR_SCORE", CLOSE.where(run=river.run))]
+    assert len(closings) == 12, "closings are kept"
+    names = sorted(path.name for path in (river.folder / "checkpoints").glob("v*"))
+    assert names == ["v00000002.safetensors", "v00000004.safetensors", "v00000006.safetensors"]
+
+
+async def test_version_0_is_mid_trained_and_its_tokenizer_kept(connect: Connect, tmp_path: Path) -> None:
+    run = new_run()
+    own: dict[str, dict[str, Any]] = {"mid_training": {"tokens": 4000, "batch_tokens": 512}, "policy": {"vocab": 420}}
+    setting = config(tmp_path, **own)
+    admin = await connect()
+    async with living(Trainer, setting, await connect("trainer"), run):
+        async for received in admin.follow("HR_EVENT", EVENT.where(run=run, type="snapshot_ready")):
+            assert received.message.version == 0
+            break
+    text = (tmp_path / run / "tokenizer.json").read_text()
+    assert len(Tokenizer.parse(text)) <= 420
+    assert trainer_policy.tokenizer(setting, tmp_path / run) == text
+    phases = [r.message.text async for r in admin.history("HR_EVENT", EVENT.where(run=run, type="event"))]
+    assert "mid-training" in phases

@@ -1,0 +1,179 @@
+"""The receiver over a real broker, fed by a real sender: whole versions, verified, or nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.actors.weight_receiver import WeightReceiver
+from headrace.actors.weight_sender import WeightSender
+from headrace.bus.connection import Bus
+from headrace.messages.evaluation import EvalRequest, EvalResult
+from headrace.messages.rollout import PolicyRef
+from headrace.messages.subjects import EVENT
+from headrace.messages.weights import WeightChunk
+from headrace.weights import snapshot
+from tests.actors.weight_runs import WeightRun, within
+from tests.conftest import Connect
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def run(connect: Connect, tmp_path: Path) -> AsyncIterator[WeightRun]:
+    out = await WeightRun(connect, tmp_path, anchor_every=3, keep=3).open()
+    yield out
+    await out.close()
+
+
+def damage(bus: Bus, times: int) -> list[int]:
+    """The next `times` chunks that this bus reads arrive with a flipped bit; returns their sequences as they come."""
+    get = bus.get
+    seen: list[int] = []
+
+    async def broken(stream: str, seq: int) -> Any:
+        received = await get(stream, seq)
+        if isinstance(received.message, WeightChunk) and len(seen) < times:
+            seen.append(seq)
+            data = bytearray(received.message.data)
+            data[len(data) // 2] ^= 1
+            received._message = msgspec.structs.replace(received.message, data=bytes(data))
+        return received
+
+    bus.get = broken  # type: ignore[method-assign]
+    return seen
+
+
+async def test_every_version_arrives_with_the_trainers_hash(run: WeightRun) -> None:
+    await run.actor(WeightSender)
+    receiver = await run.actor(WeightReceiver)
+    for version in range(6):
+        await run.train(version)
+        staged = await within(20, run.staged(version))
+        assert staged.state_hash == run.hashes[version] == snapshot.file_hash(staged.path)
+        assert staged.path == str((run.folder / run.id / "nodes/n1/weights" / f"{version}.safetensors").resolve())
+    assert receiver.shelf.versions() == [3, 4, 5]
+
+
+async def test_a_late_joiner_and_one_that_was_away_catch_up(run: WeightRun) -> None:
+    await run.actor(WeightSender)
+    first = await run.actor(WeightReceiver)
+    await run.train(0)
+    await within(20, run.staged(0))
+    await first.shut(1.0)
+    for version in range(1, 6):
+        await run.train(version)
+        await within(20, run.head(version))
+    await run.actor(WeightReceiver)
+    late = await run.actor(WeightReceiver, node="n2")
+    for node in ("n1", "n2"):
+        staged = await within(20, run.staged(5, node=node))
+        assert snapshot.file_hash(staged.path) == run.hashes[5]
+    assert late.shelf.versions() == [5], "what lies between is skipped"
+
+
+async def test_a_restart_finds_what_is_staged_and_builds_again_what_is_damaged(run: WeightRun) -> None:
+    await run.actor(WeightSender)
+    first = await run.actor(WeightReceiver)
+    await run.train(0)
+    staged = await within(20, run.staged(0))
+    await first.shut(1.0)
+    inode = Path(staged.path).stat().st_ino
+    seq = await run.bus.last_seq("HR_EVENT")
+    second = await run.actor(WeightReceiver)
+    await within(20, run.staged(0, start=seq + 1))
+    assert "[0]" in await within(10, run.event("resumed"))
+    await second.shut(1.0)
+    assert Path(staged.path).stat().st_ino == inode
+    data = bytearray(Path(staged.path).read_bytes())
+    data[-1] ^= 1
+    Path(staged.path).write_bytes(data)
+    seq = await run.bus.last_seq("HR_EVENT")
+    await run.actor(WeightReceiver)
+    await within(20, run.staged(0, start=seq + 1))
+    assert snapshot.file_hash(staged.path) == run.hashes[0]
+
+
+async def test_chunks_without_a_head_are_not_seen(run: WeightRun) -> None:
+    """A sender dies between chunks, manifest and head: no receiver notices until a successor commits."""
+    first = await run.actor(WeightSender)
+    receiver = await run.actor(WeightReceiver)
+    await run.train(0)
+    await within(20, run.staged(0))
+    publish, reached = first.bus.publish, asyncio.Event()
+
+    async def stall(subject: str, message: Any, **options: Any) -> int:
+        if subject.endswith(".head"):
+            reached.set()
+            await asyncio.Event().wait()
+        return await publish(subject, message, **options)
+
+    first.bus.publish = stall  # type: ignore[method-assign]
+    await run.train(1)
+    await within(20, reached.wait())
+    await first.shut(0.0)
+    where = EVENT.where(run=run.id, type="weights_staged")
+    assert [r.message.version async for r in run.bus.history("HR_EVENT", where)] == [0]
+    assert receiver.shelf.versions() == [0]
+    await run.actor(WeightSender)
+    await within(20, run.staged(1))
+
+
+async def test_a_damaged_chunk_is_told_and_fetched_again(run: WeightRun) -> None:
+    await run.actor(WeightSender)
+    bus = await run.connect("weight_sync", node="n1")
+    seen = damage(bus, 1)
+    await run.actor(WeightReceiver, bus=bus)
+    await run.train(0)
+    staged = await within(20, run.staged(0))
+    assert snapshot.file_hash(staged.path) == run.hashes[0]
+    text = await within(10, run.event("chunk_damaged"))
+    assert f"(sequence {seen[0]}) does not match its manifest" in text
+
+
+async def test_a_chunk_that_stays_damaged_is_an_error_and_the_next_head_heals(run: WeightRun) -> None:
+    await run.actor(WeightSender)
+    bus = await run.connect("weight_sync", node="n1")
+    receiver = await run.actor(WeightReceiver, bus=bus)
+    await run.train(0)
+    await within(20, run.staged(0))
+    whole = bus.get
+    damage(bus, 1000)
+    await run.train(1)
+    assert "does not match its manifest" in await within(20, run.event("stage_failed"))
+    assert receiver.shelf.versions() == [0]
+    bus.get = whole  # type: ignore[method-assign]
+    await run.train(2)
+    await within(20, run.staged(2))
+    assert snapshot.file_hash(receiver.shelf.path(2)) == run.hashes[2]
+
+
+async def test_a_pinned_version_is_rebuilt_and_kept_while_an_evaluation_needs_it(run: WeightRun) -> None:
+    await run.actor(WeightSender)
+    receiver = await run.actor(WeightReceiver)
+    for version in range(5):
+        await run.train(version)
+        await within(20, run.staged(version))
+    assert receiver.shelf.versions() == [2, 3, 4]
+    curriculum, evaluator = await run.connect("curriculum"), await run.connect("evaluator")
+    policy = PolicyRef(kind="pinned", version=1)
+    request = EvalRequest(id="e1", run=run.id, suite="s", tasks=1, policy=policy)
+    seq = await curriculum.publish(EVENT.at(run=run.id, actor="curriculum", type="eval_request"), request)
+    staged = await within(20, run.staged(1, start=seq))
+    assert snapshot.file_hash(staged.path) == run.hashes[1]
+    for version in (5, 6):
+        await run.train(version)
+        await within(20, run.staged(version))
+    assert receiver.shelf.versions() == [1, 4, 5, 6]
+    result = EvalResult(id="e1", run=run.id, suite="s", policy=policy, version=1, tasks=1, passed=1, rate=1.0,
+                        infra_failures=0)  # fmt: skip
+    await evaluator.publish(EVENT.at(run=run.id, actor="evaluator", type="eval_result"), result)
+    version = 6
+    while 1 in receiver.shelf.versions():
+        version += 1
+        assert version < 12, "the pin is never given up"
+        await run.train(version)
+        await within(20, run.staged(version))

@@ -1,0 +1,176 @@
+"""The sender over a real broker: skips to the newest, survives at any point, and is refused when it slept."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.actors.weight_sender import WeightSender
+from headrace.bus.connection import Bus
+from headrace.bus.errors import WrongSequence
+from headrace.messages.base import Message
+from headrace.weights import chain, report
+from tests.actors.weight_runs import WeightRun, within
+from tests.conftest import Connect
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def run(connect: Connect, tmp_path: Path) -> AsyncIterator[WeightRun]:
+    out = await WeightRun(connect, tmp_path, anchor_every=3).open()
+    yield out
+    await out.close()
+
+
+class Gate:
+    """Holds a bus's publishing to a kind of subject until it is opened."""
+
+    def __init__(self, bus: Bus, ending: str):
+        self.bus, self.ending = bus, ending
+        self.reached, self.open = asyncio.Event(), asyncio.Event()
+        self._publish = bus.publish
+        bus.publish = self.publish  # type: ignore[method-assign]
+
+    async def publish(self, subject: str, message: Message, **options: Any) -> int:
+        if subject.endswith(self.ending):
+            self.reached.set()
+            await self.open.wait()
+        return await self._publish(subject, message, **options)
+
+
+async def test_versions_become_an_anchor_and_deltas(run: WeightRun) -> None:
+    sender = await run.actor(WeightSender)
+    for version in range(6):
+        await run.train(version)
+        head = await within(20, run.head(version))
+        assert head.state_hash == run.hashes[version]
+        run.path(version).unlink()
+    assert [head.anchor_version for head in await run.heads()] == [0, 0, 0, 0, 3, 3], "an anchor after three"
+    await within(20, run.event("published", "version 5:"))
+    assert sender.shelf.versions() == [5], "links to old files are given up"
+    good, text = await report.verify(run.bus, run.id)
+    assert good, text
+    assert "from anchor 3 through 2 deltas" in text
+
+
+async def test_it_skips_to_the_newest(run: WeightRun) -> None:
+    bus = await run.connect("weight_sync", node="n1")
+    gate = Gate(bus, ".head")
+    await run.actor(WeightSender, bus=bus)
+    await run.train(0)
+    await within(20, gate.reached.wait())
+    for version in range(1, 5):
+        await run.train(version)
+    for version in range(1, 4):
+        run.path(version).unlink()
+    last = await bus.last("HR_EVENT", f"hr.event.{run.id}.trainer.snapshot_ready")
+    assert last is not None and last.message.version == 4
+    gate.open.set()
+    await within(20, run.head(4))
+    versions = [head.version for head in await run.heads()]
+    assert versions[0] == 0 and versions[-1] == 4 and len(versions) < 5
+
+
+async def test_the_same_version_is_not_published_twice_and_old_bytes_are_an_empty_delta(run: WeightRun) -> None:
+    await run.actor(WeightSender)
+    ready = run.write(0)
+    await run.announce(ready)
+    await run.announce(ready)
+    await within(20, run.head(0))
+    await run.announce(ready)
+    await run.train(1, same=True)
+    head = await within(20, run.head(1))
+    assert head.state_hash == run.hashes[0]
+    assert [head.version for head in await run.heads()] == [0, 1]
+    manifest = await chain.manifest(run.bus, run.id, head.manifest_seq)
+    assert (manifest.chunks, manifest.changed) == ((), 0)
+
+
+@pytest.mark.parametrize("ending", [".0", ".manifest", ".head"])
+@pytest.mark.parametrize("files", ["kept", "lost"])
+async def test_killed_before_the_commit_a_successor_publishes_it(run: WeightRun, ending: str, files: str) -> None:
+    first = await run.actor(WeightSender)
+    await run.train(0)
+    await within(20, run.head(0))
+    gate = Gate(first.bus, ending)
+    await run.train(1)
+    await within(20, gate.reached.wait())
+    await first.shut(0.0)
+    assert [head.version for head in await run.heads()] == [0], "nothing of version 1 is to be seen"
+    if files == "lost":
+        run.path(0).unlink()
+        for file in first.shelf.folder.iterdir():
+            file.unlink()
+    await run.actor(WeightSender)
+    head = await within(20, run.head(1))
+    assert head.state_hash == run.hashes[1]
+    manifest = await chain.manifest(run.bus, run.id, head.manifest_seq)
+    assert manifest.base_version == 0, "a delta, though the base had to be rebuilt" if files == "lost" else ""
+    if files == "lost":
+        assert "version 0" in await within(10, run.event("base_rebuilt"))
+
+
+async def test_killed_after_the_commit_nothing_is_published_again(run: WeightRun) -> None:
+    first = await run.actor(WeightSender)
+    await run.train(0)
+    await within(20, run.head(0))
+    await first.shut(0.0)
+    await run.actor(WeightSender)
+    await run.train(1)
+    await within(20, run.head(1))
+    assert [head.version for head in await run.heads()] == [0, 1]
+
+
+async def test_a_sender_that_slept_is_refused_by_the_expected_sequence(run: WeightRun) -> None:
+    bus = await run.connect("weight_sync", node="n1")
+    sleeper = await run.actor(WeightSender, bus=bus)
+    await run.train(0)
+    await within(20, run.head(0))
+    gate = Gate(bus, ".head")
+    await run.train(1)
+    await within(20, gate.reached.wait())
+    await run.actor(WeightSender, node="n2")
+    await run.train(2)
+    await within(20, run.head(2))
+    gate.open.set()
+    error = await within(20, asyncio.shield(sleeper.failed))
+    assert isinstance(error, WrongSequence)
+    heads = await run.heads()
+    assert [head.state_hash for head in heads] == [run.hashes[head.version] for head in heads]
+    assert heads[-1].version == 2
+    good, text = await report.verify(run.bus, run.id)
+    assert good, text
+
+
+async def test_a_file_that_is_not_what_was_announced_is_refused_and_the_next_one_goes(run: WeightRun) -> None:
+    sender = await run.actor(WeightSender)
+    await run.train(0)
+    await within(20, run.head(0))
+    ready = run.write(1)
+    data = bytearray(run.path(1).read_bytes())
+    data[-3] ^= 4
+    run.path(1).write_bytes(data)
+    await run.announce(ready)
+    assert "version 1" in await within(20, run.event("snapshot_refused"))
+    await run.train(2)
+    await within(20, run.event("published", "version 2:"))
+    assert [head.version for head in await run.heads()] == [0, 2]
+    assert [file.name for file in sender.shelf.folder.iterdir()] == ["2.safetensors"]
+
+
+async def test_the_same_number_with_other_bits_is_a_new_incarnation(run: WeightRun) -> None:
+    await run.actor(WeightSender)
+    await run.train(0)
+    await run.train(1)
+    await within(20, run.head(1))
+    run.path(1).unlink()
+    again = run.write(1, density=0.02)
+    await run.announce(again)
+    async for received in run.bus.follow("HR_WEIGHTS", f"hr.weights.{run.id}.head"):
+        if received.message.state_hash == again.state_hash:
+            break
+    good, text = await report.verify(run.bus, run.id)
+    assert good and again.state_hash in text

@@ -1,0 +1,80 @@
+"""Processes of a run: restarted within reason, given up with the end of their log, never orphaned."""
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.launch.children import Child, ChildFailed
+
+pytestmark = pytest.mark.anyio
+
+
+def child(tmp_path: Path, code: str) -> Child:
+    return Child("worker", [sys.executable, "-c", code], tmp_path / "worker.log", dict(os.environ))
+
+
+async def test_a_killed_process_comes_back(tmp_path: Path) -> None:
+    fifo = tmp_path / "alive"
+    os.mkfifo(fifo)
+    worker = child(tmp_path, f"import time; open({str(fifo)!r}, 'w').write('x'); time.sleep(600)")
+    codes: list[int] = []
+    watching = asyncio.create_task(worker.watch(lambda _, code: codes.append(code)))
+    await asyncio.to_thread(fifo.read_text)
+    assert worker.process is not None
+    first = worker.process.pid
+    worker.process.kill()
+    await asyncio.to_thread(fifo.read_text)
+    assert worker.process.pid != first
+    assert codes == [-signal.SIGKILL]
+    watching.cancel()
+    await worker.stop(5.0)
+    assert worker.process.returncode == -signal.SIGTERM
+
+
+async def test_a_process_that_cannot_start_is_given_up_with_its_log(tmp_path: Path) -> None:
+    worker = child(tmp_path, "import sys; print('no broker here', flush=True); sys.exit(3)")
+    with pytest.raises(ChildFailed, match="no broker here") as failed:
+        await worker.watch(lambda *_: None)
+    assert worker.restarts == 0 and failed.value.code == 3
+
+
+async def test_a_process_that_ignores_the_term_signal_is_killed(tmp_path: Path) -> None:
+    fifo = tmp_path / "alive"
+    os.mkfifo(fifo)
+    code = (
+        f"import signal, time; signal.signal(15, signal.SIG_IGN); open({str(fifo)!r}, 'w').write('x'); time.sleep(600)"
+    )
+    worker = child(tmp_path, code)
+    await worker.start()
+    await asyncio.to_thread(fifo.read_text)
+    await worker.stop(0.1)
+    assert worker.process is not None
+    assert worker.process.returncode == -signal.SIGKILL
+
+
+def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
+    parent = (
+        "import asyncio, os, sys\nfrom pathlib import Path\nfrom headrace.launch.children import Child\n"
+        "async def main():\n"
+        "    c = Child('w', [sys.executable, '-c', 'import time; time.sleep(600)'], Path(sys.argv[1]), {})\n"
+        "    await c.start()\n    print(c.process.pid, flush=True)\n    await asyncio.sleep(600)\n"
+        "asyncio.run(main())"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        orphan = int(process.stdout.readline())
+        handle = os.pidfd_open(orphan)
+        process.kill()
+        process.wait()
+        # The descriptor becomes readable when the process ends.
+        readable, _, _ = select.select([handle], [], [], 30)
+        assert readable, "the child outlived its parent"
+        os.close(handle)

@@ -1,0 +1,316 @@
+"""`headrace up` on bad days: what dies comes back, what ends leaves nothing behind but its streams."""
+
+import asyncio
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, NamedTuple
+
+import pytest
+
+from headrace.bus.connection import Bus
+from headrace.bus.server import running
+from headrace.messages import subjects as s
+from headrace.messages.training import StepDone
+
+pytestmark = pytest.mark.anyio
+DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo.toml"
+HEADRACE = (sys.executable, "-m", "headrace.cli")
+TINY = {
+    "environment.backend": "process",
+    "policy.dim": 32,
+    "policy.layers": 1,
+    "policy.heads": 1,
+    "mid_training.tokens": 4000,
+    "curriculum.groups_per_step": 2,
+    "curriculum.group_size": 4,
+    "limits.max_turns": 2,
+    "limits.max_turn_tokens": 16,
+    "evaluation.before": False,
+    "evaluation.after": False,
+    "production.enabled": False,
+    "run.min_free_mb": 64,
+}
+GRACE_S = 60.0
+"""How long to wait for a process that has been told to end, before the test fails."""
+
+
+class Process(NamedTuple):
+    """A process of a run: its id, the words of its command line, and a handle that outlives it."""
+
+    pid: int
+    words: list[str]
+    handle: int
+
+    @property
+    def actors(self) -> str:
+        return self.words[self.words.index("actor") + 1] if "headrace.cli" in self.words else ""
+
+
+class Up:
+    """One `headrace up`. Everything that it starts carries a mark in its environment."""
+
+    def __init__(self, folder: Path, *words: str, **changes: Any) -> None:
+        self.folder = folder
+        self.mark = f"HEADRACE_TEST={token_hex(8)}"
+        name, _, value = self.mark.partition("=")
+        settings = [f"{key}={json.dumps(entry)}" for key, entry in (TINY | changes).items()]
+        self.process = subprocess.Popen(
+            [*(words or (*HEADRACE, "up", str(DEMO))), *(word for entry in settings for word in ("--set", entry))],
+            cwd=folder,
+            env=os.environ | {name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
+
+    async def line(self, begins: str) -> str:
+        """The next line of its output that begins so."""
+        assert self.process.stdout is not None
+        while text := await asyncio.to_thread(self.process.stdout.readline):
+            if text.startswith(begins):
+                return text
+        raise AssertionError(f"no line {begins!r}; it said {self.process.stderr and self.process.stderr.read()!r}")
+
+    def family(self) -> list[Process]:
+        """Every process that it started, and theirs, as far as they live."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == self.process.pid:
+                continue
+            try:
+                if self.mark.encode() not in (entry / "environ").read_bytes().split(b"\0"):
+                    continue
+                handle = os.pidfd_open(int(entry.name))
+                words = (entry / "cmdline").read_bytes().decode().split("\0")[:-1]
+            except OSError:
+                continue
+            found.append(Process(int(entry.name), words, handle))
+        return found
+
+    async def end(self, patience_s: float = GRACE_S) -> tuple[int, str]:
+        """Its exit code and what it said on standard error; nothing that it started is left."""
+        _, said = await asyncio.to_thread(self.process.communicate, timeout=patience_s)
+        await asyncio.to_thread(self.nobody_is_left)
+        return self.process.returncode, said
+
+    def nobody_is_left(self) -> None:
+        for left in self.family():
+            readable, _, _ = select.select([left.handle], [], [], GRACE_S)
+            assert readable, f"an orphan: {left.words}"
+            os.close(left.handle)
+
+    @property
+    def run(self) -> Path:
+        return (self.folder / "runs" / "latest").resolve()
+
+    async def operator(self) -> Bus:
+        """A connection to the run's broker."""
+        broker = running(self.run / "broker")
+        assert broker is not None
+        return await Bus.connect(broker.url, role="operator", credentials=self.run / "broker" / "credentials")
+
+
+@asynccontextmanager
+async def up(folder: Path, *words: str, **changes: Any) -> AsyncIterator[Up]:
+    """A running `headrace up`, killed when the test fails in between."""
+    started = Up(folder, *words, **changes)
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.process.kill()
+            started.process.communicate()
+        started.nobody_is_left()
+
+
+def command(folder: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*HEADRACE, *words], cwd=folder, capture_output=True, text=True, env=env)
+
+
+def headrace(folder: Path, *words: str) -> tuple[int, Any]:
+    """A command's exit code and its JSON line."""
+    done = command(folder, *words)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def one_sentence(said: str) -> bool:
+    return said.startswith("headrace: ") and said.count("\n") == 1
+
+
+async def kill_in_turn(started: Up, victims: Sequence[str]) -> list[int]:
+    """kill -9 one process of the run after the other, each when some trajectories came since the last kill."""
+    killed = []
+    bus = await started.operator()
+    waiting = list(victims)
+    seen = 0
+    async for _ in bus.follow("HR_TRAJ", s.TRAJ.where(run=started.run.name)):
+        seen += 1
+        if seen % 4:
+            continue
+        family = started.family()
+        known = [one for one in family if waiting[0] in (one.actors.split(",")[0], Path(one.words[0]).name)]
+        if not known:
+            continue  # a machine may be between two groups, a process between two lives
+        found = known[0]
+        os.kill(found.pid, signal.SIGKILL)
+        killed.append(found.pid)
+        waiting.pop(0)
+        if not waiting:
+            break
+    await bus.close()
+    return killed
+
+
+@pytest.mark.timeout(300)
+async def test_every_process_may_be_killed_and_the_books_balance(tmp_path: Path) -> None:
+    victims = ["curriculum", "environment", "judge", "rollout", "trainer", "weight_sender", "nats-server"]
+    random.Random(7).shuffle(victims)
+    async with up(tmp_path, **{"curriculum.steps": 5}) as started:
+        await started.line("run r")
+        await kill_in_turn(started, victims)
+        code, said = await started.end(300.0)
+    assert (code, said) == (0, "")
+    report = json.loads((started.run / "report.json").read_text())
+    assert {text.split()[0] for text in report["restarts"]} == set(victims), report["restarts"]
+    assert report["steps"] == 5 and report["ledger"]["balanced"] and report["max_abs_dlp"] == 0.0
+    code, ledger = headrace(tmp_path, "audit", "latest")
+    assert code == 0 and ledger == report["ledger"]
+
+
+async def test_an_interrupted_run_keeps_its_books_and_goes_on(tmp_path: Path) -> None:
+    async with up(tmp_path, **{"curriculum.steps": 500}) as started:
+        await started.line("run r")
+        run = started.run.name
+        bus = await started.operator()
+        async for _ in bus.follow("HR_TRAJ", s.TRAJ.where(run=run)):
+            break
+        await bus.close()
+
+        other = command(tmp_path, "up", str(DEMO))
+        assert other.returncode == 5 and f"pid {started.process.pid}" in other.stderr and one_sentence(other.stderr)
+        status = command(tmp_path, "status")
+        assert status.returncode == 0 and f"run {run}: active" in status.stdout and "trainer" in status.stdout
+
+        os.killpg(started.process.pid, signal.SIGINT)  # Ctrl-C in a terminal
+        code, said = await started.end()
+        assert code == 130 and one_sentence(said) and run in said
+    code, before = headrace(tmp_path, "audit", "latest")
+    assert code == 0 and before["in_flight"] > 0
+
+    async with up(tmp_path, **{"curriculum.steps": 500, "run.id": run}) as again:
+        await again.line("run r")
+        bus = await again.operator()
+        async for received in bus.follow("HR_STEP", s.STEP.at(run=run), start=await bus.last_seq("HR_STEP") + 1):
+            if isinstance(received.message, StepDone):
+                break
+        await bus.close()
+        family = again.family()
+        again.process.kill()  # and nobody is told
+        again.process.communicate()
+        again.nobody_is_left()
+        assert len(family) >= 7
+    code, after = headrace(tmp_path, "audit", run)
+    assert code == 0 and after["in_flight"] > 0 and after["trained"] > before["trained"]
+    assert after["issued"] > before["issued"]
+
+
+@pytest.mark.slow
+@pytest.mark.vm
+@pytest.mark.timeout(600)
+async def test_every_process_over_real_machines_and_machines_under_it(tmp_path: Path) -> None:
+    actors = ["curriculum", "environment", "judge", "rollout", "trainer", "weight_sender"]
+    victims = [*actors, "gateway", "rollout:product", "nats-server", *(3 * ["qemu-system-x86_64"])]
+    random.Random(8).shuffle(victims)
+    changes = {
+        "environment.backend": "qemu",
+        "environment.cache_dir": str(DEMO.parents[1] / ".cache" / "headrace"),
+        "production.enabled": True,
+        "curriculum.steps": 12,
+        "evaluation.after": True,
+        "evaluation.heldout_tasks": 8,
+        "evaluation.unseen_tasks": 8,
+    }
+    async with up(tmp_path, **changes) as started:
+        await started.line("run r")
+        await kill_in_turn(started, victims)
+        code, said = await started.end(300.0)
+    assert (code, said) == (0, "")
+    report = json.loads((started.run / "report.json").read_text())
+    assert report["steps"] == 12 and report["backend"] == "qemu" and report["ledger"]["balanced"]
+    assert len(report["restarts"]) == len(victims) - 3  # a machine that was killed is no restart
+    code, ledger = headrace(tmp_path, "audit", "latest")
+    assert code == 0 and ledger == report["ledger"]
+    for words, says in (
+        (("weights", "verify", "latest"), "holds"),
+        (("replay", "latest", "--step", "11"), '"bitwise_equal": true'),
+        (("eval", "--policy", "latest", "--suite", "generated/heldout", "--tasks", "8"), '"tasks": 8'),
+    ):
+        done = command(tmp_path, *words, *(("--set", "environment.backend=process") if "eval" in words else ()))
+        assert done.returncode == 0 and says in done.stdout, done.stderr
+
+
+async def phase(started: Up, until: str) -> None:
+    """Return when the run has published the message, or the event, of that name."""
+    bus = await started.operator()
+    async for received in bus.follow("HR_EVENT", s.EVENT.where(run=started.run.name)):
+        if until in (received.type, getattr(received.message, "kind", "")):
+            break
+    await bus.close()
+
+
+@pytest.mark.parametrize(
+    ("until", "signals"),
+    [
+        ("eval_request", (signal.SIGTERM, signal.SIGINT)),  # the final evaluation, and who can't wait
+        pytest.param("run_finished", (signal.SIGINT,), marks=pytest.mark.slow),  # the books are being closed
+    ],
+)
+async def test_a_signal_near_the_end(tmp_path: Path, until: str, signals: Sequence[signal.Signals]) -> None:
+    steps = {"curriculum.steps": 1, "evaluation.after": until == "eval_request", "evaluation.heldout_tasks": 200}
+    async with up(tmp_path, **steps) as started:
+        await started.line("run r")
+        await phase(started, until)
+        started.process.send_signal(signals[0])
+        assert started.process.stderr is not None
+        said = await asyncio.to_thread(started.process.stderr.readline)
+        for number in signals[1:]:
+            started.process.send_signal(number)
+        code, more = await started.end()
+    assert code == 130 and one_sentence(said + more)
+    code, ledger = headrace(tmp_path, "audit", "latest")
+    assert code == 0 and ledger["trained"] + sum(ledger["dropped"].values()) >= 8
+
+
+def test_what_this_machine_cannot_do_is_refused_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        nowhere = {**os.environ, "PATH": str(tmp_path)}
+        for changes, code, says, env in (
+            ({"bus.port": port}, 4, f"port {port} on 127.0.0.1 is taken", None),
+            ({"production.port": port, "production.enabled": True}, 4, "another [production] port", None),
+            ({"bus.url": "nats://127.0.0.1:1"}, 4, "no broker answers at nats://127.0.0.1:1", None),
+            ({"run.min_free_mb": 1 << 40}, 3, "make room first", None),
+            ({"environment.backend": "qemu"}, 3, "qemu-system-x86_64 is not installed: apt-get install", nowhere),
+            ({"environment.backend": "qemu", "environment.memory_mb": 1 << 30}, 3, "free memory", None),
+            ({"curriculum.step": 1}, 2, "curriculum.step: unknown key", None),
+        ):
+            words = [f"{key}={json.dumps(value)}" for key, value in (TINY | changes).items()]
+            line = ["up", str(DEMO), *(word for entry in words for word in ("--set", entry))]
+            done = command(tmp_path, *line, env=env)
+            assert done.returncode == code and says in done.stderr and one_sentence(done.stderr), done.stderr
+            assert not done.stdout
+    (tmp_path / "bad.toml").write_text("[curriculum]\nsteps = many\n")
+    done = command(tmp_path, "up", "bad.toml")
+    assert done.returncode == 2 and "line 2" in done.stderr and one_sentence(done.stderr), done.stderr

@@ -1,0 +1,65 @@
+"""The command line: one sentence and an exit code for whatever goes wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import main, parser
+from headrace.messages import subjects
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def headrace(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "headrace.cli", *args], capture_output=True, text=True, cwd=cwd, timeout=60
+    )
+
+
+def test_the_documented_subjects_are_the_real_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["subjects"]) == 0
+    assert capsys.readouterr().out == (ROOT / "docs" / "subjects.md").read_text()
+    assert subjects.table().count("\n| ") > len(subjects.SUBJECTS)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["up", "none.toml"], 2, "no such file"),
+        (["audit", "r19990101-000000-s1"], 2, "there is no run"),
+        (["actor", "nobody", "--config", str(ROOT / "deploy/demo.toml"), "--run", "r1", "--url", "x"], 2, "no actor"),
+        (["actor", "judge", "--config", str(ROOT / "deploy/demo.toml")], 2, "needs a run"),
+        (["eval", "--policy", "scripted:genius", "--suite", "generated/heldout"], 2, "no scripted policy"),
+        (["eval", "--policy", "scripted:idle", "--suite", "nowhere"], 2, "nowhere"),
+    ],
+)
+def test_mistakes_end_in_one_sentence(args: list[str], code: int, says: str, tmp_path: Path) -> None:
+    done = headrace(*args, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert done.stderr.startswith("headrace: ") and done.stderr.count("\n") == 1
+
+
+def test_a_broker_that_is_down_is_one_sentence(tmp_path: Path) -> None:
+    done = headrace(
+        "actor",
+        "curriculum",
+        "--config",
+        str(ROOT / "deploy/demo.toml"),
+        "--run",
+        "r1",
+        "--url",
+        "nats://127.0.0.1:1",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 4, done.stderr
+    assert "127.0.0.1:1" in done.stderr
+
+
+def test_every_command_has_help() -> None:
+    for name in ("up", "actor", "status", "audit", "replay", "eval", "subjects", "tasks", "vm", "weights"):
+        with pytest.raises(SystemExit) as ended:
+            parser().parse_args([name, "--help"])
+        assert ended.value.code == 0
