@@ -1,0 +1,163 @@
+"""What one episode costs in real microVMs, its judge included: CPU time of the QEMU processes and of this driver.
+
+    python -m benchmarks.episode [--groups 6] [--alone 6]
+
+Episode: acquire with five files, search, two reads, tests (one fails), an edit, tests (all pass), pull of the tree,
+release. Judge: a fresh clone, repository and diff and hidden tests in its first frame, one run, release. `group` puts
+eight of them into one VM and their eight verdicts into another; `episode` gives every sandbox a VM of its own.
+"""
+
+import argparse
+import asyncio
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import uvloop
+
+from benchmarks.conditions import at_most, cannot_run, finish
+from headrace.config import Environment
+from headrace.messages.sandbox import Acquire, Isolation, PullTree, ReadFile, ReplaceLines, Role, RunTests, Search
+from headrace.messages.tasks import TestPlan
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.host import Host
+
+FILES = {
+    "README.md": b"# tiny\n\nSmall helpers.\n",
+    "tiny/__init__.py": b"",
+    "tiny/calc.py": b"def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return 2 * a\n",
+    "tiny/text.py": b"def shout(text):\n    return text.upper() + '!'\n",
+    "test_visible.py": (
+        b"from tiny.calc import add, double\nfrom tiny.text import shout\n\n\n"
+        b"def test_add():\n    assert add(2, 3) == 5\n\n\ndef test_double():\n    assert double(4) == 8\n\n\n"
+        b"def test_shout():\n    assert shout('a') == 'A!'\n"
+    ),
+}
+HIDDEN = {
+    "test_hidden.py": (
+        b"from tiny.calc import add, double\n\n\ndef test_add():\n    assert add(7, -3) == 4\n\n\n"
+        b"def test_zero():\n    assert add(0, 0) == 0\n\n\ndef test_double():\n    assert double(add(1, 1)) == 4\n"
+    )
+}
+GROUP = 8
+
+
+class Cost(NamedTuple):
+    """Milliseconds per episode."""
+
+    cpu: float
+    driver: float
+    wall: float
+
+
+def _median(costs: Sequence[Cost]) -> Cost:
+    return Cost(*(round(statistics.median(column), 1) for column in zip(*costs, strict=True)))
+
+
+def _request(group: str, slot: int, role: Role, isolation: Isolation, files: dict[str, bytes]) -> Acquire:
+    return Acquire(
+        run="bench",
+        lane="train",
+        role=role,
+        group=group,
+        slot=slot,
+        attempt=0,
+        isolation=isolation,
+        files=files,
+    )
+
+
+async def _episode(host: Host, group: str, slot: int, isolation: Isolation) -> dict[str, bytes]:
+    """The agent's part; returns the diff."""
+    sandbox = await host.acquire(_request(group, slot, "rollout", isolation, FILES))
+    plan = TestPlan(paths=("test_visible.py",))
+    found = await sandbox.call(Search(pattern="def add"))
+    assert found.stdout == "tiny/calc.py:1:def add(a, b):", found
+    await asyncio.gather(sandbox.call(ReadFile(path="tiny/calc.py")), sandbox.call(ReadFile(path="test_visible.py")))
+    before = await sandbox.call(RunTests(plan=plan))
+    assert [test.outcome for test in before.tests] == ["failed", "passed", "passed"], before
+    await sandbox.call(ReplaceLines(path="tiny/calc.py", first=2, last=2, text="    return a + b\n"))
+    after = await sandbox.call(RunTests(plan=plan))
+    assert after.ok, after
+    tree = await sandbox.call(PullTree())
+    host.release(sandbox.id)
+    return {path: data for path, data in tree.files.items() if FILES.get(path) != data}
+
+
+async def _judge(host: Host, group: str, slot: int, isolation: Isolation, diff: dict[str, bytes]) -> None:
+    sandbox = await host.acquire(_request(group, slot, "judge", isolation, FILES | diff | HIDDEN))
+    verdict = await sandbox.call(RunTests(plan=TestPlan(paths=("test_hidden.py",))))
+    assert verdict.ok and len(verdict.tests) == 3, verdict
+    host.release(sandbox.id)
+
+
+async def _round(host: Host, name: str, isolation: Isolation, size: int) -> None:
+    """A group: all its episodes interleaved, then all its verdicts."""
+    diffs = await asyncio.gather(*(_episode(host, name, slot, isolation) for slot in range(size)))
+    host.release_group("bench", "train", "rollout", name)
+    await asyncio.gather(*(_judge(host, name, slot, isolation, diff) for slot, diff in enumerate(diffs)))
+    host.release_group("bench", "train", "judge", name)
+
+
+async def _measure(environment: Environment, isolation: Isolation, rounds: int, size: int) -> Cost:
+    """A run's cost per episode: all clones' whole lives, and this process."""
+    host = await Host.open(environment)
+    assert host.backend == "qemu"
+    await _round(host, "warm", isolation, size)
+    await host.settle()
+    before, own, started = host.usage()["vm_cpu_ms"], time.process_time(), time.perf_counter()
+    for number in range(rounds):
+        await _round(host, f"g{number}", isolation, size)
+    await host.settle()
+    wall = time.perf_counter() - started
+    clones, driver = host.usage()["vm_cpu_ms"] - before, (time.process_time() - own) * 1000
+    await host.close()
+    return Cost(*(value / (rounds * size) for value in (clones + driver, driver, wall * 1000)))
+
+
+def main() -> None:
+    """Measure both isolations."""
+    parser = argparse.ArgumentParser(prog="benchmarks.episode", description=__doc__.partition("\n")[0])
+    parser.add_argument("--groups", type=int, default=6, help="groups of eight per repeat")
+    parser.add_argument("--alone", type=int, default=6, help="episodes with a VM per sandbox, per repeat")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    environment = Environment()
+    try:
+        grouped = [
+            asyncio.run(_measure(environment, "group", arguments.groups, GROUP)) for _ in range(arguments.repeats)
+        ]
+        alone = [uvloop.run(_measure(environment, "episode", arguments.alone, 1)) for _ in range(arguments.repeats)]
+        facts = uvloop.run(_facts(environment))
+    except VmhostError as error:
+        cannot_run(str(error))
+    group, single = _median(grouped), _median(alone)
+    figures = {
+        "group_cpu_ms_per_episode": group.cpu,
+        "group_driver_cpu_ms_per_episode": group.driver,
+        "group_wall_ms_per_episode": group.wall,
+        "alone_cpu_ms_per_episode": single.cpu,
+        "alone_driver_cpu_ms_per_episode": single.driver,
+        "alone_wall_ms_per_episode": single.wall,
+        "alone_over_group_ratio": round(single.cpu / group.cpu, 2),
+        "episodes_per_group": GROUP,
+        "driver_max_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        **{f"vm_{name}": value for name, value in facts.items()},
+    }
+    targets = {
+        "group_cpu_ms_per_episode": at_most(group.cpu, 75.0),
+        "alone_cpu_ms_per_episode": at_most(single.cpu, 320.0),
+    }
+    finish(figures, targets, "headrace")
+
+
+async def _facts(environment: Environment) -> dict[str, object]:
+    host = await Host.open(environment)
+    await host.close()
+    return host.facts()
+
+
+if __name__ == "__main__":
+    main()
