@@ -163,8 +163,9 @@ class Clone:
         if self._reason:
             return
         self._reason = reason
-        if not self.gone.done():
-            self._qemu.process.send_signal(signal.SIGKILL)
+        if self._qemu.process.returncode is None:
+            # Popen.kill would reap a machine that has just died, and `_exited` find no child.
+            signal.pidfd_send_signal(self._watch, signal.SIGKILL)
         if not self._lost.done():
             self._lost.set_result(reason)
 

@@ -151,6 +151,17 @@ async def test_a_machine_killed_in_a_call_is_lost_at_once_and_the_next_attempt_g
     host.release_group("r1", "train", "rollout", "killed")
 
 
+async def test_a_machine_that_died_before_it_is_ended_is_still_counted(host: Host) -> None:
+    """Its death and our order to end it meet: who reaps it must be the one who reads its CPU time."""
+    machine = clone_of(host, await host.acquire(ask()))
+    os.kill(machine.pid, signal.SIGKILL)
+    while Path(f"/proc/{machine.pid}/stat").read_text().rpartition(") ")[2][0] != "Z":  # the loop hears nothing yet
+        pass
+    machine.kill()
+    async with asyncio.timeout(10):
+        await machine.gone
+
+
 async def test_isolation_decides_who_shares_a_machine(host: Host) -> None:
     vms = host.usage()["vms"]
     asked = [ask(slot, group="share") for slot in range(3)]
