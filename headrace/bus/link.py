@@ -30,11 +30,20 @@ PENDING_BYTES = 64 << 20
 
 
 async def _faithfully(work: Awaitable[T]) -> T:
-    """Await nats-py's code; a cancellation that it swallowed meanwhile is raised after all."""
+    """Await nats-py's code; a cancellation that it swallowed meanwhile is raised after all.
+
+    The other way round, it lets one of its own tasks, cancelled while both wait for the same future, cancel ours:
+    that is Disconnected.
+    """
     task = asyncio.current_task()
     assert task is not None
     before = task.cancelling()
-    result = await work
+    try:
+        result = await work
+    except asyncio.CancelledError:
+        if task.cancelling() > before:
+            raise
+        raise Disconnected("the connection to the broker broke") from None
     if task.cancelling() > before:
         raise asyncio.CancelledError
     return result
@@ -119,8 +128,8 @@ class Link:
 
     async def _abandon(self) -> None:
         try:
-            await self.client.close()
-        except (OSError, nats.errors.Error, RuntimeError):
+            await _faithfully(self.client.close())
+        except (OSError, nats.errors.Error, RuntimeError, Disconnected):
             pass
         self.closed.set()
 

@@ -11,6 +11,7 @@ import pytest
 from headrace.bus.actor import Actor
 from headrace.bus.connection import Bus
 from headrace.bus.errors import Disconnected, NoResponders
+from headrace.bus.link import Link
 from headrace.bus.received import Received
 from headrace.bus.server import Server
 from headrace.bus.streams import declare
@@ -116,6 +117,22 @@ async def test_history_without_a_broker_is_an_error_and_never_an_empty_stream(
             await broker.server.kill()
             await reader.close()  # gives up for good, as a drained process does
     assert reader.link.closed.is_set()
+
+
+async def test_closing_while_the_connection_breaks_cancels_nobody(broker: Broker) -> None:
+    """nats-py's reconnecting task and its `close` wait for one future: the end of the former cancels the latter."""
+    links = [(await broker.connect()).link for _ in range(16)]
+
+    async def close(link: Link, turns: int) -> None:
+        while not link.client.is_reconnecting:
+            await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await link.close()
+
+    closing = [asyncio.create_task(close(link, turns)) for turns, link in enumerate(links)]
+    await asyncio.gather(broker.server.kill(), *closing)
+    assert all(link.closed.is_set() for link in links)
 
 
 async def test_a_consumer_pulls_again_and_nothing_is_lost(broker: Broker) -> None:
