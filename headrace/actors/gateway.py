@@ -4,7 +4,8 @@
     GET    /v1/sessions/ID?wait=S      state, turns so far, changed files; waits up to S seconds for news
     POST   /v1/sessions/ID/feedback    {thumb: up|down, comment?}
     DELETE /v1/users/USER              forget a user everywhere
-    GET    /healthz, /metrics
+    GET    /healthz                    {run, version, active, waiting}; 503 until a policy is served
+    GET    /metrics
 
 A session is a RolloutRequest like any other, on the lane `production`: same rollout actor, same sandbox, same tools.
 """
@@ -37,6 +38,7 @@ from headrace.messages.rollout import (
     TurnSampled,
 )
 from headrace.messages.tasks import TaskRef
+from headrace.messages.weights import WeightsSwapped
 
 MAX_BODY = 32 << 20
 KEPT_BYTES = 512 << 10
@@ -58,6 +60,7 @@ class Gateway(Actor):
         self.keys = UserKeys(folder / "user.key")
         self.sessions: dict[str, Session] = {}
         self.promoted = PolicyRef()
+        self.version = -1
         self.requests: list[float] = []
         production = {"run": self.run, "group": "*.*"}
         self.open_requests = await self.bus.kv("HR_STATE")
@@ -68,6 +71,7 @@ class Gateway(Actor):
         self.spawn(self.follow_ends(subjects.TRAJ.where(**production), "HR_TRAJ"), "trajectories")
         self.spawn(self.follow_ends(subjects.FAIL.where(**production), "HR_LEDGER"), "failures")
         self.spawn(self.follow_promotions(), "promotions")
+        self.spawn(self.follow_versions(), "versions")
         self.every(1.0, self.publish_traffic, "traffic")
         await self.listen_http(folder / "gateway.json")
 
@@ -109,7 +113,8 @@ class Gateway(Actor):
                 return web.json_response({"error": str(error)}, status=400)
             except KeyError:
                 return web.json_response({"error": "there is no such session"}, status=404)
-            return web.json_response(answer, status=202 if request.method == "POST" else 200)
+            ready = answer.get("version", 0) >= 0
+            return web.json_response(answer, status=202 if request.method == "POST" else 200 if ready else 503)
 
         return respond
 
@@ -230,8 +235,13 @@ class Gateway(Actor):
         return {"purged": answer.detail}
 
     async def health(self, request: web.Request) -> dict[str, Any]:
-        """Alive, and how loaded."""
-        return {"run": self.run, "active": self.count("running"), "waiting": self.count("queued")}
+        """What is served, and how loaded it is."""
+        return {
+            "run": self.run,
+            "version": self.version,
+            "active": self.count("running"),
+            "waiting": self.count("queued"),
+        }
 
     async def metrics_page(self, request: web.Request) -> web.Response:
         """Prometheus exposition."""
@@ -304,6 +314,14 @@ class Gateway(Actor):
         ):
             if isinstance(received.message, Promotion):
                 self.promoted = PolicyRef(kind="pinned", version=received.message.version)
+
+    async def follow_versions(self) -> None:
+        """The newest version that an engine serves: before the first there is nothing to offer."""
+        async for received in self.bus.follow(
+            "HR_EVENT", subjects.EVENT.where(run=self.run, actor="rollout", type="weights_swapped")
+        ):
+            if isinstance(received.message, WeightsSwapped):
+                self.version = max(self.version, received.message.version)
 
 
 def asked_by(trajectory: Trajectory) -> RolloutRequest:

@@ -18,9 +18,6 @@ from headrace.messages.ledger import SlotIssued
 from headrace.messages.rollout import Trajectory
 from headrace.messages.weights import WeightManifest
 
-HANDING_BACK_S = 30.0
-"""A hand-back later than this after a decision belongs to another one."""
-
 
 class Figures:
     """What a run left behind, read once."""
@@ -90,18 +87,19 @@ def percentile(values: list[float], share: float) -> float | None:
 
 
 def reclaim_times(watch: Watch) -> list[float]:
-    """Seconds from each decision of the scavenger until the last request that it moved was back in the queue."""
-    waits: list[float] = []
-    for moment, decision in watch.events:
-        if decision.kind == "reclaimed":
-            rollout = str(decision.data.get("rollout", ""))
-            until = [
-                later - moment
-                for later, event in watch.events
-                if event.kind == "handed_back" and event.id == rollout and 0 <= later - moment < HANDING_BACK_S
-            ]
-            waits.append(max(until, default=0.0))
-    return waits
+    """Seconds from each decision of the scavenger until the last training request was back in the queue."""
+    waits: dict[str, list[float]] = {}
+    since: dict[str, float] = {}
+    for moment, event in watch.events:
+        rollout = str(event.data.get("rollout", event.id))
+        if event.kind == "reclaimed":
+            since[rollout] = moment
+            waits.setdefault(rollout, []).append(0.0)
+        elif event.kind == "lent":
+            since.pop(rollout, None)
+        elif event.kind == "handed_back" and event.data.get("lane") == "train" and rollout in since:
+            waits[rollout][-1] = moment - since[rollout]
+    return [wait for rollout in waits.values() for wait in rollout]
 
 
 def rate_of(results: list[EvalResult], reason: str) -> float | None:

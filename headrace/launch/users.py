@@ -10,6 +10,7 @@ import json
 import math
 import random
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.config import Config
@@ -36,8 +37,9 @@ async def simulate(config: Config, run_dir: Path, stopping: asyncio.Event) -> No
     ids = suite.ids()
     rng = random.Random(config.run.seed)
     url = await gateway_url(run_dir, stopping)
-    begin = time.monotonic()
     async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
+        await opened(http, url, stopping)
+        begin = time.monotonic()
         while not stopping.is_set():
             now = rate(time.monotonic() - begin, config.production.day_s, config.production.peak_requests_per_s)
             # Thinning: candidates at the peak rate, kept with the share that the hour allows.
@@ -73,6 +75,21 @@ async def session(http: object, url: str, suite: str, task: str, user: str, orac
     except (aiohttp.ClientError, TimeoutError, KeyError, ValueError):
         # The gateway may be restarting or gone: a user shrugs and leaves.
         return
+
+
+async def opened(http: object, url: str, stopping: asyncio.Event) -> None:
+    """Return when there is a policy to ask: a product without one has no users yet."""
+    import aiohttp
+
+    assert isinstance(http, aiohttp.ClientSession)
+    while not stopping.is_set():
+        with suppress(aiohttp.ClientError):
+            async with http.get(f"{url}/healthz") as answer:
+                if answer.ok:
+                    return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await stopping.wait()
 
 
 async def gateway_url(run_dir: Path, stopping: asyncio.Event) -> str:

@@ -13,9 +13,11 @@ from headrace.actors.feedback import JUDGE, Feedback, feedback_run
 from headrace.actors.gateway import Gateway
 from headrace.bus.connection import Bus
 from headrace.config import Config, Production, Run
+from headrace.launch import users
 from headrace.messages import subjects
 from headrace.messages.judging import Score
 from headrace.messages.rollout import RolloutRequest, SlotFailed, Trajectory
+from headrace.messages.weights import WeightsSwapped
 
 pytestmark = pytest.mark.anyio
 Connect = Callable[..., Awaitable[Bus]]
@@ -94,6 +96,17 @@ async def test_a_session_from_question_to_answer(product: Product) -> None:
     await product.answer(request)
     status, view = await waiting
     assert (status, view["state"], view["result"]["files"]) == (200, "finished", {"kit/core.py": "fixed\n"})
+
+
+async def test_there_is_no_product_before_a_policy_is_served(product: Product) -> None:
+    status, health = await product.call("GET", "/healthz")
+    assert (status, health["version"]) == (503, -1)
+    swapped = WeightsSwapped(run=product.run, rollout="product", node="n", version=0, state_hash="", pause_ms=0.0)
+    where = subjects.EVENT.at(run=product.run, actor="rollout", type=swapped.type_name)
+    await product.rollout.publish(where, swapped)
+    async with asyncio.timeout(10), aiohttp.ClientSession() as http:
+        await users.opened(http, product.url, asyncio.Event())
+    assert (await product.call("GET", "/healthz"))[1]["version"] == 0
 
 
 async def test_bad_requests_are_told_what_to_send(product: Product) -> None:

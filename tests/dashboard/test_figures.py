@@ -1,0 +1,38 @@
+"""Figures of the report that are computed from what was watched."""
+
+from typing import cast
+
+import pytest
+
+from headrace.bus.connection import Bus
+from headrace.config import Config
+from headrace.dashboard.figures import percentile, reclaim_times
+from headrace.dashboard.watch import Watch
+from headrace.messages.operations import Event
+
+pytestmark = pytest.mark.anyio
+
+
+def said(actor: str, id: str, kind: str, **data: str) -> Event:
+    return Event(actor=actor, id=id, kind=kind, data=dict(data))
+
+
+async def test_a_reclaim_lasts_until_the_last_training_request_is_back() -> None:
+    watch = Watch(cast(Bus, None), "r1", Config(), started=0.0)
+    watch.events = [
+        (1.0, said("scavenger", "s-1", "lent", rollout="product")),
+        (2.0, said("scavenger", "s-1", "reclaimed", rollout="product")),
+        (2.1, said("rollout", "product", "handed_back", lane="train")),
+        (2.4, said("rollout", "product", "handed_back", lane="train")),
+        (2.5, said("rollout", "another", "handed_back", lane="train")),
+        (9.0, said("rollout", "product", "handed_back", lane="production")),
+        (10.0, said("scavenger", "s-1", "lent", rollout="product")),
+        (11.0, said("rollout", "product", "handed_back", lane="train")),
+        (12.0, said("scavenger", "s-1", "reclaimed", rollout="product")),
+    ]
+    assert reclaim_times(watch) == [pytest.approx(0.4), 0.0]
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    assert percentile([], 0.5) is None
+    assert [percentile([3.0, 1.0, 2.0], share) for share in (0.0, 0.5, 0.99)] == [1.0, 2.0, 3.0]
