@@ -38,6 +38,8 @@ ANSWER_S = 30.0
 """What a node may take for an answer beyond the operation's own time limit; a clone on a busy host takes seconds."""
 SILENCE_S = 5.0
 """How long a node that does not listen may be reconnecting before its sandboxes count as lost."""
+PULSE_S = 2.0
+"""How often a node is asked, while a call runs there, whether it still has the sandbox: a dead one never answers."""
 REMEMBER_GROUPS = 1024
 
 
@@ -67,9 +69,10 @@ class _Door:
 class RemoteSandbox:
     """A sandbox on some node. SandboxLost (or one of its kinds above) when it can't be used any more."""
 
-    def __init__(self, bus: Bus, acquired: Acquired) -> None:
+    def __init__(self, bus: Bus, acquired: Acquired, lease_s: float) -> None:
         self._bus = bus
         self._held = acquired
+        self._lease_s = lease_s
         self.id, self.node, self.backend = acquired.sandbox, acquired.node, acquired.backend
         self.fresh = acquired.epoch == 1
         """Nobody held it before."""
@@ -82,7 +85,16 @@ class RemoteSandbox:
         call = SandboxCall(
             sandbox=held.sandbox, secret=held.secret, epoch=held.epoch, call_id=call_id or uuid.uuid4().hex, op=op
         )
-        reply = await _persist(self._bus, self.subject("call"), call, limit_of(op) + ANSWER_S)
+        answer = asyncio.ensure_future(_persist(self._bus, self.subject("call"), call, limit_of(op) + ANSWER_S))
+        pulse = asyncio.ensure_future(self._until_dead())
+        try:
+            await asyncio.wait({answer, pulse}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise pulse.result()
+        finally:
+            answer.cancel()
+            pulse.cancel()
+        reply = answer.result()
         self.heard = time.monotonic()
         if isinstance(reply, SandboxReply):
             if reply.result is not None:
@@ -94,13 +106,35 @@ class RemoteSandbox:
             raise SandboxLost(f"{self.id}: {reply.detail or reply.failure}")
         raise SandboxLost(f"{self.id}: {getattr(reply, 'detail', type(reply).__name__)}")
 
-    async def renew(self, lease_s: float) -> bool:
+    async def _until_dead(self) -> SandboxLost:
+        """Why the call that runs will not be answered, once that is known."""
+        gone_since = 0.0
+        while True:
+            await asyncio.sleep(PULSE_S)
+            try:
+                kept = await self._keep()
+            except NoResponders as error:
+                gone_since = gone_since or time.monotonic()
+                if time.monotonic() - gone_since > SILENCE_S:
+                    return NodeSilent(f"{self.id}: {error}")
+                continue
+            except (BusTimeout, Disconnected):
+                continue
+            gone_since = 0.0
+            if kept.detail.startswith("lost"):
+                # Its node started anew. (When it is another's now, the call itself is told so.)
+                return SandboxLost(f"{self.id}: {kept.detail}")
+
+    async def renew(self) -> bool:
         """Keep it; False when the node says that it is gone or another's."""
+        return (await self._keep()).ok
+
+    async def _keep(self) -> Ack:
         held = self._held
-        request = Renew(sandbox=held.sandbox, secret=held.secret, epoch=held.epoch, lease_s=lease_s)
+        request = Renew(sandbox=held.sandbox, secret=held.secret, epoch=held.epoch, lease_s=self._lease_s)
         reply = await self._bus.request(self.subject("renew"), request, timeout=ANSWER_S)
         self.heard = time.monotonic()
-        return isinstance(reply, Ack) and reply.ok
+        return reply if isinstance(reply, Ack) else Ack(ok=False, detail=type(reply).__name__)
 
     async def release(self) -> None:
         """Give it back; errors are the lease's business."""
@@ -186,7 +220,7 @@ class Sandboxes:
             # Asking again is safe: the same key gets the same sandbox.
             return None
         if isinstance(reply, Acquired):
-            return RemoteSandbox(self._bus, reply)
+            return RemoteSandbox(self._bus, reply, self._lease_s)
         if isinstance(reply, SandboxReply) and reply.failure == "no_room":
             return None
         detail = getattr(reply, "detail", type(reply).__name__)
@@ -239,7 +273,7 @@ class Sandboxes:
 
     async def _renew(self, sandbox: RemoteSandbox) -> None:
         try:
-            kept = await sandbox.renew(self._lease_s)
+            kept = await sandbox.renew()
         except (NoResponders, BusTimeout, Disconnected):
             return
         if not kept:

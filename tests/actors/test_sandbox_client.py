@@ -1,6 +1,7 @@
 """The asking side: which kind of loss it was, waiting for room, and a group's slots at one node."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -81,6 +82,31 @@ async def test_a_node_that_is_gone_is_told_apart_from_a_sandbox_that_died(
         await sandbox.call(ReadFile(path="a.txt"))
     with pytest.raises(NodeSilent):
         await sandboxes.acquire(wanted("g20"), node="n7")
+
+
+@pytest.mark.parametrize("started_anew", [False, True])
+async def test_a_call_on_a_node_that_dies_does_not_wait_for_its_time_limit(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, started_anew: bool
+) -> None:
+    monkeypatch.setattr(sandbox_client, "SILENCE_S", 0.2 if not started_anew else 30.0)
+    monkeypatch.setattr(sandbox_client, "PULSE_S", 0.05)
+    sandboxes = Sandboxes(await connect("rollout"), 30.0)
+    node = f"died{int(started_anew)}"
+    bus = await connect("environment", node=node)
+    async with living(Environment, CONFIG, bus, "r1") as first:
+        sandbox = await sandboxes.acquire(wanted("g23"))
+        call = asyncio.create_task(sandbox.call(Exec(argv=("sleep", "60"), timeout_s=60.0)))
+        while not first._leases.authorise(sandbox.id, sandbox._held.secret, sandbox._held.epoch).running:
+            await asyncio.sleep(0)
+        await bus.close()
+        async with AsyncExitStack() as stack:
+            if started_anew:
+                again = await connect("environment", node=node)
+                await stack.enter_async_context(living(Environment, CONFIG, again, "r1"))
+            async with asyncio.timeout(10):
+                with pytest.raises(SandboxLost) as lost:
+                    await call
+    assert isinstance(lost.value, NodeSilent) is not started_anew
 
 
 async def test_patience_for_room_ends(connect: Connect) -> None:
