@@ -100,6 +100,13 @@ class FolderSuite:
         self.name, self._folder = name, folder
         try:
             self._index = msgspec.json.decode((folder / "suite.json").read_bytes(), type=_Index)
+        except FileNotFoundError:
+            known = [f"generated/{kind}" for kind in generated.SEEDS]
+            known += sorted(found.parent.name for found in folder.parent.glob("*/suite.json"))
+            raise UnknownSuite(
+                f"there is no suite {name!r} in {folder.parent}; there are {', '.join(known)}, "
+                "and `headrace tasks from-sdist NAME==VERSION` makes one"
+            ) from None
         except (OSError, msgspec.DecodeError) as error:
             raise UnknownSuite(f"{folder} is not a suite: {error}") from None
         self._known = frozenset(self._index.ids)

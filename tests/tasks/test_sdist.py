@@ -229,7 +229,7 @@ async def test_a_suite_from_a_source_tree(tree: Path, host: Host, tmp_path: Path
         assert outcome in ("finished", "max_tokens") and ok is (name == "oracle")
     with pytest.raises(UnknownSuite, match="has no task"):
         opened.task("nothing")
-    with pytest.raises(UnknownSuite, match="not a suite"):
+    with pytest.raises(UnknownSuite, match="there is no suite"):
         open_suite("other", tmp_path)
     for bad in ("../x", "/etc", ""):
         with pytest.raises(UnknownSuite, match="not the name"):
