@@ -72,6 +72,9 @@ class Policy(Section, frozen=True, kw_only=True):
     expert_dim: int = 96
     vocab: int = 640
     dtype: Literal["float32", "bfloat16"] = "float32"
+    expert_format: Literal["", "mxfp8"] = ""
+    """How experts are served and multiplied, also those of a checkpoint: empty is `dtype`, mxfp8 eight bits a weight.
+    The recipe's table is in headrace/kernels/mxfp8.py."""
 
 
 class Engine(Section, frozen=True, kw_only=True):

@@ -58,7 +58,7 @@ class Job:
         end = len(session.ids)
         routed = None
         if config.experts:
-            shape = (end - start, config.layers, config.top_k)
+            shape = (end - start, config.sparse_layers, config.top_k)
             routed = Array(config.routed_dtype, shape, bytes(session.routed[start * row : end * row]))
         self.future.set_result(
             Sample(

@@ -31,7 +31,7 @@ class Worker(threading.Thread):
     def __init__(self, config: PolicyConfig, max_batch: int, threads: int, prefill_tokens: int, limit: int) -> None:
         super().__init__(name="headrace-engine", daemon=True)
         self.config, self.max_batch, self.threads, self.prefill_tokens = config, max_batch, threads, prefill_tokens
-        self.row = config.layers * config.top_k * (1 if config.routed_dtype == "|u1" else 2) if config.experts else 0
+        self.row = config.sparse_layers * config.top_k * (1 if config.routed_dtype == "|u1" else 2)
         """Bytes of routes per position."""
         self.latest: Weights | None = None
         self.pinned: dict[int, Weights] = {}

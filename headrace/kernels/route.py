@@ -4,31 +4,98 @@ Idea: the sampler records which experts each token went to; the trainer replays 
 are computed again from live logits, gathered at the recorded experts and renormalised, so the gradient still flows
 into the router (R3, arXiv 2510.11370). Stale weights of a selection are never replayed.
 
+Two families share this: softmax scores (Qwen3), and sigmoid scores that are chosen with a correction added, among the
+best groups of experts, and weighted without it (DeepSeek-V3, arXiv 2412.19437 and 2408.15664).
+
 Layout: selections are [N, k] int64 in falling score, which is also the order in which expert outputs are added; equal
 scores go to the lower index, so every device breaks ties alike. A row of -1 has no record: the live selection stands.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def route(logits: Tensor, k: int, normalise: bool, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
+class Rule(NamedTuple):
+    """How experts are chosen and weighted, beyond their number."""
+
+    sigmoid: bool = False
+    groups: int = 1
+    kept: int = 1
+    """Only experts of the best `kept` of `groups` groups are chosen; a group's score is the sum of its best two."""
+    scale: float = 1.0
+    """Factor on the gate scores, after normalising."""
+    plausible: float = 0.0
+    """A replayed expert stays only if its score is at least this share of the weakest live choice's; others make room
+    for the best live ones. 0: replay is strict."""
+
+
+SOFTMAX = Rule()
+
+
+def route(
+    logits: Tensor,
+    k: int,
+    normalise: bool,
+    replay: Tensor | None = None,
+    rule: Rule = SOFTMAX,
+    correction: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """logits [N, E] -> (gate scores float32 [N, k], experts int64 [N, k]).
 
     replay [N, k] int64: experts to use instead of the k best; -1 in a row's first slot falls back to the live ones.
+    correction [E]: added to scores for the choice alone.
     """
-    scores = torch.softmax(logits.float(), -1)
+    scores = sigmoid(logits.float()) if rule.sigmoid else torch.softmax(logits.float(), -1)
     if replay is None:
-        experts = best(scores, k)
+        experts = _live(scores, k, rule, correction)
     else:
         missing = replay[:, :1] < 0
-        experts = torch.where(missing, best(scores, k), replay) if bool(missing.any()) else replay
+        if rule.plausible > 0.0:
+            own = _live(scores, k, rule, correction)
+            experts = torch.where(missing, own, plausible(scores.detach(), own, replay.clamp(min=0), rule.plausible))
+        elif bool(missing.any()):
+            experts = torch.where(missing, _live(scores, k, rule, correction), replay)
+        else:
+            experts = replay
     gates = scores.gather(1, experts)
     if normalise:
-        gates = gates / gates.sum(-1, keepdim=True)
-    return gates, experts
+        total = gates.sum(-1, keepdim=True)
+        gates = gates / (total + 1e-20 if rule.sigmoid else total)
+    return (gates if rule.scale == 1.0 else gates * rule.scale), experts
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)) by hand: torch's float32 sigmoid rounds the tail of a buffer otherwise. 0 below -80."""
+    return 1.0 / (1.0 + torch.exp(-x.clamp(min=-80.0)))
 
 
 def best(scores: Tensor, k: int) -> Tensor:
     """Indices int64 [N, k] of the k largest, in falling order, the lower index first among equals."""
     return scores.detach().sort(stable=True, dim=-1, descending=True).indices[:, :k].contiguous()
+
+
+def _live(scores: Tensor, k: int, rule: Rule, correction: Tensor | None) -> Tensor:
+    choice = scores.detach()
+    if correction is not None:
+        choice = choice + correction
+    if rule.kept < rule.groups:
+        grouped = choice.view(len(choice), rule.groups, -1)
+        strength = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        kept = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, best(strength, rule.kept), True)
+        choice = grouped.masked_fill(~kept[..., None], -torch.inf).view_as(choice)
+    return best(choice, k)
+
+
+def plausible(scores: Tensor, own: Tensor, replay: Tensor, share: float) -> Tensor:
+    """Replayed experts [N, k] without those whose score is below `share` of the weakest of `own` [N, k].
+
+    Freed slots take the best of `own` that are not replayed anyway. From the filter in prime-rl (#2703).
+    """
+    floor = scores.gather(1, own).amin(-1, keepdim=True) * share
+    keep = scores.gather(1, replay) >= floor
+    taken = torch.zeros_like(scores, dtype=torch.bool).scatter(1, replay, keep)
+    spare = own.gather(1, taken.gather(1, own).to(torch.int8).argsort(dim=-1, stable=True))
+    slot = ((~keep).cumsum(-1) - 1).clamp(min=0)
+    return torch.where(keep, replay, spare.gather(1, slot))

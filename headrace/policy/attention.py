@@ -11,6 +11,7 @@ from torch import Tensor
 from headrace.kernels import block_attention
 from headrace.kernels.block_attention import BLOCK, Bucket, Packing
 from headrace.policy.cache import KVCache, Step
+from headrace.policy.rope import RopeScaling, frequencies
 
 _CHUNK = 1024
 
@@ -18,9 +19,8 @@ _CHUNK = 1024
 class Rotary:
     """cos and sin tables [positions, D / 2], grown in chunks of one shape so that growing never changes an entry."""
 
-    def __init__(self, head_dim: int, theta: float, dtype: torch.dtype) -> None:
-        powers = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        self._frequencies = 1.0 / (theta**powers)
+    def __init__(self, head_dim: int, theta: float, dtype: torch.dtype, scaling: RopeScaling | None = None) -> None:
+        self._frequencies, self._factor = frequencies(head_dim, theta, scaling)
         self._dtype = dtype
         self._cos = self._sin = torch.empty(0, head_dim // 2, dtype=dtype)
 
@@ -31,8 +31,11 @@ class Rotary:
             with torch.inference_mode(False), torch.no_grad():
                 at = torch.arange(len(self._cos), len(self._cos) + _CHUNK).float()
                 angle = at[:, None] * self._frequencies
-                self._cos = torch.cat((self._cos, angle.cos().to(self._dtype)))
-                self._sin = torch.cat((self._sin, angle.sin().to(self._dtype)))
+                cos, sin = angle.cos(), angle.sin()
+                if self._factor != 1.0:
+                    cos, sin = cos * self._factor, sin * self._factor
+                self._cos = torch.cat((self._cos, cos.to(self._dtype)))
+                self._sin = torch.cat((self._sin, sin.to(self._dtype)))
         if self._cos.device != positions.device:
             self._cos, self._sin = self._cos.to(positions.device), self._sin.to(positions.device)
         return self._cos.index_select(0, positions)[:, None], self._sin.index_select(0, positions)[:, None]

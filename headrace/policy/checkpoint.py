@@ -1,13 +1,15 @@
 """Checkpoint folders in Hugging Face layout: config.json beside safetensors files.
 
-Reads single files and sharded ones (model.safetensors.index.json); writes a single model.safetensors, each file under
-a temporary name first, so that a folder never holds half of one.
+Reads and writes single files and sharded ones (model.safetensors.index.json). Each file is written under a temporary
+name first and the index after the shards it names, so that a folder never holds half of one.
 """
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors
 from safetensors.torch import load_file, save_file
@@ -16,29 +18,81 @@ from torch import Tensor
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.model import Model
 
+SHARD_BYTES = 5 << 30
+"""Bytes of tensors in a file, at most, unless one tensor alone is larger."""
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
-def save(folder: str | Path, weights: Model | Mapping[str, Tensor], config: PolicyConfig) -> None:
-    """Write config.json and model.safetensors. OSError when the disk won't have it."""
+
+def save(
+    folder: str | Path,
+    weights: Model | Mapping[str, Tensor],
+    config: PolicyConfig,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write config.json and model.safetensors, or shards of at most `shard_bytes` and their index.
+
+    Files of an earlier save that this one does not name are removed. OSError when the disk won't have it.
+    """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     tensors = weights.state() if isinstance(weights, Model) else dict(weights)
-    temporary = path / f".model.{os.getpid()}.part"
+    parts = shards(tensors, shard_bytes)
+    files = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    if len(parts) == 1:
+        files = [_SINGLE]
+    for file, names in zip(files, parts, strict=True):
+        _write(path / file, {name: tensors[name].contiguous() for name in names})
+    if len(parts) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "weight_map": {name: file for file, names in zip(files, parts, strict=True) for name in names},
+        }
+        _write(path / _INDEX, index)
+    else:
+        (path / _INDEX).unlink(missing_ok=True)
+    for other in path.glob("model*.safetensors"):
+        if other.name not in files:
+            other.unlink()
+    _write(path / "config.json", config.to_hf())
+
+
+def shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
+    """Names in their order, cut into parts of at most `limit` bytes; at least one part."""
+    parts: list[list[str]] = [[]]
+    room = limit
+    for name, tensor in tensors.items():
+        if parts[-1] and tensor.nbytes > room:
+            parts.append([])
+            room = limit
+        parts[-1].append(name)
+        room -= tensor.nbytes
+    return parts
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Tensors or JSON, by the name's ending; whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {"format": "pt"})
-        os.replace(temporary, path / "model.safetensors")
-        temporary.write_text(json.dumps(config.to_hf(), indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path / "config.json")
+        if path.suffix == ".json":
+            temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        else:
+            save_file(content, temporary, {"format": "pt"})
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def load(folder: str | Path) -> tuple[PolicyConfig, dict[str, Tensor]]:
-    """Config and tensors under their Hugging Face names. CheckpointError when a part is missing or broken."""
+    """Config and tensors under their Hugging Face names. CheckpointError when a part is missing or broken.
+
+    Layers beyond the decoder's own (multi-token prediction in DeepSeek-V3) are left out.
+    """
     path = Path(folder)
     config = PolicyConfig.read(path)
-    index = path / "model.safetensors.index.json"
+    index = path / _INDEX
     try:
-        names = {"model.safetensors"}
+        names = {_SINGLE}
         if index.exists():
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         tensors: dict[str, Tensor] = {}
@@ -48,4 +102,8 @@ def load(folder: str | Path) -> tuple[PolicyConfig, dict[str, Tensor]]:
         raise CheckpointError(f"{path}: weights cannot be read: {error}") from None
     if config.tied:
         tensors.pop("lm_head.weight", None)
+    layer = re.compile(r"model\.layers\.(\d+)\.")
+    beyond = [name for name in tensors if (found := layer.match(name)) and int(found[1]) >= config.layers]
+    for name in beyond if config.latent else ():
+        del tensors[name]
     return config, tensors

@@ -1,8 +1,4 @@
-"""Shape of a policy, and its Hugging Face config.json.
-
-Only what changes the numbers is a field. What a checkpoint asks for and this model does not compute (sliding windows,
-attention bias, dense layers among sparse ones) is refused by name, never ignored.
-"""
+"""Shape of a policy. Only what changes the numbers is a field; `policy.hugging_face` reads and writes config.json."""
 
 import json
 from pathlib import Path
@@ -10,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
+
+from headrace.policy.rope import RopeScaling
 
 if TYPE_CHECKING:
     from headrace.config import Policy
@@ -21,8 +19,26 @@ class CheckpointError(Exception):
     """A checkpoint that cannot be read, or asks for something this model does not compute."""
 
 
+class Latent(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): queries and keys-values pass narrow ranks."""
+
+    q_rank: int
+    """0: queries are projected directly."""
+    kv_rank: int
+    nope_dim: int
+    """Part of a query or key without position."""
+    rope_dim: int
+    """Part that is rotated; the key's is shared by all heads."""
+    value_dim: int
+    interleaved: bool = True
+    """Rotary pairs are neighbours, not halves."""
+
+
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Dimensions of a Qwen3-MoE (experts > 0) or dense Qwen3 (experts 0) decoder; lengths in elements."""
+    """Dimensions of a decoder: Qwen3-MoE (experts > 0), dense Qwen3 (experts 0), DeepSeek-V3 (`latent`); in elements.
+
+    With `latent`, kv_heads is heads and head_dim is nope_dim + rope_dim: what the cache holds.
+    """
 
     dim: int
     layers: int
@@ -40,19 +56,69 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     normalise_top_k: bool = True
     tied: bool = False
     max_positions: int = 32_768
+    # Fields from here on came later: a config that leaves them alone describes itself as it always did.
+    rope: RopeScaling | None = None
+    latent: Latent | None = None
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """sigmoid: chosen with a learned correction added, weighted without it (arXiv 2408.15664)."""
+    expert_groups: int = 1
+    kept_groups: int = 1
+    """Experts are chosen among those of the best `kept_groups` groups."""
+    gate_scale: float = 1.0
+    shared_experts: int = 0
+    """Experts that every token passes, as one MLP of that many widths."""
+    dense_layers: int = 0
+    """Leading layers with a dense MLP instead of a mixture."""
+    dense_dim: int = 0
+    """Inner width of their MLP; 0 is expert_dim."""
+    expert_format: Literal["", "mxfp8"] = ""
+    """How experts are served and multiplied; empty is `dtype`. See `kernels.mxfp8`."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise CheckpointError(f"{self.heads} query heads cannot share {self.kv_heads} key-value heads evenly")
         if self.experts and not 0 < self.top_k <= self.experts:
             raise CheckpointError(f"top_k {self.top_k} of {self.experts} experts is not possible")
-        if self.head_dim % 2:
-            raise CheckpointError(f"head_dim {self.head_dim} is odd: rotary pairs need an even one")
+        turned = self.latent.rope_dim if self.latent else self.head_dim
+        if turned % 2:
+            raise CheckpointError(f"head_dim {turned} is odd: rotary pairs need an even one")
+        if self.experts % self.expert_groups or not 0 < self.kept_groups <= self.expert_groups:
+            raise CheckpointError(f"{self.kept_groups} of {self.expert_groups} groups of {self.experts} experts: no")
+        if self.experts and self.top_k > self.experts // self.expert_groups * self.kept_groups:
+            raise CheckpointError(f"top_k {self.top_k} is more than the experts of {self.kept_groups} groups")
+        if self.latent and (self.kv_heads, self.head_dim) != (
+            self.heads,
+            self.latent.nope_dim + self.latent.rope_dim,
+        ):
+            raise CheckpointError("latent attention has one key head per query head, of nope_dim + rope_dim")
+        if self.latent and self.latent.value_dim > self.head_dim:
+            raise CheckpointError(f"value_dim {self.latent.value_dim} is larger than a key of {self.head_dim}")
+        if self.expert_format == "mxfp8" and (self.dim % 32 or self.expert_dim % 32):
+            raise CheckpointError(f"mxfp8 needs widths that are multiples of 32, not {self.dim} and {self.expert_dim}")
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """dtype of parameters and activations."""
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
+
+    def sparse(self, layer: int) -> bool:
+        """Whether a layer holds a mixture."""
+        return self.experts > 0 and layer >= self.dense_layers
+
+    @property
+    def sparse_layers(self) -> int:
+        """Layers that route."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def described(self) -> str:
+        """The config as text, fields that came later left out while they have their default: fingerprints keep."""
+        fields = []
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name not in _LATER or value != _LATER[name]:
+                fields.append(f"{name}={value!r}")
+        return f"PolicyConfig({', '.join(fields)})"
 
     @property
     def routed_dtype(self) -> str:
@@ -63,7 +129,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     def from_section(cls, section: "Policy") -> "PolicyConfig":
         """From the [policy] section; its `checkpoint`, a Hugging Face folder, replaces everything else."""
         if section.checkpoint:
-            return cls.read(section.checkpoint)
+            found = cls.read(section.checkpoint)
+            return msgspec.structs.replace(found, expert_format=section.expert_format or found.expert_format)
         fields = {name: getattr(section, name) for name in section.__struct_fields__ if name != "checkpoint"}
         return cls(**{name: value for name, value in fields.items() if name in cls.__struct_fields__})
 
@@ -79,78 +146,17 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any]) -> "PolicyConfig":
-        """From the content of a Hugging Face config.json of model type qwen3_moe or qwen3."""
-        kind = raw.get("model_type")
-        if kind not in ("qwen3_moe", "qwen3"):
-            raise CheckpointError(f"model_type {kind!r} is not qwen3_moe or qwen3")
-        sparse = kind == "qwen3_moe"
-        plain = {
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "use_sliding_window": False,
-            "mlp_only_layers": [],
-            "decoder_sparse_step": 1,
-            "rope_scaling": None,
-        }
-        for key, expected in plain.items():
-            if raw.get(key, expected) not in (expected, None):
-                raise CheckpointError(f"{key} {raw[key]!r} is not supported, only {expected!r}")
-        rope = raw.get("rope_parameters") or {}
-        if rope.get("rope_type", "default") != "default":
-            raise CheckpointError(f"rope_type {rope['rope_type']!r} is not supported, only 'default'")
-        try:
-            heads = raw["num_attention_heads"]
-            return cls(
-                dim=raw["hidden_size"],
-                layers=raw["num_hidden_layers"],
-                heads=heads,
-                kv_heads=raw.get("num_key_value_heads") or heads,
-                head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-                experts=(raw.get("num_experts") or raw["num_local_experts"]) if sparse else 0,
-                top_k=raw["num_experts_per_tok"] if sparse else 0,
-                expert_dim=raw["moe_intermediate_size"] if sparse else raw["intermediate_size"],
-                vocab=raw["vocab_size"],
-                dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
-                eps=raw.get("rms_norm_eps", 1e-6),
-                rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
-                normalise_top_k=bool(raw.get("norm_topk_prob", not sparse)),
-                tied=bool(raw.get("tie_word_embeddings", False)),
-                max_positions=raw.get("max_position_embeddings", 32_768),
-            )
-        except KeyError as error:
-            raise CheckpointError(f"config.json has no {error.args[0]!r}") from None
+        """From the content of a Hugging Face config.json; `policy.hugging_face` names the model types."""
+        from headrace.policy import hugging_face  # it needs this class: a circle at import, not in use
+
+        return hugging_face.parse(raw)
 
     def to_hf(self) -> dict[str, Any]:
         """Content of config.json, readable by transformers 4 and 5 and by SGLang."""
-        sparse: dict[str, Any] = {
-            "num_experts": self.experts,
-            "num_experts_per_tok": self.top_k,
-            "moe_intermediate_size": self.expert_dim,
-            "norm_topk_prob": self.normalise_top_k,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "output_router_logits": False,
-        }
-        return {
-            "architectures": ["Qwen3MoeForCausalLM" if self.experts else "Qwen3ForCausalLM"],
-            "model_type": "qwen3_moe" if self.experts else "qwen3",
-            "hidden_size": self.dim,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.expert_dim,
-            **(sparse if self.experts else {}),
-            "vocab_size": self.vocab,
-            "hidden_act": "silu",
-            "rms_norm_eps": self.eps,
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
-            "tie_word_embeddings": self.tied,
-            "max_position_embeddings": self.max_positions,
-            "attention_bias": False,
-            "use_sliding_window": False,
-            "sliding_window": None,
-            "torch_dtype": self.dtype,
-            "dtype": self.dtype,
-        }
+        from headrace.policy import hugging_face
+
+        return hugging_face.spelled(self)
+
+
+_FIELDS = msgspec.structs.fields(PolicyConfig)
+_LATER = {field.name: field.default for field in _FIELDS[[field.name for field in _FIELDS].index("rope") :]}

@@ -1,11 +1,11 @@
-"""The policy's one definition: a Qwen3-MoE decoder that sampler and trainer share.
+"""The policy's one definition: a decoder that sampler and trainer share (Qwen3, Qwen3-MoE, DeepSeek-V3).
 
 Idea: most of the mismatch between sampling and training comes from two programs computing one model. Here both are
 this class; `forward` sees whole packed sequences, `forward_cached` the new tokens of some sequences over a KV cache,
 and in exact mode a position's hidden state has the same bits either way.
 
-Layout: parameters are fused where that saves products (q, k and v; gate and up; experts as one 3D tensor). At the
-border, `state` and `load_state` speak Hugging Face names, one tensor per projection and expert.
+Layout: `layer.Layer` holds a layer's fused parameters. At the border, `state` and `load_state` speak Hugging Face
+names, one tensor per projection and expert (`names`).
 Suffixes: N tokens (sequences concatenated), D model width, L layers, k experts a token.
 """
 
@@ -14,39 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from headrace.kernels import batch_invariant
 from headrace.kernels.block_attention import Packing
 from headrace.kernels.selected_logprob import selected_logprob
-from headrace.policy import attention, moe
+from headrace.policy import attention, moe, names
 from headrace.policy.cache import KVCache, Step
 from headrace.policy.config import CheckpointError, PolicyConfig
+from headrace.policy.layer import Attend, Layer
 from headrace.policy.numerics import Numerics
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Layer(nn.Module):
-    """One decoder layer: attention with q/k norm, then the mixture (or a dense MLP)."""
-
-    def __init__(self, config: PolicyConfig) -> None:
-        super().__init__()
-        c, dtype = config, config.torch_dtype
-
-        def new(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, dtype=dtype))
-
-        self.attention_norm, self.mlp_norm = new(c.dim), new(c.dim)
-        self.q_norm, self.k_norm = new(c.head_dim), new(c.head_dim)
-        self.qkv = new((c.heads + 2 * c.kv_heads) * c.head_dim, c.dim)
-        self.out = new(c.dim, c.heads * c.head_dim)
-        if c.experts:
-            self.router = new(c.experts, c.dim)
-            self.gate_up = new(c.experts, 2 * c.expert_dim, c.dim)
-            self.down = new(c.experts, c.dim, c.expert_dim)
-        else:
-            self.gate_up = new(2 * c.expert_dim, c.dim)
-            self.down = new(c.dim, c.expert_dim)
+__all__ = ["Layer", "Model"]
 
 
 class Model(nn.Module):
@@ -57,12 +36,17 @@ class Model(nn.Module):
         super().__init__()
         self.config, self.numerics = config, numerics
         self.embedding = nn.Parameter(torch.empty(config.vocab, config.dim, dtype=config.torch_dtype))
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.layers))
         self.norm = nn.Parameter(torch.empty(config.dim, dtype=config.torch_dtype))
         if not config.tied:
             self.head = nn.Parameter(torch.empty(config.vocab, config.dim, dtype=config.torch_dtype))
-        self._rotary = attention.Rotary(config.head_dim, config.rope_theta, config.torch_dtype)
-        self._scale = config.head_dim**-0.5
+        turned = config.latent.rope_dim if config.latent else config.head_dim
+        self._rotary = attention.Rotary(turned, config.rope_theta, config.torch_dtype, config.rope)
+        self._scale = config.head_dim**-0.5 * (config.rope.heat if config.latent and config.rope else 1.0)
+        self.recompute = False
+        """Keep no activations inside layers; backward computes them again, with the routes of the first time."""
+        self.plausible = 0.0
+        """See `kernels.route.Rule`: when a replayed expert is not believed."""
         if seed is not None:
             self.reset(seed)
 
@@ -76,8 +60,11 @@ class Model(nn.Module):
             if kind == "norm" or kind.endswith("_norm"):
                 parameter.fill_(1.0)
                 continue
+            if kind == "correction":
+                parameter.zero_()
+                continue
             std = parameter.shape[-1] ** -0.5
-            if kind in ("out", "down"):
+            if kind in ("out", "down", "shared_down"):
                 std *= shrink
             elif kind in ("embedding", "head"):
                 std = 0.02 if kind == "head" or self.config.tied else 0.5
@@ -98,8 +85,9 @@ class Model(nn.Module):
     ) -> Tensor:
         """Hidden states [N, D] after the final norm, of sequences concatenated in ids int64 [N].
 
-        lengths: tokens of each sequence, sum N. routed [N, L, k], see `moe.widen`: selections to replay.
-        recorder: gets one int64 [N, k] per layer, the selections used. ValueError when lengths do not add up.
+        lengths: tokens of each sequence, sum N. routed [N, L, k], see `moe.widen`: selections to replay, over the L
+        layers that route. recorder: gets one int64 [N, k] for each of those, the selections used.
+        ValueError when lengths do not add up.
         """
         packing = Packing(lengths, ids.device)
         if packing.tokens != len(ids):
@@ -145,31 +133,23 @@ class Model(nn.Module):
     ) -> Tensor:
         c, pad = self.config, self.numerics.row_pad
         cos, sin = self._rotary(positions, longest)
-        replay = None if routed is None else moe.widen(routed, c.layers, c.top_k)
+        replay = None if routed is None else moe.widen(routed, c.sparse_layers, c.top_k)
+        again = self.recompute and torch.is_grad_enabled()
         x = F.embedding(ids, self.embedding)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
-            h = batch_invariant.rms_norm(x, layer.attention_norm, c.eps)
-            h = batch_invariant.linear(h, layer.qkv, pad).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
-            qk, v = torch.split(h, [c.heads + c.kv_heads, c.kv_heads], 1)
-            scales = torch.cat((layer.q_norm.expand(c.heads, -1), layer.k_norm.expand(c.kv_heads, -1)))
-            qk = batch_invariant.rotate(batch_invariant.rms_norm(qk, scales, c.eps), cos, sin)
-            q, k = torch.split(qk, [c.heads, c.kv_heads], 1)
-            mixed = attend(index)(q.contiguous(), k.contiguous(), v.contiguous())
-            x = x + batch_invariant.linear(mixed.reshape(-1, c.heads * c.head_dim), layer.out, pad)
-            h = batch_invariant.rms_norm(x, layer.mlp_norm, c.eps)
-            x = x + self._mlp(h, layer, None if replay is None else replay[:, index], recorder)
+            if layer.rule.plausible != self.plausible:
+                layer.rule = layer.rule._replace(plausible=self.plausible)
+            own = None if replay is None or not layer.sparse else replay[:, index - c.dense_layers]
+            chosen: list[Tensor] = []
+            arguments = (x, cos, sin, attend(index), pad, own, chosen)
+            if again:
+                x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(*arguments)
+            if recorder is not None:
+                recorder += chosen
         return batch_invariant.rms_norm(x, self.norm, c.eps)
-
-    def _mlp(self, h: Tensor, layer: Layer, replay: Tensor | None, recorder: list[Tensor] | None) -> Tensor:
-        c, pad = self.config, self.numerics.row_pad
-        if not c.experts:
-            inner = batch_invariant.swiglu(batch_invariant.linear(h, layer.gate_up, pad))
-            return batch_invariant.linear(inner, layer.down, pad)
-        out, experts = moe.mixture(h, layer.router, layer.gate_up, layer.down, c.top_k, c.normalise_top_k, pad, replay)
-        if recorder is not None:
-            recorder.append(experts)
-        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, D] -> [M, V] in the model's dtype, as `selected_logprobs` computes them."""
@@ -205,27 +185,4 @@ class Model(nn.Module):
 
     def _views(self) -> dict[str, Tensor]:
         """Hugging Face name -> the part of a parameter that it names."""
-        c = self.config
-        out: dict[str, Tensor] = {"model.embed_tokens.weight": self.embedding.data, "model.norm.weight": self.norm.data}
-        if not c.tied:
-            out["lm_head.weight"] = self.head.data
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            at = f"model.layers.{index}."
-            out[at + "input_layernorm.weight"] = layer.attention_norm.data
-            out[at + "post_attention_layernorm.weight"] = layer.mlp_norm.data
-            widths = [c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim]
-            for name, part in zip("qkv", torch.split(layer.qkv.data, widths), strict=True):
-                out[f"{at}self_attn.{name}_proj.weight"] = part
-            out[at + "self_attn.q_norm.weight"] = layer.q_norm.data
-            out[at + "self_attn.k_norm.weight"] = layer.k_norm.data
-            out[at + "self_attn.o_proj.weight"] = layer.out.data
-            experts = range(c.experts) if c.experts else (None,)
-            if c.experts:
-                out[at + "mlp.gate.weight"] = layer.router.data
-            for expert in experts:
-                name = at + ("mlp." if expert is None else f"mlp.experts.{expert}.")
-                gate_up = layer.gate_up.data if expert is None else layer.gate_up.data[expert]
-                out[name + "gate_proj.weight"], out[name + "up_proj.weight"] = torch.split(gate_up, c.expert_dim)
-                out[name + "down_proj.weight"] = layer.down.data if expert is None else layer.down.data[expert]
-        return out
+        return names.views(self.config, {name: parameter.data for name, parameter in self.named_parameters()})

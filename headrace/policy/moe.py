@@ -4,12 +4,14 @@ The arithmetic is in `kernels.route` and `kernels.expert_mlp`. Routes travel as 
 become int64 with -1 for "no record", and a record that is missing where it is needed is an error, no silent default.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from headrace.kernels import batch_invariant
 from headrace.kernels.expert_mlp import expert_mlp
-from headrace.kernels.route import route
+from headrace.kernels.route import SOFTMAX, Rule, route
 from headrace.messages.base import Array
 
 
@@ -17,16 +19,29 @@ class RoutesMissing(Exception):
     """Recorded routes were asked for and are not there, or have the wrong shape."""
 
 
+class ExpertFunction(Protocol):
+    """`kernels.expert_mlp.expert_mlp`, or what replaces it: another number format, or experts on other processes."""
+
+    def __call__(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, /) -> Tensor:
+        """x [N, D] through its experts [N, k] under gates [N, k] -> [N, D]."""
+
+
 def mixture(
     x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, k: int, normalise: bool, pad: int,
-    replay: Tensor | None = None,
+    replay: Tensor | None = None, rule: Rule = SOFTMAX, correction: Tensor | None = None,
+    function: ExpertFunction = expert_mlp,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [N, D] through its k experts -> (out [N, D], experts int64 [N, k]).
 
     replay: selections int64 [N, k] instead of the live ones, -1 where there is none. pad 1 is the ordinary way.
+    correction float32 [E]: see `kernels.route`; sigmoid scores come from a float32 product, as DeepSeek computes them.
     """
-    gates, experts = route(batch_invariant.linear(x, router, pad), k, normalise, replay)
-    return expert_mlp(x, gates, experts, gate_up, down, pad), experts
+    if rule.sigmoid:
+        logits = batch_invariant.linear(x.float(), router.float(), pad)
+    else:
+        logits = batch_invariant.linear(x, router, pad)
+    gates, experts = route(logits, k, normalise, replay, rule, correction)
+    return function(x, gates, experts, gate_up, down, pad), experts
 
 
 def widen(routed: Tensor, layers: int, k: int) -> Tensor:

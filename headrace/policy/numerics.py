@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.kernels import batch_invariant, block_attention, expert_mlp
 from headrace.kernels.block_attention import BLOCK, Packing
-from headrace.kernels.route import route
+from headrace.kernels.route import Rule, route, sigmoid
 from headrace.kernels.selected_logprob import from_logits, scaled
 from headrace.policy.config import PolicyConfig
 
@@ -66,13 +66,17 @@ def _draw(generator: torch.Generator, config: PolicyConfig, *shape: int) -> Tens
 def _products(config: PolicyConfig) -> list[tuple[int, int]]:
     """(K, N) of every product of the model; N is cut where a probe of all of it would take too long."""
     c = config
-    shapes = [
-        (c.dim, (c.heads + 2 * c.kv_heads) * c.head_dim),
-        (c.heads * c.head_dim, c.dim),
-        (c.dim, 2 * c.expert_dim),
-        (c.expert_dim, c.dim),
-        (c.dim, c.vocab),
-    ]
+    widths = {c.expert_dim, c.dense_dim or c.expert_dim, c.shared_experts * c.expert_dim or c.expert_dim}
+    shapes = [(c.dim, c.vocab)]
+    for width in widths:
+        shapes += [(c.dim, 2 * width), (width, c.dim)]
+    if c.latent is None:
+        shapes += [(c.dim, (c.heads + 2 * c.kv_heads) * c.head_dim), (c.heads * c.head_dim, c.dim)]
+    else:
+        low = c.latent
+        shapes += [(low.q_rank or c.dim, c.heads * c.head_dim), (c.dim, low.kv_rank + low.rope_dim)]
+        shapes += [(low.kv_rank, c.heads * (low.nope_dim + low.value_dim)), (c.heads * low.value_dim, c.dim)]
+        shapes += [(c.dim, low.q_rank)] if low.q_rank else []
     if c.experts:
         shapes.append((c.dim, c.experts))
     return sorted({(k, min(n, _WIDEST)) for k, n in shapes})
@@ -83,6 +87,13 @@ def _smallest_pad(config: PolicyConfig, generator: torch.Generator) -> tuple[int
     operands = [
         (_draw(generator, config, _MANY, k), _draw(generator, config, n, k) * k**-0.5) for k, n in _products(config)
     ]
+    if config.scores == "sigmoid":  # the router's product is float32 there
+        operands.append(
+            (
+                torch.randn(_MANY, config.dim, generator=generator),
+                torch.randn(config.experts, config.dim, generator=generator),
+            )
+        )
     reason = ""
     for pad in PADS:
         moved = next(_moved(operands, pad), "")
@@ -120,6 +131,7 @@ def _elementwise(config: PolicyConfig, generator: torch.Generator) -> str:
         "log-softmax": (logits, lambda t: from_logits(scaled(t, 0.7), targets[: len(t)])[2]),
         "entropy": (logits, lambda t: from_logits(scaled(t, 0.7), targets[: len(t)])[1]),
         "softmax": (scores, lambda t: torch.softmax(t, -1)),
+        "sigmoid": (scores, sigmoid),
         "exp": (scores, torch.exp),
         "log": (positive, torch.log),
         "division": (positive, lambda t: 1 / t),
@@ -173,7 +185,8 @@ def _experts(config: PolicyConfig, pad: int, generator: torch.Generator) -> str:
     x, scores = _draw(generator, c, _MANY, c.dim), torch.randn(_MANY, c.experts, generator=generator)
     gate_up = _draw(generator, c, c.experts, 2 * c.expert_dim, c.dim) * c.dim**-0.5
     down = _draw(generator, c, c.experts, c.dim, c.expert_dim) * c.expert_dim**-0.5
-    gates, experts = route(scores, c.top_k, c.normalise_top_k)
+    rule = Rule(c.scores == "sigmoid", c.expert_groups, c.kept_groups, c.gate_scale)
+    gates, experts = route(scores, c.top_k, c.normalise_top_k, None, rule)
     many = expert_mlp.expert_mlp(x, gates, experts, gate_up, down, pad)
     for count in _COUNTS:
         few = expert_mlp.expert_mlp(x[:count], gates[:count], experts[:count], gate_up, down, pad)
@@ -186,7 +199,8 @@ def _fingerprint(config: PolicyConfig, numerics: Numerics) -> str:
     """Readable head and 16 hex digits over the bits of a small forward."""
     from headrace.policy.model import Model  # the model needs `Numerics`: a circle at import, not in use
 
-    small = msgspec.structs.replace(config, layers=1, vocab=min(config.vocab, _WIDEST))
+    layers = config.dense_layers + 1 if config.experts else 1
+    small = msgspec.structs.replace(config, layers=layers, vocab=min(config.vocab, _WIDEST))
     with torch.no_grad():
         model = Model(small, numerics, seed=1)
         lengths = (37, 70, 1)
@@ -195,6 +209,6 @@ def _fingerprint(config: PolicyConfig, numerics: Numerics) -> str:
     isa = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "")
     torch_version = torch.__version__.split("+")[0]
     mode = f"exact{numerics.row_pad}" if numerics.exact else "ordinary"
-    digest = hashlib.sha256(f"{isa} {torch_version} {mode} {config}".encode())
+    digest = hashlib.sha256(f"{isa} {torch_version} {mode} {config.described}".encode())
     digest.update(torch.cat((logp, entropy)).numpy().tobytes())
     return f"cpu-{isa}-torch{torch_version}-{mode}-{digest.hexdigest()[:16]}"

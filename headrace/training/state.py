@@ -30,6 +30,7 @@ class TrainerState:
         self.master: dict[str, Tensor] = {
             name: parameter if parameter.dtype == torch.float32 else parameter.detach().float()
             for name, parameter in model.named_parameters()
+            if parameter.requires_grad
         }
         self.optimizer = torch.optim.AdamW(
             list(self.master.values()), lr=0.0, betas=betas, eps=1e-8, weight_decay=weight_decay, fused=True
@@ -83,6 +84,9 @@ class TrainerState:
             for key in ("exp_avg", "exp_avg_sq"):
                 if key in moments:
                     out[f"{key}.{name}"] = moments[key]
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                out[f"frozen.{name}"] = parameter.detach()
         return out
 
     @torch.no_grad()
@@ -103,5 +107,8 @@ class TrainerState:
                     "exp_avg": tensors[f"exp_avg.{name}"].clone(),
                     "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].clone(),
                 }
+        for name, parameter in own.items():
+            if not parameter.requires_grad:
+                parameter.copy_(tensors[f"frozen.{name}"])
         self.zero_grad()
         self.version, self.step = version, step

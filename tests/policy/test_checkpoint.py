@@ -103,8 +103,8 @@ def test_what_cannot_be_computed_is_refused_by_name(tmp_path: Path) -> None:
     for key, value in (("attention_bias", True), ("mlp_only_layers", [0]), ("use_sliding_window", True)):
         with pytest.raises(CheckpointError, match=key):
             PolicyConfig.from_hf(raw | {key: value})
-    with pytest.raises(CheckpointError, match="yarn"):
-        PolicyConfig.from_hf(raw | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}})
+    with pytest.raises(CheckpointError, match="dynamic"):
+        PolicyConfig.from_hf(raw | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}})
     with pytest.raises(CheckpointError, match="'llama' is not qwen3_moe"):
         PolicyConfig.from_hf(raw | {"model_type": "llama"})
     raw.pop("hidden_size")

@@ -1,0 +1,101 @@
+"""One decoder layer, of every kind that the policy knows: its parameters, and what it does to a hidden state.
+
+Parameters are fused where that saves products (q, k and v; gate and up; experts as one 3D tensor). A layer is a module
+that is called, so that what hooks on calls works: FSDP gathers its shards, a checkpoint computes it again.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from headrace.kernels import batch_invariant
+from headrace.kernels.expert_mlp import expert_mlp
+from headrace.kernels.route import Rule
+from headrace.policy import latent, moe
+from headrace.policy.config import PolicyConfig
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Layer(nn.Module):
+    """Attention (grouped with q/k norm, or latent), then the mixture or a dense MLP."""
+
+    def __init__(self, config: PolicyConfig, index: int = 0) -> None:
+        super().__init__()
+        c, dtype = config, config.torch_dtype
+        self.config, self.sparse = config, config.sparse(index)
+        self.rule = Rule(c.scores == "sigmoid", c.expert_groups, c.kept_groups, c.gate_scale)
+        self.function: moe.ExpertFunction = expert_mlp
+        """Replaced by another number format, or by experts on other processes."""
+
+        def new(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype))
+
+        self.attention_norm, self.mlp_norm = new(c.dim), new(c.dim)
+        if c.latent:
+            for name, parameter in latent.parameters(c.latent, c.heads, c.dim, dtype).items():
+                self.register_parameter(name, parameter)
+            self.out = new(c.dim, c.heads * c.latent.value_dim)
+        else:
+            self.q_norm, self.k_norm = new(c.head_dim), new(c.head_dim)
+            self.qkv = new((c.heads + 2 * c.kv_heads) * c.head_dim, c.dim)
+            self.out = new(c.dim, c.heads * c.head_dim)
+        if self.sparse:
+            self.router = new(c.experts, c.dim)
+            self.gate_up = new(c.experts, 2 * c.expert_dim, c.dim)
+            self.down = new(c.experts, c.dim, c.expert_dim)
+        else:
+            width = c.dense_dim or c.expert_dim
+            self.gate_up = new(2 * width, c.dim)
+            self.down = new(c.dim, width)
+        if self.sparse and c.shared_experts:
+            width = c.shared_experts * c.expert_dim
+            self.shared_gate_up, self.shared_down = new(2 * width, c.dim), new(c.dim, width)
+        if self.sparse and c.scores == "sigmoid":
+            # Balances load by a rule of its own (arXiv 2408.15664), never by the loss's gradient.
+            self.correction = nn.Parameter(torch.zeros(c.experts), requires_grad=False)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, pad: int, replay: Tensor | None, chosen: list[Tensor]
+    ) -> Tensor:
+        """x [N, D] -> [N, D]. cos, sin [N, 1, D / 2]; replay int64 [N, k], see `moe.mixture`.
+
+        chosen: one list per layer and forward. The first call leaves its selection there; a second call (activations
+        computed again) finds it and takes the very same experts, also where no record was to be replayed.
+        """
+        c = self.config
+        h = batch_invariant.rms_norm(x, self.attention_norm, c.eps)
+        q, k, v = self._project(h, cos, sin, pad)
+        mixed = attend(q, k, v)
+        if c.latent:
+            mixed = mixed[..., : c.latent.value_dim]
+        x = x + batch_invariant.linear(mixed.reshape(len(x), -1), self.out, pad)
+        h = batch_invariant.rms_norm(x, self.mlp_norm, c.eps)
+        if not self.sparse:
+            return x + _mlp(h, self.gate_up, self.down, pad)
+        out, experts = moe.mixture(
+            h, self.router, self.gate_up, self.down, c.top_k, c.normalise_top_k, pad,
+            chosen[0] if chosen else replay, self.rule if not chosen else self.rule._replace(plausible=0.0),
+            getattr(self, "correction", None), self.function,
+        )  # fmt: skip
+        if not chosen:
+            chosen.append(experts)
+        if c.shared_experts:
+            out = out + _mlp(h, self.shared_gate_up, self.shared_down, pad)
+        return x + out
+
+    def _project(self, h: Tensor, cos: Tensor, sin: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
+        c = self.config
+        if c.latent:
+            return latent.project(self, h, c.latent, c.heads, cos, sin, pad)
+        h = batch_invariant.linear(h, self.qkv, pad).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
+        qk, v = torch.split(h, [c.heads + c.kv_heads, c.kv_heads], 1)
+        scales = torch.cat((self.q_norm.expand(c.heads, -1), self.k_norm.expand(c.kv_heads, -1)))
+        qk = batch_invariant.rotate(batch_invariant.rms_norm(qk, scales, c.eps), cos, sin)
+        q, k = torch.split(qk, [c.heads, c.kv_heads], 1)
+        return q.contiguous(), k.contiguous(), v.contiguous()
+
+
+def _mlp(h: Tensor, gate_up: Tensor, down: Tensor, pad: int) -> Tensor:
+    return batch_invariant.linear(batch_invariant.swiglu(batch_invariant.linear(h, gate_up, pad)), down, pad)
