@@ -104,6 +104,9 @@ class Environment(Actor):
         if lease is None or lease.sandbox is not sandbox:
             lease = Lease(request, sandbox)
             self._leases.add(lease)
+        if request.handovers < lease.handovers:
+            return SandboxReply(failure="superseded", detail="the request was handed on while its sandbox was made")
+        lease.handovers = request.handovers
         lease.hand_over(request.lease_s)
         return Acquired(
             node=self._node,

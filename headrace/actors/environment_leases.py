@@ -47,6 +47,7 @@ class Lease:
         self.sandbox = sandbox
         self.secret = ""
         self.epoch = 0
+        self.handovers = request.handovers
         self.lease_s = request.lease_s
         self.expires = 0.0
         self.running = 0

@@ -151,6 +151,7 @@ class Episode:
             template=task.template,
             seed=request.seed,
             lease_s=self._lease_s,
+            handovers=request.handovers,
             files=task.files,
         )
         sandbox = await self._sandboxes.acquire(acquire, node=past.node, patience_s=ROOM_S)

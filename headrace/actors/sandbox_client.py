@@ -224,6 +224,8 @@ class Sandboxes:
         if isinstance(reply, SandboxReply) and reply.failure == "no_room":
             return None
         detail = getattr(reply, "detail", type(reply).__name__)
+        if isinstance(reply, SandboxReply) and reply.failure == "superseded":
+            raise Superseded(f"{request.group}: {detail}")
         raise SandboxLost(f"no sandbox for {request.group}: {detail}")
 
     def _hold(self, sandbox: RemoteSandbox) -> RemoteSandbox:

@@ -125,7 +125,8 @@ class Sandbox(Protocol):
 @message("acquire")
 class Acquire(Message, frozen=True, kw_only=True):
     """Ask a node for a sandbox; idempotent by (run, lane, role, group, slot, attempt): a repeat gets the same sandbox
-    under a new secret and epoch, and the old ones are refused from then on."""
+    under a new secret and epoch, and the old ones are refused from then on. A repeat with fewer `handovers` than the
+    holder's is refused itself: it comes from before the request was handed on."""
 
     run: str
     lane: str
@@ -137,6 +138,7 @@ class Acquire(Message, frozen=True, kw_only=True):
     template: str = "light"
     seed: int = 0
     lease_s: float = 120.0
+    handovers: int = 0
     files: dict[str, bytes] = {}
     """The repository, pushed in the same frame that starts the clone. A task's tests are never in it."""
 
@@ -165,7 +167,7 @@ class SandboxCall(Message, frozen=True, kw_only=True):
 
 @message("sandbox_reply")
 class SandboxReply(Message, frozen=True, kw_only=True):
-    """The result, or why there is none: ``lost``, ``refused``, ``no_room``, ``bad_request``."""
+    """The result, or why there is none: ``lost``, ``refused``, ``superseded``, ``no_room``, ``bad_request``."""
 
     result: OpResult | None = None
     failure: str = ""

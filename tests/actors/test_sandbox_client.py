@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import AsyncExitStack
 
+import msgspec
 import pytest
 
 from headrace.actors import sandbox_client
@@ -46,6 +47,16 @@ async def test_a_lost_sandbox_and_a_superseded_one_are_told_apart(connect: Conne
         assert not isinstance(lost.value, Superseded | NodeSilent)
         third = await sandboxes.acquire(wanted("g13"))
         assert third.fresh and third.id != second.id
+
+
+async def test_who_asked_before_a_request_was_handed_on_does_not_take_its_sandbox(connect: Connect) -> None:
+    """A holder that gives a request up may still have an acquire under way, and its successor be faster."""
+    sandboxes = Sandboxes(await connect("rollout"), 30.0)
+    async with living(Environment, CONFIG, await connect("environment", node="n12"), "r1"):
+        successor = await sandboxes.acquire(msgspec.structs.replace(wanted("g24"), handovers=1))
+        with pytest.raises(Superseded, match="handed on"):
+            await sandboxes.acquire(wanted("g24"))
+        assert (await successor.call(ReadFile(path="a.txt"))).data == b"one"
 
 
 async def test_waiting_for_room_ends_when_something_is_given_back(connect: Connect) -> None:
