@@ -1,0 +1,272 @@
+"""Container images as files: what `docker save` writes, and the OCI image layout, as an archive or as a folder.
+
+Every blob is read once, its digest checked against the name that led to it (OCI image specification 1.1, "Content
+Descriptors"), and every layer's contents against the configuration's ``diff_ids``. Of several platforms linux/amd64 is
+taken, of several images the one whose tag was asked for.
+"""
+
+import gzip
+import hashlib
+import io
+import json
+import tarfile
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any, cast
+
+import msgspec
+import zstandard
+
+from headrace.vmhost.rootfs import BadImage, Tree
+
+_BLOB_JSON = 16 << 20
+"""Largest manifest or configuration, in bytes."""
+_TAGS = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
+BROKEN = (
+    tarfile.TarError,
+    zlib.error,
+    gzip.BadGzipFile,
+    zstandard.ZstdError,
+    EOFError,
+    ValueError,
+    KeyError,
+    TypeError,
+)
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What an image says about how its programs run."""
+
+    env: dict[str, str] = {}
+    user: str = ""
+    workdir: str = ""
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    digest: str = ""
+    """Of the configuration; of the contents where there is none."""
+
+
+class Source:
+    """A folder or an archive, by the names of its files."""
+
+    def __init__(self, path: Path, stack: ExitStack, spool: IO[bytes]) -> None:
+        self._folder = path if path.is_dir() else None
+        self._tar: tarfile.TarFile | None = None
+        self._members: dict[str, tarfile.TarInfo] = {}
+        if self._folder is None:
+            file = stack.enter_context(path.open("rb"))
+            plain = _plain(file)
+            if plain is not file:  # compressed from outside: its files are wanted in no order, so it is unpacked once
+                _copy(plain, spool)
+                spool.seek(0)
+                file = cast(Any, spool)
+            self._tar = stack.enter_context(tarfile.open(fileobj=file, mode="r:"))
+            self._members = {_clean(member.name): member for member in self._tar}
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return (self._folder / name).is_file() if self._folder else _clean(name) in self._members
+
+    def open(self, name: str) -> IO[bytes]:
+        """A file's content. BadImage when it is missing."""
+        if self._folder is not None:
+            file = self._folder / name
+            if not file.is_file() or not file.resolve().is_relative_to(self._folder.resolve()):
+                raise BadImage(f"it has no {name}")
+            return file.open("rb")
+        assert self._tar is not None
+        member = self._members.get(_clean(name))
+        if member is not None and member.issym():  # `docker save` of old writes equal layers once
+            member = self._members.get(_clean(f"{name.rpartition('/')[0]}/{member.linkname}"))
+        content = self._tar.extractfile(member) if member is not None and member.isreg() else None
+        if content is None:
+            raise BadImage(f"it has no {name}")
+        return cast(IO[bytes], content)
+
+    def json(self, name: str, digest: str = "") -> Any:
+        """A small file as JSON, its digest checked."""
+        with self.open(name) as file:
+            data = file.read(_BLOB_JSON + 1)
+        if len(data) > _BLOB_JSON:
+            raise BadImage(f"{name} is larger than any manifest")
+        if digest and f"sha256:{hashlib.sha256(data).hexdigest()}" != digest:
+            raise BadImage(f"{name} is damaged: its digest is not {digest}")
+        return json.loads(data)
+
+    def tars(self) -> Iterator[tarfile.TarFile]:
+        """The archive itself, for a root file system that is nothing else."""
+        assert self._tar is not None
+        yield self._tar
+
+
+class _Hashing(io.RawIOBase):
+    """Reads through, remembering the SHA-256 of what passed and its last bytes."""
+
+    def __init__(self, inner: IO[bytes]) -> None:
+        self._inner = inner
+        self.digest = hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._inner.read(len(buffer))
+        self.digest.update(data)
+        buffer[: len(data)] = data
+        return len(data)
+
+    def finish(self) -> str:
+        """Read to the end: the digest of all of it."""
+        while self.read(1 << 20):
+            pass
+        return f"sha256:{self.digest.hexdigest()}"
+
+
+def is_image(source: Source) -> bool:
+    """Whether a source is a container image rather than a bare root file system."""
+    return source.has("oci-layout") or source.has("index.json") or source.has("manifest.json")
+
+
+def read(source: Source, tree: Tree, tag: str = "") -> Settings:
+    """Apply the layers of the image with that tag to the tree. BadImage."""
+    if source.has("index.json"):
+        chosen, tags = _choose(source, tag)
+        config_name, config_digest = _blob(chosen["config"]["digest"]), chosen["config"]["digest"]
+        layers = [(_blob(layer["digest"]), layer["digest"]) for layer in chosen["layers"]]
+    else:
+        images = source.json("manifest.json")
+        found = [image for image in images if not tag or tag in (image.get("RepoTags") or ())]
+        names = [name for image in images for name in image.get("RepoTags") or ()]
+        if len(found) != 1:
+            raise _which(tag, names)
+        config_name, config_digest = found[0]["Config"], ""
+        stem = config_name.rpartition("/")[2].removesuffix(".json")
+        if len(stem) == 64:
+            config_digest = f"sha256:{stem}"
+        layers = [(name, "") for name in found[0]["Layers"]]
+        tags = tuple(found[0].get("RepoTags") or ())
+    config = source.json(config_name, config_digest)
+    platform = (config.get("os", "linux"), config.get("architecture", "amd64"))
+    if platform != ("linux", "amd64"):
+        raise BadImage(f"it is made for {'/'.join(platform)}; machines here are linux/amd64")
+    wanted = config["rootfs"]["diff_ids"]
+    if len(wanted) != len(layers):
+        raise BadImage(f"it has {len(layers)} layers where its configuration names {len(wanted)}")
+    for number, ((name, digest), diff) in enumerate(zip(layers, wanted, strict=True)):
+        _layer(source, tree, number, name, digest, diff)
+    return _settings(config.get("config") or {}, tags, config_digest or f"sha256:{_sha(config)}")
+
+
+def _choose(source: Source, tag: str) -> tuple[Any, tuple[str, ...]]:
+    """The manifest of a tag for linux/amd64, and its tags."""
+    found: dict[str, list[str]] = {}
+    names: list[str] = []
+
+    def walk(entries: list[Any], inherited: str, depth: int) -> None:
+        if depth > 4:
+            raise BadImage("its indexes lie in one another without end")
+        for entry in entries:
+            notes = entry.get("annotations") or {}
+            name = next((notes[key] for key in _TAGS if key in notes), inherited)
+            if "index" in entry.get("mediaType", "") or "manifest.list" in entry.get("mediaType", ""):
+                walk(source.json(_blob(entry["digest"]), entry["digest"])["manifests"], name, depth + 1)
+                continue
+            platform = entry.get("platform") or {}
+            if (platform.get("os", "linux"), platform.get("architecture", "amd64")) != ("linux", "amd64"):
+                continue
+            if "vnd.docker.reference.type" in notes:  # an attestation about another image
+                continue
+            if name:
+                names.append(name)
+            short = any(notes.get(key) == tag for key in _TAGS)
+            if not tag or name == tag or short or name.endswith(f"/{tag}"):
+                found.setdefault(entry["digest"], []).append(name)
+
+    walk(source.json("index.json")["manifests"], "", 0)
+    if len(found) != 1:
+        raise _which(tag, names)
+    ((digest, tags),) = found.items()
+    return source.json(_blob(digest), digest), tuple(name for name in tags if name)
+
+
+def _which(tag: str, names: list[str]) -> BadImage:
+    known = ", ".join(dict.fromkeys(names)) or "none with a tag"
+    if tag:
+        return BadImage(f"it has no image {tag!r} for linux/amd64; it has {known}")
+    if not names:
+        return BadImage("it has no image for linux/amd64")
+    return BadImage(f"it has several images, say which with --tag: {known}")
+
+
+def _layer(source: Source, tree: Tree, number: int, name: str, digest: str, diff: str) -> None:
+    with source.open(name) as blob:
+        packed = _Hashing(blob)
+        with io.BufferedReader(packed, 1 << 20) as stream:
+            plain = _Hashing(_plain(stream))
+            try:
+                with tarfile.open(fileobj=io.BufferedReader(plain, 1 << 20), mode="r|") as archive:
+                    tree.add_tar(archive, number)
+                same = plain.finish() == diff
+                packed_digest = packed.finish()
+            except BROKEN as error:
+                raise BadImage(f"layer {number + 1} is damaged: {error}") from None
+    if not same:
+        raise BadImage(f"layer {number + 1} is damaged: its contents are not {diff}")
+    if digest and packed_digest != digest:
+        raise BadImage(f"layer {number + 1} is damaged: its digest is not {digest}")
+
+
+def _plain(stream: Any) -> IO[bytes]:
+    """The stream decompressed, whatever its media type says it is."""
+    if hasattr(stream, "peek"):
+        magic = stream.peek(4)[:4]
+    else:
+        magic = stream.read(4)
+        stream.seek(0)
+    if magic[:2] == b"\x1f\x8b":
+        return cast(IO[bytes], gzip.GzipFile(fileobj=stream))
+    if magic == b"\x28\xb5\x2f\xfd":
+        return cast(IO[bytes], zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True))
+    return cast(IO[bytes], stream)
+
+
+def _settings(config: dict[str, Any], tags: tuple[str, ...], digest: str) -> Settings:
+    env = dict(entry.partition("=")[::2] for entry in config.get("Env") or ())
+    return Settings(
+        env=env,
+        user=config.get("User") or "",
+        workdir=config.get("WorkingDir") or "",
+        entrypoint=tuple(config.get("Entrypoint") or ()),
+        cmd=tuple(config.get("Cmd") or ()),
+        tags=tags,
+        digest=digest,
+    )
+
+
+def _sha(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _blob(digest: str) -> str:
+    kind, _, name = digest.partition(":")
+    if kind != "sha256" or len(name) != 64 or not name.isalnum():
+        raise BadImage(f"it names a blob {digest!r}; only sha256 is known here")
+    return f"blobs/sha256/{name}"
+
+
+def _clean(name: str) -> str:
+    parts: list[str] = []
+    for part in name.split("/"):
+        if part == "..":
+            del parts[-1:]
+        elif part not in ("", "."):
+            parts.append(part)
+    return "/".join(parts)
+
+
+def _copy(source: IO[bytes], target: IO[bytes]) -> None:
+    while piece := source.read(1 << 20):
+        target.write(piece)
