@@ -10,7 +10,7 @@ other's durable consumers there; and who may make a consumer may make one that d
 that somebody listens to (not into a stream: a stream's capture is no such interest).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -23,6 +23,7 @@ EVENT_TYPES: dict[str, tuple[str, ...]] = {
     "eval_request": ("curriculum", "feedback", "evaluator", "operator"),
     "eval_result": ("evaluator",),
     "promotion": ("feedback", "operator"),
+    "bound_asked": ("operator",),
     "tool_log": ("environment",),
 }
 """Message types on HR_EVENT that only these roles may publish; every other type is everybody's."""
@@ -64,7 +65,11 @@ ACTORS = (
     "dead_letter",
 )
 READERS = ("dashboard", "operator", "replay")
-ROLES = (*ACTORS, *READERS, "admin")
+LINK_ROLE = "region"
+"""The connection of a region's broker to the hub's."""
+REGIONAL = ("rollout", "environment", "judge", "weight_sync", "gateway", "scavenger", "dashboard", "operator")
+"""Roles that may live in a region."""
+ROLES = (*ACTORS, *READERS, "admin", LINK_ROLE)
 
 _EVERYONE = "every actor"
 _CORE = ("hr.rpc.", "hr.beat.", "hr.traffic.", "hr.metric.")
@@ -110,6 +115,8 @@ def of(role: str) -> Permissions:
         raise KeyError(f"unknown role {role!r}; there are {', '.join(ROLES)}")
     if role == "admin":
         return Permissions(publish=(">",), subscribe=(">",), allow_responses=False)
+    if role == LINK_ROLE:
+        return _of_link()
     publish: list[str] = ["$JS.API.INFO", "$JS.API.STREAM.INFO.*", "$JS.FC.>"]
     for subject in s.SUBJECTS.values():
         if subject in (s.EVENT, s.BEAT, s.METRIC, s.RPC, s.RPC_NODE):
@@ -143,15 +150,40 @@ def of(role: str) -> Permissions:
     return Permissions(publish=_unique(publish), subscribe=_unique(subscribe))
 
 
+def _of_link() -> Permissions:
+    """What a region may send to the hub, and hear from it: what its actors do, but weights come from the hub alone.
+
+    Whole patterns of streams: a broker tells its leaf of an interest only if the leaf may publish all that it covers.
+    """
+    publish: list[str] = ["_INBOX.>", "$JS.ACK.>", "$JS.FC.>"]
+    publish += ["$JS.hub.API.CONSUMER.CREATE.HR_WEIGHTS", "$JS.hub.API.CONSUMER.DELETE.HR_WEIGHTS.*"]  # the mirror's
+    subscribe: list[str] = ["_INBOX.>", "$JSC.R.>", "$JS.M.>"]
+    for subject in s.SUBJECTS.values():
+        stream = s.stream_of(subject.where())
+        if stream is not None and stream.name != "HR_WEIGHTS" and {*REGIONAL, _EVERYONE} & set(subject.publishers):
+            publish += [pattern for pattern in stream.subjects if s.covers(pattern, subject.where())]
+    for role in REGIONAL:
+        own = of(role)
+        subscribe += own.subscribe
+        for name in own.publish:
+            if name.startswith("$KV."):
+                publish.append(f"$JS.hub.API.{name}")
+            elif name.startswith("$JS.API."):
+                publish.append(name.replace("$JS.API.", "$JS.hub.API.", 1))
+            elif name.startswith(_CORE):
+                publish.append(name)
+    return Permissions(publish=_unique(publish), subscribe=_unique(subscribe))
+
+
 def _unique(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def users_conf(public_keys: dict[str, str]) -> str:
+def users_conf(public_keys: dict[str, str], permissions_of: Callable[[str], Permissions] = of) -> str:
     """The ``authorization`` block for nats-server: one NKEY user per role."""
     lines = ["# Made by headrace: one user per role, public keys only.", "authorization {", "  users: ["]
     for role, public in public_keys.items():
-        permissions = of(role)
+        permissions = permissions_of(role)
         lines += [f"    {{ nkey: {public}", f"      # {role}", "      permissions: {"]
         lines.append(f"        publish: {{ allow: [{', '.join(_quoted(permissions.publish))}] }}")
         lines.append(f"        subscribe: {{ allow: [{', '.join(_quoted(permissions.subscribe))}] }}")

@@ -82,14 +82,16 @@ class Server:
         host: str = "127.0.0.1",
         need_free: int = NEED_FREE,
         die_with_parent: bool = True,
+        prepared: bool = False,
     ) -> None:
+        """prepared: the folder has its nats.conf and credentials already, as `regions` and `cluster` make them."""
         self.folder = Path(folder).resolve()
         self.host, self.port, self.need_free = host, port, need_free
         self.credentials = self.folder / "credentials"
         """Folder of seed files, for `Bus.connect(credentials=...)`."""
         self.url = ""
         self.pid = 0
-        self._die_with_parent = die_with_parent
+        self._die_with_parent, self._prepared = die_with_parent, prepared
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self, timeout: float = 30.0) -> "Server":
@@ -137,8 +139,9 @@ class Server:
         for stale in (self.folder / "ports").iterdir():
             stale.unlink()
         (self.folder / "log").unlink(missing_ok=True)
-        credentials.write(self.credentials)
-        (self.folder / "nats.conf").write_bytes(CONF.read_bytes())
+        if not self._prepared:
+            credentials.write(self.credentials)
+            (self.folder / "nats.conf").write_bytes(CONF.read_bytes())
         probe = self.folder / "store" / ".probe"
         probe.write_bytes(b"")
         probe.unlink()

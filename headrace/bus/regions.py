@@ -1,0 +1,179 @@
+"""A hub and its regions: one broker where the trainer is, one in every region, joined as leaf nodes.
+
+The idea: a region's broker knows which streams are near. Actors in a region connect to it and speak as everywhere;
+account mappings send every request about another stream on to the hub's JetStream domain, and HR_WEIGHTS stays: there
+it is the region's mirror of the hub's. So versions cross the ocean once per region, a receiver cannot read past its
+mirror, and no actor knows that there are regions.
+
+Trade-off: the broker checks permissions after mapping, so a region has user lists of its own, made here from the same
+table. What the link itself may carry stands in the hub's user list (role ``region``): the union of what actors in
+regions do, without publishing or purging weights.
+
+Mirrors keep sequences, so manifests name chunks everywhere alike. They do not follow purges of their origin: collect in
+a region by running `headrace weights collect` against its broker. Method: NATS leaf nodes with JetStream domains, and
+mirrors across domains (ADR-59).
+
+    python -m headrace.bus.regions hub FOLDER [--host 0.0.0.0] [--port 7422]
+    python -m headrace.bus.regions region FOLDER --name eu --hub nats-leaf://hub.example:7422 --key HUB/region.nk
+    python -m headrace.bus.regions mirror FOLDER --url nats://127.0.0.1:4222
+"""
+
+import argparse
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+from headrace.bus import credentials
+from headrace.bus.connection import Bus
+from headrace.bus.errors import ApiError, BusError
+from headrace.bus.keys import Key
+from headrace.bus.permissions import LINK_ROLE, ROLES, Permissions, of, users_conf
+from headrace.bus.streams import config_of
+from headrace.messages.subjects import KEY_VALUES, STREAM, STREAMS
+
+HUB = "hub"
+"""JetStream domain of the hub."""
+NEAR = ("HR_WEIGHTS",)
+"""Streams of which a region has a mirror."""
+FAR = (*(stream.name for stream in STREAMS if stream.name not in NEAR), *(f"KV_{name}" for name in KEY_VALUES))
+"""Streams of which a region knows only the way to the hub."""
+HUB_CONF = Path(__file__).with_name("hub.conf")
+REGION_CONF = Path(__file__).with_name("region.conf")
+"""deploy/regions; in an installed package copies of them."""
+
+_VERBS = (
+    *("STREAM.INFO.{}", "STREAM.MSG.GET.{}", "STREAM.MSG.DELETE.{}", "STREAM.PURGE.{}", "STREAM.CREATE.{}"),
+    *("STREAM.UPDATE.{}", "STREAM.DELETE.{}", "DIRECT.GET.{}", "DIRECT.GET.{}.>", "CONSUMER.CREATE.{}.>"),
+    *("CONSUMER.INFO.{}.*", "CONSUMER.DELETE.{}.*", "CONSUMER.MSG.NEXT.{}.*"),
+)
+_NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}$")
+_EXISTS = 10058
+
+
+def far(subject: str) -> str:
+    """A subject as it is called after a region's mappings: API requests about far streams and key-value writes lead to
+    the hub, everything else stays as it is."""
+    if subject.startswith("$KV."):
+        return f"$JS.{HUB}.API.{subject}"
+    if subject.startswith("$JS.API.") and any(name in subject.split(".") for name in FAR):
+        return subject.replace("$JS.API.", f"$JS.{HUB}.API.", 1)
+    return subject
+
+
+def mappings() -> str:
+    """The ``mappings`` block of a region's broker."""
+    pairs = {"$KV.>": f"$JS.{HUB}.API.$KV.>"}
+    for name in FAR:
+        for verb in _VERBS:
+            subject = f"$JS.API.{verb.format(name)}"
+            pairs[subject] = far(subject).replace("*", "$1")
+    lines = [f'  "{source}": "{target}"' for source, target in pairs.items()]
+    return "\n".join(["# Made by headrace: requests about streams that lie in the hub.", "mappings {", *lines, "}", ""])
+
+
+def near_permissions(role: str) -> Permissions:
+    """A role's permissions in a region: those of everywhere, as the region's broker spells them."""
+    base = of(role)
+    publish = [far(subject) for subject in base.publish]
+    if "$JS.API.STREAM.INFO.*" in publish:
+        publish.append(f"$JS.{HUB}.API.STREAM.INFO.*")
+    return Permissions(publish=tuple(publish), subscribe=base.subscribe, allow_responses=base.allow_responses)
+
+
+def mirror_config(*, reserve: bool = False) -> dict[str, Any]:
+    """The broker's configuration of a region's HR_WEIGHTS."""
+    config = config_of(STREAM["HR_WEIGHTS"], reserve=reserve, replicas=1)
+    del config["subjects"], config["duplicate_window"]
+    # A full mirror forgets its oldest versions: the hub has them, and a joiner starts at the newest anchor.
+    config |= {"discard": "old", "mirror": {"name": "HR_WEIGHTS", "external": {"api": f"$JS.{HUB}.API"}}}
+    return config
+
+
+async def declare_mirror(bus: Bus, *, reserve: bool = False) -> None:
+    """Make the mirror on a region's broker; needs its admin. BusError when the hub can't be reached, or when HR_WEIGHTS
+    is there and is no mirror.
+
+    The hub has to answer first: a mirror that is made before its link is up tries again only after half a minute.
+    """
+    origin = f"$JS.{HUB}.API.STREAM.INFO.HR_WEIGHTS"
+    try:
+        await bus.link.patiently(lambda: bus.link.call(origin, timeout=1.0))
+    except BusError as error:
+        raise BusError(
+            f"the hub does not answer over the leaf link; see the log of the region's broker ({error})"
+        ) from None
+    try:
+        await bus.link.api("STREAM.CREATE.HR_WEIGHTS", mirror_config(reserve=reserve), timeout=30.0)
+    except ApiError as error:
+        if error.err_code != _EXISTS:
+            raise BusError(f"HR_WEIGHTS cannot be mirrored here: {error}") from error
+        raise BusError("this broker has another HR_WEIGHTS: a region's broker starts without streams") from None
+
+
+def prepare_hub(folder: Path, *, host: str = "0.0.0.0", port: int = 7422) -> Path:
+    """Make the folder of a hub's broker: configuration, credentials, where regions knock. Returns the folder."""
+    credentials.write(folder / "credentials")
+    (folder / "nats.conf").write_bytes(HUB_CONF.read_bytes())
+    (folder / "self.conf").write_text(f'LEAF_HOST: "{host}"\nLEAF_PORT: {port}\n')
+    return folder
+
+
+def prepare_region(folder: Path, name: str, hub: str, key: str | Path) -> Path:
+    """Make the folder of a region's broker; returns the folder.
+
+    name: the region and its JetStream domain. hub: address such as nats-leaf://hub.example:7422. key: the hub's seed
+    file of the role ``region``. BusError for a name or a key that will not do.
+    """
+    if not _NAME.match(name) or name == HUB:
+        raise BusError(f"{name!r} is no name for a region: lower case, digits and '-', and not {HUB!r}")
+    try:
+        seed = Key.parse(Path(key).read_text(encoding="ascii")).seed
+    except (OSError, ValueError):
+        raise BusError(f"{key} does not hold the seed of the hub's role 'region'") from None
+    own = credentials.write(folder / "credentials")
+    credentials.adopt_publisher(own, Path(key).parent)
+    public = {role: Key.parse((own / f"{role}.nk").read_text(encoding="ascii")).public for role in ROLES}
+    del public[LINK_ROLE]
+    credentials.private(own / "region.conf", users_conf(public, near_permissions))
+    credentials.private(folder / "self.conf", f'REGION: "{name}"\nHUB: "{hub}"\nHUB_SEED: "{seed}"\n')
+    (folder / "mappings.conf").write_text(mappings())
+    (folder / "nats.conf").write_bytes(REGION_CONF.read_bytes())
+    return folder
+
+
+def main() -> None:
+    """Prepare a broker's folder, or declare a region's mirror."""
+    parser = argparse.ArgumentParser(prog="python -m headrace.bus.regions", description="brokers of hub and regions")
+    commands = parser.add_subparsers(dest="command", required=True)
+    hub = commands.add_parser("hub", help="prepare the hub's folder")
+    hub.add_argument("folder", type=Path)
+    hub.add_argument("--host", default="0.0.0.0", help="where regions knock")
+    hub.add_argument("--port", type=int, default=7422)
+    region = commands.add_parser("region", help="prepare a region's folder")
+    region.add_argument("folder", type=Path)
+    region.add_argument("--name", required=True)
+    region.add_argument("--hub", required=True, help="nats-leaf://host:7422")
+    region.add_argument("--key", required=True, help="the hub's credentials/region.nk")
+    mirror = commands.add_parser("mirror", help="declare HR_WEIGHTS on a running region's broker")
+    mirror.add_argument("folder", type=Path)
+    mirror.add_argument("--url", required=True)
+    args = parser.parse_args()
+    try:
+        if args.command == "hub":
+            prepare_hub(args.folder, host=args.host, port=args.port)
+        elif args.command == "region":
+            prepare_region(args.folder, args.name, args.hub, args.key)
+        else:
+            asyncio.run(_mirror(args.url, args.folder / "credentials"))
+    except BusError as error:
+        parser.exit(4, f"{error}\n")
+
+
+async def _mirror(url: str, keys: Path) -> None:
+    async with await Bus.connect(url, role="admin", credentials=keys) as bus:
+        await declare_mirror(bus)
+
+
+if __name__ == "__main__":
+    main()

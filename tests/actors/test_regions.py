@@ -1,0 +1,113 @@
+"""Versions from a sender at the hub to receivers in four regions, over real brokers with the configuration of
+deploy/regions."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.actors.weight_receiver import WeightReceiver
+from headrace.actors.weight_sender import WeightSender
+from headrace.bus.connection import Bus
+from headrace.messages.subjects import EVENT
+from headrace.weights import chain, snapshot
+from tests.actors.weight_runs import WeightRun, within
+from tests.bus.region_brokers import World, world
+
+pytestmark = pytest.mark.anyio
+NAMES = ("ap", "eu", "sa", "us")
+PATIENCE_S = 120
+"""For a starved machine; nothing here takes a second of its own."""
+
+
+@pytest.fixture(scope="module")
+async def brokers(anyio_backend: object, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    async with world(tmp_path_factory.mktemp("regions")) as out:
+        for name in NAMES:
+            await out.join(name)
+        yield out
+
+
+@pytest.fixture
+async def run(brokers: World, tmp_path: Path) -> AsyncIterator[WeightRun]:
+    async def at_hub(role: str = "admin", **options: Any) -> Bus:
+        return await brokers.connect(role, **options)
+
+    out = await WeightRun(at_hub, tmp_path, anchor_every=3).open()
+    yield out
+    await out.close()
+    await brokers.hang_up()
+
+
+async def receiver(run: WeightRun, brokers: World, region: str) -> WeightReceiver:
+    """A receiver in a region, started; its node has the region's name."""
+    bus = await brokers.connect("weight_sync", region=region, node=region)
+    run.config = msgspec.structs.replace(run.config, weights=msgspec.structs.replace(run.config.weights, region=region))
+    return await run.actor(WeightReceiver, bus=bus)
+
+
+async def test_four_regions_stage_a_version_from_their_own_mirrors(run: WeightRun, brokers: World) -> None:
+    await run.actor(WeightSender)
+    for name in NAMES:
+        await receiver(run, brokers, name)
+    for version in range(2):
+        await run.train(version)
+        for name in NAMES:
+            staged = await within(PATIENCE_S, run.staged(version, node=name))
+            assert (staged.region, staged.state_hash) == (name, run.hashes[version])
+            assert snapshot.file_hash(staged.path) == run.hashes[version]
+
+
+async def test_a_region_that_was_cut_off_catches_up(run: WeightRun, brokers: World) -> None:
+    await run.actor(WeightSender)
+    await receiver(run, brokers, "eu")
+    await receiver(run, brokers, "us")
+    await run.train(0)
+    for name in ("eu", "us"):
+        await within(PATIENCE_S, run.staged(0, node=name))
+    wire = brokers.regions["eu"].wire
+    await wire.cut()
+    try:
+        for version in (1, 2):
+            await run.train(version)
+            await within(PATIENCE_S, run.staged(version, node="us"))
+    finally:
+        await wire.mend()
+    staged = await within(PATIENCE_S, run.staged(2, node="eu"))
+    assert snapshot.file_hash(staged.path) == run.hashes[2]
+    where = EVENT.where(run=run.id, type="weights_staged")
+    told = [(r.message.node, r.message.version) async for r in run.bus.history("HR_EVENT", where)]
+    assert told.index(("eu", 2)) > told.index(("us", 2)), "nothing came through the cut wire"
+
+
+async def test_a_region_that_joins_late_catches_up(run: WeightRun, brokers: World) -> None:
+    await run.actor(WeightSender)
+    for version in range(5):
+        await run.train(version)
+        await within(PATIENCE_S, run.head(version))
+    name = f"late-{run.id}"
+    await brokers.join(name)
+    await receiver(run, brokers, name)
+    staged = await within(PATIENCE_S, run.staged(4, node=name))
+    assert snapshot.file_hash(staged.path) == run.hashes[4]
+
+
+async def test_a_receiver_reads_its_mirror_and_nothing_else(run: WeightRun, brokers: World) -> None:
+    """With the link down, a new receiver of a region still finds the newest version that its mirror has."""
+    await run.actor(WeightSender)
+    await run.train(0)
+    await receiver(run, brokers, "sa")
+    await within(PATIENCE_S, run.staged(0, node="sa"))
+    bus = await brokers.connect("weight_sync", region="sa")
+    wire = brokers.regions["sa"].wire
+    await wire.cut()
+    try:
+        found = await chain.head(bus, run.id)
+        assert found is not None and found[1].state_hash == run.hashes[0]
+        path = run.folder / "alone.safetensors"
+        await within(PATIENCE_S, chain.obtain(bus, found[1], path, lambda version, state_hash: None))
+        assert snapshot.file_hash(path) == run.hashes[0]
+    finally:
+        await wire.mend()

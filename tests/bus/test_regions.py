@@ -1,0 +1,152 @@
+"""What actors in a region can do through their own broker, and what a region can't."""
+
+import asyncio
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from nats.aio.msg import Msg
+
+from headrace.bus import regions
+from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError, NoResponders
+from headrace.bus.permissions import ROLES, of
+from headrace.messages.operations import Beat, Event
+from headrace.messages.subjects import EVENT, LEDGER, STREAMS
+from headrace.messages.weights import WeightHead
+from tests.bus.region_brokers import World, world
+
+pytestmark = pytest.mark.anyio
+
+HEAD = WeightHead(run="r", version=0, manifest_seq=1, state_hash="x", anchor_version=0)
+
+
+@pytest.fixture(scope="module")
+async def brokers(anyio_backend: object, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    async with world(tmp_path_factory.mktemp("regions")) as out:
+        await out.join("eu")
+        yield out
+
+
+async def test_events_reads_and_state_go_to_the_hub(brokers: World) -> None:
+    here = await brokers.connect("rollout", region="eu")
+    there = await brokers.connect("curriculum")
+    where = EVENT.at(run="r1", actor="rollout", type="event")
+    seq = await here.publish(where, Event(actor="rollout", id="r-1", kind="hello", text="from a region"))
+    assert [(r.seq, r.message.text) async for r in there.history("HR_EVENT", where)] == [(seq, "from a region")]
+    assert [r.seq async for r in here.history("HR_EVENT", where)] == [seq]
+    assert (await here.get("HR_EVENT", seq)).message.kind == "hello"
+    beat = Beat(actor="rollout", id="r-1", node="n", pid=1, state="running")
+    await (await here.kv("HR_PRESENCE")).put("rollout.r-1", beat)
+    entry = await (await there.kv("HR_PRESENCE")).get("rollout.r-1")
+    assert entry is not None and entry[0] == beat
+
+
+async def test_a_consumer_in_a_region_takes_the_hubs_messages(brokers: World) -> None:
+    hub = await brokers.connect("admin")
+    here = await brokers.connect("rollout", region="eu")
+    config = {"durable_name": "d", "name": "d", "ack_policy": "explicit", "filter_subject": "hr.task.r2.>"}
+    request = {"stream_name": "HR_TASK", "config": config}
+    await here.link.api("CONSUMER.CREATE.HR_TASK.d.hr.task.r2.>", request)
+    await hub.publish("hr.task.r2.train.s", Event(actor="a", id="a", kind="work"))
+    got: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+
+    async def take(message: Msg) -> None:
+        got.set_result(message)
+
+    inbox = here.link.inbox()
+    await here.link.subscribe(f"{inbox}.*", take)
+    await here.link.publish_request("$JS.API.CONSUMER.MSG.NEXT.HR_TASK.d", b'{"batch":1}', f"{inbox}.1")
+    async with asyncio.timeout(60):
+        message = await got
+    assert message.subject == "hr.task.r2.train.s"
+    await here.link.call(message.reply, b"+ACK")
+    info = msgspec.json.decode(await hub.link.api("CONSUMER.INFO.HR_TASK.d"))
+    assert (info["num_ack_pending"], info["ack_floor"]["consumer_seq"]) == (0, 1)
+
+
+async def test_requests_cross_the_link_both_ways(brokers: World) -> None:
+    hub, here = await brokers.connect("environment"), await brokers.connect("environment", region="eu")
+    beat = Beat(actor="environment", id="e", node="n", pid=1, state="running")
+
+    async def answer(message: object) -> Beat:
+        return beat
+
+    await here.respond("hr.rpc.environment.here.ping", answer)
+    await hub.respond("hr.rpc.environment.there.ping", answer)
+    await here.link.flush()
+    await hub.link.flush()
+    asker = await brokers.connect("rollout", region="eu")
+    assert await asker.request("hr.rpc.environment.there.ping", beat) == beat
+    asker = await brokers.connect("judge")
+    assert await asker.request("hr.rpc.environment.here.ping", beat) == beat
+
+
+async def test_weights_come_from_the_hub_alone(brokers: World) -> None:
+    hub = await brokers.connect("weight_sync")
+    here = await brokers.connect("weight_sync", region="eu")
+    seq = await hub.publish("hr.weights.r3.head", HEAD)
+    with pytest.raises(NoResponders):
+        await here.link.call("hr.weights.r3.head", b"forged")
+    assert await hub.last_seq("HR_WEIGHTS") == seq
+    async for received in here.follow("HR_WEIGHTS", "hr.weights.r3.head"):
+        assert (received.seq, received.message) == (seq, HEAD)
+        break
+
+
+async def test_collecting_in_a_region_leaves_the_hub_alone(brokers: World) -> None:
+    """Mirrors do not follow purges: what is collected at the hub is collected in every region as well."""
+    hub, here = await brokers.connect("weight_sync"), await brokers.connect("trainer", region="eu")
+    await hub.publish("hr.weights.r5.head", HEAD)
+    reader = await brokers.connect("weight_sync", region="eu")
+    async for _ in reader.follow("HR_WEIGHTS", "hr.weights.r5.head"):
+        break
+    assert await here.purge("HR_WEIGHTS", subject="hr.weights.r5.head") == 1
+    assert await hub.last("HR_WEIGHTS", "hr.weights.r5.head") is not None
+    assert await reader.last("HR_WEIGHTS", "hr.weights.r5.head") is None
+
+
+async def test_a_region_neither_purges_nor_declares_in_the_hub(brokers: World) -> None:
+    hub, here = await brokers.connect("curriculum"), await brokers.connect("admin", region="eu")
+    where = LEDGER.at(run="r4", group="g")
+    await hub.publish(where, Event(actor="a", id="a", kind="k"))
+    for name in ("PURGE", "DELETE", "UPDATE", "CREATE"):
+        with pytest.raises(NoResponders):
+            await here.link.api(f"STREAM.{name}.HR_LEDGER", {"name": "HR_LEDGER", "subjects": ["hr.ledger.>"]})
+    assert await hub.last("HR_LEDGER", where) is not None
+    with pytest.raises(BusError, match="has another HR_WEIGHTS"):
+        await regions.declare_mirror(await brokers.connect("admin"))
+
+
+def test_every_stream_is_near_or_far() -> None:
+    assert {stream.name for stream in STREAMS} == {
+        *regions.NEAR,
+        *(name for name in regions.FAR if not name.startswith("KV_")),
+    }
+    for role in ROLES:
+        for before, after in zip(of(role).publish, regions.near_permissions(role).publish, strict=False):
+            near = before in (">", "$JS.API.INFO", "$JS.API.STREAM.INFO.*") or "HR_WEIGHTS" in before
+            assert near or not after.startswith("$JS.API."), f"{role} may ask its region for {after}"
+
+
+def test_a_region_is_prepared_in_private_and_a_bad_one_is_a_sentence(tmp_path: Path) -> None:
+    hub = regions.prepare_hub(tmp_path / "hub")
+    key = hub / "credentials" / "region.nk"
+    for name in ("hub", "EU", "a.b", ""):
+        with pytest.raises(BusError, match="no name for a region"):
+            regions.prepare_region(tmp_path / "x", name, "nats-leaf://h:1", key)
+    with pytest.raises(BusError, match=r"does not hold the seed"):
+        regions.prepare_region(tmp_path / "x", "eu", "nats-leaf://h:1", tmp_path / "none")
+    folder = regions.prepare_region(tmp_path / "eu", "eu", "nats-leaf://h:1", key)
+    secret = key.read_text().strip()
+    for file in folder.rglob("*"):
+        if file.is_file() and secret in file.read_text():
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+async def test_the_folder_of_a_region_does_not_open_the_hub(brokers: World) -> None:
+    stranger = brokers.regions["eu"].server.credentials
+    with pytest.raises(BusError, match="refuses the credentials"):
+        await Bus.connect(brokers.hub.url, role="rollout", credentials=stranger)
