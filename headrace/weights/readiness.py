@@ -1,0 +1,156 @@
+"""The readiness ledger: which replica runs which version since when, and what every node holds ready.
+
+The idea: receivers and rollout actors say so already, with WeightsStaged and WeightsSwapped on HR_EVENT, and the stream
+stamps the time. The ledger is a fold over these messages, so curriculum, trainer and operators see the same one, no
+second record can disagree with the first, and the past can be asked too. A replica's region is that of its node.
+
+Trade-off: a replica that died stays with its last version; whoever needs to know who lives asks HR_PRESENCE, which the
+caller hands in.
+"""
+
+from collections.abc import AsyncIterator, Container
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.messages.base import Message
+from headrace.messages.subjects import EVENT
+from headrace.messages.weights import WeightsStaged, WeightsSwapped
+
+STREAM = "HR_EVENT"
+
+
+class Stored(Protocol):
+    """A message as it lies in a stream."""
+
+    @property
+    def message(self) -> Any:
+        """The decoded message."""
+
+    @property
+    def time(self) -> float:
+        """When it was stored, in seconds since the epoch."""
+
+
+class Source(Protocol):
+    """What the ledger needs of a bus."""
+
+    def history(self, stream: str, *filters: str, start: int = 1) -> AsyncIterator[Stored]:
+        """All messages on the filters so far, in order."""
+
+    def follow(self, stream: str, *filters: str, start: int = 1) -> AsyncIterator[Stored]:
+        """History, then live."""
+
+
+class Copy(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's newest verified file."""
+
+    node: str
+    region: str
+    version: int
+    state_hash: str
+    since: float
+    """Seconds since the epoch."""
+    stage_s: float
+
+
+class Replica(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine and what it serves as `latest`."""
+
+    replica: str
+    node: str
+    region: str
+    """Empty when its node never staged a version."""
+    version: int
+    state_hash: str
+    since: float
+    """Seconds since the epoch."""
+    pause_ms: float
+
+
+class Ledger:
+    """What the messages so far say; `hear` them in their order."""
+
+    def __init__(self) -> None:
+        self.copies: dict[str, Copy] = {}
+        """By node."""
+        self._swaps: dict[str, tuple[WeightsSwapped, float]] = {}
+
+    def hear(self, message: Message, time: float) -> bool:
+        """Take one message in, stored at `time`; whether the ledger now says something else."""
+        if isinstance(message, WeightsStaged):
+            known = self.copies.get(message.node)
+            # An old version that an evaluation pinned is staged again: the node still holds the newer one.
+            if known is not None and message.version < known.version:
+                return False
+            same = known is not None and (known.version, known.state_hash) == (message.version, message.state_hash)
+            self.copies[message.node] = Copy(
+                node=message.node,
+                region=message.region,
+                version=message.version,
+                state_hash=message.state_hash,
+                since=known.since if same and known is not None else time,
+                stage_s=known.stage_s if same and known is not None else message.stage_s,
+            )
+            return not same
+        if isinstance(message, WeightsSwapped):
+            before = self._swaps.get(message.rollout)
+            if before is not None and _served(before[0]) == _served(message):
+                return False
+            self._swaps[message.rollout] = (message, time)
+            return True
+        return False
+
+    def replicas(self) -> list[Replica]:
+        """Every replica that ever served, by region and name."""
+        out = []
+        for name, (swap, since) in self._swaps.items():
+            copy = self.copies.get(swap.node)
+            out.append(
+                Replica(
+                    replica=name,
+                    node=swap.node,
+                    region=copy.region if copy is not None else "",
+                    version=swap.version,
+                    state_hash=swap.state_hash,
+                    since=since,
+                    pause_ms=swap.pause_ms,
+                )
+            )
+        return sorted(out, key=lambda replica: (replica.region, replica.replica))
+
+    def oldest(self, alive: Container[str] | None = None) -> int | None:
+        """The oldest version that is served; of the replicas in `alive`, where it is given. None without replicas."""
+        return min((r.version for r in self.replicas() if alive is None or r.replica in alive), default=None)
+
+    def regions(self) -> list[str]:
+        """Names of all regions."""
+        return sorted({copy.region for copy in self.copies.values()} | {r.region for r in self.replicas()})
+
+    def staged_everywhere(self, version: int) -> bool:
+        """Whether every node holds this version or a newer one; False before the first."""
+        return bool(self.copies) and all(copy.version >= version for copy in self.copies.values())
+
+
+def _served(swap: WeightsSwapped) -> tuple[str, int, str]:
+    return swap.node, swap.version, swap.state_hash
+
+
+def _filters(run: str) -> list[str]:
+    return [EVENT.where(run=run, type=kind.type_name) for kind in (WeightsStaged, WeightsSwapped)]
+
+
+async def read(source: Source, run: str) -> Ledger:
+    """The ledger as of now."""
+    ledger = Ledger()
+    async for stored in source.history(STREAM, *_filters(run)):
+        ledger.hear(stored.message, stored.time)
+    return ledger
+
+
+async def follow(source: Source, run: str) -> AsyncIterator[Ledger]:
+    """The same ledger again after every change, from the first message on, for ever."""
+    ledger = Ledger()
+    async for stored in source.follow(STREAM, *_filters(run)):
+        if ledger.hear(stored.message, stored.time):
+            yield ledger

@@ -1,0 +1,109 @@
+"""The readiness ledger, as curriculum, trainer and operator read it from the stream."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from secrets import token_hex
+
+import pytest
+
+from headrace.launch import region_commands
+from headrace.launch.runs import RunDir
+from headrace.messages.base import Message
+from headrace.messages.operations import Beat
+from headrace.messages.subjects import EVENT
+from headrace.messages.weights import WeightHead, WeightsStaged, WeightsSwapped
+from headrace.weights import readiness
+from headrace.weights.readiness import Ledger
+from tests.conftest import Connect
+
+pytestmark = pytest.mark.anyio
+
+
+def staged(version: int, node: str = "n1", region: str = "eu", *, run: str = "r", state: str = "") -> WeightsStaged:
+    return WeightsStaged(
+        run=run, node=node, region=region, version=version, path="/x", state_hash=state or f"h{version}", stage_s=0.5
+    )
+
+
+def swapped(version: int, rollout: str = "a", node: str = "n1", *, run: str = "r") -> WeightsSwapped:
+    return WeightsSwapped(run=run, rollout=rollout, node=node, version=version, state_hash=f"h{version}", pause_ms=2.0)
+
+
+def test_a_replica_has_its_nodes_region_and_the_time_of_its_swap() -> None:
+    ledger = Ledger()
+    assert ledger.oldest() is None and not ledger.staged_everywhere(0)
+    assert ledger.hear(staged(3), 10.0)
+    assert ledger.hear(swapped(3), 11.0)
+    assert ledger.hear(swapped(2, "b", "n9"), 12.0)
+    first, second = sorted(ledger.replicas(), key=lambda replica: replica.replica)
+    assert (first.region, first.version, first.since) == ("eu", 3, 11.0)
+    assert (second.region, second.version) == ("", 2)
+    assert (ledger.oldest(), ledger.oldest({"a"})) == (2, 3)
+    assert ledger.regions() == ["", "eu"]
+
+
+def test_the_same_news_twice_keeps_the_first_time() -> None:
+    """A restarted receiver announces again what it finds; a restarted engine loads the same version."""
+    ledger = Ledger()
+    ledger.hear(staged(3), 10.0)
+    ledger.hear(swapped(3), 11.0)
+    assert not ledger.hear(staged(3), 20.0)
+    assert not ledger.hear(swapped(3), 21.0)
+    assert (ledger.copies["n1"].since, ledger.replicas()[0].since) == (10.0, 11.0)
+    assert ledger.hear(staged(3, state="other bits"), 30.0), "a new incarnation of the number"
+
+
+def test_an_old_version_staged_for_an_evaluation_is_not_a_step_back() -> None:
+    ledger = Ledger()
+    ledger.hear(staged(5), 10.0)
+    assert not ledger.hear(staged(1), 11.0)
+    assert ledger.copies["n1"].version == 5
+    ledger.hear(staged(4, "n2"), 12.0)
+    assert ledger.staged_everywhere(4) and not ledger.staged_everywhere(5)
+
+
+async def test_curriculum_and_trainer_see_it_and_an_operator_gets_table_and_json(
+    connect: Connect, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = f"r{token_hex(4)}"
+    receiver, rollout = await connect("weight_sync"), await connect("rollout")
+
+    async def say(message: Message) -> None:
+        bus = receiver if isinstance(message, WeightsStaged) else rollout
+        await bus.publish(EVENT.at(run=run, actor=bus.role, type=message.type_name), message)
+
+    await say(staged(0, run=run))
+    await say(staged(1, "n2", "us", run=run))
+    await say(swapped(0, "rollout-a", run=run))
+    await say(swapped(1, "rollout-b", "n2", run=run))
+    for role in ("curriculum", "trainer"):
+        ledger = await readiness.read(await connect(role), run)
+        assert {(r.region, r.replica): r.version for r in ledger.replicas()} == {
+            ("eu", "rollout-a"): 0,
+            ("us", "rollout-b"): 1,
+        }
+        seen = 0
+        async for ledger in readiness.follow(await connect(role), run):
+            seen += 1
+            if ledger.oldest() == 0 and len(ledger.replicas()) == 2:
+                break
+        assert seen == 4
+    head = WeightHead(run=run, version=1, manifest_seq=1, state_hash="h1", anchor_version=0)
+    await receiver.publish(f"hr.weights.{run}.head", head)
+    beat = Beat(actor="rollout", id="rollout-a", node="n1", pid=1, state="running")
+    await (await rollout.kv("HR_PRESENCE")).put("rollout.rollout-a", beat)
+    operator, folder = await connect("operator"), RunDir(tmp_path / run)
+    assert await region_commands.execute(operator, folder, Namespace(json=True)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["newest"], sorted(found["regions"])) == (1, ["eu", "us"])
+    eu, us = found["regions"]["eu"], found["regions"]["us"]
+    assert (eu["staged"], eu["serving_oldest"], eu["replicas"][0]["behind"]) == (0, 0, 1)
+    assert (us["staged"], us["serving_oldest"], us["replicas"][0]["alive"]) == (1, -1, False)
+    assert await region_commands.execute(operator, folder, Namespace(json=False)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("newest version 1")
+    assert [line.split()[:4] for line in lines[2:4]] == [["eu", "n1", "(holds)", "0"], ["eu", "n1", "rollout-a", "0"]]
+    assert "rollout-b (gone)" in lines[5]
+    assert await region_commands.execute(operator, RunDir(tmp_path / "none"), Namespace(json=False)) == 0
+    assert "no node has staged" in capsys.readouterr().out
