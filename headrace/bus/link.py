@@ -93,7 +93,7 @@ class Link:
             options["signature_cb"] = self._key.sign
         attempt = asyncio.ensure_future(
             self.client.connect(
-                self.url,
+                self.url.split(","),  # several brokers of one cluster
                 name=name,
                 inbox_prefix=self._prefix,
                 error_cb=self._on_error,

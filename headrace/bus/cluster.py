@@ -1,0 +1,87 @@
+"""Three brokers as one: every stream on three disks, and the death of any one of them loses nothing acknowledged.
+
+The idea: JetStream keeps R3 streams by Raft, a publish is acknowledged when two of three have it, and actors reconnect
+to whoever is left (the first broker they reach tells them of the others). An election takes 4 to 9 s; `Bus.publish`
+tries again for 20, with the same message id, so a publish that was stored but not acknowledged is not stored twice.
+
+Trade-off: acknowledged means in the memory of two kernels; `sync_interval` in cluster.conf bounds what the loss of
+power at two sites at once can take. Put the three where they do not share power. Method: Raft (Ongaro, Ousterhout
+2014) as nats-server has it; limits found by others: Jepsen's report on NATS 2.12.1 (2025-12-08).
+
+    python -m headrace.bus.cluster FOLDER a=10.0.0.1:6222 b=10.0.0.2:6222 c=10.0.0.3:6222    # one folder per node
+    python -m headrace.bus.cluster --declare FOLDER/a --url nats://10.0.0.1:4222             # R3 streams, once
+"""
+
+import argparse
+import asyncio
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from secrets import token_hex
+
+from headrace.bus import credentials
+from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError
+from headrace.bus.streams import declare
+
+REPLICAS = 3
+CONF = Path(__file__).with_name("cluster.conf")
+"""deploy/cluster; in an installed package a copy of it."""
+
+
+def prepare(folder: Path, routes: Mapping[str, str]) -> dict[str, Path]:
+    """Make ``FOLDER/<name>`` for each broker: configuration, and the same credentials for all. Name to its folder.
+
+    routes: name to ``host:port``, where that broker listens for the others. BusError unless there are three.
+    Prepared again, keys stay; the secret of the routes is made anew, for all of them.
+    """
+    if len(routes) != REPLICAS or any(not address.rpartition(":")[2].isdigit() for address in routes.values()):
+        raise BusError(f"a cluster has {REPLICAS} brokers, each as name=host:port, not {dict(routes)}")
+    secret = token_hex(24)
+    urls = ", ".join(f'"nats-route://headrace:{secret}@{address}"' for address in routes.values())
+    first = credentials.write(folder / next(iter(routes)) / "credentials")
+    out = {}
+    for name, address in routes.items():
+        own = out[name] = folder / name
+        if own / "credentials" != first:
+            shutil.copytree(first, own / "credentials", dirs_exist_ok=True)
+        host, _, port = address.rpartition(":")
+        text = f'NAME: "{name}"\nROUTE_HOST: "{host}"\nROUTE_PORT: {port}\nROUTE_SECRET: "{secret}"\nROUTES: [{urls}]\n'
+        credentials.private(own / "self.conf", text)
+        (own / "nats.conf").write_bytes(CONF.read_bytes())
+    return out
+
+
+async def declare_replicated(bus: Bus, *, reserve: bool = True) -> None:
+    """All streams and buckets on three disks; needs the admin. BusError.
+
+    The brokers have to have chosen a leader first: a request that comes before is never answered.
+    """
+    await bus.link.patiently(lambda: bus.link.api("INFO", timeout=1.0), budget=30.0)
+    await declare(bus, reserve=reserve, replicas=REPLICAS)
+
+
+def main() -> None:
+    """Prepare folders, or declare the streams."""
+    parser = argparse.ArgumentParser(prog="python -m headrace.bus.cluster", description="three brokers as one")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("routes", nargs="*", metavar="NAME=HOST:PORT")
+    parser.add_argument("--declare", action="store_true", help="declare the streams through a running broker")
+    parser.add_argument("--url", default="", help="that broker")
+    args = parser.parse_args()
+    try:
+        if args.declare:
+            asyncio.run(_declare(args.url, args.folder / "credentials"))
+        else:
+            prepare(args.folder, dict(route.split("=", 1) if "=" in route else (route, "") for route in args.routes))
+    except BusError as error:
+        parser.exit(4, f"{error}\n")
+
+
+async def _declare(url: str, keys: Path) -> None:
+    async with await Bus.connect(url, role="admin", credentials=keys) as bus:
+        await declare_replicated(bus)
+
+
+if __name__ == "__main__":
+    main()
