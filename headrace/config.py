@@ -151,15 +151,31 @@ class Algorithm(Section, frozen=True, kw_only=True):
     warmup_steps: int = 2
     tis_clip: float = 2.0
     """Upper bound on p_trainer / p_sampler as a token's weight."""
-    weighting: Literal["truncated", "masked"] = "truncated"
-    """truncated: weights above the bound become the bound; masked: tokens beyond it or `mask_low` teach nothing."""
+    weighting: Literal["truncated", "masked", "clipped", "decoupled", "sequence", "sequence_masked"] = "truncated"
+    """truncated: weights above the bound become the bound; masked: tokens beyond it or `mask_low` teach nothing;
+    the others are in headrace/algorithms/corrections.py, with their papers."""
     mask_low: float = 0.5
+    ratio_low: float = 0.8
+    ratio_high: float = 1.2
+    """The band of clipped, decoupled, sequence and sequence_masked; GSPO's own is 0.9997 to 1.0004."""
+    minibatches: int = 1
+    """Updates that a batch is split into; decoupled differs from truncated only from the second on."""
     kl_weight: float = 0.0
     grad_clip: float = 1.0
     max_grad_norm: float = 0.0
     """A step whose gradient norm (before clipping) is above this is refused; 0 is no limit."""
     max_k1: float = 0.0
     """A step whose |k1| (sampler against trainer, nats a token) is above this is refused; 0 is no limit."""
+    guard_k1: float = 0.0
+    """k1 above which a collapse is suspected (headrace/training/guard.py); 0 watches nothing."""
+    guard_patience: int = 2
+    """Steps in a row above it that mean a rollback when neither reward nor entropy says so at once."""
+    guard_reward: float = 0.5
+    """A reward below this share of the calm steps' mean agrees with k1."""
+    guard_entropy: float = 2.0
+    """An entropy off by this factor, up or down, agrees with k1."""
+    guard_backoff: float = 0.5
+    """Factor on the learning rate with each rollback."""
     length_penalty: float = 0.0
     """Weight of the concave length penalty."""
     length_k: float = 0.01

@@ -70,6 +70,7 @@ def outcome(
             dropped_slots=sum(len(group.slots) for group in manifest.groups),
             reason=result.failed,
             detail=result.detail,
+            restored=result.restored,
             command=f"headrace replay {manifest.run} --step {manifest.step}",
         )
     return StepDone(

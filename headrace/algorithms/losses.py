@@ -1,11 +1,9 @@
-"""The policy-gradient objective over sampled tokens: Dr. GRPO with importance weights against the sampler.
+"""The policy-gradient objective over sampled tokens: Dr. GRPO with a correction for the sampler's age.
 
-The idea: the tokens were drawn by the sampler, a step or two old and perhaps with other rounding. Each token's gradient
-is weighted by r = p_trainer / p_sampler, cut at `clip`, without a gradient through the weight itself:
-    truncated  w = min(r, clip)                      TIS (Yao et al. 2025, "Your Efficient RL Framework ...")
-    masked     w = r if low <= r <= clip else 0      IcePop (Ling team, 2025): tokens far off policy teach nothing
-Why no ratio clipping as in PPO: an update is one pass over fresh samples (single epoch), so the trainer's own policy
-has not moved within it.
+The idea: the tokens were drawn by the sampler, a step or two old and perhaps with other rounding. What they still teach
+is `corrections`' business: by default each token's gradient is weighted by p_trainer / p_sampler, cut at `clip`,
+without a gradient through the weight itself. One pass over fresh samples (single epoch) needs no more, because the
+trainer's own policy has not moved within it.
 
 The sum over tokens is divided by one constant (sequences x a fixed token count), never by each sequence's length: with
 1/length, long wrong answers are punished less per token than short ones (Dr. GRPO, arXiv 2503.20783).
@@ -17,12 +15,12 @@ policies part. It enters as a cost on each token's advantage; as a plain loss te
 Layout: flat vectors over the M sampled tokens of a micro-batch; everything in float32.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-Weighting = Literal["truncated", "masked"]
+from headrace.algorithms.corrections import Band, Weighting, corrected
 
 
 class TokenLoss(NamedTuple):
@@ -30,20 +28,6 @@ class TokenLoss(NamedTuple):
 
     loss: Tensor
     clipped: Tensor
-
-
-def importance_weights(
-    logp: Tensor, behaviour: Tensor, *, clip: float, weighting: Weighting = "truncated", low: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Weights [M] without gradient, and which tokens [M] (bool) were cut.
-
-    logp, behaviour: float32 [M], log-probabilities by trainer and sampler. clip: upper bound on the ratio (> 0).
-    """
-    ratio = torch.exp(logp.detach() - behaviour)
-    if weighting == "truncated":
-        return ratio.clamp(max=clip), ratio > clip
-    outside = (ratio > clip) | (ratio < low)
-    return ratio.masked_fill(outside, 0.0), outside
 
 
 def policy_gradient(
@@ -57,19 +41,24 @@ def policy_gradient(
     low: float = 0.0,
     reference: Tensor | None = None,
     kl_weight: float = 0.0,
+    band: Band | None = None,
+    proximal: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> TokenLoss:
-    """-sum(w * A * logp) / divisor over M sampled tokens; minimising it raises the reward.
+    """-sum of the corrected terms / divisor over M sampled tokens; minimising it raises the reward.
 
     logp: float32 [M] with gradient; behaviour, advantage: float32 [M]; reference: float32 [M] log-probabilities of the
     reference policy, needed when kl_weight > 0. divisor: sequences of the whole batch x constant_tokens, the same for
-    all its micro-batches, so that their sum is the batch's loss.
+    all its micro-batches, so that their sum is the batch's loss. The rest as in `corrections.corrected`.
     """
-    weights, cut = importance_weights(logp, behaviour, clip=clip, weighting=weighting, low=low)
     if kl_weight > 0.0:
         if reference is None:
             raise ValueError("kl_weight > 0 needs the reference policy's log-probabilities")
         advantage = advantage - kl_weight * (logp.detach() - reference)
-    return TokenLoss(-(weights * advantage * logp).sum() / divisor, cut.sum())
+    terms, cut = corrected(
+        logp, behaviour, advantage, weighting, clip=clip, low=low, band=band, proximal=proximal, lengths=lengths
+    )
+    return TokenLoss(-terms.sum() / divisor, cut.sum())
 
 
 def dr_grpo_divisor(sequences: int, constant_tokens: int) -> float:

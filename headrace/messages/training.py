@@ -67,7 +67,8 @@ class StepDone(Message, frozen=True, kw_only=True):
 
 @message("step_failed")
 class StepFailed(Message, frozen=True, kw_only=True):
-    """A step that could not be taken. Its groups are dropped (step_failed); `version` has the old bytes."""
+    """A step that could not be taken. Its groups are dropped (step_failed); `version` has the old bytes, or after a
+    rollback those of an earlier version."""
 
     run: str
     step: int
@@ -81,6 +82,8 @@ class StepFailed(Message, frozen=True, kw_only=True):
     detail: str = ""
     command: str = ""
     """The one command that reproduces it."""
+    restored: int = -1
+    """The earlier version whose bytes and optimizer were put back; -1 when none was."""
 
 
 @message("snapshot_ready")

@@ -6,6 +6,7 @@ after its bytes are on the disk (fsync, rename, fsync of the folder); a kill at 
 
 Layout: ``master.*``, ``exp_avg.*``, ``exp_avg_sq.*`` by parameter name, ``kept.<version>.*`` by published name, and the
 metadata of safetensors: version, step, a hash over all bits, and whatever position in the streams the caller gives.
+With a guard on watch also ``guard.*``, and what it knows besides tensors.
 """
 
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from headrace.training.guard import Guard
 from headrace.training.state import TrainerState
 from headrace.weights import snapshot
 from headrace.weights.state import infos, root, slab_hashes, state_bits
@@ -34,6 +36,8 @@ class Checkpoint:
     """Published tensors of earlier versions, by version."""
     position: Mapping[str, int | str] = field(default_factory=dict)
     """Where in the streams the trainer stood, as the caller wrote it."""
+    guard: Guard | None = None
+    """What the guard knew, where there was one."""
 
 
 def save(
@@ -42,11 +46,14 @@ def save(
     *,
     kept: Mapping[int, Mapping[str, Tensor]] | None = None,
     position: Mapping[str, int | str] | None = None,
+    guard: Guard | None = None,
 ) -> None:
     """Write the state atomically and durably. OSError when the disk is full: the old file stays."""
     tensors = state.tensors()
     for version, weights in (kept or {}).items():
         tensors.update({f"kept.{version}.{name}": value for name, value in weights.items()})
+    told, copies = guard.dump() if guard is not None else ({}, {})
+    tensors.update({f"guard.{name}": value for name, value in copies.items()})
     described, arrays = infos(tensors), state_bits(tensors)
     about = {
         "format": str(FORMAT),
@@ -56,6 +63,8 @@ def save(
         "position": json.dumps(dict(position or {}), sort_keys=True),
         "hash": root(described, slab_hashes(described, arrays)),
     }
+    if told:
+        about["guard"] = json.dumps(told)
     with snapshot.Draft(path, described, about) as draft:
         for tensor, array in enumerate(arrays):
             draft.write(tensor, 0, array)
@@ -79,4 +88,8 @@ def load(path: str | Path, state: TrainerState) -> Checkpoint:
     for version in json.loads(about["kept"]):
         head = f"kept.{version}."
         kept[version] = {name[len(head) :]: value.clone() for name, value in tensors.items() if name.startswith(head)}
-    return Checkpoint(kept, json.loads(about["position"]))
+    guard = None
+    if "guard" in about:
+        own = {name.removeprefix("guard."): value for name, value in tensors.items() if name.startswith("guard.")}
+        guard = Guard.load(json.loads(about["guard"]), own)
+    return Checkpoint(kept, json.loads(about["position"]), guard)

@@ -5,25 +5,32 @@ packed and summed in a fixed order, nothing is drawn at random, and routes are r
 2510.11370: the selection is forced, the gate is recomputed, so the gradient still reaches the router). Groups without
 advantage have no gradient: they are not computed, but they count in the divisor, the figures and the ledger.
 
+A batch may be split into several updates (`minibatches`), in the order of its trajectories. The proximal policy of the
+decoupled objective is then the trainer's own re-scored log-probabilities from before the first of them. All or nothing:
+when one is refused, the ones before it are undone.
+
 Trade-off: one pass over each batch (single epoch, as Composer 2 does it). More passes would need a clipped ratio.
 """
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from headrace.algorithms.corrections import Band
 from headrace.algorithms.losses import dr_grpo_divisor, policy_gradient
-from headrace.algorithms.mismatch import mismatch
+from headrace.algorithms.mismatch import Mismatch, mismatch
 from headrace.algorithms.packing import pack
 from headrace.algorithms.staleness import histogram
 from headrace.config import Algorithm
 from headrace.policy.model import Model
 from headrace.policy.moe import RoutesMissing
 from headrace.training.batch import Batch, Segment
-from headrace.training.guard import refusal
+from headrace.training.guard import Copy, Guard, Reading, refusal
 from headrace.training.rescore import Rescored
 from headrace.training.state import TrainerState
 
@@ -40,6 +47,8 @@ class StepOutcome:
     state_hash: str
     failed: str = ""
     detail: str = ""
+    restored: int = -1
+    """The earlier version whose bytes and optimizer these are, after a rollback."""
     loss: float = 0.0
     grad_norm: float = 0.0
     learning_rate: float = 0.0
@@ -104,12 +113,50 @@ def forward(model: Model, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
     return logp, entropy
 
 
+def computed(batch: Batch, algorithm: Algorithm) -> list[Segment]:
+    """Segments that have a gradient."""
+    return [s for s in batch.segments if s.advantage != 0.0 or algorithm.kl_weight > 0.0]
+
+
+def minibatches(wanted: Sequence[Segment], parts: int) -> list[list[Segment]]:
+    """Segments in so many updates, whole trajectories in their order, of nearly equal number; one if there is none."""
+    names = list(dict.fromkeys(segment.trajectory for segment in wanted))
+    cuts = [len(names) * part // parts for part in range(parts + 1)]
+    members = [set(names[start:end]) for start, end in itertools.pairwise(cuts) if end > start]
+    return [[segment for segment in wanted if segment.trajectory in part] for part in members] or [[]]
+
+
+class Part(NamedTuple):
+    """What one of several updates computes on."""
+
+    wanted: Sequence[Segment]
+    parts: int = 1
+    """Into how many the batch is split."""
+    proximal: Mapping[int, Tensor] | None = None
+    """As of `proximal_logprobs`; none when the model still is as it was before the step."""
+
+
+@torch.no_grad()
+def proximal_logprobs(model: Model, wanted: Sequence[Segment], micro_tokens: int) -> dict[int, Tensor]:
+    """The trainer's own log-probabilities of some segments before the step, by the segment's `id()`."""
+    found: dict[int, Tensor] = {}
+    for segments in micro_batches(wanted, micro_tokens):
+        logp = torch.split(forward(model, segments)[0], [len(segment.targets) for segment in segments])
+        found.update({id(segment): part for segment, part in zip(segments, logp, strict=True)})
+    return found
+
+
 def accumulate(
-    state: TrainerState, batch: Batch, algorithm: Algorithm, micro_tokens: int, reference: Model | None = None
+    state: TrainerState,
+    batch: Batch,
+    algorithm: Algorithm,
+    micro_tokens: int,
+    reference: Model | None = None,
+    part: Part | None = None,
 ) -> _Figures:
-    """Gradients of the whole batch's loss into the model, and what was seen on the way."""
-    divisor = dr_grpo_divisor(batch.trajectories, algorithm.constant_tokens)
-    wanted = [s for s in batch.segments if s.advantage != 0.0 or algorithm.kl_weight > 0.0]
+    """Gradients of the loss of a batch, or of one part of it, into the model, and what was seen on the way."""
+    wanted, parts, proximal = part or Part(computed(batch, algorithm))
+    divisor = dr_grpo_divisor(batch.trajectories, algorithm.constant_tokens) / parts
     loss, entropy_sum, clipped = 0.0, 0.0, 0
     trainer: list[Tensor] = []
     sampler: list[Tensor] = []
@@ -132,6 +179,9 @@ def accumulate(
             low=algorithm.mask_low,
             reference=anchor,
             kl_weight=algorithm.kl_weight,
+            band=Band(algorithm.ratio_low, algorithm.ratio_high),
+            proximal=torch.cat([proximal[id(segment)] for segment in segments]) if proximal is not None else None,
+            lengths=[len(segment.targets) for segment in segments],
         )
         torch.autograd.backward(part.loss)
         loss += float(part.loss.detach())
@@ -162,48 +212,117 @@ def take(
     rescored: Rescored | None = None,
     exact: bool = False,
     reference: Model | None = None,
+    guard: Guard | None = None,
 ) -> StepOutcome:
     """Train on a batch: version k becomes k + 1. A refused update becomes k + 1 too, with the old bytes.
 
     bound: staleness that no token may exceed (Law 2): a batch that does is refused, whoever let it through.
-    reference: the policy of the KL term, needed when `algorithm.kl_weight` > 0. Nothing is written outside `state`.
+    reference: the policy of the KL term, needed when `algorithm.kl_weight` > 0. guard: the run's watch, which may put
+    an earlier version's bytes in place. Nothing is written outside `state` and `guard`.
     """
     started = time.perf_counter()
     ages = histogram(state.version, batch.versions())
     oldest = max(map(int, ages), default=0)
     if oldest > bound:
         return refuse(state, "too_stale", f"a token is {oldest} versions old, the bound is {bound}")
-    rate = learning_rate(algorithm, state.step)
-    figures = accumulate(state, batch, algorithm, micro_tokens, reference)
-    norm = state.gradient_norm()
-    seen = mismatch(figures.trainer, figures.sampler)
-    reason = refusal(figures.loss, norm, seen.k1, max_gradient_norm=algorithm.max_grad_norm, max_k1=algorithm.max_k1)
-    if reason:
-        state.zero_grad()
-    elif seen.tokens:
-        state.apply(rate, min(1.0, algorithm.grad_clip / norm) if norm > 0.0 else 1.0)
+    watch = guard if guard is not None and algorithm.guard_k1 > 0.0 else None
+    gone = watch.refuses(batch.versions()) if watch is not None else ""
+    if gone:
+        return refuse(state, "discarded_version", gone)
+    rate = learning_rate(algorithm, state.step) * (watch.factor if watch is not None else 1.0)
+    reward = sum(batch.rewards) / batch.trajectories
+    made = _updates(state, batch, algorithm, micro_tokens, rate, reference, watch, reward, bound)
     state.version += 1
     return StepOutcome(
         version=state.version,
         state_hash=state.hash(),
-        failed=reason,
-        detail=f"loss {figures.loss:.4g}, gradient norm {norm:.4g}, k1 {seen.k1:.4g}" if reason else "",
-        loss=figures.loss,
-        grad_norm=norm,
+        failed=made.reason,
+        detail=made.detail,
+        restored=made.restored,
+        loss=made.loss,
+        grad_norm=made.norm,
         learning_rate=rate,
-        reward_mean=sum(batch.rewards) / batch.trajectories,
+        reward_mean=reward,
         pass_rate=batch.passed / batch.trajectories,
-        trained_slots=0 if reason else batch.trajectories,
+        trained_slots=0 if made.reason else batch.trajectories,
         tokens=batch.tokens,
-        computed_tokens=seen.tokens,
+        computed_tokens=made.seen.tokens,
         staleness=ages,
         staleness_max=oldest,
-        k1=seen.k1,
-        k3=seen.k3,
+        k1=made.seen.k1,
+        k3=made.seen.k3,
         max_abs_dlp=rescored.max_abs_dlp if rescored else float("nan"),
         rescored_tokens=rescored.tokens if rescored else 0,
         exact=exact,
-        entropy=figures.entropy / seen.tokens if seen.tokens else 0.0,
-        clipped=figures.clipped / seen.tokens if seen.tokens else 0.0,
+        entropy=made.entropy / made.seen.tokens if made.seen.tokens else 0.0,
+        clipped=made.clipped / made.seen.tokens if made.seen.tokens else 0.0,
         seconds=time.perf_counter() - started,
     )
+
+
+class _Updates(NamedTuple):
+    """What became of a batch's updates."""
+
+    reason: str
+    detail: str
+    restored: int
+    loss: float
+    norm: float
+    seen: Mismatch
+    entropy: float
+    clipped: int
+
+
+def _updates(
+    state: TrainerState,
+    batch: Batch,
+    algorithm: Algorithm,
+    micro_tokens: int,
+    rate: float,
+    reference: Model | None,
+    watch: Guard | None,
+    reward: float,
+    bound: int,
+) -> _Updates:
+    """All updates of a batch, or none: what is refused leaves the bytes of before, what collapses those of earlier."""
+    wanted = computed(batch, algorithm)
+    parts = minibatches(wanted, algorithm.minibatches)
+    proximal, undo = None, None
+    if len(parts) > 1:
+        proximal, undo = proximal_logprobs(state.model, wanted, micro_tokens), Copy.of(state)
+    reason = detail = ""
+    restored, seen = -1, mismatch(torch.empty(0), torch.empty(0))
+    done: list[tuple[_Figures, float]] = []
+    for number, part in enumerate(parts):
+        figures = accumulate(state, batch, algorithm, micro_tokens, reference, Part(part, len(parts), proximal))
+        norm = state.gradient_norm()
+        now = mismatch(figures.trainer, figures.sampler)
+        done.append((figures, norm))
+        if not number:
+            seen = now if proximal is None else _before(wanted, proximal)
+        limits = {"max_gradient_norm": algorithm.max_grad_norm, "max_k1": algorithm.max_k1}
+        reason = refusal(figures.loss, norm, seen.k1 if not number else now.k1, **limits)
+        if watch is not None and not number and reason in ("", "mismatch_too_large") and seen.tokens:
+            reading = Reading(seen.k1, reward, figures.entropy / max(1, now.tokens))
+            why = watch.look(state, reading, algorithm, bound)
+            if why:
+                reason, restored = "collapse", watch.roll_back(state, algorithm)
+                detail = f"{why}; {f'back to version {restored}' if restored >= 0 else 'no good version is held yet'}"
+        if reason:
+            state.zero_grad()
+            if number and undo is not None:
+                undo.restore(state)
+            break
+        if now.tokens:
+            state.apply(rate, min(1.0, algorithm.grad_clip / norm) if norm > 0.0 else 1.0)
+    loss, norm = sum(figures.loss for figures, _ in done) / len(done), max(norm for _, norm in done)
+    if reason and not detail:
+        detail = f"loss {done[-1][0].loss:.4g}, gradient norm {done[-1][1]:.4g}, k1 {seen.k1:.4g}"
+    entropy = sum(figures.entropy for figures, _ in done)
+    return _Updates(reason, detail, restored, loss, norm, seen, entropy, sum(figures.clipped for figures, _ in done))
+
+
+def _before(wanted: Sequence[Segment], proximal: Mapping[int, Tensor]) -> Mismatch:
+    """How far the model of before the step was from the samplers."""
+    own = torch.cat([proximal[id(segment)] for segment in wanted])
+    return mismatch(own, torch.cat([segment.behaviour for segment in wanted]))

@@ -27,6 +27,7 @@ from headrace.policy.numerics import Numerics, probe
 from headrace.policy.scoring import ScoringError
 from headrace.policy.tokenizer import Tokenizer
 from headrace.training import batch, checkpoint, mid_training
+from headrace.training.guard import Guard
 from headrace.training.mid_training import Progress, Trace
 from headrace.training.rescore import rescore
 from headrace.training.state import TrainerState
@@ -51,6 +52,8 @@ class Trainer:
         """Earlier versions within the staleness bound; together with `state` that is bound + 1 of them."""
         self.reference: Model | None = None
         """Version 0, held only while `algorithm.kl_weight` > 0."""
+        self.guard = Guard()
+        """Watches for a collapse while `algorithm.guard_k1` > 0."""
         self.position: Mapping[str, int | str] = {}
         """What the last `save` was given: where in the streams the trainer stood."""
         self.resumed = False
@@ -126,6 +129,7 @@ class Trainer:
                 rescored=rescored,
                 exact=self.numerics.exact and made.fingerprints <= {self.numerics.fingerprint},
                 reference=self.reference,
+                guard=self.guard,
             )
         except batch.BatchError as error:
             outcome = refuse(self.state, "bad_batch", str(error))
@@ -146,7 +150,9 @@ class Trainer:
         kept = {version: model.state() for version, model in self.kept.items()}
         if self.reference is not None:
             kept[-1] = self.reference.state()
-        checkpoint.save(self.folder / "checkpoint.safetensors", self.state, kept=kept, position=position)
+        guard = self.guard if self.config.algorithm.guard_k1 > 0.0 else None
+        file = self.folder / "checkpoint.safetensors"
+        checkpoint.save(file, self.state, kept=kept, position=position, guard=guard)
         self.position = dict(position)
 
     def _hold_reference(self) -> None:
@@ -164,6 +170,7 @@ class Trainer:
                 self.kept[version] = model
         if self.config.algorithm.kl_weight > 0.0 and self.reference is None:
             raise TrainerError(f"{file} holds no reference policy, and kl_weight > 0 needs one")
+        self.guard = found.guard or Guard()
         self.position, self.resumed = found.position, True
 
 

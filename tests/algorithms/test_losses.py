@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from headrace.algorithms.losses import dr_grpo_divisor, importance_weights, policy_gradient
+from headrace.algorithms.losses import dr_grpo_divisor, policy_gradient
 
 
 def logs(*ratios: float) -> torch.Tensor:
@@ -17,20 +17,6 @@ def test_on_policy_gradient_is_minus_advantage_over_the_divisor() -> None:
     assert gradient.tolist() == [-0.75 / 8, 0.25 / 8, 0.0]
     assert out.loss.item() == pytest.approx(-(0.75 * math.log(0.5) - 0.25 * math.log(0.25)) / 8)
     assert int(out.clipped) == 0
-
-
-def test_truncation_keeps_small_ratios_and_cuts_large_ones() -> None:
-    logp, behaviour = logs(0.5, 0.4, 0.9), logs(0.5, 0.8, 0.1)  # ratios 1, 0.5, 9
-    weights, cut = importance_weights(logp, behaviour, clip=2.0)
-    assert weights.tolist() == pytest.approx([1.0, 0.5, 2.0])
-    assert cut.tolist() == [False, False, True]
-
-
-def test_masking_drops_both_sides() -> None:
-    logp, behaviour = logs(0.5, 0.1, 0.9), logs(0.5, 0.8, 0.1)  # ratios 1, 0.125, 9
-    weights, cut = importance_weights(logp, behaviour, clip=2.0, weighting="masked", low=0.5)
-    assert weights.tolist() == pytest.approx([1.0, 0.0, 0.0])
-    assert cut.tolist() == [False, True, True]
 
 
 def test_no_gradient_flows_through_the_weight() -> None:
