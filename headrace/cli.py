@@ -49,9 +49,55 @@ def parser() -> argparse.ArgumentParser:
     audit = commands.add_parser("audit", help="prove from the streams alone that nothing was lost, doubled or stale")
     audit.add_argument("run", nargs="?", default="latest", help="run id, path or 'latest'")
 
-    replay = commands.add_parser("replay", help="run a step of the past again and compare the bits")
-    replay.add_argument("run", help="run id, path or 'latest'")
-    replay.add_argument("--step", type=int, required=True)
+    replay = commands.add_parser("replay", help="run a step or a trajectory of the past again and compare")
+    replay.add_argument("run", help="run id, path or 'latest'; or the folder of a bundle")
+    replay.add_argument("--step", type=int, help="one step, bit for bit")
+    replay.add_argument("--steps", type=int, metavar="COUNT", help="so many steps, drawn at random by --seed")
+    replay.add_argument("--seed", type=int, default=1)
+    replay.add_argument("--trajectory", metavar="ID", help="the tool calls of a trajectory, in a fresh sandbox")
+    replay.add_argument("--debug", action="store_true", help="stop in front of the backward pass, under pdb")
+    replay.add_argument("--to", default="", metavar="DIR", help="write a bundle that replays without broker and run")
+    replay.add_argument(
+        "--with",
+        dest="changes",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="take the step with another objective, and say what that changes",
+    )
+
+    rejudge = commands.add_parser("rejudge", help="judge a run's trajectories again, where no trainer sees it")
+    rejudge.add_argument("run", help="run id, path or 'latest'")
+    rejudge.add_argument("--judge", required=True, metavar="VERSION", help="name of the new judge version")
+    rejudge.add_argument("--recorded", action="store_true", help="new rules and rewards on the recorded test outcomes")
+    rejudge.add_argument("--groups", type=int, default=0, help="how many, from the first; 0 means all")
+    rejudge.add_argument(
+        "--with", dest="changes", action="append", default=[], metavar="SECTION.KEY=VALUE", help="other rewards"
+    )
+
+    retrain = commands.add_parser("retrain", help="a second trainer on a run's recorded batches")
+    retrain.add_argument("run", help="run id, path or 'latest'")
+    retrain.add_argument("--to", required=True, metavar="DIR", help="its folder; it goes on where it was left")
+    retrain.add_argument(
+        "--with", dest="changes", action="append", default=[], metavar="SECTION.KEY=VALUE", help="another objective"
+    )
+    retrain.add_argument("--judge", default="", metavar="VERSION", help="learn from the scores of `rejudge`")
+    retrain.add_argument("--steps", type=int, default=0, help="how many; 0 means all")
+    retrain.add_argument("--follow", action="store_true", help="go on behind a run that lives")
+
+    dlq = commands.add_parser("dlq", help="messages that nobody could handle")
+    dlq_commands = dlq.add_subparsers(dest="dlq_command", required=True, metavar="COMMAND")
+    listing = dlq_commands.add_parser("list", help="a line per letter")
+    listing.add_argument("run", nargs="?", default="latest", help="run id, path or 'latest'")
+    listing.add_argument("--all", action="store_true", help="also settled ones, and those of other runs")
+    letter = dlq_commands.add_parser("show", help="everything about one letter, as JSON")
+    letter.add_argument("run", help="run id, path or 'latest'")
+    letter.add_argument("letter", help="number, or STREAM/CONSUMER/SEQUENCE")
+    for name, text in (("retry", "send messages again, to a run that lives"), ("drop", "settle letters by hand")):
+        one = dlq_commands.add_parser(name, help=text)
+        one.add_argument("run", help="run id, path or 'latest'")
+        one.add_argument("letter", nargs="+", help="number, or STREAM/CONSUMER/SEQUENCE")
+        one.add_argument("--note", default="", help="why, kept beside the letter")
 
     evaluate = commands.add_parser("eval", help="measure a policy on a suite; one JSON line")
     evaluate.add_argument("--policy", required=True, help="scripted:oracle|idle|edit-tests, or RUN[:VERSION]")

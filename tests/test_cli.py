@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import main, parser
+from headrace.launch import commands
 from headrace.messages import subjects
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,7 +60,7 @@ def test_a_broker_that_is_down_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_every_command_has_help() -> None:
-    for name in ("up", "actor", "status", "audit", "replay", "eval", "subjects", "tasks", "vm", "weights"):
+    for name in commands.COMMANDS:
         with pytest.raises(SystemExit) as ended:
             parser().parse_args([name, "--help"])
         assert ended.value.code == 0

@@ -6,11 +6,14 @@ Letters are not a run's: one broker has one such desk, and several actors at it 
 
 from typing import ClassVar
 
+import msgspec
+
 from headrace.bus import dead_letters
 from headrace.bus.actor import Actor
 from headrace.bus.received import Received
 from headrace.messages.operations import Advisory, Rejected
 from headrace.messages.subjects import ADVISORY, EVENT
+from headrace.replay import reproduce
 
 
 class DeadLetter(Actor):
@@ -22,7 +25,13 @@ class DeadLetter(Actor):
         """Take both kinds of notice; a letter is tried until it is written."""
         self.written = 0
         await self.consume(
-            ADVISORY, self._on_notice, durable="dead_letter", filter=ADVISORY_FILTERS, credit=4, max_deliver=-1
+            ADVISORY,
+            self._on_notice,
+            durable="dead_letter",
+            filter=ADVISORY_FILTERS,
+            credit=4,
+            ack_wait=ACK_WAIT_S,
+            max_deliver=-1,
         )
         await self.consume(
             EVENT,
@@ -30,6 +39,7 @@ class DeadLetter(Actor):
             durable="dead_letter-rejected",
             filter=EVENT.where(run="*", actor="*", type=Rejected.type_name),
             credit=4,
+            ack_wait=ACK_WAIT_S,
             max_deliver=-1,
         )
 
@@ -37,6 +47,7 @@ class DeadLetter(Actor):
         letter = await dead_letters.letter_of(self.bus, received)
         if letter is None:
             return
+        letter = msgspec.structs.replace(letter, command=reproduce.letter(self.config, self.run, letter))
         seq = await dead_letters.publish(self.bus, letter)
         self.written += 1
         self.status = f"{self.written} letters"
@@ -49,7 +60,10 @@ class DeadLetter(Actor):
             consumer=letter.consumer,
             type=letter.type,
             letter=seq,
+            command=letter.command,
         )
 
 
+ACK_WAIT_S = 2.0
+"""What a desk held when it was killed is another's so soon; a letter that was written twice is stored once."""
 ADVISORY_FILTERS = tuple(ADVISORY.where(kind=kind) for kind in ("MAX_DELIVERIES", "MSG_TERMINATED"))

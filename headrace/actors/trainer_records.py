@@ -8,6 +8,7 @@ import headrace
 from headrace.config import Config
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.training import BatchGroup, StepDone, StepFailed, StepManifest
+from headrace.replay import reproduce
 from headrace.replay.recipe import recipe
 from headrace.replay.seeds import seed_of
 from headrace.training.step import StepOutcome
@@ -71,7 +72,7 @@ def outcome(
             reason=result.failed,
             detail=result.detail,
             restored=result.restored,
-            command=f"headrace replay {manifest.run} --step {manifest.step}",
+            command=reproduce.step(config, manifest.run, manifest.step),
         )
     return StepDone(
         run=manifest.run,

@@ -133,21 +133,31 @@ def status(args: argparse.Namespace) -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
-    """`headrace replay`: the same step, the same bits."""
-    from headrace.replay.step import ReplayError, replay_step
+    """`headrace replay`."""
+    from headrace.launch import replay_commands
 
-    async def body() -> int:
-        folder = runs.find(args.run)
-        config = load(folder.config)
-        async with bus_of(folder, "replay") as bus:
-            try:
-                result = await replay_step(bus, config, folder.path, folder.id, args.step)
-            except ReplayError as error:
-                raise RunError(str(error), 1) from None
-        say(json.dumps(msgspec.to_builtins(result)))
-        return 0 if result.bitwise_equal else 1
+    return replay_commands.replay(args)
 
-    return looped(body())
+
+def rejudge(args: argparse.Namespace) -> int:
+    """`headrace rejudge`."""
+    from headrace.launch import second_lives
+
+    return looped(second_lives.rejudge(args))
+
+
+def retrain(args: argparse.Namespace) -> int:
+    """`headrace retrain`."""
+    from headrace.launch import second_lives
+
+    return looped(second_lives.retrain(args))
+
+
+def dlq(args: argparse.Namespace) -> int:
+    """`headrace dlq`."""
+    from headrace.launch.dlq_commands import dlq as handle
+
+    return looped(handle(args))
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -204,6 +214,9 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "audit": audit,
     "status": status,
     "replay": replay,
+    "rejudge": rejudge,
+    "retrain": retrain,
+    "dlq": dlq,
     "eval": evaluate,
     "tasks": tasks,
     "vm": vm,

@@ -59,6 +59,22 @@ class DeadLetter(Message, frozen=True, kw_only=True):
     payload: bytes
     trace: str = ""
     command: str = ""
+    """Sends it again to whoever could not handle it."""
+
+
+@message("letter_settled")
+class LetterSettled(Message, frozen=True, kw_only=True):
+    """What a person decided about a dead letter. The letter itself stays: books are made of it."""
+
+    stream: str
+    consumer: str
+    stream_seq: int
+    letter: int
+    """Sequence of the letter on HR_DLQ."""
+    how: Literal["retried", "dropped"]
+    sent: int = 0
+    """Sequence under which the message was stored again; 0 for one that was dropped."""
+    note: str = ""
 
 
 @message("rejected")

@@ -69,7 +69,7 @@ _LIBRARY = ("every actor",)
 TASK = Subject(
     template="hr.task.{run}.{lane}.{suite}",
     types=("rollout_request",),
-    publishers=("curriculum", "evaluator", "gateway", "rollout"),
+    publishers=("curriculum", "evaluator", "gateway", "rollout", "operator"),
     readers=("rollout",),
 )
 LEDGER = Subject(
@@ -88,7 +88,7 @@ FAIL = Subject(
 TRAJ = Subject(
     template="hr.traj.{run}.{group}",
     types=("trajectory",),
-    publishers=("rollout",),
+    publishers=("rollout", "operator"),
     readers=("judge", "feedback", "gateway", "trainer", "replay"),
 )
 TURN = Subject(
@@ -162,7 +162,7 @@ EVENT = Subject(
 FEEDBACK = Subject(
     template="hr.feedback.{tenant}.{user}",
     types=("feedback",),
-    publishers=("gateway",),
+    publishers=("gateway", "operator"),
     readers=("feedback",),
 )
 ADVISORY = Subject(
@@ -174,9 +174,10 @@ ADVISORY = Subject(
 )
 DLQ = Subject(
     template="hr.dlq.{stream}.{consumer}",
-    types=("dead_letter",),
-    publishers=("dead_letter",),
+    types=("dead_letter", "letter_settled"),
+    publishers=("dead_letter", "operator"),
     readers=("operators", "curriculum", "evaluator"),
+    note="an operator says what became of a letter, and sends its message again",
 )
 RPC = Subject(
     template="hr.rpc.{service}.{method}",

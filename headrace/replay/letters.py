@@ -2,9 +2,11 @@
 
 A RolloutRequest that nobody could fill and a Trajectory that the judge could not handle leave their slot without an
 outcome. The letter carries the message, so the slot is known from it, or from its message id where the payload cannot
-be read (``<run>.<trajectory>``, which rollouts give to both).
+be read: ``<run>.<trajectory>``, which rollouts give to both. Handing a request back adds ``.h<count>``, sending a
+letter again ``.r<letter>``.
 """
 
+import re
 from typing import NamedTuple
 
 from headrace.messages.codec import UnknownType, decode
@@ -34,7 +36,7 @@ def lost(letter: DeadLetter) -> Lost | None:
     if isinstance(message, RolloutRequest | Trajectory):
         return Lost(message.run, message.group, message.slot, message.attempt)
     run, _, trajectory = letter.headers.get("Nats-Msg-Id", "").partition(".")
-    group, *numbers = trajectory.split(".h")[0].rsplit("-", 2)
+    group, *numbers = re.sub(r"(\.[hr]\d+)+$", "", trajectory).rsplit("-", 2)
     if len(numbers) == 2 and all(number.isdigit() for number in numbers):
         return Lost(run, group, int(numbers[0]), int(numbers[1]))
     return None

@@ -5,25 +5,26 @@ an equal numerics fingerprint; on another one the step still runs, and the line 
 """
 
 import asyncio
+import copy
 import os
+import random
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
 
 import msgspec
 
-from headrace.bus.connection import Bus
-from headrace.config import Config
-from headrace.messages.subjects import STEP
-from headrace.messages.training import StepDone, StepFailed, StepManifest
-from headrace.replay.fetching import fetch
-from headrace.replay.recipe import changed, under
-from headrace.training.step import StepOutcome
-from headrace.training.trainer import Trainer
-
-
-class ReplayError(Exception):
-    """The step cannot be run again; the text says what is missing."""
+from headrace.messages.judging import Score
+from headrace.messages.rollout import Trajectory
+from headrace.messages.training import StepFailed, StepManifest
+from headrace.policy.config import CheckpointError as PolicyError
+from headrace.replay.past import Outcome, Past, ReplayError
+from headrace.replay.recipe import under
+from headrace.training.checkpoint import CheckpointError
+from headrace.training.step import StepOutcome, refuse
+from headrace.training.trainer import Trainer, TrainerError
 
 
 class StepReplay(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,88 +38,131 @@ class StepReplay(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint_match: bool
 
 
-Manifests = dict[int, StepManifest]
-Outcomes = dict[int, StepDone | StepFailed]
+class Loaded(NamedTuple):
+    """Everything that a step needs, in front of it."""
+
+    trainer: Trainer
+    """At the step's version, with the recipe of its manifest."""
+    manifest: StepManifest
+    recorded: Outcome
+    trajectories: Mapping[int, Trajectory]
+    scores: Mapping[int, Score]
 
 
-async def replay_step(
-    bus: Bus,
-    config: Config,
-    folder: Path,
-    run: str,
-    step: int,
-    objective: Mapping[str, float | int | str | bool] | None = None,
-) -> StepReplay:
-    """Run a step again and compare. folder: of the run. ReplayError says why it cannot be done.
+def attempt(loaded: Loaded) -> StepOutcome:
+    """Take the step. What raises inside becomes a failed step, as the trainer makes one of it."""
+    trainer, manifest = loaded.trainer, loaded.manifest
+    try:
+        return trainer.step(manifest, loaded.trajectories, loaded.scores)
+    except Exception as error:
+        if trainer.version != manifest.version:
+            raise
+        return give_up(trainer, "exception", f"{type(error).__name__}: {error}")
 
-    objective: settings by which the step itself, not those before it, differs from its manifest.
-    """
-    manifests, outcomes = await _steps(bus, run)
-    if step not in manifests or step not in outcomes:
-        last = max(outcomes, default=-1)
-        raise ReplayError(f"run {run} has no finished step {step}; it has {f'0 to {last}' if last >= 0 else 'none'}")
-    start = nearest(folder / "checkpoints", step)
-    if start is None:
-        raise ReplayError(f"{folder / 'checkpoints'} holds no checkpoint of version {step} or before")
-    with tempfile.TemporaryDirectory(prefix="headrace-replay-") as scratch:
-        trainer = await asyncio.to_thread(_open, config, folder, start, Path(scratch))
-        result: StepOutcome | None = None
-        while trainer.version <= step:
-            manifest = manifests[trainer.version]
-            trajectories, scores = await fetch(bus, manifest.groups)
-            _check(manifest, trajectories, scores)
-            trainer.config = under(config, manifest)
-            if objective and manifest.step == step:
-                trainer.config = changed(trainer.config, objective)
-            result = await asyncio.to_thread(trainer.step, manifest, trajectories, scores)
-    assert result is not None
-    known = outcomes[step]
-    equal = result.state_hash == known.state_hash and bool(result.failed) == isinstance(known, StepFailed)
-    if isinstance(known, StepDone):
-        equal = equal and (result.loss, result.grad_norm) == (known.loss, known.grad_norm)
+
+def give_up(trainer: Trainer, reason: str, detail: str) -> StepOutcome:
+    """The next version, with the old bytes; the old one may be asked for by later steps."""
+    trainer.kept[trainer.version] = copy.deepcopy(trainer.state.model)
+    return refuse(trainer.state, reason, detail)
+
+
+def compare(loaded: Loaded, result: StepOutcome) -> StepReplay:
+    """What came out now, against what was published."""
+    known = loaded.recorded
+    equal = result.state_hash == known.state_hash
+    if isinstance(known, StepFailed):
+        equal = equal and result.failed == known.reason
+    else:
+        figures = (result.failed, result.loss, result.grad_norm)
+        equal = equal and figures == ("", known.loss, known.grad_norm)
     return StepReplay(
-        step=step,
+        step=loaded.manifest.step,
         bitwise_equal=equal,
         loss=result.loss,
         grad_norm=result.grad_norm,
         weights_hash=result.state_hash,
-        fingerprint_match=trainer.numerics.fingerprint == manifests[step].fingerprint,
+        fingerprint_match=loaded.trainer.numerics.fingerprint == loaded.manifest.fingerprint,
     )
 
 
-async def _steps(bus: Bus, run: str) -> tuple[Manifests, Outcomes]:
-    """Manifests and outcomes of a run; of several incarnations the newest."""
-    manifests: Manifests = {}
-    outcomes: Outcomes = {}
-    async for received in bus.history("HR_STEP", STEP.at(run=run)):
-        record = received.message
-        if isinstance(record, StepManifest):
-            manifests[record.step] = record
-        elif isinstance(record, StepDone | StepFailed):
-            outcomes[record.step] = record
-    return manifests, outcomes
+class Rerun:
+    """A run's trainer in a folder of its own, which ends with the context."""
+
+    def __init__(self, past: Past) -> None:
+        self.past = past
+        self.strayed = -1
+        """The first step on the way whose bits were other than the published ones; -1 for none."""
+        self._trainer: Trainer | None = None
+        self._scratch = tempfile.TemporaryDirectory(prefix="headrace-replay-")
+        self._opened = 0
+
+    def __enter__(self) -> "Rerun":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._scratch.cleanup()
+
+    async def reach(self, step: int) -> Loaded:
+        """Get in front of a step. ReplayError says why it cannot be reached."""
+        manifest, recorded = self.past.finished(step)
+        start = self.past.nearest(step)
+        trainer = self._trainer
+        if trainer is None or self.strayed >= 0 or not start <= trainer.version <= step:
+            self.strayed = -1
+            trainer = self._trainer = await asyncio.to_thread(self.open, self.past.checkpoints[start])
+        while trainer.version < step:
+            await self._pass(trainer)
+        trajectories, scores = await self.past.records(manifest)
+        trainer.config = under(self.past.config, manifest)
+        if trainer.state.hash() != manifest.base_hash and self.strayed < 0:
+            self.strayed = step
+        return Loaded(trainer, manifest, recorded, trajectories, scores)
+
+    async def _pass(self, trainer: Trainer) -> None:
+        """A step on the way. One that raised is not tried again: its bytes are the old ones whatever happens now."""
+        manifest, recorded = self.past.finished(trainer.version)
+        trainer.config = under(self.past.config, manifest)
+        if isinstance(recorded, StepFailed) and recorded.reason == "exception":
+            result = give_up(trainer, recorded.reason, recorded.detail)
+        else:
+            loaded = Loaded(trainer, manifest, recorded, *await self.past.records(manifest))
+            result = await asyncio.to_thread(attempt, loaded)
+        if result.state_hash != recorded.state_hash and self.strayed < 0:
+            self.strayed = manifest.step
+
+    def open(self, checkpoint: Path) -> Trainer:
+        """A trainer at a checkpoint, in a folder of its own. ReplayError."""
+        self._opened += 1
+        folder = Path(self._scratch.name) / str(self._opened)
+        folder.mkdir()
+        target = folder / "checkpoint.safetensors"
+        try:
+            os.link(checkpoint, target)
+        except OSError:  # another file system
+            try:
+                target.write_bytes(checkpoint.read_bytes())
+            except OSError as error:
+                raise ReplayError(f"{checkpoint} cannot be read: {error.strerror}") from None
+        try:
+            return Trainer.prepare(self.past.config, folder, tokenizer_json=self.past.tokenizer, traces=tuple)
+        except (TrainerError, CheckpointError, PolicyError, ValueError) as error:
+            text = str(error).replace(str(target), str(checkpoint))
+            raise ReplayError(f"run {self.past.run} cannot be opened: {text}") from None
 
 
-def nearest(checkpoints: Path, step: int) -> Path | None:
-    """The newest checkpoint from which a step can be reached: of its version or an earlier one."""
-    fitting = [file for file in sorted(checkpoints.glob("v*.safetensors")) if int(file.name[1:9]) <= step]
-    return fitting[-1] if fitting else None
+async def replay_steps(past: Past, steps: Iterable[int], warn: list[str] | None = None) -> AsyncIterator[StepReplay]:
+    """Run some steps again, in their order; neighbours share the way. warn: gets a sentence where the way strayed."""
+    with Rerun(past) as rerun:
+        for step in sorted(steps):
+            loaded = await rerun.reach(step)
+            if rerun.strayed >= 0 and warn is not None:
+                warn.append(f"step {step} starts from other bits than it did: they differ from step {rerun.strayed} on")
+            yield compare(loaded, await asyncio.to_thread(attempt, loaded))
 
 
-def _open(config: Config, folder: Path, start: Path, scratch: Path) -> Trainer:
-    """The run's trainer at a checkpoint, in a folder of its own."""
-    try:
-        os.link(start, scratch / "checkpoint.safetensors")
-    except OSError:  # another file system
-        (scratch / "checkpoint.safetensors").write_bytes(start.read_bytes())
-    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    return Trainer.prepare(config, scratch, tokenizer_json=text, traces=tuple)
-
-
-def _check(manifest: StepManifest, trajectories: Iterable[int], scores: Iterable[int]) -> None:
-    """Records that were purged make the answer, not a failed step."""
-    have_trajectories, have_scores = set(trajectories), set(scores)
-    for group in manifest.groups:
-        for trajectory, score in group.slots:
-            if trajectory not in have_trajectories or score not in have_scores:
-                raise ReplayError(f"purged: group {group.group} of step {manifest.step} is not in the streams any more")
+def choose(past: Past, count: int, seed: int) -> list[int]:
+    """Up to `count` steps that can be run again, drawn by `seed`, in order. ReplayError when there are none."""
+    kept = past.kept()
+    if not kept:
+        raise ReplayError(f"run {past.run} has no finished step that can be run again")
+    return sorted(random.Random(f"replay-{seed}").sample(kept, min(count, len(kept))))

@@ -13,7 +13,7 @@ from headrace.bus.errors import MessageGone, Reject
 from headrace.bus.received import Received
 from headrace.config import Config
 from headrace.messages.codec import decode
-from headrace.messages.operations import DeadLetter
+from headrace.messages.operations import Advisory, DeadLetter, Rejected
 from headrace.messages.rollout import RolloutRequest, Trajectory
 from headrace.messages.subjects import DLQ, TASK, TRAJ
 from headrace.replay import letters
@@ -112,6 +112,30 @@ async def test_a_desk_that_was_empty_finds_the_notice_later(connect: Connect) ->
     assert "bad day" in found.reason
     assert found.deliveries == 2
     assert await empty(admin, seq)
+
+
+class Killed(Desk):
+    """Dies with the notice in its hand."""
+
+    took: asyncio.Event
+
+    async def _on_notice(self, received: Received[Advisory | Rejected]) -> None:
+        received.settled = True
+        self.took.set()
+
+
+async def test_what_a_killed_desk_held_is_written_by_the_next(connect: Connect) -> None:
+    admin = await connect()
+    first = Killed(Config(), await connect("dead_letter"), records.RUN, "killed")
+    first.took = asyncio.Event()
+    await first.start()
+    seq = await ask(admin, "g000005")
+    async with hands(await connect("rollout"), "refuse"), asyncio.timeout(10):
+        await first.took.wait()
+    await first.shut(1)
+    async with living(Desk, Config(), await connect("dead_letter"), records.RUN), asyncio.timeout(20):
+        found = await letter(admin, "g000005")
+    assert found.command == f"headrace dlq retry {records.RUN} HR_TASK/rollout-{records.RUN}-train/{seq}"
 
 
 async def test_a_message_that_ran_out_of_deliveries_leaves_the_queue(connect: Connect) -> None:

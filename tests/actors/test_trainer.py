@@ -146,7 +146,7 @@ async def test_a_batch_that_cannot_be_trained_on_fails_its_step_and_the_run_goes
         await river.version(2)
     failed = [r for r in await river.steps() if isinstance(r, StepFailed)]
     assert [(r.step, r.reason, r.dropped_slots, r.version) for r in failed] == [(0, "bad_batch", 4, 1)]
-    assert failed[0].command == f"headrace replay {river.run} --step 0"
+    assert failed[0].command == f"headrace replay {river.folder} --step 0"
     assert river.hashes[1] == river.hashes[0] != river.hashes[2]
 
 

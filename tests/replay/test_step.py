@@ -1,94 +1,170 @@
 """A past step gives the same bits, and says so when it does not or cannot."""
 
-from collections.abc import AsyncIterator
+import dataclasses
+import json
+import shlex
+import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeVar
 
 import msgspec
 import pytest
+import uvloop
 
-from headrace.actors.trainer import Trainer
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server
-from headrace.config import Config
-from headrace.messages.subjects import STEP, TRAJ
-from headrace.messages.training import StepDone, StepFailed
-from headrace.replay.step import ReplayError, nearest, replay_step
-from tests.actors.living import living
-from tests.conftest import Connect
-from tests.river import River, config, new_run
+from headrace.bus.server import Server, open_store
+from headrace.messages.subjects import TRAJ
+from headrace.messages.training import StepFailed
+from headrace.replay import past as pasts
+from headrace.replay.fetching import Records
+from headrace.replay.past import Past, ReplayError
+from headrace.replay.step import Rerun, attempt, choose, compare
+from tests.replay.conftest import Finished, Run
 
-pytestmark = pytest.mark.anyio
-STEPS = 4
-
-
-class Past(NamedTuple):
-    run: str
-    setting: Config
-    folder: Path
+KEYS = ["step", "bitwise_equal", "loss", "grad_norm", "weights_hash", "fingerprint_match"]
+T = TypeVar("T")
 
 
-@pytest.fixture(scope="module")
-async def past(server: Server, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Past]:
-    """A run of four steps, one of which failed, with a checkpoint every second."""
-    folder = tmp_path_factory.mktemp("past")
-    async with (
-        await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
-        await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
-    ):
-        river = River(admin, new_run(), folder)
-        async with living(Trainer, config(folder), bus, river.run):
-            for number in range(STEPS):
-                await river.batch(number, spoilt=number == 2)
-            await river.version(STEPS)
-        yield Past(river.run, config(folder), folder / river.run)
+def on(finished: Finished, server: Server, work: Callable[[Past], Awaitable[T]]) -> T:
+    """Work on the finished run's past, in the role that replays."""
+
+    async def body() -> T:
+        async with await Bus.connect(server.url, role="replay", credentials=server.credentials) as bus:
+            return await work(await pasts.of_run(bus, finished.setting, finished.folder, finished.run))
+
+    return uvloop.run(body())
 
 
-@pytest.mark.parametrize("step", range(STEPS))
-async def test_every_step_has_the_bits_that_were_published(connect: Connect, past: Past, step: int) -> None:
-    found = await replay_step(await connect("replay"), past.setting, past.folder, past.run, step)
-    records = [r.message async for r in (await connect()).history("HR_STEP", STEP.at(run=past.run))]
-    known = next(r for r in records if isinstance(r, StepDone | StepFailed) and r.step == step)
-    assert found.bitwise_equal
-    assert found.fingerprint_match
-    assert found.weights_hash == known.state_hash
-    assert isinstance(known, StepFailed) == (step == 2)
-    assert list(msgspec.to_builtins(found)) == [
-        "step",
-        "bitwise_equal",
-        "loss",
-        "grad_norm",
-        "weights_hash",
-        "fingerprint_match",
-    ]
+def test_random_steps_of_a_run_whose_trainer_was_killed_are_bit_equal(
+    finished: Finished, opened: Server, headrace: Run
+) -> None:
+    code, out, err = headrace("replay", str(finished.folder), "--steps", "20", "--seed", "3")
+    assert (code, err) == (0, "")
+    lines = [json.loads(line) for line in out]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert all(list(line) == KEYS and line["bitwise_equal"] and line["fingerprint_match"] for line in lines)
+    assert [line["weights_hash"] for line in lines] == [finished.outcomes[step].state_hash for step in range(6)]
 
 
-async def test_the_manifest_says_how_a_step_is_computed_not_the_configuration(connect: Connect, past: Past) -> None:
-    slower = msgspec.structs.replace(past.setting.algorithm, learning_rate=1e-3)
-    other = msgspec.structs.replace(past.setting, algorithm=slower)
-    assert (await replay_step(await connect("replay"), other, past.folder, past.run, 1)).bitwise_equal
+def test_a_seed_names_the_steps(finished: Finished, opened: Server) -> None:
+    async def drawn(past: Past) -> list[list[int]]:
+        return [choose(past, 3, seed) for seed in (1, 1, 2, 3, 4)]
+
+    found = on(finished, opened, drawn)
+    assert found[0] == found[1] == sorted(set(found[0]))
+    assert len(found[0]) == 3
+    assert len({tuple(steps) for steps in found}) > 1
 
 
-async def test_another_objective_gives_other_bits(connect: Connect, past: Past) -> None:
-    bus = await connect("replay")
-    found = await replay_step(bus, past.setting, past.folder, past.run, 1, {"learning_rate": 1e-3})
-    assert not found.bitwise_equal
+@pytest.mark.parametrize(
+    ("step", "reason"), [(2, "bad_batch"), (3, "exception"), (4, "loss_not_finite"), (5, "gradient_spike")]
+)
+def test_a_failed_step_names_the_command_that_fails_it_again(
+    finished: Finished, opened: Server, headrace: Run, step: int, reason: str
+) -> None:
+    failed = finished.outcomes[step]
+    assert isinstance(failed, StepFailed)
+    assert failed.reason == reason
+    words = shlex.split(failed.command)
+    assert words[0] == "headrace"
+    code, out, _ = headrace(*words[1:])
+    assert code == 0
+    found = json.loads(out[0])
+    assert (found["step"], found["bitwise_equal"], found["weights_hash"]) == (step, True, failed.state_hash)
+    if reason == "loss_not_finite":
+        assert found["loss"] is None
 
 
-async def test_what_cannot_be_replayed_is_said(connect: Connect, past: Past, tmp_path: Path) -> None:
-    bus = await connect("replay")
-    with pytest.raises(ReplayError, match="no finished step 9; it has 0 to 3"):
-        await replay_step(bus, past.setting, past.folder, past.run, 9)
-    with pytest.raises(ReplayError, match="holds no checkpoint of version 1 or before"):
-        await replay_step(bus, past.setting, tmp_path, past.run, 1)
-    gone = await (await connect()).purge("HR_TRAJ", subject=TRAJ.at(run=past.run, group="g000006"))
-    assert gone == 2
-    with pytest.raises(ReplayError, match="purged: group g000006 of step 3"):
-        await replay_step(bus, past.setting, past.folder, past.run, 3)
+def test_one_step_of_a_run_without_a_broker(finished: Finished, tmp_path: Path, headrace: Run) -> None:
+    alone = tmp_path / finished.run
+    shutil.copytree(finished.folder, alone, ignore=shutil.ignore_patterns("server.json"))
+    code, out, _ = headrace("replay", str(alone), "--step", "1")
+    assert code == 0
+    assert json.loads(out[0])["bitwise_equal"]
 
 
-def test_the_nearest_checkpoint_is_the_newest_that_is_not_too_new(tmp_path: Path) -> None:
-    for version in (0, 10, 20):
-        (tmp_path / f"v{version:08d}.safetensors").touch()
-    found = [nearest(tmp_path, step) for step in (0, 9, 10, 25)]
-    assert [path.name[7:9] for path in found if path is not None] == ["00", "00", "10", "20"]
+def test_the_manifest_says_how_a_step_is_computed_not_the_configuration(finished: Finished, opened: Server) -> None:
+    slower = msgspec.structs.replace(finished.setting.algorithm, learning_rate=1e-3)
+    other = msgspec.structs.replace(finished.setting, algorithm=slower)
+
+    async def again(past: Past) -> bool:
+        with Rerun(past) as rerun:
+            loaded = await rerun.reach(1)
+            return compare(loaded, attempt(loaded)).bitwise_equal
+
+    assert on(finished._replace(setting=other), opened, again)
+
+
+def test_a_way_that_strays_is_said(finished: Finished, opened: Server) -> None:
+    """A checkpoint of other bits, which says of itself that it is whole: the first step after it is named."""
+
+    async def again(past: Past) -> tuple[bool, int]:
+        with Rerun(past) as rerun:
+            strange = await rerun.reach(0)
+            tensor = strange.trainer.state.master[next(iter(strange.trainer.state.master))]
+            tensor.data.mul_(1.5)
+            strange.trainer.save({})
+            forged = strange.trainer.folder / "checkpoint.safetensors"
+            with Rerun(dataclasses.replace(past, checkpoints={0: forged})) as astray:
+                loaded = await astray.reach(1)
+                return compare(loaded, attempt(loaded)).bitwise_equal, astray.strayed
+
+    assert on(finished, opened, again) == (False, 0)
+
+
+def test_what_cannot_be_replayed_is_said(finished: Finished, opened: Server, tmp_path: Path, headrace: Run) -> None:
+    run = str(finished.folder)
+    for words, code, says in [
+        ((run, "--step", "9"), 1, "has no finished step 9; it has 0 to 5"),
+        ((run,), 2, "say what to replay"),
+        ((run, "--step", "1", "--steps", "2"), 2, "say what to replay"),
+        ((run, "--steps", "0"), 2, "at least 1"),
+        ((run, "--steps", "2", "--debug"), 2, "belong to one step"),
+        ((run, "--step", "1", "--debug", "--to", "x"), 2, "three things"),
+        ((str(tmp_path), "--step", "1"), 2, "holds neither a run"),
+    ]:
+        found, out, err = headrace("replay", *words)
+        assert (found, out) == (code, []), words
+        assert says in err
+        assert err.count("\n") == 1
+
+
+def test_purged_records_and_a_missing_checkpoint_are_no_failed_step(
+    finished: Finished, tmp_path: Path, headrace: Run
+) -> None:
+    alone = tmp_path / finished.run
+    shutil.copytree(finished.folder, alone, ignore=shutil.ignore_patterns("server.json"))
+
+    async def purge() -> int:
+        async with await open_store(alone / "broker") as server:
+            async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+                return await admin.purge("HR_TRAJ", subject=TRAJ.at(run=finished.run, group="g000002"))
+
+    assert uvloop.run(purge()) == 2
+    code, out, err = headrace("replay", str(alone), "--step", "1")
+    assert (code, out) == (1, [])
+    assert "purged: group g000002 of step 1" in err
+    for file in (alone / "checkpoints").glob("v*"):
+        file.unlink()
+    code, _, err = headrace("replay", str(alone), "--step", "1")
+    assert code == 1
+    assert "keeps no checkpoint of version 1 or before; there is none" in err
+
+
+def test_the_nearest_checkpoint_is_the_newest_that_is_not_too_new(finished: Finished, tmp_path: Path) -> None:
+    async def never(_: object) -> Records:
+        raise AssertionError
+
+    past = Past(
+        run="r",
+        config=finished.setting,
+        tokenizer="",
+        manifests={},
+        outcomes={},
+        checkpoints={version: tmp_path for version in (0, 10, 20)},
+        fetch=never,
+    )
+    assert [past.nearest(step) for step in (0, 9, 10, 25)] == [0, 0, 10, 20]
+    with pytest.raises(ReplayError, match="no finished step that can be run again"):
+        choose(past, 1, 1)

@@ -1,0 +1,87 @@
+"""`headrace replay RUN --trajectory ID`: its tool calls in a fresh sandbox of this machine.
+
+The sandbox is what the record says: the task's repository, the trajectory's seed and isolation, the run's backend.
+A production trajectory can't be run again: its repository was its user's and is not kept.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.config import Config
+from headrace.launch.guests import prepare_host
+from headrace.replay.calls import CallsReplay, rerun
+from headrace.replay.past import ReplayError
+
+if TYPE_CHECKING:
+    from headrace.bus.connection import Bus
+    from headrace.messages.rollout import ToolCall, ToolResult, Trajectory
+
+
+async def find(bus: "Bus", run: str, id: str) -> "Trajectory":
+    """A trajectory by its id, ``<group>-<slot>-<attempt>``. ReplayError when the run has none such."""
+    from headrace.messages import subjects
+    from headrace.messages.rollout import Trajectory
+
+    group, *numbers = id.rsplit("-", 2)
+    wrong = f"run {run} has no trajectory {id!r} (any more); an id is GROUP-SLOT-ATTEMPT, such as g000003-0-0"
+    if len(numbers) != 2:
+        raise ReplayError(wrong)
+    try:
+        subject = subjects.TRAJ.at(run=run, group=group)
+    except ValueError:
+        raise ReplayError(wrong) from None
+    async for received in bus.history("HR_TRAJ", subject):
+        if received.error is None and isinstance(received.message, Trajectory) and received.message.id == id:
+            return received.message
+    raise ReplayError(wrong)
+
+
+async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -> CallsReplay:
+    """Run the calls again. folder: of the run, for its tokenizer. ReplayError; VmhostError where no sandbox can be."""
+    from headrace.harness.prompt import toolbox_for
+    from headrace.messages.sandbox import Acquire, NoRoom, PullTree, SandboxLost
+    from headrace.policy import schemas
+    from headrace.policy.renderer import Renderer
+    from headrace.policy.tokenizer import Tokenizer
+    from headrace.tasks import open_suite
+    from headrace.tasks.suites import UnknownSuite
+    from headrace.vmhost.host import Host
+
+    if trajectory.lane == "production":
+        raise ReplayError(f"{trajectory.id} is a user's: its repository is not kept, so its calls cannot be run again")
+    try:
+        task = open_suite(trajectory.task.suite, config.tasks.dir).task(trajectory.task.task)
+    except UnknownSuite as error:
+        raise ReplayError(str(error)) from None
+    file = folder / "tokenizer.json"  # a run of scripted policies alone has none
+    tokenizer = Tokenizer.load(file) if file.is_file() else Tokenizer.train((), 256 + len(schemas.tags()))
+    box = toolbox_for(task, Renderer(tokenizer), config.limits.context_tokens)
+    await prepare_host(config)
+    host = await Host.open(config.environment)
+    try:
+        sandbox = await host.acquire(
+            Acquire(
+                run="replay",
+                lane=trajectory.lane,
+                role="rollout",
+                group=trajectory.group,
+                slot=trajectory.slot,
+                attempt=trajectory.attempt,
+                isolation=trajectory.isolation,
+                template=task.template,
+                seed=trajectory.seed,
+                files=task.files,
+            )
+        )
+
+        async def run(call: "ToolCall") -> "ToolResult":
+            return await box.run(call, sandbox, task, f"{trajectory.id}/")
+
+        async def digest() -> str:
+            return (await sandbox.call(PullTree(patterns=()), f"{trajectory.id}-tree")).digest
+
+        return await rerun(trajectory, run, digest, host.backend)
+    except (SandboxLost, NoRoom) as error:
+        raise ReplayError(f"no sandbox for {trajectory.id}: {error}") from None
+    finally:
+        await host.close()

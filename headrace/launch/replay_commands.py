@@ -1,0 +1,178 @@
+"""`headrace replay`: a step, many steps, a step under a debugger or another objective, a bundle, a trajectory.
+
+Whatever was found is one JSON line (one per step with `--steps`); numbers that are no numbers are null there. Exit 1
+unless equal.
+"""
+
+import argparse
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.launch import runs
+from headrace.launch.output import complain, say
+from headrace.launch.runs import RunError
+
+if TYPE_CHECKING:
+    from headrace.replay.past import Past
+    from headrace.replay.step import Rerun
+
+MODES = ("--step", "--steps", "--trajectory")
+
+
+def replay(args: argparse.Namespace) -> int:
+    """Run the parsed command."""
+    from headrace.replay.past import ReplayError
+    from headrace.training.trainer import TrainerError
+
+    _check(args)
+    try:
+        if args.trajectory is not None:
+            return _looped(_trajectory(args))
+        if args.steps is not None:
+            return _looped(_steps(args))
+        if args.debug:
+            return _debug(args)
+        return _looped(_step(args))
+    except (ReplayError, TrainerError) as error:
+        raise RunError(str(error), 1) from None
+
+
+def _looped(body: Coroutine[Any, Any, int]) -> int:
+    from headrace.launch.commands import looped
+
+    return looped(body)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """RunError for arguments that contradict each other."""
+    values = (args.step, args.steps, args.trajectory)
+    given = [name for name, value in zip(MODES, values, strict=True) if value is not None]
+    bundle = _is_bundle(args.run)
+    if len(given) > 1 or not (given or bundle):
+        raise RunError("say what to replay: one of --step N, --steps COUNT, --trajectory ID")
+    if bundle and given not in ([], ["--step"]):
+        raise RunError(f"{args.run} is a bundle of one step: {given[0]} needs a run")
+    if given in (["--steps"], ["--trajectory"]) and (args.debug or args.to or args.changes):
+        raise RunError("--debug, --to and --with belong to one step: --step N")
+    if sum((bool(args.debug), bool(args.to), bool(args.changes))) > 1:
+        raise RunError("--debug, --to and --with are three things: one of them")
+
+
+def _is_bundle(name: str) -> bool:
+    from headrace.replay import bundle
+
+    return bundle.is_bundle(Path(name))
+
+
+@contextlib.asynccontextmanager
+async def past_of(name: str) -> "AsyncIterator[Past]":
+    """The past of a run, or of a bundle. ReplayError, RunError."""
+    from headrace.config import load
+    from headrace.launch.commands import bus_of
+    from headrace.replay import bundle, past
+
+    if _is_bundle(name):
+        yield bundle.read(Path(name))
+        return
+    folder = runs.find(name)
+    if not folder.config.is_file():
+        raise RunError(f"{folder.path} holds neither a run (config.json) nor a bundle ({bundle.INDEX})")
+    async with bus_of(folder, "replay") as bus:
+        yield await past.of_run(bus, load(folder.config), folder.path, folder.id)
+
+
+def step_of(args: argparse.Namespace, found: "Past") -> int:
+    """The step that is meant; a bundle has only one."""
+    return args.step if args.step is not None else next(iter(found.manifests))
+
+
+def _say(line: msgspec.Struct) -> None:
+    say(msgspec.json.encode(line).decode())
+
+
+def _warn(rerun: "Rerun", step: int) -> None:
+    if rerun.strayed >= 0:
+        complain(f"step {step} starts from other bits than it did: they differ from step {rerun.strayed} on")
+
+
+async def _step(args: argparse.Namespace) -> int:
+    from headrace.replay import bundle
+    from headrace.replay.objective import differ
+    from headrace.replay.step import Rerun, attempt, compare
+
+    async with past_of(args.run) as found:
+        step = step_of(args, found)
+        with Rerun(found) as rerun:
+            if args.changes:
+                difference = await differ(rerun, step, args.changes)
+                _warn(rerun, step)
+                _say(difference)
+                return 0 if difference.bitwise_equal else 1
+            loaded = await rerun.reach(step)
+            _warn(rerun, step)
+            if args.to:
+                bundle.write(found, loaded, Path(args.to))
+                say(f"step {step} of run {found.run}; run it anywhere with: headrace replay {args.to}")
+                return 0 if rerun.strayed < 0 else 1
+            line = compare(loaded, attempt(loaded))
+    _say(line)
+    return 0 if line.bitwise_equal else 1
+
+
+def _debug(args: argparse.Namespace) -> int:
+    """Everything is fetched first; the debugger then has the thread for itself, without an event loop around it."""
+    import uvloop
+
+    from headrace.replay import debug
+    from headrace.replay.step import Loaded, Rerun, compare
+
+    with contextlib.ExitStack() as stack:
+
+        async def fetch() -> Loaded:
+            async with past_of(args.run) as found:
+                rerun = stack.enter_context(Rerun(found))
+                loaded = await rerun.reach(step_of(args, found))
+            _warn(rerun, loaded.manifest.step)
+            return loaded
+
+        loaded = uvloop.run(fetch())
+        outcome = debug.debug(loaded)
+        if outcome is None:
+            raise RunError(f"step {loaded.manifest.step} was left before its end", 1)
+        line = compare(loaded, outcome)
+    _say(line)
+    return 0 if line.bitwise_equal else 1
+
+
+async def _steps(args: argparse.Namespace) -> int:
+    from headrace.replay.step import choose, replay_steps
+
+    if args.steps < 1:
+        raise RunError("--steps is how many, at least 1")
+    equal = True
+    warnings: list[str] = []
+    async with past_of(args.run) as found:
+        async for line in replay_steps(found, choose(found, args.steps, args.seed), warnings):
+            _say(line)
+            equal = equal and line.bitwise_equal
+    for text in warnings:
+        complain(text)
+    return 0 if equal else 1
+
+
+async def _trajectory(args: argparse.Namespace) -> int:
+    from headrace.config import load
+    from headrace.launch import replay_calls
+    from headrace.launch.commands import bus_of
+
+    folder = runs.find(args.run)
+    config = load(folder.config)
+    async with bus_of(folder, "replay") as bus:
+        trajectory = await replay_calls.find(bus, folder.id, args.trajectory)
+    line = await replay_calls.replay_calls(config, folder.path, trajectory)
+    _say(line)
+    return 0 if line.equal else 1

@@ -1,0 +1,104 @@
+"""The tool calls of a trajectory, run again: what a fresh sandbox answers, against what is on record, call by call.
+
+Whoever has a sandbox hands in how a call is run; calls are sent one after the other in the order of the record. That is
+what the sampler's sandbox saw: calls of one turn that ran beside each other only looked.
+
+What may differ from run to run although nothing is wrong is taken out of both sides before they are compared, and
+counted by name, so that nobody has to guess what was overlooked: how long something took, and where an object lay.
+"""
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from headrace.messages.rollout import ToolCall, ToolResult, Trajectory
+
+Runner = Callable[[ToolCall], Awaitable[ToolResult]]
+
+NORMALISED: dict[str, re.Pattern[str]] = {
+    "durations": re.compile(r"\b\d+\.\d+ ?(?:ms|s|seconds)\b"),
+    "addresses": re.compile(r"\b0x[0-9a-f]{6,16}\b"),
+}
+"""By name, what is taken out: pytest's and unittest's times, and the addresses in reprs."""
+DIFF_LINES = 40
+
+
+class CallDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """One call that was answered otherwise."""
+
+    turn: int
+    call: str
+    tool: str
+    ok: bool
+    """As recorded."""
+    ok_again: bool
+    diff: tuple[str, ...]
+    """Unified, recorded to new, at most `DIFF_LINES` lines."""
+
+
+class CallsReplay(msgspec.Struct, frozen=True, kw_only=True):
+    """The one line of `headrace replay RUN --trajectory ID`."""
+
+    trajectory: str
+    calls: int
+    equal: bool
+    """Every answer, and the workspace at the end where the record has its digest."""
+    differing: tuple[CallDifference, ...]
+    normalised: dict[str, int]
+    """What was taken out of the recorded answers before they were compared: kind to how often."""
+    workspace_equal: bool | None
+    """The digest of the whole workspace at the end; null where the record has none."""
+    backend: str
+
+
+def normal(text: str, counts: Counter[str] | None = None) -> str:
+    """A result without what differs from run to run. counts: gets how often something was taken out."""
+    for name, pattern in NORMALISED.items():
+        text, found = pattern.subn(f"<{name}>", text)
+        if counts is not None and found:
+            counts[name] += found
+    return text
+
+
+async def rerun(
+    trajectory: Trajectory, run: Runner, digest: Callable[[], Awaitable[str]], backend: str = ""
+) -> CallsReplay:
+    """Send every answered call of a trajectory again. digest: of the workspace, asked after the last call."""
+    differing: list[CallDifference] = []
+    counts: Counter[str] = Counter()
+    calls = 0
+    for turn in trajectory.turns:
+        for call, recorded in zip(turn.calls, turn.results, strict=False):  # the last turn may have no answers
+            calls += 1
+            again = await run(call)
+            old, new = normal(recorded.output, counts), normal(again.output)
+            if (old, recorded.ok, recorded.truncated) != (new, again.ok, again.truncated):
+                differing.append(_difference(turn.index, call, recorded, again, old, new))
+    known = trajectory.digest_after
+    workspace = (await digest()) == known if known else None
+    return CallsReplay(
+        trajectory=trajectory.id,
+        calls=calls,
+        equal=not differing and workspace is not False,
+        differing=tuple(differing),
+        normalised=dict(sorted(counts.items())),
+        workspace_equal=workspace,
+        backend=backend,
+    )
+
+
+def _difference(
+    turn: int, call: ToolCall, recorded: ToolResult, again: ToolResult, old: str, new: str
+) -> CallDifference:
+    lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), "recorded", "again", lineterm="", n=1))
+    return CallDifference(
+        turn=turn,
+        call=call.id,
+        tool=call.name,
+        ok=recorded.ok,
+        ok_again=again.ok,
+        diff=tuple(lines[:DIFF_LINES]),
+    )

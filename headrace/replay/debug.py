@@ -1,0 +1,126 @@
+"""Stop a replayed step in front of its backward pass, with everything loaded.
+
+pdb's own breakpoints on the real step: what is seen is what the trainer runs, not a copy of it that may fall behind. It
+stops once at the first backward pass, or where the batch is refused, or where the step raised; `c` goes on to the end.
+"""
+
+import ast
+import bdb
+import inspect
+import pdb
+import sys
+from types import FrameType, TracebackType
+from typing import IO, Any
+
+from headrace.replay.step import Loaded, give_up
+from headrace.training import step as step_module
+from headrace.training.step import StepOutcome
+
+WORDS = """\
+step {step} of run {run}: everything is loaded, nothing has been updated
+  by name: {names}
+  {place}; p NAME looks, u and d walk the stack, n goes on by a line, c to the end of the step, q leaves
+"""
+
+
+def debug(loaded: Loaded, stdin: IO[str] | None = None, stdout: IO[str] | None = None) -> StepOutcome | None:
+    """Take the step under pdb; its outcome, None when it was left. Blocks the calling thread, which reads `stdin`."""
+    debugger = _Debugger(loaded, stdin, stdout)
+    for line in backward_lines():
+        debugger.set_break(step_module.__file__, line, temporary=True)
+    debugger.set_break(step_module.__file__, first_line("refuse"), temporary=True)
+    try:
+        outcome: StepOutcome | None = debugger.runcall(
+            loaded.trainer.step, loaded.manifest, loaded.trajectories, loaded.scores
+        )
+        if outcome is not None and not debugger.stopped:
+            debugger.message(f"step {loaded.manifest.step} has no backward pass: no group has an advantage")
+        return outcome
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        debugger.reset()
+        debugger.say(f"it raised {text}")
+        try:
+            debugger.interaction(None, _innermost(error.__traceback__))
+        except bdb.BdbQuit:
+            return None
+        return give_up(loaded.trainer, "exception", text)
+    finally:
+        debugger.clear_all_breaks()
+
+
+def backward_lines() -> list[int]:
+    """Lines of the step that start a backward pass."""
+    tree = ast.parse(inspect.getsource(step_module))
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"
+    ]
+
+
+def first_line(function: str) -> int:
+    """The first statement of a function of the step, after its docstring."""
+    tree = ast.parse(inspect.getsource(step_module))
+    found = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
+    return found.body[1 if ast.get_docstring(found) is not None else 0].lineno
+
+
+def _innermost(traceback: TracebackType | None) -> TracebackType | None:
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback
+
+
+class _Debugger(pdb.Pdb):
+    """Goes straight to the breakpoint, and knows what was loaded by name in every frame; a frame's own names win, and
+    `loaded` has all of it."""
+
+    def __init__(self, loaded: Loaded, stdin: IO[str] | None, stdout: IO[str] | None) -> None:
+        super().__init__(stdin=stdin, stdout=stdout, nosigint=True, readrc=False)
+        self.prompt = "(step) " if stdin is None and sys.stdin.isatty() else ""
+        self.stopped = self._begun = False
+        self._loaded = loaded
+        self._named: dict[str, Any] = {"loaded": loaded, **loaded._asdict(), "config": loaded.trainer.config}
+
+    def user_line(self, frame: FrameType) -> None:
+        """pdb stops in the first line of what it runs; here that is no place of interest."""
+        if not self._begun:
+            self._begun = True
+            self.set_continue()
+            return
+        if not self.stopped:
+            refused = frame.f_code.co_name == "refuse"
+            self.say("the batch is refused here" if refused else "stopped in front of the first backward pass")
+        super().user_line(frame)
+
+    def setup(self, f: FrameType | None, tb: TracebackType | None) -> None:
+        """Beside the frame's own names those of what was loaded."""
+        super().setup(f, tb)
+        self._add_names()
+
+    def do_up(self, arg: str) -> bool | None:
+        """As pdb's; the names come along."""
+        done = super().do_up(arg)
+        self._add_names()
+        return done
+
+    def do_down(self, arg: str) -> bool | None:
+        """As pdb's; the names come along."""
+        done = super().do_down(arg)
+        self._add_names()
+        return done
+
+    do_u, do_d = do_up, do_down
+
+    def _add_names(self) -> None:
+        known: dict[str, Any] = self.curframe_locals  # type: ignore[assignment]
+        for name, value in self._named.items():
+            known.setdefault(name, value)
+
+    def say(self, place: str) -> None:
+        """Where we are and what there is."""
+        self.stopped = True
+        names = ", ".join([*self._named, "and the locals of the frame"])
+        manifest = self._loaded.manifest
+        self.message(WORDS.format(step=manifest.step, run=manifest.run, names=names, place=place).rstrip())

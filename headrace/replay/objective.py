@@ -1,0 +1,130 @@
+"""A step of the past with another objective: the same state, the same records, another recipe, and what that changes.
+
+Both are taken from one checkpoint that is written in front of the step, so they start from the same bits. What may be
+changed is what a manifest names: the recipe. Any other key would change nothing, or another run.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from headrace.config import Config, parse
+from headrace.policy.model import Model
+from headrace.replay.past import ReplayError
+from headrace.replay.recipe import recipe
+from headrace.replay.step import Loaded, Rerun, attempt, compare
+from headrace.training.trainer import Trainer
+
+Weights = Mapping[str, Tensor]
+WHOLE = ("algorithm", "numerics")
+"""Sections of the configuration that are part of the recipe."""
+SINGLE = (("trainer", "micro_tokens"), ("curriculum", "staleness"))
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """The one line of `headrace replay RUN --step N --with ...`; `_with` is under the other objective."""
+
+    step: int
+    changed: dict[str, float | int | str | bool]
+    bitwise_equal: bool
+    """The step under its own objective gave the published bits: the comparison stands on them."""
+    loss: float
+    loss_with: float
+    grad_norm: float
+    grad_norm_with: float
+    update_norm: float
+    """Euclidean norm of what the step adds to the served weights."""
+    update_norm_with: float
+    weight_delta_norm: float
+    """Euclidean norm between the two results."""
+    changed_share: float
+    """Share of served weights that differ between the two results."""
+    weights_hash: str
+    weights_hash_with: str
+    failed: str
+    failed_with: str
+
+
+def other(config: Config, entries: Sequence[str]) -> tuple[Config, dict[str, float | int | str | bool]]:
+    """The configuration with ``section.key=value`` changed, and the recipe's new values. ConfigError, ReplayError."""
+    parsed, new = parse("", "--with", entries), config
+    for entry in entries:
+        section, _, key = entry.partition("=")[0].strip().partition(".")
+        if section not in WHOLE and (section, key) not in SINGLE:
+            raise ReplayError(
+                f"{section}.{key} does not change a step; {', '.join(f'{name}.*' for name in WHOLE)}, "
+                f"{' and '.join('.'.join(pair) for pair in SINGLE)} do"
+            )
+        value = getattr(getattr(parsed, section), key)
+        replaced = msgspec.structs.replace(getattr(new, section), **{key: value})
+        new = msgspec.structs.replace(new, **{section: replaced})
+    before, after = recipe(config), recipe(new)
+    changed = {name: after.get(name, "default") for name in (*before, *after) if before.get(name) != after.get(name)}
+    if not changed:
+        raise ReplayError(f"{', '.join(entries)} is what the step was taken with")
+    return new, changed
+
+
+async def differ(rerun: Rerun, step: int, entries: Sequence[str]) -> Difference:
+    """Take a step twice. ReplayError, ConfigError."""
+    loaded = await rerun.reach(step)
+    config, changed = other(loaded.trainer.config, entries)
+    return await asyncio.to_thread(_differ, rerun, loaded, config, changed)
+
+
+def twin(rerun: Rerun, loaded: Loaded, config: Config) -> Loaded:
+    """The same place once more, under another configuration. ReplayError."""
+    loaded.trainer.save({})
+    second = rerun.open(loaded.trainer.folder / "checkpoint.safetensors")
+    second.config = config
+    if config.algorithm.kl_weight > 0.0 and second.reference is None:
+        second.reference = _reference(rerun, second)
+    return loaded._replace(trainer=second)
+
+
+def _reference(rerun: Rerun, like: Trainer) -> Model:
+    """The policy of version 0. ReplayError when its checkpoint is not kept."""
+    if 0 not in rerun.past.checkpoints:
+        raise ReplayError("kl_weight needs the policy of version 0 as its reference, and its checkpoint is not kept")
+    first = rerun.open(Path(rerun.past.checkpoints[0]))
+    return first.state.model
+
+
+def _differ(rerun: Rerun, loaded: Loaded, config: Config, changed: dict[str, float | int | str | bool]) -> Difference:
+    second = twin(rerun, loaded, config)
+    before = {name: value.clone() for name, value in loaded.trainer.state.published().items()}
+    own, new = attempt(loaded), attempt(second)
+    weights, weights_with = loaded.trainer.state.published(), second.trainer.state.published()
+    return Difference(
+        step=loaded.manifest.step,
+        changed=changed,
+        bitwise_equal=compare(loaded, own).bitwise_equal,
+        loss=own.loss,
+        loss_with=new.loss,
+        grad_norm=own.grad_norm,
+        grad_norm_with=new.grad_norm,
+        update_norm=distance(before, weights),
+        update_norm_with=distance(before, weights_with),
+        weight_delta_norm=distance(weights, weights_with),
+        changed_share=share(weights, weights_with),
+        weights_hash=own.state_hash,
+        weights_hash_with=new.state_hash,
+        failed=own.failed,
+        failed_with=new.failed,
+    )
+
+
+def distance(one: Weights, two: Weights) -> float:
+    """Euclidean distance of two sets of weights, summed in float64."""
+    return math.sqrt(sum(float(torch.sum((two[name].double() - one[name].double()) ** 2)) for name in one))
+
+
+def share(one: Weights, two: Weights) -> float:
+    """Share of the weights that differ."""
+    unequal = sum(int((one[name] != two[name]).sum()) for name in one)
+    return unequal / max(1, sum(value.numel() for value in one.values()))

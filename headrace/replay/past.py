@@ -1,0 +1,97 @@
+"""What is known of a run's past steps, wherever it comes from: its streams and folder, or a bundle.
+
+A replay needs four things: the manifests, what came of them, a checkpoint at or before the step, and the records that
+a manifest names. Everything else of the broker and of the run's folder it does not know.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.bus.connection import Bus
+from headrace.config import Config
+from headrace.messages.subjects import STEP
+from headrace.messages.training import StepDone, StepFailed, StepManifest
+from headrace.replay.fetching import Records, fetch
+
+Outcome = StepDone | StepFailed
+
+
+class ReplayError(Exception):
+    """It cannot be run again; the text says what is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """A run's steps."""
+
+    run: str
+    config: Config
+    tokenizer: str
+    """Text of the run's tokenizer.json."""
+    manifests: Mapping[int, StepManifest]
+    """By step: the manifest that its outcome names; of several incarnations the newest that came to an end."""
+    outcomes: Mapping[int, Outcome]
+    checkpoints: Mapping[int, Path]
+    """By version."""
+    fetch: Callable[[StepManifest], Awaitable[Records]]
+
+    def finished(self, step: int) -> tuple[StepManifest, Outcome]:
+        """Manifest and outcome of a step. ReplayError when it has none."""
+        if step not in self.manifests:
+            have = f"{min(self.manifests)} to {max(self.manifests)}" if self.manifests else "none"
+            raise ReplayError(f"run {self.run} has no finished step {step}; it has {have}")
+        return self.manifests[step], self.outcomes[step]
+
+    def nearest(self, step: int) -> int:
+        """The newest version from whose checkpoint a step can be reached: its own or an earlier one. ReplayError."""
+        fitting = [version for version in self.checkpoints if version <= step]
+        if not fitting:
+            have = f"the oldest is of version {min(self.checkpoints)}" if self.checkpoints else "there is none"
+            raise ReplayError(f"run {self.run} keeps no checkpoint of version {step} or before; {have}")
+        return max(fitting)
+
+    def kept(self) -> list[int]:
+        """Finished steps that can be reached through records that are still to be kept, in order."""
+        newest = max(self.checkpoints, default=0)
+        keep = max(self.config.replay.keep_steps, self.config.curriculum.staleness + 2)
+        first = min((version for version in self.checkpoints if version >= newest - keep), default=newest)
+        return sorted(step for step in self.manifests if step >= first)
+
+    async def records(self, manifest: StepManifest) -> Records:
+        """Trajectories and scores of a manifest. ReplayError when some were purged: that is no failed step."""
+        trajectories, scores = await self.fetch(manifest)
+        for group in manifest.groups:
+            for trajectory, score in group.slots:
+                if trajectory not in trajectories or score not in scores:
+                    raise ReplayError(
+                        f"purged: group {group.group} of step {manifest.step} is not in the streams any more"
+                    )
+        return trajectories, scores
+
+
+async def of_run(bus: Bus, config: Config, folder: Path, run: str) -> Past:
+    """A run's past from its streams. folder: of the run, for tokenizer and checkpoints. ReplayError."""
+    by_seq: dict[int, StepManifest] = {}
+    manifests: dict[int, StepManifest] = {}
+    outcomes: dict[int, Outcome] = {}
+    async for received in bus.history("HR_STEP", STEP.at(run=run)):
+        record = received.message
+        if isinstance(record, StepManifest):
+            by_seq[received.seq] = record
+        elif isinstance(record, StepDone | StepFailed) and record.manifest_seq in by_seq:
+            manifests[record.step], outcomes[record.step] = by_seq[record.manifest_seq], record
+    try:
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    except OSError as error:
+        raise ReplayError(f"{folder / 'tokenizer.json'} cannot be read: {error.strerror}") from None
+    files = (folder / "checkpoints").glob("v*.safetensors")
+    return Past(
+        run=run,
+        config=config,
+        tokenizer=text,
+        manifests=manifests,
+        outcomes=outcomes,
+        checkpoints={int(file.name[1:9]): file for file in files},
+        fetch=lambda manifest: fetch(bus, manifest.groups),
+    )

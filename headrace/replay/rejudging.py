@@ -1,0 +1,141 @@
+"""What a new judge version changes: the same trajectories, other verdicts or rewards, and which advantages flip.
+
+New scores go under a run of their own, ``<run>-<judge>``: trainers, curricula and audits of the run filter by its name,
+so nobody sees them until a second trainer is told to read them (`second.py`).
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.algorithms.advantages import group_advantages
+from headrace.bus.connection import Bus
+from headrace.messages.judging import Score
+from headrace.messages.ledger import GroupClosed
+from headrace.messages.rollout import Trajectory
+from headrace.messages.subjects import CLOSE, SCORE
+from headrace.messages.training import BatchGroup
+from headrace.replay.fetching import fetch
+from headrace.replay.past import ReplayError
+
+Verdicts = Callable[[Trajectory, Score], Awaitable[Score]]
+"""The new judge: a trajectory and its old score in, the new score out (its `run` and `judge_version` are set here)."""
+
+
+class Flip(msgspec.Struct, frozen=True, kw_only=True):
+    """A trajectory that would be taught the other way round, or not at all, or now for the first time."""
+
+    group: str
+    slot: int
+    reward: float
+    reward_again: float
+    advantage: float
+    advantage_again: float
+
+
+class Rejudged(msgspec.Struct, frozen=True, kw_only=True):
+    """The one line of `headrace rejudge`."""
+
+    run: str
+    judge: str
+    scores_run: str
+    """The run under which the new scores lie."""
+    groups: int
+    slots: int
+    verdicts_changed: int
+    rewards_changed: int
+    advantages_flipped: int
+    """Trajectories whose advantage changed its sign; 0 counts as a sign."""
+    flips: tuple[Flip, ...]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One slot, twice judged."""
+
+    old: Score
+    new: Score
+
+
+def scores_run(run: str, judge: str) -> str:
+    """Where the scores of another judge lie."""
+    return f"{run}-{judge}"
+
+
+async def closings(bus: Bus, run: str) -> list[BatchGroup]:
+    """Every closed group of a run in the order that decides batches."""
+    found = []
+    async for received in bus.history("HR_SCORE", CLOSE.where(run=run)):
+        if isinstance(closed := received.message, GroupClosed):
+            slots = tuple((slot.trajectory_seq, slot.score_seq) for slot in closed.slots)
+            found.append(BatchGroup(group=closed.group, close_seq=received.seq, slots=slots))
+    return found
+
+
+async def rejudge(bus: Bus, run: str, judge: str, verdicts: Verdicts, groups: Sequence[BatchGroup]) -> Rejudged:
+    """Judge groups again and publish their new scores. ReplayError when there is none, or their records are purged."""
+    if not groups:
+        raise ReplayError(f"run {run} has no closed group to judge again")
+    target = scores_run(run, judge)
+    flips: list[Flip] = []
+    slots = verdicts_changed = rewards_changed = 0
+    for group in groups:
+        trajectories, scores = await fetch(bus, [group])
+        if len(trajectories) < len(group.slots) or len(scores) < len(group.slots):
+            raise ReplayError(f"purged: group {group.group} is not in the streams any more")
+        judged = []
+        for at, of in group.slots:
+            new = await verdicts(trajectories[at], scores[of])
+            new = msgspec.structs.replace(new, run=target, judge_version=judge)
+            where = SCORE.at(run=target, judge=judge, group=group.group)
+            await bus.publish(where, new, msg_id=f"{target}.{at}.{judge}")
+            judged.append(Judged(scores[of], new))
+        slots += len(judged)
+        verdicts_changed += sum(pair.old.verdict != pair.new.verdict for pair in judged)
+        rewards_changed += sum(pair.old.reward != pair.new.reward for pair in judged)
+        flips += flipped(judged)
+    return Rejudged(
+        run=run,
+        judge=judge,
+        scores_run=target,
+        groups=len(groups),
+        slots=slots,
+        verdicts_changed=verdicts_changed,
+        rewards_changed=rewards_changed,
+        advantages_flipped=len(flips),
+        flips=tuple(flips),
+    )
+
+
+def flipped(group: Sequence[Judged]) -> list[Flip]:
+    """The slots of one group whose advantage has another sign."""
+    before = group_advantages([pair.old.reward for pair in group])
+    after = group_advantages([pair.new.reward for pair in group])
+    return [
+        Flip(
+            group=pair.old.group,
+            slot=pair.old.slot,
+            reward=pair.old.reward,
+            reward_again=pair.new.reward,
+            advantage=one,
+            advantage_again=two,
+        )
+        for pair, one, two in zip(group, before, after, strict=True)
+        if _sign(one) != _sign(two)
+    ]
+
+
+def _sign(value: float) -> int:
+    return (value > 0.0) - (value < 0.0)
+
+
+async def scores_of(bus: Bus, run: str, judge: str) -> Mapping[tuple[str, int, int], Score]:
+    """The scores of another judge by (group, slot, attempt). ReplayError when it never judged the run."""
+    found: dict[tuple[str, int, int], Score] = {}
+    async for received in bus.history("HR_SCORE", SCORE.where(run=scores_run(run, judge), judge=judge)):
+        if isinstance(score := received.message, Score):
+            found[score.group, score.slot, score.attempt] = score
+    if not found:
+        raise ReplayError(f"judge {judge} never judged run {run}: headrace rejudge {run} --judge {judge}")
+    return found

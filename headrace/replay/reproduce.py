@@ -1,0 +1,27 @@
+"""The one command that reproduces what went wrong: what a record tells whoever finds it.
+
+The command line finds a run by its id in `runs/`; a run that lies elsewhere is named by its folder.
+"""
+
+import shlex
+from pathlib import Path
+
+from headrace.bus import dead_letters
+from headrace.config import Config
+from headrace.messages.operations import DeadLetter
+
+
+def name_of(config: Config, run: str) -> str:
+    """The run as the command line finds it, quoted for a shell."""
+    folder = Path(config.run.dir)
+    return shlex.quote(run if folder == Path("runs") else str(folder / run))
+
+
+def step(config: Config, run: str, number: int) -> str:
+    """Takes a step again."""
+    return f"headrace replay {name_of(config, run)} --step {number}"
+
+
+def letter(config: Config, run: str, dead: DeadLetter) -> str:
+    """Sends a dead message again, to whoever could not handle it. run: of the desk, where the message names none."""
+    return f"headrace dlq retry {name_of(config, dead_letters.run_of(dead) or run)} {dead_letters.key_of(dead)}"

@@ -1,0 +1,182 @@
+"""Dead letters in a person's hands: listed, shown, sent again, settled; on a run that lives and on one that is over."""
+
+import asyncio
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import uvloop
+
+from headrace.actors.dead_letter import DeadLetter as Desk
+from headrace.bus import dead_letters
+from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError
+from headrace.bus.server import Server
+from headrace.bus.streams import declare
+from headrace.cli import main
+from headrace.config import Config, parse
+from headrace.messages.operations import DeadLetter, Rejected
+from headrace.messages.rollout import RolloutRequest
+from headrace.messages.subjects import EVENT, LEDGER, TASK
+from headrace.replay import letters
+from tests import records
+from tests.actors.living import living
+
+GROUPS = ("g000001", "g000002", "g000003")
+
+
+class Place(NamedTuple):
+    """A run with letters, and its broker."""
+
+    run: str
+    folder: Path
+    server: Server
+
+    def headrace(self, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str], str]:
+        """`headrace dlq WORD RUN ...`."""
+        capsys.readouterr()
+        code = main(("dlq", words[0], str(self.folder), *words[1:]))
+        said = capsys.readouterr()
+        return code, said.out.splitlines(), said.err
+
+
+def request(group: str) -> RolloutRequest:
+    return RolloutRequest(run=records.RUN, lane="train", group=group, slot=1, attempt=0, task=records.TASK, seed=1)
+
+
+async def _fill(config: Config, server: Server) -> None:
+    """Work that a rollout actor rejected, parked by a real desk that came late."""
+    connect = Bus.connect
+    async with (
+        await connect(server.url, role="admin", credentials=server.credentials) as admin,
+        await connect(server.url, role="rollout", credentials=server.credentials) as rollout,
+        await connect(server.url, role="dead_letter", credentials=server.credentials) as desk,
+    ):
+        await declare(admin)
+        for group in GROUPS:
+            where = TASK.at(run=records.RUN, lane="train", suite="s")
+            seq = await admin.publish(where, request(group), msg_id=f"{records.RUN}.{request(group).trajectory}")
+            stored = await admin.get("HR_TASK", seq)
+            durable, payload = f"rollout-{records.RUN}-train", stored.data
+            copy = Rejected(stream="HR_TASK", consumer=durable, stream_seq=seq, subject=where, reason="no such task",
+                            deliveries=1, headers=stored.headers, payload=payload)  # fmt: skip
+            await rollout.publish(EVENT.at(run=records.RUN, actor="rollout", type=Rejected.type_name), copy)
+        for attempt in (0, 1):  # the second group's slot was issued again meanwhile
+            issued = records.issued("g000002", 1, attempt)
+            await admin.publish(LEDGER.at(run=records.RUN, group="g000002"), issued)
+        async with living(Desk, config, desk, records.RUN), asyncio.timeout(20):
+            async for _ in admin.follow("HR_DLQ", start=len(GROUPS)):
+                break
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("dlq") / records.RUN
+    config = parse(f'[run]\ndir = "{folder.parent}"')
+    server = uvloop.run(Server(folder / "broker").start())
+    uvloop.run(_fill(config, server))
+    yield Place(records.RUN, folder, server)
+    uvloop.run(server.stop())
+
+
+def letter_of(place: Place, name: str) -> dead_letters.Filed:
+    async def body() -> dead_letters.Filed:
+        async with await Bus.connect(place.server.url, role="operator", credentials=place.server.credentials) as bus:
+            return next(entry for entry in await dead_letters.filed(bus) if name == str(entry.seq))
+
+    return uvloop.run(body())
+
+
+def in_queue(place: Place, seq: int) -> RolloutRequest:
+    async def body() -> RolloutRequest:
+        async with await Bus.connect(place.server.url, role="admin", credentials=place.server.credentials) as bus:
+            found = (await bus.get("HR_TASK", seq)).message
+            assert isinstance(found, RolloutRequest)
+            return found
+
+    return uvloop.run(body())
+
+
+def test_letters_are_listed_and_shown(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = place.headrace(capsys, "list")
+    assert code == 0
+    key = f"HR_TASK/rollout-{place.run}-train/3"
+    third = next(line for line in out if key in line)
+    assert all(word in third for word in ("open", "rollout_request", "no such task"))
+    code, out, _ = place.headrace(capsys, "show", key)
+    shown = json.loads("\n".join(out))
+    assert code == 0
+    assert shown["message"]["group"] == "g000003"
+    assert (shown["reason"], shown["stream_seq"], shown["settled"]) == ("no such task", 3, None)
+    assert len(shown["trace"]) == 32
+    assert shown["command"] == f"headrace dlq retry {place.folder} {key}"
+
+
+def test_the_command_of_a_letter_sends_it_again_and_settles_it(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shlex.split(letter_of(place, "1").letter.command)
+    assert main(words[1:]) == 0
+    said = capsys.readouterr().out
+    again = int(said.split("#")[1].split()[0])
+    assert again > len(GROUPS)
+    assert in_queue(place, again) == request("g000001")
+    settled = letter_of(place, "1").settled
+    assert settled is not None
+    assert (settled.how, settled.sent) == ("retried", again)
+    code, _, err = place.headrace(capsys, "retry", "1")
+    assert code == 1
+    assert "was retried already" in err
+    assert not any(line.split()[0] == "1" for line in place.headrace(capsys, "list")[1])
+    assert any("retried" in line for line in place.headrace(capsys, "list", "--all")[1])
+
+
+def test_a_retry_that_the_books_will_not_count_says_so(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = place.headrace(capsys, "retry", "2")
+    assert code == 0
+    assert "its attempt was issued again since" in err
+
+
+def test_what_cannot_be_done_is_said(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = place.headrace(capsys, "show", "77")
+    assert code == 1
+    assert "there is no letter '77'; there are 1, 2, 3" in err
+    entry = letter_of(place, "3")
+    book = DeadLetter(stream="HR_SCORE", consumer="x", stream_seq=1, subject="hr.close.r1.g1", type="group_closed",
+                      reason="r", deliveries=1, headers={}, payload=b"x")  # fmt: skip
+
+    async def body() -> None:
+        async with await Bus.connect(place.server.url, role="operator", credentials=place.server.credentials) as bus:
+            with pytest.raises(BusError, match="would falsify the books"):
+                await dead_letters.resend(bus, entry._replace(letter=book))
+
+    uvloop.run(body())
+
+
+def test_a_run_that_is_over_keeps_its_letters_and_takes_decisions(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uvloop.run(place.server.stop())
+    try:
+        code, _, err = place.headrace(capsys, "retry", "3")
+        assert code == 4
+        assert "is over, nobody would take the message" in err
+        assert any(line.split()[0] == "3" for line in place.headrace(capsys, "list")[1])
+        code, out, _ = place.headrace(capsys, "drop", "3", "--note", "seen")
+        assert (code, out) == (0, ["letter 3 is dropped"])
+        assert place.headrace(capsys, "list")[1] == []
+        shown = json.loads("\n".join(place.headrace(capsys, "show", "3")[1]))
+        assert (shown["settled"]["how"], shown["settled"]["note"]) == ("dropped", "seen")
+    finally:
+        uvloop.run(place.server.start())
+
+
+@pytest.mark.parametrize("suffix", ["", ".h1", ".r7", ".h2.r7"])
+def test_an_attempt_is_known_by_its_id_however_often_it_was_sent(suffix: str) -> None:
+    headers = {"Nats-Msg-Id": f"{records.RUN}.u1.g000009-1-2{suffix}"}
+    unreadable = DeadLetter(stream="HR_TASK", consumer="c", stream_seq=1, subject="", type="", reason="", deliveries=1,
+                            headers=headers, payload=b"\xc1")  # fmt: skip
+    assert letters.lost(unreadable) == letters.Lost(records.RUN, "u1.g000009", 1, 2)

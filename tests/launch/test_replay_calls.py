@@ -1,0 +1,150 @@
+"""A trajectory's tool calls in a fresh sandbox: the same answers, and every other one is told apart."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import uvloop
+
+from headrace.bus.connection import Bus
+from headrace.bus.server import Server
+from headrace.bus.streams import declare
+from headrace.cli import main
+from headrace.config import Config, Environment
+from headrace.harness.loop import run_episode
+from headrace.harness.scripted import ScriptedEngine
+from headrace.messages.rollout import RolloutRequest, ToolCall, ToolResult, Trajectory
+from headrace.messages.sandbox import Acquire, PullTree
+from headrace.messages.subjects import TRAJ
+from headrace.policy import schemas
+from headrace.policy.renderer import Renderer
+from headrace.policy.tokenizer import Tokenizer
+from headrace.replay.calls import normal, rerun
+from headrace.tasks import open_suite
+from headrace.vmhost.host import Host
+from tests import records
+
+
+class Played(NamedTuple):
+    """A run whose stream holds one trajectory as it happened, and one that was tampered with."""
+
+    folder: Path
+    true: Trajectory
+
+
+async def _play(environment: Environment) -> Trajectory:
+    """The oracle's way through a task, in a sandbox."""
+    suite = open_suite("generated/heldout")
+    task = suite.task(suite.ids()[0])
+    request = RolloutRequest(run=records.RUN, lane="eval", group="e1", slot=0, attempt=0, task=task.ref, seed=3)
+    renderer = Renderer(Tokenizer.train((), 256 + len(schemas.tags())))
+    host = await Host.open(environment)
+    try:
+        where = Acquire(run=records.RUN, lane="eval", role="rollout", group="e1", slot=0, attempt=0,
+                        isolation="group", seed=3, files=task.files)  # fmt: skip
+        sandbox = await host.acquire(where)
+        episode = await run_episode(
+            engine=ScriptedEngine("oracle", renderer, task, suite.oracle(task.ref.task)),
+            sandbox=sandbox,
+            renderer=renderer,
+            request=request,
+            task=task,
+        )
+        tree = await sandbox.call(PullTree(patterns=()))
+    finally:
+        await host.close()
+    made = records.trajectory(request)
+    return msgspec.structs.replace(made, turns=episode.turns, digest_after=tree.digest, backend=host.backend)
+
+
+async def _keep(folder: Path, trajectories: list[Trajectory]) -> None:
+    async with (
+        Server(folder / "broker") as server,
+        await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+    ):
+        await declare(admin)
+        for made in trajectories:
+            await admin.publish(TRAJ.at(run=records.RUN, group=made.group), made)
+
+
+def tampered(made: Trajectory, turn: int, output: str) -> Trajectory:
+    """With another answer on record for the first call of a turn."""
+    results = list(made.turns[turn].results)
+    results[0] = msgspec.structs.replace(results[0], output=output)
+    turns = list(made.turns)
+    turns[turn] = msgspec.structs.replace(turns[turn], results=tuple(results))
+    return msgspec.structs.replace(made, turns=tuple(turns), id="e1-1-0", slot=1)
+
+
+@pytest.mark.parametrize("backend", ["process", pytest.param("qemu", marks=pytest.mark.vm)])
+def test_calls_give_the_same_answers_and_a_false_record_is_found(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(__file__).resolve().parents[2]
+    own = Environment(backend=backend, warm=0, cache_dir=str(root / Environment().cache_dir))  # type: ignore[arg-type]
+    folder = tmp_path / records.RUN
+    true = uvloop.run(_play(own))
+    calls = sum(len(turn.calls) for turn in true.turns)
+    assert calls >= 3
+    last = len(true.turns) - 1
+    users = msgspec.structs.replace(true, lane="production", id="e1-2-0")
+    uvloop.run(_keep(folder, [true, tampered(true, last, "never said"), users]))
+    (folder / "config.json").write_bytes(msgspec.json.encode(Config(environment=own)))
+
+    def again(id: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(("replay", str(folder), "--trajectory", id))
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    code, out, _ = again("e1-0-0")
+    found = json.loads(out)
+    assert (code, found["trajectory"], found["calls"], found["equal"], found["differing"]) == (
+        *(0, "e1-0-0", calls),
+        *(True, []),
+    )
+    assert (found["workspace_equal"], found["backend"]) == (True, backend)
+    code, out, _ = again("e1-1-0")
+    (differing,) = json.loads(out)["differing"]
+    assert code == 1
+    assert (differing["turn"], differing["call"]) == (last, true.turns[last].calls[0].id)
+    assert "-never said" in differing["diff"]
+    for id, says in (("e1-2-0", "is a user's"), ("e1-7-0", "has no trajectory"), ("e1", "has no trajectory")):
+        code, out, err = again(id)
+        assert (code, out) == (1, "")
+        assert says in err
+
+
+def test_times_and_addresses_are_no_difference_and_everything_else_is() -> None:
+    same = ("3 passed in 0.12s", "3 passed in 1.07s"), ("<obj at 0x7f01a2b3c4>", "<obj at 0x7fffffffc4>")
+    for one, two in same:
+        assert normal(one) == normal(two)
+    for one, two in (("3 passed in 0.12s", "2 passed in 0.12s"), ("a = 0x10", "a = 0x11"), ("wait 5 s", "wait 6 s")):
+        assert normal(one) != normal(two)
+
+
+@pytest.mark.anyio
+async def test_what_was_taken_out_is_counted_and_a_workspace_is_an_answer() -> None:
+    made = records.trajectory(records.issued("e1"))
+    turn = msgspec.structs.replace(
+        made.turns[0],
+        calls=(ToolCall(id="0.0", name="run_tests"), ToolCall(id="0.1", name="search")),
+        results=(
+            ToolResult(call_id="0.0", ok=True, output="ok in 0.20s"),
+            ToolResult(call_id="0.1", ok=True, output="b"),
+        ),
+    )
+    made = msgspec.structs.replace(made, turns=(turn,), digest_after="d1")
+    answers = iter(["ok in 3.90s", "b"])
+
+    async def run(call: object) -> ToolResult:
+        return ToolResult(call_id="", ok=True, output=next(answers), wall_ms=9.0)
+
+    async def digest() -> str:
+        return "d2"
+
+    found = await rerun(made, run, digest)
+    assert (found.calls, found.differing, found.normalised) == (2, (), {"durations": 1})
+    assert (found.workspace_equal, found.equal) == (False, False)

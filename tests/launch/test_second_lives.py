@@ -1,0 +1,70 @@
+"""`headrace rejudge`: the judge of today on the trajectories of then, in real sandboxes."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import uvloop
+
+from headrace.bus.connection import Bus
+from headrace.bus.server import Server
+from headrace.bus.streams import declare
+from headrace.cli import main
+from headrace.config import Config, Environment
+from headrace.messages.subjects import CLOSE, SCORE, TRAJ
+from headrace.tasks import open_suite
+from tests import records
+
+GROUP = "g000000"
+
+
+async def _keep(folder: Path) -> None:
+    """One group: a right answer that an earlier judge refused, and no answer at all."""
+    suite = open_suite("generated/train")
+    task = suite.task(suite.ids()[0])
+    solution = suite.oracle(task.ref.task).solution
+    async with (
+        Server(folder / "broker") as server,
+        await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+    ):
+        await declare(admin)
+        slots = []
+        for slot, diff in enumerate((solution, {})):
+            made = records.trajectory(records.issued(GROUP, slot))
+            made = msgspec.structs.replace(made, task=task.ref, diff=diff)
+            at = await admin.publish(TRAJ.at(run=records.RUN, group=GROUP), made)
+            old = records.score(GROUP, slot, trajectory_seq=at, passed=False, task=task.ref)
+            of = await admin.publish(SCORE.at(run=records.RUN, judge="j1", group=GROUP), old)
+            slots.append((slot, 0, at, of))
+        await admin.publish(CLOSE.at(run=records.RUN, group=GROUP), records.closed(GROUP, *slots))
+
+
+def test_a_right_answer_that_was_refused_gets_its_due(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / records.RUN
+    uvloop.run(_keep(folder))
+    own = Config(environment=Environment(backend="process", warm=0))
+    (folder / "config.json").write_bytes(msgspec.json.encode(own))
+
+    def rejudge(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(("rejudge", str(folder), *words))
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    code, out, _ = rejudge("--judge", "j2")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["groups"], found["slots"], found["verdicts_changed"]) == (1, 2, 1)
+    assert [(f["slot"], f["reward"], f["reward_again"]) for f in found["flips"]] == [(0, 0.0, 1.0), (1, 0.0, 0.0)]
+    assert [(f["advantage"], f["advantage_again"]) for f in found["flips"]] == [(0.0, 0.5), (0.0, -0.5)]
+    code, out, _ = rejudge("--judge", "j3", "--recorded", "--with", "algorithm.length_penalty=0.1")
+    found = json.loads(out)
+    assert (code, found["verdicts_changed"], found["rewards_changed"], found["flips"]) == (0, 0, 2, [])
+    for words, code, says in [
+        (("--judge", "J 2"), 2, "lower case letters"),
+        (("--judge", "j4", "--with", "algorithm.learning_rate=1.0"), 2, "is no part of a reward"),
+    ]:
+        wrong, out, err = rejudge(*words)
+        assert (wrong, out) == (code, "")
+        assert says in err

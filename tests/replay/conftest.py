@@ -1,0 +1,113 @@
+"""A finished run on disk, as the command line finds it: six steps, four of which failed, each in a way of its own."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import uvloop
+
+from headrace.actors.trainer import Trainer
+from headrace.bus.connection import Bus
+from headrace.bus.server import Server, open_store
+from headrace.bus.streams import declare
+from headrace.cli import main
+from headrace.config import Config
+from headrace.messages.base import Array
+from headrace.messages.rollout import Trajectory
+from headrace.messages.subjects import STEP
+from headrace.messages.training import StepDone, StepFailed
+from tests.actors.living import living
+from tests.river import River, config, kill, new_run
+
+Run = Callable[..., tuple[int, list[str], str]]
+
+
+class Finished(NamedTuple):
+    """A run that is over."""
+
+    run: str
+    setting: Config
+    folder: Path
+    outcomes: dict[int, StepDone | StepFailed]
+
+
+class Poison(River):
+    """A river in which some batches carry what no engine would have written."""
+
+    spoil: Callable[[Array], Array] | None = None
+
+    async def poisoned(self, number: int, spoil: Callable[[Array], Array]) -> None:
+        """One batch whose log-probabilities went through `spoil`."""
+        publish = self.bus.publish
+
+        async def spoilt(subject: str, message: msgspec.Struct, **options: object) -> int:
+            if isinstance(message, Trajectory):
+                turns = tuple(msgspec.structs.replace(t, logprobs=spoil(t.logprobs)) for t in message.turns)
+                message = msgspec.structs.replace(message, turns=turns)
+            return await publish(subject, message, **options)  # type: ignore[arg-type]
+
+        self.bus.publish = spoilt  # type: ignore[method-assign]
+        try:
+            await self.batch(number)
+        finally:
+            self.bus.publish = publish  # type: ignore[method-assign]
+
+
+async def _make(root: Path) -> Finished:
+    run = new_run()
+    setting = config(root)
+    async with Server(root / "broker") as server:
+        async with (
+            await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+            await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
+            await Bus.connect(server.url, role="trainer", credentials=server.credentials) as successor,
+        ):
+            await declare(admin)
+            river = Poison(admin, run, root)
+            first = Trainer(setting, bus, run, "t-1")
+            await first.start()
+            await river.batch(0)
+            await river.batch(1)
+            await river.batch(2, spoilt=True)
+            await river.poisoned(3, lambda a: Array.of([float(x) for x in a.tolist()], "<f8"))
+            await river.version(4)
+            kill(first)
+            strict = config(root, algorithm={"max_grad_norm": 1e-9})
+            async with living(Trainer, strict, successor, run):
+                await river.poisoned(4, lambda a: Array.of([float("nan")] * len(a), "<f4"))
+                await river.batch(5)
+                await river.version(6)
+            found = [r.message async for r in admin.history("HR_STEP", STEP.at(run=run))]
+    (root / "broker").rename(root / run / "broker")
+    (root / run / "config.json").write_bytes(msgspec.json.encode(setting))
+    outcomes = {r.step: r for r in found if isinstance(r, StepDone | StepFailed)}
+    return Finished(run, setting, root / run, outcomes)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The run, made once; its trainer was killed after step 3 and another went on. Nobody may change it."""
+    return uvloop.run(_make(tmp_path_factory.mktemp("finished")))
+
+
+@pytest.fixture(scope="session")
+def opened(finished: Finished) -> Iterator[Server]:
+    """A broker on the finished run's store, so that not every command has to start one."""
+    server = uvloop.run(open_store(finished.folder / "broker"))
+    yield server
+    uvloop.run(server.stop())
+
+
+@pytest.fixture
+def headrace(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line in this process: exit code, lines of standard output, standard error."""
+
+    def run(*words: str) -> tuple[int, list[str], str]:
+        capsys.readouterr()
+        code = main(words)
+        said = capsys.readouterr()
+        return code, said.out.splitlines(), said.err
+
+    return run

@@ -1,0 +1,75 @@
+"""The debugger stops in front of the backward pass, with everything at hand, and what goes on gives the same bits."""
+
+import io
+import json
+
+import pytest
+
+from headrace.bus.server import Server
+from tests.replay.conftest import Finished, Run
+
+
+def under_debugger(
+    run: Run, patch: pytest.MonkeyPatch, folder: str, step: int, *commands: str
+) -> tuple[int, list[str], str]:
+    """A person's words on standard input, without a terminal."""
+    patch.setattr("sys.stdin", io.StringIO("".join(f"{command}\n" for command in commands)))
+    return run("replay", folder, "--step", str(step), "--debug")
+
+
+def test_it_stops_before_anything_is_changed_and_then_goes_on(
+    finished: Finished, opened: Server, headrace: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, _ = under_debugger(
+        headrace,
+        monkeypatch,
+        str(finished.folder),
+        1,
+        "p 'gradients', [p.grad for p in state.model.parameters() if p.grad is not None]",
+        "p 'at the start', loaded.trainer.state.hash() == manifest.base_hash",
+        "p 'batch', len(trajectories), len(scores), batch.trajectories",
+        "p 'loss', part.loss.requires_grad",
+        "u",
+        "p 'above', manifest.step, len(trajectories)",
+        "c",
+    )
+    text = "\n".join(out)
+    assert "stopped in front of the first backward pass" in text
+    for told in ("'gradients', []", "'at the start', True", "'batch', 4, 4, 4", "'loss', True", "'above', 1, 4"):
+        assert f"({told})" in text
+    assert "torch.autograd.backward" in text
+    found = json.loads(out[-1])
+    assert (code, found["bitwise_equal"], found["step"]) == (0, True, 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "place", "ask", "told"),
+    [
+        (2, "the batch is refused here", "p 'why', reason, detail", "lacks log-probabilities"),
+        (3, "it raised KeyError: '<f8'", "p 'what', array.dtype", "('what', '<f8')"),
+    ],
+)
+def test_a_step_that_fails_earlier_stops_where_it_fails(
+    finished: Finished,
+    opened: Server,
+    headrace: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    place: str,
+    ask: str,
+    told: str,
+) -> None:
+    code, out, _ = under_debugger(headrace, monkeypatch, str(finished.folder), step, ask, "c")
+    text = "\n".join(out)
+    assert place in text
+    assert told in text
+    assert (code, json.loads(out[-1])["bitwise_equal"]) == (0, True)
+
+
+def test_leaving_is_no_replay(
+    finished: Finished, opened: Server, headrace: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in (("q",), ()):  # the end of the input leaves too
+        code, _, err = under_debugger(headrace, monkeypatch, str(finished.folder), 1, *words)
+        assert code == 1
+        assert "step 1 was left before its end" in err

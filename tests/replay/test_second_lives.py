@@ -1,0 +1,116 @@
+"""The same river for another judge and for another trainer; the run itself sees neither."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import uvloop
+
+from headrace.bus.connection import Bus
+from headrace.bus.server import Server, open_store
+from headrace.launch.second_lives import follow
+from headrace.messages.judging import Score
+from headrace.messages.rollout import Trajectory
+from headrace.messages.subjects import SCORE
+from headrace.replay import past as pasts
+from headrace.replay import rejudging
+from headrace.replay.second import SecondTrainer
+from tests.replay.conftest import Finished, Run
+
+
+@pytest.fixture(scope="module")
+def judged(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path, str]]:
+    """A copy of the run, judged again by one who likes what the first did not; the line that told of it."""
+    folder = tmp_path_factory.mktemp("judged") / finished.run
+    shutil.copytree(finished.folder, folder, ignore=shutil.ignore_patterns("server.json"))
+    server = uvloop.run(open_store(folder / "broker"))
+
+    async def contrary(made: Trajectory, old: Score) -> Score:
+        return msgspec.structs.replace(old, reward=1.0 - old.reward, passed=not old.passed)
+
+    async def body() -> str:
+        async with await Bus.connect(server.url, role="judge", credentials=server.credentials) as bus:
+            groups = await rejudging.closings(bus, finished.run)
+            found = await rejudging.rejudge(bus, finished.run, "j2", contrary, groups)
+            return msgspec.json.encode(found).decode()
+
+    yield server, folder, uvloop.run(body())
+    uvloop.run(server.stop())
+
+
+def test_a_contrary_judge_flips_every_advantage_that_is_one(
+    finished: Finished, judged: tuple[Server, Path, str]
+) -> None:
+    server, _, said = judged
+    found = json.loads(said)
+    assert (found["groups"], found["slots"], found["scores_run"]) == (12, 24, f"{finished.run}-j2")
+    assert found["advantages_flipped"] == len(found["flips"]) > 0
+    for flip in found["flips"]:
+        assert flip["reward_again"] == 1.0 - flip["reward"]
+        assert flip["advantage"] == -flip["advantage_again"] != 0.0
+
+    async def seen(run: str) -> int:
+        async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as bus:
+            return len([r async for r in bus.history("HR_SCORE", SCORE.where(run=run))])
+
+    assert uvloop.run(seen(finished.run)) == 24, "the run's own trainer and books see nothing new"
+    assert uvloop.run(seen(f"{finished.run}-j2")) == 24
+
+
+def test_a_second_trainer_of_the_same_mind_has_the_same_bits(
+    finished: Finished, opened: Server, tmp_path: Path, headrace: Run
+) -> None:
+    """As far as the recipe was one: step 5 was taken under another, and 3 cannot be taken at all."""
+    where = str(tmp_path / "second")
+    code, out, _ = headrace("retrain", str(finished.folder), "--to", where, "--steps", "2")
+    assert code == 0
+    assert [json.loads(line)["same_weights"] for line in out] == [True, True]
+    code, out, _ = headrace("retrain", str(finished.folder), "--to", where, "--steps", "3")
+    lines = [json.loads(line) for line in out]
+    assert [line["step"] for line in lines] == [2, 3, 4], "it goes on where it was left"
+    assert [line["failed"] for line in lines] == ["bad_batch", "exception", "loss_not_finite"]
+    assert all(line["same_weights"] for line in lines)
+
+
+def test_another_objective_and_another_judge_teach_something_else(
+    judged: tuple[Server, Path, str], tmp_path: Path, headrace: Run
+) -> None:
+    _, folder, _ = judged
+    other = ("--with", "algorithm.weighting=masked", "--with", "algorithm.learning_rate=5e-3")
+    taught = {}
+    for name, words in (("own", ()), ("objective", other), ("judge", ("--judge", "j2"))):
+        to = ("--to", str(tmp_path / name), "--steps", "2")
+        code, out, _ = headrace("retrain", str(folder), *to, *words)
+        assert code == 0
+        taught[name] = [json.loads(line) for line in out]
+    assert len({lines[1]["weights_hash"] for lines in taught.values()}) == 3
+    assert taught["judge"][0]["reward_mean"] == pytest.approx(1.0 - taught["own"][0]["reward_mean"])
+    code, _, err = headrace("retrain", str(folder), "--to", str(tmp_path / "none"), "--judge", "j9")
+    assert code == 1
+    assert "judge j9 never judged run" in err
+
+
+def test_a_second_trainer_follows_a_run_that_lives(finished: Finished, opened: Server, tmp_path: Path) -> None:
+    """History first, then what comes; here nothing comes, and it waits."""
+
+    async def body() -> list[bool]:
+        async with await Bus.connect(opened.url, role="replay", credentials=opened.credentials) as bus:
+            past = await pasts.of_run(bus, finished.setting, finished.folder, finished.run)
+            second = SecondTrainer(past, finished.setting, tmp_path)
+            found = []
+            lines = second.steps(follow(bus, finished.run))
+            async for line in lines:
+                found.append(line.same_weights)
+                if line.step == 5:
+                    waiting = asyncio.ensure_future(anext(lines))
+                    done, _ = await asyncio.wait({waiting}, timeout=0.05)
+                    assert not done
+                    waiting.cancel()
+                    break
+            return found
+
+    assert uvloop.run(body()) == [True] * 5 + [False]
