@@ -112,7 +112,7 @@ class RemoteSandbox:
         while True:
             await asyncio.sleep(PULSE_S)
             try:
-                kept = await self._keep()
+                kept = await self._keep(PULSE_S)  # one that dies with our question never answers it
             except NoResponders as error:
                 gone_since = gone_since or time.monotonic()
                 if time.monotonic() - gone_since > SILENCE_S:
@@ -127,12 +127,12 @@ class RemoteSandbox:
 
     async def renew(self) -> bool:
         """Keep it; False when the node says that it is gone or another's."""
-        return (await self._keep()).ok
+        return (await self._keep(ANSWER_S)).ok
 
-    async def _keep(self) -> Ack:
+    async def _keep(self, timeout: float) -> Ack:
         held = self._held
         request = Renew(sandbox=held.sandbox, secret=held.secret, epoch=held.epoch, lease_s=self._lease_s)
-        reply = await self._bus.request(self.subject("renew"), request, timeout=ANSWER_S)
+        reply = await self._bus.request(self.subject("renew"), request, timeout=timeout)
         self.heard = time.monotonic()
         return reply if isinstance(reply, Ack) else Ack(ok=False, detail=type(reply).__name__)
 

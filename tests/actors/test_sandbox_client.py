@@ -100,7 +100,7 @@ async def test_a_call_on_a_node_that_dies_does_not_wait_for_its_time_limit(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, started_anew: bool
 ) -> None:
     monkeypatch.setattr(sandbox_client, "SILENCE_S", 0.2 if not started_anew else 30.0)
-    monkeypatch.setattr(sandbox_client, "PULSE_S", 0.05)
+    monkeypatch.setattr(sandbox_client, "PULSE_S", 0.2)
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
     node = f"died{int(started_anew)}"
     bus = await connect("environment", node=node)
@@ -114,7 +114,7 @@ async def test_a_call_on_a_node_that_dies_does_not_wait_for_its_time_limit(
             if started_anew:
                 again = await connect("environment", node=node)
                 await stack.enter_async_context(living(Environment, CONFIG, again, "r1"))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 with pytest.raises(SandboxLost) as lost:
                     await call
     assert isinstance(lost.value, NodeSilent) is not started_anew
