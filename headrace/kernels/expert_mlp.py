@@ -8,10 +8,14 @@ Layout: gate_up [E, 2I, D] holds gate above up, down [E, D, I]; a part is a slic
 ever copied together with others. Padding rows repeat token 0 under a gate of 0: rows are independent, nobody gathers
 them, and their gradient is exactly 0.
 
+A `cast` rounds what enters the two products (see `mxfp8`); backward passes straight through it and multiplies with
+what forward multiplied.
+
 Trade-off: backward is written by hand. It keeps the inner activations and gathers the rest again, which is less memory
 traffic than what autograd would save; the plan is made with numpy on the CPU, because part sizes are needed there.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +23,12 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import batch_invariant
+
+Cast = Callable[[Tensor], Tensor]
+
+
+def _as_is(x: Tensor) -> Tensor:
+    return x
 
 
 class Plan(NamedTuple):
@@ -72,21 +82,22 @@ def _combine(outer: Tensor, gates: Tensor, p: Plan) -> Tensor:
 
 class _ExpertMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, p: Plan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, p: Plan, cast: Cast) -> Tensor:
+        x = cast(x)
         inner = _products(x.index_select(0, p.source), gate_up, p)
-        out = _combine(_products(batch_invariant.swiglu(inner), down, p), gates, p)
+        out = _combine(_products(cast(batch_invariant.swiglu(inner)), down, p), gates, p)
         ctx.save_for_backward(x, gates, gate_up, down, inner)
-        ctx.plan = p
+        ctx.plan, ctx.cast = p, cast
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
         x, gates, gate_up, down, inner = ctx.saved_tensors
         p: Plan = ctx.plan
         k, dim = gates.shape[1], x.shape[1]
         gate = gates.new_zeros(p.rows).index_copy_(0, p.slots, gates.reshape(-1))[:, None]
         rows, grads = x.index_select(0, p.source), grad.index_select(0, p.source)
-        middle = batch_invariant.swiglu(inner)
+        middle = ctx.cast(batch_invariant.swiglu(inner))
         g_down, g_gate_up = torch.zeros_like(down), torch.zeros_like(gate_up)
         g_middle = torch.empty_like(middle)
         for expert, first, end in p.parts:
@@ -102,14 +113,19 @@ class _ExpertMlp(torch.autograd.Function):
             torch.mm(g_inner[first:end].T, rows[first:end], out=g_gate_up[expert])
         g_slots = g_rows.index_select(0, p.slots).view(-1, k, dim)
         g_x = g_slots[:, 0] if k == 1 else g_slots.sum(1)
-        return g_x, g_gate.index_select(0, p.slots).view(-1, k), g_gate_up, g_down, None
+        return g_x, g_gate.index_select(0, p.slots).view(-1, k), g_gate_up, g_down, None, None
 
 
-def expert_mlp(x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int) -> Tensor:
-    """x [N, D] through the experts int64 [N, k] under gates float32 [N, k] -> [N, D]. Differentiable but in experts."""
+def expert_mlp(
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, cast: Cast = _as_is
+) -> Tensor:
+    """x [N, D] through the experts int64 [N, k] under gates float32 [N, k] -> [N, D]. Differentiable but in experts.
+
+    cast: [N, K] -> [N, K], row by row, on what enters each product.
+    """
     p = plan(experts, gate_up.shape[0], pad)
     if torch.is_grad_enabled():
-        out: Tensor = _ExpertMlp.apply(x, gates, gate_up, down, p)  # type: ignore[no-untyped-call]
+        out: Tensor = _ExpertMlp.apply(x, gates, gate_up, down, p, cast)  # type: ignore[no-untyped-call]
         return out
-    inner = _products(x.index_select(0, p.source), gate_up, p)
-    return _combine(_products(batch_invariant.swiglu(inner), down, p), gates, p)
+    inner = _products(cast(x).index_select(0, p.source), gate_up, p)
+    return _combine(_products(cast(batch_invariant.swiglu(inner)), down, p), gates, p)

@@ -5,17 +5,29 @@ that is called, so that what hooks on calls works: FSDP gathers its shards, a ch
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from headrace.kernels import batch_invariant
+from headrace.kernels import batch_invariant, mxfp8
 from headrace.kernels.expert_mlp import expert_mlp
 from headrace.kernels.route import Rule
 from headrace.policy import latent, moe
 from headrace.policy.config import PolicyConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Chosen:
+    """A layer's selection in one forward, int64 [N, k]. Not a list: what hooks on calls copies lists."""
+
+    experts: Tensor | None = None
+
+
+def expert_function(config: PolicyConfig) -> moe.ExpertFunction:
+    """The experts' arithmetic in the policy's number format."""
+    return partial(expert_mlp, cast=mxfp8.rounded) if config.expert_format == "mxfp8" else expert_mlp
 
 
 class Layer(nn.Module):
@@ -26,8 +38,8 @@ class Layer(nn.Module):
         c, dtype = config, config.torch_dtype
         self.config, self.sparse = config, config.sparse(index)
         self.rule = Rule(c.scores == "sigmoid", c.expert_groups, c.kept_groups, c.gate_scale)
-        self.function: moe.ExpertFunction = expert_mlp
-        """Replaced by another number format, or by experts on other processes."""
+        self.function = expert_function(config)
+        """Replaced where experts live on other processes."""
 
         def new(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype))
@@ -57,12 +69,12 @@ class Layer(nn.Module):
             self.correction = nn.Parameter(torch.zeros(c.experts), requires_grad=False)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, pad: int, replay: Tensor | None, chosen: list[Tensor]
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, pad: int, replay: Tensor | None, chosen: Chosen
     ) -> Tensor:
         """x [N, D] -> [N, D]. cos, sin [N, 1, D / 2]; replay int64 [N, k], see `moe.mixture`.
 
-        chosen: one list per layer and forward. The first call leaves its selection there; a second call (activations
-        computed again) finds it and takes the very same experts, also where no record was to be replayed.
+        chosen: one per layer and forward. The first call leaves its selection there; a second one (activations computed
+        again) finds it and takes the very same experts, also where no record was to be replayed.
         """
         c = self.config
         h = batch_invariant.rms_norm(x, self.attention_norm, c.eps)
@@ -76,11 +88,11 @@ class Layer(nn.Module):
             return x + _mlp(h, self.gate_up, self.down, pad)
         out, experts = moe.mixture(
             h, self.router, self.gate_up, self.down, c.top_k, c.normalise_top_k, pad,
-            chosen[0] if chosen else replay, self.rule if not chosen else self.rule._replace(plausible=0.0),
+            replay if chosen.experts is None else chosen.experts,
+            self.rule if chosen.experts is None else self.rule._replace(plausible=0.0),
             getattr(self, "correction", None), self.function,
         )  # fmt: skip
-        if not chosen:
-            chosen.append(experts)
+        chosen.experts = experts
         if c.shared_experts:
             out = out + _mlp(h, self.shared_gate_up, self.shared_down, pad)
         return x + out

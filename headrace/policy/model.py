@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from headrace.kernels import batch_invariant
 from headrace.kernels.block_attention import Packing
 from headrace.kernels.selected_logprob import selected_logprob
-from headrace.policy import attention, moe, names
+from headrace.policy import attention, formats, moe, names
 from headrace.policy.cache import KVCache, Step
 from headrace.policy.config import CheckpointError, PolicyConfig
-from headrace.policy.layer import Attend, Layer
+from headrace.policy.layer import Attend, Chosen, Layer
 from headrace.policy.numerics import Numerics
 
 __all__ = ["Layer", "Model"]
@@ -70,6 +70,8 @@ class Model(nn.Module):
                 std = 0.02 if kind == "head" or self.config.tied else 0.5
             draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             parameter.copy_(draw.mul_(std))
+        if self.config.expert_format:
+            self.load_state(self.state())  # onto the grid
 
     @property
     def head_weight(self) -> Tensor:
@@ -141,14 +143,14 @@ class Model(nn.Module):
             if layer.rule.plausible != self.plausible:
                 layer.rule = layer.rule._replace(plausible=self.plausible)
             own = None if replay is None or not layer.sparse else replay[:, index - c.dense_layers]
-            chosen: list[Tensor] = []
+            chosen = Chosen()
             arguments = (x, cos, sin, attend(index), pad, own, chosen)
             if again:
                 x = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(*arguments)
-            if recorder is not None:
-                recorder += chosen
+            if recorder is not None and chosen.experts is not None:
+                recorder.append(chosen.experts)
         return batch_invariant.rms_norm(x, self.norm, c.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -165,14 +167,15 @@ class Model(nn.Module):
         return selected_logprob(hidden, self.head_weight, targets, temperature, self.numerics.row_pad)
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of all weights under Hugging Face names, each contiguous and with memory of its own."""
-        return {name: view.detach().clone() for name, view in self._views().items()}
+        """A copy of all weights under Hugging Face names, as they are published (see `formats`)."""
+        whole = {name: view.detach().clone() for name, view in self._views().items()}
+        return formats.pack(self.config, whole)
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Take weights under Hugging Face names, cast to the config's dtype. CheckpointError when one is missing, left
         over or of another shape."""
-        views = self._views()
+        views, tensors = self._views(), formats.unpack(self.config, tensors)
         extra = set(tensors) - set(views) - ({"lm_head.weight"} if self.config.tied else set())
         missing = set(views) - set(tensors)
         if extra or missing:

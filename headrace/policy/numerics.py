@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headrace.kernels import batch_invariant, block_attention, expert_mlp
+from headrace.kernels import batch_invariant, block_attention, expert_mlp, mxfp8
 from headrace.kernels.block_attention import BLOCK, Packing
 from headrace.kernels.route import Rule, route, sigmoid
 from headrace.kernels.selected_logprob import from_logits, scaled
@@ -187,9 +187,10 @@ def _experts(config: PolicyConfig, pad: int, generator: torch.Generator) -> str:
     down = _draw(generator, c, c.experts, c.dim, c.expert_dim) * c.expert_dim**-0.5
     rule = Rule(c.scores == "sigmoid", c.expert_groups, c.kept_groups, c.gate_scale)
     gates, experts = route(scores, c.top_k, c.normalise_top_k, None, rule)
-    many = expert_mlp.expert_mlp(x, gates, experts, gate_up, down, pad)
+    options = {"cast": mxfp8.rounded} if c.expert_format == "mxfp8" else {}
+    many = expert_mlp.expert_mlp(x, gates, experts, gate_up, down, pad, **options)
     for count in _COUNTS:
-        few = expert_mlp.expert_mlp(x[:count], gates[:count], experts[:count], gate_up, down, pad)
+        few = expert_mlp.expert_mlp(x[:count], gates[:count], experts[:count], gate_up, down, pad, **options)
         if not torch.equal(few, many[:count]):
             return f"experts of {count} tokens differ from the same tokens among {_MANY}"
     return ""

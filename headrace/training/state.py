@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.policy.model import Model
+from headrace.training import precision
 from headrace.weights.state import state_hash
 
 
@@ -28,7 +29,7 @@ class TrainerState:
         self.step = 0
         """Updates taken by this optimizer; failed steps count as versions, not here."""
         self.master: dict[str, Tensor] = {
-            name: parameter if parameter.dtype == torch.float32 else parameter.detach().float()
+            name: precision.master_of(model, name, parameter)
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
@@ -70,7 +71,7 @@ class TrainerState:
         self.optimizer.step()
         for name, master in self.master.items():
             if master is not own[name]:
-                own[name].copy_(master)
+                precision.cast_into(self.model, name, own[name], master)
             master.grad = None
         self.zero_grad()
         self.step += 1
@@ -99,7 +100,7 @@ class TrainerState:
                 raise ValueError(f"{name}: the checkpoint has shape {tuple(saved.shape)}, not {tuple(master.shape)}")
             master.copy_(saved)
             if master is not own[name]:
-                own[name].copy_(master)
+                precision.cast_into(self.model, name, own[name], master)
             self.optimizer.state.pop(master, None)
             if step:
                 self.optimizer.state[master] = {

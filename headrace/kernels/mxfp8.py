@@ -1,0 +1,160 @@
+"""MXFP8: numbers in blocks of 32 that share a power of two (OCP Microscaling Formats, v1.0), and their quantisers.
+
+Idea: an element is e4m3 (8 bits, largest 448), a block's scale e8m0 (a bare exponent). The scale is RCEIL: the smallest
+power of two under which the block's largest element still fits, 2^ceil(log2(amax / 448)). The OCP text's FLOOR rule
+lets the largest element clip and costs a third more error (4.1 to 5.5e-2 against 3.6 to 3.8e-2 of a product's norm).
+
+What is cast where in the recipe `expert_format = "mxfp8"` (experts alone; all else stays in the policy's dtype):
+
+    master weights            float32, never rounded                  training/state.py
+    expert weights            master -> e4m3, 1x32 along reduction    after each update; these bytes are published
+    router, attention, head   master -> the policy's dtype            as ever
+    expert inputs             activations -> e4m3, 1x32               before gate_up, and again before down
+    products                  operands widened, float32 sums          the policy's dtype out
+    gradients                 the policy's dtype, straight through    dgrad with the quantised weights,
+                                                                      wgrad with the quantised activations
+    optimizer                 float32 on the masters
+
+Layout: `quantise` works along the last dimension, `quantise_columns` along the first but one (32x1, for wgrad), `dual`
+reads once and gives both. An element times its scale is exact in bfloat16 and float32, so a twin widens and multiplies
+as always; quantised rows depend on nothing but themselves, and exact mode holds as it does without.
+Trade-off: on a CPU this is a study of numbers, not of speed. Hopper has no block-scaled product either: there only
+bytes are saved.
+
+Error: scales are exact; elements are within 2^-4 of their size (round to nearest even), or 2^-10 of the block's scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import dispatch
+from headrace.kernels.dispatch import jit, tl
+
+BLOCK = 32
+LARGEST = 448.0
+
+
+def exponents(amax: Tensor) -> Tensor:
+    """RCEIL: amax float32 -> biased exponents int32, 1 to 247; 255 (NaN) where amax is not finite."""
+    bits = (amax / LARGEST).view(torch.int32)
+    raised = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+    return torch.where(amax.isfinite(), raised.clamp(min=1), torch.full_like(raised, 255))
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K], K a multiple of 32 -> (float8_e4m3fn [..., K], scales uint8 [..., K / 32]). ValueError otherwise."""
+    if x.shape[-1] % BLOCK:
+        raise ValueError(f"mxfp8 needs a multiple of {BLOCK} along the reduction, not {x.shape[-1]}")
+    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    scale = exponents(blocks.abs().amax(-1))
+    inverse = torch.where(scale == 255, 0x7FC00000, (254 - scale) << 23).view(torch.float32)
+    q = (blocks * inverse[..., None]).to(torch.float8_e4m3fn)
+    return q.flatten(-2), scale.to(torch.uint8)
+
+
+def dequantise(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that `quantise` kept, exactly. q [..., K], scale [..., K / 32] -> [..., K]."""
+    exponent = scale.to(torch.int32)
+    factor = torch.where(exponent == 255, 0x7FC00000, exponent << 23).view(torch.float32)
+    return (q.float().unflatten(-1, (-1, BLOCK)) * factor[..., None]).flatten(-2).to(dtype)
+
+
+def quantise_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M, K], M a multiple of 32 -> (e4m3 [M, K], scales uint8 [M / 32, K]): one scale per 32 rows of a column."""
+    q, scale = quantise(x.T.contiguous())
+    return q.view(torch.uint8).T.contiguous().view(torch.float8_e4m3fn), scale.T.contiguous()
+
+
+def dual(x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Both of x [M, K]: along rows for the forward product, along columns for wgrad."""
+    return quantise(x), quantise_columns(x)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x [..., K] as its quantised self, in its own dtype. A second time changes nothing."""
+    return dequantise(*quantise(x), x.dtype)
+
+
+@jit
+def _round_e4m3(x):  # type: ignore[no-untyped-def]
+    """float32 within +-448 -> e4m3 bits, to nearest even, by integers: the interpreter's cast loses the carry."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 the step is 2^-9: adding 2^14 leaves just those bits, rounded to nearest even by the addition itself.
+    near = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return (tl.where(size < 0x3C800000, near, normal) | sign).to(tl.uint8)
+
+
+@jit
+def _scale_of(amax):  # type: ignore[no-untyped-def]
+    """RCEIL exponents int32, as `exponents`; amax is finite."""
+    bits = (amax / 448.0).to(tl.int32, bitcast=True)
+    raised = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+    return tl.maximum(raised, 1)
+
+
+@jit
+def _quantise_kernel(  # type: ignore[no-untyped-def]
+    x, q, s, qt, st, m, k, BM: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """One tile [BM, BK] of x [m, k], read once; both sides multiples of 32, blocks never cross a tile."""
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    col = tl.program_id(1) * BK + tl.arange(0, BK)
+    live = (row < m)[:, None] & (col < k)[None, :]
+    place = row[:, None] * k + col[None, :]
+    value = tl.load(x + place, mask=live, other=0.0).to(tl.float32)
+    if ROWS:
+        blocks = tl.reshape(value, (BM, BK // 32, 32))
+        e = _scale_of(tl.max(tl.abs(blocks), 2))
+        inverse = ((254 - e) << 23).to(tl.float32, bitcast=True)
+        out = tl.reshape(_round_e4m3(blocks * inverse[:, :, None]), (BM, BK))
+        tl.store(q + place, out, mask=live)
+        at = tl.program_id(1) * (BK // 32) + tl.arange(0, BK // 32)
+        inside = (row < m)[:, None] & (at < k // 32)[None, :]
+        tl.store(s + row[:, None] * (k // 32) + at[None, :], e.to(tl.uint8), mask=inside)
+    if COLUMNS:
+        blocks = tl.reshape(value, (BM // 32, 32, BK))
+        e = _scale_of(tl.max(tl.abs(blocks), 1))
+        inverse = ((254 - e) << 23).to(tl.float32, bitcast=True)
+        out = tl.reshape(_round_e4m3(blocks * inverse[:, None, :]), (BM, BK))
+        tl.store(qt + place, out, mask=live)
+        at = tl.program_id(0) * (BM // 32) + tl.arange(0, BM // 32)
+        inside = (at < m // 32)[:, None] & (col < k)[None, :]
+        tl.store(st + at[:, None] * k + col[None, :], e.to(tl.uint8), mask=inside)
+
+
+def _launch(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (m, k), device = x.shape, x.device
+    if (rows and k % BLOCK) or (columns and m % BLOCK):
+        raise ValueError(f"mxfp8 needs multiples of {BLOCK} along the blocks, not {m} x {k}")
+    x = x.contiguous()
+
+    def new(wanted: bool, *shape: int) -> Tensor:
+        return torch.empty(shape if wanted else (1,), dtype=torch.uint8, device=device)
+
+    out = (new(rows, m, k), new(rows, m, k // BLOCK), new(columns, m, k), new(columns, m // BLOCK, k))
+    grid = (dispatch.tiles(m, 64), dispatch.tiles(k, 128))
+    _quantise_kernel[grid](x, *out, m, k, BM=64, BK=128, ROWS=rows, COLUMNS=columns)
+    return out
+
+
+def quantise_triton(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Twin of `quantise` for a GPU, two dimensions, finite numbers; the same bytes."""
+    q, s, _, _ = _launch(x, True, False)
+    return q.view(torch.float8_e4m3fn), s
+
+
+def quantise_columns_triton(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Twin of `quantise_columns` for a GPU; the same bytes."""
+    _, _, q, s = _launch(x, False, True)
+    return q.view(torch.float8_e4m3fn), s
+
+
+def dual_triton(x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Twin of `dual` for a GPU: x is read once."""
+    q, s, qt, st = _launch(x, True, True)
+    return (q.view(torch.float8_e4m3fn), s), (qt.view(torch.float8_e4m3fn), st)

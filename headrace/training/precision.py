@@ -1,0 +1,31 @@
+"""How float32 masters become the weights that are served: plain rounding, or the eight-bit grid for experts.
+
+The idea: the optimizer never sees a rounded number. After each update every master is cast into the model, and the
+model holds exactly what engines get. The table of what is cast where is in `kernels.mxfp8`.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from headrace.kernels import mxfp8
+from headrace.policy.model import Model
+
+
+def quantised(model: Model, name: str) -> bool:
+    """Whether a parameter, by our name, is one that lives on the eight-bit grid."""
+    if model.config.expert_format != "mxfp8":
+        return False
+    return name.rsplit(".", 1)[-1] in ("gate_up", "down") and model.get_parameter(name).dim() == 3
+
+
+def master_of(model: Model, name: str, parameter: nn.Parameter) -> Tensor:
+    """The float32 master of a parameter: the parameter itself where it is float32 and served as it is."""
+    if parameter.dtype == torch.float32 and not quantised(model, name):
+        return parameter
+    return parameter.detach().float().clone()
+
+
+@torch.no_grad()
+def cast_into(model: Model, name: str, parameter: nn.Parameter, master: Tensor) -> None:
+    """Write a master into the model as it is served."""
+    parameter.copy_(mxfp8.rounded(master.to(parameter.dtype)) if quantised(model, name) else master)
