@@ -184,6 +184,28 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """Dr. GRPO's constant divisor instead of each sequence's length."""
 
 
+class Numerics(Section, frozen=True, kw_only=True):
+    """What is done about differences between sampler and trainer. Limits are per engine, over the tokens that the
+    trainer scored again with the weights that wrote them; 0 is no limit."""
+
+    on_mismatch: Literal["warn", "mask", "stop"] = "warn"
+    """Above a limit: say so; or let tokens beyond `mask_ratio` teach nothing in that step; or refuse the step."""
+    limit_max_abs_dlp: float = 0.0
+    """Largest |difference| of a log-probability."""
+    limit_k3: float = 0.0
+    limit_differ: float = 0.0
+    """Share of tokens whose log-probability is not the same."""
+    limit_flips: float = 0.0
+    """Share of token-layers whose experts are not the same."""
+    mask_ratio: float = 2.0
+    """Largest p_trainer / p_sampler, either way up, that still teaches once masking is on."""
+    replay_plausible: float = 0.0
+    """A recorded expert is replayed only if its score is at least this share of the weakest that the trainer itself
+    would choose; 0 replays every record as it is."""
+    recompute: bool = False
+    """Keep no activations inside layers and compute them again in backward: less memory, the same bits."""
+
+
 class MidTraining(Section, frozen=True, kw_only=True):
     tokens: int = 3_000_000
     batch_tokens: int = 1024
@@ -266,6 +288,7 @@ class Config(Section, frozen=True, kw_only=True):
     limits: Limits = Limits()
     curriculum: Curriculum = Curriculum()
     algorithm: Algorithm = Algorithm()
+    numerics: Numerics = Numerics()
     mid_training: MidTraining = MidTraining()
     trainer: Trainer = Trainer()
     replay: Replay = Replay()

@@ -16,8 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeVar
 
+import msgspec
+
 from headrace.actors import trainer_policy, trainer_records
 from headrace.actors.trainer_shelf import Shelf
+from headrace.bus import tracing
 from headrace.bus.actor import Actor
 from headrace.bus.errors import WrongSequence
 from headrace.messages.ledger import Fence, GroupClosed
@@ -204,6 +207,10 @@ class Trainer(Actor):
         self._hash, self._step = result.state_hash, k + 1
         if isinstance(record, StepFailed):
             await self.event("step_failed", f"step {k}: {record.reason}: {record.detail}", "error", step=k)
+        for engine in result.engines:
+            tracing.here().event("engine_mismatch", step=k, **msgspec.structs.asdict(engine))
+        if result.alarm:
+            await self.event("mismatch", f"step {k}: {result.alarm}", "warning", step=k)
         await self._publish(machine, result.learning_rate)
         await self._keep(machine, manifest)
 

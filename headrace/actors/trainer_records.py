@@ -101,4 +101,6 @@ def outcome(
         waited_s=waited_s,
         entropy=result.entropy,
         clipped=result.clipped,
+        engines=result.engines,
+        alarm=result.alarm,
     )

@@ -20,6 +20,8 @@ class Mismatch(NamedTuple):
     k1: float
     k3: float
     max_abs: float
+    differ: float = 0.0
+    """Share of tokens whose two numbers are not equal, NaN among them."""
 
 
 def mismatch(trainer: Tensor, sampler: Tensor) -> Mismatch:
@@ -29,7 +31,8 @@ def mismatch(trainer: Tensor, sampler: Tensor) -> Mismatch:
     if trainer.numel() == 0:
         return Mismatch(0, 0.0, 0.0, 0.0)
     d = trainer.detach().double() - sampler.detach().double()
-    return Mismatch(d.numel(), float(-d.mean()) + 0.0, float((torch.expm1(d) - d).mean()), float(d.abs().max()))
+    differ = float((d != 0).double().mean())
+    return Mismatch(d.numel(), float(-d.mean()) + 0.0, float((torch.expm1(d) - d).mean()), float(d.abs().max()), differ)
 
 
 def router_flips(left: Tensor, right: Tensor) -> float:
@@ -37,10 +40,14 @@ def router_flips(left: Tensor, right: Tensor) -> float:
 
     left, right: integer [positions, layers, top_k]. Rows of -1 mean that a side has no record; they are left out.
     """
+    flips, known = flipped(left, right)
+    return flips / known if known else 0.0
+
+
+def flipped(left: Tensor, right: Tensor) -> tuple[int, int]:
+    """(pairs whose sets of experts differ, pairs known on both sides), as `router_flips` counts them."""
     if left.shape != right.shape:
         raise ValueError(f"routes of shape {tuple(left.shape)} against {tuple(right.shape)}")
     known = (left >= 0).all(-1) & (right >= 0).all(-1)
-    if not bool(known.any()):
-        return 0.0
     differ = (left.sort(-1).values != right.sort(-1).values).any(-1)
-    return float((differ & known).sum()) / float(known.sum())
+    return int((differ & known).sum()), int(known.sum())

@@ -6,7 +6,10 @@ elsewhere: a figure that nobody measured is null.
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from headrace.bus.connection import Bus
 from headrace.config import Config
@@ -16,6 +19,7 @@ from headrace.messages.evaluation import EvalResult
 from headrace.messages.judging import Score
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.rollout import Trajectory
+from headrace.messages.training import EngineMismatch, StepDone
 from headrace.messages.weights import WeightManifest
 
 
@@ -102,6 +106,16 @@ def reclaim_times(watch: Watch) -> list[float]:
     return [wait for rollout in waits.values() for wait in rollout]
 
 
+def worst_engines(steps: Sequence[StepDone]) -> list[EngineMismatch]:
+    """Each engine's step of the largest k3, by engine and fingerprint."""
+    worst: dict[tuple[str, str], EngineMismatch] = {}
+    for engine in (engine for step in steps for engine in step.engines if engine.tokens):
+        key = (engine.engine, engine.fingerprint)
+        if key not in worst or not engine.k3 <= worst[key].k3:
+            worst[key] = engine
+    return [worst[key] for key in sorted(worst)]
+
+
 def rate_of(results: list[EvalResult], reason: str) -> float | None:
     """The rate of the evaluation that was asked for a reason."""
     rates = [result.rate for result in results if result.reason == reason]
@@ -171,6 +185,8 @@ def report(
         "tokens_sampled": figures.tokens,
         "max_abs_dlp": max((step.max_abs_dlp for step in steps if step.rescored_tokens), default=None),
         "rescored_tokens": sum(step.rescored_tokens for step in steps),
+        "engines": [msgspec.to_builtins(engine) for engine in worst_engines(steps)],
+        "mismatch_alarms": sum(bool(step.alarm) for step in steps),
         "staleness_max": max((step.staleness_max for step in steps), default=None),
         "delta_ratio_mean": round(statistics.fmean(deltas), 2) if deltas else None,
         "delta_note": "this learning rate moves most weights at every step; production rates move one in a hundred",

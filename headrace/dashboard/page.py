@@ -64,6 +64,15 @@ def headline(report: dict[str, Any]) -> str:
         ("CPU of the VMs per episode, judge included", f"{number(report['cpu_ms_per_episode'])} ms"),
         ("Largest staleness, bound", f"{report['staleness_max']}, {report['ledger']['staleness_bound']}"),
         ("Largest |sampler - trainer| log-probability", report["max_abs_dlp"]),
+        *(
+            (
+                f"Engine {engine['engine']}: k3, share of tokens that differ, flips per token-layer",
+                f"{engine['k3']:.2g}, {engine['differ']:.2g}, {engine['flips']:.2g}"
+                + ("" if engine["same_fingerprint"] else " (other fingerprint)"),
+            )
+            for engine in report["engines"]
+        ),
+        ("Steps with a mismatch alarm", report["mismatch_alarms"]),
         ("Mean delta ratio", report["delta_ratio_mean"]),
         ("Audit", "balances" if report["ledger"]["balanced"] else "does not balance"),
         (

@@ -31,6 +31,24 @@ class StepManifest(Message, frozen=True, kw_only=True):
     objective: dict[str, float | int | str | bool] = {}
 
 
+class EngineMismatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampler against trainer over the re-scored tokens of one engine, with the weights that wrote them."""
+
+    engine: str
+    """The rollout actor that it belongs to."""
+    fingerprint: str
+    same_fingerprint: bool
+    """As the trainer's: then every figure below is 0 in exact mode."""
+    tokens: int = 0
+    k1: float = 0.0
+    k3: float = 0.0
+    max_abs_dlp: float = 0.0
+    differ: float = 0.0
+    """Share of tokens whose two log-probabilities are not equal."""
+    flips: float = 0.0
+    """Share of token-layers that the trainer would route to other experts."""
+
+
 @message("step_done")
 class StepDone(Message, frozen=True, kw_only=True):
     """A step's outcome; `version` is what it produced."""
@@ -63,6 +81,9 @@ class StepDone(Message, frozen=True, kw_only=True):
     waited_s: float
     entropy: float = 0.0
     clipped: float = 0.0
+    engines: tuple[EngineMismatch, ...] = ()
+    alarm: str = ""
+    """Which engine is above which limit of [numerics], or has another fingerprint; empty when all is well."""
 
 
 @message("step_failed")

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.config import Algorithm, Config
+from headrace.config import Algorithm, Config, Numerics
 from headrace.messages.training import StepManifest
 
 
@@ -19,7 +19,16 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
         **msgspec.to_builtins(config.algorithm),
         "micro_tokens": config.trainer.micro_tokens,
         "staleness": config.curriculum.staleness,
+        **{
+            f"numerics.{name}": value
+            for name, value in msgspec.to_builtins(config.numerics).items()
+            if value != _PLAIN[name]
+        },
     }
+
+
+_PLAIN = msgspec.to_builtins(Numerics())
+"""Left out of a recipe while they are what they always were."""
 
 
 def under(config: Config, manifest: StepManifest) -> Config:
@@ -30,10 +39,14 @@ def under(config: Config, manifest: StepManifest) -> Config:
 def changed(config: Config, objective: Mapping[str, Any]) -> Config:
     """The configuration with another recipe; names that are no settings of it are ignored."""
     own = {name: value for name, value in objective.items() if name in Algorithm.__struct_fields__}
+    head = "numerics."
+    known = {name.removeprefix(head): value for name, value in objective.items() if name.startswith(head)}
+    limits = {name: value for name, value in known.items() if name in _PLAIN}
     replace = msgspec.structs.replace
     return replace(
         config,
         algorithm=msgspec.convert({**msgspec.to_builtins(config.algorithm), **own}, Algorithm),
+        numerics=msgspec.convert({**msgspec.to_builtins(config.numerics), **limits}, Numerics),
         trainer=replace(config.trainer, micro_tokens=int(objective.get("micro_tokens", config.trainer.micro_tokens))),
         curriculum=replace(config.curriculum, staleness=int(objective.get("staleness", config.curriculum.staleness))),
     )

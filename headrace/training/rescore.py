@@ -30,8 +30,7 @@ def rescore(models: Mapping[int, Model], batch: Batch, sample: int, seed: int) -
 
     `policy.scoring.ScoringError` when a trajectory names a version that is not kept: the staleness bound was broken.
     """
-    names = list(dict.fromkeys(segment.trajectory for segment in batch.segments))
-    chosen = set(random.Random(f"rescore-{seed}").sample(names, min(sample, len(names))))
+    chosen = drawn(batch, sample, seed)
     worst, tokens = math.nan, 0
     for segment in batch.segments:
         if segment.trajectory in chosen:
@@ -39,6 +38,12 @@ def rescore(models: Mapping[int, Model], batch: Batch, sample: int, seed: int) -
             tokens += len(segment.targets)
             worst = found if math.isnan(worst) or found > worst or math.isnan(found) else worst
     return Rescored(worst, tokens)
+
+
+def drawn(batch: Batch, sample: int, seed: int) -> set[str]:
+    """The trajectories of a batch that are scored again: up to `sample`, decided by `seed`."""
+    names = list(dict.fromkeys(segment.trajectory for segment in batch.segments))
+    return set(random.Random(f"rescore-{seed}").sample(names, min(sample, len(names))))
 
 
 def difference(models: Mapping[int, Model], segment: Segment) -> float:

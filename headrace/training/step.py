@@ -27,6 +27,7 @@ from headrace.algorithms.mismatch import Mismatch, mismatch
 from headrace.algorithms.packing import pack
 from headrace.algorithms.staleness import histogram
 from headrace.config import Algorithm
+from headrace.messages.training import EngineMismatch
 from headrace.policy.model import Model
 from headrace.policy.moe import RoutesMissing
 from headrace.training.batch import Batch, Segment
@@ -69,6 +70,9 @@ class StepOutcome:
     clipped: float = 0.0
     """Share of computed tokens whose importance weight was cut."""
     seconds: float = 0.0
+    engines: tuple[EngineMismatch, ...] = ()
+    alarm: str = ""
+    """As in StepDone."""
 
 
 @dataclass(frozen=True)

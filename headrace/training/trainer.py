@@ -8,6 +8,7 @@ caller wants to find again after a crash. All calls are blocking and belong into
 """
 
 import copy
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +30,7 @@ from headrace.policy.tokenizer import Tokenizer
 from headrace.training import batch, checkpoint, mid_training
 from headrace.training.guard import Guard
 from headrace.training.mid_training import Progress, Trace
-from headrace.training.rescore import rescore
+from headrace.training.mismatch import Measured, TooFar, answer, measure
 from headrace.training.state import TrainerState
 from headrace.training.step import StepOutcome, refuse, take
 from headrace.weights import snapshot
@@ -117,16 +118,26 @@ class Trainer:
             raise ValueError(f"the manifest updates version {manifest.version}, this is {self.state.version}")
         before = copy.deepcopy(self.state.model)
         models = {**self.kept, self.state.version: before}
+        self.state.model.recompute = self.config.numerics.recompute
+        self.state.model.plausible = self.config.numerics.replay_plausible
+        measured = Measured()
         try:
             made = batch.build(manifest.groups, trajectories, scores)
-            rescored = rescore(models, made, self.config.trainer.rescore, manifest.seed)
+            measured = measure(
+                models,
+                made,
+                trajectories.values(),
+                self.config.trainer.rescore,
+                manifest.seed,
+                self.numerics.fingerprint,
+            )
             outcome = take(
                 self.state,
                 made,
-                algorithm=self.config.algorithm,
+                algorithm=answer(measured, self.config.numerics, self.config.algorithm),
                 micro_tokens=self.config.trainer.micro_tokens,
                 bound=self.config.curriculum.staleness,
-                rescored=rescored,
+                rescored=measured.rescored,
                 exact=self.numerics.exact and made.fingerprints <= {self.numerics.fingerprint},
                 reference=self.reference,
                 guard=self.guard,
@@ -137,6 +148,9 @@ class Trainer:
             outcome = refuse(self.state, "routes_missing", str(error))
         except ScoringError as error:
             outcome = refuse(self.state, "cannot_rescore", str(error))
+        except TooFar as error:
+            outcome = refuse(self.state, "mismatch_over_limit", str(error))
+        outcome = dataclasses.replace(outcome, engines=measured.engines, alarm=measured.alarm(self.config.numerics))
         oldest = self.state.version - self.config.curriculum.staleness
         self.kept = {version: model for version, model in models.items() if version >= oldest}
         return outcome
