@@ -11,7 +11,8 @@ regions do, without publishing or purging weights.
 
 Mirrors keep sequences, so manifests name chunks everywhere alike. They do not follow purges of their origin: collect in
 a region by running `headrace weights collect` against its broker. Method: NATS leaf nodes with JetStream domains, and
-mirrors across domains (ADR-59).
+mirrors across domains (ADR-59). What nats-server 2.15 takes its time for, seen on loopback: after a restart of the hub
+mirrors go on within 10 s; a region's broker that starts while its link is down has its mirror 40 s after the link.
 
     python -m headrace.bus.regions hub FOLDER [--host 0.0.0.0] [--port 7422]
     python -m headrace.bus.regions region FOLDER --name eu --hub nats-leaf://hub.example:7422 --key HUB/region.nk
@@ -47,6 +48,8 @@ _VERBS = (
     *("STREAM.UPDATE.{}", "STREAM.DELETE.{}", "DIRECT.GET.{}", "DIRECT.GET.{}.>", "CONSUMER.CREATE.{}.>"),
     *("CONSUMER.INFO.{}.*", "CONSUMER.DELETE.{}.*", "CONSUMER.MSG.NEXT.{}.*"),
 )
+LINK_S = 60.0
+"""How long the leaf link may take to come up."""
 _NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}$")
 _EXISTS = 10058
 
@@ -98,7 +101,7 @@ async def declare_mirror(bus: Bus, *, reserve: bool = False) -> None:
     """
     origin = f"$JS.{HUB}.API.STREAM.INFO.HR_WEIGHTS"
     try:
-        await bus.link.patiently(lambda: bus.link.call(origin, timeout=1.0))
+        await bus.link.patiently(lambda: bus.link.call(origin, timeout=2.0), LINK_S)
     except BusError as error:
         raise BusError(
             f"the hub does not answer over the leaf link; see the log of the region's broker ({error})"

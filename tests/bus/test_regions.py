@@ -13,6 +13,7 @@ from headrace.bus import regions
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, NoResponders
 from headrace.bus.permissions import ROLES, of
+from headrace.bus.server import Server
 from headrace.messages.operations import Beat, Event
 from headrace.messages.subjects import EVENT, LEDGER, STREAMS
 from headrace.messages.weights import WeightHead
@@ -150,3 +151,13 @@ async def test_the_folder_of_a_region_does_not_open_the_hub(brokers: World) -> N
     stranger = brokers.regions["eu"].server.credentials
     with pytest.raises(BusError, match="refuses the credentials"):
         await Bus.connect(brokers.hub.url, role="rollout", credentials=stranger)
+
+
+async def test_a_broker_with_another_key_does_not_get_in(brokers: World) -> None:
+    stranger = brokers.regions["eu"].server.credentials / "region.nk"
+    link = f"nats-leaf://127.0.0.1:{brokers.regions['eu'].wire.port}"
+    folder = regions.prepare_region(brokers.folder / "stranger", "stranger", link, stranger)
+    async with Server(folder, prepared=True), asyncio.timeout(60):
+        while "Authorization Violation" not in (folder / "log").read_text():
+            await asyncio.sleep(0.05)  # a broker offers no event for this
+    assert 'remote "stranger"' not in (brokers.hub.folder / "log").read_text()
