@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from headrace.bus.connection import Bus
+from headrace.config import Config
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import StepFailed, StepManifest
 from headrace.policy.config import CheckpointError as PolicyError
-from headrace.replay.past import Outcome, Past, ReplayError
+from headrace.replay.past import Outcome, Past, ReplayError, of_run
 from headrace.replay.recipe import under
 from headrace.training.checkpoint import CheckpointError
 from headrace.training.step import StepOutcome, refuse
@@ -148,6 +150,12 @@ class Rerun:
         except (TrainerError, CheckpointError, PolicyError, ValueError) as error:
             text = str(error).replace(str(target), str(checkpoint))
             raise ReplayError(f"run {self.past.run} cannot be opened: {text}") from None
+
+
+async def replay_step(bus: Bus, config: Config, folder: Path, run: str, step: int) -> StepReplay:
+    """One step of a run, from its streams and its folder. ReplayError says why it cannot be done."""
+    past = await of_run(bus, config, folder, run)
+    return [line async for line in replay_steps(past, [step])][0]
 
 
 async def replay_steps(past: Past, steps: Iterable[int], warn: list[str] | None = None) -> AsyncIterator[StepReplay]:
