@@ -154,8 +154,9 @@ class Rerun:
 
 async def replay_step(bus: Bus, config: Config, folder: Path, run: str, step: int) -> StepReplay:
     """One step of a run, from its streams and its folder. ReplayError says why it cannot be done."""
-    past = await of_run(bus, config, folder, run)
-    return [line async for line in replay_steps(past, [step])][0]
+    with Rerun(await of_run(bus, config, folder, run)) as rerun:
+        loaded = await rerun.reach(step)
+        return compare(loaded, await asyncio.to_thread(attempt, loaded))
 
 
 async def replay_steps(past: Past, steps: Iterable[int], warn: list[str] | None = None) -> AsyncIterator[StepReplay]:
