@@ -49,6 +49,10 @@ def parser() -> argparse.ArgumentParser:
     audit = commands.add_parser("audit", help="prove from the streams alone that nothing was lost, doubled or stale")
     audit.add_argument("run", nargs="?", default="latest", help="run id, path or 'latest'")
 
+    staleness = commands.add_parser("staleness", help="a run's staleness bound; change it while the run goes on")
+    staleness.add_argument("run", help="run id, path or 'latest'")
+    staleness.add_argument("bound", nargs="?", type=int, help="versions that a token may be old; shown when left out")
+
     replay = commands.add_parser("replay", help="run a step or a trajectory of the past again and compare")
     replay.add_argument("run", help="run id, path or 'latest'; or the folder of a bundle")
     replay.add_argument("--step", type=int, help="one step, bit for bit")

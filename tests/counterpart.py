@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from headrace.algorithms.staleness import Bounds
 from headrace.bus.actor import Actor
 from headrace.bus.connection import Bus
 from headrace.bus.received import Received
 from headrace.config import Config
-from headrace.messages.ledger import GroupClosed
+from headrace.messages.ledger import GroupClosed, StalenessBound
 from headrace.messages.rollout import RolloutRequest
 from headrace.messages.subjects import CLOSE, EVENT, FAIL, SCORE, STEP, TASK, TRAJ
 from headrace.messages.weights import WeightsSwapped
@@ -113,7 +114,8 @@ class Counterpart:
         seq = await self.bus.publish(STEP.at(run=self.run), made)
         slots = sum(len(closing.slots) for _, closing in batch)
         names = [closing.group for _, closing in batch]
-        done = records.done(k, names, slots, manifest_seq=seq, bound=self.bound, run=self.run)
+        bound = self._bounds.at(k) if self._bounds is not None else self.bound
+        done = records.done(k, names, slots, manifest_seq=seq, bound=bound, run=self.run)
         self._steps = k + 1
         await self.bus.publish(STEP.at(run=self.run), done)
         await self.serve(k + 1)
@@ -121,6 +123,7 @@ class Counterpart:
             self._changed.notify_all()
 
     _steps = 0
+    _bounds: Bounds | None = None
 
     @property
     def steps(self) -> int:
@@ -139,6 +142,10 @@ class Counterpart:
 
     async def _follow(self) -> None:
         async for received in self.bus.follow("HR_SCORE", CLOSE.where(run=self.run)):
+            if isinstance(received.message, StalenessBound):
+                said = received.message
+                known = self._bounds
+                self._bounds = known.changed(said.first_batch, said.bound) if known else Bounds.constant(said.bound)
             if isinstance(received.message, GroupClosed):
                 self.closings.append((received.seq, received.message))
                 async with self._changed:

@@ -11,7 +11,7 @@ import torch
 from headrace.actors.trainer import Trainer
 from headrace.bus.connection import Bus
 from headrace.config import Config
-from headrace.messages.ledger import ClosedSlot, GroupClosed
+from headrace.messages.ledger import ClosedSlot, GroupClosed, StalenessBound
 from headrace.messages.rollout import Trajectory, Turn
 from headrace.messages.subjects import CLOSE, EVENT, SCORE, STEP, TRAJ
 from headrace.messages.training import SnapshotReady, StepDone, StepFailed, StepManifest
@@ -60,9 +60,14 @@ class River:
                     return ready
         raise AssertionError
 
-    async def group(self, batch: int, number: int, spoilt: bool = False) -> None:
-        """Sample, score and close one group of a batch. Half of its tokens are one version old."""
-        name, versions = f"g{batch * PER_STEP + number:06d}", [max(0, batch - 1), batch, batch, batch]
+    async def bound(self, bound: int, first_batch: int) -> None:
+        """Say a staleness bound, as the curriculum does."""
+        record = StalenessBound(run=self.run, bound=bound, first_batch=first_batch)
+        await self.bus.publish(CLOSE.at(run=self.run, group="bound"), record)
+
+    async def group(self, batch: int, number: int, spoilt: bool = False, lag: int = 1) -> None:
+        """Sample, score and close one group of a batch. A quarter of its tokens is `lag` versions old."""
+        name, versions = f"g{batch * PER_STEP + number:06d}", [max(0, batch - lag), batch, batch, batch]
         slots = []
         for slot in range(GROUP):
             made = msgspec.structs.replace(
@@ -94,11 +99,11 @@ class River:
         )
         await self.bus.publish(CLOSE.at(run=self.run, group=name), closed)
 
-    async def batch(self, number: int, spoilt: bool = False) -> None:
+    async def batch(self, number: int, spoilt: bool = False, lag: int = 1) -> None:
         """All groups of one batch."""
         await self.version(number)
         for group in range(PER_STEP):
-            await self.group(number, group, spoilt)
+            await self.group(number, group, spoilt, lag)
 
     async def steps(self) -> list[StepManifest | StepDone | StepFailed]:
         """What is written about steps."""

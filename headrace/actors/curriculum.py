@@ -13,23 +13,39 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from headrace.actors import curriculum_requests as requests
+from headrace.algorithms.staleness import batch_of, first_batch_of
 from headrace.bus.actor import Actor
 from headrace.bus.errors import MessageGone, WrongSequence
 from headrace.bus.received import Received
 from headrace.messages.base import Message
 from headrace.messages.codec import UnknownType
 from headrace.messages.evaluation import EvalRequest, EvalResult
-from headrace.messages.ledger import Admission, Fence, GroupClosed, GroupDropped, SlotIssued, admission_key
+from headrace.messages.ledger import (
+    Admission,
+    BoundAsked,
+    Fence,
+    GroupClosed,
+    GroupDropped,
+    SlotIssued,
+    StalenessBound,
+    admission_key,
+)
 from headrace.messages.operations import DeadLetter
 from headrace.messages.subjects import CLOSE, DLQ, EVENT, FAIL, LEDGER, SCORE, STEP, TASK, token
 from headrace.messages.tasks import TaskRef
+from headrace.messages.weights import WeightsStaged, WeightsSwapped
 from headrace.replay import letters
 from headrace.replay.books import Book
-from headrace.replay.decisions import Again, Decision, Issue, Rules, decide, finished
+from headrace.replay.decisions import Again, Decision, Issue, Rules, bounds_of, decide, finished
 from headrace.tasks import open_suite
 
 FENCE = "curriculum"
 """Stands for a group in the subjects of fences."""
+
+BOUND = "bound"
+"""Stands for a group in the subjects of staleness bounds."""
+
+LARGEST_BOUND = 64
 
 
 class Curriculum(Actor):
@@ -49,6 +65,10 @@ class Curriculum(Actor):
         self._news = asyncio.Event()
         self._evaluations: dict[str, bool] = {}
         """Asked for so far, by id: whether the answer is there."""
+        self._asked: tuple[int, BoundAsked] | None = None
+        """The newest wish for another staleness bound, with its sequence."""
+        self._served = -1
+        """The newest version that is on the wire: some node has staged or serves it."""
         await self._take_over()
         live = {
             "HR_LEDGER": (LEDGER.where(run=self.run), FAIL.where(run=self.run)),
@@ -58,6 +78,9 @@ class Curriculum(Actor):
             "HR_EVENT": (
                 EVENT.where(run=self.run, actor="*", type=EvalRequest.type_name),
                 EVENT.where(run=self.run, actor="*", type=EvalResult.type_name),
+                EVENT.where(run=self.run, actor="*", type=BoundAsked.type_name),
+                EVENT.where(run=self.run, actor="*", type=WeightsStaged.type_name),
+                EVENT.where(run=self.run, actor="*", type=WeightsSwapped.type_name),
             ),
         }
         for stream, filters in live.items():
@@ -106,6 +129,12 @@ class Curriculum(Actor):
             case EvalResult():
                 self._evaluations[message.id] = True
                 return True
+            case BoundAsked():
+                self._asked = (received.seq, message)
+                return True
+            case WeightsStaged() | WeightsSwapped():
+                self._served = max(self._served, message.version)
+                return True
         return self.book.apply(message, received.seq)
 
     async def _work(self) -> None:
@@ -125,6 +154,7 @@ class Curriculum(Actor):
         await self.event("phase", "reinforcement learning")
         await self._request([g.slots[s].last.issued for g in self.book.open.values() for s in g.slots])
         while True:
+            await self._set_bound()
             while decisions := decide(self.book, self.rules):
                 await self._carry_out(decisions)
             await self._tell_problems()
@@ -136,6 +166,8 @@ class Curriculum(Actor):
             await self._evaluate("after", self.book.steps)
         while not all(self._evaluations.get(id) for id in self._own_evaluations()):
             await self._wait()
+        while self._served < self.book.steps:  # whoever stops the run stops the sender too
+            await self._wait()
         self.status = "finished"
         await self.event("run_finished", f"{self.book.steps} steps", steps=self.book.steps, groups=self.book.issued)
 
@@ -145,6 +177,29 @@ class Curriculum(Actor):
         with self.waiting():
             await self._news.wait()
         self._news.clear()
+
+    async def _set_bound(self) -> None:
+        """Say the staleness bound where the closings are: the configured one at first, then what an operator asks."""
+        book, own = self.book, self.config.curriculum
+        if book.bounds is None:
+            first = batch_of(len(book.closings) + own.groups_per_step - 1, own.groups_per_step)
+            await self._close(StalenessBound(run=self.run, bound=own.staleness, first_batch=first))
+        answered = max((record.asked_seq for record, _ in book.bound_records), default=0)
+        if self._asked is None or self._asked[0] <= answered:
+            return
+        seq, asked = self._asked
+        bounds = bounds_of(book, self.rules)
+        if not 0 <= asked.bound <= LARGEST_BOUND:
+            text = f"a staleness bound is 0 to {LARGEST_BOUND}, not {asked.bound}"
+            await self.event("bound_refused", text, "warning")
+            self._asked = None
+            return
+        first = first_batch_of(
+            bounds, asked.bound, len(book.closings), book.index, own.groups_per_step, drop=own.on_stale == "drop"
+        )
+        await self._close(StalenessBound(run=self.run, bound=asked.bound, first_batch=first, asked_seq=seq))
+        text = f"staleness bound {asked.bound} from batch {first} on"
+        await self.event("bound_changed", text, bound=asked.bound, first_batch=first)
 
     async def _first_version(self) -> None:
         """Wait until some engine serves a version."""
@@ -224,12 +279,16 @@ class Curriculum(Actor):
         found = self.book.attempt(issued.group, issued.slot, issued.attempt)
         return found is not None and (found.score is not None or bool(found.failed))
 
-    async def _close(self, record: GroupClosed | GroupDropped) -> None:
-        """Write a group's end on top of the last one of the run."""
+    async def _close(self, record: GroupClosed | GroupDropped | StalenessBound) -> None:
+        """Write a group's end, or another bound, on top of the last such record of the run."""
+        if isinstance(record, StalenessBound):
+            place, id = BOUND, f"{self.run}.bound.{record.asked_seq}"
+        else:
+            place, id = record.group, f"{self.run}.{record.group}.end"
         seq = await self.bus.publish(
-            CLOSE.at(run=self.run, group=record.group),
+            CLOSE.at(run=self.run, group=place),
             record,
-            msg_id=f"{self.run}.{record.group}.end",
+            msg_id=id,
             expect=self.book.close_seq,
             expect_filter=CLOSE.where(run=self.run),
         )

@@ -20,10 +20,11 @@ import msgspec
 
 from headrace.actors import trainer_policy, trainer_records
 from headrace.actors.trainer_shelf import Shelf
+from headrace.algorithms.staleness import Bounds
 from headrace.bus import tracing
 from headrace.bus.actor import Actor
 from headrace.bus.errors import WrongSequence
-from headrace.messages.ledger import Fence, GroupClosed
+from headrace.messages.ledger import Fence, GroupClosed, StalenessBound
 from headrace.messages.subjects import CLOSE, STEP
 from headrace.messages.training import BatchGroup, SnapshotReady, StepDone, StepFailed, StepManifest
 from headrace.replay.fetching import Records, fetch
@@ -60,6 +61,8 @@ class Trainer(Actor):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._progress: Progress | None = None
         self._stopping = False
+        self._bounds: Bounds | None = None
+        """The staleness bound of every batch, as the closings say."""
         self._ready: asyncio.Queue[Ready] = asyncio.Queue(2 * own.groups_per_step)
         self.spawn(self._live(), "training")
         self.every(1.0, self._measure, "metrics")
@@ -148,7 +151,8 @@ class Trainer(Actor):
         """Run one manifest again; its learning rate. Other bits than were published make a new incarnation."""
         records = await fetch(self.bus, manifest.groups)
         if manifest.base_hash != self._hash:
-            seq, manifest = await self._announce(machine, manifest.incarnation + 1, manifest.groups)
+            law = trainer_records.Law.as_in(manifest)
+            seq, manifest = await self._announce(machine, manifest.incarnation + 1, manifest.groups, law)
             known = None
         result = await self._take(machine, manifest, records)
         if known is not None and known.state_hash != result.state_hash:
@@ -162,6 +166,7 @@ class Trainer(Actor):
                 manifest.base_hash,
                 manifest.groups,
                 machine.numerics.fingerprint,
+                trainer_records.Law.as_in(manifest),
             )
             seq = await self._write(renewed)
             manifest, known = renewed, None
@@ -180,6 +185,10 @@ class Trainer(Actor):
         place = 0
         async for received in self.bus.follow("HR_SCORE", CLOSE.where(run=self.run)):
             closed = received.message
+            if isinstance(closed, StalenessBound):  # before the first closing of a batch that it holds for
+                known = self._bounds
+                wanted = known.changed(closed.first_batch, closed.bound) if known else Bounds.constant(closed.bound)
+                self._bounds = wanted
             if not isinstance(closed, GroupClosed):
                 continue
             if place >= taken:
@@ -198,7 +207,8 @@ class Trainer(Actor):
                 batch.append(await self._ready.get())
         waited = time.monotonic() - started
         self.status = f"step {k}"
-        seq, manifest = await self._announce(machine, 0, tuple(ready.group for ready in batch))
+        law = trainer_records.Law.of(self._bounds, k) if self._bounds is not None else None
+        seq, manifest = await self._announce(machine, 0, tuple(ready.group for ready in batch), law)
         trajectories = {seq: record for ready in batch for seq, record in ready.records[0].items()}
         scores = {seq: record for ready in batch for seq, record in ready.records[1].items()}
         result = await self._take(machine, manifest, (trajectories, scores))
@@ -215,11 +225,18 @@ class Trainer(Actor):
         await self._keep(machine, manifest)
 
     async def _announce(
-        self, machine: Machine, incarnation: int, groups: Sequence[BatchGroup]
+        self, machine: Machine, incarnation: int, groups: Sequence[BatchGroup], law: trainer_records.Law | None
     ) -> tuple[int, StepManifest]:
         """Write the manifest of the next step; its sequence."""
         manifest = trainer_records.manifest(
-            self.config, self.run, machine.version, incarnation, self._hash, tuple(groups), machine.numerics.fingerprint
+            self.config,
+            self.run,
+            machine.version,
+            incarnation,
+            self._hash,
+            tuple(groups),
+            machine.numerics.fingerprint,
+            law,
         )
         return await self._write(manifest), manifest
 

@@ -3,8 +3,10 @@
 import subprocess
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import headrace
+from headrace.algorithms.staleness import Bounds
 from headrace.config import Config
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.training import BatchGroup, StepDone, StepFailed, StepManifest
@@ -12,6 +14,28 @@ from headrace.replay import reproduce
 from headrace.replay.recipe import recipe
 from headrace.replay.seeds import seed_of
 from headrace.training.step import StepOutcome
+
+
+class Law(NamedTuple):
+    """The staleness bound of a batch and of the one after it, for which versions must be kept."""
+
+    bound: int
+    next: int
+
+    @classmethod
+    def of(cls, bounds: Bounds, step: int) -> "Law":
+        """That of a step."""
+        return cls(bounds.at(step), bounds.at(step + 1))
+
+    @classmethod
+    def as_in(cls, manifest: StepManifest) -> "Law | None":
+        """That of a manifest which is renewed."""
+        bound = int(manifest.objective.get("staleness", -1))
+        return cls(bound, int(manifest.objective.get("keep_versions", bound))) if bound >= 0 else None
+
+    def words(self) -> dict[str, float | int | str | bool]:
+        """As a manifest says it."""
+        return {"staleness": self.bound} | ({"keep_versions": self.next} if self.next > self.bound else {})
 
 
 @cache
@@ -37,9 +61,16 @@ def batch_group(seq: int, closed: GroupClosed) -> BatchGroup:
 
 
 def manifest(
-    config: Config, run: str, step: int, incarnation: int, base_hash: str, groups: tuple[BatchGroup, ...], mark: str
+    config: Config,
+    run: str,
+    step: int,
+    incarnation: int,
+    base_hash: str,
+    groups: tuple[BatchGroup, ...],
+    mark: str,
+    law: Law | None = None,
 ) -> StepManifest:
-    """Everything that a step depends on. `mark`: the numerics fingerprint."""
+    """Everything that a step depends on. `mark`: the numerics fingerprint. `law`: the run's, else as configured."""
     return StepManifest(
         run=run,
         step=step,
@@ -50,7 +81,7 @@ def manifest(
         seed=seed_of(config.run.seed, "step", step),
         code=code(),
         fingerprint=mark,
-        objective=recipe(config),
+        objective=recipe(config) | (law.words() if law is not None else {}),
     )
 
 
@@ -91,7 +122,7 @@ def outcome(
         tokens=result.tokens,
         staleness=dict(result.staleness),
         staleness_max=result.staleness_max,
-        staleness_bound=config.curriculum.staleness,
+        staleness_bound=int(manifest.objective.get("staleness", config.curriculum.staleness)),
         k1=result.k1,
         k3=result.k3,
         max_abs_dlp=result.max_abs_dlp,

@@ -104,6 +104,20 @@ def audit(args: argparse.Namespace) -> int:
     return looped(body())
 
 
+def staleness(args: argparse.Namespace) -> int:
+    """`headrace staleness`: the bound that holds, or another one."""
+    from headrace.launch import staleness_commands
+
+    async def body() -> int:
+        folder = runs.find(args.run)
+        async with bus_of(folder) as bus:
+            if args.bound is None:
+                return await staleness_commands.show(bus, folder.id)
+            return await staleness_commands.change(bus, folder.id, args.bound)
+
+    return looped(body())
+
+
 def status(args: argparse.Namespace) -> int:
     """`headrace status`: who is alive and how far the run is."""
     from headrace.bus.server import running
@@ -220,5 +234,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "eval": evaluate,
     "tasks": tasks,
     "vm": vm,
+    "staleness": staleness,
     "weights": weights,
 }

@@ -62,6 +62,29 @@ class GroupDropped(Message, frozen=True, kw_only=True):
     group_size: int
 
 
+@message("staleness_bound")
+class StalenessBound(Message, frozen=True, kw_only=True):
+    """The bound that holds from a batch on; it stands in the order of the closings, so everybody reads the same law.
+
+    Growing, it takes one batch for each version more (`algorithms.staleness.Bounds`).
+    """
+
+    run: str
+    bound: int
+    first_batch: int
+    """A batch without a closing when this was written."""
+    asked_seq: int = 0
+    """The BoundAsked in HR_EVENT that it answers; 0 for the one from the configuration."""
+
+
+@message("bound_asked")
+class BoundAsked(Message, frozen=True, kw_only=True):
+    """An operator asks for another staleness bound; the curriculum answers with a StalenessBound."""
+
+    run: str
+    bound: int
+
+
 @message("fence")
 class Fence(Message, frozen=True, kw_only=True):
     """An actor took over the books of a run. Later writes name this record's sequence; older holders are refused."""

@@ -105,7 +105,7 @@ SCORE = Subject(
 )
 CLOSE = Subject(
     template="hr.close.{run}.{group}",
-    types=("group_closed", "group_dropped", "fence"),
+    types=("group_closed", "group_dropped", "staleness_bound", "fence"),
     publishers=("curriculum",),
     readers=("trainer", "curriculum", "audit"),
     note="every record is written on top of the last one of its run",
@@ -151,6 +151,7 @@ EVENT = Subject(
         "eval_request",
         "eval_result",
         "promotion",
+        "bound_asked",
         "tool_log",
         "rejected",
         "event",

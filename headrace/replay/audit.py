@@ -7,7 +7,7 @@ closings, ledger), so that a run may go on meanwhile without anything seeming to
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -23,6 +23,7 @@ from headrace.messages.subjects import CLOSE, DLQ, FAIL, LEDGER, SCORE, STEP, TR
 from headrace.messages.training import StepDone
 from headrace.replay import letters
 from headrace.replay.books import Attempt, Book, Group
+from headrace.replay.drops import DropsByLength, Fate, by_length
 from headrace.replay.tokens import versions
 
 
@@ -58,6 +59,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     staleness_bound: int
     duplicates: int
     """Slots in more than one trained place."""
+    dropped_by_length: DropsByLength = DropsByLength()
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -68,6 +70,7 @@ class Seen(msgspec.Struct, frozen=True):
     slot: int
     attempt: int
     versions: tuple[int, ...]
+    wall_s: float | None = None
 
 
 async def audit(bus: Bus, run: str) -> AuditReport:
@@ -88,7 +91,7 @@ async def prove(bus: Bus, run: str) -> tuple[AuditReport, list[str]]:
             continue
         if isinstance(made, Trajectory):
             written = tuple(versions(made)) if made.lane == "train" else ()
-            seen[received.seq] = Seen(made.lane, made.group, made.slot, made.attempt, written)
+            seen[received.seq] = Seen(made.lane, made.group, made.slot, made.attempt, written, made.wall_s)
     ledger = await _read(bus, "HR_LEDGER", LEDGER.where(run=run), FAIL.where(run=run))
     return examine(run, [*ledger, *scores, *steps], [message for _, message in dead], seen)
 
@@ -117,6 +120,7 @@ def examine(
     wrong = list(book.problems)
     train = [group for group in book.groups.values() if group.first.lane == "train"]
     wrong += _check_closings(book) + _check_steps(book)
+    wrong += _check_bounds(book)
     oldest, bound, stale = _staleness(book, seen)
     wrong += stale
     issued = sum(len(group.slots) for group in train)
@@ -141,6 +145,7 @@ def examine(
         staleness_max=oldest,
         staleness_bound=bound,
         duplicates=duplicates,
+        dropped_by_length=by_length(list(_fates(book, train, seen))),
     )
     return report, wrong
 
@@ -171,6 +176,22 @@ def _slots(book: Book, train: Iterable[Group], wrong: list[str]) -> tuple[int, C
         if group.open:
             in_flight += len(group.slots)
     return trained, dropped, in_flight
+
+
+def _fates(book: Book, train: Iterable[Group], seen: Mapping[int, Seen]) -> Iterator[Fate]:
+    """Every slot with its episode's length. A slot without a verdict has none, however far it got."""
+    for group in train:
+        failed = "step_failed" if _outcome_of(book, group) == "step_failed" else ""
+        closed = group.closed
+        for number, slot in group.slots.items():
+            reason = failed
+            if group.dropped is not None and closed is None:
+                reason = group.dropped.reason
+            elif closed is not None:
+                reason = closed.dropped_slots.get(str(number), failed)
+            score = slot.last.score
+            made = seen.get(score.trajectory_seq) if score is not None else None
+            yield Fate(score.sampled_tokens if score else None, made.wall_s if made else None, reason)
 
 
 def _attempts(train: Iterable[Group]) -> Attempts:
@@ -260,14 +281,19 @@ def _batch(book: Book, step: int, per_step: int) -> list[tuple[int, GroupClosed]
 
 
 def _staleness(book: Book, seen: Mapping[int, Seen]) -> tuple[int, int, list[str]]:
-    """The oldest trained token, the bound, and every slot beyond it. A purged trajectory counts by its closing."""
-    worst = 0
-    bound = 0
+    """The oldest trained token, the largest bound that was in force, and every slot beyond the one of its batch. The
+    bound is what the closings' stream says. A purged trajectory counts by its closing."""
+    worst = largest = 0
     wrong = []
     for step, outcome in sorted(book.outcomes.items()):
         if not isinstance(outcome, StepDone):
             continue
         bound = outcome.staleness_bound
+        if book.bounds is not None and step >= book.bound_records[0][0].first_batch:
+            if bound != book.bounds.at(step):
+                wrong.append(f"step {step}: its outcome says bound {bound}, the closings say {book.bounds.at(step)}")
+            bound = book.bounds.at(step)
+        largest = max(largest, bound)
         for name in outcome.groups:
             group = book.groups.get(name)
             closed = group.closed if group is not None else None
@@ -284,7 +310,17 @@ def _staleness(book: Book, seen: Mapping[int, Seen]) -> tuple[int, int, list[str
                 worst = max(worst, oldest)
                 if oldest > bound:
                     wrong.append(f"{where}: a token is {oldest} versions old, the bound is {bound}")
-    return worst, bound, wrong
+    return worst, largest, wrong
+
+
+def _check_bounds(book: Book) -> list[str]:
+    """No bound may hold for a batch of which a place was taken before it was said."""
+    per_step = len(next(iter(book.manifests.values())).groups) if book.manifests else 0
+    return [
+        f"a staleness bound of {record.bound} for batch {record.first_batch} came after {closed} closings"
+        for record, closed in book.bound_records
+        if record.first_batch * per_step < closed
+    ]
 
 
 def _duplicates(book: Book) -> int:

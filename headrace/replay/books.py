@@ -9,9 +9,10 @@ of an honest run is kept as a problem and never raised: the audit wants to see a
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from headrace.algorithms.staleness import Bounds
 from headrace.messages.base import Message
 from headrace.messages.judging import Score
-from headrace.messages.ledger import GroupClosed, GroupDropped, SlotIssued
+from headrace.messages.ledger import GroupClosed, GroupDropped, SlotIssued, StalenessBound
 from headrace.messages.rollout import SlotFailed
 from headrace.messages.training import StepDone, StepFailed, StepManifest
 
@@ -110,6 +111,10 @@ class Book:
         """By stream sequence."""
         self.close_seq = 0
         """Sequence of the last record on the run's closing subjects, fences included."""
+        self.bounds: Bounds | None = None
+        """The staleness bound of every batch, once the run has said one."""
+        self.bound_records: list[tuple[StalenessBound, int]] = []
+        """(record, closings before it)."""
         self.issued = 0
         self.dropped = 0
         self.retired = 0
@@ -143,6 +148,8 @@ class Book:
                 return self._closed(message, seq)
             case GroupDropped():
                 return self._dropped(message, seq)
+            case StalenessBound():
+                return self._bounded(message, seq)
             case StepManifest():
                 return self.manifests.setdefault(seq, message) is message
             case StepDone() | StepFailed():
@@ -234,6 +241,18 @@ class Book:
         self.dropped += 1
         self.retired += 1
         self.open.pop(message.group, None)
+        return True
+
+    def _bounded(self, message: StalenessBound, seq: int) -> bool:
+        if seq <= self.close_seq:
+            return False
+        self.close_seq = seq
+        self.bound_records.append((message, len(self.closings)))
+        try:
+            known = self.bounds
+            self.bounds = known.changed(message.first_batch, message.bound) if known else Bounds.constant(message.bound)
+        except ValueError as error:
+            self.problem(f"staleness bound at {seq}: {error}")
         return True
 
     def _stepped(self, message: Outcome) -> bool:

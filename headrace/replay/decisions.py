@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from headrace.algorithms import staleness
+from headrace.algorithms.staleness import Bounds
 from headrace.messages.ledger import ClosedSlot, GroupClosed, GroupDropped
 from headrace.replay.books import Book, Group
 
@@ -29,6 +30,7 @@ class Rules(NamedTuple):
     group_size: int
     groups_per_step: int
     bound: int
+    """Until the streams say one."""
     steps: int
     attempts: int
     on_stale: Literal["wait", "drop"]
@@ -89,10 +91,16 @@ def _drop(group: Group, reason: Literal["stale", "infra", "cancelled"], detail: 
     return GroupDropped(run=first.run, group=group.name, reason=reason, detail=detail, group_size=first.group_size)
 
 
+def bounds_of(book: Book, rules: Rules) -> Bounds:
+    """The bound of every batch: as the run's closings say, else as configured."""
+    return book.bounds or Bounds.constant(rules.bound)
+
+
 def _again(book: Book, rules: Rules) -> list[Decision]:
     """Failed slots that have attempts left. A batch that is already over needs no tokens: the new attempt starts from
     the oldest version that the next place can take."""
-    floor = staleness.batch_of(len(book.closings), rules.groups_per_step) - rules.bound
+    batch = staleness.batch_of(len(book.closings), rules.groups_per_step)
+    floor = batch - bounds_of(book, rules).at(batch)
     return [
         Again(group.name, number, slot.last.number + 1, max(group.first.min_version, floor), slot.last.failed)
         for group in book.open.values()
@@ -136,7 +144,7 @@ def oldest_of(group: Group, rules: Rules) -> int:
 
 def _close(book: Book, rules: Rules) -> Decision | None:
     """The next closing or dropping, or None when the next place is not to be filled yet."""
-    place, per_step = len(book.closings), rules.groups_per_step
+    place, per_step, bounds = len(book.closings), rules.groups_per_step, bounds_of(book, rules)
     ready: list[tuple[int, Group]] = []
     waiting: list[tuple[int, Group]] = []
     for group in book.open.values():
@@ -144,22 +152,22 @@ def _close(book: Book, rules: Rules) -> Decision | None:
         if done and len(_survivors(group)) < SURVIVORS:
             return _drop(group, "infra", f"{len(_survivors(group))} of {group.first.group_size} slots survived")
         oldest = oldest_of(group, rules)
-        if done and staleness.last_batch(oldest, rules.bound) < staleness.batch_of(place, per_step):
+        if done and bounds.last_batch(oldest) < staleness.batch_of(place, per_step):
             return _drop(group, "stale", f"version {oldest} wrote a token and the next place is in a later batch")
         (ready if done else waiting).append((oldest, group))
     if not ready or place >= min(book.steps + 2, rules.steps) * per_step:
         return None
     oldest, first = min(ready, key=lambda pair: pair[0])  # of equals the one issued first
     others = [version for version, group in [*ready, *waiting] if group is not first]
-    if staleness.may_close(oldest, others, place, per_step, rules.bound):
+    if staleness.may_close(oldest, others, place, per_step, bounds):
         return _closing(first, rules)
     everyone = [*ready, *waiting]
-    too_late = _too_late([version for version, _ in everyone], place, rules)
+    too_late = _too_late([version for version, _ in everyone], place, per_step, bounds)
     if too_late is None:
         needed = book.steps == staleness.batch_of(place, per_step) and len(ready) >= per_step - place % per_step
         if rules.on_stale == "wait" or not needed:
             return None
-        too_late = _too_late(others, place + 1, rules)
+        too_late = _too_late(others, place + 1, per_step, bounds)
     within = [pair for pair in waiting if pair[0] <= (too_late or 0)]
     if within:
         stale = min(within, key=lambda pair: (pair[0], sum(slot.scored for slot in pair[1].slots.values())))[1]
@@ -168,10 +176,10 @@ def _close(book: Book, rules: Rules) -> Decision | None:
     return _drop(stale, "stale", f"place {place} and the ones after it are taken by tokens as old")
 
 
-def _too_late(versions: Iterable[int], place: int, rules: Rules) -> int | None:
+def _too_late(versions: Iterable[int], place: int, per_step: int, bounds: Bounds) -> int | None:
     """Earliest deadline first from a place on: the version of the first group that comes too late, None when none."""
     for at, version in enumerate(sorted(versions), place):
-        if staleness.last_batch(version, rules.bound) < staleness.batch_of(at, rules.groups_per_step):
+        if bounds.last_batch(version) < staleness.batch_of(at, per_step):
             return version
     return None
 
@@ -198,7 +206,9 @@ def _issue(book: Book, rules: Rules) -> Issue | None:
             return Issue(group.name, int(group.name[1:]), group.first.index, group.first.min_version, missing)
     if book.index >= rules.steps * rules.groups_per_step:
         return None
-    if not staleness.credit(book.issued, book.retired, rules.groups_per_step, rules.bound):
+    bounds = bounds_of(book, rules)
+    bound = bounds.at(staleness.batch_of(book.index, rules.groups_per_step))
+    if not staleness.credit(book.issued, book.retired, rules.groups_per_step, bound):
         return None
-    oldest = staleness.min_version(book.index, rules.groups_per_step, rules.bound)
+    oldest = bounds.min_version(book.index, rules.groups_per_step)
     return Issue(group_name(book.issued), book.issued, book.index, oldest, tuple(range(rules.group_size)))

@@ -151,7 +151,8 @@ class Trainer:
         except TooFar as error:
             outcome = refuse(self.state, "mismatch_over_limit", str(error))
         outcome = dataclasses.replace(outcome, engines=measured.engines, alarm=measured.alarm(self.config.numerics))
-        oldest = self.state.version - self.config.curriculum.staleness
+        keep = int(manifest.objective.get("keep_versions", 0))  # more than the bound while that is growing
+        oldest = self.state.version - max(keep, self.config.curriculum.staleness)
         self.kept = {version: model for version, model in models.items() if version >= oldest}
         return outcome
 

@@ -12,12 +12,14 @@ from headrace.actors.curriculum import Curriculum
 from headrace.actors.curriculum_requests import TaskOrder
 from headrace.bus.connection import Bus
 from headrace.bus.errors import WrongSequence
+from headrace.launch import staleness_commands
 from headrace.messages.evaluation import EvalRequest, EvalResult
-from headrace.messages.ledger import Admission, GroupClosed, GroupDropped, SlotIssued, admission_key
+from headrace.messages.ledger import Admission, BoundAsked, GroupClosed, GroupDropped, SlotIssued, admission_key
 from headrace.messages.operations import DeadLetter, Event
 from headrace.messages.rollout import RolloutRequest
 from headrace.messages.subjects import CLOSE, DLQ, EVENT, LEDGER, STEP, TASK
 from headrace.messages.training import StepDone
+from headrace.replay.audit import prove
 from tests.actors.living import living
 from tests.conftest import Connect
 from tests.counterpart import Counterpart
@@ -271,3 +273,75 @@ def test_the_request_is_the_same_however_often_it_is_made() -> None:
     assert first == requests.request(config(), issued)
     assert isinstance(first, RolloutRequest)
     assert (first.trajectory, first.min_version, first.seed) == ("g000001-1-2", 3, 7)
+
+
+async def test_an_operator_changes_the_bound_and_the_audit_reads_it_from_the_streams(connect: Connect) -> None:
+    run, steps = new_run(), 14
+    async with world(connect, run) as other:
+        operator = await connect("operator")
+        first = Curriculum(config(steps), await connect("curriculum"), run, "c-1")
+        await first.start()
+        held = [await other.next_request() for _ in range(8)]
+        assert await staleness_commands.change(operator, run, 3) == 0
+        held += [await other.next_request() for _ in range(8)]
+        kill(first)
+        # A successor with another configuration: what the streams say counts, and nothing is obeyed twice.
+        async with living(Curriculum, config(steps, staleness=0), await connect("curriculum"), run, "c-2"):
+            for request in held:
+                await other.solve(request)
+            other.answer = other.solve
+            while other.steps < steps:
+                await other.closed(2 * (other.steps + 1))
+                await other.step()
+                if other.steps == 3:
+                    assert await staleness_commands.change(operator, run, 0) == 0
+            await until_finished(other.bus, run)
+        report, wrong = await prove(operator, run)
+        said = [r.message async for r in other.bus.history("HR_SCORE", CLOSE.at(run=run, group="bound"))]
+        issued = await ledger(other.bus, run)
+    assert wrong == []
+    assert [record.bound for record in said] == [1, 3, 0]
+    assert said[1].first_batch == 0, "no place was taken yet"
+    strict = [slot for slot in issued if slot.index >= 2 * said[2].first_batch]
+    assert strict and all(slot.min_version == slot.index // 2 for slot in strict)
+    assert report.staleness_bound == 3
+    assert "stale" not in report.dropped, "a smaller bound waits for what was issued before"
+
+
+async def test_a_bound_that_makes_no_sense_is_refused_and_said(connect: Connect) -> None:
+    run = new_run()
+    async with world(connect, run) as other, living(Curriculum, config(), await connect("curriculum"), run):
+        await other.next_request()
+        operator = await connect("operator")
+        await operator.publish(
+            EVENT.at(run=run, actor="operator", type="bound_asked"), BoundAsked(run=run, bound=10_000)
+        )
+        async for received in other.bus.follow("HR_EVENT", EVENT.where(run=run, actor="curriculum", type="event")):
+            if received.message.kind == "bound_refused":
+                assert "0 to 64, not 10000" in received.message.text
+                break
+        said = [r.message.bound async for r in other.bus.history("HR_SCORE", CLOSE.at(run=run, group="bound"))]
+    assert said == [1]
+
+
+async def test_a_run_ends_only_when_its_last_version_is_on_the_wire(connect: Connect) -> None:
+    run = new_run()
+    async with world(connect, run) as other:
+        other.answer = other.solve
+        async with living(Curriculum, config(steps=1), await connect("curriculum"), run):
+            await other.closed(2)
+            serve, other.serve = other.serve, no_version  # type: ignore[method-assign]
+            await other.step()
+            async for received in other.bus.follow("HR_EVENT", EVENT.where(run=run, actor="curriculum", type="event")):
+                if received.message.text == "final evaluation":
+                    break
+            await serve(1)
+            await until_finished(other.bus, run)
+        told = [r.message async for r in other.bus.history("HR_EVENT", EVENT.where(run=run, actor="*"))]
+    swapped = [n for n, message in enumerate(told) if getattr(message, "version", 0) == 1]
+    finished = [n for n, message in enumerate(told) if getattr(message, "kind", "") == "run_finished"]
+    assert swapped and finished and swapped[0] < finished[0]
+
+
+async def no_version(_: int) -> None:
+    """The sender is slow today."""

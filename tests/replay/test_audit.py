@@ -7,12 +7,13 @@ import msgspec
 import pytest
 
 from headrace.messages.base import Message
-from headrace.messages.ledger import GroupClosed, SlotIssued
+from headrace.messages.ledger import GroupClosed, SlotIssued, StalenessBound
 from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import Span
 from headrace.messages.subjects import CLOSE, LEDGER, SCORE, STEP, TRAJ
 from headrace.messages.training import StepDone, StepManifest
 from headrace.replay.audit import Attempts, AuditReport, LaneReport, Seen, audit, examine
+from headrace.replay.drops import Bucket, DropsByLength
 from headrace.replay.tokens import versions
 from tests import records as r
 from tests.conftest import Connect
@@ -95,6 +96,9 @@ def test_an_honest_run_balances() -> None:
         staleness_max=1,
         staleness_bound=1,
         duplicates=0,
+        dropped_by_length=DropsByLength(
+            tokens=(Bucket(up_to=3, slots=10, dropped={}),), wall_s=(), unknown={"infra": 2}
+        ),
     )
 
 
@@ -111,6 +115,7 @@ def test_the_line_has_the_keys_that_are_promised() -> None:
         "staleness_max",
         "staleness_bound",
         "duplicates",
+        "dropped_by_length",
     ]
     assert list(line["attempts"]) == ["started", "kept", "lost", "running"]
     assert list(line["lanes"]["train"]) == ["issued", "scored", "dropped", "in_flight"]
@@ -215,6 +220,16 @@ def close_twice(streams: Streams) -> None:
     streams.put(streams.scores, streams.scores[closing(streams, "g000004")][1])
 
 
+def bound_that_came_too_late(streams: Streams) -> None:
+    """A larger bound is written behind the closings that need it."""
+    streams.put(streams.scores, StalenessBound(run=r.RUN, bound=1, first_batch=0))
+
+
+def bound_of_the_trainers_own(streams: Streams) -> None:
+    """The trainer claims a bound that the closings never gave it."""
+    streams.scores.insert(0, (1, StalenessBound(run=r.RUN, bound=0, first_batch=0)))
+
+
 def stale_token(streams: Streams) -> None:
     """The closing says version 1, one token says otherwise."""
     streams.group("g000007", version=1)
@@ -281,6 +296,8 @@ def trajectory_of_another(streams: Streams) -> None:
         lose_a_slot,
         train_twice,
         close_twice,
+        bound_that_came_too_late,
+        bound_of_the_trainers_own,
         stale_token,
         token_of_no_version,
         swapped_places,
@@ -368,4 +385,8 @@ async def test_the_streams_of_a_real_broker_are_read(connect: Connect) -> None:
             at_step = await bus.publish(STEP.at(run=name), r.manifest(number, batch, run=name))
             names = [closed.group for _, closed in batch]
             await bus.publish(STEP.at(run=name), r.done(number, names, 4, manifest_seq=at_step, run=name))
-    assert await audit(bus, mine) == run().examine()[0]
+    found = await audit(bus, mine)
+    by_time = found.dropped_by_length.wall_s
+    assert by_time == (Bucket(up_to=0.0, slots=10, dropped={}),)
+    told = msgspec.structs.replace(found.dropped_by_length, wall_s=())
+    assert msgspec.structs.replace(found, dropped_by_length=told) == run().examine()[0]

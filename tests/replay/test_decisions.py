@@ -6,7 +6,9 @@ from typing import Literal
 
 import pytest
 
+from headrace.algorithms.staleness import first_batch_of
 from headrace.messages.base import Message
+from headrace.messages.ledger import StalenessBound
 from headrace.messages.training import StepDone
 from headrace.replay.books import Book
 from headrace.replay.decisions import Again, Issue, Rules, decide, finished
@@ -231,6 +233,31 @@ def test_a_smaller_bound_drops_what_no_longer_fits_instead_of_waiting_for_ever()
         ("g000006", 1),
         ("g000007", 1),
     ]
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "drop"])
+def test_the_bound_may_change_at_any_moment(on_stale: Literal["wait", "drop"]) -> None:
+    for seed in range(8):
+        random_ = random.Random(seed)
+        world = World(Rules(2, 3, 1, 12, 3, on_stale))
+        world.write("score", StalenessBound(run=r.RUN, bound=1, first_batch=0))
+        world.carry_out()
+        for _ in events(world, random_, failures=0.1):
+            book = world.book
+            if random_.random() < 0.06 and book.bounds is not None:
+                wanted = random_.randint(0, 4)
+                drop = on_stale == "drop"
+                first = first_batch_of(book.bounds, wanted, len(book.closings), book.index, 3, drop=drop)
+                world.write("score", StalenessBound(run=r.RUN, bound=wanted, first_batch=first))
+            world.carry_out()
+        book = world.book
+        assert book.problems == []
+        assert book.bounds is not None and len(book.bound_records) > 2
+        reasons = [group.dropped.reason for group in book.groups.values() if group.dropped is not None]
+        assert on_stale == "drop" or "stale" not in reasons, "waiting keeps a place for everyone"
+        assert {place // 3 - c.oldest_version - book.bounds.at(place // 3) <= 0
+                for place, (_, c) in enumerate(book.closings)} == {True}  # fmt: skip
+        assert world.successor().bounds == book.bounds
 
 
 def test_the_end_cancels_what_is_open() -> None:

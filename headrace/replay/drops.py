@@ -1,0 +1,69 @@
+"""Drops by the length of what was dropped: a system that drops the long ones learns to be short.
+
+Asynchronous training finishes short episodes first. If what is given up is longer than what is kept, the policy is
+trained on a biased sample, and a total such as "1 % dropped" hides it. So slots are put into buckets of equal size by
+length, in sampled tokens and in seconds, and each bucket says how many of it were dropped and why. The edges are
+quantiles of all lengths that are known, dropped ones among them.
+
+A dropped attempt usually runs on to its end, so its length is known too. One that never ended has none: those are
+counted apart, and a lost long one hides there at worst.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+BUCKETS = 4
+
+
+class Fate(msgspec.Struct, frozen=True):
+    """A slot: how long its episode was (None while unknown), and why it was dropped (empty when it was not)."""
+
+    tokens: float | None
+    wall_s: float | None
+    reason: str = ""
+
+
+class Bucket(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots whose length is above the bucket before and at most `up_to`."""
+
+    up_to: float
+    slots: int
+    dropped: dict[str, int]
+
+
+class DropsByLength(msgspec.Struct, frozen=True, kw_only=True):
+    """Slots of the train lane in buckets of about equal size, by sampled tokens and by seconds."""
+
+    tokens: tuple[Bucket, ...] = ()
+    wall_s: tuple[Bucket, ...] = ()
+    unknown: dict[str, int] = {}
+    """Dropped slots without a finished episode, by reason."""
+
+
+def edges(lengths: Sequence[float], buckets: int = BUCKETS) -> list[float]:
+    """Upper edges by nearest rank, ascending, without repeats; the last is the largest length."""
+    ordered = sorted(lengths)
+    ranks = [-(-len(ordered) * part // buckets) for part in range(1, buckets + 1)]
+    return sorted({ordered[rank - 1] for rank in ranks if rank > 0})
+
+
+def bucketed(pairs: Sequence[tuple[float, str]], buckets: int = BUCKETS) -> Iterator[Bucket]:
+    """(length, reason) into buckets."""
+    lower = float("-inf")
+    for upper in edges([length for length, _ in pairs], buckets):
+        members = [reason for length, reason in pairs if lower < length <= upper]
+        dropped = Counter(reason for reason in members if reason)
+        yield Bucket(up_to=upper, slots=len(members), dropped=dict(sorted(dropped.items())))
+        lower = upper
+
+
+def by_length(fates: Sequence[Fate], buckets: int = BUCKETS) -> DropsByLength:
+    """The report over some slots."""
+    unknown = Counter(fate.reason for fate in fates if fate.reason and fate.tokens is None)
+    return DropsByLength(
+        tokens=tuple(bucketed([(f.tokens, f.reason) for f in fates if f.tokens is not None], buckets)),
+        wall_s=tuple(bucketed([(f.wall_s, f.reason) for f in fates if f.wall_s is not None], buckets)),
+        unknown=dict(sorted(unknown.items())),
+    )
