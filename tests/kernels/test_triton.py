@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton (the extra `kernels`) is not installed")
-@pytest.mark.parametrize("kernel", ["matmul", "rms_norm", "selected"])
+@pytest.mark.parametrize("kernel", ["matmul", "rms_norm", "selected", "backward", "quantisers", "grouped"])
 def test_a_kernel_computes_what_its_twin_does(kernel: str) -> None:
     subprocess.run(
         [sys.executable, "-m", "tests.kernels.interpreted", kernel],
