@@ -52,7 +52,7 @@ def save(
     tensors = state.tensors()
     for version, weights in (kept or {}).items():
         tensors.update({f"kept.{version}.{name}": value for name, value in weights.items()})
-    told, copies = guard.dump() if guard is not None else ({}, {})
+    told, copies = (guard or Guard()).dump()
     tensors.update({f"guard.{name}": value for name, value in copies.items()})
     described, arrays = infos(tensors), state_bits(tensors)
     about = {
@@ -63,7 +63,7 @@ def save(
         "position": json.dumps(dict(position or {}), sort_keys=True),
         "hash": root(described, slab_hashes(described, arrays)),
     }
-    if told:
+    if guard is not None:
         about["guard"] = json.dumps(told)
     with snapshot.Draft(path, described, about) as draft:
         for tensor, array in enumerate(arrays):

@@ -291,7 +291,8 @@ def _updates(
     """All updates of a batch, or none: what is refused leaves the bytes of before, what collapses those of earlier."""
     wanted = computed(batch, algorithm)
     parts = minibatches(wanted, algorithm.minibatches)
-    proximal, undo = None, None
+    proximal: dict[int, Tensor] | None = None
+    undo: Copy | None = None
     if len(parts) > 1:
         proximal, undo = proximal_logprobs(state.model, wanted, micro_tokens), Copy.of(state)
     reason = detail = ""

@@ -7,7 +7,7 @@ import torch
 from headrace.config import Algorithm
 from headrace.training.batch import Batch, build
 from headrace.training.state import TrainerState
-from headrace.training.step import StepOutcome, accumulate, learning_rate, micro_batches, take
+from headrace.training.step import StepOutcome, accumulate, learning_rate, micro_batches, minibatches, take
 from tests.training.world import CONFIG, batch, model
 
 
@@ -144,3 +144,46 @@ def test_tokens_far_off_policy_can_be_masked() -> None:
 def test_warm_up() -> None:
     algorithm = Algorithm(learning_rate=1.0, warmup_steps=4)
     assert [learning_rate(algorithm, step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+WEIGHTINGS = ["truncated", "masked", "clipped", "decoupled", "sequence", "sequence_masked"]
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_on_policy_every_correction_takes_the_same_step(weighting: str) -> None:
+    plain = one_step(TrainerState(model()), made())
+    other = one_step(TrainerState(model()), made(), weighting=weighting)
+    assert other.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
+    assert other.clipped == 0.0
+
+
+@pytest.mark.parametrize("weighting", ["truncated", "decoupled"])
+def test_a_batch_may_be_several_updates(weighting: str) -> None:
+    state = TrainerState(model())
+    outcome = one_step(state, made(), minibatches=4, weighting=weighting)
+    assert (outcome.failed, outcome.version, state.step) == ("", 1, 4)
+    assert (outcome.k1, outcome.computed_tokens) == (0.0, 64), "said of the model before the step"
+    assert outcome.state_hash != one_step(TrainerState(model()), made(), weighting=weighting).state_hash
+    again = one_step(TrainerState(model()), made(), minibatches=4, weighting=weighting)
+    assert outcome.state_hash == again.state_hash
+
+
+def test_minibatches_are_whole_trajectories_in_their_order() -> None:
+    segments = made().segments
+    found = minibatches(segments, 3)
+    assert [len(part) for part in found] == [5, 5, 6]
+    assert [segment for part in found for segment in part] == list(segments)
+    assert [len(part) for part in minibatches(segments[:2], 5)] == [1, 1]
+    assert minibatches([], 3) == [[]]
+
+
+def test_a_later_update_that_is_refused_takes_the_earlier_ones_back() -> None:
+    state, data = TrainerState(model()), made()
+    before = state.hash()
+    wild = [dataclasses.replace(segment, advantage=1e4) for segment in data.segments[8:]]
+    spoilt = dataclasses.replace(data, segments=(*data.segments[:8], *wild))
+    outcome = one_step(state, spoilt, minibatches=2, max_grad_norm=100.0)
+    assert (outcome.failed, outcome.state_hash, state.step) == ("gradient_spike", before, 0)
+    fresh = TrainerState(model())
+    fresh.version = 1
+    assert one_step(state, made()).state_hash == one_step(fresh, made()).state_hash, "the optimizer too"
