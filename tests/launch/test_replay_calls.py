@@ -27,13 +27,6 @@ from headrace.vmhost.host import Host
 from tests import records
 
 
-class Played(NamedTuple):
-    """A run whose stream holds one trajectory as it happened, and one that was tampered with."""
-
-    folder: Path
-    true: Trajectory
-
-
 async def _play(environment: Environment) -> Trajectory:
     """The oracle's way through a task, in a sandbox."""
     suite = open_suite("generated/heldout")
@@ -78,41 +71,56 @@ def tampered(made: Trajectory, turn: int, output: str) -> Trajectory:
     return msgspec.structs.replace(made, turns=tuple(turns), id="e1-1-0", slot=1)
 
 
-@pytest.mark.parametrize("backend", ["process", pytest.param("qemu", marks=pytest.mark.vm)])
-def test_calls_give_the_same_answers_and_a_false_record_is_found(
-    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = Path(__file__).resolve().parents[2]
-    own = Environment(backend=backend, warm=0, cache_dir=str(root / Environment().cache_dir))  # type: ignore[arg-type]
-    folder = tmp_path / records.RUN
-    true = uvloop.run(_play(own))
-    calls = sum(len(turn.calls) for turn in true.turns)
-    assert calls >= 3
-    last = len(true.turns) - 1
-    users = msgspec.structs.replace(true, lane="production", id="e1-2-0")
-    uvloop.run(_keep(folder, [true, tampered(true, last, "never said"), users]))
-    (folder / "config.json").write_bytes(msgspec.json.encode(Config(environment=own)))
+class Replay(NamedTuple):
+    """A run with trajectories, and what is on record of the true one."""
 
-    def again(id: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(("replay", str(folder), "--trajectory", id))
-        said = capsys.readouterr()
+    folder: Path
+    true: Trajectory
+    capsys: pytest.CaptureFixture[str]
+
+    def again(self, id: str) -> tuple[int, str, str]:
+        """`headrace replay RUN --trajectory ID`."""
+        self.capsys.readouterr()
+        code = main(("replay", str(self.folder), "--trajectory", id))
+        said = self.capsys.readouterr()
         return code, said.out, said.err
 
-    code, out, _ = again("e1-0-0")
+
+def played(backend: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Replay:
+    """A true trajectory, one with a false answer in its last turn, and one of a user."""
+    root = Path(__file__).resolve().parents[2]
+    own = Environment(backend=backend, warm=0, cache_dir=str(root / Environment().cache_dir))  # type: ignore[arg-type]
+    true = uvloop.run(_play(own))
+    users = msgspec.structs.replace(true, lane="production", id="e1-2-0")
+    uvloop.run(_keep(folder, [true, tampered(true, len(true.turns) - 1, "never said"), users]))
+    (folder / "config.json").write_bytes(msgspec.json.encode(Config(environment=own)))
+    return Replay(folder, true, capsys)
+
+
+@pytest.mark.timeout(400)  # the first to ask for a template waits until it is made
+@pytest.mark.parametrize("backend", ["process", pytest.param("qemu", marks=pytest.mark.vm)])
+def test_calls_give_the_same_answers(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = played(backend, tmp_path / records.RUN, capsys)
+    code, out, _ = run.again("e1-0-0")
     found = json.loads(out)
-    assert (code, found["trajectory"], found["calls"], found["equal"], found["differing"]) == (
-        *(0, "e1-0-0", calls),
-        *(True, []),
-    )
-    assert (found["workspace_equal"], found["backend"]) == (True, backend)
-    code, out, _ = again("e1-1-0")
+    assert code == 0
+    assert found["calls"] == sum(len(turn.calls) for turn in run.true.turns) >= 3
+    assert (found["trajectory"], found["backend"]) == ("e1-0-0", backend)
+    assert (found["equal"], found["differing"], found["workspace_equal"]) == (True, [], True)
+
+
+def test_a_false_record_is_found_and_what_cannot_be_run_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = played("process", tmp_path / records.RUN, capsys)
+    code, out, _ = run.again("e1-1-0")
     (differing,) = json.loads(out)["differing"]
+    last = run.true.turns[-1]
     assert code == 1
-    assert (differing["turn"], differing["call"]) == (last, true.turns[last].calls[0].id)
+    assert (differing["turn"], differing["call"]) == (last.index, last.calls[0].id)
     assert "-never said" in differing["diff"]
     for id, says in (("e1-2-0", "is a user's"), ("e1-7-0", "has no trajectory"), ("e1", "has no trajectory")):
-        code, out, err = again(id)
+        code, out, err = run.again(id)
         assert (code, out) == (1, "")
         assert says in err
 
