@@ -10,7 +10,10 @@ CONFIG  ?= deploy/demo.toml
 
 DEBIAN := python3-venv qemu-system-x86 mmdebstrap cpio
 
-.PHONY: help setup debian demo proof test test-all fuzz lint format docs clean
+# The CPU environment of the SGLang server: 3 GB, made by `make test-sglang`.
+SGLANG  := .cache/sglang
+
+.PHONY: help setup debian demo proof test test-all test-sglang fuzz chaos-weights lint format docs clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,8 +51,23 @@ test: lint ## lint, then the default suite (real broker, real microVMs)
 test-all: lint ## everything that can run on this machine
 	$(BIN)/pytest -m "not gpu and not sglang"
 
-fuzz: setup ## 10,000 corruptions of weight chunks, manifests and files: none is ever served
-	HEADRACE_FUZZ=10000 $(BIN)/pytest tests/weights/test_fuzz.py
+test-sglang: setup $(SGLANG)/.installed ## the real SGLang server on this CPU (3 GB of packages at first, then minutes)
+	HEADRACE_SGLANG=$(SGLANG)/bin/python $(BIN)/pytest -m sglang --timeout 900 tests/engines
+
+$(SGLANG)/.installed: $(wildcard deploy/sglang/*.txt deploy/sglang/shims/* deploy/sglang/shims/*/*.py)
+	@test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) -r deploy/sglang/requirements.txt
+	$(SGLANG)/bin/pip install -q --disable-pip-version-check --no-deps -r deploy/sglang/requirements-without-dependencies.txt
+	@rm -rf $(SGLANG)/shims && cp -r deploy/sglang/shims $(SGLANG)/shims
+	$(SGLANG)/bin/pip install -q --disable-pip-version-check --no-deps --force-reinstall $(SGLANG)/shims
+	@touch $@
+
+fuzz: setup ## 10,000 corruptions of weight chunks, manifests, heads and files: none is ever served
+	HEADRACE_FUZZ=10000 $(BIN)/pytest --timeout 3600 tests/weights/test_fuzz.py
+
+ROUNDS ?= 200
+chaos-weights: setup ## SIGKILL and SIGSTOP for sender, receiver and broker at every stage of a version, 200 times
+	$(BIN)/python -m benchmarks.weight_chaos --rounds $(ROUNDS)
 
 format: setup ## rewrite in the house's format
 	$(BIN)/ruff check --fix .

@@ -84,6 +84,19 @@ class Engine(Section, frozen=True, kw_only=True):
     max_batch: int = 64
     threads: int = 1
     url: str = ""
+    """An SGLang server that runs already. One rollout actor per server."""
+    python: str = ""
+    """Starts a server instead: the interpreter of the environment that has SGLang (docs/sglang.md)."""
+    args: tuple[str, ...] = ()
+    """Further arguments of the server that is started."""
+    swap: Literal["in_place", "abort"] = "in_place"
+    """Change weights under running requests, or take them back and send the rest of them again."""
+    deadline_s: float = 600.0
+    """For one turn on a server."""
+    start_s: float = 600.0
+    """For a server to come up."""
+    stage_dir: str = "/dev/shm"
+    """Memory in which the checkpoint lies that a server loads."""
 
 
 class Environment(Section, frozen=True, kw_only=True):
@@ -101,6 +114,8 @@ class Environment(Section, frozen=True, kw_only=True):
     """Machines that only the judge and the production lane may take."""
     warm: int = 1
     """Clones of the light template kept ready and stopped, within max_vms: they take an acquire from 100 ms to 5."""
+    also_warm: tuple[str, ...] = ()
+    """Further templates (debian, imported images, tasks) of which `warm` clones are kept ready."""
     lease_s: float = 120.0
     group_idle_s: float = 10.0
     cache_dir: str = ".cache/headrace"
@@ -239,6 +254,20 @@ class Weights(Section, frozen=True, kw_only=True):
     """Versions after which an anchor is laid beside the deltas, for late joiners."""
     keep: int = 4
     """Newest versions that a node keeps as files, besides pinned ones; at least staleness + 2."""
+    precision: Literal["as_trained", "bf16", "mxfp8"] = "as_trained"
+    """What is published: the trainer's bytes, or those rounded once by the sender. Engines serve exactly these."""
+    shards: int = 1
+    """Parts of a version that are encoded and fetched apart."""
+    encoders: int = 1
+    """Threads of the sender that encode shards; the bytes do not depend on it."""
+    want: tuple[str, ...] = ()
+    """Tensors that this node needs, such as model.layers.3.*: it stages their shards alone. Empty: all."""
+    fold_every: int = 0
+    """Versions that the sender folds into one delta, for who lags; 0 folds nothing."""
+    publishers: tuple[str, ...] = ()
+    """Public keys (U...) whose versions are taken; empty: weight_publisher.pub of the credentials folder."""
+    unsigned: bool = False
+    """Take versions that nobody signed."""
     region: str = "local"
 
 

@@ -18,6 +18,8 @@ from headrace.config import Config
 from headrace.config import Engine as EngineSection
 from headrace.engines.base import Engine, EngineError
 from headrace.engines.embedded import EmbeddedEngine
+from headrace.engines.sglang_open import opened
+from headrace.engines.sglang_terms import Unfit
 from headrace.harness.scripted import ScriptedEngine
 from headrace.messages.base import Message
 from headrace.messages.rollout import PolicyRef
@@ -198,14 +200,24 @@ class Policies:
         async with self._opening:
             if self._engine is None:
                 section = self._config.engine
-                if section.kind != "embedded":
-                    raise NoEngine(f"engine kind {section.kind!r} is not part of this version")
                 policy = PolicyConfig.from_section(self._config.policy)
+                if section.kind == "sglang":
+                    self._engine = await self._open_server(section, policy)
+                    return self._engine
                 found = await asyncio.to_thread(_probe, policy, section)
                 if section.exact and not found.exact:
                     raise NoEngine(f"exact mode can't be had on this machine: {found.reason}")
                 self._engine = EmbeddedEngine(policy, found, section.max_batch, section.threads)
             return self._engine
+
+    async def _open_server(self, section: EngineSection, policy: PolicyConfig) -> Engine:
+        """An SGLang server; one that runs already must be fit, or the actor gives up."""
+        try:
+            engine = opened(section, policy, self._folder, self._id)
+            await engine.attach()
+        except Unfit as error:
+            raise NoEngine(str(error)) from None
+        return engine
 
     def _open_renderer(self) -> Renderer:
         """The renderer of the run's tokenizer; scripts in a run without one make do with plain bytes."""

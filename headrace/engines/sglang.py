@@ -1,0 +1,319 @@
+"""The production engine: `engines.base.Engine` over one SGLang server, by HTTP.
+
+Idea: the server keeps the KV and does the arithmetic; this class keeps the laws. Ids go in and come out as they are,
+no text is ever tokenised. A turn is one or more legs (`sglang_turn`), a leg is one request that enters through the
+waiting room (`sglang_load`) and the gate (`sglang_gate`), is decoded and checked at the door (`sglang_reply`), and
+carries the version that serves as salt of its prefix-cache key. Weights change under running requests (`sglang_swap`).
+
+What never reaches the server: an id outside the vocabulary. It would end the whole server, and the broker's redelivery
+would end the next one.
+
+What is lost with a server: nothing but time. A leg that broke off is sent again once the server is back with the
+version that it had; a turn under which the server died twice is an EngineError.
+
+Trade-off: draws are the server's own. A repeat gives other ids, unless it runs with deterministic inference.
+"""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
+from headrace.engines.sglang_gate import Weights
+from headrace.engines.sglang_life import Life
+from headrace.engines.sglang_load import Admission
+from headrace.engines.sglang_reply import Leg, body, read
+from headrace.engines.sglang_server import Server
+from headrace.engines.sglang_stage import Stage
+from headrace.engines.sglang_swap import Swapper
+from headrace.engines.sglang_terms import Unfit
+from headrace.engines.sglang_turn import Session, Turn
+from headrace.engines.sglang_wire import Reply, ServerError, Wire
+from headrace.policy.config import PolicyConfig
+
+DEATHS = 2
+"""Servers that one turn may survive."""
+IDLE_LEGS = 8
+"""Legs without a token after which a turn is given up."""
+GRACE_S = 5.0
+"""How long an aborted request may take to hand over what it has."""
+
+
+class Flight:
+    """A leg under way."""
+
+    def __init__(self) -> None:
+        self.rid = uuid.uuid4().hex
+        """Of fixed length: the server aborts every request whose id begins with the one that it is given."""
+        self.started = False
+        """A token came: the prompt was forwarded."""
+
+    def heard(self, reply: Reply) -> None:
+        """Called with every event of the stream."""
+        self.started = self.started or bool(reply.get("output_ids"))
+
+
+class SglangEngine:
+    """One server, started here or attached to."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        folder: str | Path,
+        *,
+        url: str = "",
+        server: Server | None = None,
+        tokenizer: Path | None = None,
+        max_batch: int = 64,
+        swap: Literal["in_place", "abort"] = "in_place",
+        deadline_s: float = 600.0,
+        start_s: float = 600.0,
+    ) -> None:
+        """folder: in tmpfs, for the checkpoint that the server loads. url: of a server that runs; else give `server`.
+
+        swap: change weights under running requests, or take them back and send them again. deadline_s: for a turn; it
+        is aborted then and comes back with what it has. start_s: for a server to come up.
+        """
+        if bool(url) == (server is not None):
+            raise EngineError("give the url of a server that runs, or a server to start: one of both")
+        self._config, self._server, self._mode = config, server, swap
+        self._deadline_s = deadline_s
+        self._wire = Wire(server.url if server is not None else url)
+        self._stage = Stage(folder, config, tokenizer)
+        self._swapper = Swapper(self._wire, self._stage, config)
+        self._life = Life(config, self._wire, self._swapper, server, start_s, self._take_back)
+        self._admission = Admission(max_batch, lambda: self._wire.get("/v1/loads?include=core"))
+        self._watch: asyncio.Task[None] | None = None
+        self._aborting: set[asyncio.Task[Reply]] = set()
+        self._sessions: dict[str, Session] = {}
+        self._flights: dict[str, Flight] = {}
+        self._fingerprint = ""
+        self._stopped = False
+        self.counts = {"sampled": 0, "legs": 0, "taken_back": 0, "redrawn": 0, "lost": 0, "cached": 0, "retracted": 0}
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the server's arithmetic as far as it tells; never the trainer's."""
+        return self._life.terms.fingerprint if self._life.terms is not None else self._fingerprint
+
+    @property
+    def version(self) -> int:
+        """The version that `latest` means now; -1 before the first load."""
+        return self._life.version
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, the server's last load figures, and the last change of weights."""
+        load, swapper = self._admission.load, self._swapper
+        return self.counts | {
+            "running": load.running,
+            "waiting": load.waiting + self._admission.waiting,
+            "allowed": self._admission.allowed,
+            "kv_usage": load.usage,
+            "tokens_per_s": load.tokens_per_s,
+            "cache_hit_rate": load.hit_rate,
+            "sessions": len(self._sessions),
+            "pause_ms": swapper.pause_ms,
+            "stage_ms": swapper.stage_ms,
+            "staged_bytes": self._stage.written_bytes,
+            "reloads": swapper.reloads,
+            "checked": swapper.checked,
+            "starts": self._server.starts if self._server is not None else 0,
+        }
+
+    async def health(self) -> Literal["serving", "paused", "down"]:
+        """`paused` while weights change: the server's own /health says 503 then, and must not be believed."""
+        if self._swapper.paused:
+            return "paused"
+        try:
+            await self._wire.get("/ping", 5.0)
+        except ServerError as error:
+            return "serving" if error.kind == "late" and self._flights else "down"
+        return "serving"
+
+    async def attach(self) -> None:
+        """Check a server that runs already, before anything depends on it. Unfit or EngineError says what is wrong."""
+        if self._server is not None:
+            return
+        try:
+            await self._life.attach()
+        except BaseException:
+            await self._wire.close()
+            raise
+
+    async def load(self, version: int, path: str, state_hash: str) -> Swap:
+        """Serve a version as `latest`; requests in flight go on. EngineError: refused, the old one serves on."""
+        self._alive()
+        await self._life.load(self._life.name(version, path, state_hash))
+        self._fingerprint = self.fingerprint
+        return Swap(version=version, state_hash=state_hash, pause_ms=self._swapper.pause_ms)
+
+    async def pin(self, version: int, path: str, state_hash: str) -> None:
+        """Keep a version for requests that name it; the server turns to it when they come."""
+        self._alive()
+        self._life.pin(self._life.name(version, path, state_hash))
+
+    async def unpin(self, version: int) -> None:
+        """Forget a pinned version."""
+        self._life.unpin(version)
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        """Draw one generation. Cancelling the task frees the request on the server too.
+
+        Past the deadline it ends with stop `abort` and what there is. EngineError: refused, or no server can do it.
+        """
+        self._alive()
+        self._check(request)
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._admission.watch())
+        turn = Turn(request, self._sessions.get(request.session), self._config)
+        finish = await self._draw(turn, asyncio.get_running_loop().time() + self._deadline_s)
+        session = turn.session()
+        if session is not None:
+            self._sessions[request.session] = session
+        self.counts["sampled"] += len(turn.logprobs)
+        return turn.sample(finish)
+
+    async def close(self, session: str) -> None:
+        """Forget what was reported of a session; the server's cache forgets by itself."""
+        self._sessions.pop(session, None)
+
+    async def stop(self) -> None:
+        """End the engine; a server of our own ends with it."""
+        self._stopped = True
+        if self._watch is not None:
+            self._watch.cancel()
+        await asyncio.gather(*(self._abort(rid) for rid in self._flights), return_exceptions=True)
+        await asyncio.gather(*self._aborting, return_exceptions=True)
+        await self._wire.close()
+        if self._server is not None:
+            await self._server.stop()
+        await asyncio.to_thread(self._stage.remove)
+
+    # Inside.
+
+    def _alive(self) -> None:
+        if self._stopped:
+            raise EngineError("the engine was stopped")
+
+    def _check(self, request: SampleRequest) -> None:
+        """Refuse here what a server would refuse, or die of."""
+        vocab, longest = self._config.vocab, self._config.max_positions
+        if self._life.terms is not None and self._life.terms.context:
+            longest = min(longest, self._life.terms.context)
+        if not request.ids:
+            raise EngineError("a context of no tokens cannot be continued")
+        for what, ids in (("token", request.ids), ("stop", request.stop_ids)):
+            bad = next((id for id in ids if not isinstance(id, int) or not 0 <= id < vocab), None)
+            if bad is not None:
+                raise EngineError(f"{what} id {bad} is outside the vocabulary of {vocab}")
+        if request.sampling.max_turn_tokens < 1:
+            raise EngineError(f"max_turn_tokens {request.sampling.max_turn_tokens} leaves nothing to draw")
+        if not 0 <= request.sampling.temperature < float("inf"):
+            raise EngineError(f"temperature {request.sampling.temperature} is not a number from 0 on")
+        if len(request.ids) + request.sampling.max_turn_tokens > longest:
+            raise EngineError(f"a context of {len(request.ids)} and its turn go beyond {longest} positions")
+
+    async def _draw(self, turn: Turn, deadline: float) -> str:
+        """Legs until the turn has ended; how it ended."""
+        deaths = idle = 0
+        while turn.left > 0:
+            self._alive()
+            before = len(turn.logprobs)
+            try:
+                finish, late = await self._leg(turn, deadline)
+            except ServerError as error:
+                if error.kind != "gone":
+                    raise
+                deaths += 1
+                self.counts["lost"] += 1
+                if deaths >= DEATHS:
+                    raise EngineError(f"the server died {deaths} times under one turn: {error}") from error
+                continue
+            if late or finish in ("stop", "length"):
+                return finish
+            idle = 0 if len(turn.logprobs) > before else idle + 1
+            if idle >= IDLE_LEGS:
+                raise EngineError(f"the server aborted a turn {idle} times without a token")
+        return "length"
+
+    async def _leg(self, turn: Turn, deadline: float) -> tuple[str, bool]:
+        """One request; returns how it ended, and whether the deadline ended it."""
+        request = turn.request
+        async with self._admission.place(), self._life.gate.enter(lambda: self._life.wanted(request)) as weights:
+            start, flight = turn.start(weights.label), Flight()
+            self._flights[flight.rid] = flight
+            self.counts["legs"] += 1
+            try:
+                found = self._life.terms
+                asked = body(
+                    request, turn.ids, turn.left, rid=flight.rid, start=start, label=weights.label,
+                    sparse=bool(self._config.experts), seeded=found is not None and found.deterministic,
+                )  # fmt: skip
+                reply, late = await self._fly(asked, flight, deadline)
+            except ServerError as error:
+                if error.kind == "gone":
+                    self._life.lost()
+                raise
+            finally:
+                del self._flights[flight.rid]
+            leg = read(reply, prompt=len(turn.ids), start=start, config=self._config, stops=request.stop_ids)
+            return self._take(turn, leg, start, weights), late
+
+    def _take(self, turn: Turn, leg: Leg, start: int, weights: Weights) -> str:
+        """Add a leg to its turn, unless it was computed with other weights than its prefix."""
+        self.counts["cached"] += leg.cached
+        self.counts["retracted"] += leg.retractions
+        strange = [stretch.label for stretch in leg.stretches if stretch.label not in self._life.versions]
+        if strange:
+            self._life.lost()
+            raise EngineError(f"the server served {strange[0]!r}, which nobody here loaded; it is loaded anew")
+        if leg.stretches and leg.stretches[0].label != weights.label:
+            # It waited inside the server while weights changed: its prompt may mix both versions' keys and values.
+            self.counts["redrawn"] += 1
+            return "abort"
+        turn.add(leg, start, weights, self._life.versions)
+        return leg.finish
+
+    async def _fly(self, asked: Reply, flight: Flight, deadline: float) -> tuple[Reply, bool]:
+        """The reply, and whether it had to be cut short. ServerError."""
+        work = asyncio.create_task(self._wire.generate(asked, flight.heard))
+        try:
+            left = deadline - asyncio.get_running_loop().time()
+            await asyncio.wait({work}, timeout=max(0.0, left))
+            if work.done():
+                return work.result(), False
+            self._abort(flight.rid)
+            await asyncio.wait({work}, timeout=GRACE_S)
+            if not work.done():
+                raise ServerError(
+                    "late", f"a turn was not done after {self._deadline_s:.0f} s, nor could it be aborted"
+                )
+            return work.result(), True
+        finally:
+            if not work.done():
+                self._abort(flight.rid)  # a broken connection alone is noticed seconds later
+                work.cancel()
+                with contextlib.suppress(asyncio.CancelledError, EngineError):
+                    await work
+
+    def _abort(self, rid: str) -> "asyncio.Task[Reply]":
+        """Tell the server to give a request up; it answers nothing."""
+        task = asyncio.create_task(self._wire.post("/abort_request", {"rid": rid}, GRACE_S))
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    async def _take_back(self) -> None:
+        """Before a pause: requests that nobody began to compute, or all of them; they are sent again afterwards."""
+        rids: Sequence[str] = [f.rid for f in self._flights.values() if self._mode == "abort" or not f.started]
+        self.counts["taken_back"] += len(rids)
+        await asyncio.gather(*(self._abort(rid) for rid in rids), return_exceptions=True)
+        if self._mode == "abort":
+            await self._life.gate.empty()
+
+
+__all__ = ["SglangEngine", "Unfit"]

@@ -1,0 +1,38 @@
+"""From the [engine] section to an engine: attach to the server at `url`, or start one with `python`."""
+
+from pathlib import Path
+
+from headrace.config import Engine as EngineSection
+from headrace.engines.sglang import SglangEngine
+from headrace.engines.sglang_server import Server, free_port
+from headrace.engines.sglang_terms import Unfit
+from headrace.policy.config import PolicyConfig
+
+
+def opened(section: EngineSection, policy: PolicyConfig, run: Path, id: str) -> SglangEngine:
+    """The engine of the rollout actor `id`; nothing is started before its first version. Unfit: what to change.
+
+    run: the run's folder, for the tokenizer and the server's log.
+    """
+    if section.exact:
+        raise Unfit("exact mode is the embedded engine's alone: set [engine] exact = false with kind = 'sglang'")
+    if bool(section.url) == bool(section.python):
+        raise Unfit("[engine] kind = 'sglang' needs the url of a server that runs, or the python that starts one")
+    server = None
+    if section.python:
+        args = ["--max-running-requests", str(section.max_batch), *section.args]
+        if policy.experts:
+            args.append("--enable-return-routed-experts")
+        server = Server(section.python, free_port(), args, run / "logs" / f"sglang-{id}.log")
+    tokenizer = run / "tokenizer.json"
+    return SglangEngine(
+        policy,
+        Path(section.stage_dir) / f"headrace-{run.name}-{id}",
+        url=section.url,
+        server=server,
+        tokenizer=tokenizer if tokenizer.exists() else None,
+        max_batch=section.max_batch,
+        swap=section.swap,
+        deadline_s=section.deadline_s,
+        start_s=section.start_s,
+    )

@@ -1,0 +1,172 @@
+"""From a reply of /generate to what the trainer needs: ids, log-probabilities, routed experts, versions.
+
+Everything is checked here, at the door, because nothing behind it could tell: a misspelled request key is ignored by
+the server in silence, so a reply without routed experts means that they were never asked for, or never recorded.
+
+Routes come as base64 of little-endian int32 [rows, all layers, top_k], 2,048 bytes a token for a large model; they
+leave without the dense layers and as one byte an expert (two above 255 experts), the house's compact form. The server's
+log-probabilities are those of the whole distribution at the request's temperature (of temperature 1 for greedy draws),
+which is what was sampled from as long as nothing truncates it; `sampling_params` sees to that.
+
+Trap: memory pressure makes the server retract a request and forward it again. When weights changed in between, the
+routes it then reports are the new weights' for tokens that the old ones wrote. Such rows are marked as not recorded.
+"""
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.engines.base import SampleRequest
+from headrace.engines.sglang_wire import ServerError
+from headrace.policy.config import PolicyConfig
+
+STREAM_INTERVAL = 64
+"""Tokens per event: the first token comes at once, and each event repeats all before it."""
+
+
+class Stretch(NamedTuple):
+    """Sampled tokens start..end-1 of a leg were written by the weights of that label."""
+
+    label: str
+    start: int
+    end: int
+
+
+class Leg(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's share of a turn."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rows: NDArray[np.unsignedinteger] | None
+    """[positions forwarded from `start` on, sparse layers, top_k]; None for a dense model or without any token."""
+    stretches: tuple[Stretch, ...]
+    finish: Literal["stop", "length", "abort"]
+    cached: int
+    retractions: int
+
+
+def body(
+    request: SampleRequest,
+    ids: Sequence[int],
+    left: int,
+    *,
+    rid: str,
+    start: int,
+    label: str,
+    sparse: bool,
+    seeded: bool,
+) -> dict[str, Any]:
+    """The JSON of POST /generate. ids: the context; left: tokens still to draw; start: first row of routes wanted.
+
+    Every value that changes the distribution is spelled out, so that no default of a server or a model creeps in.
+    """
+    sampling: dict[str, Any] = {
+        "max_new_tokens": left,
+        "temperature": request.sampling.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "stop_token_ids": list(request.stop_ids),
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "stream_interval": STREAM_INTERVAL,
+    }
+    if seeded:
+        sampling["sampling_seed"] = request.seed % (1 << 31)
+    routes = {"return_routed_experts": True, "routed_experts_start_len": start} if sparse else {}
+    return {
+        "rid": rid,
+        "input_ids": list(ids),
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "cache_salt": label,
+        **routes,
+    }
+
+
+def read(reply: Mapping[str, Any], *, prompt: int, start: int, config: PolicyConfig, stops: Sequence[int]) -> Leg:
+    """The leg in a finished reply to `prompt` context tokens with routes from `start` on.
+
+    ServerError of kind `garbled` says what is missing or contradicts itself.
+    """
+    try:
+        meta = reply["meta_info"]
+        ids = tuple(reply["output_ids"])
+        ending = meta["finish_reason"]
+        finish = ending["type"]
+        pairs = meta.get("output_token_logprobs") or []
+        stretches = tuple(
+            Stretch(str(span["version"]), span["start"], min(span["end"], len(ids)))
+            for span in meta.get("weight_versions") or []
+            if span["start"] < min(span["end"], len(ids))
+        )
+    except (KeyError, TypeError) as error:
+        raise _garbled(f"the reply lacks {error}") from None
+    if finish not in ("stop", "length", "abort"):
+        raise _garbled(f"finish_reason {finish!r} is unknown")
+    if any(not isinstance(token, int) or not 0 <= token < config.vocab for token in ids):
+        raise _garbled(f"a sampled id is outside the vocabulary of {config.vocab}: the server serves another model")
+    if [pair[1] for pair in pairs] != list(ids):
+        raise _garbled(f"{len(pairs)} log-probabilities came for {len(ids)} ids, or for others")
+    if any(pair[0] is None or not math.isfinite(pair[0]) for pair in pairs):
+        raise _garbled("a log-probability is not finite: the weights give logits that are not")
+    covered = [index for stretch in stretches for index in range(stretch.start, stretch.end)]
+    if covered != list(range(len(ids))):
+        raise _garbled(f"weight_versions do not cover the {len(ids)} sampled tokens")
+    if finish == "stop" and (not ids or ids[-1] not in stops):
+        raise _garbled(
+            f"the server stopped at an end of its own ({ending.get('matched')}); serve the model without eos_token_id"
+        )
+    retractions = int(meta.get("num_retractions") or 0)
+    rows = None
+    if config.experts and ids:
+        rows = _rows(meta, prompt + len(ids) - 1 - start, config)
+        if retractions and len(stretches) > 1:
+            rows[: max(0, prompt - 1 + stretches[-1].start - start)] = _none(config)
+    return Leg(
+        ids=ids,
+        logprobs=tuple(float(np.float32(pair[0])) for pair in pairs),
+        rows=rows,
+        stretches=stretches,
+        finish=finish,
+        cached=int(meta.get("cached_tokens") or 0),
+        retractions=retractions,
+    )
+
+
+def _rows(meta: Mapping[str, Any], count: int, config: PolicyConfig) -> NDArray[np.unsignedinteger]:
+    """Routes in compact form [count, sparse layers, top_k]; the dtype's largest value means none."""
+    coded = meta.get("routed_experts")
+    if not coded:
+        raise _garbled(
+            "the reply has no routed_experts; start the server with --enable-return-routed-experts, because a mixture "
+            "cannot be trained without them"
+        )
+    shape = (count, config.layers, config.top_k)
+    try:
+        flat = np.frombuffer(base64.b64decode(coded, validate=True), "<i4")
+        wide = flat.reshape(shape)[:, config.dense_layers :]
+    except (ValueError, binascii.Error):
+        raise _garbled(f"routed_experts are not base64 of int32 {list(shape)}") from None
+    if wide.size and (wide.min() < -1 or wide.max() >= config.experts):
+        raise _garbled(f"routed_experts name experts {wide.min()} to {wide.max()}, the model has {config.experts}")
+    return np.where(wide < 0, _none(config), wide).astype(config.routed_dtype)
+
+
+def _none(config: PolicyConfig) -> int:
+    return int(np.iinfo(np.dtype(config.routed_dtype)).max)
+
+
+def _garbled(text: str) -> ServerError:
+    return ServerError("garbled", text)

@@ -1,0 +1,111 @@
+"""A server process of our own: started from its own virtual environment, watched, ended with all it started.
+
+SGLang runs as three processes in the session that is made for it here; a signal to that session ends all of them, and
+it gets SIGTERM when we die. Attaching to a server that somebody else runs needs none of this: leave [engine] python
+empty and give its url.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from headrace.engines.base import EngineError
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+ALWAYS = ("--enable-metrics", "--skip-server-warmup")
+CPU = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-overlap-schedule", "--mem-fraction-static", "0.05", "--max-total-tokens", "65536"),
+)
+"""Arguments with which the server runs without a GPU (docs/sglang.md)."""
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Server:
+    """One SGLang server as a child process."""
+
+    def __init__(self, python: str, port: int, args: Sequence[str], log: Path) -> None:
+        """python: the interpreter of the environment that has SGLang. args: as SGLang's launch_server takes them."""
+        self.python, self.port, self.args, self.log = python, port, list(args), log
+        self.process: asyncio.subprocess.Process | None = None
+        self.starts = 0
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process is not None and self.process.returncode is None
+
+    async def start(self, model: Path, label: str) -> None:
+        """Start it on a checkpoint folder; `label` is the weight version that it will report. Returns at once."""
+        await self.stop()
+        argv = [self.python, "-m", "sglang.launch_server", "--model-path", str(model), "--weight-version", label]
+        argv += ["--host", "127.0.0.1", "--port", str(self.port), *ALWAYS, *self.args]
+        env = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"} if "cpu" in self.args else dict(os.environ)
+        # Its interpreter is another one, with packages of its own.
+        env = {key: value for key, value in env.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        parent = os.getpid()
+
+        def bind() -> None:
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        try:
+            with self.log.open("ab") as sink:
+                self.process = await asyncio.create_subprocess_exec(
+                    *argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=sink,
+                    env=env,
+                    start_new_session=True,
+                    preexec_fn=bind,
+                )
+        except OSError as error:
+            raise EngineError(f"[engine] python {self.python} cannot be run: {error}") from None
+        self.starts += 1
+
+    def reason(self) -> str:
+        """The last words of its log."""
+        try:
+            lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        except OSError:
+            lines = []
+        errors = [line for line in lines[-200:] if "Error" in line]
+        return (errors or lines or ["it said nothing"])[-1]
+
+    async def stop(self) -> None:
+        """End its whole session."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            async with asyncio.timeout(5.0):
+                await process.wait()
+        except TimeoutError:
+            pass
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()

@@ -1,0 +1,94 @@
+"""The checkpoint that a server loads: one folder in memory, kept current while the server serves.
+
+Idea: the receiver has applied the delta and verified a file on the node's shelf; what a reload needs is the same bits
+where reading costs nothing, in Hugging Face layout. So the folder lies in tmpfs, and a new version rewrites only those
+blocks of model.safetensors that differ from it. It is hashed again afterwards: what the server will read is what the
+trainer published, or the version is refused before anybody was paused.
+
+The path never changes, because the server renames its model after every path that it loads. One copy and not two: going
+back is a rewrite from the shelf, where older versions still lie.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from headrace.engines.base import EngineError
+from headrace.policy.config import PolicyConfig
+from headrace.weights import snapshot
+from headrace.weights.state import WeightError
+
+BLOCK = 1 << 20
+TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1 << 20}
+"""No end-of-sequence token on purpose: a turn ends at the ids that its request names, and at no others."""
+
+
+class Stage:
+    """A folder with config.json, tokenizer files and one version's model.safetensors."""
+
+    def __init__(self, folder: str | Path, config: PolicyConfig, tokenizer: Path | None = None) -> None:
+        """tokenizer: the run's tokenizer.json; without one the server must be started with --skip-tokenizer-init."""
+        self.folder = Path(folder)
+        self._config, self._tokenizer = config, tokenizer
+        self.written_bytes = 0
+        """By the last `put`."""
+
+    @property
+    def model(self) -> Path:
+        """The weights."""
+        return self.folder / "model.safetensors"
+
+    def put(self, version: int, path: str, state_hash: str) -> None:
+        """Make the folder hold a version. Blocking. EngineError when the file is not that version, or won't fit."""
+        try:
+            self._describe()
+            self.written_bytes = _copy_differences(Path(path), self.model)
+            found = snapshot.file_hash(self.model)
+        except (OSError, WeightError) as error:
+            raise EngineError(f"version {version} cannot be staged from {path}: {error}") from error
+        if found != state_hash:
+            raise EngineError(f"version {version} from {path} has state hash {found}, expected {state_hash}")
+
+    def _describe(self) -> None:
+        """The small files beside the weights."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        texts = {"config.json": json.dumps(self._config.to_hf(), indent=2) + "\n"}
+        if self._tokenizer is not None:
+            texts["tokenizer.json"] = self._tokenizer.read_text(encoding="utf-8")
+            texts["tokenizer_config.json"] = json.dumps(TOKENIZER) + "\n"
+        for name, text in texts.items():
+            file = self.folder / name
+            if not file.exists() or file.read_text(encoding="utf-8") != text:
+                part = self.folder / f".{name}.part"
+                part.write_text(text, encoding="utf-8")
+                os.replace(part, file)
+
+    def remove(self) -> None:
+        """Give the memory back."""
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+            (self.folder / name).unlink(missing_ok=True)
+        if self.folder.exists() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+
+def _copy_differences(source: Path, target: Path) -> int:
+    """Make `target` equal to `source` by writing only blocks that differ; returns bytes written."""
+    written = 0
+    with open(source, "rb", buffering=0) as new, open(target, "a+b", buffering=0) as old:
+        descriptor = old.fileno()
+        size = os.fstat(new.fileno()).st_size
+        kept = min(size, os.fstat(descriptor).st_size)
+        if kept < size:
+            os.posix_fallocate(descriptor, 0, size)
+        os.ftruncate(descriptor, size)
+    # Opened again: O_APPEND would make every positioned write an append.
+    with open(source, "rb", buffering=0) as new, open(target, "r+b", buffering=0) as old:
+        at = 0
+        while block := new.read(BLOCK):
+            if at + len(block) > kept or os.pread(old.fileno(), len(block), at) != block:
+                view = memoryview(block)
+                while view:
+                    view = view[os.pwrite(old.fileno(), view, at + len(block) - len(view)) :]
+                written += len(block)
+            at += len(block)
+    return written

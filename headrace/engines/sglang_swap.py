@@ -1,0 +1,165 @@
+"""Changing a server's weights with the least pause, and never resuming one that is neither old nor new.
+
+    stage the version (serving goes on) -> compute what the server's checksums must be (serving goes on)
+    -> pause in place -> load from tmpfs -> compare all checksums -> continue
+
+Paused in place, requests keep their KV and go on with the new weights afterwards; their spans say which token is whose.
+Nothing is flushed: prefix-cache keys carry the version, old entries age out. The other mode has the caller take every
+request back first, keep what was sampled, and send the rest again, so that no token is decoded on another version's KV;
+it costs their prefill again.
+
+Trap: with flush_cache left at its default, an update under live requests answers 400 and has happened all the same. So
+whatever an update answers, an error means "unknown", and the server stays paused until the old version was loaded in
+full and has its checksums. If that fails too it is left paused, and nobody is let in.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from headrace.engines import sglang_checksums
+from headrace.engines.base import EngineError
+from headrace.engines.sglang_gate import NotServed, Weights
+from headrace.engines.sglang_stage import Stage
+from headrace.engines.sglang_terms import Terms
+from headrace.engines.sglang_wire import ServerError, Wire
+from headrace.policy.config import PolicyConfig
+
+LOAD_S = 600.0
+"""A reload that takes longer has failed."""
+
+
+class Swapper:
+    """The one who calls a server's administrative endpoints."""
+
+    def __init__(self, wire: Wire, stage: Stage, config: PolicyConfig) -> None:
+        self._wire, self._stage, self._config = wire, stage, config
+        self.paused = False
+        """We paused it: not answering is no sign of illness now."""
+        self.pause_ms = 0.0
+        """Of the last change."""
+        self.stage_ms = 0.0
+        """Of the last change: staging and hashing, while the server served."""
+        self.reloads = 0
+        """Failed updates after which the old version was loaded again."""
+        self.checked = False
+        """Whether the last change compared checksums: what they must be is known for one rank of Qwen3 on a CPU."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the staged checkpoint lies."""
+        return self._stage.folder
+
+    async def ready(self, weights: Weights) -> None:
+        """Have the folder hold a version. EngineError when its file is not that version."""
+        await asyncio.to_thread(self._stage.put, *weights)
+
+    async def holds(self, weights: Weights, terms: Terms) -> bool:
+        """Whether the server serves exactly this already: it was just started from the staged folder."""
+        info = await self._wire.get("/model_info")
+        return info.get("weight_version") == weights.label and not await self._difference(weights, terms)
+
+    async def change(
+        self, weights: Weights, before: Weights | None, terms: Terms, take_back: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Serve `weights` instead of `before`. take_back: called right before the pause.
+
+        EngineError: refused, `before` is served. NotServed: neither is. A cancellation is held until it is over.
+        """
+        work = asyncio.create_task(self._change(weights, before, terms, take_back))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])
+            if not work.cancelled():
+                work.exception()
+            raise
+
+    async def _change(
+        self, weights: Weights, before: Weights | None, terms: Terms, take_back: Callable[[], Awaitable[None]]
+    ) -> None:
+        began = time.perf_counter()
+        try:
+            await self.ready(weights)
+            wanted = await self._wanted(weights, terms)
+        except EngineError:
+            if before is not None:
+                await self.ready(before)  # whoever restarts the server must find what it served
+            raise
+        self.stage_ms = (time.perf_counter() - began) * 1e3
+        began = time.perf_counter()
+        try:
+            await take_back()
+            await self._pause()
+            try:
+                await self._load(weights, wanted)
+            except EngineError as error:
+                await self._go_back(before, terms, error)
+                await self._continue()
+                raise EngineError(
+                    f"version {weights.version} was refused, the one before serves on: {error}"
+                ) from error
+            await self._continue()
+        except ServerError as error:
+            raise NotServed(f"the server was lost during the change to version {weights.version}: {error}") from error
+        finally:
+            self.pause_ms = (time.perf_counter() - began) * 1e3
+
+    async def _go_back(self, before: Weights | None, terms: Terms, error: EngineError) -> None:
+        """Load the old version in full. NotServed when that can't be done: the server stays paused."""
+        if before is None or (isinstance(error, ServerError) and error.kind == "gone"):
+            raise NotServed(
+                f"the first version could not be loaded: {error}" if before is None else str(error)
+            ) from error
+        try:
+            await self.ready(before)
+            await self._load(before, await self._wanted(before, terms))
+        except EngineError as worse:
+            raise NotServed(f"neither version {before.version} nor its successor can be loaded: {worse}") from error
+        self.reloads += 1
+
+    async def _pause(self) -> None:
+        self.paused = True
+        await self._wire.post("/pause_generation", {"mode": "in_place"})
+
+    async def _continue(self) -> None:
+        await self._wire.post("/continue_generation", {"torch_empty_cache": False})
+        self.paused = False
+
+    async def _load(self, weights: Weights, wanted: dict[str, str] | None) -> None:
+        body = {
+            "model_path": str(self._stage.folder),
+            "weight_version": weights.label,
+            "flush_cache": False,
+            "abort_all_requests": False,
+            "torch_empty_cache": False,
+        }
+        answer = await self._wire.post("/update_weights_from_disk", body, LOAD_S)
+        if answer.get("success") is not True:
+            raise EngineError(f"the server could not load version {weights.version}: {answer.get('message')}")
+        served = (await self._wire.get("/model_info")).get("weight_version")
+        if served != weights.label:
+            raise EngineError(f"the server says it serves {served}, not {weights.label}")
+        self.checked = wanted is not None
+        if wanted is not None and (wrong := sglang_checksums.difference(wanted, await self._checksums())):
+            raise EngineError(f"version {weights.version}: {wrong}")
+
+    async def _difference(self, weights: Weights, terms: Terms) -> str:
+        wanted = await self._wanted(weights, terms)
+        self.checked = wanted is not None
+        return "" if wanted is None else sglang_checksums.difference(wanted, await self._checksums())
+
+    async def _wanted(self, weights: Weights, terms: Terms) -> dict[str, str] | None:
+        """The checksums of the staged version; None where the server's function is not known here."""
+        if terms.device != "cpu" or terms.tp_size != 1 or not sglang_checksums.known(self._config):
+            return None
+        return await asyncio.to_thread(sglang_checksums.expected, self._stage.model, self._config, terms.dtype)
+
+    async def _checksums(self) -> dict[str, str]:
+        answer = await self._wire.post("/weights_checker", {"action": "checksum"}, LOAD_S)
+        ranks = answer.get("ranks") or []
+        try:
+            return {name: value for rank in ranks for name, value in rank["checksums"].items()}
+        except (KeyError, TypeError, AttributeError):
+            raise EngineError("the server's /weights_checker answered without checksums") from None

@@ -1,0 +1,84 @@
+"""What a server must be before it is used: its own words at /server_info, checked once, refused in one sentence.
+
+SGLang changes its endpoints between releases; this client was measured against the versions named here and says so,
+where guessing would show as a wrong number much later.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.policy.config import PolicyConfig
+
+VERSIONS = ("0.5.23",)
+"""Releases whose behaviour was measured; see docs/sglang.md."""
+ARITHMETIC = (
+    "version",
+    "device",
+    "dtype",
+    "attention_backend",
+    "sampling_backend",
+    "moe_runner_backend",
+    "kv_cache_dtype",
+    "quantization",
+    "tp_size",
+    "ep_size",
+    "enable_deterministic_inference",
+    "rl_on_policy_target",
+)
+"""What decides the bits, as far as the server tells."""
+
+
+class Unfit(Exception):
+    """A server that this client cannot use; the sentence says what to change."""
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server said about itself."""
+
+    version: str
+    device: str
+    dtype: str
+    tp_size: int
+    context: int
+    """Positions of prompt and reply together; 0 when it does not say."""
+    deterministic: bool
+    fingerprint: str
+    """Never equal to the trainer's: two programs compute one model."""
+
+
+def terms(info: Mapping[str, Any], config: PolicyConfig) -> Terms:
+    """Check the reply of GET /server_info. Unfit says what to do."""
+    version = str(info.get("version", "unknown"))
+    if version not in VERSIONS:
+        raise Unfit(
+            f"this is SGLang {version}; headrace was measured with {', '.join(VERSIONS)}: install that one "
+            "(deploy/sglang/requirements.txt), or run `make test-sglang` on yours and add it to sglang_terms.VERSIONS"
+        )
+    if info.get("frontend") != "python":
+        raise Unfit(
+            f"the server's front end is {info.get('frontend')!r}, which has neither pauses nor routed experts; start "
+            "it without SGLANG_RUST_SERVER"
+        )
+    if config.experts and not info.get("enable_return_routed_experts"):
+        raise Unfit("a mixture needs its routes: start the server with --enable-return-routed-experts")
+    if info.get("incremental_streaming_output"):
+        raise Unfit("start the server without --incremental-streaming-output: each event must hold the whole reply")
+    if int(info.get("dp_size") or 1) > 1:
+        raise Unfit("start one server per data-parallel rank (--dp-size 1): pauses and weights are per server")
+    if info.get("speculative_algorithm"):
+        raise Unfit("start the server without speculative decoding: its effect on recorded routes was not measured")
+    device = str(info.get("device", "unknown"))
+    said = "\0".join(f"{key}={info.get(key)}" for key in ARITHMETIC)
+    dtype = str(info.get("dtype") or "auto")
+    return Terms(
+        version=version,
+        device=device,
+        dtype=config.dtype if dtype == "auto" else {"half": "float16", "float": "float32"}.get(dtype, dtype),
+        tp_size=int(info.get("tp_size") or 1),
+        context=int(info.get("context_length") or 0),
+        deterministic=bool(info.get("enable_deterministic_inference")),
+        fingerprint=f"sglang-{hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}",
+    )

@@ -1,0 +1,103 @@
+"""A turn in the making: the legs it took, joined into one sample.
+
+Idea: a turn may need several requests, because one was taken back for a swap, aborted by the server, or lost with it.
+What earlier legs sampled is kept; the next leg's context is the turn's context and those tokens, and it reports routes
+from where the last one ended. Spans count positions that were forwarded: the token at position i was written by the
+version that forwarded i - 1.
+
+Between turns a session remembers how far it was reported and under which weights. While these serve, the next turn asks
+for new rows only and finds its prefix cached. After a swap the prefix belongs to other weights: the whole context is
+forwarded again under the new salt, and reported again.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.engines.base import Sample, SampleRequest
+from headrace.engines.sglang_gate import Weights
+from headrace.engines.sglang_reply import Leg
+from headrace.messages.base import Array
+from headrace.messages.rollout import Span
+from headrace.policy.config import PolicyConfig
+
+
+class Session(NamedTuple):
+    """What was reported of a session so far."""
+
+    ids: tuple[int, ...]
+    """Context and sampled tokens of its last turn; all but the last one have rows."""
+    label: str
+    """The weights that forwarded all of it; empty when several did."""
+
+
+class Turn:
+    """One request of the harness on its way."""
+
+    def __init__(self, request: SampleRequest, session: Session | None, config: PolicyConfig) -> None:
+        self.request, self._session, self._config = request, session, config
+        self.ids = list(request.ids)
+        self.logprobs: list[float] = []
+        self._rows: list[NDArray[np.unsignedinteger]] = []
+        self._spans: list[Span] = []
+        self._labels: set[str] = set()
+        self._reported: int | None = None
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be drawn."""
+        return self.request.sampling.max_turn_tokens - len(self.logprobs)
+
+    def start(self, label: str) -> int:
+        """First position whose routes the next leg must report, under the weights of that label."""
+        if self._reported is not None:
+            return self._reported
+        known = self._session
+        if known is not None and known.label == label and known.ids == self.request.ids[: len(known.ids)]:
+            return len(known.ids) - 1
+        return 0
+
+    def add(self, leg: Leg, start: int, weights: Weights, version_of: dict[str, int]) -> None:
+        """Append a leg that was sent with routes from `start` on; its first token is of `weights`."""
+        if not leg.ids:
+            return
+        prompt = len(self.ids)
+        self._span(start, prompt - 1, weights.version)
+        for stretch in leg.stretches:
+            self._span(prompt - 1 + stretch.start, prompt - 1 + stretch.end, version_of[stretch.label])
+            self._labels.add(stretch.label)
+        if leg.rows is not None:
+            self._rows.append(leg.rows)
+        self.ids += leg.ids
+        self.logprobs += leg.logprobs
+        self._reported = len(self.ids) - 1
+
+    def _span(self, start: int, end: int, version: int) -> None:
+        if end <= start:
+            return
+        if self._spans and self._spans[-1].version == version:
+            self._spans[-1] = Span(self._spans[-1].start, end, version)
+        else:
+            self._spans.append(Span(start, end, version))
+
+    def sample(self, finish: str) -> Sample:
+        """All legs as one sample; with finish `abort` whatever there is."""
+        routed = None
+        if self._config.experts and self._rows:
+            rows = np.concatenate(self._rows)
+            routed = Array(self._config.routed_dtype, rows.shape, rows.tobytes())
+        return Sample(
+            ids=tuple(self.ids[len(self.request.ids) :]),
+            logprobs=tuple(self.logprobs),
+            routed=routed,
+            spans=tuple(self._spans),
+            stop="stop" if finish == "stop" else "length" if finish == "length" else "abort",
+        )
+
+    def session(self) -> Session | None:
+        """What to remember for the next turn; as before when nothing was sampled."""
+        if not self.logprobs:
+            return self._session
+        only = next(iter(self._labels)) if len(self._labels) == 1 else ""
+        return Session(tuple(self.ids), only)

@@ -1,0 +1,150 @@
+"""HTTP to one SGLang server: JSON requests, streamed generations, and one typed error for all that can go wrong.
+
+Idea: the server says "no" in three shapes (`{"error": "..."}`, `{"error": {"message": ...}}`, `{"object": "error",
+"message": ...}`), a fourth way inside a stream that began with 200, and a fifth by dying. Callers need to know one
+thing: was it refused (the same request would be refused again), is the server gone, late, or not making sense.
+
+Streams are cut into events here and not by the client's line reader: routed experts make lines of megabytes. Without
+`--incremental-streaming-output` every event holds all that came before, so the last one is the whole reply.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+
+from headrace.engines.base import EngineError
+
+Kind = Literal["refused", "gone", "late", "garbled"]
+Reply = dict[str, Any]
+
+CONNECT_S = 10.0
+BUFFER = 1 << 20
+
+
+class ServerError(EngineError):
+    """What a server did instead of answering.
+
+    kind: `refused` (it said no, `status` is its HTTP code), `gone` (no connection, or it broke off), `late` (no answer
+    in time), `garbled` (an answer that can't be used).
+    """
+
+    def __init__(self, kind: Kind, text: str, status: int = 0) -> None:
+        super().__init__(text)
+        self.kind: Kind = kind
+        self.status = status
+
+
+def reason(body: bytes) -> str:
+    """The server's own words in an error body of any of its shapes."""
+    try:
+        found = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return body[:300].decode(errors="replace").strip() or "no reason given"
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and key in found:
+            inner = found[key]
+            return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
+    return str(found)
+
+
+class Wire:
+    """One server's address. `close` ends its connections."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        """url such as http://127.0.0.1:30000; api_key: for servers started with one."""
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise ServerError("gone", f"the connection to {self.url} was closed")
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                headers=self._headers,
+                read_bufsize=BUFFER,
+                json_serialize=lambda value: msgspec.json.encode(value).decode(),
+            )
+        return self._session
+
+    async def get(self, path: str, timeout_s: float = 30.0) -> Reply:
+        """A JSON object. ServerError otherwise."""
+        return await self._ask("GET", path, None, timeout_s)
+
+    async def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 30.0) -> Reply:
+        """A JSON object, empty when the server answers without one. ServerError otherwise."""
+        return await self._ask("POST", path, body, timeout_s)
+
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Reply:
+        limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        try:
+            async with self._open().request(method, self.url + path, json=body, timeout=limit) as answer:
+                data = await answer.read()
+        except TimeoutError:
+            raise ServerError("late", f"{self.url}{path} did not answer within {timeout_s:.0f} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerError("gone", f"{self.url} is not there: {error or type(error).__name__}") from None
+        if answer.status != 200:
+            raise ServerError("refused", f"{self.url}{path} refused: {reason(data)}", answer.status)
+        try:
+            found = msgspec.json.decode(data) if data.strip() else {}
+        except msgspec.DecodeError:
+            found = {}  # plain words, such as those of /flush_cache
+        return found if isinstance(found, dict) else {"list": found}
+
+    async def generate(self, body: Mapping[str, Any], on_event: Callable[[Reply], None]) -> Reply:
+        """Stream POST /generate; `on_event` sees each reply so far, the last is returned. ServerError otherwise.
+
+        No time limit here: a paused server holds a request for as long as it likes.
+        """
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        asked = {**body, "stream": True}
+        last: Reply | None = None
+        done = False
+        try:
+            async with self._open().post(self.url + "/generate", json=asked, timeout=limit) as answer:
+                if answer.status != 200:
+                    text = reason(await answer.read())
+                    raise ServerError("refused", f"{self.url}/generate refused: {text}", answer.status)
+                rest = bytearray()
+                async for part in answer.content.iter_any():
+                    seen = max(0, len(rest) - 1)
+                    rest += part
+                    while (end := rest.find(b"\n\n", seen)) >= 0:
+                        found, seen = self._event(bytes(rest[:end])), 0
+                        del rest[: end + 2]
+                        if found is None:
+                            done = True
+                        else:
+                            last = found
+                            on_event(found)
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerError("gone", f"{self.url} broke off: {error or type(error).__name__}") from None
+        if not done or last is None:
+            raise ServerError("gone", f"{self.url} broke off in the middle of a reply")
+        return last
+
+    def _event(self, event: bytes) -> Reply | None:
+        """The reply in one event; None at the end of the stream."""
+        data = event.strip().removeprefix(b"data:").strip()
+        if data == b"[DONE]":
+            return None
+        try:
+            found = msgspec.json.decode(data)
+        except msgspec.DecodeError as error:
+            raise ServerError("garbled", f"{self.url}/generate sent an event that is no JSON: {error}") from None
+        if not isinstance(found, dict) or "error" in found or found.get("object") == "error":
+            code = found.get("code", 0) if isinstance(found, dict) else 0
+            raise ServerError("refused", f"{self.url}/generate refused: {reason(data)}", code if code else 400)
+        return found
+
+    async def close(self) -> None:
+        """End all connections, for good."""
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
+            self._session = None

@@ -1,0 +1,50 @@
+"""A double, an engine attached to it, and requests: what the tests of the SGLang client share."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from headrace.engines.base import SampleRequest
+from headrace.engines.sglang import SglangEngine
+from headrace.messages.rollout import PolicyRef, Sampling
+from tests.engines.play import LATEST, Versions
+from tests.engines.sglang_double import Double
+
+
+def request(
+    session: str = "s",
+    ids: tuple[int, ...] = (1, 2, 3),
+    *,
+    tokens: int = 8,
+    temperature: float = 1.0,
+    policy: PolicyRef = LATEST,
+    stops: tuple[int, ...] = (),
+) -> SampleRequest:
+    sampling = Sampling(temperature=temperature, max_turn_tokens=tokens)
+    return SampleRequest(session=session, ids=ids, policy=policy, sampling=sampling, stop_ids=stops, seed=7)
+
+
+async def begun(engine: SglangEngine, count: int = 1) -> None:
+    """Until the engine has heard a token of so many requests in flight."""
+    while sum(flight.started for flight in engine._flights.values()) < count:
+        await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def attached(versions: Versions, folder: Path, *, running: int = 8, **options: Any) -> AsyncIterator[
+    tuple[SglangEngine, Double]
+]:  # fmt: skip
+    """An engine that has loaded version 0 into a double."""
+    double = Double(versions.config, max_running=running)
+    await double.start()
+    engine = SglangEngine(versions.config, folder / "stage", url=double.url, start_s=20.0, **options)
+    try:
+        await engine.attach()
+        await versions.load(engine, 0)
+        yield engine, double
+    finally:
+        await double.let_go()
+        await engine.stop()
+        await double.close()

@@ -1,0 +1,40 @@
+"""The real server of a test module: SGLang in its own environment, on a tiny random Qwen3-MoE exported here."""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace.engines.sglang import SglangEngine
+from headrace.engines.sglang_server import CPU, Server, free_port
+from headrace.policy import schemas
+from headrace.policy.tokenizer import Tokenizer
+from tests.engines.play import Versions
+
+MAX_RUNNING = 8
+
+
+def python() -> str:
+    """The interpreter of the server's environment; the test is skipped, with the reason, where there is none."""
+    found = os.environ.get("HEADRACE_SGLANG", "")
+    if not found or not Path(found).exists():
+        pytest.skip("HEADRACE_SGLANG names no interpreter with SGLang; `make test-sglang` builds one")
+    return os.path.abspath(found)
+
+
+@asynccontextmanager
+async def real(versions: Versions, folder: Path) -> AsyncIterator[SglangEngine]:
+    """An engine with a server of its own that serves version 0."""
+    tokenizer = folder / "tokenizer.json"
+    Tokenizer.train((), 256 + len(schemas.tags())).save(tokenizer)
+    args = [*CPU, "--context-length", "2048", "--max-running-requests", str(MAX_RUNNING)]
+    log = Path(os.environ.get("HEADRACE_SGLANG_LOG") or folder / "server.log")
+    server = Server(python(), free_port(), [*args, "--enable-return-routed-experts"], log)
+    engine = SglangEngine(versions.config, folder / "stage", server=server, tokenizer=tokenizer, max_batch=MAX_RUNNING)
+    try:
+        await versions.load(engine, 0)
+        yield engine
+    finally:
+        await engine.stop()

@@ -1,0 +1,89 @@
+"""Replies that a real SGLang server gave (recorded by test_sglang_real), read by the client of today."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.engines.sglang_checksums import fused
+from headrace.engines.sglang_load import load_of
+from headrace.engines.sglang_reply import read
+from headrace.engines.sglang_terms import VERSIONS, terms
+from headrace.engines.sglang_wire import ServerError, reason
+from tests.engines.sglang_record import GOLDEN
+from tests.policy import tiny
+
+CONFIG = tiny.config("bfloat16")
+FILES = sorted(GOLDEN.glob("sglang-*.json"))
+
+
+@pytest.fixture(params=FILES, ids=lambda file: file.stem)
+def golden(request: pytest.FixtureRequest) -> dict[str, Any]:
+    file: Path = request.param
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def test_every_version_that_is_accepted_was_recorded() -> None:
+    if not FILES:
+        pytest.skip("no server was recorded yet: HEADRACE_RECORD=1 make test-sglang")
+    assert {file.stem for file in FILES} >= {f"sglang-{version}" for version in VERSIONS}
+
+
+def test_its_terms_are_accepted(golden: dict[str, Any]) -> None:
+    found = terms(golden["server_info"], CONFIG)
+    assert (found.device, found.dtype, found.tp_size, found.context) == ("cpu", "bfloat16", 1, 2048)
+
+
+@pytest.mark.parametrize(
+    ("name", "finish"), [("length", "length"), ("stop", "stop"), ("abort_running", "abort"), ("swapped", "abort")]
+)
+def test_its_replies_are_read(golden: dict[str, Any], name: str, finish: str) -> None:
+    asked, reply = golden[name]["request"], golden[name]["reply"]
+    start = asked["routed_experts_start_len"]
+    stops = asked["sampling_params"]["stop_token_ids"]
+    leg = read(reply, prompt=len(asked["input_ids"]), start=start, config=CONFIG, stops=stops)
+    assert leg.finish == finish and len(leg.ids) == len(leg.logprobs) > 0
+    assert leg.rows is not None and leg.rows.shape == (len(asked["input_ids"]) + len(leg.ids) - 1 - start, 2, 2)
+    assert leg.rows.max() < CONFIG.experts, "nothing is marked as not recorded"
+    events = golden[name]["tokens_by_event"]
+    assert events == sorted(events) and events[-1] == len(leg.ids), "an event repeats all before it"
+
+
+def test_a_swap_under_a_request_shows_in_its_stretches(golden: dict[str, Any]) -> None:
+    asked, reply = golden["swapped"]["request"], golden["swapped"]["reply"]
+    leg = read(reply, prompt=len(asked["input_ids"]), start=0, config=CONFIG, stops=())
+    assert [stretch.label for stretch in leg.stretches][1:] == ["golden"]
+    refused = golden["updated_but_400"]
+    assert refused["status"] == 400 and refused["body"]["success"] is False
+    assert golden["version_after"] == "golden", "it said no, and it happened"
+    assert golden["ready_when_paused"]["status"] == 503
+
+
+def test_its_refusals_have_their_reasons(golden: dict[str, Any]) -> None:
+    for name, words in (
+        ("unknown_field", "tempreature"),
+        ("start_too_far", "routed_experts_start_len"),
+        ("duplicate_rid", golden["swapped"]["request"]["rid"]),
+    ):
+        assert golden[name]["status"] == 400
+        assert words in reason(json.dumps(golden[name]["body"]).encode())
+    assert golden["unknown_rid"]["status"] == 200 and golden["get_load"]["status"] == 404
+
+
+def test_routes_that_were_not_asked_for_are_missed(golden: dict[str, Any]) -> None:
+    with pytest.raises(ServerError, match="no routed_experts"):
+        read(golden["missing_routes"]["body"], prompt=2, start=0, config=CONFIG, stops=())
+
+
+def test_its_checksums_name_the_tensors_that_we_expect(golden: dict[str, Any]) -> None:
+    (rank,) = golden["weights_checker"]["ranks"]
+    ours = fused(tiny.model(CONFIG, exact=False).state(), CONFIG)
+    assert set(rank["checksums"]) == set(ours)
+
+
+def test_its_load_figures_are_read(golden: dict[str, Any]) -> None:
+    (rank,) = golden["loads"]["loads"]
+    assert {"num_running_reqs", "num_waiting_reqs", "token_usage", "gen_throughput", "cache_hit_rate"} <= set(rank)
+    assert load_of(golden["loads"]).waiting == 0

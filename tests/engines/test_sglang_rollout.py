@@ -1,0 +1,100 @@
+"""The rollout actor with a server as its engine: the same trajectories over staged versions, by configuration."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.actors.environment import Environment
+from headrace.actors.rollout import Rollout
+from headrace.actors.rollout_policies import NoEngine, Policies
+from headrace.bus.connection import Bus
+from headrace.config import Config, Production, Run
+from headrace.config import Engine as EngineSection
+from headrace.config import Environment as Section
+from headrace.messages.subjects import EVENT
+from headrace.policy.config import PolicyConfig
+from headrace.weights import snapshot
+from tests.actors.living import living
+from tests.actors.test_rollout_policies import SHAPE, end_of, first, issue, prepare, stage, swapped
+from tests.conftest import Connect
+from tests.engines.sglang_double import Double
+from tests.policy import tiny
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+POLICY = PolicyConfig.from_section(SHAPE)
+
+
+@pytest.fixture
+async def double() -> AsyncIterator[Double]:
+    one = Double(POLICY)
+    one.info = {"context_length": 8192}
+    await one.start()
+    yield one
+    await one.close()
+
+
+def config(folder: Path, engine: EngineSection) -> Config:
+    return Config(
+        run=Run(dir=str(folder)),
+        policy=SHAPE,
+        engine=engine,
+        environment=Section(backend="process", lease_s=20.0),
+        production=Production(enabled=False),
+    )
+
+
+async def test_a_rollout_actor_follows_staged_versions_on_a_server(
+    connect: Connect, double: Double, tmp_path: Path
+) -> None:
+    files = {}
+    for version in (0, 1):
+        file = tmp_path / f"{version}.safetensors"
+        files[version] = (str(file), snapshot.write(file, tiny.model(POLICY, exact=False, seed=version).state()))
+    observer = await connect("admin")
+    settings = config(tmp_path, EngineSection(kind="sglang", exact=False, url=double.url, stage_dir=str(tmp_path)))
+    prepare(tmp_path, "s1")
+    await stage(observer, "s1", "here", 0, *files[0])
+    swaps = EVENT.where(run="s1", type="weights_swapped")
+    async with (
+        living(Environment, settings, await connect("environment", node="n1"), "env"),
+        living(Rollout, settings, await connect("rollout", node="here"), "s1", "roll"),
+    ):
+        await issue(observer, "s1", "g1")
+        end = await end_of(observer, "s1", "g1")
+        assert {span.version for turn in end.turns for span in turn.spans} == {0}
+        assert end.fingerprint.startswith("sglang-")
+        assert all(turn.routed is not None and turn.routed.dtype == "|u1" for turn in end.turns)
+        await stage(observer, "s1", "here", 1, *files[1])
+        told = await first(observer, "HR_EVENT", swaps, swapped(1))
+        assert told.state_hash == files[1][1] and told.pause_ms > 0
+        await issue(observer, "s1", "g2")
+        assert (await end_of(observer, "s1", "g2")).oldest_version == 1
+    assert not (tmp_path / "headrace-s1-roll").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "info", "words"),
+    [
+        ({"exact": True}, {}, "exact = false"),
+        ({}, {"version": "0.4.1"}, "this is SGLang 0.4.1"),
+        ({"url": ""}, {}, "url of a server that runs"),
+    ],
+)
+async def test_an_actor_that_cannot_have_its_engine_gives_up_with_a_sentence(
+    connect: Connect, double: Double, tmp_path: Path, changes: dict[str, object], info: dict[str, str], words: str
+) -> None:
+    double.info = info
+    section = EngineSection(kind="sglang", exact=False, url=double.url, stage_dir=str(tmp_path))
+    settings = config(tmp_path, msgspec.structs.replace(section, **changes))
+    bus: Bus = await connect("rollout", node="here")
+
+    async def ignore(*args: object) -> None:
+        return None
+
+    policies = Policies(settings, bus, "s2", "roll", ignore, ignore)
+    with pytest.raises(NoEngine, match=words):
+        await policies._open_engine()
+    await policies.stop()

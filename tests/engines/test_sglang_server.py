@@ -1,0 +1,84 @@
+"""A server process of our own, played by the double: started on the staged version, killed, started again, gone."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.config import Engine as Section
+from headrace.engines.base import EngineError
+from headrace.engines.sglang import SglangEngine
+from headrace.engines.sglang_gate import NotServed
+from headrace.engines.sglang_open import opened
+from headrace.engines.sglang_server import Server, free_port
+from headrace.engines.sglang_terms import Unfit
+from headrace.messages.rollout import Span
+from tests.engines.play import Versions
+from tests.engines.sglang_play import begun, request
+from tests.policy import tiny
+
+pytestmark = pytest.mark.anyio
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def interpreter(folder: Path, command: str) -> str:
+    """An executable that takes a Python's arguments and runs `command` with them."""
+    file = folder / "python"
+    file.write_text(f'#!/bin/sh\ncd {ROOT}\nexec {command} "$@"\n')
+    file.chmod(0o755)
+    return str(file)
+
+
+@pytest.mark.slow
+async def test_it_is_started_on_the_version_it_serves_and_again_when_it_was_killed(tmp_path: Path) -> None:
+    versions = Versions(tiny.config(), tmp_path, exact=False)
+    python = interpreter(tmp_path, f"{sys.executable} -m tests.engines.sglang_double_process")
+    server = Server(python, free_port(), ["--device", "cpu"], tmp_path / "logs" / "server.log")
+    engine = SglangEngine(versions.config, tmp_path / "stage", server=server, start_s=60.0)
+    await versions.load(engine, 0)
+    assert engine.stats()["pause_ms"] == 0.0 and engine.stats()["checked"], "what it started on is what it serves"
+    await versions.load(engine, 1)
+    work = asyncio.create_task(engine.sample(request(ids=(1, 2), tokens=400)))
+    await begun(engine)
+    assert server.process is not None
+    os.killpg(server.process.pid, signal.SIGKILL)
+    sample = await work
+    assert sample.spans == (Span(0, 401, 1),) and server.starts == 2 and engine.counts["lost"] == 1
+    pid = server.process.pid
+    await engine.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.slow
+async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    versions = Versions(tiny.config(), tmp_path, exact=False)
+    python = interpreter(tmp_path, "sh -c 'echo ImportError: no such kernel >&2; exit 1'")
+    server = Server(python, free_port(), [], tmp_path / "server.log")
+    engine = SglangEngine(versions.config, tmp_path / "stage", server=server, start_s=20.0)
+    with pytest.raises(NotServed, match="ImportError: no such kernel"):
+        await versions.load(engine, 0)
+    assert engine.version == -1
+    server.python = "/no/such/python"
+    with pytest.raises(EngineError, match="cannot be run"):
+        await versions.load(engine, 0)
+    await engine.stop()
+
+
+@pytest.mark.slow
+def test_a_section_that_cannot_be_meant_is_refused(tmp_path: Path) -> None:
+    config = tiny.config()
+    with pytest.raises(Unfit, match="exact = false"):
+        opened(Section(kind="sglang", url="http://x"), config, tmp_path, "r")
+    for section in (Section(kind="sglang", exact=False), Section(kind="sglang", exact=False, url="u", python="p")):
+        with pytest.raises(Unfit, match="url of a server that runs, or the python"):
+            opened(section, config, tmp_path, "r")
+    with pytest.raises(EngineError, match="one of both"):
+        SglangEngine(config, tmp_path)
+    made = opened(Section(kind="sglang", exact=False, python="p", stage_dir=str(tmp_path)), config, tmp_path, "r")
+    assert made.version == -1 and made._server is not None
+    assert made._server.args == ["--max-running-requests", "64", "--enable-return-routed-experts"]
