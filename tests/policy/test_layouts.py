@@ -17,6 +17,7 @@ from tests.policy import tiny
 from tests.policy.test_families import latent, made
 
 LENGTHS = [70, 3, 130, 64]
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 MODELS: dict[str, Callable[[Dtype], Model]] = {
     "qwen": lambda dtype: tiny.model(tiny.config(dtype)),
     "deepseek": lambda dtype: made(latent(dtype)),
@@ -93,7 +94,7 @@ def test_activations_are_computed_again_with_the_routes_of_the_first_time() -> N
 def threads() -> None:
     """Run as a program of its own: see the test."""
     for kind in MODELS:
-        for dtype in ("float32", "bfloat16"):
+        for dtype in DTYPES:
             torch.set_num_threads(1)
             model = MODELS[kind](dtype)
             ids = tiny.tokens(model.config, sum(LENGTHS))

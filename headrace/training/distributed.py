@@ -1,0 +1,218 @@
+"""One trainer on several processes: shards of every layer (FSDP2), experts by owner, the update of one process.
+
+Idea: a batch's micro-batches are dealt out in turn; everything else is what one process does. FSDP only gathers
+weights before it multiplies, so in exact mode each token's log-probability has the bits that a single process gets,
+and the loss, added up in the order of the micro-batches, is the same number. Gradients are sums over processes: equal
+bit for bit while at most two micro-batches are added (a sum of two has one order), otherwise within rounding.
+
+What leaves is independent of the layout: `published` gathers whole tensors, so the same state publishes the same bytes
+from any number of processes, and torch.distributed.checkpoint writes shards that another number of them reads.
+
+    torchrun --nproc-per-node 4 your_program.py      # start() in each process; gloo on CPUs, nccl on GPUs
+
+Trade-off: experts belong to one process of the whole group or to none (`expert_parallel`); there is no second
+dimension of replicas. PyTorch FSDP2: `torch.distributed.fsdp.fully_shard` (SimpleFSDP, arXiv 2411.00284, describes the
+design of per-parameter shards).
+"""
+
+import contextlib
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from headrace.algorithms.losses import dr_grpo_divisor, policy_gradient
+from headrace.algorithms.mismatch import Mismatch, mismatch
+from headrace.config import Algorithm
+from headrace.policy import formats, names
+from headrace.policy.layer import Layer
+from headrace.policy.model import Model
+from headrace.training.batch import Batch, Segment
+from headrace.training.distributed_experts import ExpertParallel
+from headrace.training.guard import refusal
+from headrace.training.state import TrainerState
+from headrace.training.step import forward, learning_rate, micro_batches
+from headrace.weights import snapshot
+
+
+class World(NamedTuple):
+    """The processes that train one policy."""
+
+    mesh: DeviceMesh
+    rank: int
+    size: int
+
+
+class Taken(NamedTuple):
+    """One update, the same in every process."""
+
+    loss: float
+    grad_norm: float
+    seen: Mismatch
+    failed: str
+    """Why no update was made, as `training.guard.refusal` says; empty when one was."""
+
+
+def start(backend: str = "gloo", device: str = "cpu") -> World:
+    """Join the group that torchrun describes in the environment."""
+    if not dist.is_initialized():
+        dist.init_process_group(backend)
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    return World(mesh, dist.get_rank(), dist.get_world_size())
+
+
+def shard(model: Model, world: World, *, expert_parallel: bool = False) -> Model:
+    """Cut a model that is whole and equal in every process; in place. Make the `TrainerState` afterwards.
+
+    expert_parallel: experts are owned, not gathered. ValueError when they cannot be dealt out evenly.
+    """
+    experts = model.config.experts
+    if expert_parallel and (not experts or experts % world.size):
+        raise ValueError(f"{experts} experts cannot be dealt out evenly to {world.size} processes")
+    owned: set[nn.Parameter] = set()
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        if expert_parallel and layer.sparse:
+            for name in ("gate_up", "down"):
+                part = nn.Parameter(distribute_tensor(layer.get_parameter(name).data, world.mesh, [Shard(0)]))
+                layer.register_parameter(name, part)
+                owned.add(part)
+            layer.function = ExpertParallel(world.mesh.get_group(), layer.function)
+        own = owned | {parameter for parameter in layer.parameters() if not parameter.requires_grad}
+        _sum(fully_shard(layer, mesh=world.mesh, ignored_params=own))
+    frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    _sum(fully_shard(model, mesh=world.mesh, ignored_params=owned | frozen))
+    return model
+
+
+def _sum(module: FSDPModule) -> None:
+    """Gradients are added, not averaged: the loss is divided by the whole batch's constant already."""
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+
+
+def accumulate(
+    state: TrainerState, world: World, batch: Batch, algorithm: Algorithm, micro_tokens: int
+) -> tuple[float, Mismatch]:
+    """The batch's gradient into the model's shards; its loss and what was seen, the same numbers in every process."""
+    wanted = [segment for segment in batch.segments if segment.advantage != 0.0]
+    parts = list(micro_batches(wanted, micro_tokens))
+    divisor = dr_grpo_divisor(batch.trajectories, algorithm.constant_tokens)
+    state.zero_grad()
+    mine: dict[int, tuple[float, Tensor, Tensor]] = {}
+    for first in range(0, len(parts), world.size):
+        at = first + world.rank
+        if at < len(parts):
+            mine[at] = _one(state.model, parts[at], algorithm, divisor)
+        else:  # a collective waits for everybody: take part with nothing
+            _one(state.model, parts[0], algorithm, math.inf)
+    told: list[dict[int, tuple[float, Tensor, Tensor]]] = [{} for _ in range(world.size)]
+    dist.all_gather_object(told, mine)
+    ordered = [value for _, value in sorted(itertools.chain.from_iterable(part.items() for part in told))]
+    empty = torch.empty(0)
+    trainer = torch.cat([logp for _, logp, _ in ordered]) if ordered else empty
+    sampler = torch.cat([behaviour for _, _, behaviour in ordered]) if ordered else empty
+    return sum(loss for loss, _, _ in ordered), mismatch(trainer, sampler)
+
+
+def _one(
+    model: Model, segments: Sequence[Segment], algorithm: Algorithm, divisor: float
+) -> tuple[float, Tensor, Tensor]:
+    logp, _ = forward(model, segments)
+    behaviour = torch.cat([segment.behaviour for segment in segments])
+    advantage = torch.cat([torch.full((len(s.targets),), s.advantage) for s in segments])
+    part = policy_gradient(
+        logp,
+        behaviour,
+        advantage,
+        divisor=divisor,
+        clip=algorithm.tis_clip,
+        weighting=algorithm.weighting,
+        low=algorithm.mask_low,
+    )
+    torch.autograd.backward(part.loss)
+    return float(part.loss.detach()), logp.detach(), behaviour
+
+
+def gradient_norm(model: Model) -> float:
+    """Euclidean norm over all shards of all gradients, summed in float64; NaN when any of them is not finite."""
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in model.parameters():
+        grad = parameter.grad
+        if grad is not None:
+            own = grad.to_local() if isinstance(grad, DTensor) else grad
+            total += torch.linalg.vector_norm(own, dtype=torch.float64).square()
+    dist.all_reduce(total)
+    return math.sqrt(total) if math.isfinite(total) else math.nan
+
+
+def take(state: TrainerState, world: World, batch: Batch, algorithm: Algorithm, micro_tokens: int) -> Taken:
+    """One update by all processes together, or a refusal by all; the version moves on either way."""
+    rate = learning_rate(algorithm, state.step)
+    loss, seen = accumulate(state, world, batch, algorithm, micro_tokens)
+    norm = gradient_norm(state.model)
+    reason = refusal(loss, norm, seen.k1, max_gradient_norm=algorithm.max_grad_norm, max_k1=algorithm.max_k1)
+    if reason:
+        state.zero_grad()
+    elif seen.tokens:
+        state.apply(rate, min(1.0, algorithm.grad_clip / norm) if norm > 0.0 else 1.0)
+    state.version += 1
+    return Taken(loss, norm, seen, reason)
+
+
+def published(model: Model) -> dict[str, Tensor]:
+    """The served bytes, whole, under Hugging Face names. Every process must call it; all get them."""
+    whole = {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+        for name, value in model.named_parameters()
+    }
+    return formats.pack(model.config, {name: view.clone() for name, view in names.views(model.config, whole).items()})
+
+
+def publish(model: Model, world: World, path: Path) -> str:
+    """Write the served bytes as one file, from the first process; their state hash, in every one."""
+    tensors = published(model)
+    told = [snapshot.write(path, tensors) if world.rank == 0 else ""]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """One process without a group is what was asked for: torch need not wonder."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is ")
+        yield
+
+
+def save(state: TrainerState, folder: Path) -> None:
+    """A sharded checkpoint. Every process must call it; without a group it is that of one process."""
+    tensors: dict[str, Tensor] = {**state.tensors(), "counters": torch.tensor([state.version, state.step])}
+    with _quiet():
+        dcp.save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+
+
+def load(state: TrainerState, folder: Path) -> None:
+    """Restore a state in place from a checkpoint of any number of processes, sharded as the state's model is."""
+    counters = {"counters": torch.zeros(2, dtype=torch.int64)}
+    alone = not dist.is_initialized()
+    with _quiet():
+        dcp.load(counters, checkpoint_id=folder, no_dist=alone)
+    version, step = counters["counters"].tolist()
+    tensors = {name: torch.empty_like(value) for name, value in state.tensors().items()}
+    if step:
+        for key, (name, master) in itertools.product(("exp_avg", "exp_avg_sq"), state.master.items()):
+            tensors[f"{key}.{name}"] = torch.empty_like(master.detach())
+    with _quiet():
+        dcp.load(tensors, checkpoint_id=folder, no_dist=alone)
+    state.restore(tensors, version=version, step=step)

@@ -1,0 +1,100 @@
+"""Several processes compute what one does: losses, bytes, and a checkpoint that another number of them reads."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.training import distributed
+from headrace.training.state import TrainerState
+from headrace.training.step import micro_batches, take
+from headrace.weights import snapshot
+from headrace.weights.state import state_hash
+from tests.training.distributed_play import ALGORITHM, MICRO_TOKENS, data
+from tests.training.world import model
+
+pytestmark = pytest.mark.timeout(600)
+ROOT = Path(__file__).resolve().parents[2]
+Steps = list[dict[str, Any]]
+
+
+def torchrun(processes: int, folder: Path, *words: str) -> tuple[Steps, str]:
+    """The steps that these processes took, and the hash of what they published."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += ["-m", "tests.training.distributed_play", str(folder), *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((folder / f"steps{int('resume' in words)}.json").read_text())
+    return found["steps"], found["published"]
+
+
+def alone() -> tuple[Steps, TrainerState]:
+    """The same four updates by one process."""
+    state, made = TrainerState(model()), data()
+    steps: Steps = []
+    for _ in range(4):
+        out = take(state, made, algorithm=ALGORITHM, micro_tokens=MICRO_TOKENS, bound=9)
+        steps.append({"loss": out.loss, "norm": out.grad_norm, "k3": out.k3, "hash": out.state_hash})
+    return steps, state
+
+
+def assert_close(found: Steps, want: Steps) -> None:
+    """The first loss is the same number: nothing was added yet. Later ones within the rounding of four updates."""
+    assert found[0]["loss"] == want[0]["loss"] and found[0]["k3"] == want[0]["k3"] == 0.0
+    for a, b in zip(found, want, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
+        assert a["norm"] == pytest.approx(b["norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_bit_for_bit(tmp_path: Path) -> None:
+    """Two micro-batches, one per process: every sum has two terms, so there is only one order."""
+    made = data()
+    computed = [segment for segment in made.segments if segment.advantage]
+    assert len(list(micro_batches(computed, MICRO_TOKENS))) == 2
+    want, _ = alone()
+    found, digest = torchrun(2, tmp_path)
+    assert [step["loss"] for step in found] == [step["loss"] for step in want]
+    assert [step["hash"] for step in found] == [step["hash"] for step in want]
+    assert digest == want[-1]["hash"] == snapshot.file_hash(tmp_path / "published0.safetensors")
+    resumed = TrainerState(model(9))
+    distributed.load(resumed, tmp_path / "checkpoint")
+    assert (resumed.version, resumed.step, resumed.hash()) == (3, 3, want[2]["hash"])
+    again = take(resumed, made, algorithm=ALGORITHM, micro_tokens=MICRO_TOKENS, bound=9)
+    assert again.state_hash == want[3]["hash"], "the moments came along too"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_experts_on_different_processes(tmp_path: Path, processes: int) -> None:
+    want, _ = alone()
+    found, digest = torchrun(processes, tmp_path, "experts")
+    assert_close(found, want)
+    assert digest == found[-1]["hash"]
+    other, published = torchrun(6 - processes, tmp_path, "resume", "experts")
+    assert other[0]["hash"] == found[2]["hash"], "the same state, dealt out otherwise, publishes the same bytes"
+    assert other[1]["loss"] == found[3]["loss"] and published == other[1]["hash"]
+
+
+@pytest.mark.slow
+def test_four_processes_and_another_number_on_resume(tmp_path: Path) -> None:
+    want, _ = alone()
+    found, _ = torchrun(4, tmp_path)
+    assert_close(found, want)
+    other, _ = torchrun(2, tmp_path, "resume")
+    assert other[0]["hash"] == found[2]["hash"] and other[1]["loss"] == found[3]["loss"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_process_starts_two(tmp_path: Path) -> None:
+    state, made = TrainerState(model()), data()
+    take(state, made, algorithm=ALGORITHM, micro_tokens=MICRO_TOKENS, bound=9)
+    distributed.save(state, tmp_path / "checkpoint")
+    found, _ = torchrun(2, tmp_path, "resume")
+    assert found[0]["hash"] == state.hash() == state_hash(state.published())
+    take(state, made, algorithm=ALGORITHM, micro_tokens=MICRO_TOKENS, bound=9)
+    assert found[1]["hash"] == state.hash()
