@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -199,7 +199,7 @@ def save(state: TrainerState, folder: Path) -> None:
     """A sharded checkpoint. Every process must call it; without a group it is that of one process."""
     tensors: dict[str, Tensor] = {**state.tensors(), "counters": torch.tensor([state.version, state.step])}
     with _quiet():
-        dcp.save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        state_dict_saver.save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
 
 
 def load(state: TrainerState, folder: Path) -> None:
@@ -207,12 +207,12 @@ def load(state: TrainerState, folder: Path) -> None:
     counters = {"counters": torch.zeros(2, dtype=torch.int64)}
     alone = not dist.is_initialized()
     with _quiet():
-        dcp.load(counters, checkpoint_id=folder, no_dist=alone)
+        state_dict_loader.load(counters, checkpoint_id=folder, no_dist=alone)
     version, step = counters["counters"].tolist()
     tensors = {name: torch.empty_like(value) for name, value in state.tensors().items()}
     if step:
         for key, (name, master) in itertools.product(("exp_avg", "exp_avg_sq"), state.master.items()):
             tensors[f"{key}.{name}"] = torch.empty_like(master.detach())
     with _quiet():
-        dcp.load(tensors, checkpoint_id=folder, no_dist=alone)
+        state_dict_loader.load(tensors, checkpoint_id=folder, no_dist=alone)
     state.restore(tensors, version=version, step=step)

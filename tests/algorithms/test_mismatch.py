@@ -8,8 +8,8 @@ from headrace.algorithms.mismatch import mismatch, router_flips
 
 def test_equal_numbers_give_zero() -> None:
     logp = torch.randn(100, generator=torch.Generator().manual_seed(1))
-    assert mismatch(logp, logp.clone()) == (100, 0.0, 0.0, 0.0)
-    assert mismatch(torch.empty(0), torch.empty(0)) == (0, 0.0, 0.0, 0.0)
+    assert mismatch(logp, logp.clone()) == (100, 0.0, 0.0, 0.0, 0.0)
+    assert mismatch(torch.empty(0), torch.empty(0)) == (0, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_values_by_hand() -> None:
@@ -44,3 +44,11 @@ def test_flips_compare_sets_and_skip_missing_rows() -> None:
     assert router_flips(left[2:], right[2:]) == 0.0
     with pytest.raises(ValueError, match="shape"):
         router_flips(left, right[:2])
+
+
+def test_the_share_that_differs_counts_one_bit_and_a_nan() -> None:
+    logp = torch.linspace(-3, -1, 8)
+    other = logp.clone()
+    other[2] = torch.nextafter(other[2], torch.tensor(0.0))
+    other[5] = torch.nan
+    assert mismatch(logp, other).differ == 0.25

@@ -61,22 +61,24 @@ def made(config: PolicyConfig) -> Model:
     return model
 
 
-def theirs(kind: str, fields: Mapping[str, Any]) -> torch.nn.Module:
+def theirs(kind: str, fields: Mapping[str, Any]) -> Any:
     """A random model of theirs whose norms and corrections matter."""
     torch.manual_seed(3)
-    config, model = {
+    kinds: dict[str, Any] = {
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
-    }[kind]
-    out: torch.nn.Module = model(config(**fields)).eval()
+    }
+    config, model = kinds[kind]
+    out = model(config(**fields)).eval()
     with torch.no_grad():
-        for name, value in out.state_dict().items():
+        named: dict[str, Tensor] = out.state_dict()
+        for name, value in named.items():
             if "norm" in name or name.endswith("e_score_correction_bias"):
                 value.add_(torch.randn_like(value) * 0.2)
     return out
 
 
-def compared(folder: Path, model: torch.nn.Module, ids: Tensor) -> None:
+def compared(folder: Path, model: Any, ids: Tensor) -> None:
     """Logits within 1e-4 and the same experts for every token."""
     routes: list[Tensor] = []
     for name, module in model.named_modules():
@@ -115,7 +117,7 @@ def test_a_dense_qwen3_is_the_degenerate_case(tmp_path: Path, rope: str, tied: b
     ],
     ids=["groups", "full_q", "yarn_tied", "kimi"],
 )
-def test_a_deepseek_v3_gives_its_logits_and_its_experts(tmp_path: Path, changes: Mapping[str, Any]) -> None:
+def test_a_deepseek_v3_gives_its_logits_and_its_experts(tmp_path: Path, changes: dict[str, Any]) -> None:
     model = theirs("deepseek_v3", DEEPSEEK | changes)
     model.save_pretrained(tmp_path)
     compared(tmp_path, model, tiny.tokens(PolicyConfig.read(tmp_path), 150))
@@ -128,7 +130,8 @@ def test_our_checkpoint_loads_in_transformers(tmp_path: Path, kind: str) -> None
     model = made(config)
     checkpoint.save(tmp_path, model, config)
     assert PolicyConfig.read(tmp_path) == config
-    compared(tmp_path, transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval(), tiny.tokens(config, 150))
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    compared(tmp_path, loaded.eval(), tiny.tokens(config, 150))
 
 
 def test_shards_go_out_and_come_back(tmp_path: Path) -> None:
@@ -209,7 +212,7 @@ def test_routes_are_of_the_layers_that_route() -> None:
         ({"qk_rope_head_dim": 7}, "odd"),
     ],
 )
-def test_what_cannot_be_computed_is_refused_by_name(changes: Mapping[str, Any], text: str) -> None:
+def test_what_cannot_be_computed_is_refused_by_name(changes: dict[str, Any], text: str) -> None:
     raw = latent().to_hf()
     assert PolicyConfig.from_hf(raw) == latent()
     with pytest.raises(CheckpointError, match=text):
