@@ -16,6 +16,7 @@ from headrace.messages.subjects import CLOSE, EVENT, STEP
 from headrace.messages.training import StepDone, StepFailed, StepManifest
 from headrace.policy.tokenizer import Tokenizer
 from headrace.replay.fetching import Records
+from headrace.replay.step import replay_step
 from headrace.training.step import StepOutcome
 from headrace.training.trainer import Trainer as Machine
 from headrace.weights import snapshot
@@ -148,6 +149,72 @@ async def test_a_batch_that_cannot_be_trained_on_fails_its_step_and_the_run_goes
     assert [(r.step, r.reason, r.dropped_slots, r.version) for r in failed] == [(0, "bad_batch", 4, 1)]
     assert failed[0].command == f"headrace replay {river.folder} --step 0"
     assert river.hashes[1] == river.hashes[0] != river.hashes[2]
+
+
+async def test_the_bound_is_what_the_closings_say_and_grows_with_what_is_kept(connect: Connect, tmp_path: Path) -> None:
+    """1, then 3 from batch 2 on; killed while it grows; each token as old as its batch allows, and re-scored."""
+    river = River(await connect(), new_run(), tmp_path)
+    first = Trainer(config(tmp_path), await connect("trainer"), river.run, "t-1")
+    await first.start()
+    await river.bound(1, 0)
+    for number in range(2):
+        await river.batch(number)
+    await river.bound(3, 2)
+    await river.batch(2)
+    await river.batch(3, lag=2)
+    await river.version(4)
+    kill(first)
+    async with living(Trainer, config(tmp_path), await connect("trainer"), river.run, "t-2"):
+        await river.batch(4, lag=3)
+        await river.batch(5, lag=4)
+        await river.version(6)
+    records = await river.steps()
+    done = [r for r in records if isinstance(r, StepDone)]
+    assert [(r.staleness_bound, r.staleness_max, r.max_abs_dlp) for r in done] == [
+        (1, 0, 0.0), (1, 1, 0.0), (1, 1, 0.0), (2, 2, 0.0), (3, 3, 0.0)
+    ]  # fmt: skip
+    refused = [(r.step, r.reason) for r in records if isinstance(r, StepFailed)]
+    assert refused == [(5, "cannot_rescore")], "what was too old to need is not kept"
+    for step in range(6):
+        bus = await connect("replay")
+        assert (await replay_step(bus, config(tmp_path), river.folder, river.run, step)).bitwise_equal
+
+
+COLLAPSING: dict[str, dict[str, Any]] = {
+    "algorithm": {"learning_rate": 0.6, "warmup_steps": 12, "guard_k1": 0.3, "guard_patience": 1, "guard_backoff": 0.1},
+    "trainer": {"checkpoint_every": 3},
+}
+
+
+@pytest.mark.slow
+async def test_a_rollback_is_a_record_that_replays_and_survives_a_kill(connect: Connect, tmp_path: Path) -> None:
+    """A policy that runs away from its samples: the guard takes it back, and so does a replay, bit for bit."""
+    river = River(await connect(), new_run(), tmp_path)
+    setting = config(tmp_path, **COLLAPSING)
+    taken: StepFailed | None = None
+    lives = number = 0
+    while taken is None or number < taken.step + 4:
+        lives += 1
+        trainer = Trainer(setting, await connect("trainer"), river.run, f"t-{lives}")
+        await trainer.start()
+        for _ in range(4):
+            assert number < 24, "it never collapsed"
+            await river.batch(number)
+            number += 1
+            await river.version(number)
+        kill(trainer)
+        failed = [r for r in await river.steps() if isinstance(r, StepFailed)]
+        taken = next((r for r in failed if r.reason == "collapse" and r.restored >= 0), None)
+    assert taken.state_hash == river.hashes[taken.restored] == river.hashes[taken.version]
+    assert f"back to version {taken.restored}" in taken.detail
+    assert river.hashes[taken.version - 1] != taken.state_hash
+    after = [r for r in failed if r.step > taken.step]
+    assert [(r.step, r.reason, r.state_hash) for r in after[:1]] == [
+        (taken.step + 1, "discarded_version", taken.state_hash)
+    ]
+    assert all(r.incarnation == 0 for r in await river.steps()), "a restart decides the same"
+    for step in (taken.step - 1, taken.step, taken.step + 1, taken.step + 2):
+        assert (await replay_step(await connect("replay"), setting, river.folder, river.run, step)).bitwise_equal
 
 
 class Raising(Trainer):
