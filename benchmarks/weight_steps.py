@@ -6,6 +6,7 @@ more step is taken at any number of learning rates; what is published is the bf1
 """
 
 import time
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from headrace.policy import numerics
 from headrace.policy.config import PolicyConfig
 from headrace.policy.model import Model
+from headrace.weights import precision
 
 Weights = dict[str, Tensor]
 
@@ -58,7 +60,7 @@ class Trained:
         self.model = Model(config, numerics.probe(config, exact=False), seed=seed)
         self.parameters = list(self.model.parameters())
         self.count = sum(parameter.numel() for parameter in self.parameters)
-        text = Text(vocab, seed)
+        text = self.text = Text(vocab, seed)
         optimizer = self._adam(1e-3)
         for _ in range(pretrain):
             self._backward(text.draw(2 * GROUP), None)
@@ -110,6 +112,17 @@ class Trained:
                     self.optimizer.state[parameter][key].copy_(value)
         return after
 
+    def walk(self, rate: float, count: int) -> Iterator[Weights]:
+        """The published weights after each of `count` consecutive steps, each on new text; the state goes with them."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        for _ in range(count):
+            self.optimizer.step()
+            yield self.published()
+            ids = self.text.draw(2 * GROUP)
+            rewards = (ids < 8).float().mean(1).reshape(-1, GROUP)
+            self._backward(ids, (rewards - rewards.mean(1, keepdim=True)).reshape(-1))
+
 
 def density(before: Weights, after: Weights) -> float:
     """Share of elements whose bits differ."""
@@ -137,9 +150,5 @@ def mxfp8(weights: Weights) -> Weights:
         if tensor.dim() < 2:
             out[name] = tensor
             continue
-        blocks = tensor.float().reshape(-1, 32)
-        exponent = torch.floor(torch.log2(blocks.abs().amax(1, keepdim=True).clamp_min(2.0**-100))) - 8
-        scaled = (blocks * torch.exp2(-exponent)).clamp(-448.0, 448.0)
-        out[name] = scaled.to(torch.float8_e4m3fn).reshape(tensor.shape)
-        out[f"{name}_scale"] = (exponent + 127).to(torch.uint8).reshape(*tensor.shape[:-1], -1)
+        out[name], out[name + precision.SCALE] = precision.quantise(tensor)
     return out

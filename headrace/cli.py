@@ -141,9 +141,30 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key")
 
     weights = commands.add_parser("weights", help="the chain of published versions")
-    weights.add_argument("weights_command", choices=("log", "show", "verify"), metavar="log|show|verify")
-    weights.add_argument("run", nargs="?", default="latest")
-    weights.add_argument("--version", type=int, default=-1, help="which version; default: the newest")
+    chain_commands = weights.add_subparsers(dest="weights_command", required=True, metavar="COMMAND")
+    for name, text in (
+        ("log", "a line per version"),
+        ("show", "one version in full"),
+        ("verify", "hash the whole chain again from the stream, or with --version that one"),
+        ("fold", "the last deltas as one, for who lags"),
+        ("export", "a version as a safetensors file"),
+        ("diff", "what two versions differ in"),
+        ("collect", "remove what no joiner can need any more"),
+    ):
+        one = chain_commands.add_parser(name, help=text)
+        if name == "diff":
+            one.add_argument("older", type=int)
+            one.add_argument("newer", type=int)
+        if name == "export":
+            one.add_argument("path", help="the file to write")
+        one.add_argument("run", nargs="?", default="latest", help="run id, path or 'latest'")
+        if name in ("show", "verify", "export"):
+            one.add_argument("--version", type=int, default=-1, help="which version; default: the newest")
+        if name == "fold":
+            one.add_argument("--count", type=int, default=8, help="how many deltas")
+        if name == "collect":
+            one.add_argument("--chains", type=int, default=3, help="newest chains that stay, at least 2")
+        one.add_argument("--unsigned", action="store_true", help="take versions that nobody signed")
     return top
 
 

@@ -2,22 +2,27 @@
 
 It stages the newest head first and skips what lies between, then whatever versions evaluations and promotions have
 pinned; the last few stay on the shelf. A version is announced only when every slab of it has the trainer's hash.
+
+A head counts only when a known publisher signed it and it follows the head that lies before it in the stream: a forged
+one, and a true one that somebody stored again elsewhere, is an event and changes nothing.
 """
 
 import asyncio
 import time
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from headrace.bus.actor import Actor
 from headrace.bus.errors import BusError
+from headrace.bus.received import Received
 from headrace.messages.base import Message
 from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.product import Promotion
 from headrace.messages.subjects import EVENT, WEIGHT_HEAD
 from headrace.messages.weights import WeightHead, WeightsStaged
-from headrace.weights import chain
+from headrace.weights import chain, heads, shards
 from headrace.weights.shelf import Shelf
+from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
 
 AGAIN_S = 5.0
@@ -35,38 +40,51 @@ class WeightReceiver(Actor):
         held = await asyncio.to_thread(self.shelf.scan)
         if held:
             await self.event("resumed", f"{len(held)} versions lie on this node: {sorted(held)}")
+        section = self.config.weights
+        self.trust = Trust.load(self.bus.credentials, section.publishers, unsigned=section.unsigned)
         self._heads: dict[int, WeightHead] = {}
-        self._newest: WeightHead | None = None
+        self._book = heads.Heads(self.run, self.trust)
         self._pins: dict[str, int] = {}
         """Who needs a version: an evaluation's id, or "promotion"."""
         self._announced: dict[int, str] = {}
         self._failed: set[int] = set()
         self._news = asyncio.Event()
-        heads, pins = WEIGHT_HEAD.at(run=self.run), self._pin_filters()
+        where, pins = WEIGHT_HEAD.at(run=self.run), self._pin_filters()
         after = {"HR_WEIGHTS": 0, "HR_EVENT": 0}
-        async for received in self.bus.history("HR_WEIGHTS", heads):
-            self._hear(received.message)
+        async for received in self.bus.history("HR_WEIGHTS", where):
+            await self._hear_head(received)
             after["HR_WEIGHTS"] = received.seq
         async for received in self.bus.history("HR_EVENT", *pins):
-            self._hear(received.message)
+            self._hear_pin(received.message)
             after["HR_EVENT"] = received.seq
-        self.spawn(self._follow("HR_WEIGHTS", [heads], after["HR_WEIGHTS"]), "heads")
-        self.spawn(self._follow("HR_EVENT", pins, after["HR_EVENT"]), "pins")
+        self.spawn(self._follow_heads(where, after["HR_WEIGHTS"]), "heads")
+        self.spawn(self._follow_pins(pins, after["HR_EVENT"]), "pins")
         self.spawn(self._work(), "staging")
 
     def _pin_filters(self) -> list[str]:
         kinds = (EvalRequest.type_name, EvalResult.type_name, Promotion.type_name)
         return [EVENT.where(run=self.run, type=kind) for kind in kinds]
 
-    async def _follow(self, stream: str, filters: list[str], after: int) -> None:
-        async for received in self.bus.follow(stream, *filters, start=after + 1):
-            self._hear(received.message)
+    async def _follow_heads(self, where: str, after: int) -> None:
+        async for received in self.bus.follow("HR_WEIGHTS", where, start=after + 1):
+            await self._hear_head(received)
 
-    def _hear(self, message: Message) -> None:
-        if isinstance(message, WeightHead):
-            self._heads[message.version] = self._newest = message
-            self._failed.discard(message.version)
-        elif isinstance(message, EvalRequest) and message.policy.kind == "pinned":
+    async def _follow_pins(self, filters: list[str], after: int) -> None:
+        async for received in self.bus.follow("HR_EVENT", *filters, start=after + 1):
+            self._hear_pin(received.message)
+
+    async def _hear_head(self, received: Received[Any]) -> None:
+        try:
+            head = self._book.take(received)
+        except WeightError as error:
+            await self.event("head_refused", str(error), level="error", sequence=received.seq)
+            return
+        self._heads[head.version] = head
+        self._failed.discard(head.version)
+        self._news.set()
+
+    def _hear_pin(self, message: Message) -> None:
+        if isinstance(message, EvalRequest) and message.policy.kind == "pinned":
             self._pins[message.id] = message.policy.version
         elif isinstance(message, EvalResult):
             self._pins.pop(message.id, None)
@@ -76,12 +94,11 @@ class WeightReceiver(Actor):
 
     def _next(self) -> WeightHead | None:
         """The next version to stage: the newest, else one that is pinned."""
-        wanted = [self._newest, *(self._heads.get(version) for version in self._pins.values())]
+        wanted = [self._book.newest, *(self._heads.get(version) for version in self._pins.values())]
         for head in wanted:
             if head is None or head.version in self._failed:
                 continue
-            here = self.shelf.find(head.version, head.state_hash) is not None
-            if not here or self._announced.get(head.version) != head.state_hash:
+            if self._announced.get(head.version) != head.state_hash or not self.shelf.path(head.version).exists():
                 return head
         return None
 
@@ -105,12 +122,15 @@ class WeightReceiver(Actor):
 
     async def _stage(self, head: WeightHead) -> None:
         started = time.monotonic()
-        path = self.shelf.find(head.version, head.state_hash)
+        wanted, state_hash = await self._wanted(head)
+        path = self.shelf.find(head.version, state_hash)
         if path is None:
             damage: list[str] = []
             path = self.shelf.path(head.version)
-            plan = await chain.obtain(self.bus, head, path, self.shelf.find, on_damage=damage.append)
-            self.shelf.put(head.version, head.state_hash)
+            plan = await chain.obtain(
+                self.bus, head, path, self.shelf.find, on_damage=damage.append, trust=self.trust, shards=wanted
+            )
+            self.shelf.put(head.version, state_hash)
             for text in damage:
                 await self.event("chunk_damaged", text, level="warning", version=head.version)
             await self.metric(version=float(head.version), fetched_bytes=float(plan.wire_bytes))
@@ -123,9 +143,18 @@ class WeightReceiver(Actor):
             region=self.config.weights.region,
             version=head.version,
             path=str(path.resolve()),
-            state_hash=head.state_hash,
+            state_hash=state_hash,
             stage_s=time.monotonic() - started,
         )
         await self.publish_event(staged)
         self._announced[head.version] = head.state_hash
         self.status = f"version {head.version} staged"
+
+    async def _wanted(self, head: WeightHead) -> tuple[frozenset[int] | None, str]:
+        """The shards that this node needs, None for all, and the state hash of a file that holds just them."""
+        patterns = self.config.weights.want
+        if not patterns:
+            return None, head.state_hash
+        manifest = await chain.manifest(self.bus, self.run, head.manifest_seq, self.trust)
+        needed = shards.holding(manifest.tensors, patterns)
+        return needed, shards.state_hash(manifest, needed)

@@ -3,20 +3,23 @@ trainer wait.
 
 It keeps no state of its own: the head record says what is committed, the last SnapshotReady what is wanted, and a lost
 base is built again from the chain. The head is written with an expected sequence, so of two senders one is refused; it
-fails, and its successor reads the head again.
+fails, and its successor reads the head again. What commits a version is signed with the publisher's key, which lies in
+the sender's credentials folder alone.
 """
 
 import asyncio
 from pathlib import Path
 from typing import ClassVar
 
+from headrace.bus import credentials, keys
 from headrace.bus.actor import Actor
 from headrace.messages.subjects import EVENT
 from headrace.messages.training import SnapshotReady
-from headrace.weights import chain, release
+from headrace.weights import chain, fold, heads, precision, release, shards, snapshot
 from headrace.weights.encoding import Encoding
-from headrace.weights.release import Commit
+from headrace.weights.release import Commit, Origin
 from headrace.weights.shelf import Shelf
+from headrace.weights.signing import Trust
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import WeightError
 
@@ -31,20 +34,36 @@ class WeightSender(Actor):
         self.shelf = Shelf(Path(self.config.run.dir) / self.run / "nodes" / self.bus.node / "sender")
         """Links to at most two of the trainer's files: the base and the one in work."""
         await asyncio.to_thread(self.shelf.scan)
+        await self._take_key()
         self.commit = await self._recover()
         self._wanted: SnapshotReady | None = None
         self._news = asyncio.Event()
         self.spawn(self._follow(), "snapshots")
         self.spawn(self._work(), "publishing")
 
+    async def _take_key(self) -> None:
+        folder, section = self.bus.credentials, self.config.weights
+        try:
+            self.signer = keys.load(folder, credentials.PUBLISHER) if folder and folder.is_dir() else None
+        except ValueError:
+            self.signer = None
+        own = () if self.signer is None else (self.signer.public,)
+        self.trust = Trust.load(folder, (*section.publishers, *own), unsigned=section.unsigned or not own)
+        if self.signer is None:
+            where = f"{folder or 'the credentials folder'}"
+            await self.event(
+                "unsigned", f"no {credentials.PUBLISHER}.nk in {where}: versions go out unsigned", level="warning"
+            )
+
     async def _recover(self) -> Commit | None:
-        found = await chain.head(self.bus, self.run)
-        if found is None:
+        found = await heads.read(self.bus, self.run, self.trust)
+        self._last_head = found.last_seq
+        if found.newest is None:
             return None
-        seq, head = found
-        manifest = await chain.manifest(self.bus, self.run, head.manifest_seq)
-        anchor = await chain.manifest(self.bus, self.run, head.anchor_seq)
-        return Commit(seq=seq, head=head, manifest=manifest, anchor_bytes=anchor.wire_bytes)
+        head = found.newest
+        manifest = await chain.manifest(self.bus, self.run, head.manifest_seq, self.trust)
+        anchor = await chain.manifest(self.bus, self.run, head.anchor_seq, self.trust)
+        return Commit(seq=found.last_seq, head=head, manifest=manifest, anchor_bytes=anchor.wire_bytes)
 
     async def _follow(self) -> None:
         where = EVENT.where(run=self.run, type=SnapshotReady.type_name)
@@ -77,33 +96,84 @@ class WeightSender(Actor):
         if self.commit is None:
             return False
         head = self.commit.head
-        return ready.version < head.version or (ready.version, ready.state_hash) == (head.version, head.state_hash)
+        made_of = head.source_hash or head.state_hash
+        return ready.version < head.version or (ready.version, ready.state_hash) == (head.version, made_of)
 
     async def _publish(self, ready: SnapshotReady) -> None:
-        base = await self._base()
-        path = await asyncio.to_thread(self.shelf.take, ready.path, ready.version)
+        base, section = await self._base(), self.config.weights
+        path, state_hash, origin = await self._target(ready)
         target = Snapshot(path)
-        if base is not None and base.tensors != target.tensors:
+        before = self.commit
+        cut = shards.assign(target.tensors, section.shards)
+        if base is not None and before is not None and before.manifest.tensors != cut:
             await self.event("tensors_changed", f"version {ready.version} has other tensors: publishing an anchor")
             base = None
-        codec, before = self.config.weights.codec, self.commit
         hashes = before.manifest.slab_hashes if before is not None and base is not None else b""
-        encoding = Encoding(target, base, name=codec, base_hashes=hashes)
+        encoding = self._encoding(target, base, hashes)
         self.commit = await release.release(
             self.bus,
             encoding,
             self.run,
             ready.version,
             before,
-            state_hash=ready.state_hash,
+            state_hash=state_hash,
             rate=ready.learning_rate,
+            signer=self.signer,
+            origin=origin,
+            after=self._last_head,
         )
-        self.shelf.put(ready.version, ready.state_hash)
+        self.shelf.put(ready.version, state_hash)
         self.shelf.keep(0, [ready.version])
         await self._tell(encoding)
-        if release.anchor_due(self.commit, self.config.weights.anchor_every):
-            anchor = Encoding(target, None, name=codec)
-            self.commit = await release.add_anchor(self.bus, anchor, self.commit)
+        if release.anchor_due(self.commit, section.anchor_every):
+            anchor = self._encoding(target, None, b"")
+            self.commit = await release.add_anchor(self.bus, anchor, self.commit, signer=self.signer)
+        if section.fold_every > 1 and ready.version and ready.version % section.fold_every == 0:
+            await self._fold(section.fold_every)
+
+    def _encoding(self, target: Snapshot, base: Snapshot | None, hashes: bytes) -> Encoding:
+        section = self.config.weights
+        return Encoding(
+            target, base, name=section.codec, base_hashes=hashes, shards=section.shards, workers=section.encoders
+        )
+
+    async def _target(self, ready: SnapshotReady) -> tuple[Path, str, Origin]:
+        """The file that is published, its state hash, and what it was made of.
+
+        A rounded file is made of the trainer's only when that one has the bits that were announced.
+        """
+        kind = self.config.weights.precision
+        if kind == precision.AS_TRAINED:
+            return await asyncio.to_thread(self.shelf.take, ready.path, ready.version), ready.state_hash, Origin()
+        path = self.shelf.path(ready.version)
+
+        def rounded() -> str:
+            found = snapshot.file_hash(ready.path)
+            if found != ready.state_hash:
+                raise WeightError(f"the file has state {found}, the trainer announced {ready.state_hash}")
+            return precision.publish(ready.path, path, kind)
+
+        state_hash = await asyncio.to_thread(rounded)
+        return path, state_hash, Origin(precision=kind, source_hash=ready.state_hash)
+
+    async def _fold(self, count: int) -> None:
+        """A short cut over the last versions. Nobody needs it, so what goes wrong here is told and no more."""
+        assert self.commit is not None
+        codec = self.config.weights.codec
+        try:
+            record = await fold.publish(
+                self.bus, self.bus, self.commit.head, count=count, name=codec, signer=self.signer, trust=self.trust
+            )
+        except (WeightError, LookupError) as error:
+            await self.event("fold_failed", f"version {self.commit.head.version}: {error}", level="warning")
+            return
+        await self.event(
+            "folded",
+            f"versions {record.base_version} to {record.version} in one delta, {record.wire_bytes} bytes",
+            version=record.version,
+            base_version=record.base_version,
+            wire_bytes=record.wire_bytes,
+        )
 
     async def _base(self) -> Snapshot | None:
         """The committed version's bits: our link to the trainer's file, or the chain's when that was lost."""
@@ -113,7 +183,7 @@ class WeightSender(Actor):
         path = self.shelf.find(head.version, head.state_hash)
         if path is None:
             path = self.shelf.path(head.version)
-            await chain.obtain(self.bus, head, path, self.shelf.find)
+            await chain.obtain(self.bus, head, path, self.shelf.find, trust=self.trust)
             self.shelf.put(head.version, head.state_hash)
             await self.event("base_rebuilt", f"version {head.version} was built again from the chain")
         return Snapshot(path)

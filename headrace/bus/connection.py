@@ -48,6 +48,8 @@ class Bus:
 
     def __init__(self, link: Link, *, id: str, node: str) -> None:
         self.link, self.role, self.id, self.node = link, link.role, id, node
+        self.credentials: Path | None = None
+        """Folder (or seed file) that it was connected with."""
         self.patience_s = 300.0
         """How long a publish waits on a full stream before it gives up."""
         self.on_full: Callable[[str], None] | None = None
@@ -75,7 +77,9 @@ class Bus:
         id = id or f"{role}-{os.getpid()}-{token_hex(3)}"
         link = Link(url, role, key)
         await link.connect(f"{id}", timeout)
-        return cls(link, id=id, node=node or s.token(socket.gethostname()))
+        bus = cls(link, id=id, node=node or s.token(socket.gethostname()))
+        bus.credentials = Path(credentials) if credentials else None
+        return bus
 
     async def publish(
         self,

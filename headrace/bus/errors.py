@@ -30,7 +30,7 @@ class WrongSequence(BusError):
         """The sequence that the broker has instead; -1 when it did not say."""
 
 
-class MessageGone(BusError):
+class MessageGone(BusError, LookupError):
     """That message is not in the stream: purged, aged out, or never written."""
 
 

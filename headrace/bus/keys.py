@@ -48,6 +48,10 @@ class Key:
         """The signature that the broker checks, base64 without padding."""
         return base64.urlsafe_b64encode(self._signing.sign(nonce.encode()).signature).rstrip(b"=")
 
+    def sign_bytes(self, data: bytes) -> bytes:
+        """The raw Ed25519 signature of any bytes, 64 of them: what weights are signed with."""
+        return bytes(self._signing.sign(data).signature)
+
 
 def load(credentials: str | Path | None, role: str) -> Key | None:
     """The key of a role: `credentials` is a seed file or a folder with ``<role>.nk`` in it. None when there are none.

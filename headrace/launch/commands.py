@@ -204,20 +204,12 @@ def vm(args: argparse.Namespace) -> int:
 
 def weights(args: argparse.Namespace) -> int:
     """`headrace weights`."""
-    from headrace.weights import report
+    from headrace.launch import weight_commands
 
     async def body() -> int:
         folder = runs.find(args.run)
-        async with bus_of(folder) as bus:
-            if args.weights_command == "log":
-                say(await report.log(bus, folder.id))
-                return 0
-            if args.weights_command == "show":
-                say(await report.show(bus, folder.id, args.version))
-                return 0
-            good, text = await report.verify(bus, folder.id, args.version)
-            say(text)
-            return 0 if good else 1
+        async with bus_of(folder, weight_commands.ROLES.get(args.weights_command, "operator")) as bus:
+            return await weight_commands.execute(bus, folder, args)
 
     return looped(body())
 

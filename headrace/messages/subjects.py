@@ -128,6 +128,12 @@ WEIGHT_HEAD = Subject(
     publishers=("weight_sync",),
     readers=("weight_sync", "rollout", "feedback"),
 )
+WEIGHT_FOLD = Subject(
+    template="hr.weights.{run}.fold",
+    types=("weight_fold",),
+    publishers=("weight_sync",),
+    readers=("weight_sync",),
+)
 BLOB = Subject(
     template="hr.blob.{digest}.{n}",
     types=(),

@@ -60,6 +60,14 @@ class WeightManifest(Message, frozen=True, kw_only=True):
     elements: int
     learning_rate: float = 0.0
     encode_s: float = 0.0
+    precision: str = ""
+    """How the published bytes were made of the trainer's; empty: they are the trainer's."""
+    source_hash: str = ""
+    """State hash of the trainer's file, where the published bytes were made of it."""
+    signer: str = ""
+    """Public key (an NKEY, ``U...``) of who published it; empty: nobody signed."""
+    signature: bytes = b""
+    """Ed25519 over `weights.signing.statement`, 64 bytes."""
 
 
 @message("weight_head")
@@ -73,6 +81,28 @@ class WeightHead(Message, frozen=True, kw_only=True):
     anchor_version: int
     anchor_seq: int = 0
     """Stream sequence of the newest anchor's manifest: where a late joiner starts."""
+    after: int = -1
+    """Stream sequence of the head record before it, 0 for the first: a signed head fits one place in the stream."""
+    source_hash: str = ""
+    """State hash of the trainer's file, where the published bytes were made of it."""
+    signer: str = ""
+    signature: bytes = b""
+
+
+@message("weight_fold")
+class WeightFold(Message, frozen=True, kw_only=True):
+    """A short cut: one delta from an older version straight to a later one. Whoever lags saves bytes by it."""
+
+    run: str
+    version: int
+    state_hash: str
+    base_version: int
+    base_hash: str
+    manifest_seq: int
+    """Stream sequence of the manifest of the folded delta."""
+    wire_bytes: int
+    signer: str = ""
+    signature: bytes = b""
 
 
 @message("weights_staged")

@@ -2,8 +2,10 @@
 
 The idea: per unit (`state.units`: a slab, or a run of small ones), count the changes and take the code that makes it
 smallest. An unchanged unit has no frame and costs nothing. Up to one change in twenty the sparse code (`sparse`) always
-wins, or `context`, where the link is dearer than the cores; above that three codes are tried on a sample of the unit
-and the smallest is taken. Dense codes work on byte planes, because exponents repeat and mantissas do not:
+wins, or `context`, where the link is dearer than the cores. Above that each code is tried on a sample of the unit; the
+sample is drawn across the range from its quietest to its busiest parts, because changes come in clumps. Codes that
+come out close to each other are all run, and the smallest result is taken: a wrong guess costs little either way.
+Dense codes work on byte planes, because exponents repeat and mantissas do not:
 ``difference`` codes the zig-zag difference of all elements, ``full`` the new bits themselves and needs no base.
 
 Layout: a frame is a msgspec array of header and streams (`Frame`). Dense units and very full sparse ones are cut into
@@ -47,7 +49,14 @@ _FRAME_BYTES = 800 << 10
 """A sparse frame's streams before compression, at most, apart from escapes; they add 16 KiB at most."""
 _DENSE_BYTES = 256 << 10
 """A dense frame's share of the unit."""
-_SAMPLES, _SAMPLE = 8, 8192
+_SAMPLES, _SAMPLE = 16, 16384
+"""Parts of a unit that are tried, and elements of each."""
+_HEADER = 64
+"""Bytes of a frame besides its streams, about."""
+_CONTEXT_GAIN = 0.6
+"""What the exponents leave of a sparse code, at best."""
+_CLOSE = 1.15
+"""Codes whose estimates lie within this factor of the smallest are run to the end."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -107,16 +116,90 @@ def encode(
     at, old, new = _changes(base, target)
     if not at.size:
         return
-    codec = recipe.sparse
-    if codec == CONTEXT and (place.dtype not in context.EXPONENTS or at.size < 2 * context.LEAST_CHANGES):
-        codec = SPARSE
-    if at.size > _ALWAYS_SPARSE * sum(part.size for part in target):
+    size = sum(part.size for part in target)
+    codes: Sequence[int] = (SPARSE,)
+    if recipe.sparse == CONTEXT and place.dtype in context.EXPONENTS and at.size >= 2 * context.LEAST_CHANGES:
+        codes = (CONTEXT, SPARSE)
+    if at.size > _ALWAYS_SPARSE * size:
         base, target = [_joined(base)], [_joined(target)]
-        codec = choose(base[0], target[0], Recipe(codec, recipe.method), place.dtype)
-    if codec in (SPARSE, CONTEXT):
-        yield from _sparse(place, codec, at, sparse.fold(old, new), base, recipe.method)
+        codes = choose(base[0], target[0], at, (*codes, DIFFERENCE, FULL), place.dtype, recipe.method)
+    folded, olds, news = sparse.fold(old, new), base, target
+
+    def run(code: int) -> Iterator[tuple[Frame, int]]:
+        if code in (SPARSE, CONTEXT):
+            return _sparse(place, code, at, folded, olds, recipe.method)
+        return _dense(place, code, olds[0], news[0], recipe.method)
+
+    if len(codes) == 1:
+        yield from run(codes[0])
     else:
-        yield from _dense(place, codec, base[0], target[0], recipe.method)
+        yield from min((list(run(code)) for code in codes), key=_bytes_of)
+
+
+def choose(base: Bits, target: Bits, at: Positions, codes: Sequence[int], dtype: str, method: int) -> list[int]:
+    """The codes that may make a unit smallest, by an estimate: those whose estimate is close to the best one's.
+
+    at: positions of the changes. Parts are ranked by how many changes they hold, and every sixteenth of that order
+    gives one to the sample; a unit that is not larger than the sample is tried whole.
+    """
+    parts = np.arange(-(-target.size // _SAMPLE))
+    if parts.size > _SAMPLES:
+        order = np.argsort(np.bincount(at // _SAMPLE, minlength=parts.size), kind="stable")
+        parts = order[(np.arange(_SAMPLES) * 2 + 1) * parts.size // (2 * _SAMPLES)]
+    sizes = {code: 0 for code in codes if code != CONTEXT}  # its classes need more changes than a part has
+    for first in (parts * _SAMPLE).tolist():
+        old, new = base[first : first + _SAMPLE], target[first : first + _SAMPLE]
+        where, before, after = sparse.changes(old, new)
+        for code in sizes:
+            if code == SPARSE:
+                streams = _pack(SPARSE, where, sparse.fold(before, after), [old], dtype, method)
+            else:
+                content = sparse.fold(old, new) if code == DIFFERENCE else new
+                streams = tuple(pack(plane, method) for plane in planes(content).reshape(content.itemsize, -1))
+            sizes[code] += sum(len(stream.data) for stream in streams)
+    limit = _CLOSE * min(sizes.values())
+    # What the exponents save is known only when it was tried: whenever it might be enough, it is.
+    hopeful = [CONTEXT] if CONTEXT in codes and _CONTEXT_GAIN * sizes[SPARSE] <= limit else []
+    return hopeful + [code for code in sizes if sizes[code] <= limit]
+
+
+def encode_differences(
+    place: Place, at: Positions, folded: Bits, size: int, method: int
+) -> Iterator[tuple[Frame, int]]:
+    """The frames of a unit of `size` items from its changes alone, where neither base nor target is at hand.
+
+    at: positions, ascending; folded: the zig-zag difference at each, none of them 0.
+    """
+    if not at.size:
+        return
+    whole = np.zeros(0, folded.dtype)
+    if at.size > _ALWAYS_SPARSE * size:
+        whole = np.zeros(size, folded.dtype)
+        whole[at] = folded
+    span = np.broadcast_to(np.zeros(1, folded.dtype), size)
+    thin = list(_sparse(place, SPARSE, at, folded, [span], method))
+    thick = list(_dense_frames(place, DIFFERENCE, whole, method)) if whole.size else []
+    yield from min((frames for frames in (thin, thick) if frames), key=_bytes_of)
+
+
+def _bytes_of(frames: Sequence[tuple[Frame, int]]) -> int:
+    return sum(_HEADER + sum(len(stream.data) for stream in frame.streams) for frame, _ in frames)
+
+
+def differences(frame: Frame, kind: np.dtype[np.unsignedinteger]) -> tuple[Positions, Bits]:
+    """Positions in the unit and differences (new - old mod 2^w) of a frame that needs no base to be read.
+
+    WeightError for one that does (full, d10), or that is damaged.
+    """
+    if frame.codec == SPARSE and len(frame.streams) == 3:
+        at, folded = _read_sparse(frame, kind)
+    elif frame.codec == DIFFERENCE and len(frame.streams) == kind.itemsize and frame.items == frame.count:
+        whole = _read_dense(frame, kind)
+        at = np.flatnonzero(whole)
+        folded = whole[at]
+    else:
+        raise WeightError(f"a frame of codec {NAMES.get(frame.codec, frame.codec)} cannot be composed without its base")
+    return at + frame.start, sparse.unfold(folded)
 
 
 def _joined(parts: Sequence[Bits]) -> Bits:
@@ -134,21 +217,6 @@ def _changes(base: Sequence[Bits], target: Sequence[Bits]) -> tuple[Positions, B
         found.append((at, old, new))
         offset += after.size
     return tuple(np.concatenate(column) for column in zip(*found, strict=True))  # type: ignore[return-value]
-
-
-def choose(base: Bits, target: Bits, recipe: Recipe, dtype: str) -> int:
-    """The codec that makes a sample of the unit smallest: eight runs spread evenly, all of it when it is small."""
-    if target.size > _SAMPLES * _SAMPLE:
-        starts = np.linspace(0, target.size - _SAMPLE, _SAMPLES).astype(int)
-        base = np.concatenate([base[s : s + _SAMPLE] for s in starts])
-        target = np.concatenate([target[s : s + _SAMPLE] for s in starts])
-    at, old, new = sparse.changes(base, target)
-    streams = {
-        recipe.sparse: _pack(recipe.sparse, at, sparse.fold(old, new), [base], dtype, recipe.method),
-        DIFFERENCE: (pack(planes(sparse.fold(base, target)), recipe.method),),
-        FULL: (pack(planes(target), recipe.method),),
-    }
-    return min(streams, key=lambda codec: sum(len(stream.data) for stream in streams[codec]))
 
 
 def _pack(codec: int, at: Positions, folded: Bits, base: Sequence[Bits], dtype: str, method: int) -> tuple[Stream, ...]:
@@ -180,16 +248,23 @@ def _dense(place: Place, codec: int, base: Bits | None, target: Bits, method: in
     step = _DENSE_BYTES // target.itemsize
     for start in range(0, target.size, step):
         new = target[start : start + step]
-        changed = new.size
-        content = new
-        if base is not None:
-            old = base[start : start + step]
-            changed = int(np.count_nonzero(old != new))
-            if codec == DIFFERENCE:
-                content = sparse.fold(old, new)
-        # A stream per plane: a plane of noise is stored and does not spoil the table of the next one.
-        streams = tuple(pack(plane, method) for plane in planes(content).reshape(content.itemsize, -1))
-        yield _frame(place, start, new.size, codec, new.size, streams), changed
+        old = None if base is None else base[start : start + step]
+        changed = new.size if old is None else int(np.count_nonzero(old != new))
+        content = sparse.fold(old, new) if old is not None and codec == DIFFERENCE else new
+        yield _plane_frame(place, start, codec, content, method), changed
+
+
+def _dense_frames(place: Place, codec: int, content: Bits, method: int) -> Iterator[tuple[Frame, int]]:
+    step = _DENSE_BYTES // content.itemsize
+    for start in range(0, content.size, step):
+        part = content[start : start + step]
+        yield _plane_frame(place, start, codec, part, method), int(np.count_nonzero(part))
+
+
+def _plane_frame(place: Place, start: int, codec: int, content: Bits, method: int) -> Frame:
+    # A stream per plane: a plane of noise is stored and does not spoil the table of the next one.
+    streams = tuple(pack(plane, method) for plane in planes(content).reshape(content.itemsize, -1))
+    return _frame(place, start, content.size, codec, content.size, streams)
 
 
 def _frame(place: Place, start: int, count: int, codec: int, items: int, streams: tuple[Stream, ...]) -> Frame:
@@ -217,13 +292,7 @@ def apply(frame: Frame, base: Bits | None, target: Bits, dtype: str) -> None:
         raise WeightError(f"a frame of elements {start} to {end} in a unit of {target.size}")
     part = target[start:end]
     if frame.codec == SPARSE and len(frame.streams) == 3:
-        if not 0 < frame.items <= frame.count:
-            raise WeightError(f"{frame.items} changes in a frame of {frame.count} elements")
-        gaps = unpack(frame.streams[0], frame.items + frame.count // sparse.ESCAPE + 1)
-        at = sparse.positions_of(gaps)
-        if at.size != frame.items or at[-1] >= frame.count:
-            raise WeightError(f"gaps name {at.size} positions where {frame.items} below {frame.count} were promised")
-        folded = sparse.unpack_values(frame.streams[1], frame.streams[2], frame.items, target.dtype)
+        at, folded = _read_sparse(frame, target.dtype)
         part[at] = _base(base, start, end)[at] + sparse.unfold(folded)
     elif frame.codec == CONTEXT and dtype in context.EXPONENTS and len(frame.streams) > 2:
         if not 0 < frame.items <= frame.count:
@@ -233,13 +302,27 @@ def apply(frame: Frame, base: Bits | None, target: Bits, dtype: str) -> None:
         at, folded = context.decode(fields, frame.streams, frame.items, target.dtype)
         part[at] = old[at] + sparse.unfold(folded)
     elif frame.codec in (FULL, DIFFERENCE) and len(frame.streams) == target.itemsize and frame.items == frame.count:
-        content = np.concatenate([unpack(stream, frame.count) for stream in frame.streams])
-        if content.size != frame.count * target.itemsize:
-            raise WeightError(f"{content.size} bytes for {frame.count} elements of {target.itemsize} bytes")
-        whole = unplanes(content, target.dtype)
+        whole = _read_dense(frame, target.dtype)
         part[:] = whole if frame.codec == FULL else _base(base, start, end) + sparse.unfold(whole)
     else:
         raise WeightError(f"a frame of codec {frame.codec} with {len(frame.streams)} streams cannot be read here")
+
+
+def _read_sparse(frame: Frame, kind: np.dtype[np.unsignedinteger]) -> tuple[Positions, Bits]:
+    if not 0 < frame.items <= frame.count:
+        raise WeightError(f"{frame.items} changes in a frame of {frame.count} elements")
+    gaps = unpack(frame.streams[0], frame.items + frame.count // sparse.ESCAPE + 1)
+    at = sparse.positions_of(gaps)
+    if at.size != frame.items or at[-1] >= frame.count:
+        raise WeightError(f"gaps name {at.size} positions where {frame.items} below {frame.count} were promised")
+    return at, sparse.unpack_values(frame.streams[1], frame.streams[2], frame.items, kind)
+
+
+def _read_dense(frame: Frame, kind: np.dtype[np.unsignedinteger]) -> Bits:
+    content = np.concatenate([unpack(stream, frame.count) for stream in frame.streams])
+    if content.size != frame.count * kind.itemsize:
+        raise WeightError(f"{content.size} bytes for {frame.count} elements of {kind.itemsize} bytes")
+    return unplanes(content, kind)
 
 
 def _base(base: Bits | None, start: int, end: int) -> Bits:

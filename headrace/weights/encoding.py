@@ -3,35 +3,120 @@
 The idea: chunks come out as a generator, so that a sender publishes the first while the next is made, and memory stays
 at a unit. Encoding is deterministic: the same two snapshots give the same chunks, so a sender that died can publish
 them again and the stream's de-duplication drops what was there.
+
+Shards (`shards`) are encoded apart, each into chunks of its own, by as many threads as there are workers: comparing,
+hashing and compressing leave the interpreter's lock. Or by processes, one `ShardEncoding` each, anywhere the two files
+can be mapped: `Encoding.adopt` takes what they found. The bytes are the same.
 """
 
 import hashlib
+import queue
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from headrace.messages.weights import ChunkInfo, WeightManifest
-from headrace.weights import codec, state
+from headrace.weights import codec, shards, state
 from headrace.weights.chunks import Packer
 from headrace.weights.codec import CODECS
+from headrace.weights.signing import digest
 from headrace.weights.snapshot import Snapshot
-from headrace.weights.state import HASH_BYTES, Bits, WeightError
+from headrace.weights.state import Bits, WeightError
 
-_manifests = msgspec.msgpack.Encoder()
+Piece = tuple[int, bytes]
+"""A shard and a chunk of it."""
 
 
-def digest(manifest: WeightManifest) -> str:
-    """sha256 of a manifest: what the next manifest names as its parent."""
-    return hashlib.sha256(_manifests.encode(manifest)).hexdigest()
+class Figures(msgspec.Struct, kw_only=True):
+    """What encoding a shard found out. `seconds`: processor time of comparing, coding and hashing."""
+
+    changed: int = 0
+    wire_bytes: int = 0
+    seconds: float = 0.0
+    hashes: dict[int, bytes] = {}
+    """Slab index to the hash of the slab as it is now."""
+
+
+class ShardEncoding:
+    """One shard of a version: the chunks of its units, and what there is to say about them afterwards."""
+
+    def __init__(
+        self,
+        target: Snapshot,
+        base: Snapshot | None,
+        shard: int = 0,
+        count: int = 1,
+        *,
+        name: str = "d8-zstd",
+        base_hashes: bytes = b"",
+    ):
+        """The shard `shard` of `count`. base_hashes: the base's slab hashes where they are known already."""
+        self.shard = shard
+        self._target, self._base = target, base
+        self.tensors = shards.assign(target.tensors, count)
+        self._recipe = CODECS[name]
+        self._base_hashes = base_hashes or (base.hashes() if base is not None else b"")
+        self.figures = Figures()
+
+    def chunks(self) -> Iterator[bytes]:
+        """The chunks in order. Afterwards `figures` are final."""
+        packer, figures = Packer(), Figures(hashes={})
+        self.figures = figures
+        since = time.thread_time()
+        for frame, changed in self._frames(figures.hashes):
+            figures.changed += changed
+            chunk = packer.add(codec.to_bytes(frame))
+            if chunk is not None:
+                figures.wire_bytes += len(chunk)
+                figures.seconds += time.thread_time() - since
+                yield chunk
+                since = time.thread_time()
+        chunk = packer.flush()
+        figures.wire_bytes += len(chunk or b"")
+        figures.seconds += time.thread_time() - since
+        if chunk is not None:
+            yield chunk
+
+    def _frames(self, hashes: dict[int, bytes]) -> Iterator[tuple[codec.Frame, int]]:
+        for index, unit in enumerate(state.units(self.tensors)):
+            first = self.tensors[unit[0].tensor]
+            if first.shard != self.shard:
+                continue
+            new = self._slabs(self._target, unit)
+            for part, bits in zip(unit, new, strict=True):
+                hashes[part.slab] = state.slab_hash(bits)
+            after = state.joint_hash(hashes[part.slab] for part in unit)
+            if self._base is None:
+                yield from codec.encode(codec.Place(index, first.dtype, b"", after), None, new, self._recipe)
+                continue
+            before = state.unit_hash(unit, self._base_hashes)
+            if before != after:
+                old = self._slabs(self._base, unit)
+                yield from codec.encode(codec.Place(index, first.dtype, before, after), old, new, self._recipe)
+
+    def _slabs(self, of: Snapshot, unit: Sequence[state.Part]) -> list[Bits]:
+        arrays = (of.array(of.tensors[part.tensor]) for part in unit)
+        return [array[part.start : part.start + part.items] for part, array in zip(unit, arrays, strict=True)]
 
 
 class Encoding:
     """A target snapshot as a delta to a base, or, without a base, as an anchor."""
 
-    def __init__(self, target: Snapshot, base: Snapshot | None, *, name: str = "d8-zstd", base_hashes: bytes = b""):
-        """`base_hashes` are the base's slab hashes where they are known already; otherwise they are taken.
+    def __init__(
+        self,
+        target: Snapshot,
+        base: Snapshot | None,
+        *,
+        name: str = "d8-zstd",
+        base_hashes: bytes = b"",
+        shards: int = 1,
+        workers: int = 1,
+    ):
+        """shards: parts that are encoded and fetched apart; workers: threads that encode them.
 
+        `base_hashes` are the base's slab hashes where they are known already; otherwise they are taken.
         WeightError for an unknown codec, and when base and target do not hold the same tensors.
         """
         if name not in CODECS:
@@ -40,62 +125,59 @@ class Encoding:
             raise WeightError(
                 f"{target.path.name} does not hold the tensors of {base.path.name}: there is no delta between them"
             )
-        self.target, self.base = target, base
-        self.tensors = target.tensors
-        self._recipe = CODECS[name]
-        self._base_hashes = base_hashes or (base.hashes() if base is not None else b"")
-        self.slab_hashes = b""
-        self.changed = self.wire_bytes = 0
+        self.target, self.base, self.name = target, base, name
+        hashes = base_hashes or (base.hashes() if base is not None else b"")
+        self.parts = [
+            ShardEncoding(target, base, shard, shards, name=name, base_hashes=hashes) for shard in range(max(1, shards))
+        ]
+        self.tensors = self.parts[0].tensors
+        self._workers = workers
         self.elements = sum(state.elements(info) for info in self.tensors)
         self.raw_bytes = sum(state.nbytes(info) for info in self.tensors)
-        self.seconds = 0.0
-        """Processor time of this thread spent on comparing, coding and hashing."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """(shard, chunk), a shard's in order. Afterwards the figures and `slab_hashes` are final."""
+        if self._workers > 1 and len(self.parts) > 1:
+            yield from _parallel(self.parts, self._workers)
+            return
+        for part in self.parts:
+            for chunk in part.chunks():
+                yield part.shard, chunk
 
     def chunks(self) -> Iterator[bytes]:
-        """The chunks in order. Afterwards the figures and `slab_hashes` are final."""
-        packer = Packer()
-        self.changed = self.wire_bytes = 0
-        self.seconds = 0.0
-        since = time.thread_time()
-        for frame, changed in self._frames():
-            self.changed += changed
-            chunk = packer.add(codec.to_bytes(frame))
-            if chunk is not None:
-                self.wire_bytes += len(chunk)
-                self.seconds += time.thread_time() - since
-                yield chunk
-                since = time.thread_time()
-        chunk = packer.flush()
-        self.wire_bytes += len(chunk or b"")
-        self.seconds += time.thread_time() - since
-        if chunk is not None:
+        """The chunks alone, shard after shard."""
+        for _, chunk in self.pieces():
             yield chunk
 
-    def _frames(self) -> Iterator[tuple[codec.Frame, int]]:
-        units = state.units(self.tensors)
-        hashes = bytearray(HASH_BYTES * sum(len(unit) for unit in units))
-        self.slab_hashes = b""
-        for index, unit in enumerate(units):
-            kind, new = self.tensors[unit[0].tensor].dtype, self._slabs(self.target, unit)
-            for part, bits in zip(unit, new, strict=True):
-                hashes[part.slab * HASH_BYTES : (part.slab + 1) * HASH_BYTES] = state.slab_hash(bits)
-            after = state.unit_hash(unit, hashes)
-            if self.base is None:
-                yield from codec.encode(codec.Place(index, kind, b"", after), None, new, self._recipe)
-                continue
-            before = state.unit_hash(unit, self._base_hashes)
-            if before != after:
-                old = self._slabs(self.base, unit)
-                yield from codec.encode(codec.Place(index, kind, before, after), old, new, self._recipe)
-        self.slab_hashes = bytes(hashes)
+    def adopt(self, found: Sequence[Figures]) -> None:
+        """Take the figures of shards that were encoded elsewhere, in the order of shards."""
+        for part, figures in zip(self.parts, found, strict=True):
+            part.figures = figures
 
-    def _slabs(self, of: Snapshot, unit: Sequence[state.Part]) -> list[Bits]:
-        arrays = (of.array(self.tensors[part.tensor]) for part in unit)
-        return [array[part.start : part.start + part.items] for part, array in zip(unit, arrays, strict=True)]
+    @property
+    def changed(self) -> int:
+        """Elements that differ from the base."""
+        return sum(part.figures.changed for part in self.parts)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of all chunks."""
+        return sum(part.figures.wire_bytes for part in self.parts)
+
+    @property
+    def seconds(self) -> float:
+        """Processor time of comparing, coding and hashing."""
+        return sum(part.figures.seconds for part in self.parts)
+
+    @property
+    def slab_hashes(self) -> bytes:
+        """16 bytes per slab, once `pieces` has run."""
+        found = {slab: hash for part in self.parts for slab, hash in part.figures.hashes.items()}
+        return b"".join(found[slab] for slab in sorted(found))
 
     @property
     def state_hash(self) -> str:
-        """The target's state hash, once `chunks` has run."""
+        """The target's state hash, once `pieces` has run."""
         return state.root(self.tensors, self.slab_hashes)
 
     def manifest(
@@ -108,6 +190,8 @@ class Encoding:
         base_seq: int = 0,
         step: int = 0,
         learning_rate: float = 0.0,
+        precision: str = "",
+        source_hash: str = "",
     ) -> WeightManifest:
         """The manifest, once all chunks lie in the stream. `base` is None for an anchor."""
         if (base is None) != (self.base is None):
@@ -130,7 +214,59 @@ class Encoding:
             elements=self.elements,
             learning_rate=learning_rate,
             encode_s=self.seconds,
+            precision=precision,
+            source_hash=source_hash,
         )
+
+
+def _parallel(parts: Sequence[ShardEncoding], workers: int) -> Iterator[Piece]:
+    """The pieces of all shards as their encoders make them; closing the generator ends the encoders."""
+    made: queue.Queue[Piece | BaseException | None] = queue.Queue(2 * workers)
+    waiting: queue.SimpleQueue[ShardEncoding] = queue.SimpleQueue()
+    for part in parts:
+        waiting.put(part)
+    ended = threading.Event()
+
+    def put(what: Piece | BaseException | None) -> None:
+        while not ended.is_set():
+            try:
+                made.put(what, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            while not ended.is_set():
+                try:
+                    part = waiting.get_nowait()
+                except queue.Empty:
+                    break
+                for chunk in part.chunks():
+                    put((part.shard, chunk))
+                    if ended.is_set():
+                        return
+            put(None)
+        except BaseException as error:  # it is raised again where the pieces are read
+            put(error)
+
+    threads = [threading.Thread(target=work, daemon=True, name=f"encoder {n}") for n in range(min(workers, len(parts)))]
+    for thread in threads:
+        thread.start()
+    try:
+        running = len(threads)
+        while running:
+            found = made.get()
+            if found is None:
+                running -= 1
+            elif isinstance(found, BaseException):
+                raise found
+            else:
+                yield found
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
 
 
 def describe(data: bytes, shard: int, seq: int, stream_seq: int) -> ChunkInfo:

@@ -2,7 +2,7 @@
 
 The idea: receivers act on head records alone, so whatever dies before the head leaves nothing that anyone sees. The
 head is written against the sequence of the one it was based on; a sender that slept through another's commit is
-refused there, and its chunks and manifest stay orphans that no chain names.
+refused there, and its chunks and manifest stay orphans that no chain names. Manifest and head are signed.
 
 Chunk ids are made from content, so a sender that starts again after a crash stores no chunk twice within the stream's
 de-duplication window.
@@ -10,7 +10,7 @@ de-duplication window.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -18,7 +18,8 @@ import msgspec
 from headrace.messages import subjects
 from headrace.messages.base import Message
 from headrace.messages.weights import ChunkInfo, WeightChunk, WeightHead, WeightManifest
-from headrace.weights.encoding import Encoding, describe
+from headrace.weights.encoding import Encoding, Piece, describe
+from headrace.weights.signing import Signer, sealed
 from headrace.weights.state import WeightError
 
 AHEAD = 8
@@ -47,45 +48,73 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     anchor_bytes: int = 0
 
 
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """What a version was made of, where that is not the trainer's file as it is."""
+
+    precision: str = ""
+    source_hash: str = ""
+
+
+_AS_IT_IS = Origin()
+
+
 async def upload(sink: Sink, encoding: Encoding, run: str, version: int, *, first: int = 0) -> list[ChunkInfo]:
-    """Encode in a thread and store the chunks as they come out, several at once; numbered from `first`."""
-    chunks = encoding.chunks()
-    storing: deque[tuple[int, bytes, asyncio.Task[int]]] = deque()
+    """Encode in a thread and store the chunks as they come out; each shard's are numbered from `first`."""
+    return await store(sink, encoding.pieces(), run, version, first=first)
+
+
+async def store(sink: Sink, pieces: Iterator[Piece], run: str, version: int, *, first: int = 0) -> list[ChunkInfo]:
+    """Store (shard, chunk) pairs, several at once; what a manifest says about them, ordered by shard and number."""
+    storing: deque[tuple[int, int, bytes, asyncio.Task[int]]] = deque()
     out: list[ChunkInfo] = []
+    numbers: dict[int, int] = {}
 
     async def settle() -> None:
-        seq, data, task = storing[0]
-        out.append(describe(data, 0, seq, await task))
+        shard, seq, data, task = storing[0]
+        out.append(describe(data, shard, seq, await task))
         storing.popleft()
 
     try:
-        seq = first
-        while (data := await asyncio.to_thread(next, chunks, None)) is not None:
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             if len(storing) == AHEAD:
                 await settle()
-            task = asyncio.ensure_future(_store(sink, run, version, seq, data))
-            storing.append((seq, data, task))
-            seq += 1
+            shard, data = piece
+            seq = numbers.get(shard, first)
+            numbers[shard] = seq + 1
+            task = asyncio.ensure_future(_store(sink, run, version, shard, seq, data))
+            storing.append((shard, seq, data, task))
         while storing:
             await settle()
     finally:
-        for _, _, task in storing:
+        for *_, task in storing:
             task.cancel()
-        await asyncio.gather(*(task for _, _, task in storing), return_exceptions=True)
-    return out
+        await asyncio.gather(*(task for *_, task in storing), return_exceptions=True)
+    return sorted(out, key=lambda info: (info.shard, info.seq))
 
 
-async def _store(sink: Sink, run: str, version: int, seq: int, data: bytes) -> int:
-    subject = subjects.WEIGHT_CHUNK.at(run=run, version=version, shard=0, seq=seq)
-    message = WeightChunk(run=run, version=version, shard=0, seq=seq, data=data)
-    return await sink.publish(subject, message, msg_id=f"{subject}-{describe(data, 0, seq, 0).sha256}")
+async def _store(sink: Sink, run: str, version: int, shard: int, seq: int, data: bytes) -> int:
+    subject = subjects.WEIGHT_CHUNK.at(run=run, version=version, shard=shard, seq=seq)
+    message = WeightChunk(run=run, version=version, shard=shard, seq=seq, data=data)
+    return await sink.publish(subject, message, msg_id=f"{subject}-{describe(data, shard, seq, 0).sha256}")
 
 
 async def release(
-    sink: Sink, encoding: Encoding, run: str, version: int, before: Commit | None, *, state_hash: str, rate: float = 0.0
+    sink: Sink,
+    encoding: Encoding,
+    run: str,
+    version: int,
+    before: Commit | None,
+    *,
+    state_hash: str,
+    rate: float = 0.0,
+    signer: Signer | None = None,
+    origin: Origin = _AS_IT_IS,
+    after: int = 0,
 ) -> Commit:
     """Publish a version after `before`: as a delta when the encoding has a base (which is `before`'s state), else as an
     anchor. WeightError when the bits are not what the trainer announced: then nothing was committed.
+
+    after: without a `before`, the sequence of the last record on the head's subject, should there be one.
     """
     chunks = await upload(sink, encoding, run, version)
     if encoding.state_hash != state_hash:
@@ -93,25 +122,36 @@ async def release(
             f"the file of version {version} has state {encoding.state_hash}, the trainer announced {state_hash}"
         )
     base = before if encoding.base is not None else None
-    manifest = encoding.manifest(
-        run,
-        version,
-        chunks,
-        base=base.manifest if base is not None else None,
-        base_seq=base.head.manifest_seq if base is not None else 0,
-        step=version,
-        learning_rate=rate,
+    manifest = sealed(
+        encoding.manifest(
+            run,
+            version,
+            chunks,
+            base=base.manifest if base is not None else None,
+            base_seq=base.head.manifest_seq if base is not None else 0,
+            step=version,
+            learning_rate=rate,
+            precision=origin.precision,
+            source_hash=origin.source_hash,
+        ),
+        signer,
     )
     seq = await sink.publish(subjects.WEIGHT_MANIFEST.at(run=run, version=version), manifest)
-    head = WeightHead(
-        run=run,
-        version=version,
-        manifest_seq=seq,
-        state_hash=state_hash,
-        anchor_version=version if base is None else base.head.anchor_version,
-        anchor_seq=seq if base is None else base.head.anchor_seq,
+    after = before.seq if before is not None else after
+    head = sealed(
+        WeightHead(
+            run=run,
+            version=version,
+            manifest_seq=seq,
+            state_hash=state_hash,
+            anchor_version=version if base is None else base.head.anchor_version,
+            anchor_seq=seq if base is None else base.head.anchor_seq,
+            after=after,
+            source_hash=origin.source_hash,
+        ),
+        signer,
     )
-    at = await sink.publish(subjects.WEIGHT_HEAD.at(run=run), head, expect=before.seq if before is not None else 0)
+    at = await sink.publish(subjects.WEIGHT_HEAD.at(run=run), head, expect=after)
     return Commit(
         seq=at,
         head=head,
@@ -127,7 +167,7 @@ def anchor_due(commit: Commit, every: int) -> bool:
     return age >= every or (age > 0 and commit.since_anchor > ANCHOR_AFTER_BYTES * commit.anchor_bytes > 0)
 
 
-async def add_anchor(sink: Sink, encoding: Encoding, commit: Commit) -> Commit:
+async def add_anchor(sink: Sink, encoding: Encoding, commit: Commit, *, signer: Signer | None = None) -> Commit:
     """Store an anchor of the committed version beside its delta; the next head names it.
 
     It comes after the head, so receivers that are up to date never wait for it. Dying before the next head leaves an
@@ -137,7 +177,10 @@ async def add_anchor(sink: Sink, encoding: Encoding, commit: Commit) -> Commit:
     chunks = await upload(sink, encoding, run, version, first=len(commit.manifest.chunks))
     if encoding.state_hash != commit.head.state_hash:
         raise WeightError(f"the anchor of version {version} does not have its state")
-    manifest = encoding.manifest(run, version, chunks, base=None, step=version)
-    seq = await sink.publish(subjects.WEIGHT_MANIFEST.at(run=run, version=version), manifest)
+    made = commit.manifest
+    manifest = encoding.manifest(
+        run, version, chunks, base=None, step=version, precision=made.precision, source_hash=made.source_hash
+    )
+    seq = await sink.publish(subjects.WEIGHT_MANIFEST.at(run=run, version=version), sealed(manifest, signer))
     head = msgspec.structs.replace(commit.head, anchor_version=version, anchor_seq=seq)
     return msgspec.structs.replace(commit, head=head, since_anchor=0, anchor_bytes=manifest.wire_bytes)

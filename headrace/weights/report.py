@@ -1,4 +1,4 @@
-"""What the chain of a run says about itself, as text: `headrace weights log | show | verify`."""
+"""What the chain of a run says about itself, as text: `headrace weights log | show | verify | diff`."""
 
 import tempfile
 import time
@@ -6,8 +6,11 @@ from pathlib import Path
 
 from headrace.messages import subjects
 from headrace.messages.weights import WeightHead, WeightManifest
-from headrace.weights import chain, snapshot
-from headrace.weights.encoding import digest
+from headrace.weights import chain, proof, snapshot, sparse, state
+from headrace.weights.codec import CODECS
+from headrace.weights.encoding import Encoding
+from headrace.weights.signing import Trust, digest
+from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import WeightError
 
 
@@ -36,8 +39,12 @@ async def log(source: chain.Source, run: str) -> str:
     lines = [f"{'version':>7}  {'committed':19}  {'from':>7}  {'changed':>8}  {'wire':>10}  {'ratio':>7}  state"]
     async for stored in source.history(chain.STREAM, subjects.WEIGHT_HEAD.at(run=run)):
         commit: WeightHead = stored.message
-        found = await chain.manifest(source, run, commit.manifest_seq)
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.time))
+        try:
+            found = await chain.manifest(source, run, commit.manifest_seq)
+        except LookupError:
+            lines.append(f"{commit.version:>7}  {when}  {'collected':>7}  {'':49}  {commit.state_hash[:16]}")
+            continue
         lines.append(
             f"{found.version:>7}  {when}  {_base(found):>7}  {_changed(found):>8}  {_size(found.wire_bytes):>10}  "
             f"{_ratio(found):>7}  {found.state_hash[:16]}"
@@ -69,6 +76,8 @@ async def show(source: chain.Source, run: str, version: int = -1) -> str:
         "state": found.state_hash,
         "base": f"version {found.base_version}, {found.base_hash}" if found.base_version >= 0 else "none: an anchor",
         "manifest": f"sequence {commit.manifest_seq}, sha256 {digest(found)[:16]}, parent {found.parent[:16] or '-'}",
+        "signed by": found.signer or "nobody",
+        "precision": found.precision or "as trained",
         "learning rate": f"{found.learning_rate:g}",
         "tensors": f"{len(found.tensors)}, {found.elements} elements, {_size(found.raw_bytes)}",
         "slabs": f"{len(found.slab_hashes) // 16}",
@@ -80,14 +89,15 @@ async def show(source: chain.Source, run: str, version: int = -1) -> str:
     return "\n".join(f"{key:>14}  {value}" for key, value in rows.items())
 
 
-async def verify(source: chain.Source, run: str, version: int = -1) -> tuple[bool, str]:
-    """Build a version from its anchor as a stranger would, and check every chunk, slab, parent and the state.
+async def verify(source: chain.Source, run: str, version: int = -1, *, trust: Trust | None = None) -> tuple[bool, str]:
+    """Build a version from its anchor as a stranger would, and check every chunk, slab, parent and the state; with
+    `trust` also every signature.
 
     True and a sentence when all of it holds; False and the first thing that does not.
     """
     try:
         commit = await commit_of(source, run, version)
-        way = await chain.plan(source, commit)
+        way = await chain.plan(source, commit, trust=trust, folded=False)
         current = await chain.manifest(source, run, commit.manifest_seq)
         while current.base_version >= 0 and current.version > way.manifests[0].version:
             before = await chain.manifest(source, run, current.base_seq)
@@ -98,7 +108,7 @@ async def verify(source: chain.Source, run: str, version: int = -1) -> tuple[boo
             path = Path(folder) / "v.safetensors"
             await chain.build(source, way, path)
             found = snapshot.file_hash(path)
-    except WeightError as error:
+    except (WeightError, LookupError) as error:
         return False, str(error)
     if found != commit.state_hash:
         return False, f"version {commit.version} builds to state {found}, not {commit.state_hash}"
@@ -106,3 +116,44 @@ async def verify(source: chain.Source, run: str, version: int = -1) -> tuple[boo
         f"version {commit.version} of run {run} holds: state {found}, from anchor {way.manifests[0].version} through "
         f"{len(way.manifests) - 1} deltas, {_size(way.wire_bytes)}"
     )
+
+
+async def verify_all(source: chain.Source, run: str, trust: Trust | None = None) -> tuple[bool, str]:
+    """The whole chain, hashed again from the stream. True and a sentence, or False and every fault, one a line."""
+    found = await proof.prove(source, run, trust)
+    if found.faults:
+        return False, "\n".join(found.faults)
+    if not found.versions:
+        return False, f"run {run} has published no version that is still in the stream"
+    text = (
+        f"run {run} holds: versions {found.first} to {found.newest}, {found.versions} built and hashed, "
+        f"{found.anchors} anchors beside them, {found.folds} folds, {found.chunks} chunks, {_size(found.wire_bytes)}, "
+        f"{'all signed' if found.signed else 'not all signed'}; state {found.state_hash}"
+    )
+    return True, text + (f"; {found.collected} older versions are collected" if found.collected else "")
+
+
+def diff(before: Snapshot, after: Snapshot, *, lines: int = 20) -> str:
+    """What differs between two files: per tensor the share of elements, and the largest step in units of the last place
+    (of the bit patterns); and what a delta between them takes in each codec.
+    """
+    if before.tensors != after.tensors:
+        theirs = {info.name for info in before.tensors} ^ {info.name for info in after.tensors}
+        return f"other tensors: {', '.join(sorted(theirs)) or 'the same names with other shapes or dtypes'}"
+    rows, total = [], 0
+    for info in before.tensors:
+        at, old, new = sparse.changes(before.array(info), after.array(info))
+        total += at.size
+        if at.size:
+            folded = sparse.fold(old, new)
+            rows.append((at.size, info, (int(folded.max()) + 1) // 2))
+    elements = sum(map(state.elements, before.tensors))
+    out = [f"{total} of {elements} elements differ ({100 * total / max(1, elements):.3g} %), in {len(rows)} tensors"]
+    for count, info, most in sorted(rows, key=lambda row: -row[0])[:lines]:
+        share = 100 * count / max(1, state.elements(info))
+        out.append(f"{share:>9.3g} %  {count:>12}  up to {most:>10} ULP  {info.dtype:8} {info.name}")
+    for name in CODECS:
+        encoding = Encoding(after, before, name=name)
+        wire = sum(map(len, encoding.chunks()))
+        out.append(f"{name:>10}: {_size(wire)}, {encoding.raw_bytes / max(1, wire):.1f}x")
+    return "\n".join(out)

@@ -9,6 +9,9 @@ What is checked when: a chunk's sha256 before it is opened; a frame's place, and
 applied; every slab of the last version after that. Versions on the way of a chain are not hashed: whatever went wrong
 there shows in the last.
 
+A node that needs some shards builds a file of their tensors alone, from their chunks alone; every slab in it is checked
+against the same manifest.
+
 Trade-off: a unit whose frames come scattered is read back each time; senders put them one after the other.
 """
 
@@ -20,8 +23,9 @@ from typing import Self
 
 import numpy as np
 
-from headrace.messages.weights import ChunkInfo, TensorInfo, WeightManifest
+from headrace.messages.weights import ChunkInfo, WeightManifest
 from headrace.weights import codec, state
+from headrace.weights import shards as sharding
 from headrace.weights.chunks import frames
 from headrace.weights.snapshot import Draft, Snapshot
 from headrace.weights.state import HASH_BYTES, Bits, Part, WeightError
@@ -58,17 +62,29 @@ def check_chunk(manifest: WeightManifest, info: ChunkInfo, data: bytes) -> None:
 class Shadow:
     """Builds one file by applying manifests in chain order; `finish` verifies and gives it its name."""
 
-    def __init__(self, path: str | Path, first: WeightManifest, base: Snapshot | None):
-        """`first` is the first manifest that will be applied; its base is `base`, or None when it is an anchor."""
+    def __init__(
+        self, path: str | Path, first: WeightManifest, base: Snapshot | None, shards: frozenset[int] | None = None
+    ):
+        """`first` is the first manifest that will be applied; its base is `base`, or None when it is an anchor.
+
+        shards: the file holds the tensors of these shards; None means all. A base may hold more than it needs to.
+        """
         check_manifest(first)
         if (base is None) != (first.base_version < 0):
             raise Refused(f"version {first.version} {'needs a base' if base is None else 'is an anchor'}")
-        if base is not None and base.tensors != _plain(first):
+        needed = sharding.chosen(first.tensors, shards)
+        if not needed and first.tensors:
+            raise Refused(f"version {first.version} has no shards {sorted(shards or ())}")
+        if base is not None and not (base.tensors == needed if shards is None else set(base.tensors) >= set(needed)):
             raise Refused(f"{base.path.name} does not hold the tensors of version {first.version}")
-        self._base, self._manifest = base, first
-        self._draft = Draft(path, first.tensors)
+        self._base, self._manifest, self._shards = base, first, shards
+        self._draft = Draft(path, needed)
         self.path = self._draft.path
         self._units = state.units(first.tensors)
+        here = [index for index, info in enumerate(first.tensors) if shards is None or info.shard in shards]
+        self._at = {tensor: place for place, tensor in enumerate(here)}
+        """Index of a tensor in the version to its index in the file; what is not here belongs to other shards."""
+        self._mine = [unit[0].tensor in self._at for unit in self._units]
         self._written = [False] * len(self._units)
         self._verified = [False] * len(self._units)
         self._open = -1
@@ -77,7 +93,7 @@ class Shadow:
         self._buffer = np.empty(max(sizes, default=0), np.uint8)
         self._hashes = b""
         """Slab hashes that the state has by the last manifest; empty before the first delta."""
-        self._done: set[int] = set()
+        self._done: set[tuple[int, int]] = set()
         self._last = True
 
     def _kind(self, part: Part) -> np.dtype[np.unsignedinteger]:
@@ -96,30 +112,36 @@ class Shadow:
         self._manifest, self._hashes, self._done = manifest, before.slab_hashes, set()
         self._verified = [False] * len(self._units)
 
+    def wants(self, info: ChunkInfo) -> bool:
+        """Whether a chunk belongs to a shard that is built."""
+        return self._shards is None or info.shard in self._shards
+
     def add(self, info: ChunkInfo, data: bytes, *, last: bool = True) -> None:
         """Apply a chunk of the current manifest. One that is there already is skipped.
 
         last: this manifest is the chain's last, so units are verified as they are written.
         Damaged when the chunk is not what the manifest names; Refused when its frames do not fit.
         """
-        if info.seq in self._done:
+        if (info.shard, info.seq) in self._done:
             return
         check_chunk(self._manifest, info, data)
         self._last = last
         try:
             for frame in frames(data):
-                self._apply(frame)
+                self._apply(frame, info.shard)
         except Refused:
             raise
         except WeightError as error:
             raise Refused(f"chunk {info.seq} of version {self._manifest.version}: {error}") from None
-        self._done.add(info.seq)
+        self._done.add((info.shard, info.seq))
 
-    def _apply(self, frame: codec.Frame) -> None:
+    def _apply(self, frame: codec.Frame, shard: int) -> None:
         manifest = self._manifest
         if not 0 <= frame.unit < len(self._units):
             raise Refused(f"a frame for unit {frame.unit} of {len(self._units)}")
         unit = self._units[frame.unit]
+        if manifest.tensors[unit[0].tensor].shard != shard or not self._mine[frame.unit]:
+            raise Refused(f"a frame of {self._name(unit)} does not belong to shard {shard}")
         if frame.target != state.unit_hash(unit, manifest.slab_hashes):
             raise Refused(f"a frame of {self._name(unit)} belongs to another version than {manifest.version}")
         if frame.base and self._hashes and frame.base != state.unit_hash(unit, self._hashes):
@@ -150,7 +172,7 @@ class Shadow:
     def _load(self, index: int) -> None:
         for part, view in self._parts(index):
             if self._written[index]:
-                self._draft.read(part.tensor, part.start, view)
+                self._draft.read(self._at[part.tensor], part.start, view)
             elif self._base is not None:
                 source = self._base.array(self._manifest.tensors[part.tensor])
                 np.copyto(view, source[part.start : part.start + part.items])
@@ -166,7 +188,7 @@ class Shadow:
         good = self._last
         for part, view in self._parts(index):
             good = good and state.slab_hash(view) == self._wanted(part)
-            self._draft.write(part.tensor, part.start, view)
+            self._draft.write(self._at[part.tensor], part.start, view)
         self._verified[index], self._written[index] = good, True
 
     def _wanted(self, part: Part) -> bytes:
@@ -183,10 +205,11 @@ class Shadow:
                     f"from element {part.start}) does not hash to what the manifest says; its base or a frame is broken"
                 )
             if not self._written[index]:
-                self._draft.write(part.tensor, part.start, view)
+                self._draft.write(self._at[part.tensor], part.start, view)
 
     def _complete(self) -> None:
-        missing = [info.seq for info in self._manifest.chunks if info.seq not in self._done]
+        wanted = (info for info in self._manifest.chunks if self.wants(info))
+        missing = [info.seq for info in wanted if (info.shard, info.seq) not in self._done]
         if missing:
             raise Refused(f"version {self._manifest.version} lacks chunks {missing[:8]}")
 
@@ -195,19 +218,14 @@ class Shadow:
         self._complete()
         self._close()
         for index, verified in enumerate(self._verified):
-            if not verified:
+            if self._mine[index] and not verified:
                 self._verify(index)
         # Not durable on purpose: a file that a power loss tore is found by its hash and built again from the chain.
         self._draft.commit(durable=False)
-        return self._manifest.state_hash
+        return sharding.state_hash(self._manifest, self._shards)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._draft.__exit__(kind, error, at)
-
-
-def _plain(manifest: WeightManifest) -> tuple[TensorInfo, ...]:
-    """The manifest's tensors without their shards, as a snapshot file names them."""
-    return tuple(TensorInfo(info.name, info.dtype, info.shape) for info in manifest.tensors)

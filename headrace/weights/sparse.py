@@ -52,9 +52,13 @@ def changes(base: Bits, target: Bits) -> tuple[Positions, Bits, Bits]:
 
 def fold(old: Bits, new: Bits) -> Bits:
     """Zig-zag of (new - old) mod 2^w: 0, -1, +1, -2 ... become 0, 1, 2, 3 ..."""
-    width = old.itemsize * 8
-    difference = (new - old).view(f"<i{old.itemsize}")
-    folded: Bits = ((difference << 1) ^ (difference >> (width - 1))).view(old.dtype)
+    return zigzag(new - old)
+
+
+def zigzag(differences: Bits) -> Bits:
+    """Differences mod 2^w, zig-zag."""
+    signed = differences.view(f"<i{differences.itemsize}")
+    folded: Bits = ((signed << 1) ^ (signed >> (differences.itemsize * 8 - 1))).view(differences.dtype)
     return folded
 
 

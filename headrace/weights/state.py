@@ -132,17 +132,17 @@ class Part(NamedTuple):
 
 
 def units(tensors: Sequence[TensorInfo]) -> list[tuple[Part, ...]]:
-    """The runs of slabs that are coded together: of one dtype, in order, of at most `SLAB` items together.
+    """The runs of slabs that are coded together: of one dtype and shard, in order, of at most `SLAB` items together.
 
     A big slab is a unit of its own; the many small tensors of a model share streams, and with them the price of an
     entropy coder's tables.
     """
     out: list[tuple[Part, ...]] = []
-    running: dict[str, list[Part]] = {}
+    running: dict[tuple[str, int], list[Part]] = {}
     index = 0
     for tensor, info in enumerate(tensors):
         for start, count in slabs(info):
-            held = running.setdefault(info.dtype, [])
+            held = running.setdefault((info.dtype, info.shard), [])
             if held and sum(part.items for part in held) + count > SLAB:
                 out.append(tuple(held))
                 held.clear()
@@ -154,7 +154,12 @@ def units(tensors: Sequence[TensorInfo]) -> list[tuple[Part, ...]]:
 
 def unit_hash(unit: Sequence[Part], hashes: bytes | bytearray) -> bytes:
     """16 bytes that stand for the unit's slabs in a state with these slab hashes."""
-    return xxhash.xxh3_128_digest(b"".join(hashes[p.slab * HASH_BYTES : (p.slab + 1) * HASH_BYTES] for p in unit))
+    return joint_hash(bytes(hashes[p.slab * HASH_BYTES : (p.slab + 1) * HASH_BYTES]) for p in unit)
+
+
+def joint_hash(hashes: Iterable[bytes]) -> bytes:
+    """16 bytes that stand for slabs with these hashes."""
+    return xxhash.xxh3_128_digest(b"".join(hashes))
 
 
 def slab_hash(part: Bits) -> bytes:

@@ -1,13 +1,14 @@
 """Frames: exact at every density and dtype, small where few change, and refused when they do not fit."""
 
 import itertools
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import pytest
 
-from headrace.weights import chunks, codec, sparse, state
-from headrace.weights.codec import CODECS, DIFFERENCE, FULL, SPARSE, Frame, Place, Recipe
+from headrace.weights import chunks, codec, context, sparse, state
+from headrace.weights.codec import CODECS, CONTEXT, DIFFERENCE, FULL, SPARSE, Frame, Place, Recipe
 from headrace.weights.state import Bits, WeightError
 from headrace.weights.streams import ZSTD
 from tests.weights.samples import DENSITIES, stepped, weights
@@ -37,11 +38,11 @@ def decoded(frames: list[Frame], base: Bits | None, like: Bits, dtype: str = "")
     return target
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F8_E4M3", "U8"])
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "U8"])
 @pytest.mark.parametrize("density", DENSITIES)
 def test_every_density_is_exact(dtype: str, density: float) -> None:
     rng = np.random.default_rng(11)
-    base = weights(rng, 300_000, dtype)
+    base = weights(rng, 120_000, dtype)
     target = stepped(rng, base, density)
     for recipe in CODECS.values():
         frames = encoded(base, target, recipe, dtype)
@@ -50,19 +51,21 @@ def test_every_density_is_exact(dtype: str, density: float) -> None:
             assert frames == []
 
 
-@pytest.mark.parametrize("kind", ["u1", "<u2", "<u4"])
-def test_any_bit_pattern_is_exact(kind: str) -> None:
-    """NaN payloads, infinities, denormals, both zeros: random bits hold them all."""
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I64"])
+def test_any_bit_pattern_is_exact(dtype: str) -> None:
+    """NaN payloads, infinities, denormals, both zeros, changed signs: random bits hold them all."""
     rng = np.random.default_rng(12)
-    dtype = np.dtype(kind)
-    for count in (1, 2, 3, 70_001):
-        base = rng.integers(0, 1 << (8 * dtype.itemsize), count, dtype=dtype)
-        target = rng.integers(0, 1 << (8 * dtype.itemsize), count, dtype=dtype)
-        for share in (1.0, 0.01):
+    kind = state.unsigned(dtype)
+    for count in (1, 2, 3, 255, 30_001):
+        base = rng.integers(0, 1 << (8 * kind.itemsize), count, dtype=kind)
+        target = rng.integers(0, 1 << (8 * kind.itemsize), count, dtype=kind)
+        for share in (1.0, 0.3, 0.01):
             mixed = np.where(rng.random(count) < share, target, base)
             for recipe in CODECS.values():
-                assert np.array_equal(decoded(encoded(base, mixed, recipe), base, mixed), mixed)
-        assert np.array_equal(decoded(encoded(None, target), None, target), target)
+                assert np.array_equal(decoded(encoded(base, mixed, recipe, dtype), base, mixed, dtype), mixed)
+        flipped = base ^ kind.type(1 << (8 * kind.itemsize - 1))
+        assert np.array_equal(decoded(encoded(base, flipped, dtype=dtype), base, flipped, dtype), flipped), "signs"
+        assert np.array_equal(decoded(encoded(None, target, dtype=dtype), None, target, dtype), target)
 
 
 def test_special_values_of_bf16_to_each_other() -> None:
@@ -71,24 +74,84 @@ def test_special_values_of_bf16_to_each_other() -> None:
     assert np.array_equal(decoded(encoded(base, target), base, target), target)
 
 
-@pytest.mark.parametrize("density", [0.002, 0.02, 0.06, 0.15, 0.4, 0.7, 1.0])
-def test_the_choice_is_within_a_twentieth_of_the_best(density: float) -> None:
+def every_code(base: Bits, target: Bits, dtype: str, method: int) -> dict[int, int]:
+    """Bytes of the frames that each code makes of a unit."""
+    place = Place(0, dtype, b"b" * 16, b"t" * 16)
+    at, old, new = sparse.changes(base, target)
+    folded = sparse.fold(old, new)
+    made = {
+        FULL: codec._dense(place, FULL, base, target, method),
+        DIFFERENCE: codec._dense(place, DIFFERENCE, base, target, method),
+        SPARSE: codec._sparse(place, SPARSE, at, folded, [base], method),
+    }
+    if dtype in context.EXPONENTS and at.size:
+        made[CONTEXT] = codec._sparse(place, CONTEXT, at, folded, [base], method)
+    return {code: sum(len(codec.to_bytes(frame)) for frame, _ in frames) for code, frames in made.items()}
+
+
+def clumped(rng: np.random.Generator, base: Bits, density: float) -> Bits:
+    """Changes in runs: rows of an embedding, say, that were seen in this batch."""
+    rows = base.copy().reshape(-1, 100)
+    seen = rng.random(len(rows)) < density
+    rows[seen] = stepped(rng, rows[seen].reshape(-1), 0.9).reshape(-1, 100)
+    return rows.reshape(-1)
+
+
+def noise(rng: np.random.Generator, base: Bits, density: float) -> Bits:
+    """New bits that have nothing to do with the old ones."""
+    other = rng.integers(0, 1 << (8 * base.itemsize), base.size, dtype=base.dtype)
+    return np.where(rng.random(base.size) < density, other, base)
+
+
+def constant(rng: np.random.Generator, base: Bits, density: float) -> Bits:
+    """A share of the elements is set to zero."""
+    return np.where(rng.random(base.size) < density, base.dtype.type(0), base)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change"),
+    [
+        *(("BF16", change) for change in (stepped, noise, constant)),
+        *(("F8_E4M3", change) for change in (noise, constant)),
+        ("F16", stepped),
+        ("F32", stepped),
+    ],
+)
+def test_the_choice_is_within_a_twentieth_of_encoding_all(dtype: str, change: Callable[..., Bits]) -> None:
     rng = np.random.default_rng(13)
-    for dtype in ("BF16", "F32"):
-        base = weights(rng, 400_000, dtype)
-        target = stepped(rng, base, density)
-        if dtype == "F32" and density == 1.0:
-            target = (base.view(np.float32) + rng.standard_normal(base.size).astype(np.float32) * 1e-4).view(base.dtype)
-        place = Place(0, dtype, b"", b"")
-        at, old, new = sparse.changes(base, target)
-        folded = sparse.fold(old, new)
-        sizes = {
-            FULL: sum(len(codec.to_bytes(f)) for f, _ in codec._dense(place, FULL, base, target, ZSTD)),
-            DIFFERENCE: sum(len(codec.to_bytes(f)) for f, _ in codec._dense(place, DIFFERENCE, base, target, ZSTD)),
-            SPARSE: sum(len(codec.to_bytes(f)) for f, _ in codec._sparse(place, SPARSE, at, folded, [base], ZSTD)),
-        }
-        taken = sum(len(codec.to_bytes(frame)) for frame in encoded(base, target))
-        assert taken <= 1.05 * min(sizes.values()), (dtype, sizes)
+    if dtype == "U8":
+        base: Bits = rng.integers(100, 120, 40_000, dtype=np.uint8)
+    else:
+        base = weights(rng, 40_000, dtype)
+    for density in (0.002, 0.02, 0.06, 0.15, 0.4, 0.7, 1.0):
+        target = change(rng, base, density)
+        for name, recipe in CODECS.items():
+            allowed = every_code(base, target, dtype, recipe.method)
+            if recipe.sparse != CONTEXT:
+                allowed.pop(CONTEXT, None)
+            place = Place(0, dtype, b"b" * 16, b"t" * 16)
+            taken = sum(len(codec.to_bytes(frame)) for frame, _ in codec.encode(place, [base], [target], recipe))
+            # Units that change in fewer than a hundred places take less than a header's worth more than the best.
+            assert taken <= 1.05 * min(allowed.values()) + (80 if density < 0.01 else 0), (
+                name,
+                density,
+                taken,
+                allowed,
+            )
+
+
+@pytest.mark.parametrize("shift", [0, 3])
+def test_a_unit_of_two_minds_is_judged_by_both(shift: int) -> None:
+    """Quiet and busy stretches that a few evenly spread samples would miss."""
+    rng = np.random.default_rng(18)
+    base = weights(rng, 1_200_000)
+    target = stepped(rng, base, 0.03)
+    for start in range(shift * 20_000, base.size, 300_000):
+        target[start : start + 40_000] = noise(rng, target[start : start + 40_000], 1.0)
+    sizes = every_code(base, target, "BF16", ZSTD)
+    place = Place(0, "BF16", b"b" * 16, b"t" * 16)
+    taken = sum(len(codec.to_bytes(frame)) for frame, _ in codec.encode(place, [base], [target], CODECS["d10-zstd"]))
+    assert taken <= 1.05 * min(sizes.values()), sizes
 
 
 def test_rl_steps_reach_the_ratio_that_was_measured() -> None:

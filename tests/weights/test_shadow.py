@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from headrace.messages.weights import WeightManifest
-from headrace.weights import encoding, snapshot
+from headrace.weights import signing, snapshot
 from headrace.weights.chunks import Packer, frames
 from headrace.weights.codec import to_bytes
 from headrace.weights.encoding import Encoding, describe
@@ -148,7 +148,7 @@ def test_encoding_is_deterministic_and_the_parent_is_audited(chain: Chain) -> No
 
     assert run() == run()
     for before, after in itertools.pairwise(chain.manifests):
-        assert after.parent == encoding.digest(before)
+        assert after.parent == signing.digest(before)
         assert (after.base_version, after.base_hash) == (before.version, before.state_hash)
 
 

@@ -1,0 +1,145 @@
+"""Which elements of a tensor changed, and by how much: the part of the lossless delta that touches every weight.
+
+Idea: a trainer's weights lie on a GPU, and one in a hundred changed. Compared there, only positions and differences
+cross to the CPU, where `weights.sparse` turns them into bytes; and a receiver's GPU adds them where they belong.
+
+One pass: a program reads its block of old and new bits once, ranks its changes by a running sum and writes place and
+difference to its own stretch of a scratch buffer. No atomics: where a change lands depends on the block and its rank
+alone, so the bytes are the same at every run. A second, small pass closes the gaps between the blocks' stretches; it
+touches the changes only.
+
+Layout: bits as integers of 1, 2 or 4 bytes, flat. Positions int64, ascending; differences zig-zag in int32 (the low
+8, 16 or 32 bits), as in `weights.sparse.fold`: (new - old) mod 2^w becomes 0, -1, +1, ... = 0, 1, 2, ... Applying adds
+mod 2^w at positions that are all different, so that order does not matter there either.
+
+The torch functions are the twins. The kernels are checked against them in Triton's interpreter, which proves indexing
+and masking; they were not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import dispatch
+from headrace.kernels.dispatch import jit, tl
+
+WIDTHS: dict[torch.dtype, int] = {torch.uint8: 8, torch.int8: 8, torch.int16: 16, torch.int32: 32}
+"""Integer views of weights, and their bits."""
+BLOCK = 4096
+
+
+def changes(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """old, new: flat integers of one dtype of `WIDTHS` -> positions int64 [k], zig-zag differences int32 [k]."""
+    at = (old != new).nonzero().reshape(-1)
+    return at, zigzag(old[at], new[at])
+
+
+def zigzag(old: Tensor, new: Tensor) -> Tensor:
+    """The zig-zag number of (new - old) mod 2^w, int32."""
+    spare = 32 - WIDTHS[old.dtype]
+    # In int64, and cut to 32 bits: a difference of two int32 may need 33.
+    difference = _low((new.long() - old.long()) << spare, 32) >> spare
+    return _low((difference << 1) ^ (difference >> 31), WIDTHS[old.dtype], signed=spare == 0).int()
+
+
+def _low(number: Tensor, bits: int, *, signed: bool = True) -> Tensor:
+    """The low bits of int64 numbers, as a signed number of that width or an unsigned one."""
+    low = number & ((1 << bits) - 1)
+    return torch.where(low >> (bits - 1) != 0, low - (1 << bits), low) if signed else low
+
+
+def apply(base: Tensor, at: Tensor, folded: Tensor) -> Tensor:
+    """A copy of `base` (flat integers of `WIDTHS`) with `folded` zig-zag differences added at positions `at`."""
+    width = WIDTHS[base.dtype]
+    number = folded.long() & ((1 << width) - 1)
+    difference = (number >> 1) ^ -(number & 1)
+    out = base.clone()
+    out[at] = _low(base[at].long() + difference, width, signed=base.dtype != torch.uint8).to(base.dtype)
+    return out
+
+
+@jit
+def _changes_kernel(  # type: ignore[no-untyped-def]
+    old, new, places, numbers, counts, n, SPARE: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block's changes, packed to the front of its stretch of `places` and `numbers`; how many in `counts`."""
+    block = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    at = block * BLOCK + lane
+    live = at < n
+    a = tl.load(old + at, mask=live, other=0).to(tl.int32)
+    b = tl.load(new + at, mask=live, other=0).to(tl.int32)
+    hit = a != b
+    ones = hit.to(tl.int32)
+    rank = tl.cumsum(ones, 0) - ones
+    difference = ((b - a) << SPARE) >> SPARE
+    folded = ((difference << 1) ^ (difference >> 31)) & MASK
+    tl.store(places + block * BLOCK + rank, lane.to(tl.int16), mask=hit)
+    tl.store(numbers + block * BLOCK + rank, folded, mask=hit)
+    tl.store(counts + block, tl.sum(ones, 0))
+
+
+@jit
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    places, numbers, counts, starts, at, folded, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block's changes to their place behind those of the blocks before it."""
+    block = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    count = tl.load(counts + block)
+    start = tl.load(starts + block)
+    mine = lane < count
+    place = tl.load(places + block * BLOCK + lane, mask=mine, other=0).to(tl.int64)
+    number = tl.load(numbers + block * BLOCK + lane, mask=mine, other=0)
+    tl.store(at + start + lane, place + block.to(tl.int64) * BLOCK, mask=mine)
+    tl.store(folded + start + lane, number, mask=mine)
+
+
+@jit
+def _apply_kernel(  # type: ignore[no-untyped-def]
+    out, at, folded, n, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Adds a block of differences at their positions; the store cuts the sum to the width of the weights."""
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = lane < n
+    where = tl.load(at + lane, mask=live, other=0)
+    number = tl.load(folded + lane, mask=live, other=0)
+    # The upper half of a zig-zag number of 32 bits is negative as int32: shift in zeros.
+    difference = ((number >> 1) & 0x7FFFFFFF) ^ -(number & 1)
+    value = tl.load(out + where, mask=live, other=0)
+    tl.store(out + where, (value.to(tl.int32) + difference).to(value.dtype), mask=live)
+
+
+def changes_triton(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """`changes` on the device of its inputs. Needs six bytes of scratch per element: hand in a slab at a time."""
+    size, width = old.numel(), WIDTHS[old.dtype]
+    blocks = dispatch.tiles(size, BLOCK)
+    places = torch.empty(blocks * BLOCK, dtype=torch.int16, device=old.device)
+    numbers = torch.empty(blocks * BLOCK, dtype=torch.int32, device=old.device)
+    counts = torch.zeros(blocks, dtype=torch.int32, device=old.device)
+    mask = -1 if width == 32 else (1 << width) - 1
+    if blocks:
+        _launch(_changes_kernel, blocks, old, new, places, numbers, counts, size, SPARE=32 - width, MASK=mask)
+    ends = counts.long().cumsum(0)
+    found = int(ends[-1]) if blocks else 0
+    at = torch.empty(found, dtype=torch.int64, device=old.device)
+    folded = torch.empty(found, dtype=torch.int32, device=old.device)
+    if found:
+        _launch(_gather_kernel, blocks, places, numbers, counts, ends - counts, at, folded)
+    return at, folded
+
+
+def apply_triton(base: Tensor, at: Tensor, folded: Tensor) -> Tensor:
+    """`apply` on the device of its inputs."""
+    out = base.clone()
+    blocks = dispatch.tiles(at.numel(), BLOCK)
+    if blocks:
+        _launch(_apply_kernel, blocks, out, at, folded, at.numel())
+    return out
+
+
+def _launch(kernel: Any, blocks: int, *operands: Any, **constants: int) -> None:
+    kernel[(blocks,)](*operands, **constants, BLOCK=BLOCK)

@@ -1,0 +1,223 @@
+"""Folding: several deltas become one, so that who lags reads each changed weight once.
+
+The idea: a difference modulo 2^w is added to the one before it, and the sum is the difference of both steps. So deltas
+compose without any weights at hand: merge the positions, add the differences, drop what came to nothing. A weight that
+wanders up and down by one unit costs one symbol instead of eight; measured, eight steps fold to about half the bytes.
+The work goes with the changes, not with the weights, so any node that reads the stream can do it.
+
+What is published: a delta's manifest from the older version straight to the newer one, chunks first, then the manifest,
+then a `WeightFold` record that names it; all signed like any other. Its hashes are the chain's own, so a receiver
+checks every slab of what it builds from a fold, and goes the long way when one is broken.
+
+Trade-off: codes that need the base to be read (`full`, d10) do not compose. Then both versions are built and compared.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from headrace.messages import subjects
+from headrace.messages.weights import WeightFold, WeightHead, WeightManifest
+from headrace.weights import chain, codec, release, sparse, state
+from headrace.weights.chunks import Packer, frames
+from headrace.weights.codec import CODECS, Frame, Place
+from headrace.weights.encoding import Encoding, Piece
+from headrace.weights.release import Sink
+from headrace.weights.shadow import Refused, check_chunk
+from headrace.weights.signing import Signer, Trust, digest, sealed
+from headrace.weights.snapshot import Snapshot
+from headrace.weights.sparse import Positions
+from headrace.weights.state import Bits, WeightError
+
+
+class Apart(WeightError):
+    """These deltas cannot be composed without the weights that they change."""
+
+
+async def span(
+    source: chain.Source, commit: WeightHead, count: int, trust: Trust | None = None
+) -> list[WeightManifest]:
+    """The manifests of the last `count` deltas up to a commit, oldest first; fewer where an anchor comes before."""
+    found: list[WeightManifest] = []
+    current = await chain.manifest(source, commit.run, commit.manifest_seq, trust)
+    while current.base_version >= 0 and len(found) < count:
+        found.append(current)
+        current = await chain.manifest(source, commit.run, current.base_seq, trust)
+    return found[::-1]
+
+
+async def publish(
+    bus: chain.Source,
+    sink: Sink,
+    commit: WeightHead,
+    *,
+    count: int,
+    name: str = "d8-zstd",
+    signer: Signer | None = None,
+    trust: Trust | None = None,
+) -> WeightFold:
+    """Fold the last `count` deltas up to a commit and store the result. Refused when there are not even two."""
+    deltas = await span(bus, commit, count, trust)
+    if len(deltas) < 2:
+        raise Refused(f"version {commit.version} follows {len(deltas)} deltas: there is nothing to fold")
+    first, last = deltas[0], deltas[-1]
+    base = await chain.manifest(bus, commit.run, first.base_seq, trust)
+    begin = len(last.chunks)
+    try:
+        pieces, figures = await compose(bus, deltas, base, name)
+        infos = await release.store(sink, iter(pieces), commit.run, last.version, first=begin)
+        changed, wire = figures
+    except Apart:
+        with tempfile.TemporaryDirectory(prefix="headrace-fold-") as text:
+            files = Path(text) / "base", Path(text) / "target"
+            older = await chain.plan(bus, sealed(_commit_of(base, first.base_seq, commit), signer), trust=trust)
+            await chain.build(bus, older, files[0])
+            await chain.build(bus, chain.Plan(tuple(deltas), files[0]), files[1])
+            count_of_shards = 1 + max((info.shard for info in last.tensors), default=0)
+            encoding = Encoding(Snapshot(files[1]), Snapshot(files[0]), name=name, shards=count_of_shards)
+            infos = await release.upload(sink, encoding, commit.run, last.version, first=begin)
+            changed, wire = encoding.changed, encoding.wire_bytes
+    manifest = WeightManifest(
+        run=commit.run,
+        version=last.version,
+        base_version=base.version,
+        base_seq=first.base_seq,
+        step=last.step,
+        tensors=last.tensors,
+        chunks=tuple(infos),
+        slab_hashes=last.slab_hashes,
+        state_hash=last.state_hash,
+        base_hash=base.state_hash,
+        parent=digest(base),
+        raw_bytes=last.raw_bytes,
+        wire_bytes=wire,
+        changed=changed,
+        elements=last.elements,
+        precision=last.precision,
+        source_hash=last.source_hash,
+    )
+    where = subjects.WEIGHT_MANIFEST.at(run=commit.run, version=last.version)
+    seq = await sink.publish(where, sealed(manifest, signer))
+    record = WeightFold(
+        run=commit.run,
+        version=last.version,
+        state_hash=last.state_hash,
+        base_version=base.version,
+        base_hash=base.state_hash,
+        manifest_seq=seq,
+        wire_bytes=wire,
+    )
+    record = sealed(record, signer)
+    await sink.publish(subjects.WEIGHT_FOLD.at(run=commit.run), record)
+    return record
+
+
+def _commit_of(manifest: WeightManifest, seq: int, later: WeightHead) -> WeightHead:
+    """What stands for the head record of a version on the way; it is never published."""
+    return WeightHead(
+        run=manifest.run,
+        version=manifest.version,
+        manifest_seq=seq,
+        state_hash=manifest.state_hash,
+        anchor_version=later.anchor_version,
+        anchor_seq=later.anchor_seq,
+    )
+
+
+async def compose(
+    source: chain.Source, deltas: Sequence[WeightManifest], base: WeightManifest, name: str = "d8-zstd"
+) -> tuple[list[Piece], tuple[int, int]]:
+    """The chunks of the sum of deltas, as (shard, chunk), and how many elements change and bytes they take.
+
+    base: the manifest of the version that the first delta is based on. Apart when a frame does not compose, Refused
+    when a chunk is not what its manifest names.
+    """
+    last = deltas[-1]
+    if CODECS[name].sparse != codec.SPARSE or any(delta.tensors != base.tensors for delta in deltas):
+        raise Apart("d10 needs the base's exponents, and other tensors another state")
+    units = state.units(last.tensors)
+    pieces: list[Piece] = []
+    changed = 0
+    for shard in sorted({info.shard for info in last.tensors}):
+        packer = Packer()
+        readers = [_Reader(source, delta, shard) for delta in deltas]
+        for index, unit in enumerate(units):
+            if last.tensors[unit[0].tensor].shard != shard:
+                continue
+            found = [frame for reader in readers for frame in await reader.take(index)]
+            if not found:
+                continue
+            dtype = last.tensors[unit[0].tensor].dtype
+            before, after = (state.unit_hash(unit, one.slab_hashes) for one in (base, last))
+            place, kind = Place(index, dtype, before, after), state.unsigned(dtype)
+            size = sum(part.items for part in unit)
+            for data, items in await asyncio.to_thread(_folded, place, found, kind, size, CODECS[name].method):
+                changed += items
+                chunk = packer.add(data)
+                if chunk is not None:
+                    pieces.append((shard, chunk))
+        rest = packer.flush()
+        if rest is not None:
+            pieces.append((shard, rest))
+    return pieces, (changed, sum(len(chunk) for _, chunk in pieces))
+
+
+class _Reader:
+    """The frames of one delta's shard, unit by unit in order, as they come out of the stream."""
+
+    def __init__(self, source: chain.Source, of: WeightManifest, shard: int):
+        self._frames = self._read(source, of, shard)
+        self._next: Frame | None = None
+        self._ended = False
+
+    @staticmethod
+    async def _read(source: chain.Source, of: WeightManifest, shard: int) -> AsyncIterator[Frame]:
+        for info in of.chunks:
+            if info.shard == shard:
+                data = await chain.chunk(source, of, info)
+                check_chunk(of, info, data)
+                for frame in frames(data):
+                    yield frame
+
+    async def take(self, unit: int) -> list[Frame]:
+        """The frames of that unit; of none when it did not change. Units are asked for in ascending order."""
+        out = []
+        while not self._ended:
+            if self._next is None:
+                self._next = await anext(self._frames, None)
+                self._ended = self._next is None
+            if self._next is None or self._next.unit > unit:
+                break
+            if self._next.unit == unit:
+                out.append(self._next)
+            self._next = None
+        return out
+
+
+def _folded(
+    place: Place, found: Sequence[Frame], kind: np.dtype[np.unsignedinteger], size: int, method: int
+) -> list[tuple[bytes, int]]:
+    """The frames of the sum of a unit's frames, as they travel, and how many elements each changes."""
+    at, differences = _sum(found, kind)
+    summed = codec.encode_differences(place, at, sparse.zigzag(differences), size, method)
+    return [(codec.to_bytes(frame), items) for frame, items in summed]
+
+
+def _sum(found: Sequence[Frame], kind: np.dtype[np.unsignedinteger]) -> tuple[Positions, Bits]:
+    """Positions, ascending, and the sum of all differences there, without those that came to nothing."""
+    try:
+        parts = [codec.differences(frame, kind) for frame in found]
+    except WeightError as error:
+        raise Apart(str(error)) from None
+    at = np.concatenate([part[0] for part in parts])
+    difference = np.concatenate([part[1] for part in parts])
+    order = np.argsort(at, kind="stable")
+    at, difference = at[order], difference[order]
+    starts = np.flatnonzero(np.diff(at, prepend=-1))
+    # The sum wraps around in the width of the weights, as the differences did.
+    total = np.add.reduceat(difference, starts, dtype=kind)
+    left = np.flatnonzero(total)
+    return at[starts[left]], total[left]

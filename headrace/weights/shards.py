@@ -1,0 +1,67 @@
+"""Shards of a version: which tensors travel together, so that encoders share the work and a rank fetches its own.
+
+The idea: a shard is a part of the tensor list that is fixed before anything is encoded. Chunks, units and streams never
+cross it, so the bytes of a version depend on the number of shards, never on how many encoders made them or in which
+order; and a receiver that needs some tensors fetches the chunks of their shards alone.
+
+Which tensors: neighbours by name stay together (a layer's experts, a rank's part), cut where the bytes are even.
+"""
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from headrace.messages.weights import TensorInfo, WeightManifest
+from headrace.weights import state
+from headrace.weights.state import HASH_BYTES, WeightError
+
+
+def assign(tensors: Sequence[TensorInfo], count: int) -> tuple[TensorInfo, ...]:
+    """The tensors, in their order, each with its shard, 0 to count - 1. WeightError for less than one shard."""
+    if count < 1:
+        raise WeightError(f"a version has at least one shard, not {count}")
+    total, before = max(1, sum(map(state.nbytes, tensors))), 0
+    out = []
+    for info in tensors:
+        size = state.nbytes(info)
+        # Where the middle of a tensor falls decides, so a large one is not pushed into the next shard by its end.
+        out.append(
+            TensorInfo(info.name, info.dtype, info.shape, min(count - 1, (2 * before + size) * count // (2 * total)))
+        )
+        before += size
+    return tuple(out)
+
+
+def plain(tensors: Iterable[TensorInfo]) -> tuple[TensorInfo, ...]:
+    """The tensors without their shards, as a snapshot file names them."""
+    return tuple(TensorInfo(info.name, info.dtype, info.shape) for info in tensors)
+
+
+def holding(tensors: Iterable[TensorInfo], patterns: Sequence[str]) -> frozenset[int] | None:
+    """The shards that hold tensors whose names match a pattern such as ``model.layers.3.*``; None means all.
+
+    WeightError when no tensor matches.
+    """
+    if not patterns:
+        return None
+    found = frozenset(info.shard for info in tensors if any(fnmatchcase(info.name, one) for one in patterns))
+    if not found:
+        raise WeightError(f"no published tensor matches {', '.join(patterns)}")
+    return found
+
+
+def chosen(tensors: Iterable[TensorInfo], shards: frozenset[int] | None) -> tuple[TensorInfo, ...]:
+    """The tensors of these shards, without their shards."""
+    return plain(info for info in tensors if shards is None or info.shard in shards)
+
+
+def state_hash(manifest: WeightManifest, shards: frozenset[int] | None) -> str:
+    """The state hash of a file that holds the tensors of these shards after this version."""
+    if shards is None:
+        return manifest.state_hash
+    hashes, at = bytearray(), 0
+    for info in manifest.tensors:
+        end = at + state.slab_count(info) * HASH_BYTES
+        if info.shard in shards:
+            hashes += manifest.slab_hashes[at:end]
+        at = end
+    return state.root(chosen(manifest.tensors, shards), bytes(hashes))

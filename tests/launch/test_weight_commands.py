@@ -1,0 +1,73 @@
+"""`headrace weights` on the store of a finished run: a broker is opened, everything is read from the streams."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from headrace import cli
+from headrace.bus import credentials, keys
+from headrace.bus.connection import Bus
+from headrace.bus.server import Server
+from headrace.bus.streams import declare
+from headrace.launch import runs
+from headrace.weights import snapshot
+from tests.weights.runs import Run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """A folder with one run of five versions, an anchor beside the third; its broker is down."""
+    root = tmp_path_factory.mktemp("root")
+    folder = runs.create(root / "runs", "r1")
+
+    async def publish() -> Run:
+        async with Server(folder.broker) as server:
+            async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+                await declare(admin)
+            key = keys.load(server.credentials, credentials.PUBLISHER)
+            async with await Bus.connect(server.url, role="weight_sync", credentials=server.credentials) as bus:
+                run = Run(bus, root / "trainer", signer=key)
+                run.id, run.wide = "r1", 1000
+                for version in range(5):
+                    await run.publish(version)
+                    if version in (1, 3):
+                        await run.anchor()
+        return run
+
+    return root, asyncio.run(publish())
+
+
+def said(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> str:
+    assert cli.main(["weights", *args]) == code
+    out = capsys.readouterr()
+    return out.err if code else out.out
+
+
+def test_the_commands(
+    finished: tuple[Path, Run], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, run = finished
+    monkeypatch.chdir(root)
+    assert len(said(capsys, "log").splitlines()) == 6
+    shown = said(capsys, "show", "--version", "2")
+    assert run.heads[2].state_hash in shown and run.heads[2].signer in shown
+    holds = said(capsys, "verify")
+    assert "versions 0 to 4, 5 built and hashed, 2 anchors beside them" in holds and "all signed" in holds
+    assert run.heads[1].state_hash in said(capsys, "verify", "--version", "1")
+    assert "never committed version 9" in said(capsys, "verify", "--version", "9", code=1)
+    assert "versions 0 to 4: 4 deltas of" in said(capsys, "fold", "--count", "8")
+    assert "1 folds" in said(capsys, "verify")
+    said(capsys, "export", "out.safetensors", "r1", "--version", "3")
+    assert snapshot.file_hash("out.safetensors") == run.heads[3].state_hash
+    assert "exists already" in said(capsys, "export", "out.safetensors", code=2)
+    differ = said(capsys, "diff", "1", "3")
+    assert "version 1 to version 3" in differ and "embed" in differ and "d10-zstd" in differ
+    assert "at least 2 chains" in said(capsys, "collect", "--chains", "1", code=1)
+    assert "1 versions, 0 to 0, and" in said(capsys, "collect", "--chains", "2")
+    assert "collected" in said(capsys, "log")
+    assert "older versions are collected" in said(capsys, "verify")
+    (root / "runs/r1/broker/credentials/weight_publisher.nk").unlink()
+    (root / "runs/r1/broker/credentials/weight_publisher.pub").unlink()
+    # The broker's start makes a new key, which signed nothing here.
+    assert "not among [weights] publishers" in said(capsys, "verify", code=1)

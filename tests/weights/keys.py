@@ -1,0 +1,12 @@
+"""Keys for tests of signatures."""
+
+from headrace.bus.keys import Key
+from headrace.weights.signing import Trust
+
+PUBLISHER = Key(b"p" * 32)
+STRANGER = Key(b"s" * 32)
+
+
+def trust(**options: bool) -> Trust:
+    """Trust in the publisher alone."""
+    return Trust([PUBLISHER.public], **options)

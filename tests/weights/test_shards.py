@@ -1,0 +1,99 @@
+"""Shards: the bytes of a version do not depend on who encodes it, and a rank builds its own part alone."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.messages.weights import TensorInfo
+from headrace.weights import shards, snapshot, state
+from headrace.weights.encoding import Encoding, Figures, ShardEncoding, describe
+from headrace.weights.shadow import Refused, Shadow
+from headrace.weights.snapshot import Snapshot
+from headrace.weights.state import WeightError
+from tests.weights.samples import model, step
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    tensors = model(wide=4000)
+    snapshot.write(tmp_path / "base", tensors)
+    snapshot.write(tmp_path / "target", step(tensors, 1, 0.05))
+    return tmp_path / "base", tmp_path / "target"
+
+
+def test_tensors_are_cut_where_the_bytes_are_even_and_stay_in_order() -> None:
+    tensors = [TensorInfo(f"layer.{n:02}", "BF16", (100, 10 + n % 3)) for n in range(30)]
+    for count in (1, 2, 4, 7):
+        found = [info.shard for info in shards.assign(tensors, count)]
+        assert found == sorted(found) and set(found) == set(range(count))
+        sizes = [
+            sum(state.nbytes(info) for info, at in zip(tensors, found, strict=True) if at == n) for n in range(count)
+        ]
+        assert max(sizes) - min(sizes) <= 2 * 2400
+    assert {info.shard for info in shards.assign(tensors[:1], 5)} <= set(range(5))
+    with pytest.raises(WeightError, match="at least one shard"):
+        shards.assign(tensors, 0)
+
+
+@pytest.mark.parametrize("name", ["d8-zstd", "d10-zstd"])
+def test_the_bytes_do_not_depend_on_the_number_of_encoders(files: tuple[Path, Path], name: str) -> None:
+    base, target = map(Snapshot, files)
+    results = []
+    for workers in (1, 2, 4):
+        encoding = Encoding(target, base, name=name, shards=4, workers=workers)
+        pieces = sorted(encoding.pieces(), key=lambda piece: piece[0])
+        results.append((pieces, encoding.slab_hashes, encoding.changed, encoding.wire_bytes))
+    assert results[0] == results[1] == results[2]
+    apart = [ShardEncoding(target, base, shard, 4, name=name) for shard in (3, 1, 0, 2)]
+    found: dict[int, tuple[list[bytes], Figures]] = {one.shard: (list(one.chunks()), one.figures) for one in apart}
+    merged = Encoding(target, base, name=name, shards=4)
+    merged.adopt([found[shard][1] for shard in range(4)])
+    assert [(shard, chunk) for shard in range(4) for chunk in found[shard][0]] == results[0][0]
+    assert merged.state_hash == snapshot.file_hash(files[1])
+
+
+def test_closing_the_pieces_ends_the_encoders(files: tuple[Path, Path]) -> None:
+    base, target = map(Snapshot, files)
+    pieces = Encoding(target, None, shards=4, workers=4).pieces()
+    next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    broken = Encoding(target, base, shards=4, workers=2)
+    del broken.parts[1]._recipe
+    with pytest.raises(AttributeError, match="_recipe"):
+        list(broken.pieces())
+
+
+def test_a_rank_builds_its_own_tensors_from_its_own_chunks(files: tuple[Path, Path], tmp_path: Path) -> None:
+    base, target = map(Snapshot, files)
+    for source in (None, base):
+        encoding = Encoding(target, source, shards=3)
+        infos, data = [], {}
+        for shard, chunk in encoding.pieces():
+            seq = sum(info.shard == shard for info in infos)
+            infos.append(describe(chunk, shard, seq, 0))
+            data[shard, seq] = chunk
+        first = None
+        if source is not None:
+            empty = Encoding(base, None, shards=3)
+            list(empty.pieces())
+            first = empty.manifest("r", 0, [], base=None)
+        manifest = encoding.manifest("r", 1, infos, base=first)
+        wanted = shards.holding(manifest.tensors, ["layers.0.[ns]*"])
+        assert wanted is not None and len(wanted) < 3
+        path = tmp_path / "part"
+        with Shadow(path, manifest, source, wanted) as shadow:
+            for info in filter(shadow.wants, manifest.chunks):
+                shadow.add(info, data[info.shard, info.seq])
+            found = shadow.finish()
+        assert found == snapshot.file_hash(path) == shards.state_hash(manifest, wanted) != manifest.state_hash
+        part, whole = snapshot.read(path), snapshot.read(files[1])
+        assert set(part) == {info.name for info in manifest.tensors if info.shard in wanted}
+        assert {"layers.0.norm", "layers.0.scale"} <= set(part) and len(part) < len(whole)
+        assert state.state_hash(part) == state.state_hash({name: whole[name] for name in part})
+        other = next(info for info in manifest.chunks if info.shard not in wanted)
+        with Shadow(path, manifest, source, wanted) as shadow, pytest.raises(Refused, match="does not belong to shard"):
+            shadow.add(other, data[other.shard, other.seq])
+    with pytest.raises(WeightError, match="no published tensor matches"):
+        shards.holding(manifest.tensors, ["nothing.*"])
+    with pytest.raises(Refused, match="has no shards"):
+        Shadow(tmp_path / "none", manifest, None if source is None else base, frozenset({9}))
