@@ -1,0 +1,202 @@
+"""Do sampler and trainer compute the same numbers, what does replay save where they do not, and what does it cost?
+
+    python -m benchmarks.numerics [--small] [--dtype bfloat16|float32]
+
+A mixture of 8 layers with random weights on one thread. The embedded engine draws tokens at batch 1, 4, 16 and 64
+(ragged prompts, prefill and bookkeeping included); the trainer scores them again in one packed forward, which is not
+how they were sampled. Exact and ordinary arithmetic take turns, so their ratios come from interleaved pairs; times are
+processor time, which a busy machine distorts least. The ordinary side shows what the test can see: with equal bits
+there too, the zeros of the exact side would mean nothing.
+"""
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.conditions import Figures, at_least, at_most, finish
+from headrace.algorithms.mismatch import mismatch, router_flips
+from headrace.engines.base import Sample, SampleRequest
+from headrace.engines.embedded import EmbeddedEngine
+from headrace.messages.rollout import PolicyRef, Sampling
+from headrace.policy import moe
+from headrace.policy.config import Dtype, PolicyConfig
+from headrace.policy.model import Model
+from headrace.policy.numerics import probe
+from headrace.weights import snapshot
+
+
+class Size(NamedTuple):
+    """How much is measured."""
+
+    batches: tuple[int, ...]
+    tokens: int
+    repeats: int
+    training: tuple[int, int]
+    """Sequences, tokens each."""
+
+
+FULL = Size((1, 4, 16, 64), 64, 3, (16, 200))
+SMALL = Size((1, 4), 64, 1, (4, 100))
+
+
+class Side(NamedTuple):
+    """One arithmetic."""
+
+    name: str
+    model: Model
+    engine: EmbeddedEngine
+
+
+def policy(dtype: Dtype) -> PolicyConfig:
+    """The model of the study: 8 layers, 8 experts, top 2."""
+    return PolicyConfig(
+        dim=128, layers=8, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2, expert_dim=128, vocab=512, dtype=dtype
+    )
+
+
+def requests(config: PolicyConfig, batch: int, tokens: int, repeat: int) -> list[SampleRequest]:
+    """Ragged prompts of 5 to 40 tokens, none shared."""
+    rng = random.Random(f"{batch}-{repeat}")
+    return [
+        SampleRequest(
+            session=f"{batch}-{repeat}-{i}",
+            ids=tuple(rng.randrange(config.vocab) for _ in range(rng.randrange(5, 41))),
+            policy=PolicyRef(),
+            sampling=Sampling(max_turn_tokens=tokens),
+            stop_ids=(),
+            seed=i,
+        )
+        for i in range(batch)
+    ]
+
+
+async def drawn(side: Side, wanted: Sequence[SampleRequest]) -> tuple[float, list[Sample]]:
+    """(processor seconds, samples)."""
+    began = time.process_time()
+    samples = await asyncio.gather(*(side.engine.sample(request) for request in wanted))
+    spent = time.process_time() - began
+    for request in wanted:
+        await side.engine.close(request.session)
+    return spent, list(samples)
+
+
+class Scored(NamedTuple):
+    """The tokens of some samples, by trainer and sampler."""
+
+    trainer: Tensor
+    sampler: Tensor
+    live: Tensor
+    recorded: Tensor
+
+
+@torch.no_grad()
+def scored(model: Model, wanted: Sequence[SampleRequest], samples: Sequence[Sample], replay: bool) -> Scored:
+    """One packed forward over everything, as a training step does it."""
+    c = model.config
+    ids = [torch.tensor((*request.ids, *sample.ids)) for request, sample in zip(wanted, samples, strict=True)]
+    recorded = torch.cat([moe.from_array(sample.routed, c.sparse_layers, c.top_k) for sample in samples])
+    recorder: list[Tensor] = []
+    lengths = [len(part) - 1 for part in ids]
+    hidden = model(torch.cat([part[:-1] for part in ids]), lengths, recorded if replay else None, recorder)
+    rows, targets = [], []
+    for request, part, end in zip(wanted, ids, torch.tensor(lengths).cumsum(0).tolist(), strict=True):
+        rows.append(torch.arange(end - (len(part) - len(request.ids)), end))
+        targets.append(part[len(request.ids) :])
+    logp, _ = model.selected_logprobs(hidden[torch.cat(rows)], torch.cat(targets))
+    sampler = torch.tensor([value for sample in samples for value in sample.logprobs])
+    return Scored(logp, sampler, torch.stack(recorder, 1), recorded)
+
+
+def trained(model: Model, sequences: int, length: int) -> float:
+    """Processor seconds of one forward and backward with all tokens as targets."""
+    ids = torch.randint(0, model.config.vocab, (sequences * length,), generator=torch.Generator().manual_seed(0))
+    began = time.process_time()
+    logp, _ = model.selected_logprobs(model(ids, [length] * sequences), ids)
+    torch.autograd.backward(logp.sum())
+    model.zero_grad(set_to_none=True)
+    return time.process_time() - began
+
+
+async def measure(size: Size, dtype: Dtype) -> None:
+    """Print the figures."""
+    torch.set_num_threads(1)
+    config = policy(dtype)
+    figures: Figures = {"dtype": dtype, "layers": config.layers, "tokens_per_sample": size.tokens}
+    parts: dict[str, list[Scored]] = {"exact": [], "ordinary": [], "replayed": []}
+    with tempfile.TemporaryDirectory() as folder:
+        sides = []
+        for name in ("exact", "ordinary"):
+            model = Model(config, probe(config, exact=name == "exact"), seed=1)
+            with torch.no_grad():
+                model.head_weight.mul_(20)  # an untrained head is nearly flat: no mismatch would show
+            digest = snapshot.write(Path(folder) / name, model.state())
+            engine = EmbeddedEngine(config, model.numerics)
+            await engine.load(0, str(Path(folder) / name), digest)
+            sides.append(Side(name, model, engine))
+        figures["row_pad"], figures["fingerprint"] = sides[0].model.numerics.row_pad, sides[0].engine.fingerprint
+        for batch in size.batches:
+            best = {side.name: float("inf") for side in sides}
+            for repeat in range(size.repeats):
+                for side in sides if repeat % 2 else sides[::-1]:
+                    wanted = requests(config, batch, size.tokens, repeat)
+                    spent, samples = await drawn(side, wanted)
+                    best[side.name] = min(best[side.name], spent)
+                    if not repeat:
+                        parts[side.name].append(scored(side.model, wanted, samples, False))
+                        if side.name == "ordinary":
+                            parts["replayed"].append(scored(side.model, wanted, samples, True))
+            figures[f"decode_b{batch}_exact_over_ordinary"] = round(best["exact"] / best["ordinary"], 3)
+            figures[f"decode_b{batch}_exact_tok_per_cpu_s"] = round(batch * size.tokens / best["exact"])
+        for side in sides:
+            await side.engine.stop()
+    for name, found in parts.items():
+        seen = mismatch(torch.cat([part.trainer for part in found]), torch.cat([part.sampler for part in found]))
+        figures[f"{name}_tokens"] = seen.tokens
+        figures[f"{name}_bit_equal_share"] = round(1.0 - seen.differ, 5)
+        figures[f"{name}_max_abs_dlp"] = seen.max_abs
+        figures[f"{name}_k3"] = seen.k3
+        if name != "replayed":
+            live, recorded = (torch.cat([getattr(part, key) for part in found]) for key in ("live", "recorded"))
+            figures[f"{name}_flips_per_token_layer"] = round(router_flips(live, recorded), 6)
+    figures["k3_replayed_over_live"] = (
+        figures["replayed_k3"] / figures["ordinary_k3"] if figures["ordinary_k3"] else 0.0
+    )
+    times = {side.name: float("inf") for side in sides}
+    for repeat in range(size.repeats + 1):
+        for side in sides if repeat % 2 else sides[::-1]:
+            times[side.name] = min(times[side.name], trained(side.model, *size.training))
+    figures["train_exact_over_ordinary"] = round(times["exact"] / times["ordinary"], 3)
+    figures["train_exact_cpu_s"] = round(times["exact"], 4)
+    targets = {
+        "exact_bit_equal_share": at_least(figures["exact_bit_equal_share"], 1.0),
+        "exact_max_abs_dlp": at_most(figures["exact_max_abs_dlp"], 0.0),
+        "ordinary_bit_equal_share": at_most(figures["ordinary_bit_equal_share"], 0.99),
+        "k3_replayed_over_live": at_most(figures["k3_replayed_over_live"], 0.3),
+        "train_exact_over_ordinary": at_most(figures["train_exact_over_ordinary"], 1.3),
+        **{
+            f"decode_b{batch}_exact_over_ordinary": at_most(figures[f"decode_b{batch}_exact_over_ordinary"], 2.0)
+            for batch in size.batches
+        },
+    }
+    finish(figures, targets, "torch", "numpy")
+
+
+def main() -> None:
+    """Read the arguments and measure."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.numerics")
+    parser.add_argument("--small", action="store_true", help="batch 1 and 4, few tokens: does it work?")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    args = parser.parse_args()
+    asyncio.run(measure(SMALL if args.small else FULL, args.dtype))
+
+
+if __name__ == "__main__":
+    main()
