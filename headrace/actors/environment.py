@@ -18,27 +18,39 @@ from headrace.messages.operations import Ack
 from headrace.messages.sandbox import (
     Acquire,
     Acquired,
+    Cancel,
+    Checkpoint,
+    Checkpointed,
     Exec,
+    FeedJob,
+    FollowJob,
+    Fork,
+    Forked,
     ListFiles,
     NoRoom,
     Op,
+    PullTar,
     PullTree,
+    PushTar,
     ReadFile,
     Release,
     ReleaseGroup,
     Renew,
     ReplaceLines,
+    Restore,
     RunTests,
     SandboxCall,
     SandboxLost,
     SandboxReply,
     Search,
+    StartJob,
+    StopJob,
     ToolLog,
     WriteFiles,
 )
 from headrace.messages.subjects import EVENT, RPC, RPC_NODE, token
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.host import Host
+from headrace.vmhost.host import Host, VmSandbox
 
 REAP_EVERY_S = 1.0
 LOG_BATCH = 64
@@ -72,6 +84,9 @@ class Environment(Actor):
             "renew": self._renew,
             "release": self._release,
             "release_group": self._release_group,
+            "fork": self._fork,
+            "checkpoint": self._checkpoint,
+            "restore": self._restore,
         }
         for method, handler in methods.items():
             await self.serve(RPC_NODE.at(service="environment", node=self._node, method=method), handler)
@@ -100,6 +115,10 @@ class Environment(Actor):
             if lease is not None:
                 await self._lost(lease, str(error))
             return SandboxReply(failure="lost", detail=str(error))
+        return self._hand_over(request, sandbox)
+
+    def _hand_over(self, request: Acquire, sandbox: VmSandbox) -> Acquired | SandboxReply:
+        """A new secret and epoch for whoever asked."""
         lease = self._leases.find(Key.of(request))
         if lease is None or lease.sandbox is not sandbox:
             lease = Lease(request, sandbox)
@@ -169,6 +188,46 @@ class Environment(Actor):
         self._host.release_group(request.run, request.lane, request.role, request.group)
         return Ack()
 
+    async def _fork(self, request: Fork) -> Forked | SandboxReply:
+        """More sandboxes like this one, for the same run, lane and role."""
+        try:
+            lease = self._leases.authorise(request.sandbox, request.secret, request.epoch)
+            own = lease.request
+            if any((one.run, one.lane, one.role) != (own.run, own.lane, own.role) for one in request.into):
+                raise Refused("a fork stays in its run, lane and role")
+            lease.running += 1
+            try:
+                made = await self._host.fork(lease.sandbox.id, request.into)
+            finally:
+                lease.running -= 1
+                lease.keep()
+        except (Unknown, Refused, NoRoom, VmhostError, SandboxLost) as error:
+            return _failure(error)
+        pairs = zip(request.into, made, strict=True)
+        held = [self._hand_over(one, sandbox) for one, sandbox in pairs]
+        return Forked(held=tuple(one for one in held if isinstance(one, Acquired)))
+
+    async def _checkpoint(self, request: Checkpoint) -> Checkpointed | SandboxReply:
+        """The sandbox as bytes."""
+        try:
+            lease = self._leases.authorise(request.sandbox, request.secret, request.epoch)
+            lease.running += 1
+            try:
+                return Checkpointed(data=await self._host.checkpoint(lease.sandbox.id, request.whole))
+            finally:
+                lease.running -= 1
+                lease.keep()
+        except (Unknown, Refused, VmhostError, SandboxLost) as error:
+            return _failure(error)
+
+    async def _restore(self, request: Restore) -> Acquired | SandboxReply:
+        """A sandbox from bytes."""
+        try:
+            sandbox = await self._host.restore(request.data, request.request)
+        except (NoRoom, VmhostError, SandboxLost) as error:
+            return _failure(error)
+        return self._hand_over(request.request, sandbox)
+
     async def _lost(self, lease: Lease, detail: str) -> None:
         if self._leases.drop(lease):
             request = lease.request
@@ -232,6 +291,12 @@ class Environment(Actor):
             await self.event("tool_log_lost", f"{lost} lines of the tool log were dropped", "error", lines=lost)
 
 
+def _failure(error: Exception) -> SandboxReply:
+    """Why there is no sandbox, in the words of the contract."""
+    kinds = {NoRoom: "no_room", SandboxLost: "lost", Unknown: "lost"}
+    return SandboxReply(failure=kinds.get(type(error), "refused"), detail=str(error))
+
+
 def describe(op: Op) -> tuple[str, str]:
     """An operation as one line for the audit trail: its kind, and what it touches; never content."""
     match op:
@@ -247,4 +312,12 @@ def describe(op: Op) -> tuple[str, str]:
             brief = " ".join(op.plan.paths or op.plan.argv)
         case PullTree():
             brief = " ".join(op.patterns)
+        case StartJob():
+            brief = " ".join(op.argv)
+        case FollowJob() | FeedJob() | StopJob():
+            brief = str(op.job)
+        case Cancel():
+            brief = op.call_id
+        case PushTar() | PullTar():
+            brief = op.path
     return str(op.__struct_config__.tag), brief[:200]

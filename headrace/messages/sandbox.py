@@ -24,6 +24,72 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True, tag="exec"):
     stdin: bytes = b""
     timeout_s: float = 30.0
     output_cap: int = 65536
+    user: str = ""
+    """Another user of an imported image, by name or number; the built-in images have one."""
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """End the Exec (or test command) that runs under a call id, with all it started; its own answer says so."""
+
+    call_id: str
+
+
+class StartJob(msgspec.Struct, frozen=True, kw_only=True, tag="start_job"):
+    """Run argv beside the calls that follow; `OpResult.job` is its number. What it writes waits for `FollowJob`, up to
+    `output_cap` bytes a stream; then it waits itself."""
+
+    argv: tuple[str, ...]
+    cwd: str = "."
+    env: dict[str, str] = {}
+    stdin: bytes = b""
+    open_input: bool = False
+    """Whether FeedJob may send more."""
+    terminal: bool = False
+    """In a terminal of its own, 80 by 24: one stream, and input stays open."""
+    timeout_s: float = 3600.0
+    output_cap: int = 65536
+    user: str = ""
+
+
+class FollowJob(msgspec.Struct, frozen=True, kw_only=True, tag="follow_job"):
+    """What a job wrote since the last call, at most `limit` bytes a stream, waiting `wait_s` for the first of it.
+
+    `OpResult.running` is False once the job has ended and all of its output was given out; then `code` is its own.
+    """
+
+    job: int
+    wait_s: float = 10.0
+    limit: int = 65536
+
+
+class FeedJob(msgspec.Struct, frozen=True, kw_only=True, tag="feed_job"):
+    """Input for a job; `last` closes it (in a terminal: end of file)."""
+
+    job: int
+    data: bytes = b""
+    last: bool = False
+
+
+class StopJob(msgspec.Struct, frozen=True, kw_only=True, tag="stop_job"):
+    """A signal for a job and all of its session."""
+
+    job: int
+    signal: int = 9
+
+
+class PushTar(msgspec.Struct, frozen=True, kw_only=True, tag="push_tar"):
+    """Unpack a tar archive (plain, gzip, bzip2 or xz) into a folder: modes, times and links as they are in it, owners
+    the tools' user."""
+
+    data: bytes
+    path: str = "."
+
+
+class PullTar(msgspec.Struct, frozen=True, kw_only=True, tag="pull_tar"):
+    """A folder (or file) as a tar archive in `OpResult.data`. What a guest packs is not to be trusted when unpacked."""
+
+    path: str = "."
+    limit: int = 64 << 20
 
 
 class ReadFile(msgspec.Struct, frozen=True, kw_only=True, tag="read_file"):
@@ -78,7 +144,23 @@ class PullTree(msgspec.Struct, frozen=True, kw_only=True, tag="pull_tree"):
     limit: int = 8 << 20
 
 
-Op = Exec | ReadFile | WriteFiles | ReplaceLines | ListFiles | Search | RunTests | PullTree
+Op = (
+    Exec
+    | ReadFile
+    | WriteFiles
+    | ReplaceLines
+    | ListFiles
+    | Search
+    | RunTests
+    | PullTree
+    | Cancel
+    | StartJob
+    | FollowJob
+    | FeedJob
+    | StopJob
+    | PushTar
+    | PullTar
+)
 
 
 class TestOutcome(msgspec.Struct, frozen=True):
@@ -105,6 +187,8 @@ class OpResult(msgspec.Struct, frozen=True, kw_only=True):
     timed_out: bool = False
     truncated: bool = False
     wall_ms: float = 0.0
+    job: int = 0
+    running: bool = False
 
 
 class SandboxLost(Exception):
@@ -191,6 +275,50 @@ class Release(Message, frozen=True, kw_only=True):
     sandbox: str
     secret: str
     epoch: int
+
+
+@message("fork")
+class Fork(Message, frozen=True, kw_only=True):
+    """Sandboxes that go on from where this one is, one for each request of the same run, lane and role; this one goes
+    on too. It must have its machine for itself (isolation ``episode``)."""
+
+    sandbox: str
+    secret: str
+    epoch: int
+    into: tuple[Acquire, ...]
+
+
+@message("forked")
+class Forked(Message, frozen=True, kw_only=True):
+    """The answer to Fork, in the order of its requests."""
+
+    held: tuple[Acquired, ...]
+
+
+@message("checkpoint")
+class Checkpoint(Message, frozen=True, kw_only=True):
+    """The sandbox as bytes: what it changed, for nodes with the very same template file; or with `whole` all of it, for
+    every node that made its template of the same parts."""
+
+    sandbox: str
+    secret: str
+    epoch: int
+    whole: bool = False
+
+
+@message("checkpointed")
+class Checkpointed(Message, frozen=True, kw_only=True):
+    """The answer to Checkpoint."""
+
+    data: bytes
+
+
+@message("restore")
+class Restore(Message, frozen=True, kw_only=True):
+    """A sandbox for `request` that goes on from a checkpoint; answered like Acquire."""
+
+    request: Acquire
+    data: bytes
 
 
 @message("release_group")

@@ -1,16 +1,7 @@
-"""The `qemu` backend: copy-on-write clones of a template, one QEMU process each.
-
-A clone is a QEMU with the template's devices that maps the template's memory privately and loads its device state from
-an inherited descriptor. All monitor commands and the guest's first frame (clock and entropy) are written before QEMU
-has even started; then there is one thing to wait for, the guest's answer.
-"""
+"""The `qemu` backend: copy-on-write clones, made on demand or kept ready, as many as memory holds."""
 
 import asyncio
 import fcntl
-import os
-import secrets
-import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,175 +9,17 @@ from typing import Any, TextIO
 from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
 from headrace.vmhost import image
-from headrace.vmhost.channel import Channel
+from headrace.vmhost.clone import Clone
 from headrace.vmhost.machine import OnEvent
-from headrace.vmhost.qemu import Monitor, Qemu
-from headrace.vmhost.template import SIZE_MB, Template
+from headrace.vmhost.snapshot import Snapshot
+from headrace.vmhost.template import Template
 
-START_S = 60.0
-"""Deadline of a clone's first answer; 0.15 s on a quiet machine."""
 WARM = "light"
-"""The template of which clones are kept ready."""
-QUIET_S = 5.0
-"""Seconds after which a slot that was left is made quiet, if its machine still lives."""
+"""The template of which clones are always kept ready."""
 OVERHEAD_MB = 96
 """What a QEMU takes beside its guest's memory: translated code, tables, heap."""
 RESERVE_MB = 256
 """Memory that stays free for everything else on the node."""
-
-
-class Clone:
-    """One running machine."""
-
-    def __init__(self, backend: "CloneBackend", template: Template) -> None:
-        self.slots = template.manifest.slots
-        self.limit_bytes = SIZE_MB[template.manifest.name] << 20
-        self.template = template
-        self._backend = backend
-        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.used = False
-        self._reason = ""
-        self._channels: list[Channel] = []
-        self._leaving: set[asyncio.Task[None]] = set()
-        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        state = os.open(template.state, os.O_RDONLY)
-        try:
-            self._qemu = Qemu(
-                template.manifest.hardware,
-                template.ram,
-                share=False,
-                extra=("-incoming", "defer"),
-                inherit=(state,),
-            )
-        finally:
-            os.close(state)
-        self._state_fd = state
-        self.pid = self._qemu.pid
-        self._control: Channel | None = None
-        self._monitor: Monitor | None = None
-        self._watch = os.pidfd_open(self.pid)
-        asyncio.get_running_loop().add_reader(self._watch, self._exited)
-
-    @property
-    def lost(self) -> "asyncio.Future[str]":
-        """Done, with the reason, once the machine is gone."""
-        return self._lost
-
-    async def park(self) -> None:
-        """Stop a started machine: it takes no CPU time until `resume`."""
-        assert self._monitor is not None
-        await self._monitor.send("stop")
-
-    async def resume(self) -> None:
-        """Let a parked machine go on, with the time and entropy of now. SandboxLost."""
-        if self._lost.done():
-            raise SandboxLost(self._lost.result())
-        assert self._monitor is not None
-        self._monitor.send("cont")
-        await self._identify()
-
-    async def _identify(self) -> None:
-        assert self._control is not None
-        header = {"op": "start", "time": time.time_ns()}
-        answer, _ = await self._control.call(header, [secrets.token_bytes(32)], START_S)
-        if not answer.get("ok", True):
-            raise SandboxLost(f"vm {self.pid}: the guest could not set its clock: {answer.get('error')}")
-
-    async def start(self) -> None:
-        """Load, run, and set the clock. SandboxLost when the guest does not answer."""
-        try:
-            self._monitor = await Monitor.connect(self._qemu.monitor)
-            self._monitor.broken.add_done_callback(lambda broken: self._end(broken.result()))
-            on = [{"capability": "x-ignore-shared", "state": True}]
-            self._monitor.send("migrate-set-capabilities", {"capabilities": on})
-            self._monitor.send("migrate-incoming", {"uri": f"fd:{self._state_fd}"})
-            self._control = await Channel.connect(self._qemu.ports[0], f"vm {self.pid}")
-            await self._identify()
-        except (SandboxLost, OSError) as error:
-            self._end(str(error))
-            raise SandboxLost(f"a clone did not start: {self._reason}") from None
-
-    async def open(self, slot: int) -> Channel:
-        """The slot's port; its keeper waits behind it."""
-        if self._lost.done():
-            raise SandboxLost(self._lost.result())
-        channel = await Channel.connect(self._qemu.ports[slot + 1], f"vm {self.pid} slot {slot}")
-        # Only a QEMU that is ending closes this socket, and the socket tells it first.
-        channel.lost.add_done_callback(lambda lost: self._end("QEMU is gone") if channel.hung_up else None)
-        self._channels.append(channel)
-        return channel
-
-    def leave(self, channel: Channel) -> None:
-        """Nothing at first: a machine mostly ends soon after, and every word to a slot costs it CPU time. What still
-        runs in a slot when the machine lives on for long is ended then; the slot's namespaces stay, for taking them
-        down one by one costs more than killing the machine.
-        """
-
-        async def quiet() -> None:
-            await asyncio.sleep(QUIET_S)
-            with suppress(SandboxLost):
-                await channel.call({"op": "end"})
-
-        task = asyncio.get_running_loop().create_task(quiet())
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
-
-    async def ask(self, header: dict[str, Any]) -> dict[str, Any]:
-        """A question to the guest's root agent: facts, clock."""
-        if self._control is None:
-            raise SandboxLost("the machine has not started")
-        return (await self._control.call(header))[0]
-
-    def kill(self) -> None:
-        """End it now."""
-        self._end("it was ended")
-
-    def cpu_ms(self) -> float:
-        """CPU time of the process so far."""
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) * 1000.0 / os.sysconf("SC_CLK_TCK")
-
-    def private_mb(self) -> float:
-        """Anonymous memory of the process: what the clone takes beyond the template."""
-        try:
-            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-                if line.startswith("RssAnon:"):
-                    return int(line.split()[1]) / 1024
-        except OSError:
-            pass
-        return 0.0
-
-    def _end(self, reason: str) -> None:
-        if self._reason:
-            return
-        self._reason = reason
-        if self._qemu.process.returncode is None:
-            # Popen.kill would reap a machine that has just died, and `_exited` find no child.
-            signal.pidfd_send_signal(self._watch, signal.SIGKILL)
-        if not self._lost.done():
-            self._lost.set_result(reason)
-
-    def _exited(self) -> None:
-        """The process ended, by us or by itself."""
-        asyncio.get_running_loop().remove_reader(self._watch)
-        os.close(self._watch)
-        _, status, usage = os.wait4(self.pid, 0)
-        self._qemu.process.returncode = os.waitstatus_to_exitcode(status)
-        code = self._qemu.process.returncode
-        self._end(f"QEMU was ended by signal {-code}" if code < 0 else f"QEMU ended: {self._qemu.complaint()}")
-        for task in self._leaving:
-            task.cancel()
-        for channel in (self._control, *self._channels):
-            if channel is not None:
-                channel.close(self._reason)
-        if self._monitor is not None:
-            self._monitor.close()
-        self._qemu.close()
-        self._backend.ended(self, (usage.ru_utime + usage.ru_stime) * 1000)
-        self.gone.set_result(None)
 
 
 class CloneBackend:
@@ -204,6 +37,7 @@ class CloneBackend:
         self._making = asyncio.Lock()
         self._held: list[TextIO] = []
         self._parked: list[Clone] = []
+        self._warm = dict.fromkeys((WARM, *environment.also_warm), environment.warm)
         self._filling: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -211,13 +45,24 @@ class CloneBackend:
     async def open(cls, environment: Environment, on_event: OnEvent) -> "CloneBackend":
         """Templates ready. VmhostError."""
         backend = cls(environment, {}, on_event)
-        await backend._template(WARM)
+        for name in backend._warm:
+            await backend.template(name)
         backend._fill()
         return backend
 
-    async def _template(self, name: str) -> Template:
+    async def template(self, name: str) -> Template:
+        """A template by name, made where it is missing or was touched. VmhostError."""
         async with self._making:
-            if name not in self._templates:
+            known = self._templates.get(name)
+            if known is not None and not known.intact:
+                self._event(
+                    "vm_template", f"template {name}: its files were touched behind our back: looked at again", {}
+                )
+                for clone in [clone for clone in self._parked if clone.template is known]:
+                    clone.kill()
+                    self._parked.remove(clone)
+                known = None
+            if known is None:
                 loop = asyncio.get_running_loop()
 
                 def say(text: str) -> None:
@@ -231,10 +76,10 @@ class CloneBackend:
 
     async def machine(self, template: str) -> Clone:
         """A fresh clone that has answered, parked ahead or made now. SandboxLost, VmhostError."""
-        made = await self._template(template)
+        made = await self.template(template)
         try:
-            while self._parked and template == WARM:
-                clone = self._parked.pop()
+            while (clone := self._waiting(template)) is not None:
+                self._parked.remove(clone)
                 clone.used = True
                 with suppress(SandboxLost):
                     await clone.resume()
@@ -247,16 +92,41 @@ class CloneBackend:
         finally:
             self._fill()
 
+    async def again(self, template: Template, begin: Snapshot) -> Clone:
+        """A clone that begins at a snapshot of another clone of that template. SandboxLost."""
+        clone = Clone(self, template, begin)
+        clone.used = True
+        self._alive.add(clone)
+        await clone.start()
+        return clone
+
+    def slots_of(self, template: str) -> int:
+        """Slots of a machine of that template: an imported image has its machine for itself."""
+        known = self._templates.get(template)
+        return known.manifest.slots if known else image.plan(self._environment, template).slots
+
     def _fill(self) -> None:
         """Have the next clone ready before it is asked for, if there is room."""
         if not self._closed and (self._filling is None or self._filling.done()):
             self._filling = asyncio.get_running_loop().create_task(self._park())
 
+    def _waiting(self, template: str) -> Clone | None:
+        """A parked clone of that template."""
+        return next((clone for clone in reversed(self._parked) if clone.template is self._templates[template]), None)
+
+    def _missing(self) -> str:
+        """A template of which fewer clones wait than should; empty when none is missing or none more fits."""
+        if self._closed or len(self._alive) >= self._environment.max_vms:
+            return ""
+        for name, count in self._warm.items():
+            waiting = sum(clone.template is self._templates[name] for clone in self._parked)
+            if waiting < count and self._fits(name):
+                return name
+        return ""
+
     async def _park(self) -> None:
-        while len(self._parked) < self._environment.warm and not self._closed:
-            if len(self._alive) >= self._environment.max_vms or not self._fits(WARM):
-                return
-            clone = Clone(self, self._templates[WARM])
+        while name := self._missing():
+            clone = Clone(self, self._templates[name])
             self._alive.add(clone)
             try:
                 await clone.start()
@@ -266,9 +136,19 @@ class CloneBackend:
                 return
             self._parked.append(clone)
 
+    async def filled(self) -> None:
+        """Wait until as many clones are parked as there is room for."""
+        self._fill()
+        assert self._filling is not None
+        await asyncio.shield(self._filling)
+
+    def alive(self) -> list[Clone]:
+        """All clones whose process is there."""
+        return list(self._alive)
+
     def room(self, template: str, alive: int) -> bool:
         """Whether a parked clone waits, or memory has room for another. Parked ones make way for another template."""
-        if self._parked and template == WARM:
+        if template in self._templates and self._waiting(template) is not None:
             return True
         if self._fits(template):
             return True
@@ -280,7 +160,7 @@ class CloneBackend:
     def _fits(self, template: str) -> bool:
         """Whether this one, and all that are alive at their largest, still fit into the memory that is free."""
         known = self._templates.get(template)
-        size = known.manifest.hardware.memory_mb if known else image.DEBIAN_MB
+        size = known.manifest.hardware.memory_mb if known else image.plan(self._environment, template).memory_mb
         growth = sum(
             max(0.0, clone.template.manifest.hardware.memory_mb + OVERHEAD_MB - clone.private_mb())
             for clone in self._alive

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.config import Environment
-from headrace.vmhost import clones, packages, probe, qemu
+from headrace.vmhost import clones, collecting, probe, qemu
 from headrace.vmhost.errors import VmhostError
 
 DISK_MB = 1500
@@ -32,9 +32,40 @@ def doctor(environment: Environment | None = None) -> list[Finding]:
         findings.append(_probe(bases[-1], cache, wanted))
     elif not bases:
         findings.append(Finding(True, f"no guest image in {cache} yet: the first run makes it (about half a minute)"))
-    names = sorted(f"{flavour}: {len(list(cache.glob(f'template-{flavour}-*')))}" for flavour in packages.FLAVOURS)
-    findings.append(Finding(True, f"templates in the cache: {', '.join(names)}"))
+    findings += [_cgroups(), _memory_of_others(), _cache(wanted)]
     return sorted(findings, key=lambda finding: finding.good)
+
+
+def _cache(environment: Environment) -> Finding:
+    held = collecting.holdings(environment)
+    idle = [one for one in held if not one.why]
+    text = f"the cache holds {len(held)} things, {sum(one.mib for one in held):.0f} MiB"
+    if idle:
+        text += f", of which {sum(one.mib for one in idle):.0f} MiB are of no use any more: headrace vm gc"
+    return Finding(True, text)
+
+
+def _cgroups() -> Finding:
+    try:
+        controllers = Path("/sys/fs/cgroup/cgroup.controllers").read_text().split()
+    except OSError:
+        return Finding(True, "no cgroup v2 here: a machine is limited by its own memory and by the clones' count alone")
+    if not os.access("/sys/fs/cgroup/cgroup.procs", os.W_OK):
+        return Finding(True, "cgroup v2 is there but not for this user: start with a delegated cgroup to use it")
+    return Finding(True, f"cgroup v2 with {', '.join(controllers) or 'no controllers'}")
+
+
+def _memory_of_others() -> Finding:
+    """Forks and checkpoints read a child's memory; the kernel's Yama module may forbid that to all but root."""
+    try:
+        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+    except (OSError, ValueError):
+        scope = 0
+    if scope > 1 and os.geteuid() != 0:
+        return Finding(
+            True, f"sandboxes can't be forked: kernel.yama.ptrace_scope is {scope}; set it to 1, or run as root"
+        )
+    return Finding(True, "sandboxes can be forked: this user may read the memory of its own machines")
 
 
 def _qemu() -> Finding:

@@ -10,92 +10,29 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from headrace.config import Environment
 from headrace.messages.sandbox import Acquire, NoRoom, Op, OpResult, Role, SandboxLost
-from headrace.vmhost import wire
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.guest.frames import Garbage
 from headrace.vmhost.machine import Backend, Machine, OnEvent
+from headrace.vmhost.sandbox import Key
+from headrace.vmhost.sandbox import VmSandbox as VmSandbox
 
-Key = tuple[str, str, str, str, int, int]
+if TYPE_CHECKING:
+    from headrace.vmhost.clone import Clone
+
 Owner = tuple[str, str, str, str]
-RECORD = 256
-"""Answers that a sandbox remembers for repeated call ids."""
 
 _log = logging.getLogger("headrace.vmhost")
 
 
 def _log_event(kind: str, text: str, data: dict[str, Any]) -> None:
     _log.warning("%s: %s %s", kind, text, data)
-
-
-class VmSandbox:
-    """One slot of one machine."""
-
-    def __init__(self, id: str, key: Key, backend: str) -> None:
-        self.id = id
-        self.key = key
-        self.backend = backend
-        self._channel: Channel | None = None
-        self._answers: OrderedDict[str, asyncio.Task[OpResult]] = OrderedDict()
-        self._limit = 0
-        self._gone = ""
-        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def alive(self) -> bool:
-        """Whether calls can still be answered."""
-        return not self._gone and (self._channel is None or not self._channel.lost.done())
-
-    async def begin(self, channel: Channel, limit: int, files: dict[str, bytes], seed: int) -> None:
-        """Take the slot: push its repository, of at most `limit` bytes."""
-        self._channel, self._limit = channel, limit
-        result = await self._do(*wire.open_frame(files, seed), wire.SLACK_S)
-        if not result.ok:
-            raise SandboxLost(f"{self.id}: the repository could not be pushed: {result.error}")
-
-    async def call(self, op: Op, call_id: str = "") -> OpResult:
-        """Run one operation. SandboxLost when the sandbox is gone. A repeated call_id gets the first answer."""
-        if self._gone:
-            raise SandboxLost(f"{self.id}: {self._gone}")
-        task = self._answers.get(call_id) if call_id else None
-        if task is None:
-            header, bodies = wire.to_frame(op)
-            task = asyncio.get_running_loop().create_task(self._do(header, bodies, wire.deadline_s(op)))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-            if call_id:
-                self._answers[call_id] = task
-                if len(self._answers) > RECORD:
-                    self._answers.popitem(last=False)
-        # A caller that gives up must not take the answer from one who asks again.
-        return await asyncio.shield(task)
-
-    async def _do(self, header: dict[str, Any], bodies: list[bytes], timeout: float) -> OpResult:
-        assert self._channel is not None
-        if sum(map(len, bodies)) > self._limit:
-            return OpResult(ok=False, error=f"No space left: a workspace holds {self._limit >> 20} MiB")
-        started = time.perf_counter()
-        answer, parts = await self._channel.call(header, bodies, timeout)
-        try:
-            return wire.to_result(answer, parts, (time.perf_counter() - started) * 1000)
-        except Garbage as garbage:
-            self._channel.close(f"it broke the protocol: {garbage}")
-            raise SandboxLost(f"{self.id}: {self._channel.lost.result()}") from None
-
-    def end(self, reason: str, machine: Machine | None = None) -> None:
-        """Refuse calls from now on. The slot's channel closes, or stays with a machine that will live on."""
-        self._gone = self._gone or reason
-        if self._channel is None:
-            return
-        if machine is None or self._channel.busy:
-            self._channel.close(reason)
-        else:
-            machine.leave(self._channel)
 
 
 class _Cell:
@@ -110,7 +47,7 @@ class _Cell:
         self.used = 0
         self.live: set[str] = set()
         self.idle_since = 0.0
-        self.making: asyncio.Task[Machine] | None = None
+        self.making: asyncio.Future[Machine] | None = None
         self.machine: Machine | None = None
         self.dead = False
 
@@ -174,8 +111,7 @@ class Host:
         NoRoom when another machine would exceed the node; SandboxLost when it broke (release it, ask for another
         attempt); VmhostError when this host may not serve the lane.
         """
-        key = (request.run, request.lane, request.role, request.group, request.slot, request.attempt)
-        known = self._keys.get(key)
+        known = self._keys.get(_key(request))
         if known is not None:
             sandbox, _ = self._sandboxes[known]
             await asyncio.shield(sandbox.ready)
@@ -186,22 +122,103 @@ class Host:
             raise NoRoom("this host is closing")
         if request.lane == "production" and self.backend == "process":
             raise VmhostError("the process backend is not isolated and may not serve the production lane")
-        cell = self._find(request) or self._make(request)
+        return await self._admit(request, self._find(request) or self._make(request))
+
+    async def _admit(self, request: Acquire, cell: _Cell, from_slot: int | None = None) -> VmSandbox:
+        """The cell's next slot for the request; with `from_slot`, that one as its snapshot left it."""
         slot, cell.used, cell.left = cell.used, cell.used + 1, cell.left - 1
-        sandbox = VmSandbox(secrets.token_hex(8), key, self.backend)
+        slot = slot if from_slot is None else from_slot
+        sandbox = VmSandbox(secrets.token_hex(8), _key(request), self.backend, slot)
         cell.live.add(sandbox.id)
         self._sandboxes[sandbox.id] = sandbox, cell
-        self._keys[key] = sandbox.id
+        self._keys[sandbox.key] = sandbox.id
         # Who asked may go away; the sandbox then waits for its lease to end.
-        begun = self._spawn(self._begin(sandbox, cell, slot, request))
+        begun = self._spawn(self._begin(sandbox, cell, request, from_slot is None))
         await asyncio.shield(begun)
         await asyncio.shield(sandbox.ready)
         return sandbox
+
+    async def fork(self, id: str, into: Sequence[Acquire]) -> list[VmSandbox]:
+        """A sandbox for each request that goes on from where this one is, processes and all; this one goes on too.
+
+        Each gets a machine of its own with a clock and entropy of its own. SandboxLost, NoRoom; VmhostError when the
+        sandbox shares its machine, is in the middle of a call, or a request is known already.
+        """
+        clone, slot = self._alone(id)
+        if any(_key(request) in self._keys for request in into) or len({_key(one) for one in into}) < len(into):
+            raise VmhostError("a fork needs requests that nobody made before")
+        taken = await clone.freeze()
+        again = partial(self._backend.again, clone.template, taken)
+        cells: list[_Cell] = []
+        try:
+            for request in into:
+                cells.append(self._make(request, again))
+        except NoRoom:
+            for cell in cells:
+                self._end(cell, "there was no room for all of a fork")
+            raise
+        pairs = zip(into, cells, strict=True)
+        return list(await asyncio.gather(*(self._admit(request, cell, slot) for request, cell in pairs)))
+
+    async def checkpoint(self, id: str, whole: bool = False) -> bytes:
+        """The sandbox as a blob from which `restore` goes on: what it changed (for nodes that have the very same
+        template), or with `whole` all of it. SandboxLost, VmhostError.
+        """
+        from headrace.vmhost import snapshot
+
+        clone, slot = self._alone(id)
+        manifest = clone.template.manifest
+        taken = await clone.freeze(whole)
+        parts = {"template": manifest.name, "key": manifest.key, "ram_hash": manifest.ram_hash}
+        checkpoint = snapshot.Checkpoint(**parts, slot=slot, whole=whole, snapshot=taken)
+        return await asyncio.to_thread(snapshot.pack, checkpoint)
+
+    async def restore(self, blob: bytes, request: Acquire) -> VmSandbox:
+        """A sandbox that goes on from a checkpoint, on this node. SandboxLost, NoRoom; VmhostError when the checkpoint
+        is damaged or belongs to a template that this node does not have."""
+        from headrace.vmhost import snapshot
+
+        checkpoint = await asyncio.to_thread(snapshot.unpack, blob)
+        if _key(request) in self._keys:
+            raise VmhostError("a restored sandbox needs a request that nobody made before")
+        template = await self._backend.template(checkpoint.template)
+        if template.manifest.key != checkpoint.key:
+            raise VmhostError(f"the checkpoint is of another {checkpoint.template} than this node's")
+        if not checkpoint.whole and template.manifest.ram_hash != checkpoint.ram_hash:
+            raise VmhostError(f"this node made its {checkpoint.template} itself: it needs a whole checkpoint")
+        taken = checkpoint.snapshot
+        if checkpoint.whole:
+            taken = await asyncio.to_thread(snapshot.rebase, taken, template.ram)
+        cell = self._make(request, partial(self._backend.again, template, taken))
+        return await self._admit(request, cell, checkpoint.slot)
+
+    def _alone(self, id: str) -> "tuple[Clone, int]":
+        """The machine that a sandbox has for itself, and its slot there."""
+        entry = self._sandboxes.get(id)
+        if entry is None or not entry[0].alive:
+            raise SandboxLost(f"{id}: no such sandbox here")
+        sandbox, cell = entry
+        if cell.machine is None or self.backend == "process":
+            raise VmhostError("the process backend can't stop a sandbox: use backend = qemu")
+        if len(cell.live) > 1 or cell.used > 1:
+            raise VmhostError("the sandbox shares its machine with others: acquire it with isolation = episode")
+        if sandbox.busy:
+            raise VmhostError("a call is under way in the sandbox: wait for its answer")
+        cell.left, cell.closing = 0, True
+        from headrace.vmhost.clone import Clone
+
+        assert isinstance(cell.machine, Clone)
+        return cell.machine, sandbox.slot
 
     def get(self, id: str) -> VmSandbox | None:
         """A sandbox by its id."""
         entry = self._sandboxes.get(id)
         return entry[0] if entry else None
+
+    def machine(self, id: str) -> Machine | None:
+        """The machine that a sandbox is in."""
+        entry = self._sandboxes.get(id)
+        return entry[1].machine if entry else None
 
     async def call(self, id: str, op: Op, call_id: str = "") -> OpResult:
         """`VmSandbox.call` by id. SandboxLost for an unknown one."""
@@ -259,17 +276,17 @@ class Host:
                 return cell
         return None
 
-    def _make(self, request: Acquire) -> _Cell:
-        """Start another machine. NoRoom."""
+    def _make(self, request: Acquire, machine: "Callable[[], Awaitable[Machine]] | None" = None) -> _Cell:
+        """Start another machine, or one that is in the making. NoRoom."""
         while full := self._full(request):
             idle = [cell for cell in self._cells if not cell.live and cell.machine is not None]
             if not idle:
                 raise NoRoom(f"no room for a {request.role} machine: {full}")
             self._end(min(idle, key=lambda cell: cell.idle_since), "its room was needed")
-        shared = request.isolation == "group" and request.lane != "production"
+        shared = request.isolation == "group" and request.lane != "production" and machine is None
         owner = (request.run, request.lane, request.role, request.group)
-        cell = _Cell(owner, shared, request.template, self._backend.slots if shared else 1)
-        cell.making = asyncio.get_running_loop().create_task(self._backend.machine(request.template))
+        cell = _Cell(owner, shared, request.template, self._backend.slots_of(request.template) if shared else 1)
+        cell.making = asyncio.ensure_future(machine() if machine else self._backend.machine(request.template))
         self._cells.add(cell)
         self._clones += 1
         return cell
@@ -289,7 +306,7 @@ class Host:
             return f"{others} machines of {share} are in use, the rest is for users and the judge"
         return "" if self._backend.room(request.template, len(self._cells)) else "too little memory is free"
 
-    async def _begin(self, sandbox: VmSandbox, cell: _Cell, slot: int, request: Acquire) -> None:
+    async def _begin(self, sandbox: VmSandbox, cell: _Cell, request: Acquire, push: bool) -> None:
         """Bring the sandbox to life; its `ready` says how that went."""
         assert cell.making is not None
         try:
@@ -297,10 +314,12 @@ class Host:
             if cell.machine is None:
                 cell.machine = machine
                 machine.lost.add_done_callback(lambda lost: self._lost(cell, lost.result()))
-            channel = await machine.open(slot)
+            channel = await machine.open(sandbox.slot)
             self._channels.add(channel)
             channel.ended.add_done_callback(lambda ended: self._channels.discard(channel))
-            await sandbox.begin(channel, machine.limit_bytes, request.files, request.seed)
+            sandbox.adopt(channel, machine.limit_bytes)
+            if push:
+                await sandbox.begin(request.files, request.seed)
             sandbox.ready.set_result(None)
         except (Exception, asyncio.CancelledError) as error:
             reason = str(error) or type(error).__name__
@@ -351,7 +370,7 @@ class Host:
         elif cell.making is not None:
             self._spawn(self._discard(cell.making))
 
-    async def _discard(self, making: "asyncio.Task[Machine]") -> None:
+    async def _discard(self, making: "asyncio.Future[Machine]") -> None:
         """A machine that was still starting when its last user left."""
         with suppress(Exception):
             (await making).kill()
@@ -361,3 +380,7 @@ class Host:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _key(request: Acquire) -> Key:
+    return request.run, request.lane, request.role, request.group, request.slot, request.attempt

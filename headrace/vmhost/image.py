@@ -7,14 +7,15 @@ import asyncio
 import fcntl
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from headrace.config import Environment
-from headrace.vmhost import packages, probe, qemu, template
+from headrace.vmhost import imported, levels, packages, probe, qemu, template
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.qemu import Hardware
 from headrace.vmhost.template import Refused, Template
+from headrace.vmhost.verifying import verify
 
 DEBIAN_MB = 768
 """Memory of the full image: its root alone takes 100 MB."""
@@ -48,46 +49,123 @@ def ensure(
             version = qemu.version()
             base = packages.base(cache, say)
             accel, machine, _ = probe.choose(base, cache, version, environment.accel)
-            return {name: _one(name, environment, cache, base, version, accel, machine, say) for name in templates}
+            parts = Parts(cache, base, version, accel, machine, say)
+            return {name: _one(plan(environment, name), parts) for name in templates}
         except OSError as error:
             raise VmhostError(f"the guest image can't be made in {cache}: {error}") from None
 
 
-def _one(
-    name: str,
-    environment: Environment,
-    cache: Path,
-    base: Path,
-    version: str,
-    accel: qemu.Accel,
-    machine: qemu.MachineType,
-    say: Callable[[str], None],
-) -> Template:
-    if name not in packages.FLAVOURS:
-        raise VmhostError(f"there is no template {name!r}; known are {', '.join(packages.FLAVOURS)}")
+class Parts(NamedTuple):
+    """What every template of this machine is made with."""
+
+    cache: Path
+    base: Path
+    version: str
+    accel: qemu.Accel
+    machine: qemu.MachineType
+    say: Callable[[str], None]
+
+
+class Plan(NamedTuple):
+    """What a name stands for: a built-in image, an imported one, or a recipe on top of another plan."""
+
+    name: str
+    memory_mb: int
+    slots: int
+    image: imported.Image | None = None
+    recipe: levels.Recipe | None = None
+    below: Any = None
+
+    def hardware(self, accel: qemu.Accel, machine: qemu.MachineType) -> Hardware:
+        """Its machine."""
+        return Hardware(accel=accel, machine=machine, memory_mb=self.memory_mb, ports=1 + self.slots)
+
+    def key(self, parts: Parts) -> str:
+        """Its content address here."""
+        if self.recipe is not None:
+            return levels.key(self.recipe, self.below.key(parts))
+        hardware = self.hardware(parts.accel, parts.machine)
+        return template.key(self.name, parts.base, parts.version, hardware, self.slots, self.image)
+
+
+def plan(environment: Environment, name: str, depth: int = 0) -> Plan:
+    """What a template of this name is made of. VmhostError when nobody knows it."""
+    cache = Path(environment.cache_dir).absolute()
     if not 1 <= environment.slots_per_vm <= packages.SLOTS_MAX:
         raise VmhostError(f"slots_per_vm must be 1 to {packages.SLOTS_MAX}, not {environment.slots_per_vm}")
-    memory = environment.memory_mb if name == "light" else max(environment.memory_mb, DEBIAN_MB)
-    slots = environment.slots_per_vm
-    hardware = Hardware(accel=accel, machine=machine, memory_mb=memory, ports=1 + slots)
-    wanted = template.key(name, base, version, hardware, slots)
-    folder = cache / f"template-{name}-{wanted}"
+    if name in packages.FLAVOURS:
+        memory = environment.memory_mb if name == "light" else max(environment.memory_mb, DEBIAN_MB)
+        return Plan(name, memory, environment.slots_per_vm)
+    image = imported.find(cache, name)
+    if image is not None:
+        return Plan(name, max(environment.memory_mb, image.memory_mb), 1, image)
+    recipe = levels.find(cache, name)
+    if recipe is None:
+        known = [*packages.FLAVOURS, *imported.names(cache), *levels.names(cache)]
+        raise VmhostError(f"there is no template {name!r}; known are {', '.join(known)}")
+    if depth == levels.DEPTH:
+        raise VmhostError(f"{name}: more than {levels.DEPTH} levels of templates, or a circle of them")
+    below = plan(environment, recipe.base, depth + 1)
+    return Plan(name, below.memory_mb, below.slots, None, recipe, below)
+
+
+def _one(wanted: Plan, parts: Parts) -> Template:
+    cache, say = parts.cache, parts.say
+    key = wanted.key(parts)
+    folder = cache / f"template-{wanted.name}-{key}"
     if folder.exists():
         try:
-            return template.load(folder, wanted)
+            return template.load(folder, key)
         except Refused as refused:
-            say(f"template {name}: refused, made again: {refused}")
-    say(f"template {name}: booting once, opening {slots} slots, freezing ({accel}, {machine}; under a minute)")
+            say(f"template {wanted.name}: refused, made again: {refused}")
+    if wanted.recipe is not None:
+        below = _one(wanted.below, parts)
+        say(f"template {wanted.name}: preparing {below.manifest.slots} slots of {below.manifest.name}")
+        work = levels.build(wanted.recipe, below, folder)
+    else:
+        how = f"({parts.accel}, {parts.machine}; under a minute)"
+        say(f"template {wanted.name}: booting once, opening {wanted.slots} slots, freezing {how}")
+        hardware = wanted.hardware(parts.accel, parts.machine)
+        work = template.build(wanted.name, parts.base, hardware, wanted.slots, folder, parts.version, wanted.image)
     with asyncio.Runner() as runner:
-        made = runner.run(template.build(name, base, hardware, slots, folder, version))
-    _forget_old(cache, name)
+        made = runner.run(work)
+        try:
+            runner.run(verify(made))
+        except VmhostError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    _forget_old(cache, wanted.name)
     return made
 
 
 def _forget_old(cache: Path, name: str) -> None:
     """Remove all but the newest templates of a name, unless a host still has one open."""
-    folders = sorted(cache.glob(f"template-{name}-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    folders = [path for path in cache.glob(f"template-{name}-*") if path.name[len(f"template-{name}-") :].isalnum()]
+    folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     for folder in folders[KEPT:]:
-        with suppress(OSError), (folder / "manifest.json").open() as manifest:
+        remove(folder)
+
+
+def remove(folder: Path) -> bool:
+    """Remove a template that no host has open; whether it is gone."""
+    try:
+        with (folder / "manifest.json").open() as manifest:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
+    except FileNotFoundError:
+        shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        return False
+    return True
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a host has the template open."""
+    try:
+        with (folder / "manifest.json").open() as manifest:
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False

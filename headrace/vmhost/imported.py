@@ -8,6 +8,7 @@ The root lies in the guest's RAM like the built-in ones: no disk to snapshot, an
 takes twice its image's size in memory while it boots, and images above `LARGEST` are refused.
 """
 
+import fcntl
 import hashlib
 import re
 import shutil
@@ -60,12 +61,18 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
 def take(cache: Path, path: Path, name: str = "", tag: str = "") -> Image:
     """Import an archive or a folder. VmhostError with one sentence."""
     cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as lock:  # whoever finds something in the making and no lock held throws it away
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _take(cache, path, name, tag)
+
+
+def _take(cache: Path, path: Path, name: str, tag: str) -> Image:
     making = Path(tempfile.mkdtemp(dir=cache, prefix="making-"))
     try:
         with ExitStack() as stack:
             spool = stack.enter_context((making / "spool").open("w+b"))
             outer = stack.enter_context((making / "outer").open("w+b"))
-            tree = Tree(spool)
+            tree = Tree(spool, LARGEST)
             settings = _read(path, stack, outer, tree, tag)
             named = name or _name(settings.tags[0] if settings.tags else path.name)
             if not NAME.match(named) or named in FLAVOURS:
@@ -121,9 +128,7 @@ def _read(path: Path, stack: ExitStack, outer: IO[bytes], tree: Tree, tag: str) 
 
 
 def _describe(name: str, path: Path, tree: Tree, settings: oci.Settings) -> Image:
-    size = tree.bytes()
-    if size > LARGEST:
-        raise BadImage(f"it unpacks to {size >> 20} MiB; a root in memory may have {LARGEST >> 20}")
+    size = tree.size()
     uid, gid, groups, home = _user(tree, settings.user)
     workdir = "/" + "/".join(part for part in settings.workdir.split("/") if part not in ("", "."))
     if ".." in workdir.split("/"):

@@ -2,9 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.vmhost.channel import Channel
+
+if TYPE_CHECKING:
+    from headrace.vmhost.snapshot import Snapshot
+    from headrace.vmhost.template import Template
 
 OnEvent = Callable[[str, str, dict[str, Any]], None]
 """Hears what an operator should know: kind, sentence, figures."""
@@ -38,8 +42,17 @@ class Backend(Protocol):
     slots: int
     """Slots of a machine in group isolation."""
 
+    def slots_of(self, template: str) -> int:
+        """Slots of a machine of this template in group isolation. VmhostError for one that is not known."""
+
     async def machine(self, template: str) -> Machine:
         """A fresh machine from a template. SandboxLost when it did not come up, VmhostError when it never will."""
+
+    async def template(self, name: str) -> "Template":
+        """A template, made where it is missing. VmhostError."""
+
+    async def again(self, template: "Template", begin: "Snapshot") -> Machine:
+        """A machine that begins at a snapshot of another of that template. SandboxLost, VmhostError."""
 
     def room(self, template: str, alive: int) -> bool:
         """Whether memory allows another machine beside those alive."""

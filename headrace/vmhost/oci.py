@@ -23,6 +23,8 @@ from headrace.vmhost.rootfs import BadImage, Tree
 
 _BLOB_JSON = 16 << 20
 """Largest manifest or configuration, in bytes."""
+_OUTER = 8 << 30
+"""Bytes that a compressed archive may unpack to."""
 _TAGS = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
 BROKEN = (
     tarfile.TarError,
@@ -84,7 +86,7 @@ class Source:
         content = self._tar.extractfile(member) if member is not None and member.isreg() else None
         if content is None:
             raise BadImage(f"it has no {name}")
-        return cast(IO[bytes], content)
+        return content
 
     def json(self, name: str, digest: str = "") -> Any:
         """A small file as JSON, its digest checked."""
@@ -269,4 +271,6 @@ def _clean(name: str) -> str:
 
 def _copy(source: IO[bytes], target: IO[bytes]) -> None:
     while piece := source.read(1 << 20):
+        if target.tell() > _OUTER:
+            raise BadImage(f"it unpacks to more than {_OUTER >> 20} MiB")
         target.write(piece)

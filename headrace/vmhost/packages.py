@@ -57,12 +57,17 @@ _LIGHT = re.compile(
 _LIGHT_NOT = re.compile(r".*/(_ssl|_hashlib|_sqlite3|_curses|_dbm|readline|nis|ossaudiodev|_codecs_\w+)[.\w-]*\.so$")
 
 
+def folder(cache: Path) -> Path:
+    """Where the base of this version's rules lies, made or not."""
+    recipe = json.dumps([_RECIPE, _PACKAGES, _NOWHERE.pattern, _LIGHT.pattern, _LIGHT_NOT.pattern])
+    return cache / f"base-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
+
+
 def base(cache: Path, say: Say) -> Path:
     """The folder with ``vmlinuz``, ``light.cpio`` and ``debian.cpio``; made where it is missing. VmhostError."""
-    recipe = json.dumps([_RECIPE, _PACKAGES, _NOWHERE.pattern, _LIGHT.pattern, _LIGHT_NOT.pattern])
-    folder = cache / f"base-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
-    if (folder / "done").exists():
-        return folder
+    wanted = folder(cache)
+    if (wanted / "done").exists():
+        return wanted
     if shutil.which("mmdebstrap") is None:
         raise VmhostError("mmdebstrap is missing, which makes the guest image: apt-get install mmdebstrap")
     say("guest image: fetching Debian packages (once, about half a minute)")
@@ -80,9 +85,9 @@ def base(cache: Path, say: Say) -> Path:
             with (target / f"{flavour}.cpio").open("wb") as out:
                 cpio.write(out, _entries(tree, flavour))
         (target / "done").write_text(json.dumps({"kernel": release, "packages": _PACKAGES}))
-        shutil.rmtree(folder, ignore_errors=True)
-        target.rename(folder)
-    return folder
+        shutil.rmtree(wanted, ignore_errors=True)
+        target.rename(wanted)
+    return wanted
 
 
 def kernel_release(base: Path) -> str:

@@ -13,12 +13,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.messages.sandbox import SandboxLost
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.guest.frames import LIMIT
+
+if TYPE_CHECKING:
+    from headrace.vmhost.snapshot import Snapshot
+    from headrace.vmhost.template import Template
 
 _START = "import sys; sys.path.insert(0, sys.argv[2]); from guest import local; local.main(int(sys.argv[1]))"
 
@@ -94,6 +98,18 @@ class ProcessBackend:
         if self._process.poll() is not None:
             raise VmhostError(f"the process backend ended with code {self._process.returncode}; start the actor again")
         return ProcessMachine(self, self.slots)
+
+    def slots_of(self, template: str) -> int:
+        """Every machine has the same."""
+        return self.slots
+
+    async def template(self, name: str) -> "Template":
+        """There are none."""
+        raise VmhostError("the process backend has no templates: use backend = qemu")
+
+    async def again(self, template: "Template", begin: "Snapshot") -> ProcessMachine:
+        """Processes can't be stopped and copied."""
+        raise VmhostError("the process backend can't go on from a snapshot: use backend = qemu")
 
     def room(self, template: str, alive: int) -> bool:
         """Processes are small: max_vms alone decides."""

@@ -23,6 +23,7 @@ from headrace.vmhost import cpio
 from headrace.vmhost.errors import VmhostError
 
 _HIDE, _OPAQUE = ".wh.", ".wh..wh..opq"
+PAGE = 4096
 _HOPS = 40
 """Symbolic links that one path may pass, as in Linux."""
 
@@ -44,10 +45,12 @@ class Inode(msgspec.Struct, eq=False):
 
 
 class Tree:
-    """The index. `spool` takes contents as they come."""
+    """The index. `spool` takes contents as they come, `most` bytes of them; an entry counts as a page."""
 
-    def __init__(self, spool: BinaryIO) -> None:
+    def __init__(self, spool: BinaryIO, most: int = 1 << 62) -> None:
         self._spool = spool
+        self._most = most
+        self._taken = 0
         self._nodes: dict[str, tuple[Inode, int]] = {}
         self._children: dict[str, set[str]] = {"": set()}
         self._top = Inode(stat.S_IFDIR | 0o755)
@@ -74,10 +77,10 @@ class Tree:
         """A path with every link on it followed, inside the tree: ``..`` ends at its top. BadImage for a loop."""
         return self._walk(path, last=True)
 
-    def bytes(self) -> int:
+    def size(self) -> int:
         """What it takes in a RAM disk: contents in whole pages, one page per entry."""
         seen = {id(inode): inode for inode, _ in self._nodes.values()}
-        return sum(4096 + -(-inode.size // 4096) * 4096 for inode in seen.values())
+        return sum(PAGE + -(-inode.size // PAGE) * PAGE for inode in seen.values())
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -210,10 +213,17 @@ class Tree:
     def _store(self, source: IO[bytes]) -> int:
         offset = self._spool.seek(0, os.SEEK_END)
         while piece := source.read(1 << 20):
+            self._take(len(piece))
             self._spool.write(piece)
         return offset
 
+    def _take(self, count: int) -> None:
+        self._taken += count
+        if self._taken > self._most:
+            raise BadImage(f"it unpacks to more than {self._most >> 20} MiB, which is what a root in memory may have")
+
     def _put(self, path: str, inode: Inode, layer: int) -> None:
+        self._take(PAGE)
         before = self.get(path)
         if before is not None and not (stat.S_ISDIR(before.mode) and stat.S_ISDIR(inode.mode)):
             self._drop(path, layer + 1)

@@ -24,15 +24,18 @@ from headrace.messages.tasks import TestPlan
 from headrace.vmhost import cpio, packages, qemu, wire
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.imported import Image
 from headrace.vmhost.qemu import Hardware, Qemu
 
-_FORMAT = 2
-_MODULES = (*packages.MODULES, packages.CONSOLE)
+FORMAT = 2
+MODULES = (*packages.MODULES, packages.CONSOLE)
 GUEST = Path(__file__).parent / "guest"
 BOOT_S = {"kvm": 30.0, "tcg": 180.0}
 """Deadline of a template's boot and warm-up; 5 and 15 s on a quiet machine."""
 SIZE_MB = {"light": 16, "debian": 192}
 """Workspace and /tmp of a slot, each."""
+IMAGE_MB = 64
+"""What may be pushed into an imported image at once, and its /dev/shm; its files lie in the machine's memory."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +55,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     state_hash: str
     built_s: float
     facts: dict[str, Any]
+    push_mb: int = 0
+    """The largest frame that a slot takes."""
+    levels: tuple[str, ...] = ()
+    """Keys of the templates that this one was made from, the nearest first."""
 
 
 class Template(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +66,13 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: Path
     manifest: Manifest
+    stamp: tuple[int, ...] = ()
+    """Of the files when their contents were known to be right."""
+
+    @property
+    def intact(self) -> bool:
+        """Whether the files are still those: a look at each, not a reading."""
+        return self.stamp == _stamp(self.folder)
 
     @property
     def ram(self) -> Path:
@@ -69,6 +83,11 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     def state(self) -> Path:
         """The device state."""
         return self.folder / "state"
+
+    @property
+    def push_mb(self) -> int:
+        """The largest frame that a slot takes, in MiB."""
+        return self.manifest.push_mb or SIZE_MB.get(self.manifest.name, IMAGE_MB)
 
 
 class Refused(Exception):
@@ -92,11 +111,12 @@ def agent_archive() -> bytes:
     return out.getvalue()
 
 
-def key(name: str, base: Path, version: str, hardware: Hardware, slots: int) -> str:
+def key(name: str, base: Path, version: str, hardware: Hardware, slots: int, image: Image | None = None) -> str:
     """The content address."""
-    parts = [_FORMAT, base.name, name, version, msgspec.to_builtins(hardware), slots, SIZE_MB[name]]
+    root: list[Any] = [name, SIZE_MB[name]] if image is None else [image.digest, IMAGE_MB]
+    parts = [FORMAT, base.name, root[0], version, msgspec.to_builtins(hardware), slots, root[1]]
     parts.append(hashlib.sha256(agent_archive()).hexdigest())
-    parts.append(qemu.kernel_line(hardware, _MODULES, 0))
+    parts.append(qemu.kernel_line(hardware, MODULES, 0))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
@@ -104,12 +124,12 @@ def load(folder: Path, expected: str) -> Template:
     """A template from disk. Refused when it is not what it should be: other parts, other bytes, another clock."""
     try:
         manifest = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=Manifest)
-        ram, state = folder / "ram", folder / "state"
-        if manifest.format != _FORMAT or manifest.key != expected:
+        ram, state, stamp = folder / "ram", folder / "state", _stamp(folder)
+        if manifest.format != FORMAT or manifest.key != expected:
             raise Refused("it was made from other parts")
-        if ram.stat().st_size != manifest.ram_bytes or _hash(ram) != manifest.ram_hash:
+        if ram.stat().st_size != manifest.ram_bytes or hash_of(ram) != manifest.ram_hash:
             raise Refused("its memory image was changed")
-        if _hash(state) != manifest.state_hash:
+        if hash_of(state) != manifest.state_hash:
             raise Refused("its device state was changed")
     except (OSError, msgspec.DecodeError) as error:
         raise Refused(f"it can't be read: {error}") from None
@@ -117,10 +137,20 @@ def load(folder: Path, expected: str) -> Template:
         rate = qemu.tsc_khz()
         if abs(rate - manifest.tsc_khz) > 1e-3 * rate:
             raise Refused(f"the host's clock counts {rate} kHz and the template's {manifest.tsc_khz}")
-    return Template(folder=folder, manifest=manifest)
+    return Template(folder=folder, manifest=manifest, stamp=stamp)
 
 
-def _hash(path: Path) -> str:
+def _stamp(folder: Path) -> tuple[int, ...]:
+    """Inode, size and times of a template's files; empty when one is missing."""
+    try:
+        found = [os.stat(folder / name) for name in ("ram", "state")]
+    except OSError:
+        return ()
+    return tuple(n for status in found for n in (status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+def hash_of(path: Path) -> str:
+    """XXH3-128 of a file: damage is what it finds, not intent."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while piece := file.read(1 << 22):
@@ -128,22 +158,29 @@ def _hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-async def build(name: str, base: Path, hardware: Hardware, slots: int, folder: Path, version: str) -> Template:
-    """Boot, open the slots, exercise them, freeze. VmhostError with the end of the serial log when it does not boot."""
+async def build(
+    name: str, base: Path, hardware: Hardware, slots: int, folder: Path, version: str, image: Image | None = None
+) -> Template:
+    """Boot, open the slots, exercise them, freeze. VmhostError with the end of the serial log when it does not boot.
+
+    With an image, its root lies beside the light one, and the machine's one slot lives in it.
+    """
     started = time.monotonic()
     making = Path(tempfile.mkdtemp(dir=folder.parent, prefix="making-"))
     try:
         initrd, serial = making / "initrd", making / "serial.log"
-        with initrd.open("wb") as out, (base / f"{name}.cpio").open("rb") as root:
-            shutil.copyfileobj(root, out)
+        with initrd.open("wb") as out:
+            for part in _roots(name, base, image):
+                with part.open("rb") as root:
+                    shutil.copyfileobj(root, out)
             out.write(agent_archive())
         rate = qemu.tsc_khz()
-        line = qemu.kernel_line(hardware, _MODULES, rate)
+        line = qemu.kernel_line(hardware, MODULES, rate)
         extra = ("-kernel", str(base / "vmlinuz"), "-initrd", str(initrd), "-append", line)
         machine = Qemu(hardware, making / "ram", share=True, serial=f"file:{serial}", extra=extra)
         try:
             async with asyncio.timeout(BOOT_S[hardware.accel]):
-                facts = await _freeze(machine, name, slots, making / "state")
+                facts = await _freeze(machine, name, slots, making / "state", image)
         except (TimeoutError, SandboxLost, OSError) as error:
             dead = machine.process.poll() is not None
             machine.process.kill()
@@ -156,9 +193,9 @@ async def build(name: str, base: Path, hardware: Hardware, slots: int, folder: P
             machine.close()
         initrd.unlink()
         manifest = Manifest(
-            format=_FORMAT,
+            format=FORMAT,
             name=name,
-            key=key(name, base, version, hardware, slots),
+            key=key(name, base, version, hardware, slots, image),
             qemu=version,
             hardware=hardware,
             kernel=packages.kernel_release(base),
@@ -166,19 +203,31 @@ async def build(name: str, base: Path, hardware: Hardware, slots: int, folder: P
             slots=slots,
             has_pytest=bool(facts.pop("pytest")),
             ram_bytes=(making / "ram").stat().st_size,
-            ram_hash=_hash(making / "ram"),
-            state_hash=_hash(making / "state"),
+            ram_hash=hash_of(making / "ram"),
+            state_hash=hash_of(making / "state"),
             built_s=round(time.monotonic() - started, 2),
             facts=facts,
+            push_mb=SIZE_MB[name] if image is None else IMAGE_MB,
         )
-        (making / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-        for file in ("ram", "state", "manifest.json"):
-            (making / file).chmod(0o444)
-        shutil.rmtree(folder, ignore_errors=True)
-        making.rename(folder)
-        return Template(folder=folder, manifest=manifest)
+        return shelve(making, folder, manifest)
     finally:
         shutil.rmtree(making, ignore_errors=True)
+
+
+def shelve(making: Path, folder: Path, manifest: Manifest) -> Template:
+    """From the place where it was made to where it is found: whole or not at all, and read-only from then on."""
+    (making / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    for file in ("ram", "state", "manifest.json"):
+        (making / file).chmod(0o444)
+    shutil.rmtree(folder, ignore_errors=True)
+    making.rename(folder)
+    return Template(folder=folder, manifest=manifest, stamp=_stamp(folder))
+
+
+def _roots(name: str, base: Path, image: Image | None) -> list[Path]:
+    if image is None:
+        return [base / f"{name}.cpio"]
+    return [base / "light.cpio", Path(image.folder) / "root.cpio"]
 
 
 def _words(hardware: Hardware) -> str:
@@ -207,14 +256,14 @@ _WARM = {
 }
 
 
-async def _freeze(machine: Qemu, name: str, slots: int, state: Path) -> dict[str, Any]:
+async def _freeze(machine: Qemu, name: str, slots: int, state: Path, image: Image | None) -> dict[str, Any]:
     """Boot to frozen. The snapshot must find every port's host side connected, so our ends stay open until the end."""
     channels = [await Channel.connect(end, f"port {number}") for number, end in enumerate(machine.ports)]
     try:
-        opened = await _ask(channels[0], {"op": "open_slots", "count": slots, "size_mb": SIZE_MB[name]})
+        opened = await _ask(channels[0], _opening(name, slots, image))
         facts = await _ask(channels[0], {"op": "facts"})
         for channel in channels[1:]:
-            await _exercise(channel)
+            await (_exercise(channel) if image is None else _greet(channel))
         if opened["pytest"]:
             await _ask(channels[1], *_files())
             plan = TestPlan(kind="pytest", paths=("tests/test_pytest.py",), timeout_s=120.0)
@@ -226,6 +275,19 @@ async def _freeze(machine: Qemu, name: str, slots: int, state: Path) -> dict[str
         for channel in channels:
             channel.close("the template is done")
             await channel.ended
+
+
+def _opening(name: str, slots: int, image: Image | None) -> dict[str, Any]:
+    header: dict[str, Any] = {"op": "open_slots", "count": slots, "size_mb": SIZE_MB.get(name, IMAGE_MB)}
+    if image is None:
+        return header
+    who = {"uid": image.uid, "gid": image.gid, "groups": image.groups}
+    return header | {"image": who | {"env": image.env, "workdir": image.workdir}}
+
+
+async def _greet(channel: Channel) -> None:
+    """An image is exercised by whoever prepares a task on it; here its slot must answer."""
+    await _ask(channel, *wire.to_frame(Search(pattern="headrace", glob="headrace")))
 
 
 def _files() -> wire.Frame:

@@ -9,15 +9,22 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.messages.sandbox import (
+    Cancel,
     Exec,
+    FeedJob,
+    FollowJob,
     ListFiles,
     Op,
     OpResult,
+    PullTar,
     PullTree,
+    PushTar,
     ReadFile,
     ReplaceLines,
     RunTests,
     Search,
+    StartJob,
+    StopJob,
     TestOutcome,
     WriteFiles,
 )
@@ -38,6 +45,8 @@ class _Reply(msgspec.Struct):
     digest: str = ""
     timed_out: bool = False
     truncated: bool = False
+    job: int = 0
+    running: bool = False
 
 
 def to_frame(op: Op) -> Frame:
@@ -45,6 +54,7 @@ def to_frame(op: Op) -> Frame:
     match op:
         case Exec():
             header = {"op": "exec", "argv": op.argv, "cwd": op.cwd, "env": op.env}
+            header |= {"user": op.user} if op.user else {}
             return header | {"timeout_s": op.timeout_s, "output_cap": op.output_cap}, [op.stdin]
         case ReadFile():
             return {"op": "read_file", "path": op.path, "limit": op.limit}, []
@@ -61,6 +71,22 @@ def to_frame(op: Op) -> Frame:
             return {"op": "run_tests"} | msgspec.to_builtins(op.plan), []
         case PullTree():
             return {"op": "pull_tree", "patterns": op.patterns, "limit": op.limit}, []
+        case Cancel():
+            return {"op": "cancel", "call": op.call_id}, []
+        case StartJob():
+            fields = msgspec.structs.asdict(op) | {"op": "start_job"}
+            del fields["stdin"]
+            return fields, [op.stdin]
+        case FollowJob():
+            return {"op": "follow_job", "job": op.job, "wait_s": op.wait_s, "limit": op.limit}, []
+        case FeedJob():
+            return {"op": "feed_job", "job": op.job, "last": op.last}, [op.data]
+        case StopJob():
+            return {"op": "stop_job", "job": op.job, "signal": op.signal}, []
+        case PushTar():
+            return {"op": "push_tar", "path": op.path}, [op.data]
+        case PullTar():
+            return {"op": "pull_tar", "path": op.path, "limit": op.limit}, []
 
 
 def open_frame(files: dict[str, bytes], seed: int) -> Frame:
@@ -93,6 +119,8 @@ def to_result(header: dict[str, Any], bodies: list[bytes], wall_ms: float) -> Op
         timed_out=reply.timed_out,
         truncated=reply.truncated,
         wall_ms=wall_ms,
+        job=reply.job,
+        running=reply.running,
     )
 
 
@@ -108,6 +136,8 @@ def deadline_s(op: Op) -> float:
             return op.timeout_s + SLACK_S
         case RunTests():
             return op.plan.timeout_s + SLACK_S
+        case FollowJob():
+            return op.wait_s + SLACK_S
     return SLACK_S
 
 

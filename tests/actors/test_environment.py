@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,11 +17,16 @@ from headrace.messages.operations import Ack
 from headrace.messages.sandbox import (
     Acquire,
     Acquired,
+    Checkpoint,
+    Checkpointed,
     Exec,
+    Fork,
+    Forked,
     Isolation,
     ReadFile,
     Release,
     Renew,
+    Restore,
     Role,
     SandboxCall,
     SandboxReply,
@@ -167,3 +173,49 @@ async def test_a_stopping_node_ends_its_sandboxes(connect: Connect) -> None:
         pid = int(started.stdout)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_a_fork_needs_the_secret_the_same_lane_and_a_machine(client: Bus) -> None:
+    held = await take(client, wanted("g13", isolation="episode"))
+    into = (wanted("g13", 1, isolation="episode"),)
+    good = Fork(sandbox=held.sandbox, secret=held.secret, epoch=held.epoch, into=into)
+    elsewhere = (wanted("g13", 1, lane="production", isolation="episode"),)
+    for request, sentence in (
+        (msgspec.structs.replace(good, secret="0" * 32), "not the holder's"),
+        (msgspec.structs.replace(good, into=elsewhere), "stays in its run, lane and role"),
+        (good, "process backend"),
+    ):
+        answer = await client.request(on(held, "fork"), request)
+        assert isinstance(answer, SandboxReply) and answer.failure == "refused" and sentence in answer.detail
+    stolen = Checkpoint(sandbox=held.sandbox, secret="", epoch=held.epoch)
+    answer = await client.request(on(held, "checkpoint"), stolen)
+    assert isinstance(answer, SandboxReply) and answer.failure == "refused"
+    answer = await client.request(on(held, "restore"), Restore(request=wanted("g14"), data=b"nonsense"))
+    assert isinstance(answer, SandboxReply) and answer.failure == "refused" and "no checkpoint" in answer.detail
+
+
+@pytest.mark.vm
+async def test_forks_and_restored_sandboxes_are_held_like_any_other(connect: Connect) -> None:
+    cache = str(Path(__file__).parents[2] / ".cache" / "headrace")
+    section = Section(backend="qemu", cache_dir=cache, max_vms=6, warm=0, lease_s=60.0)
+    bus = await connect("rollout")
+    async with living(Environment, Config(environment=section), await connect("environment", node="n3"), RUN):
+        alone = wanted("g15", isolation="episode")
+        held = await bus.request(RPC_NODE.at(service="environment", node="n3", method="acquire"), alone, timeout=60)
+        assert isinstance(held, Acquired)
+        await reply(bus, held, call(held, WriteFiles(files={"a.txt": b"two"})))
+        into = tuple(wanted("g15", slot, isolation="episode") for slot in (1, 2))
+        who = {"sandbox": held.sandbox, "secret": held.secret, "epoch": held.epoch}
+        forked = await bus.request(on(held, "fork"), Fork(**who, into=into), timeout=60)  # type: ignore[arg-type]
+        assert isinstance(forked, Forked) and len({one.secret for one in forked.held}) == 2
+        kept = await bus.request(on(held, "checkpoint"), Checkpoint(**who), timeout=60)  # type: ignore[arg-type]
+        assert isinstance(kept, Checkpointed)
+        restore = Restore(request=wanted("g16", isolation="episode"), data=kept.data)
+        back = await bus.request(on(held, "restore"), restore, timeout=60)
+        assert isinstance(back, Acquired)
+        for one in (*forked.held, back):
+            answer = await reply(bus, one, call(one, ReadFile(path="a.txt")))
+            assert answer.result is not None and answer.result.data == b"two"
+            assert (await reply(bus, one, call(held, ReadFile(path="a.txt")))).result is not None
+            forged = msgspec.structs.replace(call(held, ReadFile(path="a.txt")), sandbox=one.sandbox)
+            assert (await reply(bus, one, forged)).failure == "refused"

@@ -27,7 +27,8 @@ from headrace.messages.sandbox import (
 )
 from headrace.messages.tasks import TestPlan
 from headrace.vmhost import fidelity
-from headrace.vmhost.clones import Clone, CloneBackend
+from headrace.vmhost.clone import Clone
+from headrace.vmhost.clones import CloneBackend
 from headrace.vmhost.host import Host, VmSandbox
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm]
@@ -200,7 +201,7 @@ async def test_a_warm_clone_waits_stopped_and_is_taken_first(host: Host) -> None
 
 
 async def test_what_runs_in_a_slot_that_was_left_is_ended(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.vmhost.clones.QUIET_S", 0.0)
+    monkeypatch.setattr("headrace.vmhost.clone.QUIET_S", 0.0)
     one, two = [await host.acquire(ask(slot, group="left")) for slot in range(2)]
     clone = clone_of(host, one)
 

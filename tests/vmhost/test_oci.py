@@ -39,12 +39,14 @@ OVER: Members = [
 
 def archive(root: bytes) -> dict[str, tuple[int, int, int, int, int, bytes]]:
     """A cpio archive by path: mode, uid, gid, links, inode, data. Read independently of how it was written."""
-    found, at = {}, 0
+    found: dict[str, tuple[int, int, int, int, int, bytes]] = {}
+    at = 0
     while root[at : at + 6] == b"070701":
         fields = [int(root[at + 6 + 8 * n : at + 14 + 8 * n], 16) for n in range(13)]
         name = os.fsdecode(root[at + 110 : at + 110 + fields[11] - 1])
         body = at + (110 + fields[11] + 3) // 4 * 4
-        found[name] = (*fields[1:5], fields[0], root[body : body + fields[6]])
+        number, mode, uid, gid, links = fields[:5]
+        found[name] = (mode, uid, gid, links, number, root[body : body + fields[6]])
         at = body + (fields[6] + 3) // 4 * 4
     del found["TRAILER!!!"]
     return found
@@ -224,7 +226,7 @@ def test_what_cannot_be_used_is_one_sentence(tmp_path: Path, make: Callable[[Pat
     with pytest.raises(VmhostError, match="can't be imported") as caught:
         imported.take(tmp_path / "cache", make(tmp_path / "bad.tar"))
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
-    assert not list((tmp_path / "cache").iterdir())
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["lock"]
 
 
 def test_a_tag_chooses_and_a_name_moves(tmp_path: Path) -> None:
@@ -237,3 +239,14 @@ def test_a_tag_chooses_and_a_name_moves(tmp_path: Path) -> None:
         imported.take(tmp_path / "cache", path, "mine", "v3")
     with pytest.raises(VmhostError, match="can't be called 'debian'"):
         imported.take(tmp_path / "cache", path, "debian", "v1")
+
+
+def test_an_image_that_unpacks_without_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imported, "LARGEST", 1 << 20)
+    layout = Layout()
+    layout.image([[folder("bin"), *(file(f"bin/{n}", bytes(100_000)) for n in range(20))]], "bomb", "zstd")
+    with pytest.raises(VmhostError, match="it unpacks to more than 1 MiB"):
+        imported.take(tmp_path / "cache", layout.tar(tmp_path / "a.tar"))
+    many = docker_save(tmp_path / "b.tar", [[folder("bin"), *(file(f"bin/{n}") for n in range(300))]])
+    with pytest.raises(VmhostError, match="it unpacks to more than 1 MiB"):
+        imported.take(tmp_path / "cache", many)

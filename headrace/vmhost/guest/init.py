@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from . import keeper, pytests
@@ -29,8 +30,8 @@ from .frames import Reader, pack
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _NEWNS, _NEWUTS, _NEWIPC, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x20000000, 0x40000000
-_RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
-_NO_NEW_PRIVS, _CAPBSET_DROP = 38, 24
+RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+NO_NEW_PRIVS, CAPBSET_DROP = 38, 24
 _RNDADDENTROPY, _RNDRESEEDCRNG = 0x40085203, 0x5207
 _SIOCGIFFLAGS, _SIOCSIFFLAGS = 0x8913, 0x8914
 TOOL_UID, KEEPER_UID = 20100, 20200
@@ -44,7 +45,8 @@ ENVIRONMENT = {
 }
 
 
-def _check(result: int, what: str) -> None:
+def check(result: int, what: str) -> None:
+    """OSError from errno when a C function said -1."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -53,7 +55,7 @@ def _check(result: int, what: str) -> None:
 def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
     """mount(2)."""
     args = (source.encode(), target.encode(), kind.encode(), flags, options.encode())
-    _check(_libc.mount(*args[:3], ctypes.c_ulong(flags), args[4]), f"mount {target}")
+    check(_libc.mount(*args[:3], ctypes.c_ulong(flags), args[4]), f"mount {target}")
 
 
 def _load(module: str) -> None:
@@ -102,7 +104,7 @@ class Slot:
         pid = os.fork()
         if pid == 0:
             os.setsid()
-            _check(_libc.unshare(_NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET), "unshare")
+            check(_libc.unshare(_NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET), "unshare")
             first = os.fork()
             if first:
                 os.write(write, b"%d" % first)
@@ -122,8 +124,8 @@ class Slot:
     def _become_slot(self) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._mounts()
-        _loopback_up()
-        _check(_libc.sethostname(b"sandbox", 7), "sethostname")
+        loopback_up()
+        check(_libc.sethostname(b"sandbox", 7), "sethostname")
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("-500")
         for limit, value in (
@@ -133,11 +135,11 @@ class Slot:
         ):
             resource.setrlimit(limit, (value, value))
         for capability in range(64):
-            _libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0)
+            _libc.prctl(CAPBSET_DROP, capability, 0, 0, 0)
         os.setgroups([])
         os.setresgid(self.tool, self.tool, self.tool)
         os.setresuid(self.own, self.tool, self.own)
-        _check(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+        check(_libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
         os.umask(0o022)
         os.chdir(ROOT)
         mine = keeper.Keeper(self.port, ROOT, ENVIRONMENT, self._become_tool)
@@ -150,24 +152,35 @@ class Slot:
             file.write("500")
 
     def _mounts(self) -> None:
-        mount("none", "/", "", _REC | _PRIVATE)
+        mount("none", "/", "", REC | PRIVATE)
         owner = f"uid={self.tool},gid={self.tool}"
-        mount("workspace", ROOT, "tmpfs", _NOSUID | _NODEV, f"size={self.size}m,mode=755,{owner}")
-        mount("tmp", "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={self.size}m,mode=1777")
-        mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
-        mount("dev", "/dev", "tmpfs", _NOSUID | _NOEXEC, "size=1m,mode=755")
-        for name, minor in (("null", 3), ("zero", 5), ("full", 7), ("random", 8), ("urandom", 9)):
-            os.mknod(f"/dev/{name}", 0o20666, os.makedev(1, minor))
-            os.chmod(f"/dev/{name}", 0o666)
-        os.mkdir("/dev/shm")
-        mount("shm", "/dev/shm", "tmpfs", _NOSUID | _NODEV, f"size={self.size}m,mode=1777")
-        for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
-            os.symlink(f"/proc/self/{target}", f"/dev/{name}")
+        mount("workspace", ROOT, "tmpfs", NOSUID | NODEV, f"size={self.size}m,mode=755,{owner}")
+        mount("tmp", "/tmp", "tmpfs", NOSUID | NODEV, f"size={self.size}m,mode=1777")
+        mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
+        devices("/dev", self.size)
         for place in ("/dev", "/sys", "/"):
-            mount("none", place, "", _REMOUNT | _BIND | _RDONLY | (_NOSUID if place != "/dev" else _NOSUID | _NOEXEC))
+            mount("none", place, "", REMOUNT | BIND | RDONLY | (NOSUID if place != "/dev" else NOSUID | NOEXEC))
 
 
-def _loopback_up() -> None:
+def devices(place: str, size_mb: int) -> None:
+    """A /dev with what programs expect and nothing else."""
+    mount("dev", place, "tmpfs", NOSUID | NOEXEC, "size=1m,mode=755")
+    for name, minor in (("null", 3), ("zero", 5), ("full", 7), ("random", 8), ("urandom", 9)):
+        os.mknod(f"{place}/{name}", 0o20666, os.makedev(1, minor))
+        os.chmod(f"{place}/{name}", 0o666)
+    os.mkdir(f"{place}/shm")
+    mount("shm", f"{place}/shm", "tmpfs", NOSUID | NODEV, f"size={size_mb}m,mode=1777")
+    os.mkdir(f"{place}/pts")
+    mount("devpts", f"{place}/pts", "devpts", NOSUID | NOEXEC, "newinstance,ptmxmode=0666,mode=620")
+    links = {"fd": "/proc/self/fd", "ptmx": "pts/ptmx"} | {
+        name: f"/proc/self/fd/{fd}" for fd, name in enumerate(("stdin", "stdout", "stderr"))
+    }
+    for name, target in links.items():
+        os.symlink(target, f"{place}/{name}")
+
+
+def loopback_up() -> None:
+    """Bring up ``lo`` of a new network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = array.array("b", struct.pack("16sh14x", b"lo", 0))
         fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request, True)
@@ -215,7 +228,7 @@ class Control:
         """One operation by its name."""
         operations: dict[str, Callable[[], dict[str, Any]]] = {
             "start": lambda: self._start(header["time"], bodies[0]),
-            "open_slots": lambda: self._open_slots(header["count"], header["size_mb"]),
+            "open_slots": lambda: self._open_slots(header["count"], header["size_mb"], header.get("image")),
             "kill": lambda: self._kill(header["slot"]),
             "facts": lambda: facts(),
             "clock": lambda: {"monotonic": time.monotonic_ns(), "urandom": os.urandom(16).hex()},
@@ -226,14 +239,22 @@ class Control:
         start(nanoseconds, entropy)
         return {}
 
-    def _open_slots(self, count: int, size_mb: int) -> dict[str, Any]:
-        has_pytest = pytests.available()
+    def _open_slots(self, count: int, size_mb: int, image: dict[str, Any] | None) -> dict[str, Any]:
+        has_pytest = image is None and pytests.available()
+        make: Callable[[int, int, int], Slot] = Slot
+        if image is not None:
+            from . import images
+
+            # The root is a tmpfs: half of the memory at most, unless it is told otherwise.
+            with suppress(OSError):
+                mount("none", "/", "", REMOUNT, "size=85%")
+            make = partial(images.ImageSlot, image)
         gc.collect()
         gc.freeze()
         for number in range(count):
             port = self.ports[1 + number]
             others = [fd for fd in self.ports if fd != port]
-            self.slots.append(Slot(number, port, size_mb).open(others))
+            self.slots.append(make(number, port, size_mb).open(others))
         for port in self.ports[1:]:
             os.close(port)
         del self.ports[1:]

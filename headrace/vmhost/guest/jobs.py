@@ -27,6 +27,9 @@ class Job:
         self.truncated = False
         self.deadline = time.monotonic() + timeout
         self.timed_out = False
+        self.call = ""
+        """What its caller calls it, to cancel it."""
+        self.cancelled = False
         self.status: int | None = None
         self.done: Done = lambda job: None
 
@@ -34,6 +37,10 @@ class Job:
         """Descriptors to wait for: (fd, for writing)."""
         reading = [(fd, False) for fd in self.streams]
         return [*reading, (self.stdin, True)] if self.stdin >= 0 else reading
+
+    def held(self) -> list[int]:
+        """All descriptors that are open."""
+        return [*self.streams, self.stdin] if self.stdin >= 0 else list(self.streams)
 
     def ready(self, fd: int) -> None:
         """Move what can be moved on one descriptor."""
@@ -71,7 +78,7 @@ class Job:
 
     def close(self) -> None:
         """Let go of descriptors that are still open; background children may hold the other ends."""
-        for fd, _ in self.fds():
+        for fd in self.held():
             os.close(fd)
         self.streams, self.stdin = {}, -1
 
@@ -134,7 +141,7 @@ def command(
 
 def outcome(job: Job) -> tuple[dict[str, Any], list[bytes]]:
     """The answer of a finished command."""
-    limit = "it ran past its time limit" if job.timed_out else ""
+    limit = "it ran past its time limit" if job.timed_out else "it was cancelled" if job.cancelled else ""
     code = job.code
     error = limit or (f"exit code {code}" if code else "")
     header = {"ok": not error, "error": error, "code": code, "timed_out": job.timed_out, "truncated": job.truncated}

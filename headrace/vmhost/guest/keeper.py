@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from . import jobs, pytests, runner
+from . import background, jobs, pytests, runner
 from .files import Answer, Refused, Workspace
 from .frames import Garbage, Reader, pack
 
@@ -39,6 +39,7 @@ class Keeper:
         self.spawned = False
         self.idle = self.died = False
         self.jobs: dict[int, jobs.Job] = {}
+        self.background = background.Background(self.answer)
         self.runs: deque[tuple[int, dict[str, Any]]] = deque()
         self.worker: socket.socket | None = None
         self.worker_pid = 0
@@ -79,7 +80,7 @@ class Keeper:
         if self.worker is not None:
             self.worker.close()
         for job in self.jobs.values():
-            for fd, _ in job.fds():
+            for fd in job.held():
                 os.close(fd)
 
     def serve(self) -> None:
@@ -121,7 +122,7 @@ class Keeper:
         poll.register(self.port, select.POLLIN)
         poll.register(self.wake_read, select.POLLIN)
         owners: dict[int, jobs.Job] = {}
-        deadlines = [job.deadline for job in self.jobs.values()]
+        deadlines = [job.deadline for job in self.jobs.values()] + self.background.deadlines()
         for job in self.jobs.values():
             for fd, writing in job.fds():
                 owners[fd] = job
@@ -146,6 +147,8 @@ class Keeper:
         if died:
             self._reap()
         self._expire()
+        if self.background.jobs:
+            self.background.turn()
         return data
 
     def _reap(self) -> None:
@@ -227,6 +230,12 @@ class Keeper:
                 environment = self.environment | header["env"]
                 self._start(number, self._command(header, bodies[0], folder, environment), jobs.outcome)
                 return None
+            case "start_job" | "follow_job" | "feed_job" | "stop_job" | "cancel":
+                return background.operate(self, number, header, bodies)
+            case "push_tar" | "pull_tar":
+                from . import trees
+
+                return trees.operate(space, header, bodies)
             case "run_tests":
                 return self._tests(number, header)
             case "end":
@@ -235,6 +244,12 @@ class Keeper:
                 space.write([], [], [self.root])
                 return {}, []
         return {"ok": False, "error": f"no such operation: {header['op']}"}, []
+
+    def user(self, name: str) -> Callable[[], None]:
+        """What makes a fork that user. Refused for one who does not exist here."""
+        if name not in ("", self.environment.get("USER", "")):
+            raise Refused(f"there is no user {name!r} here")
+        return self.become
 
     def _quiet(self) -> dict[str, Any]:
         """Kill what still runs, if anything does. A worker that waits for its next run alone is left as it is: ending
@@ -258,10 +273,14 @@ class Keeper:
     def _command(self, header: dict[str, Any], stdin: bytes, folder: str, environment: dict[str, str]) -> jobs.Job:
         if not header["argv"]:
             raise Refused("argv is empty")
-        body = jobs.command(header["argv"], folder, environment, self.become)
-        return jobs.start(self._child(body), ("stdout", "stderr"), stdin, header["output_cap"], header["timeout_s"])
+        body = jobs.command(header["argv"], folder, environment, self.user(header.get("user", "")))
+        job = jobs.start(self.child(body), ("stdout", "stderr"), stdin, header["output_cap"], header["timeout_s"])
+        job.call = header.get("call", "")
+        return job
 
-    def _child(self, body: Callable[[dict[str, int]], None]) -> Callable[[dict[str, int]], None]:
+    def child(self, body: Callable[[dict[str, int]], None]) -> Callable[[dict[str, int]], None]:
+        """A body that first lets go of what is the keeper's."""
+
         def inner(ends: dict[str, int]) -> None:
             self._leave()
             body(ends)
@@ -286,6 +305,7 @@ class Keeper:
             case _:
                 folder, environment = self.root, self.environment
                 command = {"argv": header["argv"], "output_cap": 65536, "timeout_s": header["timeout_s"]}
+                command["call"] = header.get("call", "")
                 job = self._command(command, b"", folder, environment)
                 self._start(number, job, lambda job: pytests.command_outcome(self.workspace, header["argv"], job))
         return None
@@ -300,7 +320,7 @@ class Keeper:
             pytests.child(self.root, header["paths"], ends["report"])
 
         names = ("stdout", "stderr", "report")
-        return jobs.start(self._child(body), names, b"", 65536, header["timeout_s"])
+        return jobs.start(self.child(body), names, b"", 65536, header["timeout_s"])
 
     # -- the prepared worker --------------------------------------------------------------------------------------
 

@@ -1,0 +1,171 @@
+"""Task templates: a template, one repository pushed into every slot, preparation steps run there, frozen again.
+
+What a task needs before its first call (its files, what was installed, servers that run, byte code and caches that are
+warm) is done once; its clones begin where that ended. The level below is not booted again: one of its clones is
+prepared, and what that clone wrote is laid over a copy of the memory file it came from (see snapshot). The copy makes a
+task template stand alone, so its clones share it whole and the level below may be collected.
+
+A recipe is kept beside the images in the cache, by name: whoever finds its template missing, damaged or of other parts
+makes it again from there.
+"""
+
+import asyncio
+import hashlib
+import io
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from headrace.messages.sandbox import Exec, OpResult, PushTar, SandboxLost
+from headrace.vmhost import snapshot, wire
+from headrace.vmhost.channel import Channel
+from headrace.vmhost.clone import Clone
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.imported import NAME
+from headrace.vmhost.packages import FLAVOURS
+from headrace.vmhost.template import FORMAT, Template, hash_of, shelve
+
+LARGEST = 48 << 20
+"""Bytes of a recipe's tree as an archive: one frame must hold it."""
+DEPTH = 8
+"""Levels that may stand on one another."""
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """How a task template is made."""
+
+    name: str
+    base: str
+    """The template below: ``light``, ``debian``, an imported image, another task."""
+    tree: bytes = b""
+    """A tar archive, unpacked in the workspace of every slot."""
+    steps: tuple[Exec, ...] = ()
+    """Commands that must succeed, in order, in every slot."""
+
+
+def archive(folder: Path) -> bytes:
+    """A folder's tree as a recipe carries it: modes and links as they are, owners and times left out. VmhostError."""
+
+    def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.uid = member.gid = member.mtime = 0
+        member.uname = member.gname = ""
+        return member
+
+    out = io.BytesIO()
+    try:
+        with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            for path in sorted(folder.iterdir()):
+                tar.add(path, arcname=path.name, filter=plain)
+    except OSError as error:
+        raise VmhostError(f"{folder} can't be read: {error.strerror}") from None
+    if out.tell() > LARGEST:
+        raise VmhostError(f"{folder} is {out.tell() >> 20} MiB; a task template takes {LARGEST >> 20}")
+    return out.getvalue()
+
+
+def save(cache: Path, recipe: Recipe) -> None:
+    """Keep a recipe under its name. VmhostError."""
+    if not NAME.match(recipe.name) or recipe.name in FLAVOURS or (cache / f"image-{recipe.name}").exists():
+        raise VmhostError(f"a task template can't be called {recipe.name!r}: give it another name")
+    cache.mkdir(parents=True, exist_ok=True)
+    making = cache / f"making-task-{recipe.name}"
+    making.write_bytes(msgspec.msgpack.encode(recipe))
+    making.replace(cache / f"task-{recipe.name}")
+
+
+def find(cache: Path, name: str) -> Recipe | None:
+    """The recipe of a name. VmhostError when it is damaged."""
+    path = cache / f"task-{name}"
+    if not NAME.match(name) or not path.is_file():
+        return None
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=Recipe)
+    except msgspec.DecodeError as error:
+        raise VmhostError(f"the recipe {path} is damaged: {error}; build the task template again") from None
+
+
+def names(cache: Path) -> list[str]:
+    """Names of all recipes."""
+    return sorted(path.name.removeprefix("task-") for path in cache.glob("task-*"))
+
+
+def key(recipe: Recipe, below: str) -> str:
+    """The content address: the key of the level below, the tree, the steps."""
+    content = msgspec.msgpack.encode([FORMAT, below, recipe.tree, recipe.steps])
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+class Nobody:
+    """Owns a clone that is nobody's: one that is made to be frozen or looked at."""
+
+    def ended(self, clone: Clone, cpu_ms: float) -> None:
+        """It may go."""
+
+
+async def build(recipe: Recipe, below: Template, folder: Path) -> Template:
+    """Prepare a clone of the level below and freeze it. VmhostError with the output of the step that failed."""
+    started = time.monotonic()
+    making = Path(tempfile.mkdtemp(dir=folder.parent, prefix="making-"))
+    clone = Clone(Nobody(), below)
+    try:
+        await clone.start()
+        for slot in range(below.manifest.slots):
+            await _prepare(await clone.open(slot), recipe)
+        taken = await clone.freeze()
+        await asyncio.to_thread(_lay, below, making, taken)
+        manifest = msgspec.structs.replace(
+            below.manifest,
+            name=recipe.name,
+            key=key(recipe, below.manifest.key),
+            ram_hash=hash_of(making / "ram"),
+            state_hash=hash_of(making / "state"),
+            built_s=round(time.monotonic() - started, 2),
+            push_mb=below.push_mb,
+            levels=(below.manifest.key, *below.manifest.levels),
+        )
+        return shelve(making, folder, manifest)
+    except SandboxLost as lost:
+        raise VmhostError(f"the task template {recipe.name} could not be prepared: {lost}") from None
+    finally:
+        clone.kill()
+        await clone.gone
+        shutil.rmtree(making, ignore_errors=True)
+
+
+async def _prepare(channel: Channel, recipe: Recipe) -> None:
+    if recipe.tree:
+        pushed = await _do(channel, PushTar(data=recipe.tree))
+        if not pushed.ok:
+            raise VmhostError(f"the task template {recipe.name} could not be prepared: its tree: {pushed.error}")
+    for number, step in enumerate(recipe.steps, 1):
+        done = await _do(channel, step)
+        if not done.ok:
+            said = " | ".join((done.stdout + done.stderr).strip().splitlines()[-5:])[-900:]
+            what = " ".join(step.argv)[:200]
+            raise VmhostError(
+                f"the task template {recipe.name} could not be prepared: step {number} ({what}): {done.error}: {said}"
+            )
+
+
+async def _do(channel: Channel, op: Exec | PushTar) -> OpResult:
+    header, bodies = wire.to_frame(op)
+    answer, parts = await channel.call(header, bodies, wire.deadline_s(op))
+    return wire.to_result(answer, parts, 0.0)
+
+
+def _lay(below: Template, making: Path, taken: snapshot.Snapshot) -> None:
+    copied = subprocess.run(
+        ["cp", "--sparse=always", "--reflink=auto", "--", str(below.ram), str(making / "ram")],
+        capture_output=True,
+        text=True,
+    )
+    if copied.returncode != 0:
+        raise VmhostError(f"the level below could not be copied: {copied.stderr.strip()[-300:]}")
+    (making / "ram").chmod(0o644)
+    snapshot.write_ram(making / "ram", below.manifest.ram_bytes, taken)
+    (making / "state").write_bytes(taken.state)

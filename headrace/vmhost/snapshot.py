@@ -1,0 +1,216 @@
+"""A running clone as what makes it differ from its template: the pages it wrote, and the state of its devices.
+
+A clone maps its template's memory privately, so the kernel knows which pages are its own (`/proc/PID/pagemap`,
+Documentation/admin-guide/mm/pagemap.rst: present, and not of a file). Those are a few MiB where the whole memory is
+hundreds. Device state comes from QEMU's ``xen-save-devices-state``, which despite its name saves every device of any
+machine and leaves memory out; an ordinary migration stream would carry all of it. What that stream lacks, its preamble
+with the machine's name and the read-only memories, is the template's own and is taken from there.
+
+A child gets the pages written into its memory before it has run a single instruction, and loads that state: a fork
+costs what a clone costs, and shares with its siblings what the template shares.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import zstandard
+
+from headrace.vmhost.errors import VmhostError
+
+PAGE = 4096
+_PRESENT, _SWAPPED, _FILE = 1 << 63, 1 << 62, 1 << 61
+LARGEST = 8 << 30
+"""Bytes of the largest checkpoint that is unpacked."""
+_RUN = 256
+"""Pages that are read at once."""
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A moment of a machine, relative to its template."""
+
+    state: bytes
+    """What a clone loads: the template's preamble and these devices."""
+    numbers: bytes
+    """Page numbers, little-endian u32, ascending."""
+    pages: bytes
+    """Their contents, end to end."""
+
+    @property
+    def mib(self) -> float:
+        """Size of the pages."""
+        return len(self.pages) / (1 << 20)
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A snapshot that travels: which template it belongs to, and where in it a sandbox lives."""
+
+    template: str
+    key: str
+    ram_hash: str
+    slot: int
+    whole: bool
+    """Whether all of the memory is in it, so that any template of the same key will do."""
+    snapshot: Snapshot
+
+
+def pack(checkpoint: Checkpoint) -> bytes:
+    """As a blob."""
+    return zstandard.ZstdCompressor(level=1, write_checksum=True).compress(msgspec.msgpack.encode(checkpoint))
+
+
+def unpack(blob: bytes) -> Checkpoint:
+    """From a blob. VmhostError when it is none, or damaged."""
+    try:
+        if not 0 < zstandard.frame_content_size(blob) <= LARGEST:
+            raise VmhostError("this is no checkpoint, or a damaged one: its size can't be right")
+        checkpoint = msgspec.msgpack.decode(zstandard.decompress(blob), type=Checkpoint)
+    except (zstandard.ZstdError, msgspec.DecodeError) as error:
+        raise VmhostError(f"this is no checkpoint, or a damaged one: {error}") from None
+    numbers = np.frombuffer(checkpoint.snapshot.numbers, "<u4")
+    if len(checkpoint.snapshot.pages) != PAGE * len(numbers) or np.any(np.diff(numbers.astype(np.int64)) <= 0):
+        raise VmhostError("this checkpoint is damaged: its pages do not fit its list of them")
+    return checkpoint
+
+
+def compose(template_state: bytes, devices: bytes) -> bytes:
+    """The device state as a stream that clones of that template load. VmhostError when the two do not belong together.
+
+    Both begin with magic and version; the first device's section has the same header in both.
+    """
+    length = devices[13] if len(devices) > 14 else 0
+    first = devices[8 : 14 + length]
+    if len(first) < 7 or first[0] != 4 or devices[:8] != template_state[:8] or first not in template_state:
+        raise VmhostError("QEMU's device state has another form than the template's: this QEMU can't fork machines")
+    return template_state[: template_state.index(first)] + devices[8:]
+
+
+def mapping(pid: int, ram: Path) -> tuple[int, int]:
+    """First and last-plus-one address of a machine's memory in its process. VmhostError."""
+    name = str(ram)
+    try:
+        with open(f"/proc/{pid}/maps") as maps:
+            for line in maps:
+                fields = line.rstrip("\n").split(maxsplit=5)
+                if len(fields) == 6 and fields[5] == name:
+                    low, _, high = fields[0].partition("-")
+                    return int(low, 16), int(high, 16)
+    except OSError as error:
+        raise VmhostError(f"the machine's memory can't be seen: {error.strerror}") from None
+    raise VmhostError("the machine does not map its template's memory, or that was replaced since: acquire another")
+
+
+def own_pages(pid: int, ram: Path) -> tuple[bytes, bytes]:
+    """Numbers and contents of the pages that a stopped clone wrote. VmhostError."""
+    low, high = mapping(pid, ram)
+    try:
+        with open(f"/proc/{pid}/pagemap", "rb") as table:
+            table.seek(low // PAGE * 8)
+            entries = np.frombuffer(table.read((high - low) // PAGE * 8), "<u8")
+        own = ((entries & _PRESENT != 0) & (entries & _FILE == 0)) | (entries & _SWAPPED != 0)
+        numbers = np.flatnonzero(own).astype("<u4")
+        return numbers.tobytes(), _read(pid, low, numbers)
+    except OSError as error:
+        raise VmhostError(f"the machine's memory can't be read: {error.strerror}") from None
+
+
+def all_pages(pid: int, ram: Path) -> tuple[bytes, bytes]:
+    """Numbers and contents of every page that is not empty."""
+    low, high = mapping(pid, ram)
+    found: list[int] = []
+    out = bytearray()
+    try:
+        for first in range(0, (high - low) // PAGE, _RUN):
+            count = min(_RUN, (high - low) // PAGE - first)
+            pages = np.frombuffer(_read(pid, low, np.arange(first, first + count)), np.uint8).reshape(-1, PAGE)
+            full = pages.any(axis=1)
+            found += [first + int(at) for at in np.flatnonzero(full)]
+            out += pages[full].tobytes()
+    except OSError as error:
+        raise VmhostError(f"the machine's memory can't be read: {error.strerror}") from None
+    return np.array(found, "<u4").tobytes(), bytes(out)
+
+
+def _read(pid: int, low: int, numbers: "np.ndarray[Any, np.dtype[Any]]") -> bytes:
+    out = bytearray()
+    memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
+    try:
+        for first, count in _runs(numbers):
+            piece = os.pread(memory, count * PAGE, low + first * PAGE)
+            if len(piece) != count * PAGE:
+                raise OSError(5, "a page could not be read")
+            out += piece
+    finally:
+        os.close(memory)
+    return bytes(out)
+
+
+def put_pages(pid: int, ram: Path, snapshot: Snapshot) -> None:
+    """Write a snapshot's pages into a machine that has not run yet. VmhostError."""
+    low, high = mapping(pid, ram)
+    numbers = np.frombuffer(snapshot.numbers, "<u4")
+    if len(numbers) and int(numbers[-1]) >= (high - low) // PAGE:
+        raise VmhostError("the checkpoint is of a larger machine")
+    view, at = memoryview(snapshot.pages), 0
+    try:
+        memory = os.open(f"/proc/{pid}/mem", os.O_RDWR)
+        try:
+            for first, count in _runs(numbers):
+                size = count * PAGE
+                if os.pwrite(memory, view[at : at + size], low + first * PAGE) != size:
+                    raise OSError(5, "a page could not be written")
+                at += size
+        finally:
+            os.close(memory)
+    except OSError as error:
+        raise VmhostError(f"the machine's memory can't be written: {error.strerror}") from None
+
+
+def rebase(whole: Snapshot, ram: Path) -> Snapshot:
+    """A whole snapshot as what it changes in another memory file: pages that differ, empty ones included."""
+    below = np.memmap(ram, np.uint8, "r").reshape(-1, PAGE)
+    numbers = np.frombuffer(whole.numbers, "<u4")
+    if len(numbers) and int(numbers[-1]) >= len(below):
+        raise VmhostError("the checkpoint is of a larger machine")
+    pages = np.frombuffer(whole.pages, np.uint8).reshape(-1, PAGE)
+    place = np.full(len(below), -1, np.int64)
+    place[numbers] = np.arange(len(numbers))
+    kept: list[int] = []
+    out = bytearray()
+    for first in range(0, len(below), _RUN):
+        here = place[first : first + _RUN]
+        wanted = np.where((here >= 0)[:, None], pages[np.maximum(here, 0)] if len(pages) else 0, 0).astype(np.uint8)
+        differ = np.flatnonzero((wanted != below[first : first + _RUN]).any(axis=1))
+        kept += [first + int(at) for at in differ]
+        out += wanted[differ].tobytes()
+    return Snapshot(state=whole.state, numbers=np.array(kept, "<u4").tobytes(), pages=bytes(out))
+
+
+def write_ram(target: Path, size: int, snapshot: Snapshot) -> None:
+    """Lay a snapshot's pages into a memory file, which is made (with holes for empty pages) if it is not there."""
+    view, at = memoryview(snapshot.pages), 0
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        os.ftruncate(fd, size)
+        for first, count in _runs(np.frombuffer(snapshot.numbers, "<u4")):
+            written = os.pwrite(fd, view[at : at + count * PAGE], first * PAGE)
+            if written != count * PAGE:
+                raise OSError(28, "No space left on device")
+            at += written
+    finally:
+        os.close(fd)
+
+
+def _runs(numbers: "np.ndarray[Any, np.dtype[Any]]") -> list[tuple[int, int]]:
+    """(first, count) of pages that follow one another, at most _RUN at once."""
+    if not len(numbers):
+        return []
+    wide = numbers.astype(np.int64)
+    cuts = np.flatnonzero(np.diff(wide) != 1) + 1
+    runs = []
+    for part in np.split(wide, cuts):
+        for start in range(0, len(part), _RUN):
+            runs.append((int(part[start]), min(_RUN, len(part) - start)))
+    return runs

@@ -1,0 +1,190 @@
+"""Hosts on bad days: slots that die, names that are strange, output without bounds, many acquires, a full disk."""
+
+import asyncio
+import gc
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config import Environment
+from headrace.messages.sandbox import Acquire, Exec, ListFiles, PullTree, ReadFile, SandboxLost, WriteFiles
+from headrace.vmhost import imported
+from headrace.vmhost.clone import Clone
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.host import Host
+from tests.vmhost.archives import docker_save, file, folder
+
+pytestmark = pytest.mark.anyio
+
+ROOT = Path(__file__).parents[2]
+CACHE = str(ROOT / ".cache" / "headrace")
+
+
+def ask(slot: int = 0, **changes: Any) -> Acquire:
+    known: dict[str, Any] = {"run": "r1", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
+    known["group"] = "g0"
+    return Acquire(slot=slot, files={"a.txt": b"one\n"}, **(known | changes))
+
+
+@pytest.fixture(scope="module")
+async def host() -> AsyncIterator[Host]:
+    opened = await Host.open(Environment(backend="qemu", cache_dir=CACHE, warm=0))
+    yield opened
+    await opened.close()
+
+
+@pytest.mark.vm
+async def test_a_guest_that_closes_its_port_is_lost_alone(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = [await host.acquire(ask(slot)) for slot in range(2)]
+    machine = host.machine(one.id)
+    assert isinstance(machine, Clone)
+    await machine.ask({"op": "kill", "slot": 0})
+    monkeypatch.setattr("headrace.vmhost.wire.SLACK_S", 0.5)
+    with pytest.raises(SandboxLost, match="no answer within"):
+        await one.call(ReadFile(path="a.txt"))
+    monkeypatch.undo()
+    assert not one.alive and (await two.call(ReadFile(path="a.txt"))).ok
+    for sandbox in (one, two):
+        host.release(sandbox.id)
+    host.release_group("r1", "train", "rollout", "g0")
+
+
+@pytest.mark.vm
+async def test_a_sandbox_without_memory_harms_itself_alone(host: Host) -> None:
+    one, two = [await host.acquire(ask(slot, group="oom")) for slot in range(2)]
+    grow = "x = bytearray()\nwhile True: x += bytes(1 << 20)"
+    ended = await one.call(Exec(argv=("python3", "-c", grow), timeout_s=60.0))
+    assert not ended.ok and not ended.timed_out
+    assert (await two.call(Exec(argv=("echo", "fine")))).stdout == "fine\n"
+    assert (await one.call(ReadFile(path="a.txt"))).data == b"one\n"
+    for sandbox in (one, two):
+        host.release(sandbox.id)
+    host.release_group("r1", "train", "rollout", "oom")
+
+
+NAMES = ("new\nline", "tab\tand 'quote\"", "-rf", "ünïcode", "*", "a" * 255, "back\\slash", "\x01")
+
+
+@pytest.mark.parametrize("backend", ["process", pytest.param("qemu", marks=pytest.mark.vm)])
+async def test_strange_names_go_in_and_come_out(backend: str) -> None:
+    here = await Host.open(Environment(backend=backend, cache_dir=CACHE, warm=0))  # type: ignore[arg-type]
+    sandbox = await here.acquire(ask(group="names"))
+    files = {f"d/{name}": name.encode() for name in NAMES}
+    assert (await sandbox.call(WriteFiles(files=files))).ok
+    listed = (await sandbox.call(ListFiles(pattern="d/**"))).stdout.split("\n")
+    assert len(listed) == len(NAMES) and "d/new\\nline" in listed
+    for path, data in files.items():
+        assert (await sandbox.call(ReadFile(path=path))).data == data
+    assert len((await sandbox.call(PullTree(patterns=("d/**",)))).files) == len(NAMES)
+    assert (await sandbox.call(WriteFiles(files={}, delete=tuple(files)))).ok
+    assert (await sandbox.call(ListFiles(pattern="d/**"))).stdout == ""
+    bad = await sandbox.call(WriteFiles(files={"b" * 300: b""}))
+    assert "too long" in bad.error
+    await here.close()
+
+
+def footprint() -> tuple[int, int, int]:
+    """Descriptors and children of this process, folders of its sandboxes."""
+    gc.collect()
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    folders = list(Path(tempfile.gettempdir()).glob(f"headrace-{os.getpid()}-*/*"))
+    return len(os.listdir("/proc/self/fd")), len(children), len(folders)
+
+
+async def many(backend: str, count: int, isolation: str) -> None:
+    host = await Host.open(Environment(backend=backend, cache_dir=CACHE, warm=0))  # type: ignore[arg-type]
+
+    async def round_of(number: int) -> tuple[int, int, int]:
+        for slot in range(count // 10):
+            group = f"m{number}-{slot // 8}"
+            sandbox = await host.acquire(ask(slot, group=group, isolation=isolation))
+            assert (await sandbox.call(ReadFile(path="a.txt"))).ok
+            host.release(sandbox.id)
+            if slot % 8 == 7 or slot == count // 10 - 1:
+                host.release_group("r1", "train", "rollout", group)
+        await host.settle()
+        async with asyncio.timeout(30):
+            while host._channels or footprint()[2]:  # keepers remove their folders on their way out
+                await asyncio.sleep(0.01)
+        return footprint()
+
+    try:
+        before = await round_of(0)
+        after = [await round_of(number) for number in range(1, 10)][-1]
+        assert not host._sandboxes and not host._keys and not host._cells and not host._tasks
+        assert after == before
+    finally:
+        await host.close()
+
+
+async def test_two_hundred_acquires_leave_nothing_behind() -> None:
+    await many("process", 200, "group")
+
+
+@pytest.mark.vm
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["group", "episode"])
+async def test_a_thousand_machines_leave_nothing_behind(isolation: str) -> None:
+    await many("qemu", 1000 if isolation == "group" else 200, isolation)
+
+
+@pytest.mark.vm
+@pytest.mark.slow
+async def test_two_gigabytes_of_output_are_cut(host: Host) -> None:
+    sandbox = await host.acquire(ask(group="flood"))
+    flood = Exec(argv=("sh", "-c", "head -c 2147483648 /dev/zero; echo end >&2"), timeout_s=600.0, output_cap=1000)
+    ended = await sandbox.call(flood)
+    assert ended.ok and ended.truncated and len(ended.stdout) == 1000 and ended.stderr == "end\n"
+    host.release(sandbox.id)
+
+
+@pytest.mark.vm
+@pytest.mark.slow
+async def test_a_killed_parent_takes_twenty_machines_along() -> None:
+    code = (
+        "import asyncio\nfrom headrace.vmhost.host import Host\nfrom headrace.config import Environment\n"
+        "from headrace.messages.sandbox import Acquire\n"
+        "async def main():\n"
+        f"    host = await Host.open(Environment(backend='qemu', cache_dir={CACHE!r}, max_vms=24))\n"
+        "    for n in range(20):\n"
+        "        await host.acquire(Acquire(run='r', lane='train', role='rollout', group='g', slot=n, attempt=0,"
+        " isolation='episode'))\n"
+        "    print(*(clone.pid for clone in host._backend._alive), flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = await asyncio.to_thread(
+        subprocess.Popen, [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in (await asyncio.to_thread(parent.stdout.readline)).split()]
+    watches = [os.pidfd_open(pid) for pid in pids]
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert len(pids) >= 20
+    for watch in watches:
+        assert select.select([watch], [], [], 20)[0], "a QEMU outlived its parent"
+        os.close(watch)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk takes a mount")
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    image = docker_save(tmp_path / "a.tar", [[folder("bin"), file("bin/big", bytes(8 << 20))]])
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "small", str(small)], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        with pytest.raises(VmhostError, match="can't be imported: No space left on device"):
+            imported.take(small, image)
+        assert [path.name for path in small.iterdir()] == ["lock"]
+    finally:
+        subprocess.run(["umount", str(small)], check=True)

@@ -1,0 +1,249 @@
+"""Imported images in real machines: their user, folder, environment and files; and tasks prepared on templates."""
+
+import asyncio
+import fcntl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.config import Environment
+from headrace.messages.sandbox import (
+    Acquire,
+    Exec,
+    ListFiles,
+    OpResult,
+    PullTar,
+    ReadFile,
+    RunTests,
+    SandboxLost,
+    WriteFiles,
+)
+from headrace.messages.tasks import TestPlan
+from headrace.vmhost import collecting, image, imported, levels, probe, template
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.host import Host, VmSandbox
+from tests.vmhost.archives import Layout, Members, file, folder, link
+
+pytestmark = [pytest.mark.anyio, pytest.mark.vm]
+
+CACHE = Path(__file__).parents[2] / ".cache" / "headrace"
+
+
+@pytest.fixture(scope="module")
+def cache() -> Path:
+    """A cache of the tests' own that borrows the base image; what is made in it is found again by its contents."""
+    image.ensure(Environment(cache_dir=str(CACHE)))
+    own = CACHE.parent / "headrace-tests"
+    own.mkdir(exist_ok=True)
+    for source in (*CACHE.glob("base-*"), CACHE / "probe.json"):
+        (own / source.name).unlink(missing_ok=True)
+        (own / source.name).symlink_to(source)
+    return own
+
+
+def environment(cache: Path, **changes: object) -> Environment:
+    return Environment(backend="qemu", cache_dir=str(cache), slots_per_vm=2, warm=0, **changes)  # type: ignore[arg-type]
+
+
+def ask(name: str, group: str, slot: int = 0, **changes: object) -> Acquire:
+    known: dict[str, object] = {"run": "r", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
+    return Acquire(group=group, slot=slot, template=name, **(known | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def busybox(cache: Path) -> str:
+    (base,) = cache.glob("base-*")
+    binary = probe._busybox(base)
+    names = ("sh", "id", "cat", "ls", "pwd", "env", "ln", "touch", "sleep", "chown", "mount", "stat")
+    below: Members = [
+        folder("bin"),
+        file("bin/busybox", binary, mode=0o755),
+        *(link(f"bin/{name}", "busybox") for name in names),
+        file("etc/passwd", b"root:x:0:0::/root:/bin/sh\ndev:x:1000:100::/home/dev:/bin/sh\n"),
+        file("etc/group", b"users:x:100:\nwheel:x:10:dev\n"),
+        file("etc/shadow", b"secret", mode=0o600),
+        folder("srv/app", uid=1000, gid=100),
+        file("srv/app/gone"),
+    ]
+    above: Members = [file("srv/app/.wh.gone"), file("srv/app/main.txt", b"main\n", mode=0o640, uid=1000, gid=100)]
+    layout = Layout()
+    layout.image([below, above], "box:1", "zstd", User="dev", WorkingDir="/srv/app", Env=["GREETING=hello world"])
+    path = layout.tar(cache / "making-box.tar")
+    imported.take(cache, path, "box")
+    path.unlink()
+    return "box"
+
+
+@pytest.fixture(scope="module")
+async def host(cache: Path) -> AsyncIterator[Host]:
+    opened = await Host.open(environment(cache))
+    yield opened
+    await opened.close()
+
+
+async def sh(sandbox: VmSandbox, script: str, user: str = "") -> OpResult:
+    return await sandbox.call(Exec(argv=("sh", "-c", script), user=user, timeout_s=20.0))
+
+
+async def test_an_image_runs_as_its_configuration_says(host: Host, busybox: str) -> None:
+    box = await host.acquire(ask(busybox, "box"))
+    told = await sh(
+        box, "id -u; id -G; pwd; echo $GREETING $HOME; cat main.txt; ls; cat /proc/1/root/etc/passwd | head -c 4"
+    )
+    assert told.stdout.splitlines()[:6] == ["1000", "100 10", "/srv/app", "hello world /home/dev", "main", "main.txt"]
+    assert (await box.call(WriteFiles(files={"new/x": b"1"}))).ok
+    assert (await sh(box, "stat -c '%u %a' new/x; echo 2 > new/x; cat new/x")).stdout == "1000 644\n2\n"
+    for attack in (
+        "cat /etc/shadow",
+        "echo x > /etc/passwd",
+        "ls /opt/headrace",
+        "ls /dev/vport0p0",
+        "mount -t tmpfs x /srv",
+    ):
+        assert not (await sh(box, attack)).ok, attack
+    root = await sh(
+        box,
+        "id -u; cat /etc/shadow; echo 1 > /proc/sys/kernel/sysrq || echo no; mount -t proc x /srv || echo no",
+        "root",
+    )
+    assert root.stdout.split() == ["0", "secret", "no", "no"]
+    assert "no user 'ghost'" in (await sh(box, "true", "ghost")).error
+    plan = TestPlan(kind="command", argv=("sh", "-c", "exit 3"))
+    assert (await box.call(RunTests(plan=plan))).code == 3
+    assert "by a command of its own" in (await box.call(RunTests(plan=TestPlan(paths=("t.py",))))).error
+    pulled = await box.call(PullTar())
+    assert b"main.txt" in pulled.data
+    other = await host.acquire(ask(busybox, "box", 1, files={"pushed": b"yes"}))
+    assert host.usage()["vms"] >= 2, "an imported image has its machine for itself"
+    assert (await other.call(ReadFile(path="pushed"))).data == b"yes"
+    assert (await other.call(ListFiles())).stdout.split() == ["main.txt", "pushed"]
+    for taken in (box, other):
+        host.release(taken.id)
+
+
+async def test_a_task_is_prepared_once_and_its_clones_begin_there(host: Host, cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "tool").write_text("#!/bin/sh\necho ran\n")
+    (tmp_path / "tool").chmod(0o750)
+    (tmp_path / "same").symlink_to("tool")
+    steps = (
+        Exec(
+            argv=("sh", "-c", "./tool > made; (while :; do sleep 0.05; date +%s > /tmp/beat; done) > /dev/null 2>&1 &")
+        ),
+        Exec(argv=("sh", "-c", "test -s made")),
+    )
+    levels.save(cache, levels.Recipe(name="chore", base="light", tree=levels.archive(tmp_path), steps=steps))
+    one, two = [await host.acquire(ask("chore", "c", slot)) for slot in range(2)]
+    for sandbox in (one, two):
+        state = await sh(
+            sandbox, "stat -c '%a' tool; ls -l same | sed 's/.* same/same/'; cat made; test -e /tmp/beat && echo beats"
+        )
+        assert state.stdout.splitlines() == ["750", "same -> tool", "ran", "beats"], state
+    await one.call(WriteFiles(files={"made": b"changed"}))
+    fresh = await host.acquire(ask("chore", "d", files={"task.py": b"x = 1\n"}))
+    assert (await fresh.call(ReadFile(path="made"))).data == b"ran\n"
+    assert (await fresh.call(ReadFile(path="task.py"))).ok
+    for taken in (one, two, fresh):
+        host.release(taken.id)
+    for group in "cd":
+        host.release_group("r", "train", "rollout", group)
+    made = host._backend._templates["chore"].manifest  # type: ignore[attr-defined]
+    below = image.ensure(environment(cache))["light"].manifest
+    assert made.levels == (below.key,) and made.hardware == below.hardware and made.key != below.key
+
+
+async def test_what_a_template_is_made_of_decides_its_name(cache: Path) -> None:
+    parts = image.Parts(cache, next(cache.glob("base-*")), "7", "tcg", "microvm", print)
+    recipe = levels.Recipe(name="k", base="light", tree=b"t", steps=(Exec(argv=("true",)),))
+    keys = set()
+    for change in (
+        {},
+        {"tree": b"u"},
+        {"steps": ()},
+        {"steps": (Exec(argv=("true",), env={"A": "1"}),)},
+        {"base": "debian"},
+    ):
+        levels.save(cache, msgspec.structs.replace(recipe, **change))
+        keys.add(image.plan(environment(cache), "k").key(parts))
+    keys.add(image.plan(environment(cache), "k").key(parts._replace(version="8")))
+    assert len(keys) == 6
+    (cache / "task-k").unlink()
+
+
+async def test_a_preparation_that_fails_says_what_it_said(cache: Path) -> None:
+    levels.save(cache, levels.Recipe(name="bad", base="light", steps=(Exec(argv=("sh", "-c", "echo oh; exit 7")),)))
+    levels.save(cache, levels.Recipe(name="circle", base="circle"))
+    with pytest.raises(VmhostError, match=r"step 1 \(sh -c echo oh; exit 7\): exit code 7: oh"):
+        await _made(cache, "bad")
+    with pytest.raises(VmhostError, match="a circle of them"):
+        await _made(cache, "circle")
+    with pytest.raises(VmhostError, match=r"no template 'nobody'; known are light, debian, .*circle"):
+        await _made(cache, "nobody")
+    with pytest.raises(VmhostError, match=r"can't be called 'box/\.\.'"):
+        levels.save(cache, levels.Recipe(name="box/..", base="light"))
+    for name in ("bad", "circle"):
+        (cache / f"task-{name}").unlink()
+    assert not list(cache.glob("template-bad-*")) and not list(cache.glob("making-*"))
+
+
+async def _made(cache: Path, name: str) -> template.Template:
+    return (await asyncio.to_thread(image.ensure, environment(cache), print, (name,)))[name]
+
+
+async def test_an_unknown_template_is_refused_and_costs_nothing(host: Host) -> None:
+    vms = host.usage()["vms"]
+    with pytest.raises((VmhostError, SandboxLost), match="no template 'nobody'"):
+        await host.acquire(ask("nobody", "n"))
+    assert host.usage()["vms"] == vms
+
+
+async def test_what_nothing_refers_to_is_collected(host: Host, cache: Path, busybox: str) -> None:
+    config = environment(cache)
+    stale = cache / "template-light-0000000000000000"
+    stale.mkdir(exist_ok=True)
+    (stale / "manifest.json").write_text("{}")
+    (cache / "making-dead").mkdir(exist_ok=True)
+    held = {Path(one.path).name: one.why for one in collecting.holdings(config)}
+    assert held[stale.name] == held["making-dead"] == ""
+    assert "a host has it open" in held.values()
+    with pytest.raises(VmhostError, match="no image or recipe 'nobody' to forget"):
+        collecting.collect(config, ("nobody",))
+    levels.save(cache, levels.Recipe(name="upon", base=busybox))
+    with pytest.raises(VmhostError, match="is what upon stands on"):
+        collecting.collect(config, (busybox,))
+    with stale.joinpath("manifest.json").open() as manifest:
+        fcntl.flock(manifest, fcntl.LOCK_SH)
+        collecting.collect(config, ("upon",))
+        assert stale.exists(), "a template that a host has open stays"
+    gone = {Path(one.path).name for one in collecting.collect(config)}
+    assert stale.name in gone and not stale.exists() and not (cache / "making-dead").exists()
+    assert imported.find(cache, busybox) is not None
+    kept = {Path(one.path).name for one in collecting.holdings(config)}
+    assert any(name.startswith("template-light-") for name in kept)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["truncated", "changed", "gone"])
+async def test_a_template_damaged_under_a_living_host_is_made_again(cache: Path, damage: str) -> None:
+    levels.save(cache, levels.Recipe(name="frail", base="light", steps=(Exec(argv=("sh", "-c", "echo made > a")),)))
+    said: list[str] = []
+    host = await Host.open(environment(cache), on_event=lambda kind, text, data: said.append(text))
+    try:
+        first = await host.acquire(ask("frail", "one"))
+        assert (await first.call(ReadFile(path="a"))).data == b"made\n"
+        host.release(first.id)
+        await host.settle()
+        (folder,) = cache.glob("template-frail-*")
+        ram = folder / "ram"
+        ram.chmod(0o644)
+        if damage == "gone":
+            ram.unlink()
+        else:
+            with ram.open("r+b") as file:
+                file.truncate(1 << 20) if damage == "truncated" else file.write(b"changed" * 5000)
+        second = await host.acquire(ask("frail", "two"))
+        assert (await second.call(ReadFile(path="a"))).data == b"made\n"
+        assert any("touched behind our back" in text for text in said) and any("made again" in text for text in said)
+    finally:
+        await host.close()
