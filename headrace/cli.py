@@ -131,14 +131,9 @@ def parser() -> argparse.ArgumentParser:
 
     vm = commands.add_parser("vm", help="guest images and sandboxes of this host")
     vm_commands = vm.add_subparsers(dest="vm_command", required=True, metavar="COMMAND")
-    for name, text in (
-        ("build", "build and cache image and templates"),
-        ("doctor", "what this host can do, in plain words"),
-        ("facts", "what a sandbox looks like from inside"),
-    ):
-        one = vm_commands.add_parser(name, help=text)
-        one.add_argument("--config", default="")
-        one.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key")
+    from headrace.launch.vm_arguments import arguments as vm_arguments
+
+    vm_arguments(vm_commands)
 
     weights = commands.add_parser("weights", help="the chain of published versions")
     chain_commands = weights.add_subparsers(dest="weights_command", required=True, metavar="COMMAND")

@@ -194,12 +194,7 @@ def vm(args: argparse.Namespace) -> int:
     """`headrace vm`."""
     from headrace.launch import vm_commands
 
-    config: Config = load(args.config, args.set)
-    if args.vm_command == "build":
-        return vm_commands.build(config)
-    if args.vm_command == "doctor":
-        return vm_commands.doctor(config)
-    return looped(vm_commands.facts(config))
+    return vm_commands.vm(load(args.config, args.set), args)
 
 
 def weights(args: argparse.Namespace) -> int:

@@ -1,0 +1,96 @@
+"""`headrace vm`: images, sandboxes by hand, what the cache holds."""
+
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import main
+from tests.vmhost.archives import docker_save, file, folder
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = f"environment.cache_dir={json.dumps(str(ROOT / '.cache' / 'headrace'))}"
+
+
+def test_an_image_is_imported_shown_and_forgotten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = ("--set", f"environment.cache_dir={json.dumps(str(tmp_path / 'cache'))}")
+    image = docker_save(tmp_path / "a.tar", [[folder("bin"), file("bin/sh", b"x" * 70_000)]], WorkingDir="/app")
+    assert main(["vm", "import", str(image), "--name", "mine", *here]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["name"], told["workdir"], told["entries"]) == ("mine", "/app", 2)
+    (tmp_path / "cache" / "making-old").mkdir()
+    assert main(["vm", "gc", "--dry-run", *here]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["drop", "keep"] and "image mine" in lines[1]
+    assert main(["vm", "gc", "--forget", "mine", *here]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("MiB freed")
+    assert {path.name for path in (tmp_path / "cache").iterdir()} <= {"lock", "probe.json"}
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["import", "nowhere.tar"], "nowhere.tar can't be imported: there is no such file"),
+        (["gc", "--forget", "nobody"], "there is no image or recipe 'nobody' to forget"),
+        (["build", "task", "--base", "nobody"], "there is no template 'nobody'; known are light, debian"),
+        (["build", "light", "--base", "debian"], "a task template can't be called 'light'"),
+        (["run", "--template", "light"], "light has no command of its own"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    args: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("headrace.launch.vm_commands.end_together", lambda: None)
+    assert main(["vm", *args]) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("headrace: ") and sentence in said and said.count("\n") == 1
+
+
+@pytest.mark.vm
+def test_a_command_runs_in_a_fresh_sandbox(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "in.txt").write_text("given\n")
+    command = ["sh", "-c", "cat in.txt; echo $WHO >&2; echo made > out.txt; exit 7"]
+    how = ["--push", str(tmp_path / "tree"), "--pull", str(tmp_path / "out.tar"), "--env", "WHO=me", "--set", CACHE]
+    assert main(["vm", "run", *how, "--", *command]) == 7
+    said = capsys.readouterr()
+    assert said.out.endswith("given\n") and said.err == "me\n"
+    with tarfile.open(tmp_path / "out.tar") as tar:
+        assert sorted(tar.getnames()) == ["in.txt", "out.txt"]
+
+
+@pytest.mark.vm
+@pytest.mark.slow
+def test_a_sandbox_is_forked_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    how = ["--prepare", "echo ready > a", "--count", "3", "--set", CACHE]
+    assert main(["vm", "fork", *how, "--", "cat", "a"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert lines[-3:] == ["0: ready", "1: ready", "2: ready"] and json.loads(last)["codes"] == [0, 0, 0]
+
+
+@pytest.mark.vm
+@pytest.mark.slow
+def test_a_shell_takes_what_is_typed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace.cli", "vm", "shell", "--set", CACHE],
+        input="echo $((6 * 7)); tty; exit 3\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    assert done.returncode == 3, done.stderr
+    assert "42" in done.stdout and "/dev/pts/" in done.stdout
+
+
+@pytest.mark.vm
+@pytest.mark.slow
+def test_the_pool_tells_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["vm", "pool", "--clones", "2", "--set", CACHE]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["clones"] == 2 and 0 < told["warm_acquire_p50_ms"] < told["cold_acquire_p50_ms"]
+    assert 0 < told["parked_private_p50_mib"] < 200
