@@ -1,12 +1,13 @@
 """How long until every region runs a new version?
 
-    python -m benchmarks.fanout [--raw-mib 256] [--wire-mib 64] [--mbit 200] [--cut-s 20]
+    python -m benchmarks.fanout [--raw-mib 288] [--wire-mib 64] [--mbit 200] [--cut-s 20]
 
 A hub and four regions in network namespaces, 80 to 150 ms of round trip and `--mbit` each way (`wide_area`: the
 endpoints are the kernel's TCP, the links a router of ours, MTU 9000). Brokers run the configuration of deploy/regions;
-sender and receivers are `headrace actor` processes, the frames are the sender's own. The weights are normal, a step
-moves a share of them by a unit in the last place: as many as give `--wire-mib` of delta. In one run: a version as a
-full snapshot, one as a delta, one during which a region is swallowed for `--cut-s`, and a region that joins late.
+sender and receivers are `headrace actor` processes, the frames are the sender's own. The weights are normal; a step
+moves a share of them at random, by magnitudes as steps at 1e-4 have: as many as give `--wire-mib` of delta. In one run:
+a version as a full snapshot, one as a delta, one during which a region is swallowed for `--cut-s`, and a region that
+joins late.
 
 Times are those at which the hub's streams stored the messages: from SnapshotReady to the last region's WeightsStaged.
 fraction_of_link is payload over rate x time, from the first chunk's storing until the link is quiet; the fraction until
@@ -50,7 +51,13 @@ LATE = "af"
 RUN = "fanout"
 PIECE = 4 << 20
 """Elements of a tensor."""
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
+Mix = tuple[float, ...]
+MAGNITUDES = ((1, 1), (2, 2), (3, 7), (8, 60))
+"""Units in the last place by which an element moves: from, to."""
+COARSE: Mix = (0.545, 0.165, 0.194, 0.096)
+FINE: Mix = (0.883, 0.049, 0.046, 0.022)
+"""Shares of these magnitudes in real steps at learning rates of 1e-4 and 1e-6 (benchmarks.weight_delta's model)."""
 
 
 class Push(NamedTuple):
@@ -71,23 +78,26 @@ def base_weights(raw_mib: int) -> dict[str, torch.Tensor]:
     return {f"layers.{n}": (torch.randn(PIECE, generator=generator) * 0.02).bfloat16() for n in range(count)}
 
 
-def stepped(tensors: dict[str, torch.Tensor], seed: int, density: float) -> dict[str, torch.Tensor]:
-    """A step: that share of the elements moves by one unit in the last place, up or down."""
-    rng, out = np.random.default_rng(seed), {}
+def stepped(tensors: dict[str, torch.Tensor], seed: int, density: float, mix: Mix) -> dict[str, torch.Tensor]:
+    """A step: that share of the elements moves up or down by some units in the last place, at random."""
+    table = np.zeros(1 << 16, np.int16)
+    count, at = int(density * table.size), 0
+    rng = np.random.default_rng(seed)
+    for (low, high), share in zip(MAGNITUDES, mix, strict=True):
+        some = round(count * share)
+        table[at : at + some] = rng.integers(low, high + 1, some) * rng.choice([-1, 1], some)
+        at += some
+    out = {}
     for name, tensor in tensors.items():
-        bits = state.bits(tensor).view(np.uint16).copy()
-        draw = rng.integers(0, 1 << 16, bits.size, dtype=np.uint16)
-        limit = int(density * 65536)
-        bits += (draw < limit // 2).astype(np.uint16)
-        bits -= (draw >= 65536 - limit // 2).astype(np.uint16)
-        out[name] = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+        bits = state.bits(tensor).view(np.int16) + table[rng.integers(0, table.size, tensor.numel(), dtype=np.uint16)]
+        out[name] = torch.from_numpy(bits).view(torch.bfloat16)
     return out
 
 
-def trial(folder: Path, piece: dict[str, torch.Tensor], density: float) -> tuple[float, float]:
+def trial(folder: Path, piece: dict[str, torch.Tensor], density: float, mix: Mix) -> tuple[float, float]:
     """Ratio and encode GB/s (processor time) of our codec on one tensor."""
     snapshot.write(folder / "a", piece)
-    snapshot.write(folder / "b", stepped(piece, 2, density))
+    snapshot.write(folder / "b", stepped(piece, 2, density, mix))
     base = Snapshot(folder / "a")
     encoding = Encoding(Snapshot(folder / "b"), base, base_hashes=base.hashes())
     for _ in encoding.chunks():
@@ -100,7 +110,7 @@ def density_for(folder: Path, piece: dict[str, torch.Tensor], ratio: float) -> f
     low, high = 0.001, 0.98
     for _ in range(8):
         middle = (low + high) / 2
-        low, high = (middle, high) if trial(folder, piece, middle)[0] > ratio else (low, middle)
+        low, high = (middle, high) if trial(folder, piece, middle, COARSE)[0] > ratio else (low, middle)
     return (low + high) / 2
 
 
@@ -247,7 +257,7 @@ async def measure(area: WideArea, folder: Path, args: argparse.Namespace) -> tup
     raw = sum(2 * tensor.numel() for tensor in tensors.values())
     piece = {"x": next(iter(tensors.values()))}
     density = density_for(folder, piece, raw / (args.wire_mib << 20))
-    ratio, encode_gb_s = trial(folder, piece, 0.0094)
+    ratio, encode_gb_s = trial(folder, piece, 0.0094, FINE)
     out: Figures = {"raw_bytes": raw, "link_mbit": args.mbit, "changed_pct": round(100 * density, 2)}
     out |= {f"rtt_{name}_ms": round(1e3 * ping(area, name), 1) for name in area.regions}
     fleet = Fleet(area, folder)
@@ -259,11 +269,13 @@ async def measure(area: WideArea, folder: Path, args: argparse.Namespace) -> tup
         pushes: dict[str, Figures] = {}
         for version, kind in enumerate(("full", "delta", "cut")):
             if version:
-                tensors = stepped(tensors, 10 + version, density)
+                tensors = stepped(tensors, 10 + version, density, COARSE)
+            before = area.carried()["us"][-1][1]
             at = await fleet.announce(version, tensors)
             others = names - {"us"} if kind == "cut" else names
             if kind == "cut":
-                await asyncio.sleep(args.cut_after_s)
+                while area.carried()["us"][-1][1] - before < 0.3 * (args.wire_mib << 20):
+                    await asyncio.sleep(0.02)
                 area.cut("us")
                 gone = time.time()
             push = await fleet.push(version, at, others)
@@ -305,14 +317,14 @@ async def measure(area: WideArea, folder: Path, args: argparse.Namespace) -> tup
 def main() -> None:
     """Measure, end with one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--raw-mib", type=int, default=256)
+    parser.add_argument("--raw-mib", type=int, default=288)
     parser.add_argument("--wire-mib", type=int, default=64)
     parser.add_argument("--mbit", type=float, default=200)
     parser.add_argument("--cut-s", type=float, default=20)
-    parser.add_argument("--cut-after-s", type=float, default=1.5, help="after the announcement")
     parser.add_argument("--cores", type=int, default=64, help="encoders and decoders that the projection assumes")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces are removed also then
     rtts = {**RTTS, LATE: 0.12}
     try:
         with wide_area(f"hr{os.getpid()}", rtts, args.mbit * 1e6) as area, tempfile.TemporaryDirectory() as text:
