@@ -145,6 +145,7 @@ def parser() -> argparse.ArgumentParser:
         ("export", "a version as a safetensors file"),
         ("diff", "what two versions differ in"),
         ("collect", "remove what no joiner can need any more"),
+        ("regions", "which replica runs which version since when"),
     ):
         one = chain_commands.add_parser(name, help=text)
         if name == "diff":
@@ -159,6 +160,8 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--count", type=int, default=8, help="how many deltas")
         if name == "collect":
             one.add_argument("--chains", type=int, default=3, help="newest chains that stay, at least 2")
+        if name == "regions":
+            one.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
         one.add_argument("--unsigned", action="store_true", help="take versions that nobody signed")
     return top
 

@@ -199,11 +199,13 @@ def vm(args: argparse.Namespace) -> int:
 
 def weights(args: argparse.Namespace) -> int:
     """`headrace weights`."""
-    from headrace.launch import weight_commands
+    from headrace.launch import region_commands, weight_commands
 
     async def body() -> int:
         folder = runs.find(args.run)
         async with bus_of(folder, weight_commands.ROLES.get(args.weights_command, "operator")) as bus:
+            if args.weights_command == "regions":
+                return await region_commands.execute(bus, folder, args)
             return await weight_commands.execute(bus, folder, args)
 
     return looped(body())
