@@ -73,8 +73,7 @@ class Policy(Section, frozen=True, kw_only=True):
     vocab: int = 640
     dtype: Literal["float32", "bfloat16"] = "float32"
     expert_format: Literal["", "mxfp8"] = ""
-    """How experts are served and multiplied, also those of a checkpoint: empty is `dtype`, mxfp8 eight bits a weight.
-    The recipe's table is in headrace/kernels/mxfp8.py."""
+    """How experts are served and multiplied; empty is `dtype`. The table is in headrace/kernels/mxfp8.py."""
 
 
 class Engine(Section, frozen=True, kw_only=True):
@@ -200,23 +199,18 @@ class Algorithm(Section, frozen=True, kw_only=True):
 
 
 class Numerics(Section, frozen=True, kw_only=True):
-    """What is done about differences between sampler and trainer. Limits are per engine, over the tokens that the
-    trainer scored again with the weights that wrote them; 0 is no limit."""
+    """Differences between sampler and trainer: limits per engine, as in EngineMismatch; 0 is no limit."""
 
     on_mismatch: Literal["warn", "mask", "stop"] = "warn"
     """Above a limit: say so; or let tokens beyond `mask_ratio` teach nothing in that step; or refuse the step."""
     limit_max_abs_dlp: float = 0.0
-    """Largest |difference| of a log-probability."""
     limit_k3: float = 0.0
     limit_differ: float = 0.0
-    """Share of tokens whose log-probability is not the same."""
     limit_flips: float = 0.0
-    """Share of token-layers whose experts are not the same."""
     mask_ratio: float = 2.0
     """Largest p_trainer / p_sampler, either way up, that still teaches once masking is on."""
     replay_plausible: float = 0.0
-    """A recorded expert is replayed only if its score is at least this share of the weakest that the trainer itself
-    would choose; 0 replays every record as it is."""
+    """Share of the weakest live choice's score below which a recorded expert is not replayed; 0 replays all."""
     recompute: bool = False
     """Keep no activations inside layers and compute them again in backward: less memory, the same bits."""
 
