@@ -202,13 +202,12 @@ class Numerics(Section, frozen=True, kw_only=True):
     """Differences between sampler and trainer: limits per engine, as in EngineMismatch; 0 is no limit."""
 
     on_mismatch: Literal["warn", "mask", "stop"] = "warn"
-    """Above a limit: say so; or let tokens beyond `mask_ratio` teach nothing in that step; or refuse the step."""
+    """Above a limit: say so; let tokens whose ratio is beyond `mask_ratio`, either way up, teach nothing; or refuse."""
     limit_max_abs_dlp: float = 0.0
     limit_k3: float = 0.0
     limit_differ: float = 0.0
     limit_flips: float = 0.0
     mask_ratio: float = 2.0
-    """Largest p_trainer / p_sampler, either way up, that still teaches once masking is on."""
     replay_plausible: float = 0.0
     """Share of the weakest live choice's score below which a recorded expert is not replayed; 0 replays all."""
     recompute: bool = False

