@@ -1,0 +1,149 @@
+"""Which correction holds a policy whose samples are four versions old, at a high learning rate?
+
+    python -m benchmarks.lag_study [--lag 4] [--learning-rate 1e-3] [--seeds 1,2,3] [--arms truncated,masked,...]
+
+Every arm is a whole `headrace up` from one mid-trained policy, in the `process` backend: what is studied is an
+objective, not a sandbox. The rollout actor runs here and serves the version that is `lag` behind the newest one. With a
+staleness bound of `lag` that makes the age exact: a request of batch b asks for version b - lag, and gets just that.
+
+An arm has collapsed when the mean reward of its last five batches is below half of its best five in a row.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from benchmarks.async_vs_sync import Cell, Seen, beside, prepare, settings, whole_run
+from benchmarks.conditions import Figures, at_least, finish
+from headrace.actors import rollout
+from headrace.actors.rollout_policies import Policies
+from headrace.messages.base import Message
+from headrace.messages.weights import WeightsStaged
+
+LAG = "HEADRACE_BENCHMARK_LAG"
+GROUPS = (
+    '[["curriculum","evaluator","dead_letter"],["judge"],["environment"],["trainer"],'
+    '["weight_sender","weight_receiver"]]'
+)
+ARMS: dict[str, tuple[str, ...]] = {
+    "truncated": (),
+    "masked": ("algorithm.weighting=masked",),
+    "clipped": ("algorithm.weighting=clipped",),
+    "decoupled": ("algorithm.weighting=decoupled", "algorithm.minibatches=2"),
+    "sequence": ("algorithm.weighting=sequence",),
+    "sequence_masked": ("algorithm.weighting=sequence_masked",),
+    "guarded": ("algorithm.guard_k1=0.05",),
+}
+"""Overrides of an arm; `guarded` is truncated under the guard of headrace/training/guard.py."""
+
+
+class Late(Policies):
+    """Hears of a version only when `lag` further ones are staged; of version 0 at once."""
+
+    async def _hear(self, message: Message) -> None:
+        if not isinstance(message, WeightsStaged):
+            return
+        held: dict[int, WeightsStaged] = self.__dict__.setdefault("held", {})
+        held[message.version] = message
+        due = max(0, message.version - int(os.environ[LAG]))
+        await super()._hear(held[min(version for version in held if version >= due)])  # the sender may skip some
+
+
+def best(rewards: list[float], width: int = 5) -> float:
+    """Largest mean of so many batches in a row."""
+    return max(statistics.fmean(rewards[at : at + width]) for at in range(max(1, len(rewards) - width + 1)))
+
+
+def told(seen: Seen, steps: int) -> Figures:
+    """What became of one run."""
+    rewards = [done.reward_mean for _, done in seen.steps]
+    last = statistics.fmean(rewards[-5:])
+    marks = [step for step in range(9, steps, 10)]
+    by_step = {done.step: done for _, done in seen.steps}
+    return {
+        "collapsed": last < 0.5 * best(rewards),
+        "reward_last": round(last, 4),
+        "reward_best": round(best(rewards), 4),
+        "reward_at": {str(mark + 1): round(by_step[mark].reward_mean, 3) for mark in marks if mark in by_step},
+        "k1_max": round(max(done.k1 for _, done in seen.steps), 4),
+        "k1_at": {str(mark + 1): round(by_step[mark].k1, 4) for mark in marks if mark in by_step},
+        "staleness": sorted({age for _, done in seen.steps for age in done.staleness}),
+        "rolled_back": [failed.step for failed in seen.failed_steps if failed.restored >= 0],
+        "failed_steps": len(seen.failed_steps),
+        "balanced": seen.balanced,
+    }
+
+
+def arguments() -> argparse.Namespace:
+    """The study."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lag", type=int, default=4)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=3_300_000, help="of mid-training, once")
+    parser.add_argument("--credit", type=int, default=128)
+    parser.add_argument("--max-vms", type=int, default=24)
+    parser.add_argument("--limit-s", type=float, default=1800.0)
+    parser.add_argument("--dir", default="")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--rollout", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """All arms of a seed, then the next seed."""
+    args = arguments()
+    if args.rollout:
+        vars(rollout)["Policies"] = Late
+        sys.exit(uvloop.run(beside(Path(args.rollout), [rollout.Rollout])))
+    unknown = set(args.arms.split(",")) - set(ARMS)
+    if unknown:
+        sys.exit(f"there is no arm {sorted(unknown)[0]!r}; there are {', '.join(ARMS)}")
+    root = Path(args.dir or f"runs/lag_study-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    root.mkdir(parents=True, exist_ok=True)
+    args.backend = "process"
+    start = prepare(args, root)
+    runs: dict[str, Any] = {}
+    for seed in map(int, args.seeds.split(",")):
+        for arm in args.arms.split(","):
+            folder = root / f"{arm.replace('_', '-')}-s{seed}"
+            own = [
+                f"run.id={folder.name}",
+                f"processes.groups={GROUPS}",
+                f"algorithm.learning_rate={args.learning_rate}",
+            ]
+            overrides = [*settings(args, Cell(args.lag, False, seed), root), *own, *ARMS[arm]]
+            helper = ["benchmarks.lag_study", "--rollout", str(folder)]
+            seen = whole_run(folder, start, overrides, helper, {LAG: str(args.lag)}, args.limit_s)
+            runs[folder.name] = told(seen, args.steps)
+            print(f"{folder.name}: {runs[folder.name]}", file=sys.stderr, flush=True)
+    held = {
+        arm: sum(not run["collapsed"] for name, run in runs.items() if name.startswith(f"{arm.replace('_', '-')}-s"))
+        for arm in args.arms.split(",")
+    }
+    seeds = len(args.seeds.split(","))
+    figures: Figures = {
+        "backend": "process",
+        "isolated": False,
+        "lag_versions": args.lag,
+        "learning_rate": args.learning_rate,
+        "steps": args.steps,
+        "held_runs": held,
+        "seeds": args.seeds,
+        "runs": runs,
+    }
+    finish(figures, {"runs_held_by_the_best_correction": at_least(max(held.values()), seeds)}, "torch", "nats-py")
+
+
+if __name__ == "__main__":
+    main()
