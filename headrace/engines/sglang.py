@@ -268,7 +268,7 @@ class SglangEngine:
         self.counts["retracted"] += leg.retractions
         strange = [stretch.label for stretch in leg.stretches if stretch.label not in self._life.versions]
         if strange:
-            self._life.lost()
+            self._life.lost(strange=True)
             raise EngineError(f"the server served {strange[0]!r}, which nobody here loaded; it is loaded anew")
         if leg.stretches and leg.stretches[0].label != weights.label:
             # It waited inside the server while weights changed: its prompt may mix both versions' keys and values.

@@ -46,6 +46,7 @@ class Life:
         self._held: Weights | None = None
         """What the server is known to hold, to go back to."""
         self._pinned: dict[int, Weights] = {}
+        self._strange = False
 
     def name(self, version: int, path: str, state_hash: str) -> Weights:
         """Remember a version's label."""
@@ -89,9 +90,14 @@ class Life:
             raise EngineError("no weights were loaded yet")
         return self._latest
 
-    def lost(self) -> None:
-        """The server is gone, or serves what nobody here loaded: the next to enter sees to it."""
+    def lost(self, *, strange: bool = False) -> None:
+        """The server is gone, or serves what nobody here loaded (strange): the next to enter sees to it.
+
+        What a strange one says of itself at /model_info is not believed: after a failed update it differs from what its
+        scheduler computes with.
+        """
         self.gate.serving = self._held = self.terms = None
+        self._strange = strange
 
     async def attach(self) -> None:
         """Check a server that runs already. sglang_terms.Unfit, EngineError."""
@@ -103,11 +109,11 @@ class Life:
             found = await self._up(weights)
             if self._held is None:
                 await self._swapper.ready(weights)
-            if self._held is None and await self._swapper.holds(weights, found):
+            if self._held is None and not self._strange and await self._swapper.holds(weights, found):
                 self._swapper.pause_ms = 0.0
             else:
                 await self._swapper.change(weights, self._held, found, self._take_back)
-            self._held = weights
+            self._held, self._strange = weights, False
         except ServerError as error:
             self._held = None
             raise NotServed(f"no server could be made to serve version {weights.version}: {error}") from error

@@ -66,7 +66,8 @@ class Double:
     def __init__(self, config: PolicyConfig, *, max_running: int = 8, seed: int = 5) -> None:
         self.config, self.max_running = config, max_running
         self.model = tiny.model(config, exact=False, seed=99)
-        self.version = "default"
+        self.version = self.told = "default"
+        """What computes, and what /model_info says: an update that answers 400 changes the first alone."""
         self.model_path = "/nowhere"
         self.paused = self.sick_when_paused = False
         self.running: list[Request] = []
@@ -126,6 +127,7 @@ class Double:
             await runner.cleanup()
         self.running, self.queue, self.prefixes, self.paused = [], [], {}, False
         self.model, self.version = tiny.model(self.config, exact=False, seed=99), "default"
+        self.told = self.version
 
     close = die
 
@@ -237,7 +239,7 @@ class Double:
             answer: web.StreamResponse = await handler(request)
             return answer
         finally:
-            self._open.discard(transport)  # type: ignore[arg-type]
+            self._open.discard(transport)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -284,7 +286,8 @@ class Double:
         return {"text": "", "output_ids": one.out, "meta_info": meta}
 
     def _spans(self, one: Request) -> list[dict[str, Any]]:
-        spans, start = [], 0
+        spans: list[dict[str, Any]] = []
+        start = 0
         for version, end in [*one.changes, (self.version, len(one.out))]:
             if end > start or not spans:
                 spans.append({"version": version, "start": start, "end": end})
@@ -294,8 +297,10 @@ class Double:
     async def _abort(self, request: web.Request) -> web.Response:
         body = await request.json()
         async with self.news:
-            for one in [*self.running, *self.queue]:
-                if body.get("abort_all") or one.rid.startswith(body["rid"]):
+            inside = [*self.running, *self.queue]
+            known = any(one.rid == body.get("rid") for one in inside)  # of an unknown id nothing is aborted
+            for one in inside:
+                if body.get("abort_all") or (known and one.rid.startswith(body["rid"])):
                     queued = "Abort in waiting queue" if one in self.queue else "Abort"
                     self._end(one, {"type": "abort", "message": queued, "status_code": None})
             self.news.notify_all()
@@ -334,7 +339,6 @@ class Double:
                     one.changes.append((self.version, len(one.out)))
             self.model.load_state(state)
             self.version = body.get("weight_version") or self.version
-            self.model_path = body["model_path"]
         if how == "half":
             return web.json_response({"success": False, "message": "partially updated"}, status=400)
         if body.get("flush_cache", True):
@@ -344,6 +348,7 @@ class Double:
                 )
                 return web.json_response({"success": False, "message": text}, status=400)
             self.prefixes.clear()
+        self.model_path, self.told = body["model_path"], self.version
         return web.json_response({"success": True, "message": "Succeeded", "num_paused_requests": 0})
 
     async def _check(self, request: web.Request) -> web.Response:
@@ -364,7 +369,7 @@ class Double:
         return web.json_response(said | self.info)
 
     async def _model_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"model_path": self.model_path, "weight_version": self.version})
+        return web.json_response({"model_path": self.model_path, "weight_version": self.told})
 
     async def _loads(self, request: web.Request) -> web.Response:
         load = {"num_running_reqs": len(self.running), "num_waiting_reqs": len(self.queue), "token_usage": 0.1}

@@ -19,7 +19,7 @@ async def serve() -> None:
     config, tensors = checkpoint.load(known.model_path)
     one = Double(config)
     one.model.load_state(tensors)
-    one.version = known.weight_version
+    one.version = one.told = known.weight_version
     await one.start(known.port)
     await asyncio.Event().wait()
 

@@ -215,7 +215,6 @@ def test_terms_of_a_fit_server() -> None:
     assert terms(INFO | {"enable_return_routed_experts": False}, dense).version == "0.5.23"
 
 
-@pytest.mark.slow
 def test_a_stage_writes_only_what_changed_and_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_stage, "BLOCK", 4096)
     state = tiny.model(CONFIG, exact=False).state()
@@ -237,7 +236,6 @@ def test_a_stage_writes_only_what_changed_and_is_what_it_says(tmp_path: Path, mo
     assert not stage.folder.exists()
 
 
-@pytest.mark.slow
 def test_checksums_name_what_differs(tmp_path: Path) -> None:
     state = tiny.model(CONFIG, exact=False).state()
     snapshot.write(tmp_path / "0", state)

@@ -22,7 +22,7 @@ from tests.conftest import Connect
 from tests.engines.sglang_double import Double
 from tests.policy import tiny
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.anyio
 
 POLICY = PolicyConfig.from_section(SHAPE)
 

@@ -54,7 +54,6 @@ async def test_it_is_started_on_the_version_it_serves_and_again_when_it_was_kill
         os.kill(pid, 0)
 
 
-@pytest.mark.slow
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     versions = Versions(tiny.config(), tmp_path, exact=False)
     python = interpreter(tmp_path, "sh -c 'echo ImportError: no such kernel >&2; exit 1'")
@@ -69,7 +68,6 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     await engine.stop()
 
 
-@pytest.mark.slow
 def test_a_section_that_cannot_be_meant_is_refused(tmp_path: Path) -> None:
     config = tiny.config()
     with pytest.raises(Unfit, match="exact = false"):
