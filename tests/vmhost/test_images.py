@@ -105,7 +105,7 @@ async def test_an_image_runs_as_its_configuration_says(host: Host, busybox: str)
         assert not (await sh(box, attack)).ok, attack
     root = await sh(
         box,
-        "id -u; cat /etc/shadow; echo 1 > /proc/sys/kernel/sysrq || echo no; mount -t proc x /srv || echo no",
+        "id -u; cat /etc/shadow; echo; echo 1 > /proc/sys/kernel/sysrq || echo no; mount -t proc x /srv || echo no",
         "root",
     )
     assert root.stdout.split() == ["0", "secret", "no", "no"]
