@@ -56,6 +56,7 @@ def _one(tar: tarfile.TarFile, member: tarfile.TarInfo, root: str, target: str) 
         if os.path.islink(target) or not os.path.isdir(target):
             _away(target)
             os.mkdir(target, 0o755)
+        os.chmod(target, 0o755)  # until everything is in it
         return
     _away(target)
     if member.issym():
