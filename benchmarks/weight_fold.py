@@ -57,7 +57,8 @@ class Held:
 
     async def history(self, stream: str, *filters: str, start: int = 1) -> AsyncIterator[Stored]:
         """Nothing but chunks lies here."""
-        for stored in ():
+        nothing: tuple[Stored, ...] = ()
+        for stored in nothing:
             yield stored
 
 

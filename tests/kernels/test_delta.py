@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ def test_the_twin_is_the_codecs_own_comparison(kinds: tuple[type, type], share: 
     rng = np.random.default_rng(3)
     torch_kind, codec_kind = kinds
     top = np.iinfo(codec_kind).max
-    old = rng.integers(0, top, 5000, dtype=codec_kind, endpoint=True)
+    old: Any = rng.integers(0, top, 5000, dtype=codec_kind, endpoint=True)
     other = rng.integers(0, top, 5000, dtype=codec_kind, endpoint=True)
     new = np.where(rng.random(5000) < share, other, old)
     a, b = (torch.from_numpy(array.view(torch_kind)) for array in (old, new))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.messages.weights import TensorInfo
+from headrace.messages.weights import ChunkInfo, TensorInfo
 from headrace.weights import shards, snapshot, state
 from headrace.weights.encoding import Encoding, Figures, ShardEncoding, describe
 from headrace.weights.shadow import Refused, Shadow
@@ -67,7 +67,8 @@ def test_a_rank_builds_its_own_tensors_from_its_own_chunks(files: tuple[Path, Pa
     base, target = map(Snapshot, files)
     for source in (None, base):
         encoding = Encoding(target, source, shards=3)
-        infos, data = [], {}
+        infos: list[ChunkInfo] = []
+        data: dict[tuple[int, int], bytes] = {}
         for shard, chunk in encoding.pieces():
             seq = sum(info.shard == shard for info in infos)
             infos.append(describe(chunk, shard, seq, 0))

@@ -42,7 +42,8 @@ def other(value: Any) -> Any:
     """A value of the same type that is not the same."""
     if isinstance(value, int | float):
         return value + 1
-    return value + {str: "x", bytes: b"x", tuple: (TensorInfo("x", "F32", (1,)),)}[type(value)]
+    more: dict[Any, Any] = {str: "x", bytes: b"x", tuple: (TensorInfo("x", "F32", (1,)),)}
+    return value + more[type(value)]
 
 
 def test_strangers_and_borrowed_names_are_refused() -> None:
