@@ -35,7 +35,8 @@ class Law(NamedTuple):
 
     def words(self) -> dict[str, float | int | str | bool]:
         """As a manifest says it."""
-        return {"staleness": self.bound} | ({"keep_versions": self.next} if self.next > self.bound else {})
+        kept: dict[str, float | int | str | bool] = {"keep_versions": self.next} if self.next > self.bound else {}
+        return {"staleness": self.bound} | kept
 
 
 @cache

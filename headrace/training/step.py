@@ -173,7 +173,7 @@ def accumulate(
         if algorithm.kl_weight > 0.0 and reference is not None:
             with torch.no_grad():
                 anchor = forward(reference, segments)[0]
-        part = policy_gradient(
+        token_loss = policy_gradient(
             logp,
             behaviour,
             advantage,
@@ -187,10 +187,10 @@ def accumulate(
             proximal=torch.cat([proximal[id(segment)] for segment in segments]) if proximal is not None else None,
             lengths=[len(segment.targets) for segment in segments],
         )
-        torch.autograd.backward(part.loss)
-        loss += float(part.loss.detach())
+        torch.autograd.backward(token_loss.loss)
+        loss += float(token_loss.loss.detach())
         entropy_sum += float(entropy.detach().double().sum())
-        clipped += int(part.clipped)
+        clipped += int(token_loss.clipped)
         trainer.append(logp.detach())
         sampler.append(behaviour)
     empty = torch.empty(0)

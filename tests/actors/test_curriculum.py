@@ -330,7 +330,7 @@ async def test_a_run_ends_only_when_its_last_version_is_on_the_wire(connect: Con
         other.answer = other.solve
         async with living(Curriculum, config(steps=1), await connect("curriculum"), run):
             await other.closed(2)
-            serve, other.serve = other.serve, no_version  # type: ignore[method-assign]
+            serve, other.serve = other.serve, no_version  # type: ignore[assignment, method-assign]
             await other.step()
             async for received in other.bus.follow("HR_EVENT", EVENT.where(run=run, actor="curriculum", type="event")):
                 if received.message.text == "final evaluation":
