@@ -158,6 +158,7 @@ class Attack:
         """Manifests and heads that are not what the publisher signed: nothing that differs gets past."""
         forged: Any
         truth: Any = (self.signed, self.heads)[self.draw(2)][version]
+        both: list[WeightManifest | WeightHead] = [*self.signed, *self.heads]
         payload, headers = encode(truth)
         match self.draw(4):
             case 0:
@@ -168,12 +169,12 @@ class Attack:
             case 2:
                 forged = msgspec.structs.replace(truth, version=truth.version + 1 + self.draw(9))
             case _:
-                stolen = (*self.signed, *self.heads)[self.draw(8)].signature
+                stolen = both[self.draw(8)].signature
                 forged = msgspec.structs.replace(truth, signature=stolen, signer=PUBLISHER.public)
         assert isinstance(forged, WeightManifest | WeightHead)
         trust().check(forged)
         # What is spliced in whole is true, only elsewhere: that is the place's to find out.
-        true = {canonical(message) for message in (*self.signed, *self.heads)}
+        true = {canonical(message) for message in both}
         assert canonical(forged) in true, "a signature held for other words"
 
     def head(self, version: int) -> None:
