@@ -51,8 +51,11 @@ class Shelf:
         os.link(self.checkpoints / "checkpoint.safetensors", named)
 
     async def purge(self, bus: Bus, run: str) -> int:
-        """Delete trajectories, turns and scores of steps that lie too far behind the durable checkpoint; how many."""
-        oldest = self.machine.version - self.keep_steps
+        """Delete trajectories, turns and scores of steps before the oldest kept checkpoint; how many.
+
+        A kept step is replayed from the checkpoint before it, so the steps between the two stay as well.
+        """
+        oldest = min((int(file.name[1:9]) for file in self.checkpoints.glob("v*.safetensors")), default=0)
         slots: list[tuple[int, int]] = []
         async for received in bus.history("HR_STEP", STEP.at(run=run)):
             manifest = received.message
