@@ -28,7 +28,7 @@ def test_it_stops_before_anything_is_changed_and_then_goes_on(
         "p 'gradients', [p.grad for p in state.model.parameters() if p.grad is not None]",
         "p 'at the start', loaded.trainer.state.hash() == manifest.base_hash",
         "p 'batch', len(trajectories), len(scores), batch.trajectories",
-        "p 'loss', part.loss.requires_grad",
+        "p 'loss', token_loss.loss.requires_grad",
         "u",
         "p 'above', manifest.step, len(trajectories)",
         "c",
