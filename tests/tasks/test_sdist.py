@@ -258,3 +258,7 @@ async def test_tests_that_never_pass_make_no_suite(tmp_path: Path, host: Host) -
     (tmp_path / "test_thing.py").write_text("import not_there\n\n\ndef test_f():\n    pass\n")
     with pytest.raises(sdist.SuiteError, match=r"no test of thing passes in a sandbox: .*not_there"):
         await sdist.build(path=tmp_path, name="thing", acquire=host.acquire, release=host.release, root=tmp_path)
+
+
+def test_a_full_host_has_time_for_a_suite() -> None:
+    assert (sdist.limit(0.5), sdist.limit(10.0)) == (60.0, 200.0)
