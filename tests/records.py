@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from headrace.messages.base import Array, Message
 from headrace.messages.judging import Score
 from headrace.messages.ledger import ClosedSlot, GroupClosed, GroupDropped, SlotIssued
+from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import (
     Lane,
     PolicyRef,
@@ -20,6 +21,21 @@ from headrace.messages.training import BatchGroup, StepDone, StepFailed, StepMan
 
 RUN = "r20260101-000000-s1"
 TASK = TaskRef("generated/train", "t0")
+
+
+def letter(msg_id: str) -> DeadLetter:
+    """What is left of a request that nobody could fill."""
+    return DeadLetter(
+        stream="HR_TASK",
+        consumer="rollout",
+        stream_seq=1,
+        subject="hr.task",
+        type="rollout_request",
+        reason="poison",
+        deliveries=5,
+        headers={"Nats-Msg-Id": msg_id},
+        payload=b"",
+    )
 
 
 def issued(

@@ -15,10 +15,8 @@ from typing import Any, ClassVar
 from headrace.actors import curriculum_requests as requests
 from headrace.algorithms.staleness import batch_of, first_batch_of
 from headrace.bus.actor import Actor
-from headrace.bus.errors import MessageGone, WrongSequence
+from headrace.bus.errors import WrongSequence
 from headrace.bus.received import Received
-from headrace.messages.base import Message
-from headrace.messages.codec import UnknownType
 from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.ledger import (
     Admission,
@@ -110,12 +108,8 @@ class Curriculum(Actor):
 
     def _enter(self, received: Received[Any]) -> bool:
         """Enter a record into the book; True when it changed something."""
-        try:
-            message: Message = received.message
-        except (UnknownType, MessageGone) as error:
-            self.log.warning("unreadable", subject=received.subject, seq=received.seq, error=str(error))
-            return False
-        if getattr(message, "lane", "train") != "train":
+        message = self.message_of(received)
+        if message is None or getattr(message, "lane", "train") != "train":
             return False
         match message:
             case DeadLetter():

@@ -12,10 +12,8 @@ from typing import Any, ClassVar
 
 from headrace.actors.evaluator_books import Evaluation
 from headrace.bus.actor import Actor
-from headrace.bus.errors import MessageGone, WrongSequence
+from headrace.bus.errors import WrongSequence
 from headrace.bus.received import Received
-from headrace.messages.base import Message
-from headrace.messages.codec import UnknownType
 from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.ledger import Fence, SlotIssued
 from headrace.messages.operations import DeadLetter
@@ -67,11 +65,7 @@ class Evaluator(Actor):
 
     def _enter(self, received: Received[Any]) -> bool:
         """Enter a record; True when there may be something to do."""
-        try:
-            message: Message = received.message
-        except (UnknownType, MessageGone) as error:
-            self.log.warning("unreadable", subject=received.subject, seq=received.seq, error=str(error))
-            return False
+        message = self.message_of(received)
         match message:
             case EvalRequest():
                 return message.id not in self.answered and (
@@ -88,7 +82,7 @@ class Evaluator(Actor):
                     and lost.run == self.run
                     and self.book.fail(lost.group, lost.slot, lost.attempt, letters.REASON)
                 )
-        if getattr(message, "lane", "") != "eval":
+        if message is None or getattr(message, "lane", "") != "eval":
             return False
         return self.book.apply(message, received.seq)
 

@@ -33,10 +33,6 @@ class Evaluation:
         for number, first in enumerate(range(0, len(self.ids), GROUP)):
             yield f"{self._name}-{number:06d}", self.ids[first : first + GROUP]
 
-    def owns(self, group: str) -> bool:
-        """Whether a group is this evaluation's."""
-        return group.rpartition("-")[0] == self._name
-
     def last(self, group: str, slot: int) -> Attempt | None:
         """The attempt of a slot that counts."""
         found = self._book.groups.get(group)

@@ -18,8 +18,9 @@ from headrace.bus import logging, tracing
 from headrace.bus.busy import Busy
 from headrace.bus.connection import Bus
 from headrace.bus.consumer import Consumer
-from headrace.bus.errors import BusError
+from headrace.bus.errors import BusError, MessageGone
 from headrace.bus.handling import Handler, Handling
+from headrace.bus.received import Received
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
@@ -146,6 +147,15 @@ class Actor:
                     await self._report(error, f"hearing {raw.subject}")
 
         self._subscriptions.append(await self.bus.link.subscribe(filter, hear))
+
+    def message_of(self, received: Received[Any]) -> Message | None:
+        """The message of a record; None, with a word in the log, for one that can't be read or is gone."""
+        try:
+            message: Message = received.message
+        except (UnknownType, MessageGone) as error:
+            self.log.warning("unreadable", subject=received.subject, seq=received.seq, error=str(error))
+            return None
+        return message
 
     def spawn(self, coro: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """A background task: an exception in it ends the actor."""

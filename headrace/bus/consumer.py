@@ -79,11 +79,6 @@ class Consumer:
         self._paused = False
         self._wake.set()
 
-    def set_credit(self, credit: int) -> None:
-        """Change how many handlers may run at once; fewer takes effect as handlers end."""
-        self.credit = credit
-        self._wake.set()
-
     async def open(self) -> "Consumer":
         """Make or update the durable consumer, then pull. BusError when the broker refuses it."""
         await self._declare()

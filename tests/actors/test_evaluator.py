@@ -13,9 +13,9 @@ from headrace.bus.connection import Bus
 from headrace.config import Config
 from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.ledger import SlotIssued
-from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import PolicyRef, RolloutRequest, Sampling
 from headrace.messages.subjects import DLQ, EVENT, LEDGER
+from tests import records as r
 from tests.actors.living import living
 from tests.conftest import Connect
 from tests.counterpart import Counterpart
@@ -101,17 +101,7 @@ async def test_our_own_failures_are_tried_again_and_never_count_against_the_poli
 
 async def lose(other: Counterpart, request: RolloutRequest) -> None:
     """Nobody could fill it: a dead letter is all that is left."""
-    letter = DeadLetter(
-        stream="HR_TASK",
-        consumer="rollout",
-        stream_seq=1,
-        subject="hr.task",
-        type="rollout_request",
-        reason="poison",
-        deliveries=5,
-        headers={"Nats-Msg-Id": f"{other.run}.{request.trajectory}"},
-        payload=b"",
-    )
+    letter = r.letter(f"{other.run}.{request.trajectory}")
     await other.bus.publish(DLQ.at(stream="hr_task", consumer="rollout"), letter)
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from headrace.messages.base import Message
 from headrace.messages.ledger import GroupClosed, SlotIssued, StalenessBound
-from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import Span
 from headrace.messages.subjects import CLOSE, LEDGER, SCORE, STEP, TRAJ
 from headrace.messages.training import StepDone, StepManifest
@@ -153,17 +152,7 @@ def test_a_dead_letter_names_why_an_attempt_was_lost() -> None:
     streams.put(streams.ledger, r.issued("g000000"))
     streams.put(streams.ledger, r.issued("g000000", attempt=1))
     assert streams.examine()[0].attempts.lost == {"superseded": 1}
-    letter = DeadLetter(
-        stream="HR_TASK",
-        consumer="rollout",
-        stream_seq=1,
-        subject="hr.task",
-        type="rollout_request",
-        reason="poison",
-        deliveries=5,
-        headers={"Nats-Msg-Id": f"{r.RUN}.g000000-0-0"},
-        payload=b"",
-    )
+    letter = r.letter(f"{r.RUN}.g000000-0-0")
     streams.dead.append(letter)
     assert streams.examine()[0].attempts.lost == {"dead_letter": 1}
 
