@@ -2,7 +2,8 @@
 
 The idea: a difference modulo 2^w is added to the one before it, and the sum is the difference of both steps. So deltas
 compose without any weights at hand: merge the positions, add the differences, drop what came to nothing. A weight that
-wanders up and down by one unit costs one symbol instead of eight; measured, eight steps fold to about half the bytes.
+wanders up and down by one unit costs one symbol instead of eight: eight steps of a model of 0.9 M parameters folded to
+0.40 of their bytes (`python -m benchmarks.weight_fold --size 1m`).
 The work goes with the changes, not with the weights, so any node that reads the stream can do it.
 
 What is published: a delta's manifest from the older version straight to the newer one, chunks first, then the manifest,
