@@ -1,0 +1,41 @@
+"""One typed TOML for a run: a section per room, an attribute per choice.
+
+Unknown keys, wrong types and missing files are refused with the key, what was expected and the line. Everything is
+imported from here; the files behind it are one per kind of section.
+"""
+
+from headrace.config.base import ConfigError, Section
+from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks
+from headrace.config.nodes import Backend, Bus, Environment, Processes, Run
+from headrace.config.policy import Engine, Numerics, Policy, Weights
+from headrace.config.reading import load, parse
+from headrace.config.training import Algorithm, MidTraining, Replay, Trainer
+from headrace.config.tree import Config
+
+__all__ = [
+    "Algorithm",
+    "Backend",
+    "Bus",
+    "Config",
+    "ConfigError",
+    "Curriculum",
+    "Engine",
+    "Environment",
+    "Evaluation",
+    "Judge",
+    "Limits",
+    "MidTraining",
+    "Numerics",
+    "Policy",
+    "Processes",
+    "Production",
+    "Replay",
+    "Rollout",
+    "Run",
+    "Section",
+    "Tasks",
+    "Trainer",
+    "Weights",
+    "load",
+    "parse",
+]
