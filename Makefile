@@ -45,11 +45,14 @@ lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two at once: much of a test is waiting for real processes.
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+
 test: lint ## lint, then the default suite (real broker, real microVMs)
-	$(BIN)/pytest
+	$(PYTEST)
 
 test-all: lint ## everything that can run on this machine
-	$(BIN)/pytest -m "not gpu and not sglang"
+	$(PYTEST) -m "not gpu and not sglang"
 
 test-sglang: setup $(SGLANG)/.installed ## the real SGLang server on this CPU (3 GB of packages at first, then minutes)
 	HEADRACE_SGLANG=$(SGLANG)/bin/python $(BIN)/pytest -m sglang --timeout 900 tests/engines
