@@ -2,8 +2,8 @@
 
 Idea: what makes exact mode possible is that sampler and trainer run the same functions; so the default engine is the
 trainer's model with a paged cache and continuous batching around it. All computing happens in `embedded_worker`; this
-class turns awaited calls into commands for it. Staging a version (reading, hashing, building) happens beside both, in
-a thread of the loop's executor: decoding goes on, and the flip itself is one assignment between two steps.
+class turns awaited calls into commands for it. Staging a version (copying, hashing) happens in slices between its steps
+(`embedded_stage`): decoding goes on, and the flip itself is one assignment between two steps.
 """
 
 import asyncio
@@ -13,13 +13,11 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
-from headrace.engines.embedded_jobs import Job, Weights
+from headrace.engines.embedded_jobs import Job
+from headrace.engines.embedded_stage import Shell, Staging, Weights, read_ahead
 from headrace.engines.embedded_worker import Worker
-from headrace.policy.config import CheckpointError, PolicyConfig
-from headrace.policy.model import Model
+from headrace.policy.config import PolicyConfig
 from headrace.policy.numerics import Numerics
-from headrace.weights import snapshot, state
-from headrace.weights.state import WeightError
 
 T = TypeVar("T")
 
@@ -149,16 +147,15 @@ class EmbeddedEngine:
         for weights in have:
             if (weights.version, weights.state_hash) == (version, state_hash):
                 return weights
-        return await asyncio.to_thread(self._read, version, path, state_hash)
-
-    def _read(self, version: int, path: str, state_hash: str) -> Weights:
-        """Build the model from a file and hash what was built: the bits that will be served, not those on disk."""
-        model = Model(self._config, self._numerics, seed=None)
+        await asyncio.to_thread(read_ahead, path)
         try:
-            model.load_state(snapshot.read(path))
-        except (OSError, WeightError, CheckpointError) as error:
-            raise EngineError(f"version {version} cannot be loaded from {path}: {error}") from error
-        found = state.state_hash(model.state())
-        if found != state_hash:
-            raise EngineError(f"version {version} from {path} has state hash {found}, expected {state_hash}")
-        return Weights(version, state_hash, model)
+            shell = self._worker.spare.pop()
+        except IndexError:
+            shell = await asyncio.to_thread(Shell, self._config, self._numerics)
+        staging = Staging(shell, version, path, state_hash)
+        self._worker.post(lambda: self._worker.stage(staging))
+        try:
+            return await asyncio.wrap_future(staging.future)
+        except EngineError:
+            self._worker.spare.append(shell)
+            raise

@@ -1,23 +1,15 @@
-"""What the embedded engine's worker handles: verified weights, and requests on their way to a sample."""
+"""What the embedded engine's worker handles: requests on their way to a sample."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 from headrace.engines.base import EngineError, Sample, SampleRequest
 from headrace.engines.embedded_cache import Session
+from headrace.engines.embedded_stage import Weights
 from headrace.kernels.block_attention import BLOCK
 from headrace.messages.base import Array
 from headrace.messages.rollout import Span
 from headrace.policy.config import PolicyConfig
-from headrace.policy.model import Model
-
-
-class Weights:
-    """One verified set of weights."""
-
-    def __init__(self, version: int, state_hash: str, model: Model) -> None:
-        self.version, self.state_hash, self.model = version, state_hash, model
-        self.key = f"{version}:{state_hash}".encode()
 
 
 class Job:

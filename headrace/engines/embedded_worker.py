@@ -5,12 +5,15 @@ them between two steps, which is the only moment at which weights change. Each r
 `prefill_tokens` of waiting context, and then one token for every request that is decoding, per set of weights.
 
 Admission reserves all blocks that a request can come to need, so a running request never meets a full cache.
+
+After each round comes a slice of staging, when a version is on its way (`embedded_stage`).
 """
 
 import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -19,7 +22,8 @@ from torch import Tensor
 from headrace.engines.base import EngineError, Swap
 from headrace.engines.embedded_cache import BlockStore, Session, chain_key
 from headrace.engines.embedded_draw import draw, uniform
-from headrace.engines.embedded_jobs import Job, Weights, evened
+from headrace.engines.embedded_jobs import Job, evened
+from headrace.engines.embedded_stage import SHARE, SLICE_S, Shell, Staging, Weights
 from headrace.kernels.block_attention import BLOCK
 from headrace.policy.cache import KVCache
 from headrace.policy.config import PolicyConfig
@@ -35,6 +39,9 @@ class Worker(threading.Thread):
         """Bytes of routes per position."""
         self.latest: Weights | None = None
         self.pinned: dict[int, Weights] = {}
+        self.staging: deque[Staging] = deque()
+        self.spare: deque[Shell] = deque(maxlen=1)
+        """A model that nobody serves any more, for whoever stages next."""
         self.sessions: dict[str, Session] = {}
         self.waiting: list[Job] = []
         self.running: list[Job] = []
@@ -94,8 +101,11 @@ class Worker(threading.Thread):
     def flip(self, weights: Weights) -> Swap:
         """Serve other weights from the next step on."""
         began = time.perf_counter()
-        self.latest = weights
+        before, self.latest = self.latest, weights
         self._keep_served()
+        # Only here a model becomes spare: who takes one holds the engine's lock, and so does who flips.
+        if before is not None and not self._used(before):
+            self.spare.append(before.shell)
         pause = (time.perf_counter() - began) * 1e3
         return Swap(version=weights.version, state_hash=weights.state_hash, pause_ms=pause)
 
@@ -107,6 +117,10 @@ class Worker(threading.Thread):
         """Forget a pinned version; requests that run with it keep it until they end."""
         self.pinned.pop(version, None)
         self._keep_served()
+
+    def stage(self, staging: Staging) -> None:
+        """Fill a model from a file, a slice between two steps."""
+        self.staging.append(staging)
 
     def end(self) -> None:
         """Stop after this round."""
@@ -123,7 +137,10 @@ class Worker(threading.Thread):
                 while not self._stopping:
                     self._obey()
                     self._admit()
+                    began = time.perf_counter()
                     self._round()
+                    if self.staging:
+                        self._stage_on(time.perf_counter() - began)
         except BaseException as error:
             cause = error
             raise
@@ -137,6 +154,9 @@ class Worker(threading.Thread):
         text = "the engine was stopped" if cause is None else f"the engine failed: {cause!r}"
         while not self._commands.empty():
             self._commands.get()()
+        for staging in self.staging:
+            staging.fail(EngineError(text))
+        self.staging.clear()
         for job in (*self.waiting, *self.running):
             job.fail(text, cause)
         self.waiting.clear()
@@ -146,7 +166,7 @@ class Worker(threading.Thread):
         """Run the commands that wait; sleep for one when there is nothing to compute."""
         while True:
             try:
-                idle = not self.running and not self.waiting
+                idle = not self.running and not self.waiting and not self.staging
                 command = self._commands.get() if idle and not self._stopping else self._commands.get_nowait()
             except queue.Empty:
                 return
@@ -156,6 +176,17 @@ class Worker(threading.Thread):
         weights = job.pinned or self.latest
         assert weights is not None
         return weights
+
+    def _stage_on(self, step_s: float) -> None:
+        """A slice of staging after a round that took so long; without requests in flight, a slice of any length that
+        lets commands in."""
+        slice_s = max(SLICE_S, SHARE * step_s) if self.running else 20 * SLICE_S
+        if self.staging[0].advance(time.perf_counter() + slice_s):
+            self.staging.popleft()
+
+    def _used(self, weights: Weights) -> bool:
+        served = (self.latest, *self.pinned.values(), *(job.pinned for job in (*self.waiting, *self.running)))
+        return any(other is weights for other in served)
 
     def _keep_served(self) -> None:
         served = [self.latest, *self.pinned.values()]

@@ -6,9 +6,8 @@ times fewer bytes change than in bf16: measured), and the state hash is that of 
 
 - ``bf16``: every floating tensor rounded to nearest, ties to even.
 - ``mxfp8``: OCP microscaling (OCP MX specification 1.0): e4m3 elements in blocks of 32 along the last dimension, one
-  power-of-two scale each (e8m0, biased by 127, as uint8 in ``<name>_scale``). The exponent is rounded up (RCEIL:
-  ceil(log2(amax / 448))), which never saturates and loses less than the specification's floor. Embeddings, output
-  head, routers, norms and tensors without whole blocks stay bf16.
+  power-of-two scale each (e8m0, biased by 127, as uint8 in ``<name>_scale``), by `kernels.mxfp8`, with which the
+  embedded engine reads them back. Embeddings, output head, routers, norms and tensors without whole blocks stay bf16.
 
 Trade-off: the trainer's own file is not what is served, so exact mode then measures the rounding.
 """
@@ -20,15 +19,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headrace.kernels import mxfp8
 from headrace.weights import snapshot
 from headrace.weights.state import WeightError
 
-BLOCK = 32
 AS_TRAINED, BF16, MXFP8 = "as_trained", "bf16", "mxfp8"
 SCALE = "_scale"
 KEPT = ("*embed*", "*norm*", "*lm_head*", "*.mlp.gate.weight", "*router*")
 """Tensors that stay bf16 under mxfp8."""
-_E4M3_MAX = 448.0
 
 
 def publish(source: str | Path, path: str | Path, precision: str) -> str:
@@ -52,7 +50,7 @@ def _served(tensors: Mapping[str, Tensor], precision: str) -> Iterator[tuple[str
 
 def blocks_of(name: str, tensor: Tensor) -> bool:
     """Whether a tensor is quantised in blocks under mxfp8."""
-    whole = tensor.dim() >= 2 and tensor.shape[-1] > 0 and tensor.shape[-1] % BLOCK == 0
+    whole = tensor.dim() >= 2 and tensor.shape[-1] > 0 and tensor.shape[-1] % mxfp8.BLOCK == 0
     return whole and tensor.numel() > 0 and not any(fnmatchcase(name, pattern) for pattern in KEPT)
 
 
@@ -61,17 +59,7 @@ def quantise(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
     value = element * 2^(scale - 127). A block that holds NaN or infinity has scale 255, which means NaN.
     """
-    blocks = tensor.detach().float().reshape(*tensor.shape[:-1], -1, BLOCK)
-    amax = blocks.abs().amax(-1)
-    bits = (amax / _E4M3_MAX).contiguous().view(torch.int32)
-    # The exponent field is floor(log2) + 127; any mantissa bit means the true logarithm lies above it.
-    scales = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, 254)
-    scales = torch.where(amax.isfinite(), scales, 255)
-    # A power of two by its bits; 2^-127 is a denormal and has no exponent field, so it is made of its mantissa.
-    exponent = 254 - scales.clamp(max=254)
-    inverse = torch.where(exponent > 0, exponent << 23, 1 << 22).to(torch.int32).view(torch.float32)
-    elements = (blocks * inverse.unsqueeze(-1)).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
-    return elements.reshape(tensor.shape), scales.to(torch.uint8)
+    return mxfp8.quantise(tensor.detach())
 
 
 def restore(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -84,8 +72,5 @@ def restore(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if scales is None or tensor.dtype != torch.float8_e4m3fn:
             out[name] = tensor
             continue
-        factor = torch.ldexp(torch.ones(scales.shape, dtype=torch.float64), scales.to(torch.int32) - 127)
-        factor[scales == 255] = torch.nan
-        blocks = tensor.double().reshape(*scales.shape, BLOCK) * factor.unsqueeze(-1)
-        out[name] = blocks.reshape(tensor.shape).bfloat16()
+        out[name] = mxfp8.dequantise(tensor, scales, torch.bfloat16)
     return out

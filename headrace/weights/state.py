@@ -11,7 +11,7 @@ Layout: tensors sorted by name, slabs in flat C order; a slab never crosses a te
 as they lie in memory.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -174,6 +174,20 @@ def slab_hashes(tensors: Sequence[TensorInfo], arrays: Iterable[Bits]) -> bytes:
         for start, count in slabs(info):
             out += slab_hash(array[start : start + count])
     return bytes(out)
+
+
+def copied(source: Bits, into: Bits, piece_bytes: int) -> Generator[None, None, bytes]:
+    """Copy a tensor's bits piece by piece, a yield after each; returns the slab hashes of what was written."""
+    step, hashes = max(1, piece_bytes // into.itemsize), bytearray()
+    for start in range(0, source.size, SLAB):
+        end, digest = min(start + SLAB, source.size), xxhash.xxh3_128()
+        for at in range(start, end, step):
+            part = into[at : min(at + step, end)]
+            np.copyto(part, source[at : at + part.size])
+            digest.update(part.data)
+            yield
+        hashes += digest.digest()
+    return bytes(hashes)
 
 
 def root(tensors: Sequence[TensorInfo], hashes: bytes) -> str:

@@ -147,10 +147,6 @@ async def test_weights_that_are_not_what_they_claim_are_refused(
     (tmp_path / "flipped").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(EngineError, match=f"expected {digest}"):
         await engine.load(5, str(tmp_path / "flipped"), digest)
-    other = tiny.model(tiny.config("bfloat16")).state()
-    other_digest = snapshot.write(tmp_path / "bf16", other)
-    with pytest.raises(EngineError, match=f"expected {other_digest}"):
-        await engine.load(5, str(tmp_path / "bf16"), other_digest)
     assert engine.version == 0 and (await engine.sample(request())).spans[0].version == 0
 
 

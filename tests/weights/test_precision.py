@@ -52,7 +52,7 @@ def test_exact_powers_zeros_and_what_is_no_number() -> None:
     values[4] = 3.0e38
     values[5] = -0.0
     elements, scales = precision.quantise(values)
-    assert scales[:, 0].tolist()[:4] == [0, 122, 255, 255]
+    assert scales[:, 0].tolist()[:4] == [1, 122, 255, 255]
     back = precision.restore({"w": elements, "w_scale": scales})["w"]
     assert float(back[1, 3]) == 448.0 * 2.0**-5
     assert bool(back[2].isnan().all() and back[3].isnan().all())

@@ -1,0 +1,193 @@
+"""Staging in the embedded engine: a file becomes a model piece by piece, between two decode steps.
+
+Idea: a thread that builds the next model beside the decoding one costs it dearly, because both need the interpreter's
+lock for every small operation: 1 ms of Python in the second thread made steps of 1.4 ms into steps of 4. So the
+worker does it itself, in slices of a quarter of a millisecond; a step in flight sees one slice and no more. What
+waits for a disk (the file's first reading) is done in a thread, where it needs no lock.
+
+A model that is no longer served is filled anew for the next version, so the second set of memory is there for good and
+nothing is allocated, faulted in or given back while requests wait.
+
+What is hashed: tensors of the engine's own dtype, where they will be served. Those that are published in fewer bits
+(bf16, or MXFP8 elements with their scales) are copied, the copy is hashed, and what it stands for is written into the
+model, exactly; an engine of fewer bits than the file has refuses it. So what the state hash names is what is served.
+
+Trade-off: copying and hashing takes its time from decoding, also where another core is idle.
+"""
+
+import time
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.engines.base import EngineError
+from headrace.kernels import mxfp8
+from headrace.messages.weights import TensorInfo
+from headrace.policy import formats, names
+from headrace.policy.config import PolicyConfig
+from headrace.policy.model import Model
+from headrace.policy.numerics import Numerics
+from headrace.weights import state
+from headrace.weights.precision import SCALE
+from headrace.weights.snapshot import Snapshot
+from headrace.weights.state import Bits, WeightError
+
+SLICE_S = 2.5e-4
+"""Staging between two steps, at least; what is left of a piece comes on top."""
+SHARE = 0.1
+"""Staging after a long step: this share of it."""
+PIECE_BYTES = 1 << 18
+"""Copied and hashed at a time: some 40 microseconds."""
+_READ_BYTES = 1 << 20
+_WIDER = {("BF16", torch.float32), ("F16", torch.float32)}
+"""Published as, computed in: where each number has its exact equal."""
+_EIGHT_BITS = "F8_E4M3"
+
+
+class Shell:
+    """A model to be filled, and its tensors under their published names: made once, filled again and again."""
+
+    def __init__(self, config: PolicyConfig, numerics: Numerics) -> None:
+        self.config = config
+        self.model = Model(config, numerics, seed=None)
+        own = {name: parameter.data for name, parameter in self.model.named_parameters()}
+        self.tensors: dict[str, Tensor] = names.views(config, own)
+        self.bits: dict[str, Bits] = {name: state.bits(view) for name, view in self.tensors.items()}
+        """The same memory."""
+
+
+class Weights:
+    """One verified set of weights."""
+
+    def __init__(self, version: int, state_hash: str, shell: Shell) -> None:
+        self.version, self.state_hash, self.shell, self.model = version, state_hash, shell, shell.model
+        self.key = f"{version}:{state_hash}".encode()
+
+
+def read_ahead(path: str) -> None:
+    """Have the file in memory, so that no step waits for a disk; the interpreter's lock is free meanwhile. What cannot
+    be read is found out later.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            buffer = bytearray(_READ_BYTES)
+            while file.readinto(buffer):
+                continue
+    except OSError:
+        return
+
+
+class Staging:
+    """One version on its way into a shell. `future` gets the weights, or EngineError."""
+
+    def __init__(self, shell: Shell, version: int, path: str, state_hash: str) -> None:
+        self.shell, self.version = shell, version
+        self.future: Future[Weights] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._path, self._wanted = path, state_hash
+        self._pieces = self._fill()
+
+    def advance(self, until: float) -> bool:
+        """Go on until that moment (`time.perf_counter`); whether it is over."""
+        try:
+            for _ in self._pieces:
+                if time.perf_counter() >= until:
+                    return False
+        except EngineError as error:
+            self.future.set_exception(error)
+        except (OSError, WeightError) as error:
+            text = f"version {self.version} cannot be loaded from {self._path}: {error}"
+            self.future.set_exception(EngineError(text))
+        except Exception as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(Weights(self.version, self._wanted, self.shell))
+        return True
+
+    def fail(self, error: EngineError) -> None:
+        """Give up."""
+        self._pieces.close()
+        self.future.set_exception(error)
+
+    def _fill(self) -> Generator[None, None, None]:
+        file = Snapshot(self._path)
+        yield
+        self._check(file.tensors)
+        known = {info.name: info for info in file.tensors}
+        hashes = bytearray()
+        copies: dict[str, Bits] = {}
+        """What was published in other bits than it is served in, until it is written."""
+        for info in file.tensors:
+            source = file.array(info)
+            if info.name in self.shell.bits and _same(info, self.shell.tensors[info.name]):
+                hashes += yield from state.copied(source, self.shell.bits[info.name], PIECE_BYTES)
+                continue
+            copy = np.empty(source.size, source.dtype)
+            hashes += yield from state.copied(source, copy, PIECE_BYTES)
+            name = info.name.removesuffix(SCALE)
+            if info.dtype == _EIGHT_BITS:
+                copies[info.name] = copy  # its scales come next, in the order of names
+            elif name in copies:
+                yield from self._widen_blocks(known[name], copies.pop(name), copy)
+            elif info.name in self.shell.tensors:
+                yield from self._widen(info, copy)
+        found = state.root(file.tensors, bytes(hashes))
+        if found != self._wanted:
+            raise EngineError(
+                f"version {self.version} from {self._path} has state hash {found}, expected {self._wanted}"
+            )
+
+    def _check(self, tensors: tuple[TensorInfo, ...]) -> None:
+        """WeightError unless these are exactly what the model needs, in bits that it can serve."""
+        wanted, known = self.shell.tensors, {info.name: info for info in tensors}
+        scales = {info.name + SCALE for info in tensors if info.dtype == _EIGHT_BITS}
+        extra = set(known) - set(wanted) - scales - ({"lm_head.weight"} if self.shell.config.tied else set())
+        missing = (set(wanted) | scales) - set(known)
+        if extra or missing:
+            first = sorted(extra or missing)[0]
+            raise WeightError(f"{len(extra)} tensors too many, {len(missing)} missing; the first is {first}")
+        for name, tensor in wanted.items():
+            info = known[name]
+            if info.shape != tuple(tensor.shape):
+                raise WeightError(f"{name} is {list(info.shape)}, the model has {list(tensor.shape)}")
+            if info.dtype == _EIGHT_BITS:
+                scale = known[name + SCALE]
+                blocks = (*info.shape[:-1], info.shape[-1] // mxfp8.BLOCK)
+                if scale.shape != blocks or state.itemsize(scale.dtype) != 1 or info.shape[-1] % mxfp8.BLOCK:
+                    raise WeightError(f"{name} needs a scale of one byte for each {mxfp8.BLOCK} of its elements")
+                continue
+            coarse = self.shell.config.expert_format if formats.is_expert(name) else ""
+            if coarse or (not _same(info, tensor) and (info.dtype, tensor.dtype) not in _WIDER):
+                kind = f"{coarse} experts" if coarse else str(tensor.dtype).removeprefix("torch.")
+                raise WeightError(
+                    f"{name} is published in {info.dtype}, which an engine of {kind} cannot serve as it is; "
+                    "set [weights] precision or [policy] dtype"
+                )
+
+    def _widen(self, info: TensorInfo, copy: Bits) -> Iterator[None]:
+        source = torch.from_numpy(copy.view(np.uint8)).view(state.DTYPES[info.dtype])
+        target = self.shell.tensors[info.name].view(-1)
+        step = PIECE_BYTES // target.itemsize
+        for at in range(0, target.numel(), step):
+            target[at : at + step] = source[at : at + step]
+            yield
+
+    def _widen_blocks(self, info: TensorInfo, elements: Bits, scales: Bits) -> Iterator[None]:
+        if not elements.size:
+            return
+        width = info.shape[-1]
+        target = self.shell.tensors[info.name].view(-1, width)
+        source = torch.from_numpy(elements).view(torch.float8_e4m3fn).view(-1, width)
+        scale = torch.from_numpy(scales).view(-1, width // mxfp8.BLOCK)
+        step = max(1, PIECE_BYTES // 16 // width)
+        for at in range(0, len(target), step):
+            part = slice(at, at + step)
+            target[part] = mxfp8.dequantise(source[part], scale[part], target.dtype)
+            yield
+
+
+def _same(info: TensorInfo, tensor: Tensor) -> bool:
+    return state.DTYPES[info.dtype] == tensor.dtype
