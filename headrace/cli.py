@@ -35,6 +35,13 @@ def parser() -> argparse.ArgumentParser:
     up.add_argument("config", help="a TOML such as deploy/demo.toml")
     up.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key")
 
+    chaos = commands.add_parser("chaos", help="a run like that of `up`, while actors, machines and the broker die")
+    chaos.add_argument("config", help="a TOML such as deploy/demo.toml")
+    chaos.add_argument("--kills", type=int, default=200, help="how many; the run is made longer where it needs to be")
+    chaos.add_argument("--seed", type=int, default=1, help="draws who dies when, and how")
+    chaos.add_argument("--minutes", type=float, default=60.0, help="the longest that it may take")
+    chaos.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key")
+
     actor = commands.add_parser("actor", help="start one actor (or several, comma-separated) on this node")
     actor.add_argument("names", metavar="NAME[,NAME...]", help=", ".join(ACTORS) + "; NAME:ID gives an id")
     actor.add_argument("--config", required=True)

@@ -145,6 +145,7 @@ class Environment(Actor):
             return SandboxReply(failure="refused", detail=str(error))
         lease.running += 1
         started = time.perf_counter()
+        again = lease.sandbox.knows(call.call_id)
         try:
             result = await lease.sandbox.call(call.op, call.call_id)
         except SandboxLost as error:
@@ -155,8 +156,9 @@ class Environment(Actor):
         finally:
             lease.running -= 1
             lease.keep()
-        self._calls += 1
-        self._log(lease, call, result.ok, 1000.0 * (time.perf_counter() - started))
+        if not again:
+            self._calls += 1
+            self._log(lease, call, result.ok, 1000.0 * (time.perf_counter() - started))
         if lease.epoch != call.epoch:
             return SandboxReply(failure="refused", detail="handed over while the call ran")
         return SandboxReply(result=result)

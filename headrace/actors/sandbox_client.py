@@ -36,6 +36,9 @@ from headrace.messages.subjects import RPC, RPC_NODE
 
 ANSWER_S = 30.0
 """What a node may take for an answer beyond the operation's own time limit; a clone on a busy host takes seconds."""
+FIRST_ASK_S = 4.0
+"""When a node is asked again, and so on in doubling steps: an answer to what came over a connection that broke since is
+lost, because the broker lets a node answer only on the connection that heard the question."""
 SILENCE_S = 5.0
 """How long a node that does not listen may be reconnecting before its sandboxes count as lost."""
 PULSE_S = 2.0
@@ -214,7 +217,9 @@ class Sandboxes:
         try:
             if insist:
                 reply = await _persist(self._bus, subject, request, ANSWER_S)
-            else:
+            elif node:
+                reply = await _ask_again(self._bus, subject, request, ANSWER_S)
+            else:  # once: another node might answer the second time, and both would make one
                 reply = await self._bus.request(subject, request, timeout=ANSWER_S)
         except (NoResponders, BusTimeout, Disconnected):
             # Asking again is safe: the same key gets the same sandbox.
@@ -293,7 +298,7 @@ async def _persist(bus: Bus, subject: str, message: Message, timeout: float) -> 
     timeouts = 0
     while True:
         try:
-            return await bus.request(subject, message, timeout=timeout)
+            return await _ask_again(bus, subject, message, timeout)
         except (NoResponders, Disconnected) as error:
             gone_since = gone_since or time.monotonic()
             if time.monotonic() - gone_since > SILENCE_S:
@@ -303,6 +308,20 @@ async def _persist(bus: Bus, subject: str, message: Message, timeout: float) -> 
             timeouts += 1
             if timeouts == 2:
                 raise NodeSilent(f"{subject}: {error}") from None
+
+
+async def _ask_again(bus: Bus, subject: str, message: Message, timeout: float) -> Message:
+    """A request that one node may hear several times, as calls and acquires by their ids may. BusTimeout at last."""
+    deadline = time.monotonic() + timeout
+    patience = FIRST_ASK_S
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return await bus.request(subject, message, timeout=max(min(patience, left), 0.01))
+        except BusTimeout:
+            if left <= patience:
+                raise
+            patience *= 2
 
 
 def limit_of(op: Op) -> float:

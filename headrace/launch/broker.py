@@ -35,6 +35,11 @@ class Broker:
         async with await Bus.connect(self.url, role="admin", credentials=self.credentials) as admin:
             await declare(admin)
 
+    @property
+    def pid(self) -> int:
+        """Our own nats-server's process; 0 between two lives, and where the broker is somebody else's."""
+        return self._server.pid if self._server is not None else 0
+
     async def watch(self, on_restart: Callable[[str, int], None]) -> None:
         """Keep our own running for as long as this is awaited. BusError when it ends too often."""
         if self._server is None:

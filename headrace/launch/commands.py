@@ -56,6 +56,7 @@ def looped(body: Awaitable[int]) -> int:
 async def bus_of(folder: RunDir, role: str = "operator") -> AsyncIterator["Bus"]:
     """A connection to a run's broker: the active one, or a loopback one on the finished run's store."""
     from headrace.bus.connection import Bus
+    from headrace.bus.nearby import Nearby
     from headrace.bus.server import open_store, running
 
     config = load(folder.config) if folder.config.is_file() else Config()
@@ -69,6 +70,7 @@ async def bus_of(folder: RunDir, role: str = "operator") -> AsyncIterator["Bus"]
         url = server.url if server is not None else found.url if found is not None else ""
     try:
         async with await Bus.connect(url, role=role, credentials=credentials) as bus:
+            bus.use_nearby(Nearby.of(config.bus, folder.id, bus.node))
             yield bus
     finally:
         if server is not None:
@@ -80,6 +82,13 @@ def up(args: argparse.Namespace) -> int:
     from headrace.launch.up import up as start
 
     return looped(start(args.config, args.set))
+
+
+def chaos(args: argparse.Namespace) -> int:
+    """`headrace chaos`."""
+    from headrace.launch.chaos import chaos as unleash
+
+    return looped(unleash(args))
 
 
 def actor(args: argparse.Namespace) -> int:
@@ -213,6 +222,7 @@ def weights(args: argparse.Namespace) -> int:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "up": up,
+    "chaos": chaos,
     "actor": actor,
     "audit": audit,
     "status": status,

@@ -9,9 +9,10 @@ signal; in each case every child is gone afterwards, and what was acknowledged i
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from headrace.config import Config
 from headrace.launch import runs
@@ -19,6 +20,12 @@ from headrace.launch.guests import prepare_host
 from headrace.launch.output import say
 from headrace.launch.processes import Run, first_of
 from headrace.launch.signals import Stopping, interruptible
+
+if TYPE_CHECKING:
+    from headrace.dashboard.watch import Watch
+
+Beside = Callable[[Run, "Watch"], Coroutine[Any, Any, None]]
+"""What else happens to a run while it goes on; cancelled when it is over, and ends it by raising."""
 
 
 async def up(config_path: str, overrides: Sequence[str]) -> int:
@@ -33,7 +40,7 @@ async def up(config_path: str, overrides: Sequence[str]) -> int:
     return await interruptible(body)
 
 
-async def through(config: Config, stopping: Stopping, closing: AsyncExitStack) -> int:
+async def through(config: Config, stopping: Stopping, closing: AsyncExitStack, beside: Beside | None = None) -> int:
     """The whole life of a run."""
     started = time.time()
     root = Path(config.run.dir)
@@ -47,7 +54,7 @@ async def through(config: Config, stopping: Stopping, closing: AsyncExitStack) -
     stopping.what = f"run {folder.id} ends in order; what was acknowledged stays in {folder.path}/"
     await run.broker.start()
     say(f"run {folder.id}: logs in {folder.logs}/, streams in {folder.broker}/")
-    return await see_through(run, started, stopping)
+    return await see_through(run, started, stopping, beside)
 
 
 def refuse(config: Config, root: Path) -> None:
@@ -61,7 +68,7 @@ def refuse(config: Config, root: Path) -> None:
         refuse_busy_port(config.production.host, config.production.port, "[production] port")
 
 
-async def see_through(run: Run, started: float, stopping: Stopping) -> int:
+async def see_through(run: Run, started: float, stopping: Stopping, beside: Beside | None = None) -> int:
     """Start the processes, show progress until the run says it is finished, then close the books."""
     from headrace.bus.connection import Bus
     from headrace.dashboard.watch import Watch
@@ -75,11 +82,12 @@ async def see_through(run: Run, started: float, stopping: Stopping) -> int:
         async with asyncio.TaskGroup() as group:
             keeper = group.create_task(run.watch())
             meter = group.create_task(closing.meter(run, watch))
+            other = group.create_task(beside(run, watch)) if beside is not None else None
             crowd = None
             if run.config.production.enabled and run.config.production.simulate:
                 crowd = group.create_task(users.simulate(run.config, run.folder.path, stopping.asked))
             await watch.until_finished(say)
-            for task in (keeper, meter, crowd):
+            for task in (keeper, meter, other, crowd):
                 if task is not None:
                     task.cancel()
     except BaseExceptionGroup as failures:

@@ -45,6 +45,10 @@ class VmSandbox:
         """Take the slot; `limit` is the largest frame in bytes that it is sent."""
         self._channel, self._limit = channel, limit
 
+    def knows(self, call_id: str) -> bool:
+        """Whether a call was asked for before: it gets that one's answer, also while it runs."""
+        return call_id in self._answers
+
     @property
     def busy(self) -> bool:
         """Whether a call waits for its answer."""
