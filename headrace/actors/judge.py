@@ -17,10 +17,11 @@ from headrace.bus.errors import Reject
 from headrace.bus.received import Received
 from headrace.messages.judging import Score
 from headrace.messages.rollout import SlotFailed, Trajectory
-from headrace.messages.sandbox import Acquire, Isolation, NoRoom, OpResult, RunTests, SandboxLost
+from headrace.messages.sandbox import Acquire, Isolation, NoRoom, OpResult, RunTests, SandboxLost, TestOutcome
 from headrace.messages.subjects import FAIL, SCORE, TRAJ
 from headrace.messages.tasks import Oracle, Task
 from headrace.tasks import UnknownSuite, open_suite
+from headrace.tasks.sealing import settle
 
 TRIES = 3
 """Sandboxes that our own parts may fail for one Trajectory before it is given up."""
@@ -73,9 +74,10 @@ class Judge(Actor):
             await self._fail(trajectory, str(error))
             return
         found = judge_rules.suspicions(task, oracle, trajectory.diff, trajectory.touched)
-        ok = not crashed and judge_rules.passed(result.tests, oracle.expected)
+        tests = settle(result.tests, oracle.answers)
+        ok = not crashed and judge_rules.passed(tests, oracle.expected)
         verdict: judge_rules.Verdict = "candidate_crash" if crashed else judge_rules.verdict(ok, found)
-        await self._publish(received.seq, trajectory, task, verdict, result, found, time.monotonic() - started)
+        await self._publish(received.seq, trajectory, task, verdict, tests, found, time.monotonic() - started)
 
     def _task_of(self, trajectory: Trajectory) -> tuple[Task, Oracle]:
         """Both sides of the task. Reject when there is none."""
@@ -152,7 +154,7 @@ class Judge(Actor):
         trajectory: Trajectory,
         task: Task,
         verdict: judge_rules.Verdict,
-        result: OpResult,
+        tests: tuple[TestOutcome, ...],
         found: tuple[str, ...],
         seconds: float,
     ) -> None:
@@ -180,7 +182,7 @@ class Judge(Actor):
                 q=rules.length_q,
             ),
             passed=verdict == "passed",
-            tests=result.tests,
+            tests=tests,
             suspicions=found,
             oldest_version=trajectory.oldest_version,
             sampled_tokens=tokens,

@@ -1,8 +1,9 @@
 """What a diff may not do, and when tests count as passed.
 
 Candidate code and hidden tests share one Python process, so the process can't be trusted about itself. What is outside
-it can: the names that must be reported, the files that only the host writes, and the text of the diff. The rules look
-at what a diff adds: a repository (or its known solution) that uses `sys.modules` may go on doing so.
+it can: the values that sealed tests must see (tasks/sealing.py), the names that must be reported, the files that only
+the host writes, and the text of the diff. The rules look at what a diff adds: a repository (or its known solution) that
+uses `sys.modules` may go on doing so.
 """
 
 import re
@@ -14,7 +15,7 @@ from headrace.messages.tasks import Oracle, Task
 from headrace.vmhost.guest.globs import matches
 
 Verdict = Literal["passed", "failed", "cheating", "candidate_crash"]
-VERSION = "j1"
+VERSION = "j2"
 """Judge version: part of the subject of every score. Change it with any rule."""
 
 _CODE = {
@@ -79,7 +80,7 @@ def tree(task: Task, oracle: Oracle, diff: Mapping[str, bytes], deleted: Sequenc
     """The repository to be tested: the task's files, the allowed changes, and the hidden tests on top of all."""
     changed, gone = allowed_part(task, diff, deleted)
     files = {path: content for path, content in task.files.items() if path not in gone}
-    return files | changed | oracle.hidden
+    return files | changed | oracle.hidden | oracle.sealed
 
 
 def passed(tests: Sequence[TestOutcome], expected: Sequence[str]) -> bool:

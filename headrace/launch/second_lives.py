@@ -77,6 +77,7 @@ def verdicts(config: Config, host: "Host | None") -> "Verdicts":
     from headrace.messages.sandbox import RunTests, SandboxLost
     from headrace.replay.past import ReplayError
     from headrace.tasks import UnknownSuite, open_suite
+    from headrace.tasks.sealing import settle
 
     rules = config.algorithm
 
@@ -91,7 +92,8 @@ def verdicts(config: Config, host: "Host | None") -> "Verdicts":
             files = judge_rules.tree(task, oracle, made.diff, made.deleted)
             sandbox = await host.acquire(_alone(made, task.template, files))
             try:
-                tests, crashed = (await sandbox.call(RunTests(plan=oracle.tests))).tests, False
+                result = await sandbox.call(RunTests(plan=oracle.tests))
+                tests, crashed = settle(result.tests, oracle.answers), False
             except SandboxLost:
                 tests, crashed = (), True  # alone in its machine, so it was the candidate
             finally:

@@ -169,6 +169,8 @@ class TestOutcome(msgspec.Struct, frozen=True):
     name: str
     outcome: Literal["passed", "failed", "error", "skipped"]
     message: str = ""
+    observed: tuple[str, ...] = ()
+    """What a sealed test saw (vmhost/guest/observing.py)."""
 
 
 class OpResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,5 +54,9 @@ class Oracle(Message, frozen=True, kw_only=True):
     tests: TestPlan
     expected: tuple[str, ...]
     """Test ids that have to be reported as passed: fewer, or others, is a failure."""
+    sealed: dict[str, bytes] = {}
+    """Hidden files as the judge runs them: without the literals that they compare with (tasks/sealing.py)."""
+    answers: dict[str, tuple[tuple[int, str], ...]] = {}
+    """Test id to the comparisons that it makes, in order, and the literals that were taken out of them."""
     solution: dict[str, bytes]
     """File contents that pass the hidden tests; used by the scripted oracle policy and to verify the task."""

@@ -13,6 +13,7 @@ from functools import lru_cache
 import msgspec
 
 from headrace.messages.tasks import Oracle, Task, TaskRef, TestPlan
+from headrace.tasks.sealing import known, seal
 from headrace.tasks.templates import TRAINED, UNSEEN, Template
 
 SEEDS: Mapping[str, range] = {
@@ -208,9 +209,12 @@ def make(suite: str, seed: int, multi_line: float = 0.5, *, judged: bool = True)
         allowed=(f"{package}/*.py",),
         tests=TestPlan(paths=(VISIBLE,)),
     )
+    sealed = seal({HIDDEN: hidden})
     oracle = Oracle(
         ref=ref,
         hidden={HIDDEN: hidden},
+        sealed=sealed.files,
+        answers=known(sealed),
         tests=TestPlan(paths=(HIDDEN,)),
         expected=tuple(f"{HIDDEN}::test_{f.name}" for f in (target, *neighbours)),
         solution={path: right[path]},

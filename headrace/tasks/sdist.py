@@ -20,6 +20,7 @@ import msgspec
 
 from headrace.messages.sandbox import Acquire, NoRoom, OpResult, RunTests, Sandbox, SandboxLost
 from headrace.messages.tasks import Oracle, Task, TaskRef, TestPlan
+from headrace.tasks import sealing
 from headrace.tasks.mutate import Mutation, mutations
 from headrace.tasks.packages import Package, PackageError, fetch, read
 from headrace.tasks.suites import FolderSuite, write_suite
@@ -41,6 +42,16 @@ class Held(Sandbox, Protocol):
     @property
     def id(self) -> str:
         """What `release` takes."""
+
+
+class Exam(msgspec.Struct, frozen=True, kw_only=True):
+    """What a repair is judged by: the package's tests, sealed where they compare with literals."""
+
+    plan: TestPlan
+    expected: tuple[str, ...]
+    """Names of the tests, sorted."""
+    sealed: dict[str, bytes] = {}
+    answers: sealing.Answers = {}
 
 
 class Lab:
@@ -94,6 +105,11 @@ class Lab:
                 lost = OpResult(ok=False, error=str(error))
         return lost
 
+    async def judge(self, files: dict[str, bytes], exam: Exam, lane: int = 0) -> OpResult:
+        """The exam over a repository, with the outcomes that the judge would see."""
+        result = await self.run(files | exam.sealed, exam.plan, lane)
+        return msgspec.structs.replace(result, tests=sealing.settle(result.tests, exam.answers))
+
 
 def passed(result: OpResult) -> tuple[str, ...]:
     """Names of the tests that passed, sorted."""
@@ -140,6 +156,7 @@ async def build(
     lab = Lab(acquire, release, f"suite-{found.name}", template)
     plan, expected, seconds = await baseline(lab, found, test_command, repeats, say)
     plan = msgspec.structs.replace(plan, timeout_s=limit(seconds))
+    exam = await sealed(lab, found, Exam(plan=plan, expected=expected), say)
     say(f"{len(expected)} tests of {found.name} pass in {seconds:.1f} s; looking for {count} bugs that they notice")
 
     rng = random.Random(f"headrace/{found.name}/{seed}")
@@ -149,9 +166,7 @@ async def build(
     # In step and in order: which bugs enter the suite may not depend on which sandbox is faster.
     while len(pairs) < count and (batch := candidates[tried : tried + parallel]):
         tried += len(batch)
-        tasks = [
-            attempt(lab, found, mutation, plan, expected, repeats, seed, lane) for lane, mutation in enumerate(batch)
-        ]
+        tasks = [attempt(lab, found, mutation, exam, repeats, seed, lane) for lane, mutation in enumerate(batch)]
         for mutation, made in zip(batch, await asyncio.gather(*tasks), strict=True):
             if made is not None and len(pairs) < count:
                 pairs.append(made)
@@ -203,30 +218,47 @@ async def baseline(
     return plan, names, seconds
 
 
+async def sealed(lab: Lab, package: Package, exam: Exam, say: Callable[[str], None]) -> Exam:
+    """The exam with its tests sealed, as far as the untouched package passes them so; else as it was."""
+    if exam.plan.kind != "pytest":
+        return exam
+    used = {path.partition("::")[0] for path in exam.plan.paths}
+    files = {path: package.files[path] for path in used}
+    leave: frozenset[int] = frozenset()
+    for _ in range(2):
+        seals = sealing.seal(files, leave)
+        result = await lab.run(package.files | seals.files, exam.plan)
+        if passed(result) != exam.expected:
+            break
+        if bad := sealing.unequal(seals, result.tests):
+            leave = bad
+            continue
+        tried = msgspec.structs.replace(exam, sealed=seals.files, answers=sealing.recorded(seals, result.tests))
+        if passed(await lab.judge(package.files, tried)) != exam.expected:
+            break
+        say(f"{len(seals.literals)} of {seals.comparisons} assertions are sealed: their answers stay with the judge")
+        return tried
+    say("the tests can't be sealed: what they expect goes into the sandbox")
+    return exam
+
+
 async def attempt(
-    lab: Lab,
-    package: Package,
-    mutation: Mutation,
-    plan: TestPlan,
-    expected: Sequence[str],
-    repeats: int,
-    seed: int,
-    lane: int,
+    lab: Lab, package: Package, mutation: Mutation, exam: Exam, repeats: int, seed: int, lane: int
 ) -> tuple[Task, Oracle] | None:
     """A verified task of a mutation, None when the tests don't notice it, can't run with it, or waver.
 
     What runs is what agent and judge will run: the judge's tree before and after the fix, the agent's before and after.
     """
     broken = package.files | {mutation.path: mutation.apply(package.files[mutation.path])}
-    result = await lab.run(broken, plan, lane)
-    failing = _noticed(result, expected)
+    result = await lab.judge(broken, exam, lane)
+    failing = _noticed(result, exam.expected)
     if not failing:
         return None
-    task, oracle = assemble(package, mutation, plan, expected, failing, seed)
+    task, oracle = assemble(package, mutation, exam, failing, seed)
     for _ in range(repeats):
-        if _noticed(await lab.run(task.files | oracle.hidden, plan, lane), expected) != failing:
+        if _noticed(await lab.judge(task.files | oracle.hidden, exam, lane), exam.expected) != failing:
             return None
-        if passed(await lab.run(task.files | oracle.solution | oracle.hidden, plan, lane)) != tuple(expected):
+        if passed(await lab.judge(task.files | oracle.solution | oracle.hidden, exam, lane)) != exam.expected:
             return None
     before = await lab.run(task.files, task.tests, lane)
     after = await lab.run(task.files | oracle.solution, task.tests, lane)
@@ -243,18 +275,18 @@ def _noticed(result: OpResult, expected: Sequence[str]) -> tuple[str, ...]:
 def assemble(
     package: Package,
     mutation: Mutation,
-    plan: TestPlan,
-    expected: Sequence[str],
+    exam: Exam,
     failing: Sequence[str],
     seed: int,
 ) -> tuple[Task, Oracle]:
     """Both sides of a task."""
+    plan = exam.plan
     right = package.files[mutation.path]
     hidden_paths = {*package.tests, *package.support}
     open_files = {path: data for path, data in package.files.items() if path not in package.tests}
     if plan.kind == "pytest":
         used = {path.partition("::")[0] for path in plan.paths}
-        keep = choose(expected, failing, random.Random(f"headrace/{package.name}/{seed}/{mutation.start}"))
+        keep = choose(exam.expected, failing, random.Random(f"headrace/{package.name}/{seed}/{mutation.start}"))
         visible = {}
         for path in sorted(used):
             kept = {name.partition("::")[2] for name in keep if name.partition("::")[0] == path}
@@ -279,7 +311,9 @@ def assemble(
             ref=ref,
             hidden={path: package.files[path] for path in sorted(hidden_paths)},
             tests=plan,
-            expected=tuple(expected),
+            expected=exam.expected,
+            sealed=exam.sealed,
+            answers=exam.answers,
             solution={mutation.path: right},
         ),
     )

@@ -41,7 +41,7 @@ class _Reply(msgspec.Struct):
     stderr: int = -1
     data: int = -1
     paths: list[str] = []
-    tests: list[tuple[str, Literal["passed", "failed", "error", "skipped"], str]] = []
+    tests: list[tuple[str, Literal["passed", "failed", "error", "skipped"], str, list[str]]] = []
     digest: str = ""
     timed_out: bool = False
     truncated: bool = False
@@ -114,7 +114,10 @@ def to_result(header: dict[str, Any], bodies: list[bytes], wall_ms: float) -> Op
         stderr=body(reply.stderr).decode("utf-8", "replace"),
         data=body(reply.data),
         files=dict(zip(map(_text, reply.paths), bodies, strict=False)),
-        tests=tuple(TestOutcome(_text(name), outcome, _text(message)) for name, outcome, message in reply.tests),
+        tests=tuple(
+            TestOutcome(_text(name), outcome, _text(message), tuple(map(_text, observed)))
+            for name, outcome, message, observed in reply.tests
+        ),
         digest=reply.digest,
         timed_out=reply.timed_out,
         truncated=reply.truncated,

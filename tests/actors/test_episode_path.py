@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 import pytest
 
+from headrace.actors.judge_rules import VERSION
 from headrace.bus.connection import Bus
 from headrace.bus.server import Server
 from headrace.config import Config, Production, Run
@@ -83,7 +84,7 @@ async def group_of_scores(bus: Bus, run: str, policy: str, group: str, task: str
         )
         await bus.publish(TASK.at(run=run, lane="train", suite=token("generated/train")), request)
     scores: list[Score] = []
-    async for received in bus.follow("HR_SCORE", SCORE.at(run=run, judge="j1", group=group)):
+    async for received in bus.follow("HR_SCORE", SCORE.at(run=run, judge=VERSION, group=group)):
         scores.append(received.message)
         if len(scores) == SLOTS:
             return scores

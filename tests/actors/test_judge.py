@@ -10,6 +10,7 @@ import pytest
 
 from headrace.actors.environment import Environment
 from headrace.actors.judge import Judge
+from headrace.actors.judge_rules import VERSION
 from headrace.bus.connection import Bus
 from headrace.config import Algorithm, Config, Run, Tasks
 from headrace.config import Environment as Section
@@ -80,7 +81,7 @@ async def first(bus: Bus, stream: str, subject: str, wanted: Any) -> Any:
 async def judged(bus: Bus, made: Trajectory) -> Score:
     """Publish a trajectory and wait for its score."""
     seq = await bus.publish(TRAJ.at(run=made.run, group=made.group), made)
-    where = SCORE.at(run=made.run, judge="j1", group=made.group)
+    where = SCORE.at(run=made.run, judge=VERSION, group=made.group)
     score = await first(bus, "HR_SCORE", where, lambda message: message.trajectory_seq == seq)
     assert isinstance(score, Score)
     return score

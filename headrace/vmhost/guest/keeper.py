@@ -347,7 +347,7 @@ class Keeper:
                     self._run_failed({"error": "the code under test ended the test process"})
                 return
             header, bodies = frames[0]
-            tests = [(str(name), str(outcome), str(message)) for name, outcome, message in header["tests"]]
+            tests = pytests.rows(header["tests"])
             truncated = bool(header["truncated"])
             output = bodies[0]
         except (Garbage, KeyError, IndexError, TypeError, ValueError):

@@ -3,6 +3,7 @@
 A command's result is the JUnit report that its arguments name (``--junitxml=PATH``), else its exit code.
 """
 
+import builtins
 import json
 import os
 import sys
@@ -10,8 +11,9 @@ from typing import Any
 
 from . import jobs
 from .files import Answer, Refused, Workspace
+from .observing import Observations
 
-Rows = list[tuple[str, str, str]]
+Rows = list[tuple[str, str, str, list[str]]]
 
 
 def available() -> bool:
@@ -29,9 +31,12 @@ class Collector:
 
     def __init__(self) -> None:
         self.rows: dict[str, tuple[str, str]] = {}
+        self.observations = Observations()
+        self.observed: dict[str, list[str]] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Part of pytest's plugin protocol."""
+        self.observed.setdefault(report.nodeid, []).extend(self.observations.take())
         if report.failed:
             outcome = "failed" if report.when == "call" else "error"
         else:
@@ -63,9 +68,13 @@ def child(root: str, paths: list[str], report: int) -> None:
         if os.path.isdir(folder):
             sys.path.insert(0, folder)
     collector = Collector()
+    vars(builtins)["__observe__"] = collector.observations.observe
     arguments = ["-q", "--tb=short", "-p", "no:cacheprovider", *paths]
     code = int(pytest.main(arguments, plugins=[collector]))
-    rows = [(name, outcome, message) for name, (outcome, message) in collector.rows.items()]
+    rows = [
+        (name, outcome, message, collector.observed.get(name, ()))
+        for name, (outcome, message) in collector.rows.items()
+    ]
     data = memoryview(json.dumps({"code": code, "tests": rows}).encode())
     while data:
         data = data[os.write(report, data) :]
@@ -74,9 +83,17 @@ def child(root: str, paths: list[str], report: int) -> None:
     os._exit(code)
 
 
+def rows(found: Any) -> Rows:
+    """Rows as they come from a process that may say anything. ValueError or TypeError when they are none."""
+    return [
+        (str(name), str(outcome), str(message), [str(text) for text in observed])
+        for name, outcome, message, observed in found
+    ]
+
+
 def verdict(rows: Rows) -> dict[str, Any]:
     """The common head of a test answer: fine only if something ran and nothing went wrong."""
-    bad = sum(outcome in ("failed", "error") for _, outcome, _ in rows)
+    bad = sum(outcome in ("failed", "error") for _, outcome, *_ in rows)
     error = f"{bad} of {len(rows)} tests failed" if bad else "" if rows else "no tests ran"
     return {"ok": not error, "error": error, "code": 1 if error else 0, "tests": rows}
 
@@ -85,14 +102,14 @@ def outcome(report: bytes, job: jobs.Job) -> Answer:
     """The answer of a finished pytest run."""
     header, bodies = jobs.outcome(job)
     try:
-        rows = [(str(name), str(outcome), str(message)) for name, outcome, message in json.loads(report)["tests"]]
+        found = rows(json.loads(report)["tests"])
     except (ValueError, KeyError, TypeError):
         if not job.timed_out:
             header |= {"ok": False, "error": "pytest ended without a report"}
         return header, bodies
     if not job.timed_out:
-        header |= verdict(rows) | {"code": job.code}
-    return header | {"tests": rows}, bodies
+        header |= verdict(found) | {"code": job.code}
+    return header | {"tests": found}, bodies
 
 
 def command_outcome(workspace: Workspace, argv: list[str], job: jobs.Job) -> Answer:
@@ -103,14 +120,14 @@ def command_outcome(workspace: Workspace, argv: list[str], job: jobs.Job) -> Ans
         if name in ("--junitxml", "--junit-xml"):
             path = path or (argv[number + 1] if number + 1 < len(argv) else "")
             try:
-                rows = _junit(workspace.content(path, 16 << 20)[0])
+                found = _junit(workspace.content(path, 16 << 20)[0])
             except (Refused, ValueError) as error:
                 return header | {"ok": False, "error": header["error"] or f"no readable report: {error}"}, bodies
             if job.timed_out:
-                return header | {"tests": rows}, bodies
-            return header | verdict(rows) | {"code": job.code}, bodies
+                return header | {"tests": found}, bodies
+            return header | verdict(found) | {"code": job.code}, bodies
     good = not job.code and not job.timed_out
-    return header | {"tests": [("command", "passed" if good else "failed", header["error"])]}, bodies
+    return header | {"tests": [("command", "passed" if good else "failed", header["error"], [])]}, bodies
 
 
 def _junit(data: bytes) -> Rows:
@@ -121,12 +138,12 @@ def _junit(data: bytes) -> Rows:
         cases = list(ElementTree.fromstring(data).iter("testcase"))
     except ElementTree.ParseError as error:
         raise ValueError(str(error)) from None
-    rows = []
+    found: Rows = []
     for case in cases:
         outcome, message = "passed", ""
         for part in case:
             if part.tag in ("failure", "error", "skipped"):
                 outcome = {"failure": "failed"}.get(part.tag, part.tag)
                 message = (part.get("message") or "").strip().split("\n")[0][:500]
-        rows.append((f"{case.get('classname', '')}::{case.get('name', '')}", outcome, message))
-    return rows
+        found.append((f"{case.get('classname', '')}::{case.get('name', '')}", outcome, message, []))
+    return found

@@ -22,6 +22,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from .frames import Garbage, Reader, pack
+from .observing import Observations
 
 OUTPUT_CAP = 16384
 """Bytes of captured output that are reported."""
@@ -168,13 +169,15 @@ def _functions(space: dict[str, Any], file: str) -> list[tuple[str, Callable[[],
     ]
 
 
-def run(root: str, paths: Sequence[str], importer: Importer) -> list[tuple[str, str, str]]:
-    """Run the files' test functions. Rows of (``path::function``, outcome, message)."""
-    rows: list[tuple[str, str, str]] = []
+def run(root: str, paths: Sequence[str], importer: Importer) -> list[tuple[str, str, str, list[str]]]:
+    """Run the files' test functions. Rows of (``path::function``, outcome, message, what it observed)."""
+    rows: list[tuple[str, str, str, list[str]]] = []
+    observations = Observations()
     for path in paths:
         file = f"{root}/{path}"
         module = ModuleType(path.rpartition("/")[2].removesuffix(".py"))
         module.__file__ = file
+        module.__dict__["__observe__"] = observations.observe
         try:
             code = compiled(file)
             sys.modules[module.__name__] = module
@@ -182,16 +185,17 @@ def run(root: str, paths: Sequence[str], importer: Importer) -> list[tuple[str, 
             exec(code, module.__dict__)
             functions = _functions(module.__dict__, file)
             if not functions:
-                rows.append((path, "error", "no test functions"))
+                rows.append((path, "error", "no test functions", []))
         except (Exception, SystemExit) as error:
-            rows.append((path, "error", why(error, root)))
+            rows.append((path, "error", why(error, root), []))
             continue
         for name, function in functions:
             try:
                 function()
-                rows.append((f"{path}::{name}", "passed", ""))
+                outcome, message = "passed", ""
             except (Exception, SystemExit) as error:
-                rows.append((f"{path}::{name}", "failed", why(error, root)))
+                outcome, message = "failed", why(error, root)
+            rows.append((f"{path}::{name}", outcome, message, observations.take()))
     return rows
 
 

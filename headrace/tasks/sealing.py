@@ -1,0 +1,188 @@
+"""Sealing hidden tests: the literals that they compare with stay on the host.
+
+``assert area(2, 3) == 6`` becomes ``__observe__(0, area(2, 3))``, and 6 goes into the oracle's answers
+(`vmhost/guest/observing.py` has the other half). A candidate that patches the runner, forges its report or reads the
+tests finds calls without results; to be counted as passed it must report the right values in the right order.
+
+Sealed are ``assert`` and ``assertEqual`` of a value with a literal, either way round. What compares otherwise (two
+computed values, `raises`, truth alone) stays an assertion inside the process and is worth what such ones are worth.
+Lines keep their numbers, so failures point where they did.
+"""
+
+import ast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from headrace.messages.sandbox import TestOutcome
+from headrace.vmhost.guest.observing import decode
+
+Answers = dict[str, tuple[tuple[int, str], ...]]
+"""Test id to what it observes, in order: the number of the comparison, and the literal's source."""
+
+
+class Sealed(NamedTuple):
+    """Test files without their literals."""
+
+    files: dict[str, bytes]
+    literals: dict[int, str]
+    """Comparison to the source of the literal that it lost."""
+    functions: dict[str, tuple[int, ...]]
+    """``path::function`` to its comparisons, for plain functions whose comparisons run once each, one after another."""
+    comparisons: int
+    """All comparisons and other assertions that the files hold: sealed ones are `literals`."""
+
+
+class _Comparison(NamedTuple):
+    statement: ast.stmt
+    value: ast.expr
+    literal: ast.expr
+
+
+def _literal(node: ast.expr) -> bool:
+    try:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return True
+
+
+def _sides(node: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
+    """What a statement compares for equality."""
+    if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
+        compare = node.test
+        if len(compare.ops) == 1 and isinstance(compare.ops[0], ast.Eq):
+            return compare.left, compare.comparators[0]
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
+        call = node.value
+        if node.value.func.attr == "assertEqual" and len(call.args) >= 2:
+            return call.args[0], call.args[1]
+    return None
+
+
+def _comparison(node: ast.stmt) -> _Comparison | None:
+    sides = _sides(node)
+    if sides is None or any(isinstance(part, ast.Await | ast.Starred | ast.Yield) for part in ast.walk(node)):
+        return None
+    one, other = sides
+    if _literal(other) and not _literal(one):
+        return _Comparison(node, one, other)
+    if _literal(one) and not _literal(other):
+        return _Comparison(node, other, one)
+    return None
+
+
+def _asserts(tree: ast.AST) -> int:
+    def one(node: ast.AST) -> bool:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            return node.func.attr.startswith("assert") or node.func.attr == "raises"
+        return isinstance(node, ast.Assert)
+
+    return sum(map(one, ast.walk(tree)))
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    return iter(sorted(found, key=lambda node: (node.lineno, node.col_offset)))
+
+
+def seal(files: Mapping[str, bytes], leave: Collection[int] = ()) -> Sealed:
+    """The test files among `files`, sealed but for the comparisons whose numbers are in `leave`. Files that are not
+    Python or hold nothing to seal are not in the answer."""
+    sealed: dict[str, bytes] = {}
+    literals: dict[int, str] = {}
+    functions: dict[str, tuple[int, ...]] = {}
+    number = comparisons = 0
+    for path in sorted(files):
+        try:
+            tree = ast.parse(files[path]) if path.endswith(".py") else None
+        except (SyntaxError, ValueError):
+            tree = None
+        if tree is None:
+            continue
+        comparisons += _asserts(tree)
+        source = files[path]
+        starts = [0]
+        for line in source.splitlines(keepends=True):
+            starts.append(starts[-1] + len(line))
+        cuts: list[tuple[int, int, bytes]] = []
+        numbers: dict[ast.stmt, int] = {}
+        for node in _statements(tree):
+            found = _comparison(node)
+            if found is None:
+                continue
+            if number not in leave:
+                begin, end = _span(starts, node)
+                first, last = _span(starts, found.value)
+                value = source[first:last]
+                lines = source[begin:end].count(b"\n") - value.count(b"\n")
+                cuts.append((begin, end, b"__observe__(%d, (%s%s))" % (number, value, b"\n" * lines)))
+                literals[number] = ast.unparse(found.literal)
+                numbers[node] = number
+            number += 1
+        for begin, end, text in reversed(cuts):
+            source = source[:begin] + text + source[end:]
+        if cuts:
+            sealed[path] = source
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                straight = tuple(numbers[part] for part in node.body if part in numbers)
+                if straight and len(straight) == sum(part in numbers for part in _statements(node)):
+                    functions[f"{path}::{node.name}"] = straight
+    return Sealed(sealed, literals, functions, comparisons)
+
+
+def _span(starts: Sequence[int], node: ast.stmt | ast.expr) -> tuple[int, int]:
+    assert node.end_lineno is not None and node.end_col_offset is not None
+    return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+
+
+def known(sealed: Sealed) -> Answers:
+    """Answers of plain functions, from the text alone."""
+    return {name: tuple((n, sealed.literals[n]) for n in numbers) for name, numbers in sealed.functions.items()}
+
+
+def recorded(sealed: Sealed, tests: Sequence[TestOutcome]) -> Answers:
+    """Answers from a run that is known to be right: the same comparisons in the same order, with the literals."""
+    answers: Answers = {}
+    for test in tests:
+        numbers = tuple(decode(text)[0] for text in test.observed)
+        if numbers:
+            answers[test.name] = tuple((number, sealed.literals[number]) for number in numbers)
+    return answers
+
+
+def unequal(sealed: Sealed, tests: Sequence[TestOutcome]) -> frozenset[int]:
+    """Comparisons that hold inside a right run and not outside it, such as those of objects with an ``__eq__``."""
+    bad: set[int] = set()
+    for test in tests:
+        for text in test.observed:
+            number = int(text[1 : text.index(",")])
+            if number in sealed.literals and not equal(text, (number, sealed.literals[number])):
+                bad.add(number)
+    return frozenset(bad)
+
+
+def equal(observed: str, answer: tuple[int, str]) -> bool:
+    """Whether an observation is the answer, by Python's own ``==`` on this side."""
+    try:
+        number, value = decode(observed)
+        return number == answer[0] and bool(value == ast.literal_eval(answer[1]))
+    except (ValueError, TypeError):
+        return False
+
+
+def settle(tests: Sequence[TestOutcome], answers: Mapping[str, Sequence[tuple[int, str]]]) -> tuple[TestOutcome, ...]:
+    """The outcomes with the sealed comparisons made: a test that reported a pass and saw something else has failed."""
+    settled = []
+    for test in tests:
+        answer = answers.get(test.name, ())
+        wrong = next(
+            (n for n, (seen, wanted) in enumerate(zip(test.observed, answer, strict=False)) if not equal(seen, wanted)),
+            -1 if len(test.observed) == len(answer) else min(len(test.observed), len(answer)),
+        )
+        if test.outcome == "passed" and wrong >= 0:
+            seen = test.observed[wrong] if wrong < len(test.observed) else "nothing"
+            text = f"comparison {wrong + 1} of {len(answer)} saw {seen}"[:500]
+            test = TestOutcome(test.name, "failed", text, test.observed)
+        settled.append(test)
+    return tuple(settled)
