@@ -1,11 +1,18 @@
-"""What does a message cost?
+"""What does a message cost, beside Ray?
 
-    python -m benchmarks.bus [--calls 3000] [--trajectories 200] [--blob-mib 64]
+    python -m venv .cache/ray && .cache/ray/bin/pip install ray numpy
+    python -m benchmarks.bus [--rounds 5] [--trajectories 200] [--blob-mib 64] [--ray .cache/ray/bin/python]
 
-One embedded broker (the repository's nats.conf, roles and permissions on, file streams), our own Bus and Consumer,
-typed messages, trace context in every header. Two producer processes publish 1 MB trajectories with message ids; one
-consumer decodes and acknowledges them. Figures with cpu in their name are processor time of this process, the others
-wall time: on a busy machine trust the former.
+One embedded broker (the repository's nats.conf, roles and permissions on, file streams) and our actors, each in a
+process of its own: typed messages, trace context in every header, message ids. Two producers publish 1 MB trajectories,
+16 in flight each; one consumer decodes and acknowledges them. Four ways of carrying them:
+    broker   all of it through the broker: stored, replayable, on disk
+    shared   payloads in /dev/shm (headrace/bus/nearby.py), references through the broker, nothing uploaded
+    upload   the same, and every payload stored at the broker too, seconds later: until when is told apart
+    disk     payloads in a folder on the broker's disk, as safe as the broker's own store, nothing uploaded
+Beside them Ray: two producer actors call one buffer actor with the same arrays, which go through its object store in
+memory. Both sides take turns in every round, in changing order; ratios are of one round, medians over rounds.
+CPU is that of all processes of a side, the broker among ours and Ray's own among Ray's.
 """
 
 import argparse
@@ -15,124 +22,115 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import uvloop
 
+from benchmarks.bus_workers import ECHO, HEARD, Child, connected, trajectory
 from benchmarks.conditions import Figures, at_least, at_most, finish
-from headrace.bus.actor import Actor
 from headrace.bus.connection import Bus
-from headrace.bus.received import Received
 from headrace.bus.server import Server
 from headrace.bus.streams import declare
-from headrace.config import Config
 from headrace.messages import subjects as s
-from headrace.messages.base import Array, Message
-from headrace.messages.operations import Ack, Event, Ping
-from headrace.messages.rollout import Span, Turn, TurnSampled
+from headrace.messages.operations import Event, Ping
 
 PRODUCERS = 2
-WINDOW = 16
+MEGABYTES = 1.04
+"""Of one trajectory."""
+RAY = Path(__file__).parent / "bus_ray.py"
 
 
-class Sink(Actor):
-    """The consuming side."""
+class Side:
+    """One way of carrying trajectories: a sink and two producers in processes of their own."""
 
-    role = "admin"
+    def __init__(self, name: str, server: Server, folder: str, upload: str) -> None:
+        self.name, self.server, self.folder, self.upload = name, server, folder, upload
+        self.total = 0
 
+    async def start(self) -> None:
+        """Start its processes, and send a little once."""
+        start = [self.child("sink", "sink"), *(self.child("producer", f"p{n}") for n in range(PRODUCERS))]
+        self.sink, *self.producers = await asyncio.gather(*start)
+        self.bus = await connected(self.server.url, str(self.server.credentials), self.run, self.folder, self.upload)
+        await self.flow(8)
 
-def megabyte() -> TurnSampled:
-    """About 1 MB that hardly compresses, in the fields that carry it in earnest."""
-    routed = Array.of(os.urandom(720_000), "|u1", (30_000, 4, 6))
-    floats = Array("<f4", (60_000,), os.urandom(240_000))
-    ids = Array("<i4", (10_000,), os.urandom(40_000))
-    turn = Turn(index=0, segment=0, prompt_ids=ids, ids=ids, logprobs=floats, routed=routed, spans=(Span(0, 1, 1),))
-    return TurnSampled(run="r1", trajectory="g1-0-0", turn=turn)
+    @property
+    def run(self) -> str:
+        """A run of its own."""
+        return f"bench-{self.name}"
 
+    async def child(self, kind: str, id: str) -> Child:
+        """One of its processes."""
+        own = (self.server.url, str(self.server.credentials), self.run, self.folder, self.upload, kind, id)
+        return await Child.start(sys.executable, "-m", "benchmarks.bus_workers", *own)
 
-async def produce(url: str, credentials: str, name: str, count: int) -> None:
-    """A producer process: `count` trajectories, `WINDOW` in flight."""
-    bus = await Bus.connect(url, role="admin", credentials=credentials)
-    message, gate = megabyte(), asyncio.Semaphore(WINDOW)
-
-    async def one(n: int) -> None:
-        async with gate:
-            await bus.publish(s.TURN.at(run="r1", trajectory="bench"), message, msg_id=f"{name}-{n}")
-
-    await asyncio.gather(*(one(n) for n in range(count)))
-    await bus.close()
-
-
-async def calls(server: Server, count: int) -> Figures:
-    """Request and reply of a small typed message between two connections."""
-    asker, helper = [
-        await Bus.connect(server.url, role=role, credentials=server.credentials) for role in ("judge", "environment")
-    ]
-
-    async def answer(_: Message) -> Message:
-        return Ack()
-
-    await helper.respond("hr.rpc.environment.ping", answer)
-    times = []
-    for _ in range(count):
+    async def flow(self, count: int) -> float:
+        """Seconds until `count` of each producer are acknowledged."""
+        self.total += PRODUCERS * count
         since = time.perf_counter()
-        await asker.request("hr.rpc.environment.ping", Ping())
-        times.append((time.perf_counter() - since) * 1e3)
-    cpu, since = time.process_time(), time.perf_counter()
-    for _ in range(count // 200):
-        await asyncio.gather(*(asker.request("hr.rpc.environment.ping", Ping()) for _ in range(200)))
-    pipelined = count // 200 * 200
-    wall, cpu = time.perf_counter() - since, time.process_time() - cpu
-    await asker.close()
-    await helper.close()
-    quantiles = statistics.quantiles(times, n=100)
-    return {
-        "call_p50_ms": round(quantiles[49], 4),
-        "call_p99_ms": round(quantiles[98], 4),
-        "call_pipelined_per_s": round(pipelined / wall),
-        "call_both_sides_cpu_us": round(cpu / pipelined * 1e6, 1),
-    }
+        await asyncio.gather(self.sink.ask(str(self.total)), *(child.ask(str(count)) for child in self.producers))
+        return time.perf_counter() - since
+
+    async def one(self, count: int) -> list[float]:
+        """Milliseconds from publishing one trajectory to the word of the other process that it has it."""
+        message, times, heard = trajectory(), [], asyncio.Event()
+
+        async def hear(_: Any) -> None:
+            heard.set()
+
+        subscription = await self.bus.listen_raw(HEARD, hear)
+        for n in range(count):
+            heard.clear()
+            since = time.perf_counter()
+            unlike = msgspec.structs.replace(message, trajectory=f"one-{self.total + n}")
+            await self.bus.publish(s.TURN.at(run=self.run, trajectory="one"), unlike)
+            await heard.wait()
+            times.append((time.perf_counter() - since) * 1e3)
+        self.total += count
+        await self.bus.link.unsubscribe(subscription)
+        return times
+
+    async def clear(self) -> float:
+        """Forget what was sent; seconds that an upload still took before."""
+        nearby, since = self.bus.nearby, time.perf_counter()
+        if nearby is not None:
+            while any(nearby.pending.iterdir()):
+                await asyncio.sleep(0.02)
+        waited = time.perf_counter() - since
+        for stream in ("HR_TURN", "HR_BLOB"):
+            await self.bus.purge(stream)
+        if nearby is not None:
+            nearby.collect(before=time.time() + 60)
+        return waited
+
+    async def stop(self) -> None:
+        """End its processes."""
+        for child in (*self.producers, self.sink):
+            await child.stop()
+        await self.bus.close()
 
 
-async def durable(server: Server, count: int) -> Figures:
-    """Trajectories through a stream: two producer processes, one consumer that decodes and acknowledges."""
-    bus = await Bus.connect(server.url, role="admin", credentials=server.credentials)
-    sink = Sink(Config(), bus, "r1", "sink")
-    done, seen = asyncio.Event(), 0
+async def small_calls(server: Server, count: int) -> list[float]:
+    """Milliseconds of each of several calls, one after the other."""
+    async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as bus:
+        times = []
+        for _ in range(count):
+            since = time.perf_counter()
+            await bus.request(ECHO, Ping())
+            times.append((time.perf_counter() - since) * 1e3)
+    return times
 
-    async def handle(received: Received[TurnSampled]) -> None:
-        nonlocal seen
-        assert len(received.message.turn.logprobs.data) == 240_000
-        seen += 1
-        if seen == count * PRODUCERS:
-            done.set()
 
-    await sink.consume(s.TURN, handle, durable="bench", credit=WINDOW)
-    argv = [sys.executable, "-m", "benchmarks.bus", "--producer", server.url, str(server.credentials)]
-    since, cpu = time.perf_counter(), time.process_time()
-    children = [
-        await asyncio.create_subprocess_exec(*argv, f"p{n}", "--trajectories", str(count)) for n in range(PRODUCERS)
-    ]
-    await done.wait()
-    wall, cpu = time.perf_counter() - since, time.process_time() - cpu
-    for child in children:
-        await child.wait()
-    megabytes = count * PRODUCERS * 1.04
-    await sink.shut(5)
-
-    times = []
-    message = megabyte()
-    for n in range(50):
-        begun = time.perf_counter()
-        seq = await bus.publish(s.TURN.at(run="r1", trajectory="one"), message, msg_id=f"one-{n}")
-        _ = (await bus.get("HR_TURN", seq)).message
-        times.append((time.perf_counter() - begun) * 1e3)
-    await bus.close()
-    return {
-        "durable_mb_per_s": round(megabytes / wall, 1),
-        "durable_consumer_cpu_ms": round(cpu / (count * PRODUCERS) * 1e3, 3),
-        "store_and_fetch_1mb_p50_ms": round(statistics.median(times), 3),
-    }
+async def pipelined(server: Server, count: int) -> float:
+    """Calls per second, 200 in flight."""
+    async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as bus:
+        since = time.perf_counter()
+        for _ in range(count // 200):
+            await asyncio.gather(*(bus.request(ECHO, Ping()) for _ in range(200)))
+        return count // 200 * 200 / (time.perf_counter() - since)
 
 
 async def blob(server: Server, mib: int) -> Figures:
@@ -177,11 +175,92 @@ async def killed(server: Server, count: int = 2000) -> tuple[Figures, Server]:
     return {"kill_lost": lost, "kill_twice": len(stored) - 1 - len(acknowledged), "kill_gap_s": round(gap, 3)}, again
 
 
+def family(roots: Iterable[int]) -> float:
+    """CPU seconds of these processes and all that come from them, those that ended and were waited for included."""
+    parents: dict[int, int] = {}
+    used: dict[int, float] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(fields[1])
+            used[int(entry.name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    members, more = set(roots), True
+    while more:
+        found = {pid for pid, parent in parents.items() if parent in members} - members
+        members, more = members | found, bool(found)
+    return sum(used.get(pid, 0.0) for pid in members)
+
+
+class Rounds:
+    """Figures by name, one value a round."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[float]] = {}
+
+    def add(self, name: str, value: float) -> None:
+        """One more."""
+        self.values.setdefault(name, []).append(value)
+
+    def ratio(self, above: str, below: str) -> float | None:
+        """Median over rounds of one figure over another."""
+        pairs = zip(self.values.get(above, ()), self.values.get(below, ()), strict=False)
+        found = [a / b for a, b in pairs]
+        return round(statistics.median(found), 3) if found else None
+
+    def figures(self) -> Figures:
+        """Medians."""
+        return {name: round(statistics.median(values), 4) for name, values in self.values.items()}
+
+
+def quantiles(rounds: Rounds, name: str, times: list[float]) -> None:
+    """p50 and p99 of a round."""
+    cuts = statistics.quantiles(times, n=100)
+    rounds.add(f"{name}_p50_ms", cuts[49])
+    rounds.add(f"{name}_p99_ms", cuts[98])
+
+
+async def measured(args: argparse.Namespace, server: Server, sides: list[Side], ray: Child | None) -> Rounds:
+    """All rounds."""
+    rounds = Rounds()
+    flows, ones = 2 * args.trajectories, args.singles
+    assert server.pid is not None
+    for turn in range(args.rounds):
+        order = [*sides, *([ray] if ray else [])]
+        for side in order if turn % 2 == 0 else order[::-1]:
+            if isinstance(side, Child):
+                quantiles(rounds, "ray_call", (await side.ask(f"call {args.calls}"))["ms"])
+                rounds.add("ray_call_pipelined_per_s", (await side.ask(f"pipelined {args.calls}"))["per_s"])
+                quantiles(rounds, "ray_one_1mb", (await side.ask(f"one {ones}"))["ms"])
+                before = family([side.process.pid])
+                rounds.add("ray_flow_mb_per_s", flows * MEGABYTES / (await side.ask(f"flow {args.trajectories}"))["s"])
+                rounds.add("ray_flow_cpu_ms", (family([side.process.pid]) - before) / flows * 1e3)
+                continue
+            if side.name == "broker":
+                quantiles(rounds, "call", await small_calls(server, args.calls))
+                rounds.add("call_pipelined_per_s", await pipelined(server, args.calls))
+            quantiles(rounds, f"{side.name}_one_1mb", await side.one(ones))
+            own = [server.pid, side.sink.process.pid, *(child.process.pid for child in side.producers)]
+            before, since = family(own), time.perf_counter()
+            rounds.add(f"{side.name}_flow_mb_per_s", flows * MEGABYTES / await side.flow(args.trajectories))
+            rounds.add(f"{side.name}_flow_cpu_ms", (family(own) - before) / flows * 1e3)
+            waited = await side.clear()
+            if side.upload == "after":
+                rounds.add("upload_flow_and_stored_mb_per_s", flows * MEGABYTES / (time.perf_counter() - since))
+                rounds.add("upload_behind_s", waited)
+    return rounds
+
+
 async def run(args: argparse.Namespace) -> None:
     """All of it, on one broker."""
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
+    ):
         since = time.perf_counter()
-        server = await Server(folder).start()
+        server = await Server(Path(folder) / "broker").start()
         figures: Figures = {"boot_ms": round((time.perf_counter() - since) * 1e3, 1)}
         async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
             since = time.perf_counter()
@@ -190,16 +269,58 @@ async def run(args: argparse.Namespace) -> None:
         status = Path(f"/proc/{server.pid}/status").read_text()
         kilobytes = next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))
         figures["idle_mb"] = round(int(kilobytes) / 1024, 1)
-        figures |= await calls(server, args.calls)
-        figures |= await durable(server, args.trajectories)
+        kinds = (
+            ("broker", "", "never"),
+            ("shared", memory, "never"),
+            ("upload", memory, "after"),
+            ("disk", folder, "never"),
+        )
+        sides = [Side(name, server, where, upload) for name, where, upload in kinds]
+        echo = await sides[0].child("server", "echo")
+        for side in sides:
+            await side.start()
+        ray = None
+        if Path(args.ray).exists():
+            quiet = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+            ray = await Child.start(args.ray, str(RAY), env=quiet)
+            figures |= {"ray_version": ray.hello["version"], "ray_start_s": round(ray.hello["start_s"], 2)}
+        figures["ray"] = "measured beside" if ray else f"absent: there is no {args.ray} (see the head of this file)"
+        rounds = await measured(args, server, sides, ray)
+        figures |= rounds.figures()
         figures |= await blob(server, args.blob_mib)
+        if ray is not None:
+            there = await ray.ask(f"blob {args.blob_mib}")
+            figures |= {
+                f"ray_blob_{way}_mib_per_s": round(args.blob_mib / there[f"{way}_s"], 1) for way in ("put", "get")
+            }
+            await ray.stop()
+        for side in sides:
+            await side.stop()
+        await echo.stop()
         more, server = await killed(server)
         figures |= more
         await server.stop()
+    over = {
+        f"{name}_flow_over_ray_ratio": rounds.ratio(f"{name}_flow_mb_per_s", "ray_flow_mb_per_s") for name, *_ in kinds
+    }
+    over["ray_call_over_ours_ratio"] = rounds.ratio("ray_call_p50_ms", "call_p50_ms")
+    over |= {
+        f"ray_one_1mb_over_{name}_ratio": rounds.ratio("ray_one_1mb_p50_ms", f"{name}_one_1mb_p50_ms")
+        for name, *_ in kinds
+    }
+    figures |= {
+        "rounds": args.rounds,
+        "shared_flow_over_broker_ratio": rounds.ratio("shared_flow_mb_per_s", "broker_flow_mb_per_s"),
+    }
+    figures |= over
     targets = {
         "call_p50_ms": at_most(figures["call_p50_ms"], 0.2),
         "call_p99_ms": at_most(figures["call_p99_ms"], 2.0),
-        "durable_mb_per_s": at_least(figures["durable_mb_per_s"], 150.0),
+        "broker_flow_mb_per_s": at_least(figures["broker_flow_mb_per_s"], 150.0),
+        "broker_one_1mb_p50_ms": at_most(figures["broker_one_1mb_p50_ms"], 3.0),
+        "ray_call_over_ours_ratio": at_least(over["ray_call_over_ours_ratio"], 1.0),
+        "shared_flow_over_ray_ratio": at_least(over["shared_flow_over_ray_ratio"], 1.0),
+        "disk_flow_over_ray_ratio": at_least(over["disk_flow_over_ray_ratio"], 1.0),
         "boot_ms": at_most(figures["boot_ms"], 100.0),
         "idle_mb": at_most(figures["idle_mb"], 30.0),
         "kill_lost": at_most(figures["kill_lost"], 0),
@@ -209,18 +330,15 @@ async def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure, or be one of the producers."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--calls", type=int, default=3000)
-    parser.add_argument("--trajectories", type=int, default=200, help="per producer")
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=2000, help="a round")
+    parser.add_argument("--singles", type=int, default=40, help="trajectories sent one at a time, a round")
+    parser.add_argument("--trajectories", type=int, default=200, help="per producer and round")
     parser.add_argument("--blob-mib", type=int, default=64)
-    parser.add_argument("--producer", nargs=3, metavar=("URL", "CREDENTIALS", "NAME"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.producer:
-        url, credentials, name = args.producer
-        uvloop.run(produce(url, credentials, name, args.trajectories))
-    else:
-        uvloop.run(run(args))
+    parser.add_argument("--ray", default=".cache/ray/bin/python", help="an interpreter that has ray and numpy")
+    uvloop.run(run(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -48,10 +48,11 @@ def issued(
     oldest: int = 0,
     lane: Lane = "train",
     run: str = RUN,
+    beside: bool = False,
 ) -> SlotIssued:
     """A slot's issue."""
     return SlotIssued(run=run, lane=lane, group=group, index=index, slot=slot, attempt=attempt, group_size=size,
-                      task=TASK, seed=7, min_version=oldest)  # fmt: skip
+                      task=TASK, seed=7, min_version=oldest, beside=beside)  # fmt: skip
 
 
 def failed(

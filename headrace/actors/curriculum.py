@@ -54,7 +54,9 @@ class Curriculum(Actor):
     async def start(self) -> None:
         """Take over the books, read them, then follow the streams and act on them."""
         own = self.config.curriculum
-        self.rules = Rules(own.group_size, own.groups_per_step, own.staleness, own.steps, own.attempts, own.on_stale)
+        self.rules = Rules(
+            own.group_size, own.groups_per_step, own.staleness, own.steps, own.attempts, own.on_stale, own.speculate
+        )
         suite = self.config.tasks.suite
         self.tasks = requests.TaskOrder(open_suite(suite, self.config.tasks.dir).ids(), self.config.run.seed)
         self.book = Book(self.run)
@@ -146,7 +148,7 @@ class Curriculum(Actor):
         if self.config.evaluation.before:
             await self._evaluate("before", 0)
         await self.event("phase", "reinforcement learning")
-        await self._request([g.slots[s].last.issued for g in self.book.open.values() for s in g.slots])
+        await self._request([a.issued for g in self.book.open.values() for slot in g.slots.values() for a in slot.live])
         while True:
             await self._set_bound()
             while decisions := decide(self.book, self.rules):
@@ -221,7 +223,7 @@ class Curriculum(Actor):
                     await self.event(
                         "slot_reissued",
                         f"{decision.group} slot {decision.slot}: {decision.reason}",
-                        "warning",
+                        "info" if decision.beside else "warning",
                         attempt=decision.attempt,
                         reason=decision.reason,
                     )
@@ -233,7 +235,9 @@ class Curriculum(Actor):
                     await self.event("group_dropped", text, "warning", reason=decision.reason)
 
     def _slot(self, decision: Issue | Again, slot: int, attempt: int, task: TaskRef, index: int) -> SlotIssued:
-        return requests.slot(self.config, self.run, decision.group, index, slot, attempt, task, decision.min_version)
+        beside = isinstance(decision, Again) and decision.beside
+        oldest = decision.min_version
+        return requests.slot(self.config, self.run, decision.group, index, slot, attempt, task, oldest, beside)
 
     async def _issue(self, slots: Sequence[SlotIssued]) -> None:
         """Say what engines must serve, write the slots down, then ask for them."""

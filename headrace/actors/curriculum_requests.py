@@ -54,7 +54,15 @@ def limits(config: Config) -> rollout.Limits:
 
 
 def slot(
-    config: Config, run: str, group: str, index: int, slot: int, attempt: int, task: TaskRef, min_version: int
+    config: Config,
+    run: str,
+    group: str,
+    index: int,
+    slot: int,
+    attempt: int,
+    task: TaskRef,
+    min_version: int,
+    beside: bool = False,
 ) -> SlotIssued:
     """The record of an attempt. A new attempt draws anew: the failed one may have failed for what it drew."""
     return SlotIssued(
@@ -68,6 +76,7 @@ def slot(
         task=task,
         seed=seed_of(config.run.seed, group, slot, attempt),
         min_version=min_version,
+        beside=beside,
     )
 
 

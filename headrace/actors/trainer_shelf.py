@@ -4,12 +4,16 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from headrace.bus import blobs
 from headrace.bus.connection import Bus
 from headrace.bus.errors import MessageGone
 from headrace.config import Config
 from headrace.messages.subjects import SCORE, STEP, TRAJ, TURN
 from headrace.messages.training import StepManifest
 from headrace.training.trainer import Trainer
+
+LAID_BEFORE_S = 60.0
+"""How much older than its record a payload in the node's folder may be."""
 
 
 class Shelf:
@@ -64,14 +68,16 @@ class Shelf:
         if not slots:
             return 0
         first, first_score = (min(column) for column in zip(*slots, strict=True))
-        purged = await bus.purge("HR_TRAJ", subject=TRAJ.where(run=run), before=first)
-        purged += await bus.purge("HR_SCORE", subject=SCORE.where(run=run), before=first_score)
+        purged = await blobs.purge(bus, "HR_TRAJ", TRAJ.where(run=run), first)
+        purged += await blobs.purge(bus, "HR_SCORE", SCORE.where(run=run), first_score)
         try:
             moment = (await bus.get("HR_TRAJ", first)).time
         except MessageGone:  # its user had it deleted
             return purged
+        if bus.nearby is not None:
+            bus.nearby.collect(before=moment - LAID_BEFORE_S)
         before = await self._turn_at(bus, run, moment)
-        return purged + (await bus.purge("HR_TURN", subject=TURN.where(run=run), before=before) if before else 0)
+        return purged + (await blobs.purge(bus, "HR_TURN", TURN.where(run=run), before) if before else 0)
 
     async def _turn_at(self, bus: Bus, run: str, moment: float) -> int:
         """The first turn record younger than the oldest kept trajectory: its own turns are in the trajectory."""

@@ -10,12 +10,16 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
 
 from headrace.bus import reading
 from headrace.bus.errors import BusError, WrongSequence
 from headrace.bus.link import Link
-from headrace.messages.codec import ENCODING_HEADER, TYPE_HEADER
+from headrace.messages.codec import ENCODING_HEADER, TYPE_HEADER, decode
 from headrace.messages.operations import BlobRef
+
+if TYPE_CHECKING:
+    from headrace.bus.connection import Bus
 
 CHUNK = 1 << 20
 WINDOW = 8
@@ -26,10 +30,21 @@ Store = Callable[[str, bytes, str], Awaitable[int]]
 """(subject, chunk, message id) -> sequence; WrongSequence when that chunk is there already."""
 
 
-async def put(store: Store, payload: bytes, headers: Mapping[str, str], key: bytes | None = None) -> BlobRef:
-    """Store a payload. With `key` the blob is named by an HMAC of its content: nobody else can guess or share it."""
-    digest = hmac.new(key, payload, hashlib.sha256).hexdigest() if key else hashlib.sha256(payload).hexdigest()
-    count = -(-len(payload) // CHUNK)
+def chunks(size: int) -> int:
+    """Chunks of a payload of so many bytes."""
+    return -(-size // CHUNK)
+
+
+async def put(
+    store: Store, payload: bytes, headers: Mapping[str, str], key: bytes | None = None, *, digest: str = ""
+) -> BlobRef:
+    """Store a payload. With `key` the blob is named by an HMAC of its content: nobody else can guess or share it.
+
+    digest: the content's sha256, where somebody has made it already.
+    """
+    if key or not digest:
+        digest = hmac.new(key, payload, hashlib.sha256).hexdigest() if key else hashlib.sha256(payload).hexdigest()
+    count = chunks(len(payload))
     gate = asyncio.Semaphore(WINDOW)
 
     async def one(n: int) -> None:
@@ -86,3 +101,18 @@ async def _chunk(link: Link, subject: str) -> bytes:
     if not (reply.headers and reply.headers.get("Status")):
         return reply.data
     return (await reading.from_leader(link, STREAM, {"last_by_subj": subject})).data
+
+
+async def purge(bus: "Bus", stream: str, subject: str, before: int) -> int:
+    """Purge a stream's records below a sequence, and the payloads that they refer to; how many records. Denied."""
+    names: set[str] = set()
+    if before > 1:
+        async for message, _ in reading.Reader(bus.link, stream, [subject], until=before - 1).messages():
+            if (message.headers or {}).get(TYPE_HEADER, "").partition("/")[0] == BlobRef.type_name:
+                ref = decode(message.data, message.headers)
+                assert isinstance(ref, BlobRef)
+                names.add(ref.sha256)
+    purged = await bus.purge(stream, subject=subject, before=before)  # first, so that a crash leaves no dangling name
+    for name in sorted(names):
+        await bus.purge(STREAM, subject=f"hr.blob.{name}.>")
+    return purged

@@ -1,6 +1,7 @@
 """The bus as an actor sees it: typed messages in, typed messages out, and errors that say what to do."""
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,6 +24,8 @@ from headrace.bus.errors import (
 )
 from headrace.bus.kv import KeyValue
 from headrace.bus.link import Link, check
+from headrace.bus.nearby import Nearby, fetch
+from headrace.bus.permissions import READERS
 from headrace.bus.received import Delivery, Received
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
@@ -54,6 +57,9 @@ class Bus:
         """How long a publish waits on a full stream before it gives up."""
         self.on_full: Callable[[str], None] | None = None
         """Told once per publish that has to wait on a full stream."""
+        self.nearby: Nearby | None = None
+        """Where payloads lie that need not go through the broker (`use_nearby`)."""
+        self._uploads: asyncio.Task[None] | None = None
 
     @classmethod
     async def connect(
@@ -98,8 +104,12 @@ class Bus:
         none yet; WrongSequence at once when it is another. blob_key: names an oversized payload by HMAC.
         """
         payload, headers = encode(message)
-        if len(payload) > MAX_INLINE:
+        ref: BlobRef | None = None
+        if self.nearby is not None and blob_key is None and self.nearby.takes(subject, len(payload)):
+            ref = await self.nearby.put(self._store_chunk, payload, headers)
+        if ref is None and len(payload) > MAX_INLINE:
             ref = await blobs.put(self._store_chunk, payload, headers, blob_key)
+        if ref is not None:
             payload, headers = encode(ref)
         return await self.publish_raw(
             subject, payload, headers, msg_id=msg_id, expect=expect, expect_filter=expect_filter
@@ -268,11 +278,17 @@ class Bus:
         try:
             ref = decode(received.data, received.headers)
             assert isinstance(ref, BlobRef)
-            received.data = await blobs.get(self.link, ref)
+            received.data = await fetch(self.link, self.nearby, ref, received.time)
             received.headers = {**received.headers, **_headers_of(ref)}
         except (UnknownType, MessageGone) as error:
             received.error = error
         return received
+
+    def use_nearby(self, nearby: Nearby | None) -> None:
+        """Lay large payloads of episodes into a folder of this node, and upload them when that is wanted."""
+        self.nearby = nearby
+        if nearby is not None and nearby.upload == "after" and self.role not in READERS:
+            self._uploads = asyncio.create_task(nearby.upload_for_ever(self._store_chunk))
 
     async def history(self, stream: str, *filters: str, start: int = 1) -> AsyncIterator[Received[Any]]:
         """All stored messages from sequence `start`, in order, up to the stream's last one at the time of the call."""
@@ -336,6 +352,12 @@ class Bus:
 
     async def close(self) -> None:
         """Send what waits, then close."""
+        if self._uploads is not None and self.nearby is not None:
+            self._uploads.cancel()
+            await asyncio.gather(self._uploads, return_exceptions=True)
+            if self.link.connected:
+                with contextlib.suppress(BusError):  # the next process of this node goes on
+                    await self.nearby.send(self._store_chunk)
         await self.link.close()
 
     async def __aenter__(self) -> "Bus":

@@ -111,7 +111,7 @@ class Handling:
                 reason=reason,
                 deliveries=received.deliveries,
                 headers=dict(received.headers),
-                payload=received.data,
+                payload=bytes(received.data),
             )
             where = s.EVENT.at(run=self.run_id, actor=self.bus.role, type=Rejected.type_name)
             await self.bus.publish(where, copy, msg_id=f"rejected-{received.stream}-{received.seq}")

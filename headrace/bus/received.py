@@ -66,7 +66,7 @@ class Received(Generic[T]):
         self,
         *,
         subject: str,
-        data: bytes,
+        data: bytes | memoryview,
         headers: dict[str, str] | None,
         stream: str,
         seq: int,

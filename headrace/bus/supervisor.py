@@ -21,6 +21,7 @@ from headrace.bus.actor import Actor
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.bus.kv import KeyValue
+from headrace.bus.nearby import Nearby
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.operations import Beat
@@ -104,6 +105,11 @@ class Supervisor:
                 self.url, role=life.cls.role, id=life.id, credentials=self.credentials, timeout=self.connect_s
             )
         except BusError as refusal:
+            return refusal
+        try:
+            bus.use_nearby(Nearby.of(self.config.bus, self.run_id, bus.node))
+        except BusError as refusal:
+            await bus.close()
             return refusal
         actor: Actor | None = None
         beats: asyncio.Task[None] | None = None

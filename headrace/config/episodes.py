@@ -37,6 +37,9 @@ class Curriculum(Section, frozen=True, kw_only=True):
     attempts: int = 3
     on_stale: Literal["wait", "drop"] = "wait"
     temperature: float = 1.0
+    speculate: int = 0
+    """So many last slots of a group are asked for once more, and the first answer counts. It favours short episodes:
+    the audit says by how much."""
 
 
 class Rollout(Section, frozen=True, kw_only=True):

@@ -31,6 +31,11 @@ class Bus(Section, frozen=True, kw_only=True):
     region: str = "local"
     otlp_endpoint: str = ""
     """OTLP/HTTP collector such as http://127.0.0.1:4318; empty exports nothing."""
+    blob_dir: str = ""
+    """Folder such as /dev/shm through which actors of one node hand each other large payloads of episodes
+    (headrace/bus/nearby.py); empty: all of it goes through the broker."""
+    blob_upload: Literal["before", "after", "never"] = "after"
+    """When such a payload is stored at the broker too; never is for one node, with a folder on the broker's disk."""
 
 
 class Processes(Section, frozen=True, kw_only=True):

@@ -41,7 +41,7 @@ def encode(message: Message) -> tuple[bytes, dict[str, str]]:
     return payload, headers
 
 
-def decode(payload: bytes, headers: Mapping[str, str] | None) -> Message:
+def decode(payload: bytes | memoryview, headers: Mapping[str, str] | None) -> Message:
     """Read any registered message by its headers. UnknownType says what was wrong with it."""
     kind = (headers or {}).get(TYPE_HEADER, "")
     name, _, version = kind.partition("/")
@@ -53,7 +53,7 @@ def decode(payload: bytes, headers: Mapping[str, str] | None) -> Message:
     return decode_as(cls, payload, headers)
 
 
-def decode_as(cls: type[T], payload: bytes, headers: Mapping[str, str] | None = None) -> T:
+def decode_as(cls: type[T], payload: bytes | memoryview, headers: Mapping[str, str] | None = None) -> T:
     """Read a payload as the given struct."""
     encoding = (headers or {}).get(ENCODING_HEADER)
     if encoding not in (None, "lz4"):

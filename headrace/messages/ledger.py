@@ -24,6 +24,8 @@ class SlotIssued(Message, frozen=True, kw_only=True):
     task: TaskRef
     seed: int
     min_version: int
+    beside: bool = False
+    """The attempt before it is not over: whichever is scored first counts."""
 
 
 class ClosedSlot(msgspec.Struct, frozen=True, kw_only=True):

@@ -115,6 +115,8 @@ class BlobRef(Message, frozen=True, kw_only=True):
     type: str
     encoding: str = ""
     keyed: bool = False
+    node: str = ""
+    """Where a file of this content was laid down, which HR_BLOB may get a little later."""
 
 
 @message("ping")

@@ -95,7 +95,8 @@ TURN = Subject(
     template="hr.turn.{run}.{trajectory}",
     types=("turn_sampled", "turn_done"),
     publishers=("rollout",),
-    readers=("rollout", "gateway"),
+    readers=("rollout", "gateway", "trainer"),
+    note="the trainer reads it to purge",
 )
 SCORE = Subject(
     template="hr.score.{run}.{judge}.{group}",

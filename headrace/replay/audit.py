@@ -24,6 +24,7 @@ from headrace.messages.training import StepDone
 from headrace.replay import letters
 from headrace.replay.books import Attempt, Book, Group
 from headrace.replay.drops import DropsByLength, Fate, by_length
+from headrace.replay.speculation import Speculation, speculation
 from headrace.replay.tokens import versions
 
 
@@ -60,6 +61,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     duplicates: int
     """Slots in more than one trained place."""
     dropped_by_length: DropsByLength = DropsByLength()
+    speculation: Speculation | None = None
+    """None while nothing was issued beside a running attempt."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -146,6 +149,7 @@ def examine(
         staleness_bound=bound,
         duplicates=duplicates,
         dropped_by_length=by_length(list(_fates(book, train, seen))),
+        speculation=speculation(train, {seq: made.wall_s for seq, made in seen.items()}),
     )
     return report, wrong
 
@@ -189,7 +193,7 @@ def _fates(book: Book, train: Iterable[Group], seen: Mapping[int, Seen]) -> Iter
                 reason = group.dropped.reason
             elif closed is not None:
                 reason = closed.dropped_slots.get(str(number), failed)
-            score = slot.last.score
+            score = slot.kept.score
             made = seen.get(score.trajectory_seq) if score is not None else None
             yield Fate(score.sampled_tokens if score else None, made.wall_s if made else None, reason)
 
@@ -203,14 +207,16 @@ def _attempts(train: Iterable[Group]) -> Attempts:
         named = {(slot.slot, slot.attempt) for slot in closed.slots} if closed is not None else set()
         for number, attempt in group.attempts():
             started += 1
-            last = attempt is group.slots[number].last
+            slot = group.slots[number]
+            live = any(attempt is one for one in slot.live)
+            outrun = live and slot.scored and attempt is not slot.kept
             if (number, attempt.number) in named:
                 kept += 1
                 named.discard((number, attempt.number))
-            elif group.open and last and not attempt.failed:
+            elif group.open and live and not outrun and not attempt.failed:
                 running += 1
             else:
-                lost[_why_lost(group, number, attempt, last)] += 1
+                lost["outrun" if outrun and not attempt.failed else _why_lost(group, number, attempt, live)] += 1
         kept += len(named)  # kept without ever having started: the sums will differ
     return Attempts(started=started, kept=kept, lost=dict(sorted(lost.items())), running=running)
 

@@ -38,24 +38,38 @@ class Attempt:
 
 @dataclass(slots=True)
 class Slot:
-    """A place in a group; its last attempt alone counts."""
+    """A place in a group; its last attempt alone counts, and those beside which it was issued."""
 
     attempts: list[Attempt] = field(default_factory=list)
 
     @property
     def last(self) -> Attempt:
-        """The attempt that counts: an earlier one is over once a later one is issued."""
+        """The newest attempt."""
         return self.attempts[-1]
+
+    @property
+    def live(self) -> list[Attempt]:
+        """The attempts of which one counts: an earlier one is over once a later one is issued, unless beside it."""
+        at = len(self.attempts) - 1
+        while at > 0 and self.attempts[at].issued.beside:
+            at -= 1
+        return self.attempts[at:]
+
+    @property
+    def kept(self) -> Attempt:
+        """The attempt that counts: the first that was scored, else the newest."""
+        scored = [attempt for attempt in self.live if attempt.score is not None]
+        return min(scored, key=lambda attempt: attempt.score_seq) if scored else self.last
 
     @property
     def scored(self) -> bool:
         """Whether the attempt that counts has its verdict. A score outweighs a failure of the same attempt."""
-        return self.last.score is not None
+        return self.kept.score is not None
 
     @property
     def failed(self) -> bool:
-        """Whether the attempt that counts is over without a verdict."""
-        return bool(self.last.failed) and not self.scored
+        """Whether all attempts that might count are over without a verdict."""
+        return not self.scored and all(attempt.failed for attempt in self.live)
 
 
 @dataclass(slots=True)

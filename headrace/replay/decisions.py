@@ -34,6 +34,8 @@ class Rules(NamedTuple):
     steps: int
     attempts: int
     on_stale: Literal["wait", "drop"]
+    speculate: int = 0
+    """Slots of a group that are asked for a second time when they are the last to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class Again:
     attempt: int
     min_version: int
     reason: str
+    beside: bool = False
+    """The attempt before it goes on."""
 
 
 Decision = Issue | Again | GroupClosed | GroupDropped
@@ -82,6 +86,9 @@ def decide(book: Book, rules: Rules) -> list[Decision]:
     close = _close(book, rules)
     if close is not None:
         return [close]
+    beside = _beside(book, rules)
+    if beside:
+        return beside
     issue = _issue(book, rules)
     return [issue] if issue is not None else []
 
@@ -99,14 +106,35 @@ def bounds_of(book: Book, rules: Rules) -> Bounds:
 def _again(book: Book, rules: Rules) -> list[Decision]:
     """Failed slots that have attempts left. A batch that is already over needs no tokens: the new attempt starts from
     the oldest version that the next place can take."""
-    batch = staleness.batch_of(len(book.closings), rules.groups_per_step)
-    floor = batch - bounds_of(book, rules).at(batch)
+    floor = _floor(book, rules)
     return [
         Again(group.name, number, slot.last.number + 1, max(group.first.min_version, floor), slot.last.failed)
         for group in book.open.values()
         for number, slot in group.slots.items()
         if slot.failed and slot.last.number + 1 < rules.attempts
     ]
+
+
+def _floor(book: Book, rules: Rules) -> int:
+    """The oldest version that the next place can take."""
+    batch = staleness.batch_of(len(book.closings), rules.groups_per_step)
+    return batch - bounds_of(book, rules).at(batch)
+
+
+def _beside(book: Book, rules: Rules) -> list[Decision]:
+    """The last slots of a group once more, beside the attempts that run: when, is known from the records alone."""
+    found: list[Decision] = []
+    for group in book.open.values() if rules.speculate else ():
+        left = {number: slot for number, slot in group.slots.items() if not slot.scored}
+        if len(group.slots) < group.first.group_size or len(left) > rules.speculate:
+            continue
+        oldest = max(group.first.min_version, _floor(book, rules))
+        found += [
+            Again(group.name, number, slot.last.number + 1, oldest, "speculative", beside=True)
+            for number, slot in left.items()
+            if len(slot.live) == 1 and not slot.failed and slot.last.number + 1 < rules.attempts
+        ]
+    return found
 
 
 def _done(group: Group, rules: Rules) -> bool:
@@ -119,7 +147,7 @@ def _done(group: Group, rules: Rules) -> bool:
 def _survivors(group: Group) -> list[ClosedSlot]:
     found = []
     for number, slot in sorted(group.slots.items()):
-        attempt = slot.last
+        attempt = slot.kept
         if attempt.score is not None:
             oldest = attempt.score.oldest_version
             found.append(

@@ -1,16 +1,20 @@
 """Bus against a real broker: publish, expected sequences, claim checks, reading, request and reply."""
 
 import asyncio
+import hashlib
 import os
 from secrets import token_hex
 
 import pytest
 
+from headrace.bus import blobs
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, BusTimeout, MessageGone, NoResponders, WrongSequence
 from headrace.bus.server import Server
 from headrace.messages import subjects as s
+from headrace.messages.codec import encode
 from headrace.messages.operations import Ack, Event, Ping
+from headrace.messages.rollout import ToolResult, TurnDone
 from tests.conftest import Connect
 
 pytestmark = pytest.mark.anyio
@@ -108,6 +112,28 @@ async def test_claim_check_with_a_key_has_another_name_and_a_purged_one_says_so(
     gone = await bus.get("HR_EVENT", keyed_seq)
     with pytest.raises(MessageGone):
         _ = gone.message
+
+
+async def test_records_are_purged_with_their_payloads(connect: Connect) -> None:
+    rollout, trainer = await connect("rollout"), await connect("trainer")
+    where = s.TURN.at(run=f"r{token_hex(4)}", trajectory="g1-0-0")
+
+    def done() -> TurnDone:
+        result = ToolResult(call_id="0.0", ok=True, output=os.urandom(1 << 20).hex())
+        return TurnDone(run="r1", trajectory="g1-0-0", index=0, results=(result,))
+
+    old, kept = await rollout.publish(where, done()), await rollout.publish(where, done())
+    assert await blobs.purge(trainer, "HR_TURN", where, old) == 0
+    assert await blobs.purge(trainer, "HR_TURN", where, kept) == 1
+    left = [r.headers["Hr-Type"] async for r in rollout.history("HR_TURN", where)]
+    assert len(left) == 1
+    names = {r.subject.split(".")[2] async for r in rollout.history("HR_BLOB")}
+    found = (await rollout.get("HR_TURN", kept)).message
+    assert isinstance(found, TurnDone)
+    digest = hashlib.sha256(encode(found)[0]).hexdigest()
+    assert digest in names
+    assert await blobs.purge(trainer, "HR_TURN", where, kept + 1) == 1
+    assert digest not in {r.subject.split(".")[2] async for r in rollout.history("HR_BLOB")}
 
 
 async def test_purge_leaves_gaps_that_readers_pass(connect: Connect) -> None:

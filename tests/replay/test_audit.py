@@ -115,6 +115,7 @@ def test_the_line_has_the_keys_that_are_promised() -> None:
         "staleness_bound",
         "duplicates",
         "dropped_by_length",
+        "speculation",
     ]
     assert list(line["attempts"]) == ["started", "kept", "lost", "running"]
     assert list(line["lanes"]["train"]) == ["issued", "scored", "dropped", "in_flight"]

@@ -53,6 +53,7 @@ class World:
                             size=self.rules.group_size,
                             oldest=decision.min_version,
                         )
+                            beside=decision.beside,
                         self.write("ledger", again)
                     case _:
                         self.write("score", decision)
@@ -292,7 +293,7 @@ def events(world: World, random_: random.Random, failures: float) -> Iterator[No
             world.step()
         else:
             group, slot = random_.choice(running) if random_.random() < 0.5 else running[-1]
-            attempt = book.groups[group].slots[slot].last
+            attempt = random_.choice(book.groups[group].slots[slot].live)
             if random_.random() < failures:
                 world.write("ledger", r.failed(group, slot, attempt.number))
             else:

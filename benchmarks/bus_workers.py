@@ -1,0 +1,170 @@
+"""Our side of `python -m benchmarks.bus`: actors in processes of their own, told by a line what to do.
+
+python -m benchmarks.bus_workers URL CREDENTIALS RUN BLOB_DIR UPLOAD (server | sink | producer) ID
+"""
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+import msgspec
+import uvloop
+
+from headrace.bus.actor import Actor
+from headrace.bus.connection import Bus
+from headrace.bus.nearby import Nearby
+from headrace.bus.received import Received
+from headrace.config import Bus as Section
+from headrace.config import Config
+from headrace.messages import subjects as s
+from headrace.messages.base import Array
+from headrace.messages.operations import Ack, Ping
+from headrace.messages.rollout import Span, Turn, TurnSampled
+
+WINDOW = 16
+ECHO = "hr.rpc.environment.ping"
+HEARD = s.METRIC.at(actor="bench")
+
+
+def trajectory() -> TurnSampled:
+    """About 1 MB that hardly compresses, in the fields that carry it in earnest."""
+    routed = Array.of(os.urandom(720_000), "|u1", (30_000, 4, 6))
+    floats = Array("<f4", (60_000,), os.urandom(240_000))
+    ids = Array("<i4", (10_000,), os.urandom(40_000))
+    turn = Turn(index=0, segment=0, prompt_ids=ids, ids=ids, logprobs=floats, routed=routed, spans=(Span(0, 1, 1),))
+    return TurnSampled(run="bench", trajectory="g1-0-0", turn=turn)
+
+
+class Sink(Actor):
+    """The consuming side: decodes, and counts what is acknowledged."""
+
+    role = "admin"
+
+    async def start(self) -> None:
+        """Consume the flow."""
+        self.seen, self.wanted, self.full = 0, -1, asyncio.Event()
+        await self.consume(s.TURN, self.handle, durable=f"sink-{self.run}", credit=WINDOW)
+
+    async def handle(self, received: Received[TurnSampled]) -> None:
+        """One trajectory; one that is waited for alone is answered."""
+        assert len(received.message.turn.logprobs.data) == 240_000
+        self.seen += 1
+        if received.subject.endswith(".one"):
+            await self.bus.emit(HEARD, Ack())
+        if self.seen == self.wanted:
+            self.full.set()
+
+    async def answer(self, count: int) -> dict[str, float]:
+        """Wait until so many have come since the start."""
+        self.wanted = count
+        if self.seen < count:
+            await self.full.wait()
+        self.full.clear()
+        return {"seen": self.seen}
+
+
+class Server(Actor):
+    """Answers small calls."""
+
+    role = "admin"
+
+    async def start(self) -> None:
+        """Serve."""
+        await self.serve(ECHO, self.echo)
+
+    async def echo(self, _: Ping) -> Ack:
+        """As little as an answer can be."""
+        return Ack()
+
+    async def answer(self, _: int) -> dict[str, float]:
+        """There is nothing to ask for."""
+        return {}
+
+
+class Producer(Actor):
+    """The sending side: so many trajectories, `WINDOW` in flight. No two have the same bytes."""
+
+    role = "admin"
+
+    async def start(self) -> None:
+        """Have one to make the others of."""
+        self.sent, self.message = 0, trajectory()
+
+    async def answer(self, count: int) -> dict[str, float]:
+        """Send them."""
+        gate = asyncio.Semaphore(WINDOW)
+
+        async def one(n: int) -> None:
+            async with gate:
+                message = msgspec.structs.replace(self.message, trajectory=f"{self.id}-{n}")
+                await self.bus.publish(s.TURN.at(run=self.run, trajectory="flow"), message, msg_id=f"{self.id}-{n}")
+
+        await asyncio.gather(*(one(n) for n in range(self.sent, self.sent + count)))
+        self.sent += count
+        return {"sent": count}
+
+
+KINDS: dict[str, type[Sink] | type[Server] | type[Producer]] = {"sink": Sink, "server": Server, "producer": Producer}
+
+
+async def connected(url: str, credentials: str, run: str, folder: str, upload: str) -> Bus:
+    """An actor's bus, with the node's folder where one is named."""
+    bus = await Bus.connect(url, role="admin", credentials=credentials)
+    bus.use_nearby(Nearby.of(msgspec.convert({"blob_dir": folder, "blob_upload": upload}, Section), run, bus.node))
+    return bus
+
+
+async def main(url: str, credentials: str, run: str, folder: str, upload: str, kind: str, id: str) -> None:
+    """One actor; a line of standard input is a count, and is answered when it is reached."""
+    bus = await connected(url, credentials, run, folder, upload)
+    actor = KINDS[kind](Config(), bus, run, id)
+    await actor.start()
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    print("{}", flush=True)
+    while line := await reader.readline():
+        print(json.dumps(await actor.answer(int(line))), flush=True)
+    await actor.shut(5)
+    await bus.close()
+
+
+class Child:
+    """A process that answers lines with lines."""
+
+    def __init__(self, process: asyncio.subprocess.Process, hello: Any) -> None:
+        self.process, self.hello = process, hello
+
+    @classmethod
+    async def start(cls, *argv: str, env: dict[str, str] | None = None) -> "Child":
+        """Until its first line."""
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe, env=env, limit=1 << 24)
+        child = cls(process, None)
+        child.hello = await child._line()
+        return child
+
+    async def ask(self, line: str) -> Any:
+        """One line there, one line back."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n".encode())
+        await self.process.stdin.drain()
+        return await self._line()
+
+    async def _line(self) -> Any:
+        assert self.process.stdout is not None
+        line = await self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"process {self.process.pid} of the benchmark ended with {await self.process.wait()}")
+        return json.loads(line)
+
+    async def stop(self) -> None:
+        """End of its input, and of it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        await self.process.wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(*sys.argv[1:]))

@@ -1,0 +1,241 @@
+"""Claim checks between processes of one node: the payload lies in a file that readers map, the bus carries its digest.
+
+The idea: what is large and read on the node that wrote it (a rollout's trajectories by the judge and the trainer beside
+it) need not go through the broker's socket twice. The writer lays it into a folder in memory under its sha256 and
+publishes the same small reference that a claim check on HR_BLOB has; a reader maps the file, hashes it and decodes
+from the map. Whoever has no such file, on another node or after a crash, asks HR_BLOB.
+
+When a payload gets there is `upload`:
+    before   stored in HR_BLOB before the reference is published: nothing is won in writing, all of it in reading
+    after    some seconds later, by whichever process of the node comes first; a node that burns down in between takes
+             the payload with it, a process that dies does not
+    never    for runs on one node, with a folder on the broker's own disk: the file is the only copy and as safe as
+             the broker's own
+
+Crash-safe: a file gets its name when it is complete; one that is not yet uploaded has a second name in `pending`, which
+is made before the first and goes last. Safe from others: the folder is ours and nobody else's (0700), files are written
+once (0400), names are digests, and content that is not what its name says is thrown away. Users' data, which a purge
+has to find, never lies here: keyed payloads go to the broker. Collected: by the age of the oldest record that is kept
+(`collect`), and beyond `CAPACITY` what is uploaded already, oldest first.
+
+Trade-off: everything is hashed twice, which is most of what is left of the cost. Ray's object store (plasma) trusts its
+map instead.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import mmap
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from headrace.bus import blobs
+from headrace.bus.errors import BusError, MessageGone
+from headrace.bus.link import Link
+from headrace.config import Bus as BusSection
+from headrace.messages.codec import ENCODING_HEADER, TYPE_HEADER
+from headrace.messages.operations import BlobRef
+from headrace.messages.subjects import stream_of
+
+Upload = Literal["before", "after", "never"]
+
+FROM = 64 << 10
+"""Bytes from which a payload is laid into the folder; a smaller one is cheaper on the bus itself."""
+STREAMS = ("HR_TRAJ", "HR_TURN", "HR_SCORE")
+"""What episodes are made of, and what the trainer's purge knows the age of."""
+UPLOAD_AFTER_S = 2.0
+"""Age at which a payload is uploaded: by then its readers on this node have usually been there."""
+UPLOAD_PATIENCE_S = 15.0
+"""How long a reader on another node waits for a young payload to arrive in HR_BLOB."""
+CAPACITY = 2 << 30
+"""Bytes of the folder above which uploaded files go, oldest first."""
+RESERVE = 64 << 20
+"""Bytes of the file system that stay free: below, payloads go through the broker."""
+LARGE = 4 << 20
+"""Bytes from which hashing and copying leave the event loop."""
+_NAME = re.compile(r"[0-9a-f]{64}")
+
+
+class Nearby:
+    """One process's view of the node's folder."""
+
+    def __init__(self, folder: Path, upload: Upload, node: str) -> None:
+        self.folder, self.pending, self.upload, self.node = folder, folder / "pending", upload, node
+        self._numbers = itertools.count()
+
+    @classmethod
+    def of(cls, config: BusSection, run: str, node: str) -> "Nearby | None":
+        """The folder of a run as `[bus]` says, None when it names none. BusError."""
+        return (
+            cls.open(Path(config.blob_dir) / f"headrace-{run}", config.blob_upload, node) if config.blob_dir else None
+        )
+
+    @classmethod
+    def open(cls, folder: str | Path, upload: Upload, node: str) -> "Nearby":
+        """Make or join the folder. BusError when others could get at it."""
+        nearby = cls(Path(folder), upload, node)
+        try:
+            for path in (nearby.folder, nearby.pending):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                found = path.lstat()
+                if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                    raise BusError(f"{path} must be a folder of this user with mode 700: [bus] blob_dir names another")
+        except OSError as error:
+            raise BusError(f"[bus] blob_dir: {error}") from error
+        for temporary in nearby.folder.glob(".*-*"):
+            if not Path(f"/proc/{temporary.name[1:].partition('-')[0]}").exists():
+                temporary.unlink(missing_ok=True)
+        return nearby
+
+    def takes(self, subject: str, size: int) -> bool:
+        """Whether a payload of this size on this subject belongs here."""
+        stream = stream_of(subject) if size >= FROM else None
+        return stream is not None and stream.name in STREAMS
+
+    async def put(self, store: blobs.Store, payload: bytes, headers: Mapping[str, str]) -> BlobRef | None:
+        """Lay a payload down; None when there is no room for it."""
+        digest = await asyncio.to_thread(self._lay, payload) if len(payload) > LARGE else self._lay(payload)
+        if not digest:
+            return None
+        if self.upload == "before":
+            await blobs.put(store, payload, headers, digest=digest)
+        return BlobRef(
+            sha256=digest,
+            bytes=len(payload),
+            chunks=blobs.chunks(len(payload)),
+            type=headers[TYPE_HEADER],
+            encoding=headers.get(ENCODING_HEADER, ""),
+            node=self.node,
+        )
+
+    def _lay(self, payload: bytes) -> str:
+        """The payload's digest; empty when it could not be written."""
+        digest = hashlib.sha256(payload).hexdigest()
+        name = self.folder / digest
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(name)  # known already; young again, for this record may outlive the one that it was made for
+            return digest
+        temporary = self.folder / f".{os.getpid()}-{next(self._numbers)}"
+        try:
+            room = os.statvfs(self.folder)
+            if room.f_bavail * room.f_frsize < len(payload) + RESERVE:
+                return ""
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400), "wb") as file:
+                file.write(payload)
+            if self.upload == "after":
+                with contextlib.suppress(FileExistsError):
+                    os.link(temporary, self.pending / digest)
+            os.rename(temporary, name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            return ""
+        return digest
+
+    async def get(self, ref: BlobRef) -> memoryview | None:
+        """The payload, mapped and verified; None when it is not here."""
+        return await asyncio.to_thread(self._map, ref) if ref.bytes > LARGE else self._map(ref)
+
+    def _map(self, ref: BlobRef) -> memoryview | None:
+        if ref.keyed or not _NAME.fullmatch(ref.sha256):
+            return None
+        path = self.folder / ref.sha256
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            found = os.fstat(file)
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == ref.bytes > 0:
+                mapped = mmap.mmap(file, ref.bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+                if hashlib.sha256(mapped).hexdigest() == ref.sha256:
+                    return memoryview(mapped)
+        finally:
+            os.close(file)
+        for damaged in (path, self.pending / ref.sha256):
+            damaged.unlink(missing_ok=True)
+        return None
+
+    async def upload_for_ever(self, store: blobs.Store) -> None:
+        """Upload what is old enough, now and then."""
+        while True:
+            await asyncio.sleep(UPLOAD_AFTER_S / 2)
+            with contextlib.suppress(BusError):  # it lies where it lies
+                await self.send(store, older_s=UPLOAD_AFTER_S)
+            self.trim()
+
+    async def send(self, store: blobs.Store, *, older_s: float = 0.0) -> int:
+        """Upload what is pending and at least so old, of dead processes too; how many. Two never send the same."""
+        sent, now = 0, time.time()
+        for path in self._files(self.pending):
+            with contextlib.suppress(FileNotFoundError, BlockingIOError):
+                if now - path.stat().st_mtime < older_s:
+                    continue
+                with path.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    payload = file.read()
+                    if hashlib.sha256(payload).hexdigest() == path.name:
+                        await blobs.put(store, payload, {TYPE_HEADER: ""}, digest=path.name)
+                        sent += 1
+                    path.unlink()
+        return sent
+
+    def collect(self, before: float) -> int:
+        """Remove the files of records that nobody keeps: those older than a moment; how many."""
+        gone = 0
+        for path in self._files(self.folder):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < before:
+                    (self.pending / path.name).unlink(missing_ok=True)
+                    path.unlink()
+                    gone += 1
+        return gone
+
+    def trim(self, capacity: int = CAPACITY) -> int:
+        """Remove uploaded files beyond the capacity, oldest first; how many. Never the only copy."""
+        if self.upload == "never":
+            return 0
+        found: list[tuple[float, int, Path]] = []
+        for path in self._files(self.folder):
+            with contextlib.suppress(FileNotFoundError):
+                about = path.stat()
+                found.append((about.st_mtime, about.st_size, path))
+        over, gone = sum(size for _, size, _ in found) - capacity, 0
+        for _, size, path in sorted(found):
+            if over <= 0:
+                break
+            if not (self.pending / path.name).exists():
+                path.unlink(missing_ok=True)
+                over, gone = over - size, gone + 1
+        return gone
+
+    def _files(self, folder: Path) -> Iterator[Path]:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries]
+        return (folder / name for name in names if _NAME.fullmatch(name))
+
+
+async def fetch(link: Link, nearby: Nearby | None, ref: BlobRef, stored: float) -> bytes | memoryview:
+    """The content of a claim check: from a file of this node, else from the broker. MessageGone, BusError.
+
+    stored: when the reference was, in seconds since the epoch. A young one may be ahead of its content.
+    """
+    found = await nearby.get(ref) if nearby is not None else None
+    pause = 0.1
+    while found is None:
+        try:
+            return await blobs.get(link, ref)
+        except MessageGone as error:
+            if not ref.node or time.time() - stored > UPLOAD_PATIENCE_S:
+                where = f"; it was laid down on {ref.node} and is not uploaded" if ref.node else ""
+                raise MessageGone(f"{error}{where}") from None
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, 2.0)
+    return found
