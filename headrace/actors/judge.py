@@ -2,12 +2,15 @@
 
 The sandbox gets the task's repository, the allowed part of the diff and the hidden tests in one frame, runs them once,
 and is never used again. With group isolation the diffs of a group, frozen before any test is sent, share one clone.
+Some verdicts from such clones, and all suspicious ones, are made again in a clone of their own; two that differ are a
+sign that one diff reached another, and the curriculum drops the group.
 """
 
 import asyncio
+import contextlib
 import time
 from functools import lru_cache, partial
-from typing import ClassVar
+from typing import ClassVar, Literal, NamedTuple
 
 from headrace.actors import judge_rules
 from headrace.actors.sandbox_client import NodeSilent, Sandboxes, Superseded
@@ -20,6 +23,7 @@ from headrace.messages.rollout import SlotFailed, Trajectory
 from headrace.messages.sandbox import Acquire, Isolation, NoRoom, OpResult, RunTests, SandboxLost, TestOutcome
 from headrace.messages.subjects import FAIL, SCORE, TRAJ
 from headrace.messages.tasks import Oracle, Task
+from headrace.replay.seeds import seed_of
 from headrace.tasks import UnknownSuite, open_suite
 from headrace.tasks.sealing import settle
 
@@ -63,8 +67,14 @@ class Judge(Actor):
             return
         task, oracle = self._task_of(trajectory)
         started = time.monotonic()
+        found = judge_rules.suspicions(task, oracle, trajectory.diff, trajectory.touched)
+        again: Literal["", "same", "other"] = ""
         try:
-            crashed, result = await self._run_tests(trajectory, task, oracle)
+            first = await self._examine(trajectory, task, oracle)
+            if trajectory.isolation == "group" and not first.crashed and (found or self._drawn(trajectory)):
+                with contextlib.suppress(SandboxLost, NoRoom):  # told as judge_retry; the first verdict stands
+                    second = await self._examine(trajectory, task, oracle, alone=True)
+                    again = "same" if second.ok == first.ok else "other"
         except Superseded as error:
             # Another judge works on it now; the delivery is its to settle.
             received.settled = True
@@ -73,11 +83,20 @@ class Judge(Actor):
         except (SandboxLost, NoRoom) as error:
             await self._fail(trajectory, str(error))
             return
-        found = judge_rules.suspicions(task, oracle, trajectory.diff, trajectory.touched)
-        tests = settle(result.tests, oracle.answers)
-        ok = not crashed and judge_rules.passed(tests, oracle.expected)
-        verdict: judge_rules.Verdict = "candidate_crash" if crashed else judge_rules.verdict(ok, found)
-        await self._publish(received.seq, trajectory, task, verdict, tests, found, time.monotonic() - started)
+        if again == "other":
+            await self.event(
+                "verdicts_differ",
+                f"{trajectory.id} {'passes only beside' if first.ok else 'fails only beside'} its group, not alone",
+                "error",
+                group=trajectory.group,
+                slot=trajectory.slot,
+            )
+        await self._publish(received.seq, trajectory, task, first, found, again, time.monotonic() - started)
+
+    def _drawn(self, trajectory: Trajectory) -> bool:
+        """Whether this verdict is among those that are made twice; the same whoever judges."""
+        seed = seed_of(self.config.run.seed, "judge again", trajectory.id)
+        return seed < self.config.judge.again * 2**62
 
     def _task_of(self, trajectory: Trajectory) -> tuple[Task, Oracle]:
         """Both sides of the task. Reject when there is none."""
@@ -86,24 +105,28 @@ class Judge(Actor):
         except UnknownSuite as error:
             raise Reject(f"unknown task: {error}") from None
 
-    async def _run_tests(self, trajectory: Trajectory, task: Task, oracle: Oracle) -> tuple[bool, OpResult]:
-        """Whether the candidate took its VM down twice, and what its tests reported.
+    async def _examine(self, trajectory: Trajectory, task: Task, oracle: Oracle, alone: bool = False) -> "_Examination":
+        """What the hidden tests say. A candidate that takes its VM down twice has crashed.
 
         A VM that dies under a group's diffs says nothing about this one: it is tried again alone. Failures of our own
         parts are tried `TRIES` times and then raised: SandboxLost, NoRoom.
         """
         files = judge_rules.tree(task, oracle, trajectory.diff, trajectory.deleted)
-        isolation, deaths, failures = trajectory.isolation, 0, 0
+        isolation: Isolation = "episode" if alone else trajectory.isolation
+        deaths = failures = 0
         while True:
             try:
-                return False, await self._once(trajectory, task, oracle, files, isolation, deaths + failures)
+                again = deaths + failures + (2 * TRIES if alone else 0)
+                result = await self._once(trajectory, task, oracle, files, isolation, again)
+                tests = settle(result.tests, oracle.answers)
+                return _Examination(judge_rules.passed(tests, oracle.expected), tests)
             except _CandidateDied as error:
                 deaths += 1
                 await self.event(
                     "judge_vm_died", str(error), "warning", group=trajectory.group, slot=trajectory.slot, deaths=deaths
                 )
                 if deaths == 2:
-                    return True, OpResult(ok=False, error=str(error))
+                    return _Examination(False, (), crashed=True)
                 isolation = "episode"
             except Superseded:
                 raise
@@ -128,7 +151,7 @@ class Judge(Actor):
                 run=trajectory.run,
                 lane=trajectory.lane,
                 role="judge",
-                # Alone means alone: a retry must not share its group's clone.
+                # Alone means alone: it must not share its group's clone.
                 group=f"{trajectory.group}-{trajectory.slot}-alone{again}" if again else trajectory.group,
                 slot=trajectory.slot,
                 attempt=trajectory.attempt,
@@ -153,12 +176,15 @@ class Judge(Actor):
         seq: int,
         trajectory: Trajectory,
         task: Task,
-        verdict: judge_rules.Verdict,
-        tests: tuple[TestOutcome, ...],
+        examination: "_Examination",
         found: tuple[str, ...],
+        again: Literal["", "same", "other"],
         seconds: float,
     ) -> None:
         rules = self.config.algorithm
+        verdict: judge_rules.Verdict = (
+            "candidate_crash" if examination.crashed else judge_rules.verdict(examination.ok, found)
+        )
         tokens = sum(len(turn.ids) for turn in trajectory.turns)
         calls = sum(len(turn.calls) for turn in trajectory.turns)
         score = Score(
@@ -182,8 +208,9 @@ class Judge(Actor):
                 q=rules.length_q,
             ),
             passed=verdict == "passed",
-            tests=tests,
+            tests=examination.tests,
             suspicions=found,
+            again=again,
             oldest_version=trajectory.oldest_version,
             sampled_tokens=tokens,
             turns=len(trajectory.turns),
@@ -221,6 +248,14 @@ class Judge(Actor):
             msg_id=f"{trajectory.run}.{trajectory.id}.judge_lost",
         )
         await self.event("judge_lost", detail, "error", group=trajectory.group, slot=trajectory.slot)
+
+
+class _Examination(NamedTuple):
+    """One run of the hidden tests."""
+
+    ok: bool
+    tests: tuple[TestOutcome, ...]
+    crashed: bool = False
 
 
 class _CandidateDied(Exception):

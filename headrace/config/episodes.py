@@ -54,6 +54,9 @@ class Judge(Section, frozen=True, kw_only=True):
 
     credit: int = 32
     """Trajectories that a judge works on at once; with group isolation a group's share one clone."""
+    again: float = 0.05
+    """Share of verdicts from shared clones that are made a second time, in a clone of their own; every suspicious one
+    is, whatever the share."""
 
 
 class Evaluation(Section, frozen=True, kw_only=True):

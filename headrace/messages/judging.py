@@ -27,6 +27,8 @@ class Score(Message, frozen=True, kw_only=True):
     passed: bool
     tests: tuple[TestOutcome, ...] = ()
     suspicions: tuple[str, ...] = ()
+    again: Literal["", "same", "other"] = ""
+    """Judged a second time, in a machine of its own: whether that gave the same. Another verdict quarantines the group."""
     oldest_version: int = -1
     sampled_tokens: int = 0
     turns: int = 0

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from headrace.algorithms import staleness
 from headrace.algorithms.staleness import Bounds
 from headrace.messages.ledger import ClosedSlot, GroupClosed, GroupDropped
-from headrace.replay.books import Book, Group
+from headrace.replay.books import Book, Group, Slot
 
 SURVIVORS = 2
 """A baseline needs company: a group closes with at least so many scored slots."""
@@ -93,7 +93,7 @@ def decide(book: Book, rules: Rules) -> list[Decision]:
     return [issue] if issue is not None else []
 
 
-def _drop(group: Group, reason: Literal["stale", "infra", "cancelled"], detail: str) -> GroupDropped:
+def _drop(group: Group, reason: Literal["stale", "infra", "cancelled", "quarantined"], detail: str) -> GroupDropped:
     first = group.first
     return GroupDropped(run=first.run, group=group.name, reason=reason, detail=detail, group_size=first.group_size)
 
@@ -144,6 +144,12 @@ def _done(group: Group, rules: Rules) -> bool:
     )
 
 
+def _doubtful(slot: Slot) -> bool:
+    """Whether the judge contradicted itself: then nothing that shared the machine can be believed."""
+    score = slot.kept.score
+    return score is not None and score.again == "other"
+
+
 def _survivors(group: Group) -> list[ClosedSlot]:
     found = []
     for number, slot in sorted(group.slots.items()):
@@ -177,6 +183,8 @@ def _close(book: Book, rules: Rules) -> Decision | None:
     waiting: list[tuple[int, Group]] = []
     for group in book.open.values():
         done = _done(group, rules)
+        if done and (doubtful := [n for n, slot in group.slots.items() if _doubtful(slot)]):
+            return _drop(group, "quarantined", f"slot {doubtful[0]} has two verdicts")
         if done and len(_survivors(group)) < SURVIVORS:
             return _drop(group, "infra", f"{len(_survivors(group))} of {group.first.group_size} slots survived")
         oldest = oldest_of(group, rules)

@@ -1,12 +1,13 @@
 """Sealing hidden tests: the literals that they compare with stay on the host.
 
-``assert area(2, 3) == 6`` becomes ``__observe__(0, area(2, 3))``, and 6 goes into the oracle's answers
+``assert area(2, 3) == 6`` becomes ``__observe__(0, (area(2, 3)))``, and 6 goes into the oracle's answers
 (`vmhost/guest/observing.py` has the other half). A candidate that patches the runner, forges its report or reads the
 tests finds calls without results; to be counted as passed it must report the right values in the right order.
 
-Sealed are ``assert`` and ``assertEqual`` of a value with a literal, either way round. What compares otherwise (two
-computed values, `raises`, truth alone) stays an assertion inside the process and is worth what such ones are worth.
-Lines keep their numbers, so failures point where they did.
+Sealed are ``assert`` and ``assertEqual`` of a value with a literal, either way round. Two computed values are both
+handed out and compared outside: an object that equals everything has no value there, but a forger of reports can make
+both up. What is not a comparison for equality (`raises`, truth alone) stays an assertion inside the process and is
+worth what such ones are worth. Lines keep their numbers, so failures point where they did.
 """
 
 import ast
@@ -17,7 +18,8 @@ from headrace.messages.sandbox import TestOutcome
 from headrace.vmhost.guest.observing import decode
 
 Answers = dict[str, tuple[tuple[int, str], ...]]
-"""Test id to what it observes, in order: the number of the comparison, and the literal's source."""
+"""Test id to what it observes, in order: the number of the comparison, and the literal's source; empty where it
+observes both sides."""
 
 
 class Sealed(NamedTuple):
@@ -25,7 +27,7 @@ class Sealed(NamedTuple):
 
     files: dict[str, bytes]
     literals: dict[int, str]
-    """Comparison to the source of the literal that it lost."""
+    """Comparison to the source of the literal that it lost; empty for two computed values."""
     functions: dict[str, tuple[int, ...]]
     """``path::function`` to its comparisons, for plain functions whose comparisons run once each, one after another."""
     comparisons: int
@@ -33,9 +35,9 @@ class Sealed(NamedTuple):
 
 
 class _Comparison(NamedTuple):
-    statement: ast.stmt
-    value: ast.expr
-    literal: ast.expr
+    values: tuple[ast.expr, ...]
+    """What is observed: one side, or both."""
+    literal: str
 
 
 def _literal(node: ast.expr) -> bool:
@@ -64,11 +66,12 @@ def _comparison(node: ast.stmt) -> _Comparison | None:
     if sides is None or any(isinstance(part, ast.Await | ast.Starred | ast.Yield) for part in ast.walk(node)):
         return None
     one, other = sides
-    if _literal(other) and not _literal(one):
-        return _Comparison(node, one, other)
-    if _literal(one) and not _literal(other):
-        return _Comparison(node, other, one)
-    return None
+    if not _literal(one) and not _literal(other):
+        return _Comparison((one, other), "")
+    if _literal(one) and _literal(other):
+        return None
+    value, literal = (one, other) if _literal(other) else (other, one)
+    return _Comparison((value,), ast.unparse(literal))
 
 
 def _asserts(tree: ast.AST) -> int:
@@ -112,11 +115,10 @@ def seal(files: Mapping[str, bytes], leave: Collection[int] = ()) -> Sealed:
                 continue
             if number not in leave:
                 begin, end = _span(starts, node)
-                first, last = _span(starts, found.value)
-                value = source[first:last]
-                lines = source[begin:end].count(b"\n") - value.count(b"\n")
-                cuts.append((begin, end, b"__observe__(%d, (%s%s))" % (number, value, b"\n" * lines)))
-                literals[number] = ast.unparse(found.literal)
+                value = b"), (".join(source[slice(*_span(starts, part))] for part in found.values)
+                lines = b"\n" * (source[begin:end].count(b"\n") - value.count(b"\n"))
+                cuts.append((begin, end, b"__observe__(%d, (%s%s))" % (number, value, lines)))
+                literals[number] = found.literal
                 numbers[node] = number
             number += 1
         for begin, end, text in reversed(cuts):
@@ -165,8 +167,11 @@ def unequal(sealed: Sealed, tests: Sequence[TestOutcome]) -> frozenset[int]:
 def equal(observed: str, answer: tuple[int, str]) -> bool:
     """Whether an observation is the answer, by Python's own ``==`` on this side."""
     try:
-        number, value = decode(observed)
-        return number == answer[0] and bool(value == ast.literal_eval(answer[1]))
+        number, values = decode(observed)
+        if number != answer[0] or not isinstance(values, tuple):
+            return False
+        value, wanted = values if not answer[1] else (*values, ast.literal_eval(answer[1]))
+        return bool(value == wanted)
     except (ValueError, TypeError):
         return False
 

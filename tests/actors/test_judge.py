@@ -14,6 +14,7 @@ from headrace.actors.judge_rules import VERSION
 from headrace.bus.connection import Bus
 from headrace.config import Algorithm, Config, Run, Tasks
 from headrace.config import Environment as Section
+from headrace.config import Judge as JudgeSection
 from headrace.messages import tasks
 from headrace.messages.base import Array
 from headrace.messages.judging import Score
@@ -181,3 +182,52 @@ async def test_a_redelivered_trajectory_is_scored_once(
         await judge._handle(received)
     scores = [r.message async for r in observer.history("HR_SCORE", SCORE.where(run="j6"))]
     assert scores == [score]
+
+
+MEETS_ITS_SIBLINGS = b"""import os, pathlib
+
+_seen = pathlib.Path("{mark}")
+_seen.touch()
+with _seen.open("a") as file:
+    file.write("x")
+if len(_seen.read_text()) > 1:
+    raise RuntimeError("not the first")
+"""
+
+
+async def test_some_verdicts_are_made_again_alone_and_two_that_differ_are_said(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
+) -> None:
+    # What reaches across sandboxes needs a hole; under the process backend the host's files are one.
+    spy = MEETS_ITS_SIBLINGS.replace(b"{mark}", str(tmp_path / "mark").encode())
+    section = JudgeSection(again=1.0)
+    async with living(Judge, config(tmp_path, judge=section), await connect("judge"), "j8"):
+        same, other = await asyncio.gather(
+            judged(observer, trajectory("j8", "g1", {PATH: FIXED}, isolation="group")),
+            judged(observer, trajectory("j8", "g2", {PATH: spy + FIXED}, isolation="group")),
+        )
+        alone = await judged(observer, trajectory("j8", "g3", {PATH: FIXED}, isolation="episode"))
+    assert (same.verdict, same.again) == ("passed", "same")
+    assert (other.verdict, other.again) == ("passed", "other")
+    assert (alone.verdict, alone.again) == ("passed", "")
+    told = [
+        received.message.data["group"]
+        async for received in observer.history("HR_EVENT", EVENT.where(run="j8", actor="judge", type="event"))
+        if isinstance(received.message, Event) and received.message.kind == "verdicts_differ"
+    ]
+    assert told == ["g2"]
+
+
+async def test_every_suspicious_verdict_is_made_again_and_few_others(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
+) -> None:
+    async with living(Judge, config(tmp_path, judge=JudgeSection(again=0.0)), await connect("judge"), "j9"):
+        sly = {PATH: FIXED + b"\nimport sys\nsys.modules\n"}
+        scores = await asyncio.gather(
+            judged(observer, trajectory("j9", "g1", {PATH: FIXED}, isolation="group")),
+            judged(observer, trajectory("j9", "g1", sly, slot=1, isolation="group")),
+        )
+    assert [score.again for score in scores] == ["", "same"]
+    drawn = Judge(config(tmp_path), await connect("judge"), "j10", "j10")  # never started
+    share = sum(drawn._drawn(trajectory("j10", f"g{n}", {})) for n in range(2000)) / 2000
+    assert 0.03 < share < 0.07

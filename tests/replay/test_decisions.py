@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from typing import Literal
 
+import msgspec
 import pytest
 
 from headrace.algorithms.staleness import first_batch_of
@@ -52,8 +53,8 @@ class World:
                             decision.attempt,
                             size=self.rules.group_size,
                             oldest=decision.min_version,
-                        )
                             beside=decision.beside,
+                        )
                         self.write("ledger", again)
                     case _:
                         self.write("score", decision)
@@ -131,6 +132,20 @@ def test_a_group_with_one_survivor_is_dropped_and_another_takes_its_number() -> 
     assert dropped is not None
     assert dropped.reason == "infra"
     assert world.book.groups["g000004"].first.index == 3, "dropped groups are not counted"
+
+
+def test_a_group_with_two_verdicts_on_one_diff_is_quarantined() -> None:
+    world = World()
+    world.carry_out()
+    world.write("score", msgspec.structs.replace(r.score("g000000", 0), again="other"))
+    world.carry_out()
+    assert world.book.groups["g000000"].open, "it is still running"
+    world.finish("g000000")
+    world.finish("g000001")
+    world.carry_out()
+    dropped = world.book.groups["g000000"].dropped
+    assert dropped is not None and dropped.reason == "quarantined" and "slot 0" in dropped.detail
+    assert world.book.groups["g000001"].dropped is None
 
 
 def test_the_verdict_of_an_attempt_that_was_given_up_does_not_count() -> None:

@@ -39,22 +39,22 @@ FILES = {
 
 def test_literals_are_taken_out_and_lines_stay_where_they_were() -> None:
     sealed = seal(FILES)
-    assert sealed.literals == {0: "5", 1: "[1, (2, 'ü')]", 2: "{'a': None}", 3: "7", 4: "1"}
+    assert sealed.literals == {0: "5", 1: "[1, (2, 'ü')]", 2: "", 3: "{'a': None}", 4: "7", 5: "1"}
     assert sealed.comparisons == 7 and set(sealed.files) == {"test_x.py", "test_y.py"}
     text = sealed.files["test_x.py"].decode()
     tree = ast.parse(text)
     found = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     assert not found & {"ü", "a"} and "5" not in text.partition("class")[0].replace("__observe__(5", "")
     assert text.count("\n") == SOURCE.count(b"\n")
-    assert [line for line in text.splitlines() if "f(3)" in line or "raises" in line] == [
-        line for line in SOURCE.decode().splitlines() if "f(3)" in line or "raises" in line
+    assert [line for line in text.splitlines() if "raises" in line] == [
+        line for line in SOURCE.decode().splitlines() if "raises" in line
     ]
-    assert known(sealed) == {"test_x.py::test_one": ((0, "5"), (1, "[1, (2, 'ü')]"))}
+    assert known(sealed) == {"test_x.py::test_one": ((0, "5"), (1, "[1, (2, 'ü')]"), (2, ""))}
 
 
 def test_a_comparison_can_be_left_as_it_is() -> None:
-    sealed = seal(FILES, {0, 3})
-    assert set(sealed.literals) == {1, 2, 4}
+    sealed = seal(FILES, {0, 4})
+    assert set(sealed.literals) == {1, 2, 3, 5}
     assert (
         b"assert f(1) == 5" in sealed.files["test_x.py"] and b'assertEqual(7, f(n), "why")' in sealed.files["test_x.py"]
     )
@@ -63,7 +63,6 @@ def test_a_comparison_can_be_left_as_it_is() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        b"assert f() == g()",
         b"assert 1 == 1",
         b"assert f() != 1",
         b"assert 1 == f() == 1",
@@ -132,9 +131,11 @@ def test_an_object_that_equals_everything_equals_nothing_here() -> None:
         __hash__ = int.__hash__
 
     sealed = seal(FILES)
-    assert not equal(encode(0, Any()), (0, "5"))
-    assert not equal(encode(0, Five(4)), (0, "5")) and equal(encode(0, Five(5)), (0, "5"))
-    assert unequal(sealed, [outcome([encode(0, Any()), encode(1, [1, (2, "ü")])])]) == {0}
+    assert not equal(encode(0, (Any(),)), (0, "5"))
+    assert not equal(encode(0, (Five(4),)), (0, "5")) and equal(encode(0, (Five(5),)), (0, "5"))
+    assert not equal(encode(2, (Any(), Any())), (2, "")) and not equal(encode(2, (1,)), (2, ""))
+    assert equal(encode(2, (1, 1.0)), (2, "")) and not equal(encode(2, (1, 2)), (2, ""))
+    assert unequal(sealed, [outcome([encode(0, (Any(),)), encode(1, ([1, (2, "ü")],))])]) == {0}
 
 
 @pytest.mark.parametrize(
@@ -142,8 +143,9 @@ def test_an_object_that_equals_everything_equals_nothing_here() -> None:
     [None, True, -3, 1 << 5000, 0.1, float("inf"), "ä\ud800\n", b"\x00\xff", [1, [2]], (), {"a": {1: (2,)}}, {1, 2}],
 )
 def test_values_survive_the_way_out(value: object) -> None:
-    number, found = decode(encode(3, value))
-    assert (number, found, type(found)) == (3, value, type(value))
+    number, found = decode(encode(3, (value,)))
+    assert isinstance(found, tuple)
+    assert (number, found, type(found[0])) == (3, (value,), type(value))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_deep_values_and_floods_are_bounded() -> None:
     deep: list[object] = []
     deep.append(deep)
     with pytest.raises(ValueError, match="deep"):
-        decode(encode(0, deep))
+        decode(encode(0, (deep,)))
     seen = Observations()
     for _ in range(100):
         seen.observe(0, "x" * 50_000)

@@ -23,9 +23,9 @@ class Observations:
         self._seen: list[str] = []
         self._room = LIMIT
 
-    def observe(self, number: int, value: object) -> None:
-        """Called by sealed tests, as ``__observe__``."""
-        text = encode(number, value)
+    def observe(self, number: int, *values: object) -> None:
+        """Called by sealed tests, as ``__observe__``: a value, or two that should be equal."""
+        text = encode(number, values)
         self._room -= len(text)
         if self._room >= 0:
             self._seen.append(text)
@@ -36,13 +36,13 @@ class Observations:
         return seen
 
 
-def encode(number: int, value: object) -> str:
+def encode(number: int, values: tuple[object, ...]) -> str:
     """One observation as text."""
-    return json.dumps([number, _tagged(value, 0)])
+    return json.dumps([number, _tagged(values, 0)])
 
 
 def decode(text: str) -> tuple[int, object]:
-    """Number and value. ValueError when the text is none that `encode` writes, or holds something opaque."""
+    """Number and values. ValueError when the text is none that `encode` writes, or holds something opaque."""
     try:
         number, tagged = json.loads(text)
         if type(number) is not int:

@@ -1,0 +1,61 @@
+"""A pass means a repair: known ways around it, played out (benchmarks/cheats.py has the catalogue and its table)."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cheats import CHEATS, Cheat, Row, Yard
+from headrace.config import Environment
+from headrace.tasks.generated import make
+from headrace.vmhost.host import Host
+
+pytestmark = pytest.mark.anyio
+
+CACHE = str(Path(__file__).parents[2] / ".cache" / "headrace")
+INSIDE = ("equals_everything", "reads_the_expectation", "patches_the_runner", "forges_the_result_frame")
+"""Attacks on the process that runs the tests: a judge that believes it lets all of them pass."""
+OPEN = ("forges_two_computed_values",)
+"""What is known to get through."""
+
+
+def named(*names: str) -> list[Cheat]:
+    return [cheat for cheat in CHEATS if cheat.name in names]
+
+
+@pytest.fixture(scope="module")
+async def yard() -> AsyncIterator[Yard]:
+    host = await Host.open(Environment(backend="process"))
+    yield Yard(host, make("heldout", 0))
+    await host.close()
+
+
+@pytest.mark.parametrize("cheat", named(*INSIDE), ids=lambda cheat: cheat.name)
+async def test_the_process_that_runs_the_tests_can_be_taken_and_the_verdict_can_not(yard: Yard, cheat: Cheat) -> None:
+    row = await yard.play(cheat)
+    assert (row.plain, row.sealed) == ("passed", "failed")
+
+
+async def test_an_honest_repair_passes_sealed_tests(yard: Yard) -> None:
+    oracle = yard.made.oracle
+    assert oracle.sealed and set(oracle.answers) == set(oracle.expected)
+    assert await yard.judge(oracle, oracle.solution) == ("passed", ())
+    assert (await yard.judge(oracle, {}))[0] == "failed"
+
+
+@pytest.mark.vm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_the_whole_table_in_real_machines() -> None:
+    changes: dict[str, Any] = {"backend": "qemu", "cache_dir": CACHE}
+    host = await Host.open(Environment(**changes))
+    try:
+        yard = Yard(host, make("heldout", 1))
+        rows: list[Row] = [await yard.play(cheat) for cheat in CHEATS]
+    finally:
+        await host.close()
+    assert len(rows) >= 10
+    assert {row.name for row in rows if row.fate == "neither"} == set(OPEN)
+    assert all(row.fate.startswith("prevented") for row in rows if row.name not in OPEN)
+    assert {row.name for row in rows if row.leak} == set()
