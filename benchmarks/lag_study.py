@@ -6,7 +6,12 @@ Every arm is a whole `headrace up` from one mid-trained policy, in the `process`
 objective, not a sandbox. The rollout actor runs here and serves the version that is `lag` behind the newest one. With a
 staleness bound of `lag` that makes the age exact: a request of batch b asks for version b - lag, and gets just that.
 
-An arm has collapsed when the mean reward of its last five batches is below half of its best five in a row.
+An arm has collapsed when the mean reward of its last five batches is below half of its best five in a row. k1 is seen
+to come before it: `warned_steps_before` is how many steps lie between the first batch with k1 above 0.05 and the first
+five batches whose mean reward is below half of the best before them. The same policy without a lag, same seeds and same
+learning rate, runs beside (`no_lag`): what collapses there as well is not the lag's doing.
+
+A run that is kept in --dir is not run again.
 """
 
 import argparse
@@ -19,7 +24,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.async_vs_sync import Cell, Seen, beside, prepare, settings, whole_run
+from benchmarks.cells import Cell, Seen, beside, prepare, settings, whole_run
 from benchmarks.conditions import Figures, at_least, finish
 from headrace.actors import rollout
 from headrace.actors.rollout_policies import Policies
@@ -31,16 +36,19 @@ GROUPS = (
     '[["curriculum","evaluator","dead_letter"],["judge"],["environment"],["trainer"],'
     '["weight_sender","weight_receiver"]]'
 )
+WARNING_K1 = 0.05
+NO_LAG = "no_lag"
 ARMS: dict[str, tuple[str, ...]] = {
+    NO_LAG: (),
     "truncated": (),
     "masked": ("algorithm.weighting=masked",),
     "clipped": ("algorithm.weighting=clipped",),
     "decoupled": ("algorithm.weighting=decoupled", "algorithm.minibatches=2"),
     "sequence": ("algorithm.weighting=sequence",),
     "sequence_masked": ("algorithm.weighting=sequence_masked",),
-    "guarded": ("algorithm.guard_k1=0.05",),
+    "guarded": (f"algorithm.guard_k1={WARNING_K1}",),
 }
-"""Overrides of an arm; `guarded` is truncated under the guard of headrace/training/guard.py."""
+"""Overrides of an arm; `guarded` is truncated under the guard of headrace/training/guard.py, `no_lag` has no lag."""
 
 
 class Late(Policies):
@@ -60,9 +68,24 @@ def best(rewards: list[float], width: int = 5) -> float:
     return max(statistics.fmean(rewards[at : at + width]) for at in range(max(1, len(rewards) - width + 1)))
 
 
+def fell(seen: Seen, width: int = 5) -> int | None:
+    """The step after which the reward is below half of the best before, None when it never is."""
+    rewards = [done.reward_mean for _, done in seen.steps]
+    for at in range(width, len(rewards) - width + 1):
+        if statistics.fmean(rewards[at : at + width]) < 0.5 * best(rewards[: at + width], width):
+            return seen.steps[at][1].step
+    return None
+
+
+def warned(seen: Seen) -> int | None:
+    """The first step whose batch was further off than the warning, None when none was."""
+    return next((done.step for _, done in seen.steps if done.k1 > WARNING_K1), None)
+
+
 def told(seen: Seen, steps: int) -> Figures:
     """What became of one run."""
     rewards = [done.reward_mean for _, done in seen.steps]
+    fall, warning = fell(seen), warned(seen)
     last = statistics.fmean(rewards[-5:])
     marks = [step for step in range(9, steps, 10)]
     by_step = {done.step: done for _, done in seen.steps}
@@ -71,6 +94,9 @@ def told(seen: Seen, steps: int) -> Figures:
         "reward_last": round(last, 4),
         "reward_best": round(best(rewards), 4),
         "reward_at": {str(mark + 1): round(by_step[mark].reward_mean, 3) for mark in marks if mark in by_step},
+        "fell_at": fall,
+        "warned_at": warning,
+        "warned_steps_before": fall - warning if fall is not None and warning is not None else None,
         "k1_max": round(max(done.k1 for _, done in seen.steps), 4),
         "k1_at": {str(mark + 1): round(by_step[mark].k1, 4) for mark in marks if mark in by_step},
         "staleness": sorted({age for _, done in seen.steps for age in done.staleness}),
@@ -122,27 +148,38 @@ def main() -> None:
                 f"processes.groups={GROUPS}",
                 f"algorithm.learning_rate={args.learning_rate}",
             ]
-            overrides = [*settings(args, Cell(args.lag, False, seed), root), *own, *ARMS[arm]]
+            lag = 0 if arm == NO_LAG else args.lag
+            overrides = [*settings(args, Cell(lag, False, seed), root), *own, *ARMS[arm]]
             helper = ["benchmarks.lag_study", "--rollout", str(folder)]
-            seen = whole_run(folder, start, overrides, helper, {LAG: str(args.lag)}, args.limit_s)
+            seen = whole_run(folder, start, overrides, helper, {LAG: str(lag)}, args.limit_s)
             runs[folder.name] = told(seen, args.steps)
             print(f"{folder.name}: {runs[folder.name]}", file=sys.stderr, flush=True)
-    held = {
-        arm: sum(not run["collapsed"] for name, run in runs.items() if name.startswith(f"{arm.replace('_', '-')}-s"))
-        for arm in args.arms.split(",")
-    }
-    seeds = len(args.seeds.split(","))
+    arms = args.arms.split(",")
+    mine = {arm: [run for name, run in runs.items() if name.startswith(f"{arm.replace('_', '-')}-s")] for arm in arms}
+    held = {arm: sum(not run["collapsed"] for run in found) for arm, found in mine.items()}
+    corrections = [held[arm] for arm in arms if arm not in (NO_LAG, "truncated", "guarded")]
     figures: Figures = {
         "backend": "process",
         "isolated": False,
         "lag_versions": args.lag,
         "learning_rate": args.learning_rate,
         "steps": args.steps,
-        "held_runs": held,
         "seeds": args.seeds,
+        "held_runs": held,
+        "reward_last_mean": {
+            arm: round(statistics.fmean(run["reward_last"] for run in found), 4) for arm, found in mine.items()
+        },
+        "k1_max": {arm: max(run["k1_max"] for run in found) for arm, found in mine.items()},
+        "warned_steps_before": {arm: [run["warned_steps_before"] for run in found] for arm, found in mine.items()},
+        "rollbacks": {arm: sum(len(run["rolled_back"]) for run in found) for arm, found in mine.items()},
         "runs": runs,
     }
-    finish(figures, {"runs_held_by_the_best_correction": at_least(max(held.values()), seeds)}, "torch", "nats-py")
+    count = len(args.seeds.split(","))
+    targets: Figures = {"runs_held_by_the_best_correction": at_least(max(corrections, default=None), count)}
+    if "guarded" in mine:
+        targets["runs_held_by_the_guard"] = at_least(held["guarded"], count)
+        targets["rollbacks_of_the_guard"] = at_least(figures["rollbacks"]["guarded"], 1)
+    finish(figures, targets, "torch", "nats-py")
 
 
 if __name__ == "__main__":

@@ -358,6 +358,8 @@ class Bus:
             if self.link.connected:
                 with contextlib.suppress(BusError):  # the next process of this node goes on
                     await self.nearby.send(self._store_chunk)
+        if self.nearby is not None:
+            self.nearby.close()
         await self.link.close()
 
     async def __aenter__(self) -> "Bus":

@@ -16,7 +16,7 @@ Crash-safe: a file gets its name when it is complete; one that is not yet upload
 is made before the first and goes last. Safe from others: the folder is ours and nobody else's (0700), files are written
 once (0400), names are digests, and content that is not what its name says is thrown away. Users' data, which a purge
 has to find, never lies here: keyed payloads go to the broker. Collected: by the age of the oldest record that is kept
-(`collect`), and beyond `CAPACITY` what is uploaded already, oldest first.
+(`collect`), beyond `CAPACITY` what is uploaded already, oldest first, and all of it by the last process to leave.
 
 Trade-off: everything is hashed twice, which is most of what is left of the cost. Ray's object store (plasma) trusts its
 map instead.
@@ -30,6 +30,7 @@ import itertools
 import mmap
 import os
 import re
+import shutil
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -69,6 +70,8 @@ class Nearby:
     def __init__(self, folder: Path, upload: Upload, node: str) -> None:
         self.folder, self.pending, self.upload, self.node = folder, folder / "pending", upload, node
         self._numbers = itertools.count()
+        self._lock = -1
+        """Held in common by all who use the folder: the last one to go removes it."""
 
     @classmethod
     def of(cls, config: BusSection, run: str, node: str) -> "Nearby | None":
@@ -82,17 +85,40 @@ class Nearby:
         """Make or join the folder. BusError when others could get at it."""
         nearby = cls(Path(folder), upload, node)
         try:
-            for path in (nearby.folder, nearby.pending):
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                found = path.lstat()
-                if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                    raise BusError(f"{path} must be a folder of this user with mode 700: [bus] blob_dir names another")
+            while nearby._lock < 0:
+                nearby._enter()
         except OSError as error:
             raise BusError(f"[bus] blob_dir: {error}") from error
         for temporary in nearby.folder.glob(".*-*"):
             if not Path(f"/proc/{temporary.name[1:].partition('-')[0]}").exists():
                 temporary.unlink(missing_ok=True)
         return nearby
+
+    def _enter(self) -> None:
+        """Make the folder where it is missing, look at it, and hold it; not held when it went meanwhile."""
+        for path in (self.folder, self.pending):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                raise BusError(f"{path} must be a folder of this user with mode 700: [bus] blob_dir names another")
+        name = self.folder / ".lock"
+        lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if name.exists() and os.path.samestat(os.fstat(lock), name.stat()):
+            self._lock = lock
+        else:
+            os.close(lock)
+
+    def close(self) -> None:
+        """Let go of the folder. Who is the last removes it, when all of it lies at the broker too."""
+        if self._lock < 0:
+            return
+        lock, self._lock = self._lock, -1
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self.upload != "never" and not any(self.pending.iterdir()):
+                shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(lock)
 
     def takes(self, subject: str, size: int) -> bool:
         """Whether a payload of this size on this subject belongs here."""

@@ -46,7 +46,7 @@ async def with_folder(connect: Connect, folder: Path, upload: Upload) -> Bus:
 
 
 def files(folder: Path) -> list[Path]:
-    return [path for path in (folder / "headrace-r1").iterdir() if path.name != "pending"]
+    return [path for path in (folder / "headrace-r1").iterdir() if path.name not in ("pending", ".lock")]
 
 
 async def test_a_reader_on_the_node_needs_no_broker_for_the_payload(connect: Connect, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ async def test_another_node_waits_for_the_upload(connect: Connect, tmp_path: Pat
     reading = asyncio.create_task(elsewhere.get("HR_TURN", seq))
     await writer.close()  # what is pending is uploaded before the connection goes
     assert (await reading).message == message
-    assert list((tmp_path / "headrace-r1/pending").iterdir()) == []
+    assert not (tmp_path / "headrace-r1").exists(), "the last one to go removes what lies at the broker too"
 
 
 async def test_the_next_process_uploads_what_a_dead_one_left(connect: Connect, tmp_path: Path) -> None:
@@ -82,6 +82,20 @@ async def test_the_next_process_uploads_what_a_dead_one_left(connect: Connect, t
     assert successor.nearby is not None
     assert await successor.nearby.send(successor._store_chunk) == 1
     assert (await (await connect("rollout")).get("HR_TURN", seq)).message == message
+
+
+async def test_the_folder_stays_while_anybody_uses_it(connect: Connect, tmp_path: Path) -> None:
+    writer, other = await with_folder(connect, tmp_path, "before"), await with_folder(connect, tmp_path, "before")
+    seq = await writer.publish(place(), turn())
+    await writer.close()
+    assert len(files(tmp_path)) == 1
+    assert (await other.get("HR_TURN", seq)).message.turn.index == 0
+    await other.close()
+    assert not (tmp_path / "headrace-r1").exists()
+    only = await with_folder(connect, tmp_path, "never")
+    await only.publish(place(), turn())
+    await only.close()
+    assert len(files(tmp_path)) == 1, "the only copy"
 
 
 async def test_what_is_not_what_its_name_says_is_thrown_away(connect: Connect, tmp_path: Path) -> None:
