@@ -9,13 +9,14 @@ of the last closing of the run, whose place a fence takes as well.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from headrace.actors import curriculum_requests as requests
 from headrace.algorithms.staleness import batch_of, first_batch_of
 from headrace.bus.actor import Actor
-from headrace.bus.errors import WrongSequence
+from headrace.bus.errors import BusError, WrongSequence
 from headrace.bus.received import Received
 from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.ledger import (
@@ -36,6 +37,7 @@ from headrace.replay import letters
 from headrace.replay.books import Book
 from headrace.replay.decisions import Again, Decision, Issue, Rules, bounds_of, decide, finished
 from headrace.tasks import open_suite
+from headrace.weights import readiness
 
 FENCE = "curriculum"
 """Stands for a group in the subjects of fences."""
@@ -44,6 +46,8 @@ BOUND = "bound"
 """Stands for a group in the subjects of staleness bounds."""
 
 LARGEST_BOUND = 64
+LAGGARD_S = 30.0
+"""A replica that has served too old a version for this long is told of."""
 
 
 class Curriculum(Actor):
@@ -69,6 +73,7 @@ class Curriculum(Actor):
         """The newest wish for another staleness bound, with its sequence."""
         self._served = -1
         """The newest version that is on the wire: some node has staged or serves it."""
+        self._ledger, self._laggards = readiness.Ledger(), readiness.Laggards(LAGGARD_S)
         await self._take_over()
         live = {
             "HR_LEDGER": (LEDGER.where(run=self.run), FAIL.where(run=self.run)),
@@ -130,6 +135,7 @@ class Curriculum(Actor):
                 return True
             case WeightsStaged() | WeightsSwapped():
                 self._served = max(self._served, message.version)
+                self._ledger.hear(message, received.time)
                 return True
         return self.book.apply(message, received.seq)
 
@@ -328,4 +334,20 @@ class Curriculum(Actor):
             groups_closed=len(book.closings),
             groups_dropped=book.dropped,
             groups_retired=book.retired,
+            served_oldest=self._ledger.oldest() or 0,
         )
+        await self._tell_laggards()
+
+    async def _tell_laggards(self) -> None:
+        """Replicas that live and serve too old a version to be given work."""
+        wanted = self._admission.min_version if self._admission else 0
+        if (self._ledger.oldest() or 0) >= wanted:
+            return
+        try:
+            presence = await self.bus.kv("HR_PRESENCE")
+            alive = {key.partition(".")[2] for key in await presence.keys("rollout.>")}
+        except BusError:  # the next look will do
+            return
+        for late in self._laggards.overdue(self._ledger, alive, wanted, time.monotonic()):
+            text = f"{late.replica} on {late.node} serves version {late.version}, the train lane asks for {wanted}"
+            await self.event("replica_behind", text, "warning", version=late.version, wanted=wanted)

@@ -23,7 +23,7 @@ from headrace.actors.trainer_shelf import Shelf
 from headrace.algorithms.staleness import Bounds
 from headrace.bus import tracing
 from headrace.bus.actor import Actor
-from headrace.bus.errors import WrongSequence
+from headrace.bus.errors import BusError, WrongSequence
 from headrace.messages.ledger import Fence, GroupClosed, StalenessBound
 from headrace.messages.subjects import CLOSE, STEP
 from headrace.messages.training import BatchGroup, SnapshotReady, StepDone, StepFailed, StepManifest
@@ -32,8 +32,13 @@ from headrace.replay.recipe import under
 from headrace.training.mid_training import Progress
 from headrace.training.step import StepOutcome, refuse
 from headrace.training.trainer import Trainer as Machine
+from headrace.weights import chain, collect
+from headrace.weights.signing import Trust
+from headrace.weights.state import WeightError
 
 T = TypeVar("T")
+AGAIN_S = 30.0
+"""After this time old weights that could not be collected are tried again."""
 
 
 class Stopped(Exception):
@@ -77,6 +82,8 @@ class Trainer(Actor):
             machine = await self._prepare()
             await self._catch_up(machine)
             self.spawn(self._collect(self._taken(machine)), "collecting")
+            if self.config.weights.collect_chains:
+                self.spawn(self._forget_weights(), "old weights")
             while True:
                 await self._next(machine)
         except WrongSequence as error:
@@ -290,6 +297,23 @@ class Trainer(Actor):
         purged = await self.shelf.purge(self.bus, self.run)
         if purged:
             await self.event("purged", f"{purged} messages of steps that are no longer kept", messages=purged)
+
+    async def _forget_weights(self) -> None:
+        """Old chains of versions go when anchors are laid. Nothing waits for it: what fails is done the next time."""
+        section = self.config.weights
+        trust = Trust.load(self.bus.credentials, section.publishers, unsigned=section.unsigned)
+
+        async def purge(subject: str) -> int:
+            return await self.bus.purge(chain.STREAM, subject=subject)
+
+        while True:
+            try:
+                async for gone in collect.follow(self.bus, purge, self.run, chains=section.collect_chains, trust=trust):
+                    text = f"versions {min(gone)} to {max(gone)}: {sum(gone.values())} messages"
+                    await self.event("weights_collected", text, versions=len(gone), messages=sum(gone.values()))
+            except (BusError, WeightError) as error:
+                await self.event("weights_not_collected", str(error), "warning")
+                await asyncio.sleep(AGAIN_S)
 
     async def _measure(self) -> None:
         progress = self._progress

@@ -82,8 +82,14 @@ class Weights(Section, frozen=True, kw_only=True):
     """Tensors that this node needs, such as model.layers.3.*: it stages their shards alone. Empty: all."""
     fold_every: int = 0
     """Versions that the sender folds into one delta, for who lags; 0 folds nothing."""
+    collect_chains: int = 0
+    """Newest chains (an anchor and what follows it) that stay in the stream, at least 2; 0 keeps all versions."""
     publishers: tuple[str, ...] = ()
     """Public keys (U...) whose versions are taken; empty: weight_publisher.pub of the credentials folder."""
     unsigned: bool = False
     """Take versions that nobody signed."""
     region: str = "local"
+
+    def __post_init__(self) -> None:
+        if self.collect_chains == 1 or self.collect_chains < 0:
+            raise ValueError("collect_chains is 0 or at least 2: joiners may still read the last chain but one")

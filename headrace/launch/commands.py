@@ -128,8 +128,9 @@ def staleness(args: argparse.Namespace) -> int:
 
 
 def status(args: argparse.Namespace) -> int:
-    """`headrace status`: who is alive and how far the run is."""
+    """`headrace status`: who is alive, how far the run is, who serves its newest version."""
     from headrace.bus.server import running
+    from headrace.launch import region_commands
     from headrace.messages import subjects
     from headrace.messages.operations import Beat
     from headrace.messages.training import StepDone
@@ -143,6 +144,8 @@ def status(args: argparse.Namespace) -> int:
             if last is not None and isinstance(last.message, StepDone):
                 done = last.message
                 say(f"step {done.step + 1}, version {done.version}, pass rate {done.pass_rate:.2f}, k1 {done.k1:+.4f}")
+            for line in region_commands.summary(await region_commands.look(bus, folder.id)):
+                say(line)
             if active:
                 presence = await bus.kv("HR_PRESENCE")
                 for key in sorted(await presence.keys()):

@@ -1,4 +1,4 @@
-"""`headrace weights regions`: who holds and who serves which version, region by region."""
+"""`headrace weights regions`, and a line per region for `headrace status`: who holds and who serves which version."""
 
 import argparse
 import json
@@ -19,15 +19,34 @@ UNKNOWN = "(unknown)"
 
 async def execute(bus: "Bus", folder: RunDir, args: argparse.Namespace) -> int:
     """A table, or with ``--json`` one line of JSON."""
+    found = await look(bus, folder.id)
+    say(json.dumps(found) if args.json else table(found))
+    return 0
+
+
+async def look(bus: "Bus", run: str) -> dict[str, Any]:
+    """The ledger of a run as of now; see `figures`."""
     from headrace.messages.subjects import WEIGHT_HEAD
     from headrace.weights import readiness
 
-    last = await bus.last("HR_WEIGHTS", WEIGHT_HEAD.at(run=folder.id))
-    ledger = await readiness.read(bus, folder.id)
+    last = await bus.last("HR_WEIGHTS", WEIGHT_HEAD.at(run=run))
+    ledger = await readiness.read(bus, run)
     alive = {key.partition(".")[2] for key in await (await bus.kv("HR_PRESENCE")).keys("rollout.>")}
-    found = figures(folder.id, last.message.version if last is not None else -1, ledger, alive)
-    say(json.dumps(found) if args.json else table(found))
-    return 0
+    return figures(run, last.message.version if last is not None else -1, ledger, alive)
+
+
+def summary(found: dict[str, Any]) -> list[str]:
+    """A line per region: how many have the newest version."""
+    newest, lines = found["newest"], []
+    for region, one in found["regions"].items():
+        nodes, living = one["nodes"], [replica for replica in one["replicas"] if replica["alive"]]
+        held = sum(node["version"] >= newest for node in nodes)
+        text = f"version {newest} in {region}: held by {held} of {len(nodes)} nodes"
+        if living:
+            served = sum(replica["version"] >= newest for replica in living)
+            text += f", served by {served} of {len(living)} replicas, the oldest served is {one['serving_oldest']}"
+        lines.append(text)
+    return lines
 
 
 def figures(run: str, newest: int, ledger: "Ledger", alive: set[str]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ async def _collect(bus: "Bus", folder: RunDir, chains: int, trust: "Trust") -> N
     from headrace.bus.connection import Bus
     from headrace.weights import chain, collect
 
-    pins = await pinned(bus, folder.id)
+    pins = await collect.pinned(bus, folder.id)
     async with await Bus.connect(bus.link.url, role="trainer", credentials=bus.credentials) as trainer:
         gone = await collect.collect(
             bus,
@@ -125,22 +125,3 @@ async def _collect(bus: "Bus", folder: RunDir, chains: int, trust: "Trust") -> N
         say(f"{len(gone)} versions, {min(gone)} to {max(gone)}, and {sum(gone.values())} messages are gone")
     else:
         say(f"nothing to collect: the newest {chains} chains and what is pinned are all there is")
-
-
-async def pinned(bus: "Bus", run: str) -> set[int]:
-    """Versions that a promotion or an open evaluation names."""
-    from headrace.messages.evaluation import EvalRequest, EvalResult
-    from headrace.messages.product import Promotion
-    from headrace.messages.subjects import EVENT
-
-    asked: dict[str, int] = {}
-    kinds = (EvalRequest.type_name, EvalResult.type_name, Promotion.type_name)
-    async for received in bus.history("HR_EVENT", *(EVENT.where(run=run, type=kind) for kind in kinds)):
-        message = received.message
-        if isinstance(message, EvalRequest) and message.policy.kind == "pinned":
-            asked[message.id] = message.policy.version
-        elif isinstance(message, EvalResult):
-            asked.pop(message.id, None)
-        elif isinstance(message, Promotion):
-            asked["promotion"] = message.version
-    return set(asked.values())

@@ -121,13 +121,14 @@ WEIGHT_MANIFEST = Subject(
     template="hr.weights.{run}.{version}.manifest",
     types=("weight_manifest",),
     publishers=("weight_sync",),
-    readers=("weight_sync",),
+    readers=("weight_sync", "trainer"),
 )
 WEIGHT_HEAD = Subject(
     template="hr.weights.{run}.head",
     types=("weight_head",),
     publishers=("weight_sync",),
-    readers=("weight_sync", "rollout", "feedback"),
+    readers=("weight_sync", "rollout", "feedback", "trainer"),
+    note="the trainer reads heads and manifests to collect",
 )
 WEIGHT_FOLD = Subject(
     template="hr.weights.{run}.fold",

@@ -132,6 +132,25 @@ class Ledger:
         return bool(self.copies) and all(copy.version >= version for copy in self.copies.values())
 
 
+class Laggards:
+    """Replicas that have served less than was asked of them for too long; each is told once until it has caught up."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._since: dict[str, float] = {}
+        self._told: set[str] = set()
+
+    def overdue(self, ledger: Ledger, alive: Container[str], wanted: int, now: float) -> list[Replica]:
+        """Those to be told now, of the replicas in `alive`; wanted: the version asked of them; now: seconds."""
+        behind = [one for one in ledger.replicas() if one.version < wanted and one.replica in alive]
+        self._since = {one.replica: self._since.get(one.replica, now) for one in behind}
+        self._told.intersection_update(self._since)
+        late = [one for one in behind if now - self._since[one.replica] >= self._patience_s]
+        late = [one for one in late if one.replica not in self._told]
+        self._told.update(one.replica for one in late)
+        return late
+
+
 def _served(swap: WeightsSwapped) -> tuple[str, int, str]:
     return swap.node, swap.version, swap.state_hash
 

@@ -8,6 +8,7 @@ from secrets import token_hex
 import pytest
 
 from headrace import config as c
+from headrace.actors import curriculum
 from headrace.actors.curriculum import Curriculum
 from headrace.actors.curriculum_requests import TaskOrder
 from headrace.bus.connection import Bus
@@ -15,10 +16,11 @@ from headrace.bus.errors import WrongSequence
 from headrace.launch import staleness_commands
 from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.ledger import Admission, BoundAsked, GroupClosed, GroupDropped, SlotIssued, admission_key
-from headrace.messages.operations import DeadLetter, Event
+from headrace.messages.operations import Beat, DeadLetter, Event
 from headrace.messages.rollout import RolloutRequest
 from headrace.messages.subjects import CLOSE, DLQ, EVENT, LEDGER, STEP, TASK
 from headrace.messages.training import StepDone
+from headrace.messages.weights import WeightsSwapped
 from headrace.replay.audit import prove
 from tests.actors.living import living
 from tests.conftest import Connect
@@ -86,10 +88,13 @@ async def test_a_run_from_version_0_to_its_last_step(connect: Connect) -> None:
     assert sorted(tasks[n] for n in range(10)) == sorted(str(n) for n in range(10))
 
 
-async def test_requests_wait_for_credit_and_engines_learn_what_to_serve(connect: Connect) -> None:
+async def test_requests_wait_for_credit_and_engines_learn_what_to_serve(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(curriculum, "LAGGARD_S", 0.0)
     run = new_run()
     async with world(connect, run) as other:
-        async with living(Curriculum, config(), await connect("curriculum"), run):
+        async with living(Curriculum, config(), await connect("curriculum"), run) as actor:
             asked = [await other.next_request() for _ in range(8)]
             assert {request.group for request in asked} == {f"g{n:06d}" for n in range(4)}
             for request in asked:
@@ -98,6 +103,16 @@ async def test_requests_wait_for_credit_and_engines_learn_what_to_serve(connect:
             assert other.requests.empty(), "no credit before a step"
             await other.step()
             late = [await other.next_request() for _ in range(4)]
+            presence = await other.bus.kv("HR_PRESENCE")
+            slow = WeightsSwapped(run=run, rollout="slow", node="n1", version=0, state_hash="h", pause_ms=0.1)
+            actor._ledger.hear(slow, 0.0)
+            await actor._tell_laggards()
+            await presence.put("rollout.slow", Beat(actor="rollout", id="slow", node="n1", pid=1, state="running"))
+            await actor._tell_laggards()
+            await presence.delete("rollout.slow")
+        told = [r.message async for r in other.bus.history("HR_EVENT", EVENT.where(run=run, type="event"))]
+        behind = [message.text for message in told if message.kind == "replica_behind"]
+        assert behind == ["slow on n1 serves version 0, the train lane asks for 1"]
         assert {(request.group, request.min_version) for request in late} == {("g000004", 1), ("g000005", 1)}
         admission = await (await other.bus.kv("HR_STATE")).get(admission_key(run))
     assert admission is not None

@@ -63,6 +63,23 @@ def test_an_old_version_staged_for_an_evaluation_is_not_a_step_back() -> None:
     assert ledger.staged_everywhere(4) and not ledger.staged_everywhere(5)
 
 
+def test_a_laggard_is_told_once_until_it_has_caught_up() -> None:
+    ledger, laggards = Ledger(), readiness.Laggards(30.0)
+    ledger.hear(swapped(4, "a"), 0.0)
+    ledger.hear(swapped(3, "b"), 0.0)
+    ledger.hear(swapped(2, "dead"), 0.0)
+    alive = {"a", "b"}
+    assert laggards.overdue(ledger, alive, 3, 0.0) == []
+    assert laggards.overdue(ledger, alive, 4, 100.0) == [], "since now"
+    assert [late.replica for late in laggards.overdue(ledger, alive, 4, 130.0)] == ["b"]
+    assert laggards.overdue(ledger, alive, 4, 200.0) == []
+    assert [late.replica for late in laggards.overdue(ledger, alive | {"dead"}, 4, 201.0)] == []
+    ledger.hear(swapped(4, "b"), 202.0)
+    assert laggards.overdue(ledger, alive, 4, 203.0) == []
+    assert laggards.overdue(ledger, alive, 5, 300.0) == []
+    assert [late.replica for late in laggards.overdue(ledger, alive, 5, 330.0)] == ["a", "b"]
+
+
 async def test_curriculum_and_trainer_see_it_and_an_operator_gets_table_and_json(
     connect: Connect, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,5 +122,9 @@ async def test_curriculum_and_trainer_see_it_and_an_operator_gets_table_and_json
     assert lines[0].endswith("newest version 1")
     assert [line.split()[:4] for line in lines[2:4]] == [["eu", "n1", "(holds)", "0"], ["eu", "n1", "rollout-a", "0"]]
     assert "rollout-b (gone)" in lines[5]
+    assert region_commands.summary(found) == [
+        "version 1 in eu: held by 0 of 1 nodes, served by 0 of 1 replicas, the oldest served is 0",
+        "version 1 in us: held by 1 of 1 nodes",
+    ]
     assert await region_commands.execute(operator, RunDir(tmp_path / "none"), Namespace(json=False)) == 0
     assert "no node has staged" in capsys.readouterr().out

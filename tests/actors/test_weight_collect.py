@@ -1,0 +1,81 @@
+"""Old chains go by themselves as anchors are laid; nobody who joins, and nothing that is pinned, misses them."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.actors.trainer import Trainer
+from headrace.actors.weight_receiver import WeightReceiver
+from headrace.actors.weight_sender import WeightSender
+from headrace.config import ConfigError, parse
+from headrace.messages.base import Message
+from headrace.messages.evaluation import EvalRequest, EvalResult
+from headrace.messages.rollout import PolicyRef
+from headrace.messages.subjects import EVENT
+from headrace.weights import chain, proof, snapshot
+from headrace.weights.shadow import Refused
+from headrace.weights.signing import Trust
+from tests.actors.weight_runs import WeightRun, within
+from tests.conftest import Connect
+from tests.weights.samples import model
+
+pytestmark = pytest.mark.anyio
+
+
+class Collector(Trainer):
+    """The trainer's collecting alone."""
+
+    async def start(self) -> None:
+        self.spawn(self._forget_weights(), "old weights")
+
+
+async def collected(run: WeightRun, version: int) -> None:
+    """Wait until a version cannot be built any more."""
+    head = (await run.heads())[version]
+    async for received in run.bus.follow("HR_EVENT", EVENT.where(run=run.id, type="event")):
+        if received.message.kind == "weights_collected":
+            try:
+                await chain.plan(run.bus, head)
+            except Refused:
+                return
+
+
+async def test_old_chains_are_collected_as_anchors_are_laid(connect: Connect, tmp_path: Path) -> None:
+    run = await WeightRun(connect, tmp_path, anchor_every=1, collect_chains=2).open()
+    run.tensors = model(wide=2000)
+
+    async def say(message: Message) -> None:
+        kind = message.type_name
+        bus = run.bus if isinstance(message, EvalRequest) else await connect("evaluator")
+        await bus.publish(EVENT.at(run=run.id, actor=bus.role, type=kind), message)
+
+    await run.actor(WeightSender)
+    await run.actor(WeightReceiver)
+    trainer = await run.actor(Collector, bus=await connect("trainer"))
+    await run.train(0)
+    await within(60, run.staged(0))
+    await say(EvalRequest(run=run.id, id="e", suite="s", policy=PolicyRef("pinned", 1), tasks=1))
+    for version in range(1, 6):
+        await run.train(version)
+        staged = await within(60, run.staged(version))
+    await within(60, collected(run, 2))
+    await run.actor(WeightReceiver, node="n2")
+    joined = await within(60, run.staged(5, node="n2"))
+    assert snapshot.file_hash(joined.path) == snapshot.file_hash(staged.path) == run.hashes[5]
+    pinned = await within(60, run.staged(1, node="n2"))
+    assert snapshot.file_hash(pinned.path) == run.hashes[1], "an open evaluation names it"
+    gone = {"tasks": 1, "passed": 1, "rate": 1.0, "infra_failures": 0}
+    await say(EvalResult(run=run.id, id="e", suite="s", policy=PolicyRef("pinned", 1), version=1, **gone))  # type: ignore[arg-type]
+    # A restart goes through the old ones again, and finds them free.
+    await trainer.shut(1.0)
+    await run.actor(Collector, bus=await connect("trainer"))
+    await within(60, collected(run, 1))
+    found = await proof.prove(run.bus, run.id, Trust.load(run.bus.credentials))
+    assert (found.newest, found.faults) == (5, []) and found.collected >= 3
+    await run.close()
+
+
+def test_one_chain_is_too_few() -> None:
+    assert parse("[weights]\ncollect_chains = 2\n").weights.collect_chains == 2
+    with pytest.raises(ConfigError, match="weights: collect_chains is 0 or at least 2"):
+        parse("[weights]\ncollect_chains = 1\n")
