@@ -13,8 +13,10 @@ Times are those at which the hub's streams stored the messages: from SnapshotRea
 fraction_of_link is payload over rate x time, from the first chunk's storing until the link is quiet; the fraction until
 staged includes decoding, which four receivers share with five brokers and everything else on this machine.
 
-Projection: a region is done after max(encode, link, decode) + one chunk's round trip, because chunks flow while the
-next is made; encode = raw / (cores x GB/s), link = raw / ratio / (rate x fraction), decode = raw / (cores x GB/s).
+Projection to 1 TB at 0.94 % changed: a region is done after max(encode, link, stage) + one chunk's round trip, because
+chunks flow while the next is made. encode = raw / (cores x GB/s), link = raw / ratio / (rate x fraction_of_link), stage
+= raw / (cores x GB/s). Ratio and both speeds (of one core's processor time; stage: chunks to a verified file) are
+measured here on one tensor of 4 Mi elements, the fraction is the delta's. Assumed: `--cores` at either end that scale.
 """
 
 import argparse
@@ -33,6 +35,7 @@ import torch
 import uvloop
 
 from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
+from benchmarks.weight_delta import ours
 from benchmarks.wide_area import WideArea, enter, ping, wide_area
 from headrace.bus import regions
 from headrace.bus.connection import Bus
@@ -94,23 +97,25 @@ def stepped(tensors: dict[str, torch.Tensor], seed: int, density: float, mix: Mi
     return out
 
 
-def trial(folder: Path, piece: dict[str, torch.Tensor], density: float, mix: Mix) -> tuple[float, float]:
-    """Ratio and encode GB/s (processor time) of our codec on one tensor."""
+def trial(folder: Path, piece: dict[str, torch.Tensor], density: float, mix: Mix) -> Figures:
+    """Ratio, and GB/s of one core's processor time to encode and to stage, of our codec on one tensor."""
     snapshot.write(folder / "a", piece)
     snapshot.write(folder / "b", stepped(piece, 2, density, mix))
-    base = Snapshot(folder / "a")
-    encoding = Encoding(Snapshot(folder / "b"), base, base_hashes=base.hashes())
-    for _ in encoding.chunks():
-        pass
-    return encoding.raw_bytes / encoding.wire_bytes, encoding.raw_bytes / 1e9 / encoding.seconds
+    return ours("d8-zstd", Snapshot(folder / "a"), Snapshot(folder / "b"), folder, 3)
 
 
 def density_for(folder: Path, piece: dict[str, torch.Tensor], ratio: float) -> float:
     """The share of changed elements at which a delta shrinks by `ratio`."""
     low, high = 0.001, 0.98
+    snapshot.write(folder / "a", piece)
+    base = Snapshot(folder / "a")
     for _ in range(8):
         middle = (low + high) / 2
-        low, high = (middle, high) if trial(folder, piece, middle, COARSE)[0] > ratio else (low, middle)
+        snapshot.write(folder / "b", stepped(piece, 2, middle, COARSE))
+        encoding = Encoding(Snapshot(folder / "b"), base, base_hashes=base.hashes())
+        for _ in encoding.chunks():
+            pass
+        low, high = (middle, high) if encoding.raw_bytes / encoding.wire_bytes > ratio else (low, middle)
     return (low + high) / 2
 
 
@@ -168,6 +173,13 @@ class Fleet:
         with open(log, "wb") as out:
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
             self.children.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env))
+
+    async def present(self, count: int) -> None:
+        """Wait until so many weight actors are at work: what is measured is no start of a process."""
+        presence = await self.admin.kv("HR_PRESENCE")
+        async with asyncio.timeout(PATIENCE_S):
+            while len(await presence.keys("weight_sync.>")) < count:
+                await asyncio.sleep(0.1)
 
     async def announce(self, version: int, tensors: dict[str, torch.Tensor]) -> float:
         """Write the trainer's file and announce it; when the hub stored that."""
@@ -239,13 +251,13 @@ def figures_of(push: Push, area: WideArea, names: set[str]) -> Figures:
     }
 
 
-def projection(ratio: float, encode: float, decode: float, fraction: float, mbit: float, cores: int) -> Figures:
+def projection(alone: Figures, fraction: float, mbit: float, cores: int) -> Figures:
     """Seconds for 1 TB of raw weights by the formula above."""
     raw = 1e12
     parts = {
-        "encode": raw / (cores * encode * 1e9),
-        "link": raw / ratio * 8 / (mbit * 1e6 * fraction),
-        "decode": raw / (cores * decode * 1e9),
+        "encode": raw / (cores * alone["encode_gb_s"] * 1e9),
+        "link": raw / alone["ratio"] * 8 / (mbit * 1e6 * fraction),
+        "stage": raw / (cores * alone["stage_gb_s"] * 1e9),
     }
     return {f"{name}_s": round(value, 1) for name, value in parts.items()} | {"total_s": round(max(parts.values()), 1)}
 
@@ -257,7 +269,7 @@ async def measure(area: WideArea, folder: Path, args: argparse.Namespace) -> tup
     raw = sum(2 * tensor.numel() for tensor in tensors.values())
     piece = {"x": next(iter(tensors.values()))}
     density = density_for(folder, piece, raw / (args.wire_mib << 20))
-    ratio, encode_gb_s = trial(folder, piece, 0.0094, FINE)
+    alone = trial(folder, piece, 0.0094, FINE)
     out: Figures = {"raw_bytes": raw, "link_mbit": args.mbit, "changed_pct": round(100 * density, 2)}
     out |= {f"rtt_{name}_ms": round(1e3 * ping(area, name), 1) for name in area.regions}
     fleet = Fleet(area, folder)
@@ -265,6 +277,7 @@ async def measure(area: WideArea, folder: Path, args: argparse.Namespace) -> tup
         await fleet.start()
         for name in names:
             await fleet.join(name)
+        await fleet.present(1 + len(names))
         print(f"{len(names)} regions joined; a delta changes {100 * density:.3g} % of {raw >> 20} MiB", flush=True)
         pushes: dict[str, Figures] = {}
         for version, kind in enumerate(("full", "delta", "cut")):
@@ -299,12 +312,10 @@ async def measure(area: WideArea, folder: Path, args: argparse.Namespace) -> tup
         fleet.stop()
         await fleet.hub.stop()
     out |= {f"{kind}_{key}": value for kind, found in pushes.items() for key, value in found.items()}
-    decode_gb_s = raw / 1e9 / pushes["delta"]["receiver_stage_s"]
     fraction = pushes["delta"]["fraction_of_link"]
-    out |= {"ratio_at_0p94_pct": round(ratio, 1), "encode_gb_s": round(encode_gb_s, 2)}
-    out["stage_gb_s"] = round(decode_gb_s, 2)
+    out |= {f"at_0p94_pct_{key}": alone[key] for key in ("ratio", "encode_gb_s", "stage_gb_s")}
     for mbit in (args.mbit, 1e3, 1e4):
-        found = projection(ratio, encode_gb_s, decode_gb_s, fraction, mbit, args.cores)
+        found = projection(alone, fraction, mbit, args.cores)
         out |= {f"projected_1tb_{mbit:.0f}mbit_{key}": value for key, value in found.items()}
     targets = {
         "fraction_of_link": at_least(fraction, 0.7),

@@ -2,8 +2,8 @@
 
 Idea: every place is a network namespace with one TUN device; a process reads packets from all of them and lets each
 through when its link would have: rate, one-way delay, a queue of two bandwidth-delay products, and a switch that
-swallows everything. The endpoints are the kernel's own TCP. Why not tc: netem is absent from many kernels, and tbf
-shapes but does not delay. MTU is 9000 so that Python keeps up; needs root and /dev/net/tun.
+swallows everything. The endpoints are the kernel's own TCP, set as deploy/regions advises. Why not tc: netem is absent
+from many kernels, and tbf shapes but does not delay. MTU is 9000 so that Python keeps up; needs root and /dev/net/tun.
 """
 
 import collections
@@ -27,6 +27,8 @@ MTU = 9000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x1, 0x1000
 _CLONE_NEWNET = 0x40000000
 TICK_S = 0.05
+RTO_MAX = "tcp_rto_max_ms"
+"""Linux 6.15 and later. Without it a sender that met a dead link tries again after as long as it was dead."""
 
 
 class Place(NamedTuple):
@@ -156,8 +158,10 @@ class WideArea:
         self._sh(*inside, "ip", "link", "set", "lo", "up")
         self._sh(*inside, "ip", "addr", "add", f"{place.address}/24", "dev", device)
         self._sh(*inside, "ip", "link", "set", device, "mtu", str(MTU), "txqueuelen", "4000", "up")
-        for key in ("tcp_rmem", "tcp_wmem"):
-            self._sh(*inside, "sysctl", "-qw", f"net.ipv4.{key}=4096 262144 67108864")
+        settings = {"tcp_rmem": "4096 262144 67108864", "tcp_wmem": "4096 262144 67108864", RTO_MAX: "2000"}
+        for key, value in settings.items():
+            if os.path.exists(f"/proc/sys/net/ipv4/{key}"):
+                self._sh(*inside, "sysctl", "-qw", f"net.ipv4.{key}={value}")
         return fd
 
     def start(self) -> None:
