@@ -13,7 +13,10 @@ DEBIAN := python3-venv qemu-system-x86 mmdebstrap cpio
 # The CPU environment of the SGLang server: 3 GB, made by `make test-sglang`.
 SGLANG  := .cache/sglang
 
-.PHONY: help setup debian demo proof test test-all test-sglang fuzz chaos-weights lint format docs clean
+# Torch and Triton twice, for the kernels in Triton's interpreter. Triton 3.6's fails with a numpy from 2.4 on.
+KERNELS := .cache/kernels
+
+.PHONY: help setup debian demo proof test test-all test-sglang test-kernels fuzz chaos-weights lint format docs clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -63,6 +66,16 @@ $(SGLANG)/.installed: $(wildcard deploy/sglang/*.txt deploy/sglang/shims/* deplo
 	$(SGLANG)/bin/pip install -q --disable-pip-version-check --no-deps -r deploy/sglang/requirements-without-dependencies.txt
 	@rm -rf $(SGLANG)/shims && cp -r deploy/sglang/shims $(SGLANG)/shims
 	$(SGLANG)/bin/pip install -q --disable-pip-version-check --no-deps --force-reinstall $(SGLANG)/shims
+	@touch $@
+
+test-kernels: $(KERNELS)/pinned/.installed $(KERNELS)/older/.installed ## Triton kernels, interpreted, on torch 2.13 and 2.11 (2 GB at first, 8 with torch's CUDA builds)
+	@for e in pinned older; do TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(KERNELS)/$$e/bin/python -m tests.kernels.interpreted || exit 1; done
+
+$(KERNELS)/pinned/.installed: WANTED := torch==2.13.0 triton==3.7.1 numpy==2.4.6
+$(KERNELS)/older/.installed: WANTED := torch==2.11.0 triton==3.6.0 numpy==2.3.5
+$(KERNELS)/%/.installed:
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) $(WANTED)
 	@touch $@
 
 fuzz: setup ## 10,000 corruptions of weight chunks, manifests, heads and files: none is ever served

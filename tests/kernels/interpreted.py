@@ -1,6 +1,12 @@
-"""Triton kernels in the interpreter against float64: run as a program, because the mode is chosen at import."""
+"""Triton kernels against float64, in the interpreter or on a GPU: run as a program, the mode is chosen at import.
+
+TRITON_INTERPRET=1 python -m tests.kernels.interpreted [kernel ...]
+"""
 
 import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
 
 import torch
 
@@ -8,6 +14,7 @@ from headrace.kernels import dispatch, grouped_mm, mxfp8, selected_logprob
 from headrace.kernels.batch_invariant import linear_triton, rms_norm_triton
 from headrace.kernels.grouped_mm import Mx
 from headrace.kernels.selected_logprob import selected_logprob_backward_triton, selected_logprob_triton
+from tests.kernels import interpreted_attention, interpreted_delta, interpreted_moe
 
 # Dtypes and the relative size of one rounding: the interpreter truncates where a GPU rounds to nearest.
 DTYPES = ((torch.float32, 2**-23), (torch.bfloat16, 2**-7))
@@ -120,16 +127,26 @@ def close(got: torch.Tensor, want: torch.Tensor, ulp: float) -> None:
     assert bool(((got.double() - want).abs() <= ulp * want.abs() + 1e-5 * scale + 1e-12).all())
 
 
+KERNELS: dict[str, Callable[[], None]] = {
+    "matmul": matmul,
+    "rms_norm": rms_norm,
+    "selected": selected,
+    "backward": backward,
+    "quantisers": quantisers,
+    "grouped": grouped,
+    **interpreted_attention.KERNELS,
+    **interpreted_moe.KERNELS,
+    **interpreted_delta.KERNELS,
+}
+
 if __name__ == "__main__":
-    assert dispatch.AVAILABLE and dispatch.INTERPRETED
+    if not dispatch.AVAILABLE:
+        sys.exit("no Triton, or neither a GPU nor TRITON_INTERPRET=1")
+    if not dispatch.INTERPRETED:
+        torch.set_default_device("cuda")
     torch.manual_seed(0)
-    KERNELS = {
-        "matmul": matmul,
-        "rms_norm": rms_norm,
-        "selected": selected,
-        "backward": backward,
-        "quantisers": quantisers,
-        "grouped": grouped,
-    }
-    for name in sys.argv[1:]:
+    for name in sys.argv[1:] or KERNELS:
+        began = time.process_time()
         KERNELS[name]()
+        print(f"{name}: right, {time.process_time() - began:.1f} s", flush=True)
+    print(", ".join(f"{name} {version(name)}" for name in ("torch", "triton", "numpy")))

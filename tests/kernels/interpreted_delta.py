@@ -1,9 +1,9 @@
-"""The delta's Triton kernels in the interpreter against their twins: run as a program, the mode is chosen at import."""
+"""The delta's Triton kernels in the interpreter against their twins."""
 
 import numpy as np
 import torch
 
-from headrace.kernels import delta, dispatch
+from headrace.kernels import delta
 
 
 def check() -> None:
@@ -15,13 +15,21 @@ def check() -> None:
                 old = rng.integers(bits.min, bits.max, count, dtype=kind, endpoint=True)
                 other = rng.integers(bits.min, bits.max, count, dtype=kind, endpoint=True)
                 new = np.where(rng.random(count) < share, other, old)
-                a, b = torch.from_numpy(old), torch.from_numpy(new)
+                a, b = (torch.from_numpy(x).to(torch.get_default_device()) for x in (old, new))
                 at, folded = delta.changes_triton(a, b)
                 want_at, want_folded = delta.changes(a, b)
                 assert torch.equal(at, want_at) and torch.equal(folded, want_folded), (kind, count, share)
                 assert torch.equal(delta.apply_triton(a, at, folded), b), (kind, count, share)
 
 
-if __name__ == "__main__":
-    assert dispatch.AVAILABLE and dispatch.INTERPRETED
-    check()
+def patterns() -> None:
+    """Payloads of NaN, -0.0 and denormals of bfloat16: bits are moved, numbers are not looked at."""
+    odd = torch.tensor([0x7FC0, 0x7F81, 0xFFC1 - 65536, -32768, 0, 1, 0x7F, 0x8001 - 65536, 0x7F80, 0xFF80 - 65536])
+    old = odd.to(torch.int16).repeat(500)
+    new = old.roll(1)
+    at, folded = delta.changes_triton(old, new)
+    assert torch.equal(delta.apply_triton(old, at, folded), new)
+    assert all(torch.equal(a, b) for a, b in zip((at, folded), delta.changes(old, new), strict=True))
+
+
+KERNELS = {"delta": check, "delta_patterns": patterns}

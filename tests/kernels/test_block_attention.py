@@ -6,6 +6,7 @@ from torch import Tensor
 
 from headrace.kernels import block_attention
 from headrace.kernels.block_attention import BLOCK, Packing
+from tests.kernels.plain import plain_attention
 
 torch.set_num_threads(1)
 LENGTHS = [1, 64, 65, 0, 200, 33, 191]
@@ -18,14 +19,7 @@ def drawn(heads: int, kv_heads: int, dim: int = 24) -> list[Tensor]:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    group = q.shape[1] // k.shape[1]
-    out = []
-    for a, b, c in zip(*(torch.split(x, LENGTHS) for x in (q, k, v)), strict=True):
-        scores = torch.einsum("qhd,khd->hqk", a, b.repeat_interleave(group, 1)) * scale
-        future = torch.ones(len(a), len(a), dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-        out.append(torch.einsum("hqk,khd->qhd", weights, c.repeat_interleave(group, 1)))
-    return torch.cat(out)
+    return plain_attention(q, k, v, LENGTHS, scale)[0]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (4, 2), (2, 2)])

@@ -1,0 +1,286 @@
+"""What `benchmarks.kernels` measures on a GPU: every kernel against the library's best at the same shapes.
+
+Speed-ups are time of theirs over time of ours, the best of interleaved rounds, so that a clock that changes hits both.
+Where no library does the same, theirs is a copy that moves as many bytes (read and written).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.conditions import Figures
+from headrace.kernels import delta, grouped_mm, log_softmax, mxfp8, permute
+from headrace.kernels.attention_backward import packed_attention_backward_triton
+from headrace.kernels.attention_forward import cached_attention_triton, packed_attention_triton
+from headrace.kernels.batch_invariant import linear_triton, rms_norm_triton
+from headrace.kernels.block_attention import BLOCK
+from headrace.kernels.grouped_mm import Mx
+from headrace.kernels.route_topk import route_triton
+from headrace.kernels.selected_logprob import selected_logprob_backward_triton, selected_logprob_triton
+
+
+class Pools(NamedTuple):
+    """A paged cache: [blocks, V, 64, D] each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+COUNTS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 100, 128, 129, 511, 1024, 2000, 4096)
+"""Numbers of rows over which a row's bits must not change."""
+
+
+def draw(*shape: int) -> Tensor:
+    """bfloat16 on the GPU."""
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def paired(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int = 20) -> float:
+    """Best time of theirs over best time of ours, taking turns."""
+    best = [float("inf"), float("inf")]
+    for work in (ours, theirs):
+        work()
+    for _ in range(rounds):
+        for place, work in enumerate((ours, theirs)):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            work()
+            torch.cuda.synchronize()
+            best[place] = min(best[place], time.perf_counter() - began)
+    return best[1] / best[0]
+
+
+def against_copy(ours: Callable[[], Any], moved: float, rounds: int = 20) -> float:
+    """Bandwidth of `ours`, which moves so many bytes, over that of a copy of as many."""
+    source = torch.empty(int(moved) // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return paired(ours, lambda: target.copy_(source), rounds)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Norm of the error over the norm of what is right."""
+    return float((got.double() - want).norm() / want.norm())
+
+
+def same(whole: Sequence[Tensor], part: Callable[[int], Sequence[Tensor]]) -> bool:
+    """Whether the first m rows have the bits that they have among all, for every m."""
+    return all(torch.equal(mine, all_of_it[:m]) for m in COUNTS for mine, all_of_it in zip(part(m), whole, strict=True))
+
+
+def products() -> Figures:
+    """Matrix products, whole and with few rows."""
+    a, b = draw(4096, 4096), draw(4096, 4096)
+    out: Figures = {"matmul_over_cublas": paired(lambda: linear_triton(a, b), lambda: a @ b.T)}
+    for count in (16, 64):
+        few = a[:count]
+
+        def mine(few: Tensor = few) -> Tensor:
+            return linear_triton(few, b)
+
+        def library(few: Tensor = few) -> Tensor:
+            return few @ b.T
+
+        out[f"matmul_{count}_rows_over_cublas"] = paired(mine, library)
+    whole = linear_triton(a, b)
+    out["matmul_relative_error"] = relative(whole[:64], a[:64].double() @ b.double().T)
+    out["matmul_invariant"] = same([whole], lambda m: [linear_triton(a[:m], b)])
+    return out
+
+
+def attention() -> Figures:
+    """Prefill and its gradient against cuDNN's, decode against the bytes of its keys and values."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    batch, length, heads, kv_heads, d = 4, 4096, 32, 8, 128
+    lengths, scale = [length] * batch, d**-0.5
+    q, k, v = (draw(batch * length, count, d) for count in (heads, kv_heads, kv_heads))
+    wide = [x.view(batch, length, -1, d).transpose(1, 2).requires_grad_() for x in (q, k, v)]
+
+    def library() -> Tensor:
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
+            return F.scaled_dot_product_attention(
+                wide[0], wide[1], wide[2], is_causal=True, scale=scale, enable_gqa=True
+            )
+
+    out: Figures = {
+        "attention_prefill_over_cudnn": paired(
+            lambda: packed_attention_triton(q, k, v, lengths, scale), lambda: library().detach(), rounds=5
+        )
+    }
+    whole, lse = packed_attention_triton(q, k, v, lengths, scale)
+    theirs, pull = library(), draw(batch * length, heads, d)
+    turned = pull.view(batch, length, heads, d).transpose(1, 2)
+    out["attention_backward_over_cudnn"] = paired(
+        lambda: packed_attention_backward_triton(pull, q, k, v, whole, lse, lengths, scale),
+        lambda: torch.autograd.grad(theirs, wide, turned, retain_graph=True),
+        rounds=5,
+    )
+    first = [x[:length] for x in (whole, lse)]
+    out["attention_invariant"] = same(
+        first, lambda m: packed_attention_triton(q[:m], k[:m], v[:m], [m], scale)
+    ) and torch.equal(packed_attention_triton(q, k, v, lengths, scale, split=True)[0], whole)
+
+    count, blocks = 32, length // BLOCK
+    pools = Pools(*(draw(count * blocks, kv_heads, BLOCK, d) for _ in range(2)))
+    table = torch.randperm(count * blocks, device="cuda").view(count, blocks)
+    new, at = draw(count, 1, heads, d), [length - 1] * count
+    moved = 2 * count * length * kv_heads * d * 2
+    out["attention_decode_over_copy"] = against_copy(
+        lambda: cached_attention_triton(new, pools.keys, pools.values, table, at, scale), moved
+    )
+    together = cached_attention_triton(new, pools.keys, pools.values, table, at, scale)
+    out["attention_decode_invariant"] = all(
+        torch.equal(cached_attention_triton(new[:n], pools.keys, pools.values, table[:n], at[:n], scale), together[:n])
+        for n in (1, 2, 3, 8, 31)
+    )
+    keys, values = (x[:length].view(blocks, BLOCK, kv_heads, d).transpose(1, 2).contiguous() for x in (k, v))
+    own = torch.arange(blocks, device="cuda")[None]
+    out["attention_decode_is_prefill"] = all(
+        torch.equal(cached_attention_triton(q[None, p : p + 1], keys, values, own, [p], scale)[0], whole[p : p + 1])
+        for p in (0, 1, 63, 64, 511, 512, 1000, length - 1)
+    )
+    return out
+
+
+def rows() -> Figures:
+    """Norms and log-probabilities of rows, by bandwidth."""
+    x, weight, logits = draw(16384, 4096), draw(4096), draw(4096, 32768)
+    out: Figures = {
+        "rms_norm_over_copy": against_copy(lambda: rms_norm_triton(x, weight, 1e-6), 4 * x.numel()),
+        "log_softmax_over_copy": against_copy(lambda: log_softmax.log_softmax_triton(logits), 6 * logits.numel()),
+    }
+    normed, logp = rms_norm_triton(x, weight, 1e-6), log_softmax.log_softmax_triton(logits)
+    out["rms_norm_invariant"] = same([normed], lambda m: [rms_norm_triton(x[:m], weight, 1e-6)])
+    out["log_softmax_invariant"] = same([logp], lambda m: [log_softmax.log_softmax_triton(logits[:m])])
+    want = torch.log_softmax(logits[:64].double(), -1)
+    out["log_softmax_max_error"] = float((logp[:64].double() - want).abs().max())
+    return out
+
+
+def eight_bits() -> Figures:
+    """Quantisers by bandwidth (a number is 2 bytes in and 1.03 out), grouped products against bfloat16."""
+    a = draw(8192, 8192)
+    out: Figures = {
+        "quantise_over_copy": against_copy(lambda: mxfp8.quantise_triton(a), 3.03 * a.numel()),
+        "quantise_columns_over_copy": against_copy(lambda: mxfp8.quantise_columns_triton(a), 3.03 * a.numel()),
+        "dual_over_copy": against_copy(lambda: mxfp8.dual_triton(a), 4.06 * a.numel()),
+    }
+    q, s = mxfp8.quantise_triton(a)
+    want_q, want_s = mxfp8.quantise(a.cpu())
+    out["quantise_bytes_equal"] = torch.equal(q.cpu().view(torch.uint8), want_q.view(torch.uint8)) and torch.equal(
+        s.cpu(), want_s
+    )
+    experts, n, k = 16, 2048, 2048
+    w = draw(experts, n, k)
+    mw = Mx(*(part.view(experts, n, -1) for part in mxfp8.quantise_triton(w.view(-1, k))))
+    for name, count in (("compute_bound", 1024), ("32_rows", 32)):
+        x = draw(experts * count, k)
+        mx = Mx(*mxfp8.quantise_triton(x))
+        ends = [count * (e + 1) for e in range(experts)]
+        offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        turned = w.transpose(1, 2)
+
+        def mine(mx: Mx = mx, ends: list[int] = ends) -> Tensor:
+            return grouped_mm.grouped_mm_triton(mx, mw, ends, torch.bfloat16)
+
+        def library(x: Tensor = x, offsets: Tensor = offsets, turned: Tensor = turned) -> Tensor:
+            return torch._grouped_mm(x, turned, offs=offsets)
+
+        out[f"grouped_mx_over_bf16_{name}"] = paired(mine, library)
+    out["grouped_relative_error"] = relative(mine(), grouped_mm.grouped_mm(mx, mw, ends, torch.float64))
+    slope = draw(len(x), n)
+    for name, got, want in (
+        (
+            "dgrad",
+            grouped_mm.grouped_dgrad_triton(slope, mw, ends, torch.bfloat16),
+            grouped_mm.grouped_dgrad(slope, mw, ends, torch.float64),
+        ),
+        (
+            "wgrad",
+            grouped_mm.grouped_wgrad_triton(slope, mx, ends, torch.bfloat16),
+            grouped_mm.grouped_wgrad(slope, mx, ends, torch.float64),
+        ),
+    ):
+        out[f"grouped_{name}_relative_error"] = relative(got, want)
+    single = grouped_mm.grouped_mm_triton(Mx(mx.q[:32], mx.scale[:32]), mw, [32] * experts, torch.bfloat16)
+    out["grouped_invariant"] = all(
+        torch.equal(
+            grouped_mm.grouped_mm_triton(Mx(mx.q[:m], mx.scale[:m]), mw, [m] * experts, torch.bfloat16), single[:m]
+        )
+        for m in (1, 2, 3, 17, 31, 32)
+    )
+    return out
+
+
+def selected() -> Figures:
+    """Log-probabilities of chosen tokens at Qwen3's vocabulary: time and memory against the head's own product."""
+    h, head = draw(4096, 2048), draw(151_936, 2048) * 0.02
+    ids = torch.randint(0, len(head), (4096,), device="cuda")
+    out: Figures = {
+        "selected_logprob_over_head_time": 1
+        / paired(lambda: selected_logprob_triton(h, head, ids, 1.0), lambda: h @ head.T, rounds=5)
+    }
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    logp, _, lse = selected_logprob_triton(h, head, ids, 1.0)
+    share = (torch.cuda.max_memory_allocated() - held) / (len(h) * len(head) * 4)
+    out["selected_logprob_memory_share"] = share
+    full = torch.log_softmax(h[:32].double() @ head.double().T, -1).gather(1, ids[:32, None])[:, 0]
+    out["selected_logprob_max_error"] = float((logp[:32].double() - full).abs().max())
+    out["selected_logprob_invariant"] = same([logp], lambda m: [selected_logprob_triton(h[:m], head, ids[:m], 1.0)[0]])
+    grad = torch.randn(len(h), device="cuda")
+    leaves = (h.detach().requires_grad_(), head.detach().requires_grad_())
+    plain = torch.log_softmax((leaves[0] @ leaves[1].T).float(), -1).gather(1, ids[:, None])[:, 0]
+    out["selected_logprob_backward_over_unfused_time"] = 1 / paired(
+        lambda: selected_logprob_backward_triton(grad, h, head, ids, 1.0, lse),
+        lambda: torch.autograd.grad(plain, leaves, grad, retain_graph=True),
+        rounds=3,
+    )
+    return out
+
+
+def mixture() -> Figures:
+    """Routing and the ways to the experts and back, by bandwidth of the rows."""
+    tokens, d, count, k = 16384, 2048, 128, 8
+    x, logits = draw(tokens, d), draw(tokens, count)
+    gates, experts = route_triton(logits, k, True)
+    places = permute.plan_triton(experts, count, 32)
+    moved = permute.permute_triton(x, places.source)
+    out: Figures = {
+        "permute_over_copy": against_copy(lambda: permute.permute_triton(x, places.source), 4 * moved.numel()),
+        "unpermute_over_copy": against_copy(
+            lambda: permute.unpermute_triton(moved, places.slots, gates), 2 * (tokens * k * d + tokens * d)
+        ),
+    }
+    whole = permute.unpermute_triton(moved, places.slots, gates)
+    out["unpermute_invariant"] = same(
+        [whole], lambda m: [permute.unpermute_triton(moved, places.slots[: m * k], gates[:m])]
+    )
+    out["route_invariant"] = same([gates, experts], lambda m: route_triton(logits[:m], k, True))
+    return out
+
+
+def deltas() -> Figures:
+    """Finding and adding the changes of 2^28 weights, one in a hundred changed; 4 bytes a weight are read or moved."""
+    old = torch.randint(-32768, 32767, (2**28,), dtype=torch.int16, device="cuda")
+    new = torch.where(torch.rand(2**28, device="cuda") < 0.01, old + 1, old)
+    at, folded = delta.changes_triton(old, new)
+    out: Figures = {
+        "delta_encode_over_copy": against_copy(lambda: delta.changes_triton(old, new), 4 * old.numel(), rounds=5),
+        "delta_apply_over_copy": against_copy(lambda: delta.apply_triton(old, at, folded), 4 * old.numel(), rounds=5),
+        "delta_exact": torch.equal(delta.apply_triton(old, at, folded), new),
+    }
+    return out
+
+
+def measured() -> Figures:
+    """Everything, one kind after the other so that memory is free again."""
+    out: Figures = {"gpu": torch.cuda.get_device_name()}
+    for part in (products, attention, rows, eight_bits, selected, mixture, deltas):
+        out |= part()
+        torch.cuda.empty_cache()
+    return out

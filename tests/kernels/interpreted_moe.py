@@ -1,0 +1,98 @@
+"""Log-softmax, permutation and routing in Triton's interpreter, against float64 and their twins."""
+
+import torch
+
+from headrace.kernels import log_softmax, permute
+from headrace.kernels.expert_mlp import plan
+from headrace.kernels.route import Rule, route
+from headrace.kernels.route_topk import route_backward_triton, route_triton
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def softmaxes() -> None:
+    for dtype in DTYPES:
+        for rows, width in ((1, 7), (3, 1024), (5, 2500)):
+            x = (torch.randn(rows, width) * 8).to(dtype)
+            x[0, 0] = float("-inf")
+            want = torch.log_softmax(x.double(), -1)
+            got = log_softmax.log_softmax_triton(x)
+            torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
+            torch.testing.assert_close(log_softmax.log_softmax(x).double(), want, rtol=0, atol=1e-5)
+            assert torch.equal(log_softmax.log_softmax_triton(x[:1]), got[:1]), "the batch shows"
+            pull = torch.randn(rows, width)
+            slope = pull.double() - want.exp() * pull.double().sum(-1, keepdim=True)
+            for backward in (log_softmax.log_softmax_backward_triton, log_softmax.log_softmax_backward):
+                torch.testing.assert_close(backward(pull, got).double(), slope, rtol=1e-4, atol=1e-4)
+
+
+def permutation() -> None:
+    """The plan is numpy's, copies are exact, sums are within rounding; an expert without tokens, one with all."""
+    for tokens, count, k, pad, dim in ((1, 4, 1, 16, 5), (70, 5, 2, 4, 40), (6, 9, 8, 8, 1100)):
+        experts = torch.stack([torch.randperm(count)[:k] for _ in range(tokens)])
+        if k == 2:
+            experts = torch.where(experts == 3, (experts + 1) % 3, experts)  # nobody goes to expert 3
+        want, got = plan(experts, count, pad), permute.plan_triton(experts, count, pad)
+        assert torch.equal(got.slots, want.slots) and torch.equal(got.source[: want.rows], want.source)
+        assert int(got.ends[-1]) == want.rows <= len(got.source) and not bool(got.source[want.rows :].any())
+        assert {int(got.ends[e]) for e, _, _ in want.parts} == {end for _, _, end in want.parts}
+        for dtype in DTYPES:
+            x, gates = torch.randn(tokens, dim).to(dtype), torch.rand(tokens, k)
+            rows = permute.permute_triton(x, got.source)
+            assert torch.equal(rows, permute.permute(x, got.source))
+            y = torch.randn(rows.shape).to(dtype)
+            mixed = permute.unpermute_triton(y, got.slots, gates)
+            exact = (y.double()[got.slots].view(tokens, k, dim) * gates.double()[..., None]).sum(1)
+            step = 2**-7 if dtype == torch.bfloat16 else 2**-23
+            bound = step * exact.abs() + k * 2**-24 * (y.double()[got.slots].abs().view(tokens, k, dim)).sum(1)
+            for value in (mixed, permute.unpermute(y, got.slots, gates)):
+                assert value.dtype == dtype and bool(((value.double() - exact).abs() <= bound).all())
+            few = permute.unpermute_triton(y, got.slots[:k], gates[:1])
+            assert torch.equal(few, mixed[:1]), "the batch shows"
+            pull = torch.randn(tokens, dim).to(dtype)
+            back = permute.unpermute_backward_triton(pull, y, got.slots, gates)
+            for a, b in zip(back, permute.unpermute_backward(pull, y, got.slots, gates), strict=True):
+                torch.testing.assert_close(a, b, rtol=2 * step, atol=1e-4)
+    empty = permute.plan_triton(torch.empty(0, 2, dtype=torch.int64), 4, 8)
+    assert len(empty.slots) == 0 and empty.ends.tolist() == [0, 0, 0, 0]
+
+
+def routing() -> None:
+    """Selections are the twin's, ties and all; gates are within rounding; the router's gradient is autograd's."""
+    grouped = Rule(sigmoid=True, groups=4, kept=2, scale=2.5)
+    for rule, e, k, normalise in (
+        (Rule(), 10, 3, True),
+        (Rule(), 8, 1, False),
+        (Rule(sigmoid=True), 12, 4, True),
+        (grouped, 16, 4, True),
+    ):
+        correction = torch.randn(e) * 0.3 if rule.sigmoid else None
+        for dtype in DTYPES:
+            logits = (torch.randn(12, e) * 2).to(dtype)
+            logits[:5] = logits[:5].round()  # ties
+            replay = torch.stack([torch.randperm(e)[:k] for _ in range(12)])
+            replay[7], replay[10] = -1, -1
+            for record in (None, replay):
+                gates, experts = route_triton(logits, k, normalise, record, rule, correction)
+                want, chosen = route(logits, k, normalise, record, rule, correction)
+                assert torch.equal(experts, chosen)
+                torch.testing.assert_close(gates, want, rtol=1e-5, atol=1e-6)
+                one = route_triton(logits[6:9], k, normalise, None if record is None else record[6:9], rule, correction)
+                assert torch.equal(one[0], gates[6:9]) and torch.equal(one[1], experts[6:9]), "the batch shows"
+            leaf = logits.double().requires_grad_()
+            scores = torch.sigmoid(leaf) if rule.sigmoid else torch.softmax(leaf, -1)
+            picked = scores.gather(1, experts)
+            exact = (picked / picked.sum(-1, keepdim=True) if normalise else picked) * rule.scale
+            pull = torch.randn(12, k)
+            (slope,) = torch.autograd.grad((exact * pull.double()).sum(), leaf)
+            got = route_backward_triton(pull, logits, experts, normalise, rule)
+            step = 2**-7 if dtype == torch.bfloat16 else 1e-5
+            assert got.dtype == dtype and bool(((got.double() - slope).abs() <= step * slope.abs() + 1e-6).all())
+            assert float(slope.abs().max()) > 1e-3, "the router learns from a replayed selection"
+    believed = Rule(plausible=0.1)
+    logits = torch.log(torch.tensor([[0.50, 0.30, 0.15, 0.04, 0.01]]))
+    record = torch.tensor([[4, 0]])
+    assert route_triton(logits, 2, True, record, believed)[1].tolist() == [[1, 0]]
+
+
+KERNELS = {"log_softmax": softmaxes, "permute": permutation, "route_topk": routing}
