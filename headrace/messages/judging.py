@@ -28,7 +28,7 @@ class Score(Message, frozen=True, kw_only=True):
     tests: tuple[TestOutcome, ...] = ()
     suspicions: tuple[str, ...] = ()
     again: Literal["", "same", "other"] = ""
-    """Judged a second time, in a machine of its own: whether that gave the same. Another verdict quarantines the group."""
+    """Judged a second time, alone in a machine: whether that gave the same. If not, the group is quarantined."""
     oldest_version: int = -1
     sampled_tokens: int = 0
     turns: int = 0

@@ -121,6 +121,46 @@ async def test_a_keeper_survives_its_tools_and_a_fork_bomb_its_siblings(group: l
     assert (await two.call(ReadFile(path="a.txt"))).data == b"one\n"
 
 
+REACHES = """
+import ctypes, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+calls = {"add_key": (248, b"user", b"a", b"b", 1, -3), "keyctl": (250, 0, -3, 1), "unshare": (272, 0x10000000)}
+calls |= {"bpf": (321, 0, 0, 0), "io_uring": (425, 1, 0), "userfaultfd": (323, 0), "x32": (0x40000000 + 39,)}
+print(*(name for name, call in calls.items() if libc.syscall(*call) >= 0 or ctypes.get_errno() != 1))
+here = socket.socket(socket.AF_UNIX)
+try:
+    here.connect(chr(0) + "hr-test")
+    print("abstract socket")
+except ConnectionRefusedError:
+    print("getpid works" if os.getpid() else "")
+"""
+"""What namespaces alone leave open, tried from inside."""
+
+
+async def test_what_namespaces_do_not_separate_is_refused(group: list[VmSandbox]) -> None:
+    listens = "import socket, time; s = socket.socket(socket.AF_UNIX); s.bind(chr(0) + 'hr-test'); s.listen(); "
+    waits = "until grep -q hr-test /proc/net/unix; do sleep 0.05; done"
+    one, two, _ = group
+    started = Exec(argv=("sh", "-c", f'python3 -c "{listens}time.sleep(60)" & {waits}'))
+    assert (await two.call(started)).ok
+    found = await one.call(Exec(argv=("python3", "-c", REACHES)))
+    assert found.stdout == "\ngetpid works\n", found
+
+
+async def test_a_slot_that_takes_all_memory_is_killed_alone(group: list[VmSandbox]) -> None:
+    one, two, _ = group
+    hog = "kept = [bytearray(1 << 20) for _ in range(1 << 14)]"
+    done, tests = await asyncio.gather(
+        one.call(Exec(argv=("python3", "-c", hog))),
+        two.call(WriteFiles(files={"test_a.py": b"def test_a():\n    assert sum(range(10)) == 45\n"})),
+    )
+    assert done.code == -9, done
+    assert tests.ok and (await two.call(RunTests(plan=TestPlan(paths=("test_a.py",))))).ok
+    assert (await one.call(ReadFile(path="a.txt"))).data == b"one\n"
+    groups = [(await box.call(Exec(argv=("cat", "/proc/self/cgroup")))).stdout for box in (one, two)]
+    assert groups[0] != groups[1] and all(text.startswith("0::/") and len(text) > 5 for text in groups), groups
+
+
 async def test_a_full_workspace_is_an_error_of_its_owner(group: list[VmSandbox]) -> None:
     one, two, _ = group
     full = await one.call(WriteFiles(files={"big": b"x" * (40 << 20)}))

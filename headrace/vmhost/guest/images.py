@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from xml.etree import ElementTree
 
-from . import init, keeper, trees
+from . import confine, init, keeper, trees
 from .files import Answer, Refused
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -44,10 +44,13 @@ READY = ElementTree, trees, bz2, gzip, lzma
 class ImageSlot(init.Slot):
     """One slot over the image under `NEW`; `image` is its description (vmhost.imported)."""
 
+    processes = 1024
+
     def __init__(self, image: dict[str, Any], number: int, port: int, size_mb: int) -> None:
         super().__init__(number, port, size_mb)
         self.image = image
         self.tool = image["uid"]
+        self.memory = 1 << 62  # alone in its machine
 
     def _become_slot(self) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -59,7 +62,7 @@ class ImageSlot(init.Slot):
             file.write("-500")
         for limit, values in (
             (resource.RLIMIT_CORE, (0, 0)),
-            (resource.RLIMIT_NPROC, (1024, 1024)),
+            (resource.RLIMIT_NPROC, (self.processes, self.processes)),
             (resource.RLIMIT_NOFILE, (1024, 4096)),
         ):
             resource.setrlimit(limit, values)
@@ -73,6 +76,7 @@ class ImageSlot(init.Slot):
         os.setresuid(0, self.tool, 0)
         init.check(_libc.prctl(init.NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
         init.check(_libc.prctl(_DUMPABLE, 0, 0, 0, 0), "dumpable")
+        confine.seccomp()
         os.umask(0o022)
         os.chdir(workdir)
         ImageKeeper(self.port, workdir, self.image["env"], self._become_tool).serve()

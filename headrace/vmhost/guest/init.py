@@ -1,9 +1,9 @@
 """The machine's first process: opens the slots while the template is made, then serves the control port as root.
 
 A slot is a PID, mount, IPC, network and UTS namespace with a read-only view of the root, its own workspace and /tmp in
-memory, its own /dev and /proc, and a keeper as its first process (see keeper). In a clone this process does three
-things only: it sets the clock and the entropy pool (`start`), it reports facts, and it kills a slot when told to.
-Nothing of a policy's ever reaches it.
+memory, its own /dev and /proc, a share of the machine (see confine), and a keeper as its first process (see keeper). In
+a clone this process does three things only: it sets the clock and the entropy pool (`start`), it reports facts, and it
+kills a slot when told to. Nothing of a policy's ever reaches it.
 """
 
 import array
@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from . import keeper, pytests
+from . import confine, keeper, pytests
 from .files import Answer
 from .frames import Reader, pack
 
@@ -90,13 +90,20 @@ def _ports(count: int) -> list[int]:
     return [found[number] for number in range(count)]
 
 
+SHARE = 60
+"""Per cent of the machine's memory that one slot can take."""
+
+
 class Slot:
     """Makes one slot; everything after `unshare` happens in its first process."""
+
+    processes = 128
 
     def __init__(self, number: int, port: int, size_mb: int) -> None:
         self.port = port
         self.tool, self.own = TOOL_UID + number, KEEPER_UID + number
         self.size = size_mb
+        self.memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * SHARE // 100
 
     def open(self, others: list[int]) -> int:
         """Start the slot; the pid of its first process as the root namespace sees it."""
@@ -104,6 +111,7 @@ class Slot:
         pid = os.fork()
         if pid == 0:
             os.setsid()
+            confine.join(f"slot{self.tool}", self.memory, self.processes)
             check(_libc.unshare(_NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET), "unshare")
             first = os.fork()
             if first:
@@ -130,7 +138,7 @@ class Slot:
             file.write("-500")
         for limit, value in (
             (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_NPROC, 128),
+            (resource.RLIMIT_NPROC, self.processes),
             (resource.RLIMIT_NOFILE, 1024),
         ):
             resource.setrlimit(limit, (value, value))
@@ -140,6 +148,7 @@ class Slot:
         os.setresgid(self.tool, self.tool, self.tool)
         os.setresuid(self.own, self.tool, self.own)
         check(_libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+        confine.seccomp()
         os.umask(0o022)
         os.chdir(ROOT)
         mine = keeper.Keeper(self.port, ROOT, ENVIRONMENT, self._become_tool)
@@ -153,6 +162,7 @@ class Slot:
 
     def _mounts(self) -> None:
         mount("none", "/", "", REC | PRIVATE)
+        confine.hide()
         owner = f"uid={self.tool},gid={self.tool}"
         mount("workspace", ROOT, "tmpfs", NOSUID | NODEV, f"size={self.size}m,mode=755,{owner}")
         mount("tmp", "/tmp", "tmpfs", NOSUID | NODEV, f"size={self.size}m,mode=1777")
@@ -310,6 +320,8 @@ def main() -> None:
     ):
         with suppress(OSError), open(path, "w") as file:
             file.write(value)
+    if not confine.open_groups():
+        say("no control groups")
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     say("init is up")
