@@ -16,7 +16,8 @@ The tiny policy's step is cheap beside its sampling. So in every cell the traine
 are long: micro-batches of about one trajectory (--micro-tokens), and every trajectory of a batch scored again with the
 versions that wrote it (Law 5 in full); what is learnt stays the same. A further pair of cells (`balanced_...`) has as
 much work for the trainer as sampling, judging and the rest take together, which on two cores is what balance means:
-see BALANCED. How busy both sides are is judged there.
+see BALANCED. How busy both sides are is judged there. One more cell under heavy waits asks for the last two slots of a
+group a second time (`speculative_...`), and shows what that does to the lengths of what is kept.
 
 The `process` backend is not isolated and cheaper than a VM; figures made with it say so (`backend`). With --vms one
 pair of cells, synchronous and bound 2 under heavy waits, runs in microVMs beside the grid (`vms_...`). A last cell
@@ -38,7 +39,7 @@ import uvloop
 
 from benchmarks.cells import Cell, Seen, beside, prepare, settings, whole_run
 from benchmarks.conditions import finish
-from benchmarks.grid_figures import balance, compared, evaluated, pair, spread, summary
+from benchmarks.grid_figures import balance, compared, evaluated, pair, speculated, spread, summary
 from headrace.actors.environment import Environment
 from headrace.actors.environment_leases import Refused, Unknown
 from headrace.bus.actor import Actor
@@ -141,6 +142,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--backend", choices=("process", "qemu"), default="process")
     parser.add_argument("--vms", type=int, default=12, help="steps of the pair of cells in VMs; 0 for none")
     parser.add_argument("--balanced", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--speculate", type=int, default=2, help="last slots of a group asked for twice; 0: no cell")
     parser.add_argument("--evaluate", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--groups", type=int, default=8)
@@ -160,6 +162,7 @@ def arguments() -> argparse.Namespace:
     if args.small:
         args.seeds, args.bounds, args.waits, args.steps, args.vms = "1", "0,2", "yes", 6, 0
         args.balanced = args.evaluate = False
+        args.speculate = 0
         args.groups, args.group_size, args.tokens = 4, 4, 150_000
     return args
 
@@ -205,6 +208,10 @@ def main() -> None:
         even = {b: run_cell(args, Cell(b, False, seeds[0]), root, start, "balanced", BALANCED) for b in (0, 2)}
         figures |= pair("balanced", even[0], even[2]) | {"balanced_settings": " ".join(BALANCED)}
         targets |= balance("balanced_async2", even[2])
+    if args.speculate:
+        cell = Cell(2, True, seeds[0])
+        more = [f"curriculum.speculate={args.speculate}"]
+        figures |= speculated(run_cell(args, cell, root, start, "speculative", more), cells.get(cell))
     if args.evaluate:
         cell = Cell(2, False, seeds[0])
         figures |= evaluated(run_cell(args, cell, root, start, "evaluated"), cells.get(cell))

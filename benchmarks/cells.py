@@ -82,7 +82,8 @@ class Seen(msgspec.Struct, kw_only=True):
     weights: list[Interval] = []
     """From a snapshot file to the engine that serves it: encoded, published, staged, swapped."""
     evaluations: list[Interval] = []
-    wall_lengths: list[float] = []
+    speculation: Any = None
+    """As the audit says it."""
 
     @property
     def rewards(self) -> list[tuple[float, float]]:
@@ -250,12 +251,10 @@ async def told_by(bus: Bus, folder: Path) -> Seen:
             case StepDone() as outcome:
                 steps.append((received.time - begin, outcome))
     episodes: list[Interval] = []
-    lengths: list[float] = []
     async for received in bus.history("HR_TRAJ", s.TRAJ.where(run=run)):
         made = received.message
         if made.id in issued:
             episodes.append((issued[made.id] - begin, received.time - begin))
-            lengths.append(made.wall_s)
     ready, served, asked, answered = dict[int, float](), dict[int, float](), dict[str, float](), dict[str, float]()
     async for received in bus.history("HR_EVENT", s.EVENT.where(run=run)):
         at = received.time - begin
@@ -288,5 +287,5 @@ async def told_by(bus: Bus, folder: Path) -> Seen:
         written_s=[ready[done.version] - at for at, done in steps if done.version in ready],
         weights=[(at, served[version]) for version, at in ready.items() if version in served],
         evaluations=[(at, answered[id]) for id, at in asked.items() if id in answered],
-        wall_lengths=lengths,
+        speculation=ledger.get("speculation"),
     )
