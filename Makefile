@@ -79,7 +79,7 @@ $(KERNELS)/%/.installed:
 	@touch $@
 
 fuzz: setup ## 10,000 corruptions of weight chunks, manifests, heads and files: none is ever served
-	HEADRACE_FUZZ=10000 $(BIN)/pytest --timeout 3600 tests/weights/test_fuzz.py
+	HEADRACE_FUZZ=10000 $(BIN)/pytest -rP --timeout 3600 tests/weights/test_fuzz.py
 
 ROUNDS ?= 200
 chaos-weights: setup ## SIGKILL and SIGSTOP for sender, receiver and broker at every stage of a version, 200 times

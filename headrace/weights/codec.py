@@ -2,9 +2,10 @@
 
 The idea: per unit (`state.units`: a slab, or a run of small ones), count the changes and take the code that makes it
 smallest. An unchanged unit has no frame and costs nothing. Up to one change in twenty the sparse code (`sparse`) always
-wins, or `context`, where the link is dearer than the cores. Above that each code is tried on a sample of the unit; the
-sample is drawn across the range from its quietest to its busiest parts, because changes come in clumps. Codes that
-come out close to each other are all run, and the smallest result is taken: a wrong guess costs little either way.
+wins, or `context`, where the link is dearer than the cores; only for small units all codes are run. Above that each
+code is tried on a sample of the unit, drawn across the range from its quietest to its busiest parts, because changes
+come in clumps. Codes that come out close to each other are all run, and the smallest result is taken: a wrong guess
+costs little either way.
 Dense codes work on byte planes, because exponents repeat and mantissas do not:
 ``difference`` codes the zig-zag difference of all elements, ``full`` the new bits themselves and needs no base.
 
@@ -49,10 +50,10 @@ _FRAME_BYTES = 800 << 10
 """A sparse frame's streams before compression, at most, apart from escapes; they add 16 KiB at most."""
 _DENSE_BYTES = 256 << 10
 """A dense frame's share of the unit."""
+_TINY = 1 << 18
+"""Elements of a unit that is not worth an estimate: everything is tried."""
 _SAMPLES, _SAMPLE = 16, 16384
 """Parts of a unit that are tried, and elements of each."""
-_HEADER = 64
-"""Bytes of a frame besides its streams, about."""
 _CONTEXT_GAIN = 0.6
 """What the exponents leave of a sparse code, at best."""
 _CLOSE = 1.15
@@ -118,11 +119,13 @@ def encode(
         return
     size = sum(part.size for part in target)
     codes: Sequence[int] = (SPARSE,)
-    if recipe.sparse == CONTEXT and place.dtype in context.EXPONENTS and at.size >= 2 * context.LEAST_CHANGES:
+    if recipe.sparse == CONTEXT and place.dtype in context.EXPONENTS:
         codes = (CONTEXT, SPARSE)
-    if at.size > _ALWAYS_SPARSE * size:
+    if size <= _TINY or at.size > _ALWAYS_SPARSE * size:
         base, target = [_joined(base)], [_joined(target)]
-        codes = choose(base[0], target[0], at, (*codes, DIFFERENCE, FULL), place.dtype, recipe.method)
+        codes = (*codes, DIFFERENCE, FULL)
+        if size > _TINY:
+            codes = choose(base[0], target[0], at, codes, place.dtype, recipe.method)
     folded, olds, news = sparse.fold(old, new), base, target
 
     def run(code: int) -> Iterator[tuple[Frame, int]]:
@@ -183,7 +186,7 @@ def encode_differences(
 
 
 def _bytes_of(frames: Sequence[tuple[Frame, int]]) -> int:
-    return sum(_HEADER + sum(len(stream.data) for stream in frame.streams) for frame, _ in frames)
+    return sum(len(to_bytes(frame)) for frame, _ in frames)
 
 
 def differences(frame: Frame, kind: np.dtype[np.unsignedinteger]) -> tuple[Positions, Bits]:
