@@ -2,9 +2,9 @@
 
 The idea: per unit (`state.units`: a slab, or a run of small ones), count the changes and take the code that makes it
 smallest. An unchanged unit has no frame and costs nothing. Up to one change in twenty the sparse code (`sparse`) always
-wins, or `context`, where the link is dearer than the cores; only for small units all codes are run. Above that each
-code is tried on a sample of the unit, drawn across the range from its quietest to its busiest parts, because changes
-come in clumps. Codes that come out close to each other are all run, and the smallest result is taken: a wrong guess
+wins, or `context`, where the link is dearer than the cores; only for small units all codes are run. Above that, and
+where changes lie in clumps, each code is tried on a sample of the unit, drawn across the range from its quietest to its
+busiest parts. Codes that come out close to each other are all run, and the smallest result is taken: a wrong guess
 costs little either way.
 Dense codes work on byte planes, because exponents repeat and mantissas do not:
 ``difference`` codes the zig-zag difference of all elements, ``full`` the new bits themselves and needs no base.
@@ -52,11 +52,13 @@ _DENSE_BYTES = 256 << 10
 """A dense frame's share of the unit."""
 _TINY = 1 << 18
 """Elements of a unit that is not worth an estimate: everything is tried."""
+_STRIDE = 61
+_NOWHERE, _NOTHING = np.empty(0, np.int64), np.empty(0, np.uint8)
 _SAMPLES, _SAMPLE = 16, 16384
 """Parts of a unit that are tried, and elements of each."""
 _CONTEXT_GAIN = 0.6
 """What the exponents leave of a sparse code, at best."""
-_CLOSE = 1.15
+_CLOSE = 1.03
 """Codes whose estimates lie within this factor of the smallest are run to the end."""
 
 
@@ -114,19 +116,24 @@ def encode(
     if base is None:
         yield from _dense(place, FULL, None, _joined(target), recipe.method)
         return
-    at, old, new = _changes(base, target)
-    if not at.size:
-        return
     size = sum(part.size for part in target)
-    codes: Sequence[int] = (SPARSE,)
+    codes: tuple[int, ...] = (SPARSE,)
     if recipe.sparse == CONTEXT and place.dtype in context.EXPONENTS:
         codes = (CONTEXT, SPARSE)
-    if size <= _TINY or at.size > _ALWAYS_SPARSE * size:
+    found: tuple[Positions, Bits, Bits] | None = None
+    if size <= _TINY or not _looks_dense(base, target):
+        found = _changes(base, target)
+        if not found[0].size:
+            return
+    if found is None or size <= _TINY or found[0].size > _ALWAYS_SPARSE * size or _clumped(found[0]):
         base, target = [_joined(base)], [_joined(target)]
         codes = (*codes, DIFFERENCE, FULL)
         if size > _TINY:
-            codes = choose(base[0], target[0], at, codes, place.dtype, recipe.method)
-    folded, olds, news = sparse.fold(old, new), base, target
+            codes = choose(base[0], target[0], codes, place.dtype, recipe.method)
+    olds, news = base, target
+    if found is None and not {SPARSE, CONTEXT}.isdisjoint(codes):
+        found = _changes(olds, news)
+    at, folded = (found[0], sparse.fold(found[1], found[2])) if found is not None else (_NOWHERE, _NOTHING)
 
     def run(code: int) -> Iterator[tuple[Frame, int]]:
         if code in (SPARSE, CONTEXT):
@@ -139,15 +146,29 @@ def encode(
         yield from min((list(run(code)) for code in codes), key=_bytes_of)
 
 
-def choose(base: Bits, target: Bits, at: Positions, codes: Sequence[int], dtype: str, method: int) -> list[int]:
+def _looks_dense(base: Sequence[Bits], target: Sequence[Bits]) -> bool:
+    """Whether a quarter of a unit has changed, by a look at every 61st element: then positions may not be needed."""
+    pairs = zip(base, target, strict=True)
+    seen = sum(int(np.count_nonzero(old[::_STRIDE] != new[::_STRIDE])) for old, new in pairs)
+    return seen * _STRIDE * 4 > sum(part.size for part in target)
+
+
+def _clumped(at: Positions) -> bool:
+    """Whether a quarter of the changes lie where every second element changed."""
+    near = np.diff(at[::32]) < 64
+    return bool(np.count_nonzero(near) * 4 > near.size)
+
+
+def choose(base: Bits, target: Bits, codes: Sequence[int], dtype: str, method: int) -> tuple[int, ...]:
     """The codes that may make a unit smallest, by an estimate: those whose estimate is close to the best one's.
 
-    at: positions of the changes. Parts are ranked by how many changes they hold, and every sixteenth of that order
-    gives one to the sample; a unit that is not larger than the sample is tried whole.
+    Parts are ranked by how many changes they hold, and every sixteenth of that order gives one to the sample; a unit
+    that is not larger than the sample is tried whole.
     """
     parts = np.arange(-(-target.size // _SAMPLE))
     if parts.size > _SAMPLES:
-        order = np.argsort(np.bincount(at // _SAMPLE, minlength=parts.size), kind="stable")
+        counts = np.add.reduceat(base != target, parts * _SAMPLE, dtype=np.int64)
+        order = np.argsort(counts, kind="stable")
         parts = order[(np.arange(_SAMPLES) * 2 + 1) * parts.size // (2 * _SAMPLES)]
     sizes = {code: 0 for code in codes if code != CONTEXT}  # its classes need more changes than a part has
     for first in (parts * _SAMPLE).tolist():
@@ -163,7 +184,7 @@ def choose(base: Bits, target: Bits, at: Positions, codes: Sequence[int], dtype:
     limit = _CLOSE * min(sizes.values())
     # What the exponents save is known only when it was tried: whenever it might be enough, it is.
     hopeful = [CONTEXT] if CONTEXT in codes and _CONTEXT_GAIN * sizes[SPARSE] <= limit else []
-    return hopeful + [code for code in sizes if sizes[code] <= limit]
+    return (*hopeful, *(code for code in sizes if sizes[code] <= limit))
 
 
 def encode_differences(

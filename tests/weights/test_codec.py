@@ -111,7 +111,7 @@ def constant(rng: np.random.Generator, base: Bits, density: float) -> Bits:
 @pytest.mark.parametrize(
     ("dtype", "change"),
     [
-        *(("BF16", change) for change in (stepped, noise, constant)),
+        *(("BF16", change) for change in (stepped, noise, constant, clumped)),
         *(("F8_E4M3", change) for change in (noise, constant)),
         ("F16", stepped),
         ("F32", stepped),
@@ -146,6 +146,18 @@ def test_a_unit_of_two_minds_is_judged_by_both(shift: int) -> None:
     place = Place(0, "BF16", b"b" * 16, b"t" * 16)
     taken = sum(len(codec.to_bytes(frame)) for frame, _ in codec.encode(place, [base], [target], CODECS["d10-zstd"]))
     assert taken <= 1.05 * min(sizes.values()), sizes
+
+
+def test_a_clump_in_a_quiet_unit_is_seen() -> None:
+    """Few changes, but all of them side by side: there the dense code is smaller."""
+    rng = np.random.default_rng(19)
+    base = weights(rng, 600_000)
+    target = base.copy()
+    target[300_000:316_000] = stepped(rng, base[300_000:316_000], 1.0)
+    sizes = every_code(base, target, "BF16", ZSTD)
+    place = Place(0, "BF16", b"b" * 16, b"t" * 16)
+    taken = sum(len(codec.to_bytes(frame)) for frame, _ in codec.encode(place, [base], [target], CODECS["d8-zstd"]))
+    assert taken <= 1.02 * min(sizes.values()) < sizes[SPARSE], sizes
 
 
 def test_rl_steps_reach_the_ratio_that_was_measured() -> None:
