@@ -1,8 +1,8 @@
 """Claim checks between processes of one node: the payload lies in a file that readers map, the bus carries its digest.
 
 The idea: what is large and read on the node that wrote it (a rollout's trajectories by the judge and the trainer beside
-it) need not go through the broker's socket twice. The writer lays it into a folder in memory under its sha256 and
-publishes the same small reference that a claim check on HR_BLOB has; a reader maps the file, hashes it and decodes
+it) need not go through the broker's socket twice. The writer lays it into a folder in memory under its hash and
+publishes the same small reference that a claim check on HR_BLOB has; a reader maps the file, checks it and decodes
 from the map. Whoever has no such file, on another node or after a crash, asks HR_BLOB.
 
 When a payload gets there is `upload`:
@@ -18,8 +18,8 @@ once (0400), names are digests, and content that is not what its name says is th
 has to find, never lies here: keyed payloads go to the broker. Collected: by the age of the oldest record that is kept
 (`collect`), beyond `CAPACITY` what is uploaded already, oldest first, and all of it by the last process to leave.
 
-Trade-off: everything is hashed twice, which is most of what is left of the cost. Ray's object store (plasma) trusts its
-map instead.
+Trade-off: a file is checked by xxh3, which finds damage and no malice. Who could write here is the same user on the
+same node, and could as well read the credentials and speak in any actor's name. HR_BLOB's names are sha256 throughout.
 """
 
 import asyncio
@@ -36,6 +36,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
+
+import xxhash
 
 from headrace.bus import blobs
 from headrace.bus.errors import BusError, MessageGone
@@ -61,7 +63,7 @@ RESERVE = 64 << 20
 """Bytes of the file system that stay free: below, payloads go through the broker."""
 LARGE = 4 << 20
 """Bytes from which hashing and copying leave the event loop."""
-_NAME = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 
 
 class Nearby:
@@ -127,7 +129,7 @@ class Nearby:
 
     async def put(self, store: blobs.Store, payload: bytes, headers: Mapping[str, str]) -> BlobRef | None:
         """Lay a payload down; None when there is no room for it."""
-        digest = await asyncio.to_thread(self._lay, payload) if len(payload) > LARGE else self._lay(payload)
+        digest, check = await asyncio.to_thread(self._lay, payload) if len(payload) > LARGE else self._lay(payload)
         if not digest:
             return None
         if self.upload == "before":
@@ -135,24 +137,26 @@ class Nearby:
         return BlobRef(
             sha256=digest,
             bytes=len(payload),
-            chunks=blobs.chunks(len(payload)),
+            chunks=0 if self.upload == "never" else blobs.chunks(len(payload)),
             type=headers[TYPE_HEADER],
             encoding=headers.get(ENCODING_HEADER, ""),
             node=self.node,
+            check=check,
         )
 
-    def _lay(self, payload: bytes) -> str:
-        """The payload's digest; empty when it could not be written."""
-        digest = hashlib.sha256(payload).hexdigest()
+    def _lay(self, payload: bytes) -> tuple[str, str]:
+        """The payload's name and check; empty when it could not be written."""
+        check = xxhash.xxh3_128_hexdigest(payload)
+        digest = check if self.upload == "never" else hashlib.sha256(payload).hexdigest()
         name = self.folder / digest
         with contextlib.suppress(FileNotFoundError):
             os.utime(name)  # known already; young again, for this record may outlive the one that it was made for
-            return digest
+            return digest, check
         temporary = self.folder / f".{os.getpid()}-{next(self._numbers)}"
         try:
             room = os.statvfs(self.folder)
             if room.f_bavail * room.f_frsize < len(payload) + RESERVE:
-                return ""
+                return "", ""
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400), "wb") as file:
                 file.write(payload)
             if self.upload == "after":
@@ -162,15 +166,15 @@ class Nearby:
         except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-            return ""
-        return digest
+            return "", ""
+        return digest, check
 
     async def get(self, ref: BlobRef) -> memoryview | None:
         """The payload, mapped and verified; None when it is not here."""
         return await asyncio.to_thread(self._map, ref) if ref.bytes > LARGE else self._map(ref)
 
     def _map(self, ref: BlobRef) -> memoryview | None:
-        if ref.keyed or not _NAME.fullmatch(ref.sha256):
+        if not ref.check or not _NAME.fullmatch(ref.sha256):
             return None
         path = self.folder / ref.sha256
         try:
@@ -181,7 +185,7 @@ class Nearby:
             found = os.fstat(file)
             if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == ref.bytes > 0:
                 mapped = mmap.mmap(file, ref.bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
-                if hashlib.sha256(mapped).hexdigest() == ref.sha256:
+                if xxhash.xxh3_128_hexdigest(mapped) == ref.check:
                     return memoryview(mapped)
         finally:
             os.close(file)
@@ -257,10 +261,12 @@ async def fetch(link: Link, nearby: Nearby | None, ref: BlobRef, stored: float) 
     pause = 0.1
     while found is None:
         try:
+            if not ref.chunks:
+                raise MessageGone(f"blob {ref.sha256} is no file of this node")
             return await blobs.get(link, ref)
         except MessageGone as error:
-            if not ref.node or time.time() - stored > UPLOAD_PATIENCE_S:
-                where = f"; it was laid down on {ref.node} and is not uploaded" if ref.node else ""
+            if not ref.node or not ref.chunks or time.time() - stored > UPLOAD_PATIENCE_S:
+                where = f"; it was laid down on {ref.node} and not uploaded" if ref.node else ""
                 raise MessageGone(f"{error}{where}") from None
         await asyncio.sleep(pause)
         pause = min(2 * pause, 2.0)

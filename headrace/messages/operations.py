@@ -109,7 +109,8 @@ class BlobRef(Message, frozen=True, kw_only=True):
     """A claim check: the real message lies in HR_BLOB under its sha256, in `chunks` pieces of 1 MiB."""
 
     sha256: str
-    """Name of the blob; with `keyed` it is an HMAC of the content under a user's key instead."""
+    """Name of the blob; with `keyed` it is an HMAC of the content under a user's key instead. Of one that never leaves
+    its node (`chunks` 0) it is `check`."""
     bytes: int
     chunks: int
     type: str
@@ -117,6 +118,8 @@ class BlobRef(Message, frozen=True, kw_only=True):
     keyed: bool = False
     node: str = ""
     """Where a file of this content was laid down, which HR_BLOB may get a little later."""
+    check: str = ""
+    """xxh3-128 of that file's content: as good as sha256 against damage, and fifty times as fast."""
 
 
 @message("ping")

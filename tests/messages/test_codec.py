@@ -45,6 +45,17 @@ def test_text_is_compressed_and_noise_is_not() -> None:
     assert decode(payload, headers) == noise
 
 
+@pytest.mark.parametrize(
+    ("text", "noise", "packed"), [(1 << 20, 0, True), (1 << 18, 1 << 20, True), (0, 1 << 20, False)]
+)
+def test_of_a_large_payload_samples_say_whether_it_shrinks(text: int, noise: int, packed: bool) -> None:
+    bytes_ = b"the same words again and again. " * (text // 32) + os.urandom(noise)
+    message = TurnSampled(run="r", trajectory="t", turn=_with(Array.of(bytes_, "|u1")))
+    payload, headers = encode(message)
+    assert ("Hr-Encoding" in headers) == packed
+    assert decode(memoryview(payload), headers) == message
+
+
 def _with(routed: Array) -> Turn:
     import msgspec
 
