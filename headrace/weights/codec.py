@@ -2,10 +2,10 @@
 
 The idea: per unit (`state.units`: a slab, or a run of small ones), count the changes and take the code that makes it
 smallest. An unchanged unit has no frame and costs nothing. Up to one change in twenty the sparse code (`sparse`) always
-wins, or `context`, where the link is dearer than the cores; only for small units all codes are run. Above that, and
-where changes lie in clumps, each code is tried on a sample of the unit, drawn across the range from its quietest to its
-busiest parts. Codes that come out close to each other are all run, and the smallest result is taken: a wrong guess
-costs little either way.
+wins, or `context`, where the link is dearer than the cores; where changes lie in clumps ``difference`` is run as well,
+and for small units every code. Above that each code is tried on a sample of the unit, drawn across the range from its
+quietest to its busiest parts. Codes that come out close to each other are all run, and the smallest result is taken: a
+wrong guess costs little either way.
 Dense codes work on byte planes, because exponents repeat and mantissas do not:
 ``difference`` codes the zig-zag difference of all elements, ``full`` the new bits themselves and needs no base.
 
@@ -125,10 +125,11 @@ def encode(
         found = _changes(base, target)
         if not found[0].size:
             return
-    if found is None or size <= _TINY or found[0].size > _ALWAYS_SPARSE * size or _clumped(found[0]):
+    dense = found is None or found[0].size > _ALWAYS_SPARSE * size
+    if dense or size <= _TINY or (found and _clumped(found[0])):
         base, target = [_joined(base)], [_joined(target)]
-        codes = (*codes, DIFFERENCE, FULL)
-        if size > _TINY:
+        codes = (*codes, DIFFERENCE, FULL) if dense or size <= _TINY else (*codes, DIFFERENCE)
+        if dense and size > _TINY:
             codes = choose(base[0], target[0], codes, place.dtype, recipe.method)
     olds, news = base, target
     if found is None and not {SPARSE, CONTEXT}.isdisjoint(codes):
