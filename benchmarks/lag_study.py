@@ -3,8 +3,9 @@
     python -m benchmarks.lag_study [--lag 4] [--learning-rate 1e-3] [--seeds 1,2,3] [--arms truncated,masked,...]
 
 Every arm is a whole `headrace up` from one mid-trained policy, in the `process` backend: what is studied is an
-objective, not a sandbox. The rollout actor runs here and serves the version that is `lag` behind the newest one. With a
-staleness bound of `lag` that makes the age exact: a request of batch b asks for version b - lag, and gets just that.
+objective, not a sandbox. The trainer runs here and is patient: it takes a batch only when all that may be sampled
+before it is sampled. With a staleness bound of `lag` the groups of batch b are issued at step b - lag and played at
+once by the version of that moment, the oldest that is let in: every token of every batch is exactly `lag` versions old.
 
 An arm has collapsed when the mean reward of its last five batches is below half of its best five in a row. k1 is seen
 to come before it: `warned_steps_before` is how many steps lie between the first batch with k1 above 0.05 and the first
@@ -15,7 +16,7 @@ A run that is kept in --dir is not run again.
 """
 
 import argparse
-import os
+import asyncio
 import statistics
 import sys
 import time
@@ -26,14 +27,12 @@ import uvloop
 
 from benchmarks.cells import Cell, Seen, beside, prepare, settings, whole_run
 from benchmarks.conditions import Figures, at_least, finish
-from headrace.actors import rollout
-from headrace.actors.rollout_policies import Policies
-from headrace.messages.base import Message
-from headrace.messages.weights import WeightsStaged
+from headrace.actors.trainer import Trainer
+from headrace.messages.subjects import SCORE
+from headrace.training.trainer import Trainer as Machine
 
-LAG = "HEADRACE_BENCHMARK_LAG"
 GROUPS = (
-    '[["curriculum","evaluator","dead_letter"],["judge"],["environment"],["trainer"],'
+    '[["curriculum","evaluator","dead_letter"],["judge"],["environment"],["rollout"],'
     '["weight_sender","weight_receiver"]]'
 )
 WARNING_K1 = 0.05
@@ -51,16 +50,29 @@ ARMS: dict[str, tuple[str, ...]] = {
 """Overrides of an arm; `guarded` is truncated under the guard of headrace/training/guard.py, `no_lag` has no lag."""
 
 
-class Late(Policies):
-    """Hears of a version only when `lag` further ones are staged; of version 0 at once."""
+class Patient(Trainer):
+    """The trainer, who waits until everything is sampled that its bound lets in."""
 
-    async def _hear(self, message: Message) -> None:
-        if not isinstance(message, WeightsStaged):
-            return
-        held: dict[int, WeightsStaged] = self.__dict__.setdefault("held", {})
-        held[message.version] = message
-        due = max(0, message.version - int(os.environ[LAG]))
-        await super()._hear(held[min(version for version in held if version >= due)])  # the sender may skip some
+    async def start(self) -> None:
+        """Count verdicts as well."""
+        self._scored: set[tuple[str, int]] = set()
+        self._more = asyncio.Event()
+        self.spawn(self._count(), "counting")
+        await super().start()
+
+    async def _count(self) -> None:
+        async for received in self.bus.follow("HR_SCORE", SCORE.where(run=self.run)):
+            self._scored.add((received.message.group, received.message.slot))
+            self._more.set()
+
+    async def _next(self, machine: Machine) -> None:
+        own = self.config.curriculum
+        batches = min(self._step + 1 + own.staleness, own.steps)
+        with self.waiting():
+            while len(self._scored) < batches * own.groups_per_step * own.group_size:
+                self._more.clear()
+                await self._more.wait()
+        await super()._next(machine)
 
 
 def best(rewards: list[float], width: int = 5) -> float:
@@ -117,21 +129,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=3_300_000, help="of mid-training, once")
-    parser.add_argument("--credit", type=int, default=128)
-    parser.add_argument("--max-vms", type=int, default=24)
+    parser.add_argument("--credit", type=int, default=320)
+    parser.add_argument("--max-vms", type=int, default=52)
     parser.add_argument("--limit-s", type=float, default=1800.0)
     parser.add_argument("--dir", default="")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--rollout", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--trainer", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     """All arms of a seed, then the next seed."""
     args = arguments()
-    if args.rollout:
-        vars(rollout)["Policies"] = Late
-        sys.exit(uvloop.run(beside(Path(args.rollout), [rollout.Rollout])))
+    if args.trainer:
+        sys.exit(uvloop.run(beside(Path(args.trainer), [Patient])))
     unknown = set(args.arms.split(",")) - set(ARMS)
     if unknown:
         sys.exit(f"there is no arm {sorted(unknown)[0]!r}; there are {', '.join(ARMS)}")
@@ -150,8 +161,8 @@ def main() -> None:
             ]
             lag = 0 if arm == NO_LAG else args.lag
             overrides = [*settings(args, Cell(lag, False, seed), root), *own, *ARMS[arm]]
-            helper = ["benchmarks.lag_study", "--rollout", str(folder)]
-            seen = whole_run(folder, start, overrides, helper, {LAG: str(lag)}, args.limit_s)
+            helper = ["benchmarks.lag_study", "--trainer", str(folder)]
+            seen = whole_run(folder, start, overrides, helper, {}, args.limit_s)
             runs[folder.name] = told(seen, args.steps)
             print(f"{folder.name}: {runs[folder.name]}", file=sys.stderr, flush=True)
     arms = args.arms.split(",")
