@@ -1,12 +1,16 @@
 """The same checkpoint on three engines: embedded, SGLang on this CPU, Hugging Face `generate`.
 
     HEADRACE_SGLANG=.cache/sglang/bin/python python -m benchmarks.engines [--tokens 64] [--repeats 3] [--batches 1,8,32]
+        [--set dtype=bfloat16 --set dim=2048 ...]
 
-A tiny random Qwen3-MoE in bfloat16 draws `tokens` ids after prompts of 100 at each batch size; the engines take turns
-within a repeat, each figure is the best of `repeats` in wall time, and ratios come from the same repeat. Every id is
-scored again by the trainer's code: how far each engine's log-probabilities are from it. Then the pause of a swap under
-running requests, in each mode. SGLang's share of the machine is whatever the others leave it: it runs in processes of
-its own, so processor time would not tell.
+A tiny random Qwen3-MoE draws `tokens` ids after prompts of 100 at each batch size; the engines take turns within a
+repeat, each figure is the best of `repeats` in wall time, and ratios come from the same repeat. Every id is scored
+again by the trainer's code: how far each engine's log-probabilities are from it (`generate` tells no routes, so none
+are replayed for it). Then the pause of a swap under running requests, to a version in which one weight in a hundred
+moved: in place and by abort and resume, both loaded from disk, and in place by the loader inside the server (`sparse`).
+Then how soon a server full of training turns runs none when they are taken back; and a user's turn on such a server,
+beside one on an idle server. SGLang's share of the machine is whatever the others leave it: it runs in processes of its
+own, so processor time would not tell.
 """
 
 import argparse
@@ -20,14 +24,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from benchmarks.conditions import Figures, at_most, cannot_run, finish
-from headrace.config import Policy
+from headrace.config import Policy, parse
 from headrace.engines.base import Engine, Sample, SampleRequest
 from headrace.engines.embedded import EmbeddedEngine
 from headrace.engines.sglang import SglangEngine
-from headrace.engines.sglang_server import CPU, Server, free_port
+from headrace.engines.sglang_server import Server, arguments, free_port
 from headrace.messages.rollout import PolicyRef, Sampling
 from headrace.policy import checkpoint, moe
 from headrace.policy.config import PolicyConfig
@@ -38,6 +43,8 @@ from headrace.policy.tokenizer import Tokenizer
 from headrace.weights import snapshot
 
 PROMPT = 100
+MOST = 32
+"""Requests that the server runs at once."""
 
 
 def prompts(config: PolicyConfig, batch: int, repeat: int) -> list[tuple[int, ...]]:
@@ -105,13 +112,25 @@ def plain_gap(model: Model, context: tuple[int, ...], ids: list[int], logprobs: 
     return float((found - logprobs).abs().max())
 
 
+def neighbour(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One weight in a hundred goes up by a unit in the last place."""
+    generator, out = torch.Generator().manual_seed(3), {}
+    for name, tensor in state.items():
+        bits = tensor.clone().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+        bits += (torch.rand(bits.shape, generator=generator) < 0.01).to(bits.dtype)
+        out[name] = bits.view(tensor.dtype)
+    return out
+
+
 async def pauses(engine: SglangEngine, files: list[tuple[str, str]], repeats: int, figures: Figures) -> None:
-    """Swaps under eight running requests, both modes in turn."""
-    seen: dict[str, list[float]] = {"in_place": [], "abort": []}
+    """Swaps under eight running requests, all modes in turn."""
+    seen: dict[str, list[float]] = {"in_place": [], "abort": [], "sparse": []}
+    written: list[float] = []
     version = engine.version
     for repeat in range(repeats):
         for mode in seen:
-            engine._mode = mode  # type: ignore[assignment]
+            engine._mode = "abort" if mode == "abort" else "in_place"
+            engine._swapper._sparse = mode == "sparse"
             contexts = prompts(engine._config, 8, 1000 + repeat)
             work = [
                 asyncio.create_task(engine.sample(request(f"{mode}{repeat}{i}", ids, 400)))
@@ -122,34 +141,76 @@ async def pauses(engine: SglangEngine, files: list[tuple[str, str]], repeats: in
             version += 1
             swap = await engine.load(version, *files[version % 2])
             seen[mode].append(swap.pause_ms)
+            written += [engine.stats()["sparse_bytes"]] if mode == "sparse" else []
             await asyncio.gather(*work)
     for mode, values in seen.items():
         figures[f"sglang_pause_{mode}_ms"] = round(statistics.median(values), 1)
+    figures["sglang_sparse_bytes"] = min(written)
+    figures["sglang_version_bytes"] = Path(files[0][0]).stat().st_size
     figures["sglang_stage_beside_ms"] = round(engine.stats()["stage_ms"], 1)
 
 
-async def measure(python: str, tokens: int, repeats: int, batches: Sequence[int]) -> None:
+async def lent(engine: SglangEngine, repeats: int, figures: Figures) -> None:
+    """Give a server back that is full of training turns, and a user's turn beside them."""
+    back: list[float] = []
+    turns: dict[str, list[float]] = {"alone": [], "beside_training": []}
+
+    async def users(kind: str, repeat: int) -> None:
+        ids = prompts(engine._config, 1, 3000 + repeat)[0]
+        wanted = msgspec.structs.replace(request(f"user-{kind}-{repeat}", ids, 16), lane="production")
+        began = time.perf_counter()
+        await engine.sample(wanted)
+        turns[kind].append((time.perf_counter() - began) * 1e3)
+
+    for repeat in range(repeats):
+        await users("alone", repeat)
+        contexts = prompts(engine._config, MOST, 2000 + repeat)
+        work = [
+            asyncio.create_task(engine.sample(request(f"lent{repeat}{i}", ids, 1500))) for i, ids in enumerate(contexts)
+        ]
+        while sum(flight.started for flight in engine._flights.values()) < MOST:
+            await asyncio.sleep(0.01)
+        await users("beside_training", repeat)
+        began = time.perf_counter()
+        for one in work:
+            one.cancel()
+        running = True
+        while running:
+            (rank,) = (await engine._wire.get("/v1/loads?include=core"))["loads"]
+            running = bool(rank["num_running_reqs"] + rank["num_waiting_reqs"])
+        back.append((time.perf_counter() - began) * 1e3)
+        await asyncio.gather(*work, return_exceptions=True)
+    figures["sglang_give_back_ms"] = round(statistics.median(back), 1)
+    figures["sglang_give_back_worst_ms"] = round(max(back), 1)
+    for kind, values in turns.items():
+        figures[f"sglang_user_turn_{kind}_ms"] = round(statistics.median(values), 1)
+
+
+async def measure(python: str, tokens: int, repeats: int, batches: Sequence[int], section: Policy) -> None:
     """Print the figures."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    config = PolicyConfig.from_section(Policy(dtype="bfloat16"))
+    config = PolicyConfig.from_section(section)
     numerics = probe(config, exact=False)
-    models = [Model(config, numerics, seed=seed) for seed in (1, 2)]
+    model = Model(config, numerics, seed=1)
     figures: Figures = {"dtype": config.dtype, "tokens": tokens, "prompt": PROMPT, "repeats": repeats}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        files = [
-            (str(folder / str(i)), snapshot.write(folder / str(i), model.state())) for i, model in enumerate(models)
-        ]
-        checkpoint.save(folder / "hf", models[0], config)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        files = []
+        for name, state in (("0", model.state()), ("1", neighbour(model.state()))):
+            files.append((str(folder / name), snapshot.write(folder / name, state)))
+        checkpoint.save(folder / "hf", model, config)
         Tokenizer.train((), config.vocab).save(folder / "tokenizer.json")
-        hugging = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.bfloat16)
+        hugging = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=getattr(torch, config.dtype))
         embedded = EmbeddedEngine(config, numerics)
-        args = [*CPU, "--context-length", "2048", "--max-running-requests", "32", "--enable-return-routed-experts"]
-        server = Server(python, free_port(), args, Path(os.environ.get("HEADRACE_SGLANG_LOG") or folder / "log"))
+        args = [*arguments(), "--dtype", config.dtype, "--context-length", "2048", "--max-running-requests", str(MOST)]
+        args.append("--enable-return-routed-experts")
+        server = Server(
+            python, free_port(), args, Path(os.environ.get("HEADRACE_SGLANG_LOG") or folder / "log"), sparse=True
+        )
         sglang = SglangEngine(
-            config, folder / "stage", server=server, tokenizer=folder / "tokenizer.json", max_batch=32
+            config, folder / "stage", server=server, tokenizer=folder / "tokenizer.json", max_batch=MOST
         )
         try:
             await embedded.load(0, *files[0])
@@ -169,7 +230,6 @@ async def measure(python: str, tokens: int, repeats: int, batches: Sequence[int]
                     ratios["sglang"].append(theirs / ours)
                     ratios["hf"].append(plain / ours)
                     if not repeat:
-                        model = models[0]
                         pairs = list(zip(contexts, samples, answers, rows, strict=True))
                         figures[f"embedded_b{batch}_max_abs_dlp"] = round(
                             max(gap(model, c, s) for c, s, _, _ in pairs), 5
@@ -183,11 +243,15 @@ async def measure(python: str, tokens: int, repeats: int, batches: Sequence[int]
                 for key, values in ratios.items():
                     figures[f"b{batch}_{key}_over_embedded"] = round(statistics.median(values), 3)
             await pauses(sglang, files, repeats, figures)
+            await lent(sglang, repeats, figures)
         finally:
             await sglang.stop()
             await embedded.stop()
     worst = max(figures[f"sglang_b{batch}_max_abs_dlp"] for batch in batches)
-    targets = {"sglang_max_abs_dlp_nats": at_most(worst, 0.01)}
+    targets = {
+        "sglang_max_abs_dlp_nats": at_most(worst, 0.01),
+        "give_back_worst_ms": at_most(figures["sglang_give_back_worst_ms"], 1000.0),
+    }
     finish(figures, targets, "torch", "transformers", "aiohttp")
 
 
@@ -197,12 +261,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of [policy]")
     args = parser.parse_args()
     python = os.environ.get("HEADRACE_SGLANG", "")
     if not python or not Path(python).exists():
         cannot_run("HEADRACE_SGLANG names no interpreter with SGLang; `make test-sglang` builds one")
+    changes = [f"policy.{entry}" for entry in ("dtype=bfloat16", *args.set)]
+    section = parse("", "--set", changes).policy
     batches = [int(word) for word in args.batches.split(",")]
-    asyncio.run(measure(os.path.abspath(python), args.tokens, args.repeats, batches))
+    asyncio.run(measure(os.path.abspath(python), args.tokens, args.repeats, batches, section))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ MAY: dict[str, set[str]] = {
 MAY["launch"] = MAY["actors"] | {"actors", "launch", "dashboard", "cli"}
 # Outside libraries that one room alone may touch.
 ONLY = {"nats": "bus", "opentelemetry": "bus", "qemu": "vmhost", "triton": "kernels", "lz4": "messages weights"}
+ONLY["prometheus_client"] = "engines"
 
 
 def modules() -> list[Path]:

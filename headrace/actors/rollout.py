@@ -14,6 +14,7 @@ import msgspec
 
 from headrace.actors.rollout_episode import Episode
 from headrace.actors.rollout_policies import NoPolicy, Policies
+from headrace.actors.rollout_server import EVERY_S, ServerWord
 from headrace.actors.sandbox_client import Sandboxes, Superseded
 from headrace.bus.actor import Actor
 from headrace.bus.consumer import Consumer
@@ -59,6 +60,9 @@ class Rollout(Actor):
         self.spawn(self._policies.load(), "weights")
         self.every(self.config.environment.lease_s / 3, self._sandboxes.renew, "lease renewal")
         self.every(2.0, self._measure, "metrics")
+        if self.config.engine.kind == "sglang":
+            word = ServerWord(self.config, self.bus, self.id, self.event, self.metric)
+            self.every(EVERY_S, lambda: word.say(self._policies.engine), "the server's figures")
         leases = await self.bus.kv("HR_LEASE")
         held = await leases.get(self.id)
         lease = held[0] if held is not None else None

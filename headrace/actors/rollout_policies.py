@@ -91,6 +91,11 @@ class Policies:
         """The version that `latest` means now; -1 before the first."""
         return self._engine.version if self._engine is not None else -1
 
+    @property
+    def engine(self) -> Engine | None:
+        """The engine of this actor; None before the first version."""
+        return self._engine
+
     async def recover(self) -> int:
         """Read what this node staged before; returns the sequence after which `follow` goes on."""
         last = 0

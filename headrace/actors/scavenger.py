@@ -3,10 +3,14 @@
 A lease is a value in HR_LEASE under the rollout actor's id; its revision is the fencing token. A lent actor keeps the
 production lane, so the first user of the morning never waits for a decision; taking back means that the lane `train`
 leaves the lease, upon which the rollout actor hands its training requests back to the queue.
+
+Traffic has two kinds of sources: gateways, whose sessions any of the product's actors may have to serve, and servers,
+that others use beside headrace; these speak for their own rollout actor alone. An actor is lent while all of its
+sources are quiet, and taken back at the first word of any of them.
 """
 
 import time
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from headrace.bus.actor import Actor
 from headrace.bus.errors import WrongSequence
@@ -15,6 +19,16 @@ from headrace.messages.product import CapacityLease, Traffic
 
 OWN = ("production",)
 LENT = ("production", "train")
+SILENT_S = 30.0
+"""A source that said nothing for so long is gone, and its last word with it."""
+
+
+class Word(NamedTuple):
+    """The last that a source said."""
+
+    load: int
+    """Sessions or requests, running and waiting."""
+    at: float
 
 
 class Scavenger(Actor):
@@ -27,26 +41,34 @@ class Scavenger(Actor):
         self.leases = await self.bus.kv("HR_LEASE")
         self.lent: dict[str, bool] = {}
         self.quiet_since: dict[str, float] = {}
+        self.words: dict[tuple[str, str], Word] = {}
+        """By region and server; a gateway's server is empty."""
         for rollout in self.config.production.rollouts:
             await self.grant(rollout, OWN, "start")
         await self.listen(subjects.TRAFFIC.where(), self.on_traffic)
 
     async def on_traffic(self, traffic: Traffic) -> None:
         """Hysteresis on one side only: lending waits for a quiet while, reclaiming never waits."""
-        load = traffic.active + traffic.waiting
-        rules = self.config.production
         now = time.monotonic()
+        self.words[traffic.region, traffic.server] = Word(traffic.active + traffic.waiting, now)
+        for source in [source for source, word in self.words.items() if now - word.at > SILENT_S]:
+            del self.words[source]
+        for rollout in self.config.production.rollouts:
+            if traffic.server in ("", rollout):
+                await self.decide(rollout, now)
+
+    async def decide(self, rollout: str, now: float) -> None:
+        """Lend or take back one actor, from the last words of all that may need it."""
+        rules = self.config.production
+        load = sum(word.load for (_, server), word in self.words.items() if server in ("", rollout))
         if load > rules.reclaim_above:
-            self.quiet_since.pop(traffic.region, None)
-            for rollout in rules.rollouts:
-                if self.lent.get(rollout):
-                    await self.grant(rollout, OWN, f"{load} sessions in {traffic.region}")
+            self.quiet_since.pop(rollout, None)
+            if self.lent.get(rollout):
+                await self.grant(rollout, OWN, f"{load} sessions or requests of the product")
             return
-        since = self.quiet_since.setdefault(traffic.region, now)
-        if now - since >= rules.lend_after_s:
-            for rollout in rules.rollouts:
-                if not self.lent.get(rollout):
-                    await self.grant(rollout, LENT, f"quiet for {now - since:.0f} s")
+        since = self.quiet_since.setdefault(rollout, now)
+        if now - since >= rules.lend_after_s and not self.lent.get(rollout):
+            await self.grant(rollout, LENT, f"quiet for {now - since:.0f} s")
 
     async def grant(self, rollout: str, lanes: tuple[str, ...], reason: str) -> None:
         """Write a lease over the newest revision; a concurrent scavenger's write is read again, never overwritten

@@ -39,6 +39,8 @@ class Engine(Section, frozen=True, kw_only=True):
     """Further arguments of the server that is started."""
     swap: Literal["in_place", "abort"] = "in_place"
     """Change weights under running requests, or take them back and send the rest of them again."""
+    sparse: bool = False
+    """Write only what differs between versions into the server's weights (headrace/engines/sglang_sparse.py)."""
     deadline_s: float = 600.0
     """For one turn on a server."""
     start_s: float = 600.0

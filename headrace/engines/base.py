@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from headrace.messages.base import Array
-from headrace.messages.rollout import PolicyRef, Sampling, Span
+from headrace.messages.rollout import Lane, PolicyRef, Sampling, Span
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +26,8 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...]
     seed: int
     """With the position, decides every draw: a repeat under the same weights gives the same ids, whatever the batch."""
+    lane: Lane = "train"
+    """Who waits for it: where there is not room for all, production goes first."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
 from headrace.engines.sglang_gate import Weights
 from headrace.engines.sglang_life import Life
 from headrace.engines.sglang_load import Admission
+from headrace.engines.sglang_metrics import PRIORITY, Requests, outside
 from headrace.engines.sglang_reply import Leg, body, read
 from headrace.engines.sglang_server import Server
 from headrace.engines.sglang_stage import Stage
@@ -69,12 +70,14 @@ class SglangEngine:
         tokenizer: Path | None = None,
         max_batch: int = 64,
         swap: Literal["in_place", "abort"] = "in_place",
+        sparse: bool = False,
         deadline_s: float = 600.0,
         start_s: float = 600.0,
     ) -> None:
         """folder: in tmpfs, for the checkpoint that the server loads. url: of a server that runs; else give `server`.
 
-        swap: change weights under running requests, or take them back and send them again. deadline_s: for a turn; it
+        swap: change weights under running requests, or take them back and send them again. sparse: give the server only
+        what differs, by the loader that it was started with (`sglang_sparse`). deadline_s: for a turn; it
         is aborted then and comes back with what it has. start_s: for a server to come up.
         """
         if bool(url) == (server is not None):
@@ -83,10 +86,11 @@ class SglangEngine:
         self._deadline_s = deadline_s
         self._wire = Wire(server.url if server is not None else url)
         self._stage = Stage(folder, config, tokenizer)
-        self._swapper = Swapper(self._wire, self._stage, config)
+        self._swapper = Swapper(self._wire, self._stage, config, sparse=sparse)
         self._life = Life(config, self._wire, self._swapper, server, start_s, self._take_back)
         self._admission = Admission(max_batch, lambda: self._wire.get("/v1/loads?include=core"))
         self._watch: asyncio.Task[None] | None = None
+        self._keeper: asyncio.Task[None] | None = None
         self._aborting: set[asyncio.Task[Reply]] = set()
         self._sessions: dict[str, Session] = {}
         self._flights: dict[str, Flight] = {}
@@ -118,6 +122,7 @@ class SglangEngine:
             "pause_ms": swapper.pause_ms,
             "stage_ms": swapper.stage_ms,
             "staged_bytes": self._stage.written_bytes,
+            "sparse_bytes": swapper.sparse_bytes,
             "reloads": swapper.reloads,
             "checked": swapper.checked,
             "starts": self._server.starts if self._server is not None else 0,
@@ -132,6 +137,13 @@ class SglangEngine:
         except ServerError as error:
             return "serving" if error.kind == "late" and self._flights else "down"
         return "serving"
+
+    async def outside(self) -> Requests | None:
+        """What the server does for others than headrace; None when it can't tell whose its requests are. ServerError:
+        no answer now, or it was started without --enable-metrics."""
+        if self._life.terms is None or not self._life.terms.priorities:
+            return None
+        return outside(await self._wire.text("/metrics", 5.0))
 
     async def attach(self) -> None:
         """Check a server that runs already, before anything depends on it. Unfit or EngineError says what is wrong."""
@@ -148,6 +160,7 @@ class SglangEngine:
         self._alive()
         await self._life.load(self._life.name(version, path, state_hash))
         self._fingerprint = self.fingerprint
+        self._keep()
         return Swap(version=version, state_hash=state_hash, pause_ms=self._swapper.pause_ms)
 
     async def pin(self, version: int, path: str, state_hash: str) -> None:
@@ -183,8 +196,9 @@ class SglangEngine:
     async def stop(self) -> None:
         """End the engine; a server of our own ends with it."""
         self._stopped = True
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in (self._watch, self._keeper):
+            if task is not None:
+                task.cancel()
         await asyncio.gather(*(self._abort(rid) for rid in self._flights), return_exceptions=True)
         await asyncio.gather(*self._aborting, return_exceptions=True)
         await self._wire.close()
@@ -197,6 +211,21 @@ class SglangEngine:
     def _alive(self) -> None:
         if self._stopped:
             raise EngineError("the engine was stopped")
+
+    def _keep(self) -> None:
+        """Watch a server of our own; a call costs nothing while it is watched."""
+        if self._server is not None and (self._keeper is None or self._keeper.done()):
+            self._keeper = asyncio.create_task(self._bring_back(self._server))
+
+    async def _bring_back(self, server: Server) -> None:
+        """Start the server again as soon as it ends, and not when the next turn finds it gone. One that does not come
+        back is left to that turn, which then says why."""
+        with contextlib.suppress(EngineError):
+            while (process := server.process) is not None:
+                await process.wait()
+                if server.process is process:  # nobody was faster
+                    self._life.lost()
+                    await self._life.restore()
 
     def _check(self, request: SampleRequest) -> None:
         """Refuse here what a server would refuse, or die of."""
@@ -242,7 +271,9 @@ class SglangEngine:
     async def _leg(self, turn: Turn, deadline: float) -> tuple[str, bool]:
         """One request; returns how it ended, and whether the deadline ended it."""
         request = turn.request
-        async with self._admission.place(), self._life.gate.enter(lambda: self._life.wanted(request)) as weights:
+        place = self._admission.place(first=request.lane == "production")
+        async with place, self._life.gate.enter(lambda: self._life.wanted(request)) as weights:
+            self._keep()
             start, flight = turn.start(weights.label), Flight()
             self._flights[flight.rid] = flight
             self.counts["legs"] += 1
@@ -251,6 +282,7 @@ class SglangEngine:
                 asked = body(
                     request, turn.ids, turn.left, rid=flight.rid, start=start, label=weights.label,
                     sparse=bool(self._config.experts), seeded=found is not None and found.deterministic,
+                    priority=PRIORITY[request.lane] if found is not None and found.priorities else None,
                 )  # fmt: skip
                 reply, late = await self._fly(asked, flight, deadline)
             except ServerError as error:

@@ -3,7 +3,7 @@
 Idea: there is one question, "does the server serve what this request wants", and one way to make it so (`_change`):
 have a server that answers, started if it is ours and down; see whether it holds the version already; else stage it and
 change it. First load, next version, pinned version, a server that was killed: all of them take this way, with the gate
-closed. Whoever finds the server gone only says so; the next to enter brings it back.
+closed. Whoever finds the server gone only says so; the next to enter brings it back, or `restore` does.
 """
 
 import asyncio
@@ -98,6 +98,12 @@ class Life:
         """
         self.gate.serving = self._held = self.terms = None
         self._strange = strange
+
+    async def restore(self) -> None:
+        """Have the server serve `latest` again. EngineError when it can't."""
+        latest = self._latest
+        if latest is not None:
+            await self.gate.turn_to(lambda: self._latest or latest)
 
     async def attach(self) -> None:
         """Check a server that runs already. sglang_terms.Unfit, EngineError."""

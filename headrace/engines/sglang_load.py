@@ -3,6 +3,9 @@
 Idea: a request that waits inside the server is worth nothing there, and it is wrong after a swap: it would be computed
 with other weights than its prefix cache key says. So requests wait here. While any is inside, /v1/loads is read; the
 allowance falls by what the server has waiting, and grows by half when it has nothing waiting and memory to spare.
+
+Production goes first and has the whole allowance to itself: however many training requests are inside, they take none
+of its places. The server makes room for it by priority (`sglang_metrics`).
 """
 
 import asyncio
@@ -59,26 +62,37 @@ class Admission:
         self.most = self.allowed = most
         self.load = Load()
         self.inside = self.waiting = 0
+        self._first = self._first_waiting = 0
+        """Of these, those that go first."""
         self._ask = ask
         self._news = asyncio.Condition()
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Wait for a place, hold it meanwhile."""
+    async def place(self, first: bool = False) -> AsyncIterator[None]:
+        """Wait for a place, hold it meanwhile. first: before all who are not, and beside them."""
         async with self._news:
             self.waiting += 1
+            self._first_waiting += first
             try:
-                await self._news.wait_for(lambda: self.inside < self.allowed)
+                await self._news.wait_for(lambda: self._may_enter(first))
             finally:
                 self.waiting -= 1
+                self._first_waiting -= first
             self.inside += 1
+            self._first += first
             self._news.notify_all()
         try:
             yield
         finally:
             self.inside -= 1
+            self._first -= first
             async with self._news:
                 self._news.notify_all()
+
+    def _may_enter(self, first: bool) -> bool:
+        if first:
+            return self._first < self.allowed
+        return self.inside < self.allowed and not self._first_waiting
 
     async def watch(self, every_s: float = EVERY_S) -> None:
         """Read the server's figures while anybody is inside."""

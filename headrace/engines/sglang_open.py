@@ -20,10 +20,11 @@ def opened(section: EngineSection, policy: PolicyConfig, run: Path, id: str) -> 
         raise Unfit("[engine] kind = 'sglang' needs the url of a server that runs, or the python that starts one")
     server = None
     if section.python:
-        args = ["--max-running-requests", str(section.max_batch), *section.args]
+        args = ["--dtype", policy.dtype, "--max-running-requests", str(section.max_batch), *section.args]
         if policy.experts:
             args.append("--enable-return-routed-experts")
-        server = Server(section.python, free_port(), args, run / "logs" / f"sglang-{id}.log")
+        log = run / "logs" / f"sglang-{id}.log"
+        server = Server(section.python, free_port(), args, log, sparse=section.sparse)
     tokenizer = run / "tokenizer.json"
     return SglangEngine(
         policy,
@@ -33,6 +34,7 @@ def opened(section: EngineSection, policy: PolicyConfig, run: Path, id: str) -> 
         tokenizer=tokenizer if tokenizer.exists() else None,
         max_batch=section.max_batch,
         swap=section.swap,
+        sparse=section.sparse,
         deadline_s=section.deadline_s,
         start_s=section.start_s,
     )

@@ -61,8 +61,10 @@ def body(
     label: str,
     sparse: bool,
     seeded: bool,
+    priority: int | None = None,
 ) -> dict[str, Any]:
-    """The JSON of POST /generate. ids: the context; left: tokens still to draw; start: first row of routes wanted.
+    """The JSON of POST /generate. ids: the context; left: tokens still to draw; start: first row of routes wanted;
+    priority: among the server's requests, where it knows such a thing.
 
     Every value that changes the distribution is spelled out, so that no default of a server or a model creeps in.
     """
@@ -91,6 +93,7 @@ def body(
         "return_logprob": True,
         "logprob_start_len": -1,
         "cache_salt": label,
+        **({} if priority is None else {"priority": priority}),
         **routes,
     }
 

@@ -8,6 +8,7 @@ empty and give its url.
 import asyncio
 import ctypes
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,16 +17,26 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.engines.base import EngineError
+from headrace.engines.sglang_sparse import FOLDER, LOADER
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
-ALWAYS = ("--enable-metrics", "--skip-server-warmup")
+ALWAYS = (
+    *("--enable-metrics", "--skip-server-warmup", "--decode-log-interval", "10"),
+    *("--enable-priority-scheduling", "--default-priority-value", "0", "--retraction-policy", "priority"),
+)
+"""Whose requests there are shows by priority, every ten steps; what lacks room is taken from training first."""
 CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-overlap-schedule", "--mem-fraction-static", "0.05", "--max-total-tokens", "65536"),
 )
 """Arguments with which the server runs without a GPU (docs/sglang.md)."""
+
+
+def arguments() -> list[str]:
+    """For tests and benchmarks: those of HEADRACE_SGLANG_ARGS, which a machine with a GPU sets, else `CPU`."""
+    return shlex.split(os.environ["HEADRACE_SGLANG_ARGS"]) if "HEADRACE_SGLANG_ARGS" in os.environ else list(CPU)
 
 
 def free_port() -> int:
@@ -38,8 +49,10 @@ def free_port() -> int:
 class Server:
     """One SGLang server as a child process."""
 
-    def __init__(self, python: str, port: int, args: Sequence[str], log: Path) -> None:
-        """python: the interpreter of the environment that has SGLang. args: as SGLang's launch_server takes them."""
+    def __init__(self, python: str, port: int, args: Sequence[str], log: Path, *, sparse: bool = False) -> None:
+        """python: the interpreter of the environment that has SGLang. args: as SGLang's launch_server takes them.
+        sparse: give it the loader that applies differences."""
+        self._sparse = sparse
         self.python, self.port, self.args, self.log = python, port, list(args), log
         self.process: asyncio.subprocess.Process | None = None
         self.starts = 0
@@ -62,6 +75,9 @@ class Server:
         env = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"} if "cpu" in self.args else dict(os.environ)
         # Its interpreter is another one, with packages of its own.
         env = {key: value for key, value in env.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+        if self._sparse:
+            env["PYTHONPATH"] = str(FOLDER)
+            argv += ["--custom-weight-loader", LOADER]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
 

@@ -11,14 +11,18 @@ it costs their prefill again.
 Trap: with flush_cache left at its default, an update under live requests answers 400 and has happened all the same. So
 whatever an update answers, an error means "unknown", and the server stays paused until the old version was loaded in
 full and has its checksums. If that fails too it is left paused, and nobody is let in.
+
+With `sparse` the load is a scattered write of what differs (`sglang_sparse`), checked by the same checksums; where it
+can't be had, or went wrong, the version is loaded from disk.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
-from headrace.engines import sglang_checksums
+from headrace.engines import sglang_checksums, sglang_sparse
 from headrace.engines.base import EngineError
 from headrace.engines.sglang_gate import NotServed, Weights
 from headrace.engines.sglang_stage import Stage
@@ -33,8 +37,13 @@ LOAD_S = 600.0
 class Swapper:
     """The one who calls a server's administrative endpoints."""
 
-    def __init__(self, wire: Wire, stage: Stage, config: PolicyConfig) -> None:
-        self._wire, self._stage, self._config = wire, stage, config
+    def __init__(self, wire: Wire, stage: Stage, config: PolicyConfig, *, sparse: bool = False) -> None:
+        """sparse: the server has our loader and is given differences."""
+        self._wire, self._stage, self._config, self._sparse = wire, stage, config, sparse
+        self._changes = stage.folder.with_name(f"{stage.folder.name}.changes")
+        """Beside the folder and not in it: the server reads every file of weights that it finds there."""
+        self.sparse_bytes = 0
+        """Of the differences that the last change wrote into the server; 0 when it loaded from disk."""
         self.paused = False
         """We paused it: not answering is no sign of illness now."""
         self.pause_ms = 0.0
@@ -83,6 +92,7 @@ class Swapper:
         try:
             await self.ready(weights)
             wanted = await self._wanted(weights, terms)
+            self.sparse_bytes = await self._differences(before, terms) if wanted is not None else 0
         except EngineError:
             if before is not None:
                 await self.ready(before)  # whoever restarts the server must find what it served
@@ -93,7 +103,9 @@ class Swapper:
             await take_back()
             await self._pause()
             try:
-                await self._load(weights, wanted)
+                if not self.sparse_bytes or not await self._apply(weights, wanted):
+                    self.sparse_bytes = 0
+                    await self._load(weights, wanted)
             except EngineError as error:
                 await self._go_back(before, terms, error)
                 await self._continue()
@@ -127,6 +139,36 @@ class Swapper:
         await self._wire.post("/continue_generation", {"torch_empty_cache": False})
         self.paused = False
 
+    async def _differences(self, before: Weights | None, terms: Terms) -> int:
+        """Write what differs from `before` for the loader inside the server; bytes, 0 when there is nothing of use."""
+        if not self._sparse or before is None or not Path(before.path).exists():
+            return 0
+        what = self._changes, Path(before.path), self._stage.model, self._config, terms.dtype
+        return await asyncio.to_thread(sglang_sparse.write, *what)
+
+    async def _apply(self, weights: Weights, wanted: dict[str, str] | None) -> bool:
+        """Have the loader write the differences; whether the server then serves exactly that version."""
+        try:
+            await self._wire.post("/begin_weight_update", {})
+            try:
+                asked = sglang_sparse.body(self._changes, weights.label)
+                answer = await self._wire.post("/update_weights_from_tensor", asked, LOAD_S)
+            finally:
+                with suppress(ServerError):
+                    await self._wire.post("/end_weight_update", {})
+            if answer.get("success") is not True:
+                return False
+            await self._check(weights, wanted)
+        except ServerError as error:
+            if error.kind == "gone":
+                raise
+            return False
+        except EngineError:
+            return False
+        finally:
+            self._changes.unlink(missing_ok=True)
+        return True
+
     async def _load(self, weights: Weights, wanted: dict[str, str] | None) -> None:
         body = {
             "model_path": str(self._stage.folder),
@@ -138,6 +180,10 @@ class Swapper:
         answer = await self._wire.post("/update_weights_from_disk", body, LOAD_S)
         if answer.get("success") is not True:
             raise EngineError(f"the server could not load version {weights.version}: {answer.get('message')}")
+        await self._check(weights, wanted)
+
+    async def _check(self, weights: Weights, wanted: dict[str, str] | None) -> None:
+        """EngineError unless the server says that it serves the version, and its checksums say so too."""
         served = (await self._wire.get("/model_info")).get("weight_version")
         if served != weights.label:
             raise EngineError(f"the server says it serves {served}, not {weights.label}")

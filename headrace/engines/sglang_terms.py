@@ -23,6 +23,7 @@ ARITHMETIC = (
     "moe_runner_backend",
     "kv_cache_dtype",
     "quantization",
+    "enable_fp32_lm_head",
     "tp_size",
     "ep_size",
     "enable_deterministic_inference",
@@ -45,6 +46,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     context: int
     """Positions of prompt and reply together; 0 when it does not say."""
     deterministic: bool
+    priorities: bool
+    """Requests are scheduled and counted by priority."""
     fingerprint: str
     """Never equal to the trainer's: two programs compute one model."""
 
@@ -70,9 +73,11 @@ def terms(info: Mapping[str, Any], config: PolicyConfig) -> Terms:
         raise Unfit("start one server per data-parallel rank (--dp-size 1): pauses and weights are per server")
     if info.get("speculative_algorithm"):
         raise Unfit("start the server without speculative decoding: its effect on recorded routes was not measured")
+    dtype = str(info.get("dtype") or "auto")
+    if dtype == "auto" and config.dtype == "float32":
+        raise Unfit("SGLang serves a float32 policy in float16 unless told: start it with --dtype float32 or bfloat16")
     device = str(info.get("device", "unknown"))
     said = "\0".join(f"{key}={info.get(key)}" for key in ARITHMETIC)
-    dtype = str(info.get("dtype") or "auto")
     return Terms(
         version=version,
         device=device,
@@ -80,5 +85,6 @@ def terms(info: Mapping[str, Any], config: PolicyConfig) -> Terms:
         tp_size=int(info.get("tp_size") or 1),
         context=int(info.get("context_length") or 0),
         deterministic=bool(info.get("enable_deterministic_inference")),
+        priorities=bool(info.get("enable_priority_scheduling")) and info.get("default_priority_value") == 0,
         fingerprint=f"sglang-{hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}",
     )

@@ -79,7 +79,19 @@ class Wire:
         """A JSON object, empty when the server answers without one. ServerError otherwise."""
         return await self._ask("POST", path, body, timeout_s)
 
+    async def text(self, path: str, timeout_s: float = 30.0) -> str:
+        """A page of plain text. ServerError otherwise."""
+        return (await self._read("GET", path, None, timeout_s)).decode(errors="replace")
+
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Reply:
+        data = await self._read(method, path, body, timeout_s)
+        try:
+            found = msgspec.json.decode(data) if data.strip() else {}
+        except msgspec.DecodeError:
+            found = {}  # plain words, such as those of /flush_cache
+        return found if isinstance(found, dict) else {"list": found}
+
+    async def _read(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> bytes:
         limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         try:
             async with self._open().request(method, self.url + path, json=body, timeout=limit) as answer:
@@ -90,11 +102,7 @@ class Wire:
             raise ServerError("gone", f"{self.url} is not there: {error or type(error).__name__}") from None
         if answer.status != 200:
             raise ServerError("refused", f"{self.url}{path} refused: {reason(data)}", answer.status)
-        try:
-            found = msgspec.json.decode(data) if data.strip() else {}
-        except msgspec.DecodeError:
-            found = {}  # plain words, such as those of /flush_cache
-        return found if isinstance(found, dict) else {"list": found}
+        return data
 
     async def generate(self, body: Mapping[str, Any], on_event: Callable[[Reply], None]) -> Reply:
         """Stream POST /generate; `on_event` sees each reply so far, the last is returned. ServerError otherwise.

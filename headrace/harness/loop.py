@@ -157,6 +157,7 @@ async def _sample(
             sampling=msgspec.structs.replace(request.sampling, max_turn_tokens=cap),
             stop_ids=renderer.stop_ids,
             seed=(request.seed + context.segment * _GOLDEN) % (1 << 63),
+            lane=request.lane,
         )
     )
     if sample.stop == "abort":

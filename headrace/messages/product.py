@@ -28,6 +28,8 @@ class Traffic(Message, frozen=True, kw_only=True):
     waiting: int
     requests_per_s: float
     capacity: int
+    server: str = ""
+    """Empty: sessions of a gateway. Else what others than headrace ask of the server of this rollout actor."""
 
 
 @message("capacity_lease")

@@ -205,7 +205,7 @@ BEAT = Subject(template="hr.beat.{actor}.{id}", types=("beat",), publishers=_LIB
 TRAFFIC = Subject(
     template="hr.traffic.{region}",
     types=("traffic",),
-    publishers=("gateway",),
+    publishers=("gateway", "rollout"),
     readers=("scavenger", "dashboard"),
 )
 METRIC = Subject(template="hr.metric.{actor}", types=("metric",), publishers=_LIBRARY, readers=("dashboard",))

@@ -4,8 +4,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
+from headrace.actors import scavenger
 from headrace.actors.scavenger import LENT, OWN, Scavenger
 from headrace.bus.connection import Bus
 from headrace.config import Config, Production
@@ -61,3 +63,48 @@ async def test_a_successor_takes_back_what_was_lent(connect: Connect) -> None:
     assert held is not None and isinstance(held[0], CapacityLease)
     assert held[0].lanes == OWN
     await actor.shut(1.0)
+
+
+class Told:
+    """A scavenger that is told traffic and whose leases are read, without waiting for anybody."""
+
+    def __init__(self, config: Config, bus: Bus) -> None:
+        self.actor = Scavenger(config, bus, "r1", "scavenger-3")
+
+    async def lanes(self, rollout: str) -> tuple[str, ...]:
+        held = await self.actor.leases.get(rollout)
+        assert held is not None and isinstance(held[0], CapacityLease)
+        return held[0].lanes
+
+
+async def test_a_server_that_others_use_is_taken_back_and_its_neighbour_is_not(connect: Connect) -> None:
+    config = Config(production=Production(lend_after_s=0.0, rollouts=("a3", "a4")))
+    told = Told(config, await connect("scavenger"))
+    await told.actor.start()
+    hear = told.actor.on_traffic
+    await hear(traffic(0))
+    assert (await told.lanes("a3"), await told.lanes("a4")) == (LENT, LENT)
+    await hear(msgspec.structs.replace(traffic(2), server="a3"))
+    assert (await told.lanes("a3"), await told.lanes("a4")) == (OWN, LENT)
+    await hear(traffic(0))
+    assert await told.lanes("a3") == OWN, "a quiet gateway says nothing about the server's own users"
+    await hear(msgspec.structs.replace(traffic(0), server="a3"))
+    assert await told.lanes("a3") == LENT
+    await hear(msgspec.structs.replace(traffic(1), region="far"))
+    assert (await told.lanes("a3"), await told.lanes("a4")) == (OWN, OWN)
+    await hear(traffic(0))
+    assert await told.lanes("a4") == OWN, "one region's quiet does not lend what another needs"
+    await told.actor.shut(1.0)
+
+
+async def test_a_source_that_fell_silent_holds_nothing(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(production=Production(lend_after_s=0.0, rollouts=("a5",)))
+    told = Told(config, await connect("scavenger"))
+    await told.actor.start()
+    await told.actor.on_traffic(msgspec.structs.replace(traffic(3), region="gone"))
+    await told.actor.on_traffic(traffic(0))
+    assert await told.lanes("a5") == OWN
+    monkeypatch.setattr(scavenger, "SILENT_S", 0.0)
+    await told.actor.on_traffic(traffic(0))
+    assert await told.lanes("a5") == LENT
+    await told.actor.shut(1.0)

@@ -4,13 +4,14 @@ nothing that was tested against it is called so; the real server has the marker 
 Copied: streamed replies that repeat everything, spans over output tokens, held requests and 503 while paused, the
 update that answers 400 and has happened, aborts by prefix of the id, three error shapes, unknown top-level keys that
 are ignored, death by an id outside the vocabulary, routes overwritten by a retraction, prefixes that survive a swap
-unless salted.
+unless salted, running requests that give way to others of higher priority.
 
 KV is real: a request keeps its keys and values over a swap, and the prefix cache hands them on.
 """
 
 import asyncio
 import base64
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from headrace.kernels.block_attention import BLOCK
 from headrace.policy import checkpoint
 from headrace.policy.cache import KVCache
 from headrace.policy.config import PolicyConfig
+from tests.engines.sglang_double_priority import admit, page
 from tests.policy import tiny
 
 SAMPLING = {
@@ -45,6 +47,7 @@ class Request:
     salt: str
     start: int
     routes: bool
+    priority: int = 0
     out: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cache: KVCache | None = None
@@ -58,6 +61,11 @@ class Request:
     @property
     def context(self) -> list[int]:
         return [*self.ids, *self.out]
+
+    def retract(self) -> None:
+        """Give up its KV: it is forwarded again, and its routes are recorded again."""
+        self.cache, self.rows, self.forwarded = None, None, 0
+        self.retractions += 1
 
 
 class Double:
@@ -73,6 +81,9 @@ class Double:
         self.running: list[Request] = []
         self.queue: list[Request] = []
         self.prefixes: dict[str, list[Request]] = {}
+        self.priorities: set[str] = set()
+        self.done: Counter[str] = Counter()
+        """Requests that ended, by priority."""
         self.hold_at: int | None = None
         """Requests with so many tokens wait for it to change."""
         self.info: dict[str, Any] = {}
@@ -104,7 +115,7 @@ class Double:
         }  # fmt: skip
         get = {
             "/server_info": self._server_info, "/model_info": self._model_info, "/v1/loads": self._loads,
-            "/ready": self._ready, "/health": self._health, "/ping": self._ping,
+            "/ready": self._ready, "/health": self._health, "/ping": self._ping, "/metrics": self._metrics,
         }  # fmt: skip
         app.add_routes([web.post(path, handler) for path, handler in post.items()])
         app.add_routes([web.get(path, handler) for path, handler in get.items()])
@@ -151,8 +162,7 @@ class Double:
         while True:
             async with self.news:
                 await self.news.wait_for(lambda: not self.paused and (self.queue or any(map(self._may, self.running))))
-                while self.queue and len(self.running) < self.max_running:
-                    self.running.append(self.queue.pop(0))
+                admit(self)
                 for one in [one for one in self.running if self._may(one)]:
                     try:
                         self._step(one)
@@ -214,6 +224,7 @@ class Double:
 
     def _end(self, one: Request, finish: dict[str, Any]) -> None:
         one.finish = finish
+        self.done[str(one.priority)] += 1
         if one in self.running:
             self.running.remove(one)
             self.prefixes.setdefault(one.salt, []).append(one)
@@ -223,8 +234,7 @@ class Double:
     def retract(self) -> None:
         """Give up the KV of all that run: they are forwarded again, and their routes with them."""
         for one in self.running:
-            one.cache, one.rows, one.forwarded = None, None, 0
-            one.retractions += 1
+            one.retract()
 
     # Endpoints.
 
@@ -254,8 +264,9 @@ class Double:
             return web.json_response({"error": {"message": f"Duplicate request ID {body['rid']}"}}, status=400)
         one = Request(
             body["rid"], ids, params, body.get("cache_salt") or "", body.get("routed_experts_start_len", 0),
-            bool(body.get("return_routed_experts")) and not self.drop_routes,
+            bool(body.get("return_routed_experts")) and not self.drop_routes, body.get("priority", 0),
         )  # fmt: skip
+        self.priorities.add(str(one.priority))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await self.until(lambda: not self.paused)  # held, not refused
@@ -363,8 +374,9 @@ class Double:
 
     async def _server_info(self, request: web.Request) -> web.Response:
         said = {
-            "version": "0.5.23", "frontend": "python", "device": "cpu", "dtype": "auto", "tp_size": 1, "dp_size": 1,
-            "context_length": 2048, "enable_return_routed_experts": True, "enable_deterministic_inference": False,
+            "version": "0.5.23", "frontend": "python", "device": "cpu", "dtype": self.config.dtype, "tp_size": 1,
+            "dp_size": 1, "context_length": 2048, "enable_return_routed_experts": True,
+            "enable_deterministic_inference": False, "enable_priority_scheduling": True, "default_priority_value": 0,
         }  # fmt: skip
         return web.json_response(said | self.info)
 
@@ -380,6 +392,9 @@ class Double:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=503 if self.paused and self.sick_when_paused else 200)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=page(self))
 
     async def _ping(self, request: web.Request) -> web.Response:
         return web.Response()

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from headrace.engines.sglang_metrics import _WANTED
 from headrace.engines.sglang_reply import STREAM_INTERVAL
 from headrace.engines.sglang_terms import ARITHMETIC
 from headrace.engines.sglang_wire import Wire
@@ -19,7 +20,7 @@ from headrace.policy.config import PolicyConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 KEPT = (*ARITHMETIC, "frontend", "dp_size", "context_length", "enable_return_routed_experts", "speculative_algorithm",
-        "incremental_streaming_output")  # fmt: skip
+        "incremental_streaming_output", "enable_priority_scheduling", "default_priority_value")  # fmt: skip
 
 
 async def raw(url: str, path: str, body: Any = None) -> dict[str, Any]:
@@ -69,6 +70,7 @@ async def record_golden(wire: Wire, config: PolicyConfig, folder: Path) -> dict[
     found["model_info"].pop("model_path", None)
     found["model_info"].pop("tokenizer_path", None)
     found["loads"] = (await raw(wire.url, "/v1/loads?include=core"))["body"]
+    found["metrics"] = "\n".join(_WANTED.findall(await wire.text("/metrics"))) + "\n"
     found["weights_checker"] = (await raw(wire.url, "/weights_checker", {"action": "checksum"}))["body"]
     await streamed("length", asked([1, 2, 3, 4, 5], 70))
     stops = list(range(0, config.vocab, 2))

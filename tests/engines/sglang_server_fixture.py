@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.engines.sglang import SglangEngine
-from headrace.engines.sglang_server import CPU, Server, free_port
+from headrace.engines.sglang_server import Server, arguments, free_port
 from headrace.policy import schemas
 from headrace.policy.tokenizer import Tokenizer
 from tests.engines.play import Versions
@@ -26,15 +26,22 @@ def python() -> str:
 
 @asynccontextmanager
 async def real(versions: Versions, folder: Path) -> AsyncIterator[SglangEngine]:
-    """An engine with a server of its own that serves version 0."""
+    """An engine with a server of its own that serves version 0 and could take differences."""
     tokenizer = folder / "tokenizer.json"
     Tokenizer.train((), 256 + len(schemas.tags())).save(tokenizer)
-    args = [*CPU, "--context-length", "2048", "--max-running-requests", str(MAX_RUNNING)]
+    args = [*arguments(), "--dtype", versions.config.dtype, "--context-length", "2048"]
+    args += ["--max-running-requests", str(MAX_RUNNING), "--enable-return-routed-experts"]
     log = Path(os.environ.get("HEADRACE_SGLANG_LOG") or folder / "server.log")
-    server = Server(python(), free_port(), [*args, "--enable-return-routed-experts"], log)
+    server = Server(python(), free_port(), args, log, sparse=True)
     engine = SglangEngine(versions.config, folder / "stage", server=server, tokenizer=tokenizer, max_batch=MAX_RUNNING)
     try:
         await versions.load(engine, 0)
         yield engine
     finally:
         await engine.stop()
+
+
+def checked(engine: SglangEngine) -> bool:
+    """Whether the last load compared checksums; on a GPU there are none to compare with."""
+    terms = engine._life.terms
+    return bool(engine.stats()["checked"]) or (terms is not None and terms.device != "cpu")

@@ -8,13 +8,14 @@ import pytest
 
 from headrace.engines.sglang_checksums import fused
 from headrace.engines.sglang_load import load_of
+from headrace.engines.sglang_metrics import Requests, by_priority, outside
 from headrace.engines.sglang_reply import read
 from headrace.engines.sglang_terms import VERSIONS, terms
 from headrace.engines.sglang_wire import ServerError, reason
 from tests.engines.sglang_record import GOLDEN
 from tests.policy import tiny
 
-CONFIG = tiny.config("bfloat16")
+CONFIG = tiny.config()
 FILES = sorted(GOLDEN.glob("sglang-*.json"))
 
 
@@ -33,7 +34,8 @@ def test_every_version_that_is_accepted_was_recorded() -> None:
 
 def test_its_terms_are_accepted(golden: dict[str, Any]) -> None:
     found = terms(golden["server_info"], CONFIG)
-    assert (found.device, found.dtype, found.tp_size, found.context) == ("cpu", "bfloat16", 1, 2048)
+    assert (found.device, found.dtype, found.tp_size, found.context) == ("cpu", "float32", 1, 2048)
+    assert found.priorities
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,12 @@ def test_its_checksums_name_the_tensors_that_we_expect(golden: dict[str, Any]) -
     (rank,) = golden["weights_checker"]["ranks"]
     ours = fused(tiny.model(CONFIG, exact=False).state(), CONFIG)
     assert set(rank["checksums"]) == set(ours)
+
+
+def test_its_requests_are_counted_by_priority(golden: dict[str, Any]) -> None:
+    counts = by_priority(golden["metrics"])
+    assert {"", "-100", "0", "1"} <= set(counts) and counts["-100"].done > counts["1"].done > 0
+    assert outside(golden["metrics"]) == Requests(0, 0, counts["0"].done)
 
 
 def test_its_load_figures_are_read(golden: dict[str, Any]) -> None:

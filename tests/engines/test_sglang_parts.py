@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 
 CONFIG = tiny.config()
 INFO = {
-    "version": "0.5.23", "frontend": "python", "device": "cpu", "dtype": "auto", "context_length": 512,
+    "version": "0.5.23", "frontend": "python", "device": "cpu", "dtype": "float32", "context_length": 512,
     "enable_return_routed_experts": True,
 }  # fmt: skip
 
@@ -200,6 +200,7 @@ def test_what_contradicts_itself_is_refused_at_the_door(changes: dict[str, Any],
         ({"incremental_streaming_output": True}, "--incremental-streaming-output"),
         ({"dp_size": 2}, "--dp-size 1"),
         ({"speculative_algorithm": "EAGLE"}, "speculative"),
+        ({"dtype": "auto"}, "float32 policy in float16 unless told"),
     ],
 )
 def test_a_server_that_is_unfit_is_told_what_to_change(changes: dict[str, Any], words: str) -> None:

@@ -79,4 +79,5 @@ def test_a_section_that_cannot_be_meant_is_refused(tmp_path: Path) -> None:
         SglangEngine(config, tmp_path)
     made = opened(Section(kind="sglang", exact=False, python="p", stage_dir=str(tmp_path)), config, tmp_path, "r")
     assert made.version == -1 and made._server is not None
-    assert made._server.args == ["--max-running-requests", "64", "--enable-return-routed-experts"]
+    assert made._server.args[:4] == ["--dtype", "float32", "--max-running-requests", "64"]
+    assert made._server.args[4:] == ["--enable-return-routed-experts"]

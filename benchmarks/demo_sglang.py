@@ -1,0 +1,122 @@
+"""The demo's policy trained a few steps with a real SGLang server as the sampler, and with the embedded engine beside.
+
+    python -m benchmarks.demo_sglang [--config deploy/demo-sglang.toml] [--kill]
+
+Two whole runs of `headrace up` on one configuration; each one's own report.json is the source of its figures. The
+trainer scores every sampled token again: k1, k3 and the largest difference say how far sampler and trainer are apart,
+`flips` which share of experts the trainer would have chosen otherwise. --kill: the server is killed (SIGKILL) once
+training runs, and the books must balance all the same.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
+from headrace.config import load
+
+EMBEDDED = ("engine.kind=embedded", "engine.python=", "engine.args=[]")
+KEPT = ("k1", "k3", "max_abs_dlp", "differ", "flips", "tokens")
+TRAINS = "| step "
+"""In a line of progress: at least one step was trained."""
+
+
+def servers(run: str) -> list[int]:
+    """Process groups of SGLang servers that serve this run's staged folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if b"sglang.launch_server" in words and any(f"headrace-{run}-".encode() in word for word in words):
+                found.append(os.getpgid(int(entry.name)))
+    return sorted(set(found))
+
+
+def killed(run: str) -> bool:
+    """SIGKILL for the run's server with all its processes; False when there is none."""
+    groups = servers(run)
+    for group in groups:
+        os.killpg(group, signal.SIGKILL)
+    return bool(groups)
+
+
+def trained(config: str, folder: str, changes: tuple[str, ...], on_step: Callable[[str], bool]) -> dict[str, Any]:
+    """One run from nothing to its report. on_step(run): called with every line of a training run until it says True."""
+    run = f"demo-{'embedded' if changes else 'sglang'}"
+    command = [sys.executable, "-m", "headrace.cli", "up", config]
+    for entry in (f"run.dir={folder}", f"run.id={run}", *changes):
+        command += ["--set", entry]
+    done = False
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stderr.write(line)
+            done = done or (TRAINS in line and on_step(run))
+    if process.returncode == 3:
+        cannot_run("this machine can't run microVMs; `headrace vm doctor` says why")
+    if process.returncode:
+        sys.exit(f"the run of {run} ended with code {process.returncode}")
+    report: dict[str, Any] = json.loads((Path(folder) / run / "report.json").read_text())
+    return report
+
+
+def main() -> None:
+    """Both runs, one after the other."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo_sglang")
+    parser.add_argument("--config", default="deploy/demo-sglang.toml")
+    parser.add_argument("--kill", action="store_true")
+    args = parser.parse_args()
+    python = load(args.config).engine.python
+    if not Path(python).exists():
+        cannot_run(f"{python} is not there; `make test-sglang` builds the server's environment")
+    figures: Figures = {"config": args.config}
+    reports: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        kills: list[str] = []
+
+        def once(run: str) -> bool:
+            if killed(run):
+                kills.append(run)
+            return bool(kills)
+
+        reports["sglang"] = trained(args.config, folder, (), once if args.kill else lambda run: True)
+        reports["embedded"] = trained(args.config, folder, EMBEDDED, lambda run: True)
+        figures["server_kills"] = len(kills)
+    for name, report in reports.items():
+        figures[f"{name}_balanced"] = report["ledger"]["balanced"]
+        figures[f"{name}_attempts"] = report["ledger"]["attempts"]
+        for key in (
+            "steps",
+            "episodes",
+            "max_abs_dlp",
+            "rescored_tokens",
+            "staleness_max",
+            "staleness_bound",
+            "wall_s",
+        ):
+            figures[f"{name}_{key}"] = report[key]
+        for key in ("heldout_before", "heldout_after_t1", "heldout_after_greedy"):
+            figures[f"{name}_{key}"] = report[key]
+        for engine in report["engines"]:
+            figures |= {f"{name}_{key}": engine[key] for key in KEPT}
+    targets = {
+        "books_balanced": at_least(float(all(report["ledger"]["balanced"] for report in reports.values())), 1.0),
+        "staleness_over_bound": at_most(
+            max(report["staleness_max"] - report["staleness_bound"] for report in reports.values()), 0
+        ),
+    }
+    if args.kill:
+        targets["server_killed_and_started_again"] = at_least(figures["server_kills"], 1)
+    finish(figures, targets, "torch", "aiohttp")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""A version as the few elements that differ, for a loader that runs inside the server (`inside_sglang`).
+
+Idea: between neighbouring versions one weight in a hundred moves; a reload from disk copies all of them while everybody
+waits. So the differences are taken beside the serving, in the server's own names and layout (`sglang_checksums.fused`),
+and written to the staged folder; what happens in the pause is one scattered write. The server's checksums are compared
+as ever, so a wrong difference, or one against other weights than the server holds, is noticed and loaded over.
+
+Trade-off: both versions are held in memory while they are compared, and it works only where the layout inside the
+server is known (one rank, nothing quantised). Elsewhere the version is loaded from disk.
+"""
+
+import base64
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from headrace.engines.sglang_checksums import fused
+from headrace.policy.config import PolicyConfig
+from headrace.weights import snapshot
+
+LOADER = "headrace_loader.apply"
+FOLDER = Path(__file__).parent / "inside_sglang"
+"""What the server needs on its PYTHONPATH."""
+MOST = 0.25
+"""Share of changed elements above which a whole version is less to write: an index is twice as long as a weight."""
+
+
+class _Nothing:
+    """Becomes an empty tensor where it is unpickled: the server's unpickler lets few names in, tensors' data not."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return torch.nn.Parameter, ()
+
+
+def write(file: Path, before: Path, after: Path, config: PolicyConfig, dtype: str) -> int:
+    """Write what turns version file `before` into `after`, as the server holds them in `dtype`; returns bytes.
+
+    0, and no file: they differ in too much, or in shape.
+    """
+    kind = getattr(torch, dtype)
+    old, new = (fused(snapshot.read(path), config) for path in (before, after))
+    out, sizes, changed, whole = {}, {}, 0, 0
+    for name, tensor in new.items():
+        was, now = old[name].to(kind).flatten(), tensor.to(kind).flatten()
+        if was.shape != now.shape:
+            return 0
+        # Bits, not values: zero has two signs.
+        at = (was.view(torch.int16 if was.element_size() == 2 else torch.int32)
+              != now.view(torch.int16 if now.element_size() == 2 else torch.int32)).nonzero().flatten()  # fmt: skip
+        whole, changed = whole + now.numel(), changed + at.numel()
+        if at.numel():
+            out[f"{name}.at"], out[f"{name}.to"], sizes[name] = at, now[at].contiguous(), str(now.numel())
+    if changed > MOST * whole:
+        return 0
+    save_file(out, file, metadata=sizes)
+    return file.stat().st_size
+
+
+def body(file: Path, label: str) -> dict[str, Any]:
+    """The JSON of POST /update_weights_from_tensor that has the loader apply a file."""
+    payload = pickle.dumps([(str(file), _Nothing())])
+    return {
+        "serialized_named_tensors": [base64.b64encode(payload).decode()],
+        "load_format": LOADER,
+        "flush_cache": False,
+        "weight_version": label,
+    }
