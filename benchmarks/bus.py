@@ -35,6 +35,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.server import Server
 from headrace.bus.streams import declare
 from headrace.messages import subjects as s
+from headrace.messages.base import Array
 from headrace.messages.operations import Event, Ping
 
 PRODUCERS = 2
@@ -133,19 +134,20 @@ async def pipelined(server: Server, count: int) -> float:
         return count // 200 * 200 / (time.perf_counter() - since)
 
 
-async def blob(server: Server, mib: int) -> Figures:
-    """A claim check of that size, there and back."""
-    bus = await Bus.connect(server.url, role="admin", credentials=server.credentials)
-    message = Event(actor="a", id="a", kind="k", text=os.urandom(mib << 19).hex())
+async def blob(side: Side, mib: int) -> Figures:
+    """A trajectory of that size, there and back, decoded."""
+    small = trajectory()
+    routed = Array("|u1", (mib << 20,), os.urandom(mib << 20))
+    message = msgspec.structs.replace(small, turn=msgspec.structs.replace(small.turn, routed=routed))
     since = time.perf_counter()
-    seq = await bus.publish("hr.event.r1.admin.event", message)
+    seq = await side.bus.publish(s.TURN.at(run="blob", trajectory="blob"), message)
     put = time.perf_counter() - since
     since = time.perf_counter()
-    received = await bus.get("HR_EVENT", seq)
-    assert received.message == message
+    received = await side.bus.get("HR_TURN", seq)
+    found = received.message
     got = time.perf_counter() - since
-    await bus.close()
-    return {"blob_put_mib_per_s": round(mib / put, 1), "blob_get_mib_per_s": round(mib / got, 1)}
+    assert found == message
+    return {f"{side.name}_blob_{way}_mib_per_s": round(mib / s_, 1) for way, s_ in (("put", put), ("get", got))}
 
 
 async def killed(server: Server, count: int = 2000) -> tuple[Figures, Server]:
@@ -228,7 +230,7 @@ async def measured(args: argparse.Namespace, server: Server, sides: list[Side], 
     flows, ones = 2 * args.trajectories, args.singles
     assert server.pid is not None
     for turn in range(args.rounds):
-        order = [*sides, *([ray] if ray else [])]
+        order: list[Side | Child] = [*sides, *([ray] if ray else [])]
         for side in order if turn % 2 == 0 else order[::-1]:
             if isinstance(side, Child):
                 quantiles(rounds, "ray_call", (await side.ask(f"call {args.calls}"))["ms"])
@@ -287,7 +289,8 @@ async def run(args: argparse.Namespace) -> None:
         figures["ray"] = "measured beside" if ray else f"absent: there is no {args.ray} (see the head of this file)"
         rounds = await measured(args, server, sides, ray)
         figures |= rounds.figures()
-        figures |= await blob(server, args.blob_mib)
+        for side in sides[:2]:
+            figures |= await blob(side, args.blob_mib)
         if ray is not None:
             there = await ray.ask(f"blob {args.blob_mib}")
             figures |= {

@@ -93,7 +93,7 @@ class Received(Generic[T]):
                 raise self.error
             try:
                 if self.stream == "HR_ADVISORY":
-                    self._message = cast(T, _advisory(self.data))
+                    self._message = cast(T, _advisory(bytes(self.data)))
                 else:
                     self._message = cast(T, decode(self.data, self.headers))
             except UnknownType as error:

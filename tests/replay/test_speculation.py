@@ -5,6 +5,7 @@ import random
 import msgspec
 import pytest
 
+from headrace.messages.ledger import GroupClosed
 from headrace.replay.audit import Seen, examine
 from headrace.replay.decisions import Again, Rules, decide
 from headrace.replay.speculation import Means, Speculation
@@ -40,6 +41,7 @@ def test_the_first_verdict_counts_and_the_outrun_attempt_changes_nothing() -> No
     world.carry_out()
     world.write("score", r.score("g000000", 2, 1, trajectory_seq=3))
     (closing,) = decide(world.book, RULES)
+    assert isinstance(closing, GroupClosed)
     world.write("score", closing)
     world.write("score", r.score("g000000", 2, 0, trajectory_seq=4))
     slot = world.book.groups["g000000"].slots[2]
@@ -78,6 +80,7 @@ def test_the_books_balance_and_the_bias_is_told() -> None:
 
     assert attempts() == (4, 0, {"outrun": 1}, 3)
     (closing,) = decide(world.book, RULES)
+    assert isinstance(closing, GroupClosed)
     world.write("score", closing)
     assert attempts() == (4, 3, {"outrun": 1}, 0)
     world.write("score", long)
