@@ -151,7 +151,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=3_300_000, help="of mid-training, once")
     parser.add_argument("--credit", type=int, default=320, help="episodes at once: the sampler's budget, in every cell")
     parser.add_argument("--max-vms", type=int, default=52, help="machines of up to 8 sandboxes, in every cell")
-    parser.add_argument("--median", type=float, default=0.08, help="of an injected wait, in seconds")
+    parser.add_argument("--median", type=float, default=0.1, help="of an injected wait, in seconds")
     parser.add_argument("--sigma", type=float, default=1.25)
     parser.add_argument("--longest", type=float, default=8.0)
     parser.add_argument("--limit-s", type=float, default=1800.0, help="a cell that takes longer is an error")
