@@ -140,7 +140,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bounds", default="0,1,2,4")
     parser.add_argument("--waits", choices=("both", "yes", "no"), default="both")
     parser.add_argument("--backend", choices=("process", "qemu"), default="process")
-    parser.add_argument("--vms", type=int, default=12, help="steps of the pair of cells in VMs; 0 for none")
+    parser.add_argument("--vms", type=int, default=10, help="steps of the pair of cells in VMs; 0 for none")
     parser.add_argument("--balanced", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--speculate", type=int, default=2, help="last slots of a group asked for twice; 0: no cell")
     parser.add_argument("--evaluate", action=argparse.BooleanOptionalAction, default=True)
