@@ -52,7 +52,7 @@ _DENSE_BYTES = 256 << 10
 """A dense frame's share of the unit."""
 _TINY = 1 << 18
 """Elements of a unit that is not worth an estimate: everything is tried."""
-_STRIDE = 61
+_EVERY, _LOOK = 3200, 32
 _NOWHERE, _NOTHING = np.empty(0, np.int64), np.empty(0, np.uint8)
 _SAMPLES, _SAMPLE = 16, 16384
 """Parts of a unit that are tried, and elements of each."""
@@ -148,10 +148,13 @@ def encode(
 
 
 def _looks_dense(base: Sequence[Bits], target: Sequence[Bits]) -> bool:
-    """Whether a quarter of a unit has changed, by a look at every 61st element: then positions may not be needed."""
-    pairs = zip(base, target, strict=True)
-    seen = sum(int(np.count_nonzero(old[::_STRIDE] != new[::_STRIDE])) for old, new in pairs)
-    return seen * _STRIDE * 4 > sum(part.size for part in target)
+    """Whether a quarter of a unit has changed, by a look at one element in a hundred: positions may not be needed."""
+    seen = looked = 0
+    for old, new in zip(base, target, strict=True):
+        rows = old.size // _EVERY
+        before, after = (part[: rows * _EVERY].reshape(rows, _EVERY)[:, :_LOOK] for part in (old, new))
+        seen, looked = seen + int(np.count_nonzero(before != after)), looked + before.size
+    return 4 * seen > looked
 
 
 def _clumped(at: Positions) -> bool:
