@@ -219,6 +219,7 @@ def _router_main(
     fds: dict[str, int], links: dict[str, tuple[Pipe, Pipe]], hub: str, orders: Connection, other: Connection
 ) -> None:
     other.close()  # else our own copy of it keeps the pipe open when the parent ends
+    os.nice(-10)  # an ocean does not wait for the processors at its shores
     _route(fds, links, hub, orders)
 
 

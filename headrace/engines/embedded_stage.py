@@ -55,6 +55,9 @@ class Shell:
         self.model = Model(config, numerics, seed=None)
         own = {name: parameter.data for name, parameter in self.model.named_parameters()}
         self.tensors: dict[str, Tensor] = names.views(config, own)
+        apart = [name for name, view in self.tensors.items() if not view.is_contiguous() or view.device.type != "cpu"]
+        if apart:
+            raise EngineError(f"{apart[0]} does not lie in one piece in this machine's memory: it cannot be staged")
         self.bits: dict[str, Bits] = {name: state.bits(view) for name, view in self.tensors.items()}
         """The same memory."""
 
