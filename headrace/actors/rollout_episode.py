@@ -176,3 +176,4 @@ class Episode:
 
     async def _on_done(self, index: int, results: Sequence[ToolResult]) -> None:
         await self._log.done(index, results)
+            network=task.network,

@@ -40,6 +40,8 @@ class Task(Message, frozen=True, kw_only=True):
     allowed: tuple[str, ...]
     """Glob patterns of the paths whose changes are extracted; all others are ignored by the judge."""
     tests: TestPlan
+    network: tuple[str, ...] = ()
+    """What the agent's sandbox may reach, as in `Acquire.network`; the judge's reaches nothing."""
     template: str = "light"
     """Which vmhost template the sandbox is cloned from."""
 

@@ -319,7 +319,7 @@ class Host:
             channel.ended.add_done_callback(lambda ended: self._channels.discard(channel))
             sandbox.adopt(channel, machine.limit_bytes)
             if push:
-                await sandbox.begin(request.files, request.seed)
+                await sandbox.begin(request, self._event)
             sandbox.ready.set_result(None)
         except (Exception, asyncio.CancelledError) as error:
             reason = str(error) or type(error).__name__

@@ -5,11 +5,12 @@ import time
 from collections import OrderedDict
 from typing import Any
 
-from headrace.messages.sandbox import Exec, Op, OpResult, RunTests, SandboxLost
+from headrace.messages.sandbox import Acquire, Exec, Op, OpResult, RunTests, SandboxLost
 from headrace.vmhost import wire
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.guest.frames import Garbage
-from headrace.vmhost.machine import Machine
+from headrace.vmhost.machine import Machine, OnEvent
+from headrace.vmhost.network import Gate
 
 Key = tuple[str, str, str, str, int, int]
 RECORD = 256
@@ -25,6 +26,7 @@ class VmSandbox:
         self.slot = slot
         self.backend = backend
         self._channel: Channel | None = None
+        self._gate: Gate | None = None
         self._answers: OrderedDict[str, asyncio.Task[OpResult]] = OrderedDict()
         self._limit = 0
         self._gone = ""
@@ -35,11 +37,15 @@ class VmSandbox:
         """Whether calls can still be answered."""
         return not self._gone and (self._channel is None or not self._channel.lost.done())
 
-    async def begin(self, files: dict[str, bytes], seed: int) -> None:
-        """Push the repository into a slot that was just adopted."""
-        result = await self._do(*wire.open_frame(files, seed), wire.SLACK_S)
+    async def begin(self, request: Acquire, events: OnEvent) -> None:
+        """Push the repository into a slot that was just adopted, and open what it may reach."""
+        result = await self._do(*wire.open_frame(request.files, request.seed), wire.SLACK_S)
         if not result.ok:
             raise SandboxLost(f"{self.id}: the repository could not be pushed: {result.error}")
+        if request.network:
+            assert self._channel is not None
+            self._gate = Gate(self._channel, self.id, request.network, events)
+            await self._gate.start()
 
     def adopt(self, channel: Channel, limit: int) -> None:
         """Take the slot; `limit` is the largest frame in bytes that it is sent."""

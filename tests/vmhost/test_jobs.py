@@ -179,3 +179,8 @@ async def test_a_tree_that_is_too_large_is_not_pulled(sandbox: VmSandbox) -> Non
     await sandbox.call(Exec(argv=sh("mkdir -p big; head -c 300000 /dev/zero > big/file")))
     assert "more than" in (await sandbox.call(PullTar(path="big", limit=200_000))).error
     assert "No such file" in (await sandbox.call(PullTar(path="absent"))).error
+
+
+async def test_a_limit_beyond_all_clocks_is_a_limit(sandbox: VmSandbox) -> None:
+    done = await sandbox.call(Exec(argv=("echo", "fine"), timeout_s=1e15))
+    assert (done.stdout, done.timed_out) == ("fine\n", False)

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from . import jobs
+from . import jobs, tunnel
 from .files import Answer, Refused
 
 if TYPE_CHECKING:
     from .keeper import Keeper
 
+FOR_EVER_S = 1e9
 REMEMBERED = 64
 """Ended jobs whose outcome may still be asked for."""
 Send = Callable[[int, Answer], None]
@@ -208,6 +209,25 @@ def operate(keeper: "Keeper", number: int, header: dict[str, Any], bodies: Seque
             other.kill()
             return {}, []
     return {"ok": False, "error": f"nothing runs under {header['call']!r}"}, []
+
+
+def network(keeper: "Keeper", number: int) -> Answer:
+    """Start the slot's proxy as a job, and tell later commands of it."""
+
+    listener = tunnel.listen()
+
+    def body(_ends: dict[str, int]) -> None:
+        keeper.become()
+        tunnel.serve(listener)
+
+    here = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    keeper.environment |= {name: here for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+    keeper.environment |= {name: "localhost,127.0.0.1" for name in ("no_proxy", "NO_PROXY")}
+    with listener:
+        job = start(keeper.child(body), b"", True, False, tunnel.LIMIT, FOR_EVER_S)
+    keeper.spawned = True
+    keeper.jobs[number] = job
+    return keeper.background.start(number, job)
 
 
 def start(

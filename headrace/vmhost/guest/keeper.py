@@ -130,7 +130,7 @@ class Keeper:
         if self.runs and self.worker is not None:
             poll.register(self.worker, select.POLLIN)
             deadlines.append(self.run_deadline)
-        wait = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        wait = min(3600.0, max(0.0, min(deadlines) - time.monotonic())) if deadlines else None
         data: bytes | None = None
         died = False
         for fd, _ in poll.poll(None if wait is None else wait * 1000 + 1):
@@ -230,6 +230,8 @@ class Keeper:
                 environment = self.environment | header["env"]
                 self._start(number, self._command(header, bodies[0], folder, environment), jobs.outcome)
                 return None
+            case "network":
+                return background.network(self, number)
             case "start_job" | "follow_job" | "feed_job" | "stop_job" | "cancel":
                 return background.operate(self, number, header, bodies)
             case "push_tar" | "pull_tar":

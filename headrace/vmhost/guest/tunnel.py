@@ -1,0 +1,222 @@
+"""The way out of a sandbox that may have one: an HTTP proxy on its loopback, whose far side is on the host.
+
+There is no network card. A process of the tools' user listens on loopback, understands CONNECT and absolute URLs, and
+passes bytes through the slot's own channel (its standard input and output are a job's). Names are not
+resolved here and nothing is decided here: the host does both (vmhost/network.py), and what it refuses is answered 403.
+
+Layout of a record: u32 stream, u8 kind, u32 length, payload; big-endian, the same both ways.
+"""
+
+import os
+import select
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+
+PORT = 3128
+OPEN, OPENED, REFUSED, DATA, TAKEN, CLOSE = range(6)
+"""open: ``name:port`` (guest); opened, refused with a reason (host); data; taken: u32 bytes that were passed on, so
+that the other side may send as many more (guest); close."""
+WINDOW = 64 << 10
+"""Bytes of a stream that may be under way to the guest."""
+STREAMS = 12
+"""At once: together they never fill a job's input, which holds a MiB."""
+_HEAD = struct.Struct("!IBI")
+_LONGEST_HEAD = 16 << 10
+LIMIT = 256 << 10
+
+
+def record(stream: int, kind: int, payload: bytes = b"") -> bytes:
+    """One record."""
+    return _HEAD.pack(stream, kind, len(payload)) + payload
+
+
+class Records:
+    """Bytes to records."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> Iterator[tuple[int, int, bytes]]:
+        """Records that are complete now. ValueError when they can't be any."""
+        self._buffer += data
+        while len(self._buffer) >= _HEAD.size:
+            stream, kind, length = _HEAD.unpack_from(self._buffer)
+            if kind > CLOSE or length > LIMIT:
+                raise ValueError(f"a record of kind {kind} with {length} bytes")
+            if len(self._buffer) < _HEAD.size + length:
+                return
+            payload = self._buffer[_HEAD.size : _HEAD.size + length]
+            self._buffer = self._buffer[_HEAD.size + length :]
+            yield stream, kind, payload
+
+
+def target(head: bytes) -> tuple[str, bytes]:
+    """Where a request wants to go as ``name:port``, and what the server gets of its head (nothing of a CONNECT).
+    ValueError when it is none that a proxy gets."""
+    first, _, rest = head.partition(b"\r\n")
+    try:
+        method, place, version = first.decode("ascii").split(" ")
+    except (UnicodeDecodeError, ValueError):
+        raise ValueError("not an HTTP request") from None
+    if method == "CONNECT":
+        return place, b""
+    scheme, separator, place = place.partition("://")
+    if not separator or scheme.lower() != "http":
+        raise ValueError("a proxy is asked with a whole http:// address, or CONNECT")
+    name, _, path = place.partition("/")
+    lines = [line for line in rest.split(b"\r\n") if not line.lower().startswith((b"proxy-", b"connection:"))]
+    # One server per connection: the next request may be for another one.
+    start = f"{method} /{path} {version}".encode()
+    return name if ":" in name else f"{name}:80", b"\r\n".join([start, b"Connection: close", *lines])
+
+
+class _Stream:
+    def __init__(self, client: socket.socket) -> None:
+        self.client = client
+        self.head = b""
+        self.rest: bytes | None = None
+        """What the server gets first; None until the head is whole."""
+        self.opened = self.connect = self.ended = False
+        self.unsent = b""
+
+
+class Tunnel:
+    """Serves until standard input ends."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._streams: dict[int, _Stream] = {}
+        self._next = 0
+        self._records = Records()
+
+    def serve(self) -> None:
+        """The loop."""
+        while True:
+            poll = select.poll()
+            poll.register(0, select.POLLIN)
+            if len(self._streams) < STREAMS:
+                poll.register(self._listener, select.POLLIN)
+            owners = {}
+            for number, stream in self._streams.items():
+                reads = stream.opened or stream.rest is None
+                poll.register(stream.client, (select.POLLIN if reads else 0) | (select.POLLOUT if stream.unsent else 0))
+                owners[stream.client.fileno()] = number
+            for fd, events in poll.poll():
+                if fd == 0:
+                    data = os.read(0, 65536)
+                    if not data:
+                        return
+                    for number, kind, payload in self._records.feed(data):
+                        self._from_host(number, kind, payload)
+                elif fd == self._listener.fileno():
+                    with suppress(OSError):
+                        client = self._listener.accept()[0]
+                        client.setblocking(False)
+                        self._next += 1
+                        self._streams[self._next] = _Stream(client)
+                elif owners[fd] in self._streams:
+                    self._from_client(owners[fd], events)
+
+    def _from_host(self, number: int, kind: int, payload: bytes) -> None:
+        stream = self._streams.get(number)
+        if stream is None:
+            return
+        if kind == OPENED:
+            stream.opened = True
+            if stream.connect:
+                stream.unsent += b"HTTP/1.1 200 Connection established\r\n\r\n"
+            if stream.rest:
+                self._send(record(number, DATA, stream.rest))
+                stream.rest = b""
+        elif kind == REFUSED:
+            self._answer(number, "403 Forbidden", payload)
+            return
+        elif kind == DATA:
+            stream.unsent += payload
+        elif kind == CLOSE:
+            stream.ended = True
+        self._flush(number)
+
+    def _from_client(self, number: int, events: int) -> None:
+        stream = self._streams[number]
+        if events & select.POLLOUT:
+            self._flush(number)
+        if number not in self._streams or not events & (select.POLLIN | select.POLLHUP | select.POLLERR):
+            return
+        try:
+            data = stream.client.recv(32768)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(number)
+        elif stream.opened:
+            self._send(record(number, DATA, data))
+        else:
+            stream.head += data
+            self._head(number)
+
+    def _head(self, number: int) -> None:
+        stream = self._streams[number]
+        head, end, body = stream.head.partition(b"\r\n\r\n")
+        if not end:
+            if len(stream.head) > _LONGEST_HEAD:
+                self._answer(number, "431 Request Header Fields Too Large", b"the request's head is too long")
+            return
+        try:
+            place, start = target(head)
+        except ValueError as error:
+            self._answer(number, "400 Bad Request", str(error).encode())
+            return
+        stream.connect = not start
+        stream.rest = start + b"\r\n\r\n" + body if start else body
+        self._send(record(number, OPEN, place.encode()))
+
+    def _answer(self, number: int, status: str, text: bytes) -> None:
+        stream = self._streams[number]
+        head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain\r\nContent-Length: {len(text) + 1}\r\nConnection: close"
+        stream.unsent += head.encode() + b"\r\n\r\n" + text + b"\n"
+        stream.ended, stream.rest = True, b""
+        self._flush(number)
+
+    def _flush(self, number: int) -> None:
+        stream = self._streams[number]
+        try:
+            sent = stream.client.send(stream.unsent) if stream.unsent else 0
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(number)
+            return
+        stream.unsent = stream.unsent[sent:]
+        if sent and stream.opened:
+            self._send(record(number, TAKEN, struct.pack("!I", sent)))
+        if stream.ended and not stream.unsent:
+            self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        self._streams.pop(number).client.close()
+        self._send(record(number, CLOSE))
+
+    def _send(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(1, data) :]
+
+
+def listen() -> socket.socket:
+    """Where programs find the proxy; under the process backend, which shares its loopback, wherever there is room."""
+    try:
+        found = socket.create_server(("127.0.0.1", PORT))
+    except OSError:
+        found = socket.create_server(("127.0.0.1", 0))
+    found.setblocking(False)
+    return found
+
+
+def serve(listener: socket.socket) -> None:
+    """In a fork of the keeper, as the tools' user: say that it is up, and pass on."""
+    os.write(1, record(0, OPENED))
+    Tunnel(listener).serve()
