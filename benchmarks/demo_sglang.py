@@ -1,6 +1,6 @@
 """The demo's policy trained a few steps with a real SGLang server as the sampler, and with the embedded engine beside.
 
-    python -m benchmarks.demo_sglang [--config deploy/demo-sglang.toml] [--kill]
+    python -m benchmarks.demo_sglang [--config deploy/demo-sglang.toml] [--dir runs] [--kill]
 
 Two whole runs of `headrace up` on one configuration; each one's own report.json is the source of its figures. The
 trainer scores every sampled token again: k1, k3 and the largest difference say how far sampler and trainer are apart,
@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +24,8 @@ from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
 from headrace.config import load
 
 EMBEDDED = ("engine.kind=embedded", "engine.python=", "engine.args=[]")
+SAID = ("steps", "episodes", "rescored_tokens", "max_abs_dlp", "heldout_tasks", "heldout_before", "heldout_after_t1",
+        "heldout_after_greedy", "wall_s")  # fmt: skip
 KEPT = ("k1", "k3", "max_abs_dlp", "differ", "flips", "tokens")
 TRAINS = "| step "
 """In a line of progress: at least one step was trained."""
@@ -50,7 +52,7 @@ def killed(run: str) -> bool:
 
 def trained(config: str, folder: str, changes: tuple[str, ...], on_step: Callable[[str], bool]) -> dict[str, Any]:
     """One run from nothing to its report. on_step(run): called with every line of a training run until it says True."""
-    run = f"demo-{'embedded' if changes else 'sglang'}"
+    run = f"demo-{'embedded' if changes else 'sglang'}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = [sys.executable, "-m", "headrace.cli", "up", config]
     for entry in (f"run.dir={folder}", f"run.id={run}", *changes):
         command += ["--set", entry]
@@ -72,6 +74,7 @@ def main() -> None:
     """Both runs, one after the other."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo_sglang")
     parser.add_argument("--config", default="deploy/demo-sglang.toml")
+    parser.add_argument("--dir", default="runs")
     parser.add_argument("--kill", action="store_true")
     args = parser.parse_args()
     python = load(args.config).engine.python
@@ -79,39 +82,26 @@ def main() -> None:
         cannot_run(f"{python} is not there; `make test-sglang` builds the server's environment")
     figures: Figures = {"config": args.config}
     reports: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        kills: list[str] = []
+    kills: list[str] = []
 
-        def once(run: str) -> bool:
-            if killed(run):
-                kills.append(run)
-            return bool(kills)
+    def once(run: str) -> bool:
+        if killed(run):
+            kills.append(run)
+        return bool(kills)
 
-        reports["sglang"] = trained(args.config, folder, (), once if args.kill else lambda run: True)
-        reports["embedded"] = trained(args.config, folder, EMBEDDED, lambda run: True)
-        figures["server_kills"] = len(kills)
+    reports["sglang"] = trained(args.config, args.dir, (), once if args.kill else lambda run: True)
+    reports["embedded"] = trained(args.config, args.dir, EMBEDDED, lambda run: True)
+    figures["server_kills"] = len(kills)
     for name, report in reports.items():
+        figures |= {f"{name}_{key}": report[key] for key in SAID}
         figures[f"{name}_balanced"] = report["ledger"]["balanced"]
         figures[f"{name}_attempts"] = report["ledger"]["attempts"]
-        for key in (
-            "steps",
-            "episodes",
-            "max_abs_dlp",
-            "rescored_tokens",
-            "staleness_max",
-            "staleness_bound",
-            "wall_s",
-        ):
-            figures[f"{name}_{key}"] = report[key]
-        for key in ("heldout_before", "heldout_after_t1", "heldout_after_greedy"):
-            figures[f"{name}_{key}"] = report[key]
         for engine in report["engines"]:
             figures |= {f"{name}_{key}": engine[key] for key in KEPT}
+    books = [report["ledger"] for report in reports.values()]
     targets = {
-        "books_balanced": at_least(float(all(report["ledger"]["balanced"] for report in reports.values())), 1.0),
-        "staleness_over_bound": at_most(
-            max(report["staleness_max"] - report["staleness_bound"] for report in reports.values()), 0
-        ),
+        "books_balanced": at_least(float(all(book["balanced"] for book in books)), 1.0),
+        "staleness_over_bound": at_most(max(book["staleness_max"] - book["staleness_bound"] for book in books), 0),
     }
     if args.kill:
         targets["server_killed_and_started_again"] = at_least(figures["server_kills"], 1)

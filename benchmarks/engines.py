@@ -10,7 +10,7 @@ are replayed for it). Then the pause of a swap under running requests, to a vers
 moved: in place and by abort and resume, both loaded from disk, and in place by the loader inside the server (`sparse`).
 Then how soon a server full of training turns runs none when they are taken back; and a user's turn on such a server,
 beside one on an idle server. SGLang's share of the machine is whatever the others leave it: it runs in processes of its
-own, so processor time would not tell.
+own, so processor time would not tell. With `--batches ""` only what concerns the server is measured.
 """
 
 import argparse
@@ -186,72 +186,83 @@ async def lent(engine: SglangEngine, repeats: int, figures: Figures) -> None:
         figures[f"sglang_user_turn_{kind}_ms"] = round(statistics.median(values), 1)
 
 
-async def measure(python: str, tokens: int, repeats: int, batches: Sequence[int], section: Policy) -> None:
-    """Print the figures."""
+async def compared(
+    sglang: SglangEngine,
+    model: Model,
+    files: Sequence[tuple[str, str]],
+    folder: Path,
+    tokens: int,
+    repeats: int,
+    batches: Sequence[int],
+    figures: Figures,
+) -> None:
+    """Speed and log-probabilities of the three engines."""
     from transformers import AutoModelForCausalLM
 
+    config = model.config
+    checkpoint.save(folder, model, config)
+    hugging = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype))
+    embedded = EmbeddedEngine(config, model.numerics)
+    try:
+        await embedded.load(0, *files[0])
+        for batch in batches:
+            ratios: dict[str, list[float]] = {"sglang": [], "hf": []}
+            for repeat in range(repeats):
+                contexts = prompts(config, batch, repeat)
+                ours, samples = await drawn(embedded, contexts, tokens)
+                theirs, answers = await drawn(sglang, contexts, tokens)
+                plain, rows = generated(hugging, contexts, tokens)
+                for key, speed in (("embedded", ours), ("sglang", theirs), ("hf", plain)):
+                    best = f"{key}_b{batch}_tok_per_s"
+                    figures[best] = round(max(speed, figures.get(best, 0.0)))
+                ratios["sglang"].append(theirs / ours)
+                ratios["hf"].append(plain / ours)
+                if repeat:
+                    continue
+                for key, gaps in (
+                    ("embedded", [gap(model, c, s) for c, s in zip(contexts, samples, strict=True)]),
+                    ("sglang", [gap(model, c, s) for c, s in zip(contexts, answers, strict=True)]),
+                    ("hf", [plain_gap(model, c, *row) for c, row in zip(contexts, rows, strict=True)]),
+                ):
+                    figures[f"{key}_b{batch}_max_abs_dlp"] = round(max(gaps), 7)
+            for key, values in ratios.items():
+                figures[f"b{batch}_{key}_over_embedded"] = round(statistics.median(values), 3)
+    finally:
+        await embedded.stop()
+
+
+async def measure(python: str, tokens: int, repeats: int, batches: Sequence[int], section: Policy) -> None:
+    """Print the figures."""
     torch.set_num_threads(1)
     config = PolicyConfig.from_section(section)
-    numerics = probe(config, exact=False)
-    model = Model(config, numerics, seed=1)
+    model = Model(config, probe(config, exact=False), seed=1)
     figures: Figures = {"dtype": config.dtype, "tokens": tokens, "prompt": PROMPT, "repeats": repeats}
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as place:
         folder = Path(place)
         files = []
         for name, state in (("0", model.state()), ("1", neighbour(model.state()))):
             files.append((str(folder / name), snapshot.write(folder / name, state)))
-        checkpoint.save(folder / "hf", model, config)
-        Tokenizer.train((), config.vocab).save(folder / "tokenizer.json")
-        hugging = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=getattr(torch, config.dtype))
-        embedded = EmbeddedEngine(config, numerics)
+        tokenizer = folder / "tokenizer.json"
+        Tokenizer.train((), config.vocab).save(tokenizer)
         args = [*arguments(), "--dtype", config.dtype, "--context-length", "2048", "--max-running-requests", str(MOST)]
-        args.append("--enable-return-routed-experts")
-        server = Server(
-            python, free_port(), args, Path(os.environ.get("HEADRACE_SGLANG_LOG") or folder / "log"), sparse=True
-        )
-        sglang = SglangEngine(
-            config, folder / "stage", server=server, tokenizer=folder / "tokenizer.json", max_batch=MOST
-        )
+        args += ["--enable-return-routed-experts"] if config.experts else []
+        log = Path(os.environ.get("HEADRACE_SGLANG_LOG") or folder / "log")
+        server = Server(python, free_port(), args, log, sparse=True)
+        sglang = SglangEngine(config, folder / "stage", server=server, tokenizer=tokenizer, max_batch=MOST)
         try:
-            await embedded.load(0, *files[0])
             began = time.perf_counter()
             await sglang.load(0, *files[0])
             figures["sglang_start_s"] = round(time.perf_counter() - began, 1)
-            for batch in batches:
-                ratios: dict[str, list[float]] = {"sglang": [], "hf": []}
-                for repeat in range(repeats):
-                    contexts = prompts(config, batch, repeat)
-                    ours, samples = await drawn(embedded, contexts, tokens)
-                    theirs, answers = await drawn(sglang, contexts, tokens)
-                    plain, rows = generated(hugging, contexts, tokens)
-                    for key, speed in (("embedded", ours), ("sglang", theirs), ("hf", plain)):
-                        best = f"{key}_b{batch}_tok_per_s"
-                        figures[best] = round(max(speed, figures.get(best, 0.0)))
-                    ratios["sglang"].append(theirs / ours)
-                    ratios["hf"].append(plain / ours)
-                    if not repeat:
-                        pairs = list(zip(contexts, samples, answers, rows, strict=True))
-                        figures[f"embedded_b{batch}_max_abs_dlp"] = round(
-                            max(gap(model, c, s) for c, s, _, _ in pairs), 5
-                        )
-                        figures[f"sglang_b{batch}_max_abs_dlp"] = round(
-                            max(gap(model, c, a) for c, _, a, _ in pairs), 5
-                        )
-                        figures[f"hf_b{batch}_max_abs_dlp"] = round(
-                            max(plain_gap(model, c, *row) for c, _, _, row in pairs), 5
-                        )
-                for key, values in ratios.items():
-                    figures[f"b{batch}_{key}_over_embedded"] = round(statistics.median(values), 3)
+            if batches:
+                await compared(sglang, model, files, folder / "hf", tokens, repeats, batches, figures)
             await pauses(sglang, files, repeats, figures)
             await lent(sglang, repeats, figures)
         finally:
             await sglang.stop()
-            await embedded.stop()
-    worst = max(figures[f"sglang_b{batch}_max_abs_dlp"] for batch in batches)
-    targets = {
-        "sglang_max_abs_dlp_nats": at_most(worst, 0.01),
-        "give_back_worst_ms": at_most(figures["sglang_give_back_worst_ms"], 1000.0),
-    }
+    targets = {"give_back_worst_ms": at_most(figures["sglang_give_back_worst_ms"], 1000.0)}
+    if batches:
+        worst = max(figures[f"sglang_b{batch}_max_abs_dlp"] for batch in batches)
+        targets["sglang_max_abs_dlp_nats"] = at_most(worst, 0.01)
     finish(figures, targets, "torch", "transformers", "aiohttp")
 
 
@@ -268,7 +279,7 @@ def main() -> None:
         cannot_run("HEADRACE_SGLANG names no interpreter with SGLang; `make test-sglang` builds one")
     changes = [f"policy.{entry}" for entry in ("dtype=bfloat16", *args.set)]
     section = parse("", "--set", changes).policy
-    batches = [int(word) for word in args.batches.split(",")]
+    batches = [int(word) for word in args.batches.split(",") if word]
     asyncio.run(measure(os.path.abspath(python), args.tokens, args.repeats, batches, section))
 
 

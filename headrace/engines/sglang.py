@@ -3,7 +3,8 @@
 Idea: the server keeps the KV and does the arithmetic; this class keeps the laws. Ids go in and come out as they are,
 no text is ever tokenised. A turn is one or more legs (`sglang_turn`), a leg is one request that enters through the
 waiting room (`sglang_load`) and the gate (`sglang_gate`), is decoded and checked at the door (`sglang_reply`), and
-carries the version that serves as salt of its prefix-cache key. Weights change under running requests (`sglang_swap`).
+carries the version that serves in the salt of its prefix-cache key. Weights change under running requests
+(`sglang_swap`).
 
 What never reaches the server: an id outside the vocabulary. It would end the whole server, and the broker's redelivery
 would end the next one.
@@ -280,7 +281,7 @@ class SglangEngine:
             try:
                 found = self._life.terms
                 asked = body(
-                    request, turn.ids, turn.left, rid=flight.rid, start=start, label=weights.label,
+                    request, turn.ids, turn.left, rid=flight.rid, start=start, salt=self._life.salt(weights),
                     sparse=bool(self._config.experts), seeded=found is not None and found.deterministic,
                     priority=PRIORITY[request.lane] if found is not None and found.priorities else None,
                 )  # fmt: skip

@@ -7,6 +7,7 @@ closed. Whoever finds the server gone only says so; the next to enter brings it 
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from headrace.engines.base import EngineError, SampleRequest
@@ -47,6 +48,14 @@ class Life:
         """What the server is known to hold, to go back to."""
         self._pinned: dict[int, Weights] = {}
         self._strange = False
+        self._mixed: Counter[str] = Counter()
+        """By label, how often requests of these weights went on under others."""
+
+    def salt(self, weights: Weights) -> str:
+        """Of prefix-cache keys: what went on under other weights left its keys and values under the old salt, so
+        the weights come back, as a pinned version, with a salt that nobody had."""
+        count = self._mixed[weights.label]
+        return f"{weights.label}.{count}" if count else weights.label
 
     def name(self, version: int, path: str, state_hash: str) -> Weights:
         """Remember a version's label."""
@@ -118,6 +127,8 @@ class Life:
             if self._held is None and not self._strange and await self._swapper.holds(weights, found):
                 self._swapper.pause_ms = 0.0
             else:
+                if self._held is not None and self.gate.inside:
+                    self._mixed[self._held.label] += 1
                 await self._swapper.change(weights, self._held, found, self._take_back)
             self._held, self._strange = weights, False
         except ServerError as error:

@@ -58,13 +58,13 @@ def body(
     *,
     rid: str,
     start: int,
-    label: str,
+    salt: str,
     sparse: bool,
     seeded: bool,
     priority: int | None = None,
 ) -> dict[str, Any]:
     """The JSON of POST /generate. ids: the context; left: tokens still to draw; start: first row of routes wanted;
-    priority: among the server's requests, where it knows such a thing.
+    salt: whose prefixes it may share; priority: among the server's requests, where it knows such a thing.
 
     Every value that changes the distribution is spelled out, so that no default of a server or a model creeps in.
     """
@@ -92,7 +92,7 @@ def body(
         "sampling_params": sampling,
         "return_logprob": True,
         "logprob_start_len": -1,
-        "cache_salt": label,
+        "cache_salt": salt,
         **({} if priority is None else {"priority": priority}),
         **routes,
     }

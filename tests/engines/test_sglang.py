@@ -307,6 +307,23 @@ async def test_a_pinned_version_has_the_server_to_itself_and_then_the_latest_aga
         await engine.sample(request(policy=pinned))
 
 
+async def test_a_pinned_version_finds_no_prefix_that_went_on_under_another(pair: Pair, versions: Versions) -> None:
+    engine, double = pair
+    await double.let_go(hold_at=5)
+    work = asyncio.create_task(engine.sample(request(ids=(1, 2, 3, 4), tokens=12)))
+    await double.until(lambda: any(len(one.out) == 5 for one in double.running))
+    await begun(engine)
+    await engine.load(1, *versions.files[1])
+    await double.let_go()
+    first = await work
+    await engine.pin(0, *versions.files[0])
+    context = [1, 2, 3, 4, *first.ids]
+    sample = await engine.sample(request("other", ids=tuple(context), policy=PolicyRef(kind="pinned", version=0)))
+    record = Record(temperature=1.0)
+    record.add(context, sample, versions.config)
+    assert sample.spans == (Span(0, len(context) + 7, 0),) and close(record, versions)
+
+
 async def test_routes_that_a_retraction_overwrote_count_as_not_recorded(pair: Pair, versions: Versions) -> None:
     engine, double = pair
     await double.let_go(hold_at=4)
