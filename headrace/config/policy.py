@@ -52,8 +52,9 @@ class Engine(Section, frozen=True, kw_only=True):
 class Numerics(Section, frozen=True, kw_only=True):
     """Differences between sampler and trainer: limits per engine, as in EngineMismatch; 0 is no limit."""
 
-    on_mismatch: Literal["warn", "mask", "stop"] = "warn"
-    """Above a limit: say so; let tokens whose ratio is beyond `mask_ratio`, either way up, teach nothing; or refuse."""
+    on_mismatch: Literal["warn", "mask", "stop", "roll_back"] = "warn"
+    """Above a limit: say so; let tokens whose ratio is beyond `mask_ratio`, either way up, teach nothing; refuse the
+    step; or refuse it and go back to the last version that bound + 1 further batches within the limits followed."""
     limit_max_abs_dlp: float = 0.0
     limit_k3: float = 0.0
     limit_differ: float = 0.0

@@ -1,14 +1,20 @@
 """One trainer on several processes: shards of every layer (FSDP2), experts by owner, the update of one process.
 
-Idea: a batch's micro-batches are dealt out in turn; everything else is what one process does. FSDP only gathers
-weights before it multiplies, so in exact mode each token's log-probability has the bits that a single process gets,
+Idea: `step.take` with a `World` as its crew. A batch's micro-batches are dealt out in turn, and everything else
+(corrections, parts of a batch, refusals, the guard) is what one process does. FSDP only gathers weights before it
+multiplies, so in exact mode each token's log-probability has the bits that a single process gets,
 and the loss, added up in the order of the micro-batches, is the same number. Gradients are sums over processes: equal
 bit for bit while at most two micro-batches are added (a sum of two has one order), otherwise within rounding.
 
 What leaves is independent of the layout: `published` gathers whole tensors, so the same state publishes the same bytes
 from any number of processes, and torch.distributed.checkpoint writes shards that another number of them reads.
 
-    torchrun --nproc-per-node 4 your_program.py      # start() in each process; gloo on CPUs, nccl on GPUs
+    torchrun --nproc-per-node 4 your_program.py      # in each process; gloo on CPUs, nccl on GPUs:
+
+    world = start()
+    state = ShardedState(shard(model, world, expert_parallel=True))
+    outcome = take(state, batch, algorithm=..., micro_tokens=..., bound=..., crew=world)
+    publish(state, world, path)
 
 Trade-off: experts belong to one process of the whole group or to none (`expert_parallel`); there is no second
 dimension of replicas. PyTorch FSDP2: `torch.distributed.fsdp.fully_shard` (SimpleFSDP, arXiv 2411.00284, describes the
@@ -19,9 +25,10 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,36 +38,56 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from headrace.algorithms.losses import dr_grpo_divisor, policy_gradient
-from headrace.algorithms.mismatch import Mismatch, mismatch
-from headrace.config import Algorithm
 from headrace.policy import formats, names
 from headrace.policy.layer import Layer
 from headrace.policy.model import Model
-from headrace.training.batch import Batch, Segment
 from headrace.training.distributed_experts import ExpertParallel
-from headrace.training.guard import refusal
 from headrace.training.state import TrainerState
-from headrace.training.step import forward, learning_rate, micro_batches
 from headrace.weights import snapshot
 
+T = TypeVar("T")
 
-class World(NamedTuple):
-    """The processes that train one policy."""
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train one policy: a `step.Crew`."""
 
     mesh: DeviceMesh
     rank: int
     size: int
 
+    def each(self, count: int, work: Callable[[int, bool], T]) -> list[T]:
+        """As `step.Crew`: micro-batches are dealt out in turn, and what came of them is told to everybody."""
+        mine: dict[int, T] = {}
+        for first in range(0, count, self.size):
+            at = first + self.rank
+            if at < count:
+                mine[at] = work(at, True)
+            else:  # a collective waits for everybody
+                work(0, False)
+        told: list[dict[int, T]] = [{} for _ in range(self.size)]
+        dist.all_gather_object(told, mine)
+        found = {at: value for part in told for at, value in part.items()}
+        return [found[at] for at in range(count)]
 
-class Taken(NamedTuple):
-    """One update, the same in every process."""
 
-    loss: float
-    grad_norm: float
-    seen: Mismatch
-    failed: str
-    """Why no update was made, as `training.guard.refusal` says; empty when one was."""
+class ShardedState(TrainerState):
+    """What every process owns of a model that `shard` has cut."""
+
+    def published(self) -> dict[str, Tensor]:
+        """As TrainerState, gathered: every process must call it."""
+        return published(self.model)
+
+    def gradient_norm(self) -> float:
+        """Euclidean norm over all shards of all gradients; the same number in every process."""
+        total = torch.zeros((), dtype=torch.float64)
+        for parameter in self.model.parameters():
+            grad = parameter.grad
+            if grad is not None:
+                own = grad.to_local() if isinstance(grad, DTensor) else grad
+                total += torch.linalg.vector_norm(own, dtype=torch.float64).square()
+        dist.all_reduce(total)
+        return math.sqrt(total) if math.isfinite(total) else math.nan
 
 
 def start(backend: str = "gloo", device: str = "cpu") -> World:
@@ -72,7 +99,7 @@ def start(backend: str = "gloo", device: str = "cpu") -> World:
 
 
 def shard(model: Model, world: World, *, expert_parallel: bool = False) -> Model:
-    """Cut a model that is whole and equal in every process; in place. Make the `TrainerState` afterwards.
+    """Cut a model that is whole and equal in every process; in place. Make the `ShardedState` afterwards.
 
     expert_parallel: experts are owned, not gathered. ValueError when they cannot be dealt out evenly.
     """
@@ -101,75 +128,6 @@ def _sum(module: FSDPModule) -> None:
     module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
 
-def accumulate(
-    state: TrainerState, world: World, batch: Batch, algorithm: Algorithm, micro_tokens: int
-) -> tuple[float, Mismatch]:
-    """The batch's gradient into the model's shards; its loss and what was seen, the same numbers in every process."""
-    wanted = [segment for segment in batch.segments if segment.advantage != 0.0]
-    parts = list(micro_batches(wanted, micro_tokens))
-    divisor = dr_grpo_divisor(batch.trajectories, algorithm.constant_tokens)
-    state.zero_grad()
-    mine: dict[int, tuple[float, Tensor, Tensor]] = {}
-    for first in range(0, len(parts), world.size):
-        at = first + world.rank
-        if at < len(parts):
-            mine[at] = _one(state.model, parts[at], algorithm, divisor)
-        else:  # a collective waits for everybody: take part with nothing
-            _one(state.model, parts[0], algorithm, math.inf)
-    told: list[dict[int, tuple[float, Tensor, Tensor]]] = [{} for _ in range(world.size)]
-    dist.all_gather_object(told, mine)
-    ordered = [value for _, value in sorted(itertools.chain.from_iterable(part.items() for part in told))]
-    empty = torch.empty(0)
-    trainer = torch.cat([logp for _, logp, _ in ordered]) if ordered else empty
-    sampler = torch.cat([behaviour for _, _, behaviour in ordered]) if ordered else empty
-    return sum(loss for loss, _, _ in ordered), mismatch(trainer, sampler)
-
-
-def _one(
-    model: Model, segments: Sequence[Segment], algorithm: Algorithm, divisor: float
-) -> tuple[float, Tensor, Tensor]:
-    logp, _ = forward(model, segments)
-    behaviour = torch.cat([segment.behaviour for segment in segments])
-    advantage = torch.cat([torch.full((len(s.targets),), s.advantage) for s in segments])
-    part = policy_gradient(
-        logp,
-        behaviour,
-        advantage,
-        divisor=divisor,
-        clip=algorithm.tis_clip,
-        weighting=algorithm.weighting,
-        low=algorithm.mask_low,
-    )
-    torch.autograd.backward(part.loss)
-    return float(part.loss.detach()), logp.detach(), behaviour
-
-
-def gradient_norm(model: Model) -> float:
-    """Euclidean norm over all shards of all gradients, summed in float64; NaN when any of them is not finite."""
-    total = torch.zeros((), dtype=torch.float64)
-    for parameter in model.parameters():
-        grad = parameter.grad
-        if grad is not None:
-            own = grad.to_local() if isinstance(grad, DTensor) else grad
-            total += torch.linalg.vector_norm(own, dtype=torch.float64).square()
-    dist.all_reduce(total)
-    return math.sqrt(total) if math.isfinite(total) else math.nan
-
-
-def take(state: TrainerState, world: World, batch: Batch, algorithm: Algorithm, micro_tokens: int) -> Taken:
-    """One update by all processes together, or a refusal by all; the version moves on either way."""
-    rate = learning_rate(algorithm, state.step)
-    loss, seen = accumulate(state, world, batch, algorithm, micro_tokens)
-    norm = gradient_norm(state.model)
-    reason = refusal(loss, norm, seen.k1, max_gradient_norm=algorithm.max_grad_norm, max_k1=algorithm.max_k1)
-    if reason:
-        state.zero_grad()
-    elif seen.tokens:
-        state.apply(rate, min(1.0, algorithm.grad_clip / norm) if norm > 0.0 else 1.0)
-    state.version += 1
-    return Taken(loss, norm, seen, reason)
-
-
 def published(model: Model) -> dict[str, Tensor]:
     """The served bytes, whole, under Hugging Face names. Every process must call it; all get them."""
     whole = {
@@ -179,9 +137,9 @@ def published(model: Model) -> dict[str, Tensor]:
     return formats.pack(model.config, {name: view.clone() for name, view in names.views(model.config, whole).items()})
 
 
-def publish(model: Model, world: World, path: Path) -> str:
+def publish(state: ShardedState, world: World, path: Path) -> str:
     """Write the served bytes as one file, from the first process; their state hash, in every one."""
-    tensors = published(model)
+    tensors = state.published()
     told = [snapshot.write(path, tensors) if world.rank == 0 else ""]
     dist.broadcast_object_list(told, src=0)
     return told[0]

@@ -14,6 +14,9 @@ Good is what was looked at: a copy is taken now and then and becomes the good on
 without an alarm. So a rollback goes back by bound + 1 to about twice that. Everything that the guard knows is in the
 checkpoint and follows from recorded steps alone: a restarted trainer and a replay decide the same.
 
+`numerics.on_mismatch = "roll_back"` uses the same copies: there a batch is calm while every engine keeps within the
+limits, and one that does not takes back what was learned since, at an unchanged learning rate.
+
 Trade-off: two copies of masters and moments in memory and in every checkpoint, which is why it is off by default.
 """
 
@@ -92,7 +95,7 @@ class Copy:
 
 
 class Guard:
-    """One run's watch. Does nothing while `algorithm.guard_k1` is 0."""
+    """One run's watch. Does nothing while `algorithm.guard_k1` is 0 and `numerics.on_mismatch` is not roll_back."""
 
     def __init__(self) -> None:
         self.calm: list[Reading] = []
@@ -122,16 +125,24 @@ class Guard:
             return ""
         self.over = 0
         self.calm = [*self.calm, now][-WINDOW:]
+        self.keep(state, bound)
+        return ""
+
+    def keep(self, state: TrainerState, bound: int) -> None:
+        """A batch spoke for the state that is about to be updated: hold it, or let what is held become the good one."""
         if self.candidate is None:
             self.candidate = Copy.of(state)
         elif state.version - self.candidate.version > bound:
             self.good, self.candidate = self.candidate, Copy.of(state)
-        return ""
 
-    def roll_back(self, state: TrainerState, algorithm: Algorithm) -> int:
-        """Put the last good version's bytes and optimizer in place; its number, -1 when there is none yet."""
+    def roll_back(self, state: TrainerState, algorithm: Algorithm, *, slower: bool = True) -> int:
+        """Put the last good version's bytes and optimizer in place; its number, -1 when there is none yet.
+
+        slower: the updates themselves went wrong, so the learning rate falls.
+        """
         self.over, self.calm, self.candidate = 0, [], None
-        self.factor *= algorithm.guard_backoff
+        if slower:
+            self.factor *= algorithm.guard_backoff
         if self.good is None:
             return -1
         found = self.good.version

@@ -120,7 +120,7 @@ def answer(measured: Measured, limits: Numerics, algorithm: Algorithm) -> Algori
     said = above(measured.engines, limits)
     if not said or limits.on_mismatch == "warn":
         return algorithm
-    if limits.on_mismatch == "stop":
+    if limits.on_mismatch in ("stop", "roll_back"):
         raise TooFar(said)
     return msgspec.structs.replace(
         algorithm, weighting="masked", tis_clip=limits.mask_ratio, mask_low=1.0 / limits.mask_ratio

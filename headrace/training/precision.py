@@ -28,4 +28,14 @@ def master_of(model: Model, name: str, parameter: nn.Parameter) -> Tensor:
 @torch.no_grad()
 def cast_into(model: Model, name: str, parameter: nn.Parameter, master: Tensor) -> None:
     """Write a master into the model as it is served."""
-    parameter.copy_(mxfp8.rounded(master.to(parameter.dtype)) if quantised(model, name) else master)
+    if quantised(model, name):
+        # Of a shard, its own rows: shards are cut between experts, blocks lie within a row.
+        _local(parameter).copy_(mxfp8.rounded(_local(master).to(parameter.dtype)))
+    else:
+        parameter.copy_(master)
+
+
+def _local(x: Tensor) -> Tensor:
+    """This process's part of a tensor that several share; any other tensor itself."""
+    part: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return part

@@ -13,10 +13,11 @@ Trade-off: one pass over each batch (single epoch, as Composer 2 does it). More 
 """
 
 import itertools
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ from headrace.training.batch import Batch, Segment
 from headrace.training.guard import Copy, Guard, Reading, refusal
 from headrace.training.rescore import Rescored
 from headrace.training.state import TrainerState
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +78,34 @@ class StepOutcome:
     """As in StepDone."""
 
 
-@dataclass(frozen=True)
-class _Figures:
-    """Sums over computed tokens."""
+class _Figures(NamedTuple):
+    """Sums over computed tokens, of a micro-batch or of many."""
 
     loss: float
     trainer: Tensor
     sampler: Tensor
     entropy: float
     clipped: int
+
+
+class Crew(Protocol):
+    """Who computes the micro-batches of a batch: one process, or several that share them (`training.distributed`)."""
+
+    def each(self, count: int, work: Callable[[int, bool], T]) -> list[T]:
+        """What `work` gave for each of 0 .. count - 1, in this order, in every process.
+
+        False tells `work` to take part in the collectives and to teach nothing: others have work, this one has none.
+        """
+
+
+class _Alone:
+    """One process."""
+
+    def each(self, count: int, work: Callable[[int, bool], T]) -> list[T]:
+        return [work(index, True) for index in range(count)]
+
+
+ALONE: Crew = _Alone()
 
 
 def learning_rate(algorithm: Algorithm, step: int) -> float:
@@ -141,12 +163,15 @@ class Part(NamedTuple):
 
 
 @torch.no_grad()
-def proximal_logprobs(model: Model, wanted: Sequence[Segment], micro_tokens: int) -> dict[int, Tensor]:
+def proximal_logprobs(
+    model: Model, wanted: Sequence[Segment], micro_tokens: int, crew: Crew = ALONE
+) -> dict[int, Tensor]:
     """The trainer's own log-probabilities of some segments before the step, by the segment's `id()`."""
+    parts = list(micro_batches(wanted, micro_tokens))
     found: dict[int, Tensor] = {}
-    for segments in micro_batches(wanted, micro_tokens):
-        logp = torch.split(forward(model, segments)[0], [len(segment.targets) for segment in segments])
-        found.update({id(segment): part for segment, part in zip(segments, logp, strict=True)})
+    for segments, logp in zip(parts, crew.each(len(parts), lambda at, _: forward(model, parts[at])[0]), strict=True):
+        own = torch.split(logp, [len(segment.targets) for segment in segments])
+        found.update({id(segment): part for segment, part in zip(segments, own, strict=True)})
     return found
 
 
@@ -157,46 +182,61 @@ def accumulate(
     micro_tokens: int,
     reference: Model | None = None,
     part: Part | None = None,
+    crew: Crew = ALONE,
 ) -> _Figures:
     """Gradients of the loss of a batch, or of one part of it, into the model, and what was seen on the way."""
     wanted, parts, proximal = part or Part(computed(batch, algorithm))
     divisor = dr_grpo_divisor(batch.trajectories, algorithm.constant_tokens) / parts
-    loss, entropy_sum, clipped = 0.0, 0.0, 0
-    trainer: list[Tensor] = []
-    sampler: list[Tensor] = []
+    micro = list(micro_batches(wanted, micro_tokens))
     state.zero_grad()
-    for segments in micro_batches(wanted, micro_tokens):
-        logp, entropy = forward(state.model, segments)
-        behaviour = torch.cat([segment.behaviour for segment in segments])
-        advantage = torch.cat([torch.full((len(s.targets),), s.advantage) for s in segments])
-        anchor = None
-        if algorithm.kl_weight > 0.0 and reference is not None:
-            with torch.no_grad():
-                anchor = forward(reference, segments)[0]
-        token_loss = policy_gradient(
-            logp,
-            behaviour,
-            advantage,
-            divisor=divisor,
-            clip=algorithm.tis_clip,
-            weighting=algorithm.weighting,
-            low=algorithm.mask_low,
-            reference=anchor,
-            kl_weight=algorithm.kl_weight,
-            band=Band(algorithm.ratio_low, algorithm.ratio_high),
-            proximal=torch.cat([proximal[id(segment)] for segment in segments]) if proximal is not None else None,
-            lengths=[len(segment.targets) for segment in segments],
-        )
-        torch.autograd.backward(token_loss.loss)
-        loss += float(token_loss.loss.detach())
-        entropy_sum += float(entropy.detach().double().sum())
-        clipped += int(token_loss.clipped)
-        trainer.append(logp.detach())
-        sampler.append(behaviour)
+
+    def one(at: int, teaches: bool) -> _Figures:
+        return _backward(state.model, micro[at], algorithm, divisor if teaches else math.inf, reference, proximal)
+
+    found = crew.each(len(micro), one)
     empty = torch.empty(0)
     return _Figures(
-        loss, torch.cat(trainer) if trainer else empty, torch.cat(sampler) if sampler else empty, entropy_sum, clipped
+        sum((seen.loss for seen in found), 0.0),
+        torch.cat([seen.trainer for seen in found]) if found else empty,
+        torch.cat([seen.sampler for seen in found]) if found else empty,
+        sum((seen.entropy for seen in found), 0.0),
+        sum(seen.clipped for seen in found),
     )
+
+
+def _backward(
+    model: Model,
+    segments: Sequence[Segment],
+    algorithm: Algorithm,
+    divisor: float,
+    reference: Model | None,
+    proximal: Mapping[int, Tensor] | None,
+) -> _Figures:
+    """One micro-batch's gradient into the model."""
+    logp, entropy = forward(model, segments)
+    behaviour = torch.cat([segment.behaviour for segment in segments])
+    advantage = torch.cat([torch.full((len(s.targets),), s.advantage) for s in segments])
+    anchor = None
+    if algorithm.kl_weight > 0.0 and reference is not None:
+        with torch.no_grad():
+            anchor = forward(reference, segments)[0]
+    token_loss = policy_gradient(
+        logp,
+        behaviour,
+        advantage,
+        divisor=divisor,
+        clip=algorithm.tis_clip,
+        weighting=algorithm.weighting,
+        low=algorithm.mask_low,
+        reference=anchor,
+        kl_weight=algorithm.kl_weight,
+        band=Band(algorithm.ratio_low, algorithm.ratio_high),
+        proximal=torch.cat([proximal[id(segment)] for segment in segments]) if proximal is not None else None,
+        lengths=[len(segment.targets) for segment in segments],
+    )
+    torch.autograd.backward(token_loss.loss)
+    measured = float(entropy.detach().double().sum())
+    return _Figures(float(token_loss.loss.detach()), logp.detach(), behaviour, measured, int(token_loss.clipped))
 
 
 def refuse(state: TrainerState, reason: str, detail: str) -> StepOutcome:
@@ -217,12 +257,14 @@ def take(
     exact: bool = False,
     reference: Model | None = None,
     guard: Guard | None = None,
+    crew: Crew = ALONE,
 ) -> StepOutcome:
     """Train on a batch: version k becomes k + 1. A refused update becomes k + 1 too, with the old bytes.
 
     bound: staleness that no token may exceed (Law 2): a batch that does is refused, whoever let it through.
     reference: the policy of the KL term, needed when `algorithm.kl_weight` > 0. guard: the run's watch, which may put
-    an earlier version's bytes in place. Nothing is written outside `state` and `guard`.
+    an earlier version's bytes in place. crew: all of its processes must call this with the same arguments, and all get
+    the same outcome. Nothing is written outside `state` and `guard`.
     """
     started = time.perf_counter()
     ages = histogram(state.version, batch.versions())
@@ -230,12 +272,12 @@ def take(
     if oldest > bound:
         return refuse(state, "too_stale", f"a token is {oldest} versions old, the bound is {bound}")
     watch = guard if guard is not None and algorithm.guard_k1 > 0.0 else None
-    gone = watch.refuses(batch.versions()) if watch is not None else ""
+    gone = guard.refuses(batch.versions()) if guard is not None else ""
     if gone:
         return refuse(state, "discarded_version", gone)
     rate = learning_rate(algorithm, state.step) * (watch.factor if watch is not None else 1.0)
     reward = sum(batch.rewards) / batch.trajectories
-    made = _updates(state, batch, algorithm, micro_tokens, rate, reference, watch, reward, bound)
+    made = _updates(state, batch, algorithm, micro_tokens, rate, reference, watch, reward, bound, crew)
     state.version += 1
     return StepOutcome(
         version=state.version,
@@ -287,6 +329,7 @@ def _updates(
     watch: Guard | None,
     reward: float,
     bound: int,
+    crew: Crew,
 ) -> _Updates:
     """All updates of a batch, or none: what is refused leaves the bytes of before, what collapses those of earlier."""
     wanted = computed(batch, algorithm)
@@ -294,12 +337,12 @@ def _updates(
     proximal: dict[int, Tensor] | None = None
     undo: Copy | None = None
     if len(parts) > 1:
-        proximal, undo = proximal_logprobs(state.model, wanted, micro_tokens), Copy.of(state)
+        proximal, undo = proximal_logprobs(state.model, wanted, micro_tokens, crew), Copy.of(state)
     reason = detail = ""
     restored, seen = -1, mismatch(torch.empty(0), torch.empty(0))
     done: list[tuple[_Figures, float]] = []
     for number, part in enumerate(parts):
-        figures = accumulate(state, batch, algorithm, micro_tokens, reference, Part(part, len(parts), proximal))
+        figures = accumulate(state, batch, algorithm, micro_tokens, reference, Part(part, len(parts), proximal), crew)
         norm = state.gradient_norm()
         now = mismatch(figures.trainer, figures.sampler)
         done.append((figures, norm))

@@ -54,7 +54,7 @@ class Trainer:
         self.reference: Model | None = None
         """Version 0, held only while `algorithm.kl_weight` > 0."""
         self.guard = Guard()
-        """Watches for a collapse while `algorithm.guard_k1` > 0."""
+        """Watches for a collapse while `algorithm.guard_k1` > 0, or for engines that are too far off; see `guarded`."""
         self.position: Mapping[str, int | str] = {}
         """What the last `save` was given: where in the streams the trainer stood."""
         self.resumed = False
@@ -131,10 +131,13 @@ class Trainer:
                 manifest.seed,
                 self.numerics.fingerprint,
             )
+            algorithm = answer(measured, self.config.numerics, self.config.algorithm)
+            if self.guarded and algorithm.guard_k1 == 0.0:
+                self.guard.keep(self.state, self.config.curriculum.staleness)
             outcome = take(
                 self.state,
                 made,
-                algorithm=answer(measured, self.config.numerics, self.config.algorithm),
+                algorithm=algorithm,
                 micro_tokens=self.config.trainer.micro_tokens,
                 bound=self.config.curriculum.staleness,
                 rescored=measured.rescored,
@@ -149,12 +152,25 @@ class Trainer:
         except ScoringError as error:
             outcome = refuse(self.state, "cannot_rescore", str(error))
         except TooFar as error:
-            outcome = refuse(self.state, "mismatch_over_limit", str(error))
+            outcome = self._too_far(str(error))
         outcome = dataclasses.replace(outcome, engines=measured.engines, alarm=measured.alarm(self.config.numerics))
         keep = int(manifest.objective.get("keep_versions", 0))  # more than the bound while that is growing
         oldest = self.state.version - max(keep, self.config.curriculum.staleness)
         self.kept = {version: model for version, model in models.items() if version >= oldest}
         return outcome
+
+    @property
+    def guarded(self) -> bool:
+        """Whether earlier versions are held to go back to."""
+        return self.config.algorithm.guard_k1 > 0.0 or self.config.numerics.on_mismatch == "roll_back"
+
+    def _too_far(self, said: str) -> StepOutcome:
+        """The outcome of a batch whose engines are above a limit: the old bytes, or those of the last good version."""
+        if self.config.numerics.on_mismatch != "roll_back":
+            return refuse(self.state, "mismatch_over_limit", said)
+        restored = self.guard.roll_back(self.state, self.config.algorithm, slower=False)
+        where = f"back to version {restored}" if restored >= 0 else "no good version is held yet"
+        return dataclasses.replace(refuse(self.state, "mismatch_over_limit", f"{said}; {where}"), restored=restored)
 
     def publish(self, path: Path) -> str:
         """Write the served bytes as one safetensors file, whole or not at all; returns their state hash."""
@@ -165,7 +181,7 @@ class Trainer:
         kept = {version: model.state() for version, model in self.kept.items()}
         if self.reference is not None:
             kept[-1] = self.reference.state()
-        guard = self.guard if self.config.algorithm.guard_k1 > 0.0 else None
+        guard = self.guard if self.guarded else None
         file = self.folder / "checkpoint.safetensors"
         checkpoint.save(file, self.state, kept=kept, position=position, guard=guard)
         self.position = dict(position)

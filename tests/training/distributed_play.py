@@ -2,21 +2,24 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from headrace.algorithms.mismatch import mismatch
+from headrace.config import Algorithm
+from headrace.policy.model import Model
 from headrace.training import distributed
 from headrace.training.batch import Batch, build
-from headrace.training.state import TrainerState
-from headrace.weights.state import state_hash
-from tests.training.world import CONFIG, batch, model
+from headrace.training.step import StepOutcome, take
+from tests.training.world import CONFIG, NUMERICS, POLICY, batch, model
 
 MICRO_TOKENS = 64
 ALGORITHM = msgspec.structs.replace(CONFIG.algorithm, grad_clip=0.05)
+PARTS = msgspec.structs.replace(ALGORITHM, weighting="decoupled", minibatches=2)
+"""Two updates a batch, against the trainer's own log-probabilities from before the first."""
 
 
 def data() -> Batch:
@@ -24,35 +27,42 @@ def data() -> Batch:
     return build(manifest.groups, trajectories, scores)
 
 
-def told(taken: distributed.Taken, state: TrainerState) -> dict[str, object]:
-    assert not taken.failed
-    return {
-        "loss": taken.loss,
-        "norm": taken.grad_norm,
-        "k3": taken.seen.k3,
-        "hash": state_hash(distributed.published(state.model)),
-    }
+def algorithm(words: Sequence[str]) -> Algorithm:
+    return PARTS if "parts" in words else ALGORITHM
 
 
-def main(folder: Path, experts: bool, resume: bool) -> None:
+def policy(words: Sequence[str], seed: int = 0) -> Model:
+    if "mxfp8" not in words:
+        return model(seed)
+    return Model(msgspec.structs.replace(POLICY, expert_format="mxfp8"), NUMERICS, seed=seed)
+
+
+def told(out: StepOutcome) -> dict[str, object]:
+    assert not out.failed, out.detail
+    return {"loss": out.loss, "norm": out.grad_norm, "k3": out.k3, "entropy": out.entropy, "hash": out.state_hash}
+
+
+def main(folder: Path, words: Sequence[str]) -> None:
     torch.set_num_threads(1)
     world = distributed.start()
+    resume = "resume" in words
     seed = 0 if not resume else 9  # a resumed process starts from other weights, and must not end with them
-    state = TrainerState(distributed.shard(model(seed), world, expert_parallel=experts))
-    made = data()
-    steps = []
+    own = distributed.shard(policy(words, seed), world, expert_parallel="experts" in words)
+    state, made = distributed.ShardedState(own), data()
+    steps: list[dict[str, object]] = []
     if resume:
         distributed.load(state, folder / "checkpoint")
-        steps.append(told(distributed.Taken(0.0, 0.0, mismatch(torch.empty(0), torch.empty(0)), ""), state))
+        steps.append({"hash": state.hash()})
     for number in range(1 if resume else 4):
         if number == 3:
             distributed.save(state, folder / "checkpoint")
-        steps.append(told(distributed.take(state, world, made, ALGORITHM, MICRO_TOKENS), state))
-    digest = distributed.publish(state.model, world, folder / f"published{int(resume)}.safetensors")
+        out = take(state, made, algorithm=algorithm(words), micro_tokens=MICRO_TOKENS, bound=9, crew=world)
+        steps.append(told(out))
+    digest = distributed.publish(state, world, folder / f"published{int(resume)}.safetensors")
     if world.rank == 0:
         (folder / f"steps{int(resume)}.json").write_text(json.dumps({"steps": steps, "published": digest}))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "experts" in sys.argv, "resume" in sys.argv)
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -13,7 +13,7 @@ from headrace.training.state import TrainerState
 from headrace.training.step import micro_batches, take
 from headrace.weights import snapshot
 from headrace.weights.state import state_hash
-from tests.training.distributed_play import ALGORITHM, MICRO_TOKENS, data
+from tests.training.distributed_play import ALGORITHM, MICRO_TOKENS, algorithm, data, policy, told
 from tests.training.world import model
 
 pytestmark = pytest.mark.timeout(600)
@@ -32,14 +32,19 @@ def torchrun(processes: int, folder: Path, *words: str) -> tuple[Steps, str]:
     return found["steps"], found["published"]
 
 
-def alone() -> tuple[Steps, TrainerState]:
-    """The same four updates by one process."""
-    state, made = TrainerState(model()), data()
+def alone(*words: str) -> tuple[Steps, TrainerState]:
+    """The same four steps by one process."""
+    state, made = TrainerState(policy(words)), data()
     steps: Steps = []
     for _ in range(4):
-        out = take(state, made, algorithm=ALGORITHM, micro_tokens=MICRO_TOKENS, bound=9)
-        steps.append({"loss": out.loss, "norm": out.grad_norm, "k3": out.k3, "hash": out.state_hash})
+        out = take(state, made, algorithm=algorithm(words), micro_tokens=MICRO_TOKENS, bound=9)
+        steps.append(told(out))
     return steps, state
+
+
+def bits(steps: Steps) -> Steps:
+    """All but the gradient's norm: its squares are added shard by shard."""
+    return [{name: value for name, value in step.items() if name != "norm"} for step in steps]
 
 
 def assert_close(found: Steps, want: Steps) -> None:
@@ -66,6 +71,21 @@ def test_two_processes_are_one_bit_for_bit(tmp_path: Path) -> None:
     assert (resumed.version, resumed.step, resumed.hash()) == (3, 3, want[2]["hash"])
     again = take(resumed, made, algorithm=ALGORITHM, micro_tokens=MICRO_TOKENS, bound=9)
     assert again.state_hash == want[3]["hash"], "the moments came along too"
+
+
+@pytest.mark.slow
+def test_parts_of_a_batch_and_a_proximal_policy_too(tmp_path: Path) -> None:
+    """Two updates a step, one micro-batch each: a process has nothing to do and takes part all the same."""
+    want, _ = alone("parts")
+    found, _ = torchrun(2, tmp_path, "parts")
+    assert bits(found) == bits(want) and want[-1]["hash"] != alone()[0][-1]["hash"]
+
+
+@pytest.mark.slow
+def test_experts_in_eight_bits_too(tmp_path: Path) -> None:
+    want, _ = alone("mxfp8")
+    found, _ = torchrun(2, tmp_path, "mxfp8")
+    assert bits(found) == bits(want) and want[-1]["hash"] != alone()[0][-1]["hash"]
 
 
 @pytest.mark.slow
