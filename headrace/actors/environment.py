@@ -1,8 +1,8 @@
 """environment: sandboxes of one node, by request and reply.
 
-Any node may answer ``hr.rpc.environment.acquire`` (a queue group: it says ``no_room`` when it is full and another may
-answer the next try); everything after that goes to the node that holds the sandbox. What runs where, and how slots
-share a VM, is `headrace.vmhost`'s business.
+Any node of a run may answer ``hr.rpc.environment.acquire-<run>`` (a queue group: it says ``no_room`` when it is full,
+and another may answer the next try); everything after that goes to the node that holds the sandbox. What runs where,
+and how slots share a VM, is `headrace.vmhost`'s business.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from headrace.bus.actor import Actor
 from headrace.messages.base import Message
 from headrace.messages.operations import Ack
 from headrace.messages.sandbox import (
+    ANY_RUN,
     Acquire,
     Acquired,
     Cancel,
@@ -47,6 +48,7 @@ from headrace.messages.sandbox import (
     StopJob,
     ToolLog,
     WriteFiles,
+    acquire_method,
 )
 from headrace.messages.subjects import EVENT, RPC, RPC_NODE, token
 from headrace.vmhost.errors import VmhostError
@@ -70,7 +72,9 @@ class Environment(Actor):
         self._lines_ready = asyncio.Event()
         self._lines_lost = 0
         self._calls = 0
-        self._node = token(self.bus.node)
+        # Two runs of one broker may have an environment each on this host.
+        shared = self.run == ANY_RUN
+        self._node = token(self.bus.node) if shared else token(f"{self.bus.node}-{self.run}")
         self.status = "building the template where it is missing"
         self._host = await Host.open(self.config.environment, on_event=self._on_host_event)
         self.status = f"{self._host.backend}, ready"
@@ -90,7 +94,8 @@ class Environment(Actor):
         }
         for method, handler in methods.items():
             await self.serve(RPC_NODE.at(service="environment", node=self._node, method=method), handler)
-        await self.serve(RPC.at(service="environment", method="acquire"), self._acquire, queue="environment")
+        method = "*" if shared else acquire_method(self._run_token)
+        await self.serve(RPC.where(service="environment", method=method), self._acquire, queue="environment")
 
     async def stop(self) -> None:
         """End every VM; whoever still holds a sandbox hears that it is lost."""

@@ -264,6 +264,7 @@ class Gateway(Actor):
         self.requests = [moment for moment in self.requests if now - moment < 10.0]
         traffic = Traffic(
             region=self.config.bus.region,
+            run=self.run,
             active=self.count("running"),
             waiting=self.count("queued"),
             requests_per_s=len(self.requests) / 10.0,

@@ -13,6 +13,7 @@ from typing import ClassVar, get_args
 import msgspec
 
 from headrace.actors.rollout_episode import Episode
+from headrace.actors.rollout_episode_log_kept import Keeping
 from headrace.actors.rollout_policies import NoPolicy, Policies
 from headrace.actors.rollout_server import EVERY_S, ServerWord
 from headrace.actors.sandbox_client import Sandboxes, Superseded
@@ -22,7 +23,7 @@ from headrace.bus.errors import Reject, WrongSequence
 from headrace.bus.received import Received
 from headrace.engines.base import EngineError
 from headrace.messages.ledger import Admission, admission_key
-from headrace.messages.product import CapacityLease
+from headrace.messages.product import CapacityLease, lease_key
 from headrace.messages.rollout import Lane, RolloutRequest, SlotFailed, Trajectory
 from headrace.messages.sandbox import NoRoom, SandboxLost
 from headrace.messages.subjects import FAIL, TASK, token
@@ -64,7 +65,7 @@ class Rollout(Actor):
             word = ServerWord(self.config, self.bus, self.id, self.event, self.metric)
             self.every(EVERY_S, lambda: word.say(self._policies.engine), "the server's figures")
         leases = await self.bus.kv("HR_LEASE")
-        held = await leases.get(self.id)
+        held = await leases.get(lease_key(self.run, self.id))
         lease = held[0] if held is not None else None
         self._lanes = lease.lanes if isinstance(lease, CapacityLease) else self._own_lanes()
         for lane in LANES:
@@ -114,7 +115,7 @@ class Rollout(Actor):
 
     async def _follow_lease(self) -> None:
         leases = await self.bus.kv("HR_LEASE")
-        async for _, lease, _ in leases.watch(self.id):
+        async for _, lease, _ in leases.watch(lease_key(self.run, self.id)):
             lanes = lease.lanes if isinstance(lease, CapacityLease) else self._own_lanes()
             taken = [lane for lane in LANES if lane in self._lanes and lane not in lanes]
             self._lanes = lanes
@@ -180,6 +181,7 @@ class Rollout(Actor):
             sandboxes=self._sandboxes,
             rollout=self.id,
             lease_s=self.config.environment.lease_s,
+            keeping=Keeping(self.config.rollout.checkpoint_every, self.event),
         )
         past = await episode.look_back()
         if past.finished:

@@ -7,13 +7,24 @@ would answer a zombie's write with the successor's sequence and hide the conflic
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from headrace.bus.connection import Bus
-from headrace.messages.rollout import ToolResult, Turn, TurnDone, TurnSampled
+from headrace.bus.received import Received
+from headrace.messages.codec import decode
+from headrace.messages.operations import BlobRef
+from headrace.messages.rollout import SandboxKept, ToolResult, Turn, TurnDone, TurnSampled
 from headrace.messages.subjects import TRAJ, TURN
+
+
+class Kept(NamedTuple):
+    """The sandbox as it was after a turn's calls."""
+
+    turn: int
+    node: str
+    data: bytes
 
 
 class Past(NamedTuple):
@@ -25,6 +36,8 @@ class Past(NamedTuple):
     sandbox: str = ""
     finished: bool = False
     """Its Trajectory is published: nothing is left to do."""
+    kept: Kept | None = None
+    """The newest checkpoint of its sandbox."""
 
 
 class TurnLog:
@@ -42,14 +55,20 @@ class TurnLog:
             return Past()
         turns: list[Turn] = []
         node = sandbox = ""
+        kept: Kept | None = None
         async for received in self._bus.history("HR_TURN", self._subject):
-            record, self._last = received.message, received.seq
+            self._last = received.seq
+            if received.error is not None and _is_kept(received):
+                continue  # its blob is gone: one checkpoint less
+            record = received.message
             if isinstance(record, TurnSampled):
                 turns.append(record.turn)
                 node, sandbox = record.node, record.sandbox
             elif isinstance(record, TurnDone):
                 turns[-1] = msgspec.structs.replace(turns[-1], results=record.results)
-        return Past(tuple(turns), node, sandbox, await self._has_trajectory())
+            elif isinstance(record, SandboxKept):
+                kept = Kept(record.index, record.node, record.data)
+        return Past(tuple(turns), node, sandbox, await self._has_trajectory(), kept)
 
     async def _has_trajectory(self) -> bool:
         async for received in self._bus.history("HR_TRAJ", TRAJ.at(run=self._run, group=self._group)):
@@ -76,9 +95,22 @@ class TurnLog:
         record = TurnDone(run=self._run, trajectory=self._trajectory, index=index, results=tuple(results))
         self._writing = asyncio.create_task(self._bus.publish(self._subject, record, expect=self._last))
 
+    async def kept(self, index: int, node: str, data: bytes) -> None:
+        """Write the sandbox behind the results of turn `index`. WrongSequence: another goes on here."""
+        await self.settle()
+        record = SandboxKept(run=self._run, trajectory=self._trajectory, index=index, node=node, data=data)
+        self._writing = asyncio.create_task(self._bus.publish(self._subject, record, expect=self._last))
+        await self.settle()
+
     async def settle(self) -> None:
         """Wait until everything is on record. Shielded: a write under way must not land after a successor has read."""
         if self._writing is not None:
             # Forgotten only once it is done: who is cancelled here settles again on the way out.
             self._last = await asyncio.shield(self._writing)
             self._writing = None
+
+
+def _is_kept(received: Received[Any]) -> bool:
+    """Whether a record whose payload can't be had is a checkpoint."""
+    ref = decode(received.data, received.headers)
+    return isinstance(ref, BlobRef) and ref.type.partition("/")[0] == SandboxKept.type_name

@@ -34,7 +34,7 @@ class ServerWord:
     ) -> None:
         """event, metric: the actor's own."""
         self._bus, self._rollout, self._event, self._metric = bus, rollout, event, metric
-        self._region, self._capacity = config.bus.region, config.engine.max_batch
+        self._region, self._run, self._capacity = config.bus.region, config.run.id, config.engine.max_batch
         self._shared = config.production.enabled and rollout in config.production.rollouts
         self._said = dict.fromkeys(EVENTS, 0.0)
         self._done = (0, time.monotonic())
@@ -64,6 +64,7 @@ class ServerWord:
         self._done = (found.done, now)
         traffic = Traffic(
             region=self._region,
+            run=self._run,
             server=self._rollout,
             active=found.running,
             waiting=found.queued,

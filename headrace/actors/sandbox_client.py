@@ -9,49 +9,51 @@ import random
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
+from headrace.actors.sandbox_client_asking import (
+    SILENCE_S,
+    CannotKeep,
+    NodeSilent,
+    Superseded,
+    ask_again,
+    limit_of,
+    persist,
+    refusal,
+)
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusTimeout, Disconnected, NoResponders
-from headrace.messages.base import Message
 from headrace.messages.operations import Ack
 from headrace.messages.sandbox import (
     Acquire,
     Acquired,
-    Exec,
+    Checkpoint,
+    Checkpointed,
+    Fork,
+    Forked,
     NoRoom,
     Op,
     OpResult,
     Release,
     ReleaseGroup,
     Renew,
-    RunTests,
+    Restore,
     SandboxCall,
     SandboxLost,
     SandboxReply,
+    acquire_method,
 )
-from headrace.messages.subjects import RPC, RPC_NODE
+from headrace.messages.subjects import RPC, RPC_NODE, token
+
+__all__ = ["CannotKeep", "NodeSilent", "RemoteSandbox", "Sandboxes", "Superseded"]
 
 ANSWER_S = 30.0
 """What a node may take for an answer beyond the operation's own time limit; a clone on a busy host takes seconds."""
-FIRST_ASK_S = 4.0
-"""When a node is asked again, and so on in doubling steps: an answer to what came over a connection that broke since is
-lost, because the broker lets a node answer only on the connection that heard the question."""
-SILENCE_S = 5.0
-"""How long a node that does not listen may be reconnecting before its sandboxes count as lost."""
 PULSE_S = 2.0
 """How often a node is asked, while a call runs there, whether it still has the sandbox: a dead one never answers."""
 REMEMBER_GROUPS = 1024
-
-
-class Superseded(SandboxLost):
-    """Another holder acquired this sandbox after us: whatever we were doing, we are not the one who does it now."""
-
-
-class NodeSilent(SandboxLost):
-    """The node does not answer at all, so nothing is known about what ran there."""
 
 
 class _Group(NamedTuple):
@@ -88,7 +90,7 @@ class RemoteSandbox:
         call = SandboxCall(
             sandbox=held.sandbox, secret=held.secret, epoch=held.epoch, call_id=call_id or uuid.uuid4().hex, op=op
         )
-        answer = asyncio.ensure_future(_persist(self._bus, self.subject("call"), call, limit_of(op) + ANSWER_S))
+        answer = asyncio.ensure_future(persist(self._bus, self.subject("call"), call, limit_of(op) + ANSWER_S))
         pulse = asyncio.ensure_future(self._until_dead())
         try:
             await asyncio.wait({answer, pulse}, return_when=asyncio.FIRST_COMPLETED)
@@ -144,6 +146,34 @@ class RemoteSandbox:
         held = self._held
         request = Release(sandbox=held.sandbox, secret=held.secret, epoch=held.epoch)
         await self._bus.request(self.subject("release"), request, timeout=ANSWER_S)
+
+    async def checkpoint(self, whole: bool = False) -> bytes:
+        """The sandbox as it is now, for `Sandboxes.restore` on nodes with the same template files, or `whole`, on every
+        node that made its template of the same parts. It needs a machine of its own (isolation ``episode``) and no
+        call under way. CannotKeep, SandboxLost."""
+        held = self._held
+        request = Checkpoint(sandbox=held.sandbox, secret=held.secret, epoch=held.epoch, whole=whole)
+        try:
+            reply = await self._bus.request(self.subject("checkpoint"), request, timeout=ANSWER_S)
+        except (NoResponders, BusTimeout, Disconnected) as error:
+            raise CannotKeep(f"{self.id}: {error}") from None
+        self.heard = time.monotonic()
+        if isinstance(reply, Checkpointed):
+            return reply.data
+        raise refusal(reply, self.id)
+
+    async def fork(self, into: Sequence[Acquire]) -> list["RemoteSandbox"]:
+        """Sandboxes that go on from where this one is, one per request of its run, lane and role; this one goes on too.
+        As with `checkpoint` it needs its machine for itself. CannotKeep, NoRoom, SandboxLost."""
+        held = self._held
+        request = Fork(sandbox=held.sandbox, secret=held.secret, epoch=held.epoch, into=tuple(into))
+        try:
+            reply = await self._bus.request(self.subject("fork"), request, timeout=ANSWER_S)
+        except (NoResponders, BusTimeout, Disconnected) as error:
+            raise CannotKeep(f"{self.id}: {error}") from None
+        if isinstance(reply, Forked):
+            return [RemoteSandbox(self._bus, one, self._lease_s) for one in reply.held]
+        raise refusal(reply, self.id)
 
     def subject(self, method: str) -> str:
         """Where its node listens."""
@@ -213,12 +243,12 @@ class Sandboxes:
         if node:
             subject = RPC_NODE.at(service="environment", node=node, method="acquire")
         else:
-            subject = RPC.at(service="environment", method="acquire")
+            subject = RPC.at(service="environment", method=acquire_method(token(request.run)))
         try:
             if insist:
-                reply = await _persist(self._bus, subject, request, ANSWER_S)
+                reply = await persist(self._bus, subject, request, ANSWER_S)
             elif node:
-                reply = await _ask_again(self._bus, subject, request, ANSWER_S)
+                reply = await ask_again(self._bus, subject, request, ANSWER_S)
             else:  # once: another node might answer the second time, and both would make one
                 reply = await self._bus.request(subject, request, timeout=ANSWER_S)
         except (NoResponders, BusTimeout, Disconnected):
@@ -232,6 +262,27 @@ class Sandboxes:
         if isinstance(reply, SandboxReply) and reply.failure == "superseded":
             raise Superseded(f"{request.group}: {detail}")
         raise SandboxLost(f"no sandbox for {request.group}: {detail}")
+
+    async def fork(self, sandbox: RemoteSandbox, into: Sequence[Acquire]) -> list[RemoteSandbox]:
+        """`RemoteSandbox.fork`, held from now on like the first."""
+        return [self._hold(one) for one in await sandbox.fork(into)]
+
+    async def restore(self, request: Acquire, data: bytes, node: str, patience_s: float = 600.0) -> RemoteSandbox:
+        """A sandbox for the request that goes on from a checkpoint, on that node, waiting for room. The request must
+        hold none there. CannotKeep when the node can't use the checkpoint; NoRoom, SandboxLost."""
+        subject = RPC_NODE.at(service="environment", node=node, method="restore")
+        deadline = time.monotonic() + patience_s
+        pause = 0.1
+        while True:
+            reply = await persist(self._bus, subject, Restore(request=request, data=data), ANSWER_S, again=False)
+            if isinstance(reply, Acquired):
+                return self._hold(RemoteSandbox(self._bus, reply, self._lease_s))
+            error = refusal(reply, request.group)
+            if not isinstance(error, NoRoom) or time.monotonic() > deadline:
+                raise error
+            with self._waiting():
+                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+            pause = min(1.6 * pause, 2.0)
 
     def _hold(self, sandbox: RemoteSandbox) -> RemoteSandbox:
         self._held.add(sandbox)
@@ -248,6 +299,11 @@ class Sandboxes:
         task = asyncio.create_task(self._release(sandbox))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+    async def release(self, sandbox: RemoteSandbox) -> None:
+        """Release it now; one that can't be told of it ends with its lease."""
+        self._held.discard(sandbox)
+        await self._release(sandbox)
 
     def let_go(self, sandbox: RemoteSandbox) -> None:
         """Keep its lease alive no longer, without releasing it: a successor takes it over."""
@@ -290,42 +346,3 @@ class Sandboxes:
     async def close(self) -> None:
         """Wait for the releases under way."""
         await asyncio.gather(*self._background)
-
-
-async def _persist(bus: Bus, subject: str, message: Message, timeout: float) -> Message:
-    """A request that survives a reconnecting node and a lost reply. NodeSilent when nobody answers for a while."""
-    gone_since = 0.0
-    timeouts = 0
-    while True:
-        try:
-            return await _ask_again(bus, subject, message, timeout)
-        except (NoResponders, Disconnected) as error:
-            gone_since = gone_since or time.monotonic()
-            if time.monotonic() - gone_since > SILENCE_S:
-                raise NodeSilent(f"{subject}: {error}") from None
-            await asyncio.sleep(0.2 + 0.2 * random.random())
-        except BusTimeout as error:
-            timeouts += 1
-            if timeouts == 2:
-                raise NodeSilent(f"{subject}: {error}") from None
-
-
-async def _ask_again(bus: Bus, subject: str, message: Message, timeout: float) -> Message:
-    """A request that one node may hear several times, as calls and acquires by their ids may. BusTimeout at last."""
-    deadline = time.monotonic() + timeout
-    patience = FIRST_ASK_S
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            return await bus.request(subject, message, timeout=max(min(patience, left), 0.01))
-        except BusTimeout:
-            if left <= patience:
-                raise
-            patience *= 2
-
-
-def limit_of(op: Op) -> float:
-    """The operation's own time limit, seconds."""
-    if isinstance(op, Exec):
-        return op.timeout_s
-    return op.plan.timeout_s if isinstance(op, RunTests) else 0.0

@@ -1,8 +1,8 @@
 """The scavenger: lends the product's rollout actors to training while traffic is low, and takes them back at once.
 
-A lease is a value in HR_LEASE under the rollout actor's id; its revision is the fencing token. A lent actor keeps the
-production lane, so the first user of the morning never waits for a decision; taking back means that the lane `train`
-leaves the lease, upon which the rollout actor hands its training requests back to the queue.
+A lease is a value in HR_LEASE under the run and the rollout actor's id; its revision is the fencing token. A lent actor
+keeps the production lane, so the first user of the morning never waits for a decision; taking back means that the lane
+`train` leaves the lease, upon which the rollout actor hands its training requests back to the queue.
 
 Traffic has two kinds of sources: gateways, whose sessions any of the product's actors may have to serve, and servers,
 that others use beside headrace; these speak for their own rollout actor alone. An actor is lent while all of its
@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 from headrace.bus.actor import Actor
 from headrace.bus.errors import WrongSequence
 from headrace.messages import subjects
-from headrace.messages.product import CapacityLease, Traffic
+from headrace.messages.product import CapacityLease, Traffic, lease_key
 
 OWN = ("production",)
 LENT = ("production", "train")
@@ -49,6 +49,8 @@ class Scavenger(Actor):
 
     async def on_traffic(self, traffic: Traffic) -> None:
         """Hysteresis on one side only: lending waits for a quiet while, reclaiming never waits."""
+        if traffic.run not in ("", self.run):
+            return
         now = time.monotonic()
         self.words[traffic.region, traffic.server] = Word(traffic.active + traffic.waiting, now)
         for source in [source for source, word in self.words.items() if now - word.at > SILENT_S]:
@@ -74,13 +76,14 @@ class Scavenger(Actor):
         """Write a lease over the newest revision; a concurrent scavenger's write is read again, never overwritten
         blindly."""
         lease = CapacityLease(rollout=rollout, lanes=lanes, reason=reason, since=time.time())
+        key = lease_key(self.run, rollout)
         for _ in range(3):
-            held = await self.leases.get(rollout)
+            held = await self.leases.get(key)
             try:
                 if held is None:
-                    await self.leases.create(rollout, lease)
+                    await self.leases.create(key, lease)
                 else:
-                    await self.leases.update(rollout, lease, held[1])
+                    await self.leases.update(key, lease, held[1])
             except WrongSequence:
                 continue
             self.lent[rollout] = "train" in lanes

@@ -47,6 +47,9 @@ class Rollout(Section, frozen=True, kw_only=True):
 
     credit: int = 48
     """Episodes of one lane that a rollout actor runs at once: the engine batches over them."""
+    checkpoint_every: int = 0
+    """Turns between copies of a sandbox that has its machine to itself (isolation = episode): should it be lost, the
+    attempt goes on in the copy. A few MiB each; 0 keeps none, and the attempt is issued again."""
 
 
 class Judge(Section, frozen=True, kw_only=True):

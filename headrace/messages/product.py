@@ -28,6 +28,8 @@ class Traffic(Message, frozen=True, kw_only=True):
     waiting: int
     requests_per_s: float
     capacity: int
+    run: str = ""
+    """Whose product it is; a scavenger hears its own run's."""
     server: str = ""
     """Empty: sessions of a gateway. Else what others than headrace ask of the server of this rollout actor."""
 
@@ -40,6 +42,11 @@ class CapacityLease(Message, frozen=True, kw_only=True):
     lanes: tuple[str, ...]
     reason: str
     since: float
+
+
+def lease_key(run: str, rollout: str) -> str:
+    """Key of a rollout actor's lease in HR_LEASE: ids are the configuration's, and several runs may share a broker."""
+    return f"{run}.{rollout}"
 
 
 @message("promotion")

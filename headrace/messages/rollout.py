@@ -144,6 +144,18 @@ class TurnDone(Message, frozen=True, kw_only=True):
     results: tuple[ToolResult, ...]
 
 
+@message("sandbox_kept")
+class SandboxKept(Message, frozen=True, kw_only=True):
+    """The attempt's sandbox as it was after a turn's calls, written behind its TurnDone: should it be lost, whoever
+    goes on does so in a copy."""
+
+    run: str
+    trajectory: str
+    index: int
+    node: str
+    data: bytes
+
+
 @message("trajectory")
 class Trajectory(Message, frozen=True, kw_only=True):
     """A finished attempt, published before its sandbox is released."""

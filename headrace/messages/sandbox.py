@@ -231,6 +231,15 @@ class Acquire(Message, frozen=True, kw_only=True):
     """The repository, pushed in the same frame that starts the clone. A task's tests are never in it."""
 
 
+ANY_RUN = "any"
+"""Run id of an environment that serves every run of its broker; others serve their own alone."""
+
+
+def acquire_method(run: str) -> str:
+    """The method under which any node of a run may be asked for a sandbox; run: a token."""
+    return f"acquire-{run}"
+
+
 @message("acquired")
 class Acquired(Message, frozen=True, kw_only=True):
     """The answer to Acquire: where to send calls, and the secret that each must carry."""

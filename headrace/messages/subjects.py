@@ -93,7 +93,7 @@ TRAJ = Subject(
 )
 TURN = Subject(
     template="hr.turn.{run}.{trajectory}",
-    types=("turn_sampled", "turn_done"),
+    types=("turn_sampled", "turn_done", "sandbox_kept"),
     publishers=("rollout",),
     readers=("rollout", "gateway", "trainer"),
     note="the trainer reads it to purge",
@@ -193,7 +193,8 @@ RPC = Subject(
     types=("acquire", "acquired", "sandbox_call", "sandbox_reply", "renew", "release", "release_group", "ping", "ack"),
     publishers=_LIBRARY,
     readers=("environment",),
-    note="request and reply, never in a stream; one node's own methods are hr.rpc.environment.<node>.<method>",
+    note="request and reply, never in a stream; one node's own methods are hr.rpc.environment.<node>.<method>, and any "
+    "node of a run answers hr.rpc.environment.acquire-<run>",
 )
 RPC_NODE = Subject(
     template="hr.rpc.{service}.{node}.{method}",

@@ -63,6 +63,12 @@ def normal(text: str, counts: Counter[str] | None = None) -> str:
     return text
 
 
+def same(recorded: ToolResult, again: ToolResult) -> bool:
+    """Whether a call was answered as it was, but for what differs from run to run."""
+    old, new = ((normal(one.output), one.ok, one.truncated) for one in (recorded, again))
+    return old == new
+
+
 async def rerun(
     trajectory: Trajectory, run: Runner, digest: Callable[[], Awaitable[str]], backend: str = ""
 ) -> CallsReplay:

@@ -16,6 +16,7 @@ from headrace.config import Config
 from headrace.config import Environment as Section
 from headrace.messages.operations import Ack
 from headrace.messages.sandbox import (
+    ANY_RUN,
     Acquire,
     Acquired,
     Checkpoint,
@@ -32,6 +33,7 @@ from headrace.messages.sandbox import (
     SandboxCall,
     SandboxReply,
     WriteFiles,
+    acquire_method,
 )
 from headrace.messages.subjects import EVENT, RPC, RPC_NODE
 from tests.actors.living import living
@@ -41,7 +43,7 @@ pytestmark = pytest.mark.anyio
 
 RUN = "r1"
 CONFIG = Config(environment=Section(backend="process", max_vms=3, judge_share=1, slots_per_vm=2, lease_s=30.0))
-ACQUIRE = RPC.at(service="environment", method="acquire")
+ACQUIRE = RPC.at(service="environment", method=acquire_method(RUN))
 FILES = {"a.txt": b"one"}
 
 
@@ -64,7 +66,7 @@ def call(held: Acquired, op: ReadFile | WriteFiles | Exec, call_id: str = "c1") 
 @pytest.fixture
 async def client(connect: Connect) -> AsyncIterator[Bus]:
     """A rollout's connection, beside a living environment actor."""
-    async with living(Environment, CONFIG, await connect("environment", node="n1"), RUN):
+    async with living(Environment, CONFIG, await connect("environment", node="n1"), ANY_RUN):
         yield await connect("rollout")
 
 
@@ -144,13 +146,30 @@ async def test_the_process_backend_never_serves_the_production_lane(client: Bus)
 async def test_a_silent_holder_loses_its_sandbox(client: Bus) -> None:
     held = await take(client, msgspec.structs.replace(wanted("g10"), lease_s=0.2))
     kept = await take(client, wanted("g10", 1))
-    async for received in client.follow("HR_EVENT", EVENT.where(run=RUN, actor="environment", type="event")):
+    async for received in client.follow("HR_EVENT", EVENT.where(run=ANY_RUN, actor="environment", type="event")):
         if received.message.kind == "lease_lapsed":
             break
     assert (await reply(client, held, call(held, ReadFile(path="a.txt")))).failure == "lost"
     renewed = await client.request(on(held, "renew"), Renew(sandbox=held.sandbox, secret=held.secret, epoch=1))
     assert isinstance(renewed, Ack) and not renewed.ok
     assert (await reply(client, kept, call(kept, ReadFile(path="a.txt")))).result is not None
+
+
+async def test_nodes_of_two_runs_on_one_host_are_not_mistaken(connect: Connect) -> None:
+    bus = await connect("rollout")
+    sandboxes = Sandboxes(bus, 30.0)
+    async with (
+        living(Environment, CONFIG, await connect("environment", node="host"), "ra"),
+        living(Environment, CONFIG, await connect("environment", node="host"), "rb"),
+    ):
+        held = [
+            await sandboxes.acquire(msgspec.structs.replace(wanted(f"g2{number}"), run=run))
+            for run in ("ra", "rb")
+            for number in range(2)
+        ]
+        assert [one.node for one in held] == ["host-ra", "host-ra", "host-rb", "host-rb"]
+        for one in held:
+            assert (await one.call(ReadFile(path="a.txt"))).data == b"one"
 
 
 async def test_every_operation_leaves_a_line_without_content(client: Bus) -> None:
@@ -167,7 +186,7 @@ async def test_every_operation_leaves_a_line_without_content(client: Bus) -> Non
 async def test_a_stopping_node_ends_its_sandboxes(connect: Connect) -> None:
     bus = await connect("rollout")
     sandboxes = Sandboxes(bus, 30.0)
-    async with living(Environment, CONFIG, await connect("environment", node="n2"), RUN):
+    async with living(Environment, CONFIG, await connect("environment", node="n2"), ANY_RUN):
         sandbox = await sandboxes.acquire(wanted("g12"))
         assert (await sandbox.call(ReadFile(path="a.txt"))).data == b"one"
         started = await sandbox.call(Exec(argv=("sh", "-c", "sleep 600 & echo $!")))
@@ -200,7 +219,7 @@ async def test_forks_and_restored_sandboxes_are_held_like_any_other(connect: Con
     cache = str(Path(__file__).parents[2] / ".cache" / "headrace")
     section = Section(backend="qemu", cache_dir=cache, max_vms=6, warm=0, lease_s=60.0)
     bus = await connect("rollout")
-    async with living(Environment, Config(environment=section), await connect("environment", node="n3"), RUN):
+    async with living(Environment, Config(environment=section), await connect("environment", node="n3"), ANY_RUN):
         alone = wanted("g15", isolation="episode")
         held = await bus.request(RPC_NODE.at(service="environment", node="n3", method="acquire"), alone, timeout=60)
         assert isinstance(held, Acquired)

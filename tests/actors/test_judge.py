@@ -20,6 +20,7 @@ from headrace.messages.base import Array
 from headrace.messages.judging import Score
 from headrace.messages.operations import Event
 from headrace.messages.rollout import PolicyRef, Sampling, SlotFailed, ToolCall, Trajectory, Turn
+from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT, FAIL, SCORE, TRAJ
 from headrace.tasks import open_suite
 from tests.actors.living import living
@@ -95,7 +96,7 @@ async def observer(connect: Connect) -> Bus:
 
 @pytest.fixture
 async def environment(connect: Connect, tmp_path: Path) -> AsyncIterator[Environment]:
-    async with living(Environment, config(tmp_path), await connect("environment", node="n1"), "env") as actor:
+    async with living(Environment, config(tmp_path), await connect("environment", node="n1"), ANY_RUN) as actor:
         yield actor
 
 

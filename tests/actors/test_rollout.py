@@ -36,7 +36,7 @@ from headrace.messages.rollout import (
     TurnDone,
     TurnSampled,
 )
-from headrace.messages.sandbox import ToolLog
+from headrace.messages.sandbox import ANY_RUN, ToolLog
 from headrace.messages.subjects import EVENT, FAIL, TASK, TRAJ, TURN, token
 from headrace.tasks import open_suite
 from headrace.tasks.suites import write_suite
@@ -146,7 +146,7 @@ async def observer(connect: Connect) -> Bus:
 
 @pytest.fixture
 async def environment(connect: Connect, tmp_path: Path) -> AsyncIterator[Environment]:
-    async with living(Environment, config(tmp_path), await connect("environment", node="n1"), "env") as actor:
+    async with living(Environment, config(tmp_path), await connect("environment", node="n1"), ANY_RUN) as actor:
         yield actor
 
 
@@ -230,13 +230,13 @@ async def test_a_lane_that_is_taken_away_is_handed_back_and_another_goes_on(
 ) -> None:
     gated_suite(tmp_path)
     leases = await (await connect("scavenger")).kv("HR_LEASE")
-    await leases.put("lent", CapacityLease(rollout="lent", lanes=("production", "train"), reason="test", since=0.0))
+    await leases.put("a3.lent", CapacityLease(rollout="lent", lanes=("production", "train"), reason="test", since=0.0))
     async with living(Rollout, config(tmp_path), await connect("rollout"), "a3", "lent"):
         await issue(observer, request("a3", "g1", suite=GATED))
         sampled = await first(observer, "HR_TURN", TURN.at(run="a3", trajectory="g1-0-0"), TurnSampled)
         while not (tmp_path / "runs.log").exists():
             await asyncio.sleep(0.02)
-        await leases.put("lent", CapacityLease(rollout="lent", lanes=("production",), reason="test", since=1.0))
+        await leases.put("a3.lent", CapacityLease(rollout="lent", lanes=("production",), reason="test", since=1.0))
         await event(observer, "a3", "handed_back")
         back = await waiting(observer, "a3")
         assert back is not None and (back.handovers, back.attempt) == (1, 0)
@@ -264,13 +264,13 @@ async def test_only_leased_lanes_are_pulled(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
 ) -> None:
     leases = await (await connect("scavenger")).kv("HR_LEASE")
-    await leases.put("picky", CapacityLease(rollout="picky", lanes=("eval",), reason="test", since=0.0))
+    await leases.put("a5.picky", CapacityLease(rollout="picky", lanes=("eval",), reason="test", since=0.0))
     async with living(Rollout, config(tmp_path), await connect("rollout"), "a5", "picky"):
         await issue(observer, request("a5", "g1", lane="train", policy="idle"))
         await issue(observer, request("a5", "e1", lane="eval", policy="idle"))
         await first(observer, "HR_TRAJ", TRAJ.at(run="a5", group="e1"), Trajectory)
         assert await waiting(observer, "a5") is not None
-        await leases.put("picky", CapacityLease(rollout="picky", lanes=("train",), reason="test", since=1.0))
+        await leases.put("a5.picky", CapacityLease(rollout="picky", lanes=("train",), reason="test", since=1.0))
         await first(observer, "HR_TRAJ", TRAJ.at(run="a5", group="g1"), Trajectory)
 
 
@@ -298,7 +298,7 @@ async def test_a_microvm_that_is_killed_fails_the_slot_and_not_the_policy(
     gated_suite(tmp_path)
     section = Section(backend="qemu", cache_dir=str(Path(__file__).parents[2] / ".cache" / "headrace"))
     async with (
-        living(Environment, config(tmp_path, environment=section), await connect("environment", node="n8"), "env"),
+        living(Environment, config(tmp_path, environment=section), await connect("environment", node="n8"), ANY_RUN),
         living(Rollout, config(tmp_path), await connect("rollout"), "a10", "roll"),
     ):
         await issue(observer, request("a10", "g1", suite=GATED))
@@ -326,7 +326,7 @@ async def test_work_that_went_with_its_sandbox_is_not_continued_in_a_fresh_one(
     await log.done(0, [ToolResult(call_id="0.0", ok=True, output="fine")])
     await log.settle()
     async with (
-        living(Environment, config(tmp_path), await connect("environment", node="n7"), "env"),
+        living(Environment, config(tmp_path), await connect("environment", node="n7"), ANY_RUN),
         living(Rollout, config(tmp_path), bus, "a7", "roll"),
     ):
         await issue(observer, wanted)

@@ -16,6 +16,7 @@ from headrace.config import Environment as Section
 from headrace.messages.ledger import Admission, admission_key
 from headrace.messages.operations import Event
 from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Sampling, SlotFailed, Trajectory
+from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT, FAIL, TASK, TRAJ, TURN, token
 from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
@@ -63,7 +64,7 @@ async def observer(connect: Connect) -> Bus:
 
 @pytest.fixture
 async def environment(connect: Connect, tmp_path: Path) -> AsyncIterator[Environment]:
-    async with living(Environment, config(tmp_path), await connect("environment", node="n1"), "env") as actor:
+    async with living(Environment, config(tmp_path), await connect("environment", node="n1"), ANY_RUN) as actor:
         yield actor
 
 

@@ -12,6 +12,7 @@ from headrace.actors.rollout import Rollout
 from headrace.config import Environment as Section
 from headrace.config import Rollout as Credit
 from headrace.messages.rollout import Trajectory, TurnSampled
+from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import FAIL, TRAJ, TURN
 from tests.actors.living import living
 from tests.actors.test_rollout import GATED, config, everything, first, gated_suite, issue, request
@@ -31,7 +32,7 @@ async def test_a_request_that_waits_for_room_lets_the_holder_of_that_room_pass(
         environment=Section(backend="process", lease_s=100.0, max_vms=1, judge_share=0, slots_per_vm=1),
         rollout=Credit(credit=1),
     )
-    async with living(Environment, narrow, await connect("environment", node="n1"), "narrow"):
+    async with living(Environment, narrow, await connect("environment", node="n1"), ANY_RUN):
         async with living(Rollout, narrow, await connect("rollout"), "room", "leaving"):
             await issue(observer, request("room", "g1", suite=GATED))
             await first(observer, "HR_TURN", TURN.at(run="room", trajectory="g1-0-0"), TurnSampled)

@@ -6,12 +6,12 @@ from contextlib import AsyncExitStack
 import msgspec
 import pytest
 
-from headrace.actors import sandbox_client
+from headrace.actors import sandbox_client, sandbox_client_asking
 from headrace.actors.environment import Environment
 from headrace.actors.sandbox_client import NodeSilent, Sandboxes, Superseded
 from headrace.config import Config
 from headrace.config import Environment as Section
-from headrace.messages.sandbox import Acquire, Exec, Isolation, NoRoom, ReadFile, SandboxLost
+from headrace.messages.sandbox import ANY_RUN, Acquire, Exec, Isolation, NoRoom, ReadFile, SandboxLost
 from tests.actors.living import living
 from tests.conftest import Connect
 
@@ -36,7 +36,7 @@ def wanted(group: str, slot: int = 0, *, isolation: Isolation = "group") -> Acqu
 
 async def test_a_lost_sandbox_and_a_superseded_one_are_told_apart(connect: Connect) -> None:
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
-    async with living(Environment, CONFIG, await connect("environment", node="n3"), "r1"):
+    async with living(Environment, CONFIG, await connect("environment", node="n3"), ANY_RUN):
         first = await sandboxes.acquire(wanted("g13"))
         second = await sandboxes.acquire(wanted("g13"))
         assert (first.id, first.fresh, second.fresh) == (second.id, True, False)
@@ -52,7 +52,7 @@ async def test_a_lost_sandbox_and_a_superseded_one_are_told_apart(connect: Conne
 async def test_who_asked_before_a_request_was_handed_on_does_not_take_its_sandbox(connect: Connect) -> None:
     """A holder that gives a request up may still have an acquire under way, and its successor be faster."""
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
-    async with living(Environment, CONFIG, await connect("environment", node="n12"), "r1"):
+    async with living(Environment, CONFIG, await connect("environment", node="n12"), ANY_RUN):
         successor = await sandboxes.acquire(msgspec.structs.replace(wanted("g24"), handovers=1))
         with pytest.raises(Superseded, match="handed on"):
             await sandboxes.acquire(wanted("g24"))
@@ -61,7 +61,7 @@ async def test_who_asked_before_a_request_was_handed_on_does_not_take_its_sandbo
 
 async def test_waiting_for_room_ends_when_something_is_given_back(connect: Connect) -> None:
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
-    async with living(Environment, CONFIG, await connect("environment", node="n4"), "r1"):
+    async with living(Environment, CONFIG, await connect("environment", node="n4"), ANY_RUN):
         held = [await sandboxes.acquire(wanted(group, isolation="episode")) for group in ("g14", "g15")]
         waiting = asyncio.create_task(sandboxes.acquire(wanted("g16", isolation="episode")))
         done, _ = await asyncio.wait([waiting], timeout=0.3)
@@ -74,8 +74,8 @@ async def test_waiting_for_room_ends_when_something_is_given_back(connect: Conne
 async def test_a_groups_slots_are_asked_for_where_its_first_one_is(connect: Connect) -> None:
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
     async with (
-        living(Environment, CONFIG, await connect("environment", node="n5"), "r1"),
-        living(Environment, CONFIG, await connect("environment", node="n6"), "r1"),
+        living(Environment, CONFIG, await connect("environment", node="n5"), ANY_RUN),
+        living(Environment, CONFIG, await connect("environment", node="n6"), ANY_RUN),
     ):
         for group in ("g17", "g18", "g19"):
             held = await asyncio.gather(*(sandboxes.acquire(wanted(group, slot)) for slot in range(2)))
@@ -85,9 +85,9 @@ async def test_a_groups_slots_are_asked_for_where_its_first_one_is(connect: Conn
 async def test_a_node_that_is_gone_is_told_apart_from_a_sandbox_that_died(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox_client, "SILENCE_S", 0.3)
+    monkeypatch.setattr(sandbox_client_asking, "SILENCE_S", 0.3)
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
-    async with living(Environment, CONFIG, await connect("environment", node="n7"), "r1"):
+    async with living(Environment, CONFIG, await connect("environment", node="n7"), ANY_RUN):
         sandbox = await sandboxes.acquire(wanted("g20"))
     with pytest.raises(NodeSilent):
         await sandbox.call(ReadFile(path="a.txt"))
@@ -99,12 +99,13 @@ async def test_a_node_that_is_gone_is_told_apart_from_a_sandbox_that_died(
 async def test_a_call_on_a_node_that_dies_does_not_wait_for_its_time_limit(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, started_anew: bool
 ) -> None:
-    monkeypatch.setattr(sandbox_client, "SILENCE_S", 0.2 if not started_anew else 30.0)
+    for module in (sandbox_client, sandbox_client_asking):
+        monkeypatch.setattr(module, "SILENCE_S", 0.2 if not started_anew else 30.0)
     monkeypatch.setattr(sandbox_client, "PULSE_S", 0.2)
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
     node = f"died{int(started_anew)}"
     bus = await connect("environment", node=node)
-    async with living(Environment, CONFIG, bus, "r1") as first:
+    async with living(Environment, CONFIG, bus, ANY_RUN) as first:
         sandbox = await sandboxes.acquire(wanted("g23"))
         call = asyncio.create_task(sandbox.call(Exec(argv=("sleep", "60"), timeout_s=60.0)))
         while not first._leases.authorise(sandbox.id, sandbox._held.secret, sandbox._held.epoch).running:
@@ -113,7 +114,7 @@ async def test_a_call_on_a_node_that_dies_does_not_wait_for_its_time_limit(
         async with AsyncExitStack() as stack:
             if started_anew:
                 again = await connect("environment", node=node)
-                await stack.enter_async_context(living(Environment, CONFIG, again, "r1"))
+                await stack.enter_async_context(living(Environment, CONFIG, again, ANY_RUN))
             async with asyncio.timeout(20):
                 with pytest.raises(SandboxLost) as lost:
                     await call
@@ -128,7 +129,7 @@ async def test_patience_for_room_ends(connect: Connect) -> None:
 
 async def test_quiet_sandboxes_are_kept_and_let_go_ones_are_not(connect: Connect) -> None:
     sandboxes = Sandboxes(await connect("rollout"), 0.0)
-    async with living(Environment, CONFIG, await connect("environment", node="n9"), "r1") as environment:
+    async with living(Environment, CONFIG, await connect("environment", node="n9"), ANY_RUN) as environment:
         kept, left = [await sandboxes.acquire(wanted("g22", slot)) for slot in range(2)]
         before = {lease.sandbox.id: lease.expires for lease in environment._leases._by_id.values()}
         sandboxes.let_go(left)

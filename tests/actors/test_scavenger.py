@@ -12,7 +12,7 @@ from headrace.actors.scavenger import LENT, OWN, Scavenger
 from headrace.bus.connection import Bus
 from headrace.config import Config, Production
 from headrace.messages import subjects
-from headrace.messages.product import CapacityLease, Traffic
+from headrace.messages.product import CapacityLease, Traffic, lease_key
 
 pytestmark = pytest.mark.anyio
 Connect = Callable[..., Awaitable[Bus]]
@@ -31,7 +31,7 @@ async def test_quiet_lends_and_one_session_takes_back(connect: Connect) -> None:
     seen: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
 
     async def watch() -> None:
-        async for _, lease, _ in leases.watch("product"):
+        async for _, lease, _ in leases.watch("r1.product"):
             if isinstance(lease, CapacityLease):
                 seen.put_nowait(lease.lanes)
 
@@ -56,10 +56,10 @@ async def test_a_successor_takes_back_what_was_lent(connect: Connect) -> None:
     bus, reader = await connect("scavenger"), await connect("operator")
     config = Config(production=Production(rollouts=("a2",)))
     leases = await bus.kv("HR_LEASE")
-    await leases.put("a2", CapacityLease(rollout="a2", lanes=LENT, reason="before", since=0.0))
+    await leases.put("r1.a2", CapacityLease(rollout="a2", lanes=LENT, reason="before", since=0.0))
     actor = Scavenger(config, bus, "r1", "scavenger-2")
     await actor.start()
-    held = await (await reader.kv("HR_LEASE")).get("a2")
+    held = await (await reader.kv("HR_LEASE")).get("r1.a2")
     assert held is not None and isinstance(held[0], CapacityLease)
     assert held[0].lanes == OWN
     await actor.shut(1.0)
@@ -72,7 +72,7 @@ class Told:
         self.actor = Scavenger(config, bus, "r1", "scavenger-3")
 
     async def lanes(self, rollout: str) -> tuple[str, ...]:
-        held = await self.actor.leases.get(rollout)
+        held = await self.actor.leases.get(lease_key("r1", rollout))
         assert held is not None and isinstance(held[0], CapacityLease)
         return held[0].lanes
 
@@ -90,7 +90,9 @@ async def test_a_server_that_others_use_is_taken_back_and_its_neighbour_is_not(c
     assert await told.lanes("a3") == OWN, "a quiet gateway says nothing about the server's own users"
     await hear(msgspec.structs.replace(traffic(0), server="a3"))
     assert await told.lanes("a3") == LENT
-    await hear(msgspec.structs.replace(traffic(1), region="far"))
+    await hear(msgspec.structs.replace(traffic(5), run="another"))
+    assert await told.lanes("a3") == LENT, "another run's users are another scavenger's"
+    await hear(msgspec.structs.replace(traffic(1), region="far", run="r1"))
     assert (await told.lanes("a3"), await told.lanes("a4")) == (OWN, OWN)
     await hear(traffic(0))
     assert await told.lanes("a4") == OWN, "one region's quiet does not lend what another needs"

@@ -21,6 +21,7 @@ from headrace.engines.sglang_metrics import Requests, by_priority, outside
 from headrace.messages.codec import decode
 from headrace.messages.product import CapacityLease, Traffic
 from headrace.messages.rollout import Lane
+from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT, FAIL, TRAFFIC
 from headrace.weights import snapshot
 from tests.actors.living import living
@@ -181,7 +182,7 @@ async def test_a_lent_server_is_given_back_in_the_middle_of_a_turn_and_nothing_i
     observer, leases = await connect("admin"), await (await connect("scavenger")).kv("HR_LEASE")
 
     async def lend(lanes: tuple[str, ...]) -> None:
-        await leases.put("lent", CapacityLease(rollout="lent", lanes=lanes, reason="test", since=0.0))
+        await leases.put("s7.lent", CapacityLease(rollout="lent", lanes=lanes, reason="test", since=0.0))
 
     section = EngineSection(kind="sglang", exact=False, url=double.url, stage_dir=str(tmp_path))
     settings = config(tmp_path, section)
@@ -190,7 +191,7 @@ async def test_a_lent_server_is_given_back_in_the_middle_of_a_turn_and_nothing_i
     await lend(LENT)
     await double.let_go(hold_at=2)
     async with (
-        living(Environment, settings, await connect("environment", node="n1"), "env"),
+        living(Environment, settings, await connect("environment", node="n1"), ANY_RUN),
         living(Rollout, settings, await connect("rollout", node="here"), "s7", "lent") as actor,
     ):
         for group in ("g1", "g2"):

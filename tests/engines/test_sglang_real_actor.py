@@ -20,6 +20,7 @@ from headrace.engines.sglang_server import arguments
 from headrace.messages.operations import Event
 from headrace.messages.product import CapacityLease
 from headrace.messages.rollout import Limits, RolloutRequest, Sampling
+from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT, FAIL, TASK, token
 from headrace.messages.tasks import TaskRef
 from headrace.tasks import open_suite
@@ -68,7 +69,7 @@ async def test_lent_given_back_lent_again_and_killed_under_its_turns(connect: Co
     observer, leases = await connect("admin"), await (await connect("scavenger")).kv("HR_LEASE")
 
     async def lend(lanes: tuple[str, ...]) -> None:
-        await leases.put("lent", CapacityLease(rollout="lent", lanes=lanes, reason="test", since=0.0))
+        await leases.put("s8.lent", CapacityLease(rollout="lent", lanes=lanes, reason="test", since=0.0))
 
     section = EngineSection(
         kind="sglang", exact=False, python=python(), max_batch=8, args=(*arguments(), "--context-length", "8192")
@@ -79,7 +80,7 @@ async def test_lent_given_back_lent_again_and_killed_under_its_turns(connect: Co
     await lend(LENT)
     groups = [f"g{index}" for index in range(6)]
     async with (
-        living(Environment, settings, await connect("environment", node="n1"), "env"),
+        living(Environment, settings, await connect("environment", node="n1"), ANY_RUN),
         living(Rollout, settings, await connect("rollout", node="here"), "s8", "lent") as actor,
     ):
         engine = await engine_of(actor)

@@ -13,6 +13,7 @@ from headrace.bus.connection import Bus
 from headrace.config import Config, Production, Run
 from headrace.config import Engine as EngineSection
 from headrace.config import Environment as Section
+from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT
 from headrace.policy.config import PolicyConfig
 from headrace.weights import snapshot
@@ -59,7 +60,7 @@ async def test_a_rollout_actor_follows_staged_versions_on_a_server(
     await stage(observer, "s1", "here", 0, *files[0])
     swaps = EVENT.where(run="s1", type="weights_swapped")
     async with (
-        living(Environment, settings, await connect("environment", node="n1"), "env"),
+        living(Environment, settings, await connect("environment", node="n1"), ANY_RUN),
         living(Rollout, settings, await connect("rollout", node="here"), "s1", "roll"),
     ):
         await issue(observer, "s1", "g1")
