@@ -8,7 +8,7 @@ consumer wraps `Array.data` with `numpy.frombuffer` or `torch.frombuffer` itself
 import array
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -68,6 +68,9 @@ TYPES: dict[str, type[Message]] = {}
 """Every message type by name; filled by `message` when `headrace.messages` is imported."""
 
 M = TypeVar("M", bound=type[Message])
+S = TypeVar("S", bound=msgspec.Struct)
+OLDER: dict[tuple[str, int], tuple[type[msgspec.Struct], Callable[[Any], Message]]] = {}
+"""By name and version, how a message is read that nobody writes any more."""
 
 
 def message(name: str, version: int = 1) -> Callable[[M], M]:
@@ -81,3 +84,13 @@ def message(name: str, version: int = 1) -> Callable[[M], M]:
         return cls
 
     return register
+
+
+def older(cls: type[Message], version: int, was: type[S], upgrade: Callable[[S], Message]) -> None:
+    """Keep reading a version of a message after its number was raised: `was` is its struct, `upgrade` makes today's.
+
+    An older version without an entry is read as today's struct: a new number alone asks for none.
+    """
+    if not 0 < version < cls.type_version:
+        raise ValueError(f"{cls.type_name}/{version} is not older than {cls.type_name}/{cls.type_version}")
+    OLDER[cls.type_name, version] = was, upgrade

@@ -12,7 +12,7 @@ from typing import TypeVar
 import lz4.frame
 import msgspec
 
-from headrace.messages.base import TYPES, Message
+from headrace.messages.base import OLDER, TYPES, Message
 
 TYPE_HEADER = "Hr-Type"
 ENCODING_HEADER = "Hr-Encoding"
@@ -23,9 +23,10 @@ SAMPLES, SAMPLE = 8, 4096
 """Pieces of a larger payload that are compressed first; it is left alone when together they save less than 5 %."""
 
 T = TypeVar("T", bound=Message)
+S = TypeVar("S", bound=msgspec.Struct)
 
 _encoder = msgspec.msgpack.Encoder()
-_decoders: dict[type[Message], msgspec.msgpack.Decoder[Message]] = {}
+_decoders: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[msgspec.Struct]] = {}
 
 
 class UnknownType(ValueError):
@@ -63,11 +64,19 @@ def decode(payload: bytes | memoryview, headers: Mapping[str, str] | None) -> Me
         raise UnknownType(f"unknown message type {kind!r}")
     if not version.isdigit() or int(version) > cls.type_version:
         raise UnknownType(f"{kind!r} is newer than this reader, which knows {name}/{cls.type_version}")
-    return decode_as(cls, payload, headers)
+    known = OLDER.get((name, int(version)))
+    if known is None:
+        return decode_as(cls, payload, headers)
+    was, upgrade = known
+    return upgrade(_read(was, name, payload, headers))
 
 
 def decode_as(cls: type[T], payload: bytes | memoryview, headers: Mapping[str, str] | None = None) -> T:
     """Read a payload as the given struct."""
+    return _read(cls, cls.type_name, payload, headers)
+
+
+def _read(cls: type[S], name: str, payload: bytes | memoryview, headers: Mapping[str, str] | None) -> S:
     encoding = (headers or {}).get(ENCODING_HEADER)
     if encoding not in (None, "lz4"):
         raise UnknownType(f"unknown encoding {encoding!r}")
@@ -79,4 +88,4 @@ def decode_as(cls: type[T], payload: bytes | memoryview, headers: Mapping[str, s
             decoder = _decoders[cls] = msgspec.msgpack.Decoder(cls)
         return decoder.decode(payload)  # type: ignore[return-value]
     except (msgspec.DecodeError, UnicodeDecodeError, RuntimeError) as error:
-        raise UnknownType(f"not a readable {cls.type_name}: {error}") from error
+        raise UnknownType(f"not a readable {name}: {error}") from error
