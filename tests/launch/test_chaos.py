@@ -1,0 +1,188 @@
+"""`headrace chaos`: what dies comes back, and the books balance; a blow is what it says it is."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config import Config, load
+from headrace.launch import chaos_blows as blows
+from headrace.launch.chaos import lengthened
+from headrace.launch.chaos_blows import BROKER, MACHINE, Card
+from headrace.launch.chaos_figures import Struck, losses, recovery
+from headrace.replay.audit import Attempts, AuditReport
+from tests.launch.test_up import DEMO, HEADRACE, TINY, Up, command, headrace, one_sentence, up
+
+
+def demo(**changes: Any) -> Config:
+    return load(DEMO, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
+
+
+async def struck(started: Up) -> dict[str, Any]:
+    """The line that the command ends with."""
+    assert started.process.stdout is not None
+    lines = started.process.stdout.read().splitlines()
+    code, said = await started.end(600.0)
+    assert (code, said) == (0, ""), (said, lines[-1:])
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(300)
+async def test_every_process_is_struck_once_and_the_books_balance(tmp_path: Path) -> None:
+    """Seed 13: kill -9 for trainer, curriculum, environment and broker, cuts for rollout and judge, sleep for the
+    sender."""
+    words = (*HEADRACE, "chaos", str(DEMO), "--kills", "7", "--seed", "13")
+    async with up(tmp_path, *words, **{"curriculum.steps": 5}) as started:
+        line = await struck(started)
+    assert (line["kills"], line["not_recovered"], line["duplicates"], line["losses"]) == (7, 0, 0, 0)
+    assert line["kill_trainer"] == line["kill_broker"] == line["cut_rollout"] == line["stop_weight_sender"] == 1
+    assert line["audit_balanced"] and line["trained_slots"] == line["issued_slots"] and line["connections_cut"] >= 2
+    assert all(target["met"] for target in line["targets"].values()) and line["conditions"]["cores"]
+    report = json.loads((started.run / "report.json").read_text())
+    restarted = {text.split()[0] for text in report["restarts"]}
+    assert restarted == {"curriculum", "environment", "nats-server", "trainer"}
+    assert report["steps"] == line["steps"] == 7 and report["max_abs_dlp"] == 0.0
+    code, ledger = headrace(tmp_path, "audit", "latest")
+    assert code == 0 and ledger == report["ledger"]
+    code, _ = headrace(tmp_path, "replay", "latest", "--step", "5")
+    assert code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.vm
+@pytest.mark.anyio
+@pytest.mark.timeout(1200)
+async def test_twenty_blows_over_real_machines(tmp_path: Path) -> None:
+    changes = {
+        "environment.backend": "qemu",
+        "environment.cache_dir": str(DEMO.parents[1] / ".cache" / "headrace"),
+        "production.enabled": True,
+        "curriculum.group_size": 8,
+        "curriculum.steps": 12,
+        "evaluation.after": True,
+        "evaluation.heldout_tasks": 8,
+        "evaluation.unseen_tasks": 8,
+    }
+    async with up(tmp_path, *HEADRACE, "chaos", str(DEMO), "--kills", "20", "--seed", "2", **changes) as started:
+        line = await struck(started)
+    assert (line["kills"], line["duplicates"], line["losses"]) == (20, 0, 0) and line["audit_balanced"]
+    assert sum(line.get(f"{blow}_machine", 0) for blow in ("kill", "stop")) >= 3
+    for words, says in (
+        (("weights", "verify", "latest"), "holds"),
+        (("replay", "latest", "--steps", "5"), '"bitwise_equal":true'),
+        (("eval", "--policy", "latest", "--suite", "generated/heldout", "--tasks", "8"), '"tasks": 8'),
+    ):
+        done = command(tmp_path, *words, *(("--set", "environment.backend=process") if "eval" in words else ()))
+        assert done.returncode == 0 and says in done.stdout, done.stderr
+
+
+def test_a_run_without_a_plan_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    done = command(tmp_path, "chaos", str(DEMO), "--kills", "0")
+    assert done.returncode == 2 and one_sentence(done.stderr) and "--kills" in done.stderr
+
+
+def test_a_seed_names_the_blows_and_nobody_is_left_out() -> None:
+    config = demo()
+    cards = blows.plan(config, 200, 1)
+    assert cards == blows.plan(config, 200, 1) != blows.plan(config, 200, 2)
+    assert [card.due for card in cards] == sorted(card.due for card in cards) and cards[-1].due <= blows.LATEST
+    hit = Counter((card.victim, card.blow) for card in cards)
+    assert {victim for victim, _ in hit} == {
+        *("curriculum", "gateway", "environment", "judge", "rollout", "rollout-product", "trainer", "weight_sender"),
+        *(BROKER, MACHINE),
+    }
+    assert all(hit[victim, blow] for victim in blows.victims(config) for blow in blows.BLOWS.get(victim, blows.ANYBODY))
+    assert (BROKER, "cut") not in hit and (MACHINE, "cut") not in hit
+    deal = len(blows.victims(config))
+    assert sorted(card.victim for card in cards[:deal]) == sorted(blows.victims(config))
+    naps = [card.asleep_s for card in cards if card.blow == "stop" and card.victim not in (BROKER, MACHINE)]
+    assert min(naps) < 4.0 and max(naps) > 30.0  # some sleep past the wait for an acknowledgement
+
+
+def test_who_is_not_there_is_not_struck() -> None:
+    assert MACHINE not in blows.victims(demo(**TINY))
+    assert BROKER not in blows.victims(demo(**{"bus.url": "nats://10.0.0.1:4222"}))
+    assert "gateway" not in blows.victims(demo(**{"production.enabled": False}))
+
+
+def test_a_run_is_made_long_enough() -> None:
+    config = demo()
+    assert lengthened(config, 200) is config
+    assert lengthened(demo(**TINY), 200).curriculum.steps == 200  # eight slots a step, eight scores a blow
+
+
+def test_a_connection_is_cut_from_outside_and_no_other() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as near, socket.create_server(("127.0.0.1", 0)) as far:
+        ports = [one.getsockname()[1] for one in (near, far)]
+        code = (
+            "import socket\n"
+            f"cut, kept = (socket.create_connection(('127.0.0.1', port)) for port in {ports})\n"
+            "assert cut.recv(1) == b''\n"
+            "kept.sendall(b'k')\n"
+        )
+        with subprocess.Popen([sys.executable, "-c", code]) as other:
+            first, _ = near.accept()
+            second, _ = far.accept()
+            assert blows.cut(other.pid, ports[:1]) == 1
+            assert first.recv(1) == b"" and second.recv(1) == b"k"
+            assert other.wait() == 0
+            first.close()
+            second.close()
+    assert blows.cut(other.pid, ports) == 0
+
+
+def test_machines_are_found_among_all_descendants(tmp_path: Path) -> None:
+    program = tmp_path / "qemu-system-none"
+    program.symlink_to("/bin/sleep")
+    pipe, end = os.pipe()
+    code = f"import subprocess; subprocess.Popen([{str(program)!r}, '600']); print(1, flush=True); input()"
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=subprocess.PIPE) as between:
+        assert between.stdout is not None and between.stdout.readline()
+        [machine] = blows.machines(os.getpid())
+        assert [machine] == blows.machines(between.pid)
+        os.kill(machine, 9)
+        os.close(end)
+        between.wait()
+    os.close(pipe)
+
+
+def test_recovery_is_told_by_kind() -> None:
+    def one(victim: str, blow: blows.Blow, seconds: float | None, working: float | None = None) -> Struck:
+        card = Card(victim, blow, 0.0, 0.0)
+        return Struck(card=card, at=time.time(), recovered_s=seconds, working_s=working)
+
+    fallen = [one("judge", "kill", float(number), 2.0 * number) for number in range(1, 101)]
+    found = recovery([*fallen, one(BROKER, "kill", 0.5), one(MACHINE, "stop", None)])
+    assert (found["recovery_kill_p50_s"], found["recovery_kill_p99_s"]) == (50.0, 99.0)
+    assert found["at_work_again_p50_s"] == 100.0 and found["recovery_broker_kill_p99_s"] == 0.5
+    assert found["recovery_machine_stop_p50_s"] is None and found["recovery_p50_s"] == 50.0
+
+
+@pytest.mark.parametrize(
+    ("issued", "in_flight", "running", "lost"),
+    [(10, 0, 0, 0), (11, 0, 0, 1), (9, 0, 0, 1), (11, 1, 0, 1), (10, 0, 1, 2)],
+)
+def test_a_slot_that_ends_nowhere_is_a_loss(issued: int, in_flight: int, running: int, lost: int) -> None:
+    report = AuditReport(
+        balanced=True,
+        issued=issued,
+        trained=7,
+        dropped={"infra": 3},
+        in_flight=in_flight,
+        attempts=Attempts(started=10, kept=7, lost={"sandbox_lost": 3}, running=running),
+        lanes={},
+        staleness_max=0,
+        staleness_bound=1,
+        duplicates=0,
+    )
+    assert losses(report) == lost
