@@ -3,7 +3,7 @@
     python -m benchmarks.fanout [--raw-mib 288] [--wire-mib 64] [--mbit 200] [--cut-s 20]
 
 A hub and four regions in network namespaces, 80 to 150 ms of round trip and `--mbit` each way (`wide_area`: the
-endpoints are the kernel's TCP, the links a router of ours, MTU 9000). Brokers run the configuration of deploy/regions;
+endpoints are the kernel's TCP, the links a router of ours, MTU 32000). Brokers run the configuration of deploy/regions;
 sender and receivers are `headrace actor` processes, the frames are the sender's own. The weights are normal; a step
 moves a share of them at random, by magnitudes as steps at 1e-4 have: as many as give `--wire-mib` of delta. In one run:
 a version as a full snapshot, one as a delta, one during which a region is swallowed for `--cut-s`, and a region that

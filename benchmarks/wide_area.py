@@ -3,7 +3,7 @@
 Idea: every place is a network namespace with one TUN device; a process reads packets from all of them and lets each
 through when its link would have: rate, one-way delay, a queue of two bandwidth-delay products, and a switch that
 swallows everything. The endpoints are the kernel's own TCP, set as deploy/regions advises. Why not tc: netem is absent
-from many kernels, and tbf shapes but does not delay. MTU is 9000 so that Python keeps up; needs root and /dev/net/tun.
+from many kernels, and tbf shapes but does not delay. MTU is 32000 so that Python keeps up; needs root and /dev/net/tun.
 """
 
 import collections
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-MTU = 9000
+MTU = 32000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x1, 0x1000
 _CLONE_NEWNET = 0x40000000
 TICK_S = 0.05
