@@ -334,20 +334,21 @@ class Curriculum(Actor):
             groups_closed=len(book.closings),
             groups_dropped=book.dropped,
             groups_retired=book.retired,
-            served_oldest=self._ledger.oldest() or 0,
+            served_oldest=await self._oldest_served(),
         )
-        await self._tell_laggards()
 
-    async def _tell_laggards(self) -> None:
-        """Replicas that live and serve too old a version to be given work."""
-        wanted = self._admission.min_version if self._admission else 0
-        if (self._ledger.oldest() or 0) >= wanted:
-            return
-        try:
-            presence = await self.bus.kv("HR_PRESENCE")
-            alive = {key.partition(".")[2] for key in await presence.keys("rollout.>")}
-        except BusError:  # the next look will do
-            return
+    async def _oldest_served(self) -> int:
+        """The oldest version that a living replica serves, -1 without any; who is too old to be given work is told."""
+        oldest, wanted = self._ledger.oldest(), self._admission.min_version if self._admission else 0
+        alive: set[str] = set()
+        if oldest is not None and oldest < self._served:  # else nobody lags, whoever lives
+            try:
+                presence = await self.bus.kv("HR_PRESENCE")
+                alive = {key.partition(".")[2] for key in await presence.keys("rollout.>")}
+            except BusError:  # the next look will do
+                return oldest
+            oldest = self._ledger.oldest(alive)
         for late in self._laggards.overdue(self._ledger, alive, wanted, time.monotonic()):
             text = f"{late.replica} on {late.node} serves version {late.version}, the train lane asks for {wanted}"
             await self.event("replica_behind", text, "warning", version=late.version, wanted=wanted)
+        return -1 if oldest is None else oldest

@@ -106,9 +106,9 @@ async def test_requests_wait_for_credit_and_engines_learn_what_to_serve(
             presence = await other.bus.kv("HR_PRESENCE")
             slow = WeightsSwapped(run=run, rollout="slow", node="n1", version=0, state_hash="h", pause_ms=0.1)
             actor._ledger.hear(slow, 0.0)
-            await actor._tell_laggards()
+            assert await actor._oldest_served() == -1, "it does not live"
             await presence.put("rollout.slow", Beat(actor="rollout", id="slow", node="n1", pid=1, state="running"))
-            await actor._tell_laggards()
+            assert await actor._oldest_served() == 0
             await presence.delete("rollout.slow")
         told = [r.message async for r in other.bus.history("HR_EVENT", EVENT.where(run=run, type="event"))]
         behind = [message.text for message in told if message.kind == "replica_behind"]
