@@ -53,6 +53,9 @@ ANSWER_S = 30.0
 """What a node may take for an answer beyond the operation's own time limit; a clone on a busy host takes seconds."""
 PULSE_S = 2.0
 """How often a node is asked, while a call runs there, whether it still has the sandbox: a dead one never answers."""
+ASK_AT_ONCE = 256
+"""Asks for any node that one actor has under way. Without a bound, a burst of asks outlives its own time limits, is
+asked again, and every node makes sandboxes that nobody waits for any more."""
 REMEMBER_GROUPS = 1024
 
 
@@ -193,6 +196,7 @@ class Sandboxes:
         self._held: set[RemoteSandbox] = set()
         self._nodes: OrderedDict[_Group, str] = OrderedDict()
         self._doors: dict[_Group, _Door] = {}
+        self._asking = asyncio.Semaphore(ASK_AT_ONCE)
         self._given_back = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
 
@@ -250,7 +254,8 @@ class Sandboxes:
             elif node:
                 reply = await ask_again(self._bus, subject, request, ANSWER_S)
             else:  # once: another node might answer the second time, and both would make one
-                reply = await self._bus.request(subject, request, timeout=ANSWER_S)
+                async with self._asking:
+                    reply = await self._bus.request(subject, request, timeout=ANSWER_S)
         except (NoResponders, BusTimeout, Disconnected):
             # Asking again is safe: the same key gets the same sandbox.
             return None

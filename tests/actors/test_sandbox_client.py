@@ -9,9 +9,21 @@ import pytest
 from headrace.actors import sandbox_client, sandbox_client_asking
 from headrace.actors.environment import Environment
 from headrace.actors.sandbox_client import NodeSilent, Sandboxes, Superseded
+from headrace.bus.actor import Actor
 from headrace.config import Config
 from headrace.config import Environment as Section
-from headrace.messages.sandbox import ANY_RUN, Acquire, Exec, Isolation, NoRoom, ReadFile, SandboxLost
+from headrace.messages.sandbox import (
+    ANY_RUN,
+    Acquire,
+    Exec,
+    Isolation,
+    NoRoom,
+    ReadFile,
+    SandboxLost,
+    SandboxReply,
+    acquire_method,
+)
+from headrace.messages.subjects import RPC
 from tests.actors.living import living
 from tests.conftest import Connect
 
@@ -136,3 +148,32 @@ async def test_quiet_sandboxes_are_kept_and_let_go_ones_are_not(connect: Connect
         await sandboxes.renew()
         after = {lease.sandbox.id: lease.expires for lease in environment._leases._by_id.values()}
         assert after[kept.id] != before[kept.id] and after[left.id] == before[left.id]
+
+
+async def test_a_burst_waits_here_and_not_on_the_way(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_client, "ASK_AT_ONCE", 4)
+
+    class Full(Actor):
+        """Takes asks, and answers none before four are there."""
+
+        role = "environment"
+
+        async def start(self) -> None:
+            self.inside, self.most, self.together = 0, 0, asyncio.Event()
+            await self.serve(RPC.at(service="environment", method=acquire_method("r1")), self.refuse)
+
+        async def refuse(self, request: Acquire) -> SandboxReply:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            if self.most == 4:
+                self.together.set()
+            async with asyncio.timeout(30):
+                await self.together.wait()
+            self.inside -= 1
+            return SandboxReply(failure="refused", detail="no")
+
+    async with living(Full, CONFIG, await connect("environment", node="n19"), "r1") as full:
+        sandboxes = Sandboxes(await connect("rollout"), 30.0)
+        asked = (sandboxes.acquire(wanted(f"g{number}")) for number in range(12))
+        done = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(one) for one in done] == [SandboxLost] * 12 and full.most == 4

@@ -1,0 +1,359 @@
+"""A burst of sandboxes over hundreds of nodes: real environment actors and a real broker, simulated machines.
+
+    python -m benchmarks.burst [--nodes 300] [--burst 100000] [--rates 250,500,1000]
+
+THIS IS A SIMULATION of machines. What is real: nats-server, the environment actor of every node (its leases, its pool,
+its queue group, its beats), the asking side (`actors.sandbox_client`), every message. What is not: QEMU. A simulated
+machine takes as long to come up as a measured clone did (log-normal through the measured p50 and p99), at most
+`--starts` at once on a node, and holds as much private memory as a measured one between parked and after a pytest run;
+a node has no room when its memory is full. Defaults are those of the measurement on two cores under TCG
+(`python -m benchmarks.vm_clone` makes new ones).
+
+First some seconds at each rate, arrivals evenly spaced, all given back; then the whole burst at once, all of it held.
+Times are from an ask's arrival to its sandbox, the asking process's own queue included. Many nodes share a process, and
+all share this machine, so what saturates first is its processors: CPU per acquire says for whom.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from benchmarks.conditions import Figures, at_least, at_most, finish
+from headrace.actors import environment
+from headrace.actors.sandbox_client import RemoteSandbox, Sandboxes
+from headrace.bus.connection import Bus
+from headrace.bus.server import Server
+from headrace.bus.streams import declare
+from headrace.config import Config, Environment
+from headrace.messages.sandbox import Acquire, NoRoom, SandboxLost
+from headrace.vmhost.host import Host
+from headrace.vmhost.machine import OnEvent
+
+RUN = "burst"
+PROCESSES = 2
+"""Of nodes, and of askers."""
+
+
+class Answers:
+    """A channel on which everything succeeds."""
+
+    busy = False
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[str] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
+
+    async def call(self, header: dict[str, Any], bodies: Sequence[bytes] = (), timeout: float = 30.0) -> Any:
+        """As a guest that is well."""
+        return {}, []
+
+    def close(self, reason: str) -> None:
+        """Idempotent."""
+        if not self.lost.done():
+            self.lost.set_result(reason)
+            self.ended.set_result(None)
+
+
+class SimulatedMachine:
+    """Its start took the drawn time; it holds the drawn memory until it is killed."""
+
+    slots = 1
+    limit_bytes = 1 << 24
+
+    def __init__(self, backend: "SimulatedBackend", mib: float) -> None:
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._backend, self._mib = backend, mib
+        self._channel = Answers()
+
+    async def open(self, slot: int) -> Any:
+        """The only slot."""
+        return self._channel
+
+    def leave(self, channel: Any) -> None:
+        """It goes with its machine."""
+
+    def kill(self) -> None:
+        """Give the memory back."""
+        self._channel.close("released")
+        if not self.lost.done():
+            self.lost.set_result("released")
+            self._backend.used -= self._mib
+
+
+class SimulatedBackend:
+    """One node's machines."""
+
+    name, slots = "simulated", 1
+
+    def __init__(self, seed: int, p50_ms: float, p99_ms: float, least: float, most: float, room: float, starts: int):
+        self._rng = random.Random(seed)
+        self._mu, self._sigma = math.log(p50_ms / 1e3), math.log(p99_ms / p50_ms) / 2.326
+        self._least, self._most, self._room = least, most, room
+        self._starts = asyncio.Semaphore(starts)
+        self.used = 0.0
+
+    def slots_of(self, template: str) -> int:
+        """One each."""
+        return 1
+
+    async def machine(self, template: str) -> SimulatedMachine:
+        """After the drawn time."""
+        mib = self._rng.uniform(self._least, self._most)
+        self.used += mib
+        async with self._starts:
+            await asyncio.sleep(self._rng.lognormvariate(self._mu, self._sigma))
+        return SimulatedMachine(self, mib)
+
+    def room(self, template: str, alive: int) -> bool:
+        """Whether the largest would still fit."""
+        return self.used + self._most <= self._room
+
+    def facts(self) -> dict[str, Any]:
+        """What it is."""
+        return {"backend": "simulated"}
+
+    def cpu_ms(self) -> float:
+        """None."""
+        return 0.0
+
+    async def settle(self) -> None:
+        """Nothing lingers."""
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+async def nodes(url: str, credentials: str, first: int, count: int, draws: Sequence[float]) -> None:
+    """A process full of nodes, until its standard input ends."""
+    p50, p99, least, most, room, starts = draws
+
+    class SimulatedHost(Host):
+        @classmethod
+        async def open(cls, section: Environment, *, on_event: OnEvent | None = None) -> "Host":
+            seed = first + len(actors)
+            backend: Any = SimulatedBackend(seed, p50, p99, least, most, room, int(starts))
+            return cls(section, backend, on_event or (lambda *event: None))
+
+    vars(environment)["Host"] = SimulatedHost
+    config = Config(environment=Environment(max_vms=1 << 20, judge_share=0))
+    actors: list[environment.Environment] = []
+    for number in range(first, first + count):
+        bus = await Bus.connect(url, role="environment", credentials=credentials, node=f"n{number:04d}")
+        actor = environment.Environment(config, bus, RUN, f"environment-{number}")
+        await actor.start()
+        actors.append(actor)
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    _say({"cpu_s": _cpu()})
+    os._exit(0)
+
+
+class Asker:
+    """Asks for sandboxes as they are wanted, and notes what happened."""
+
+    def __init__(self, sandboxes: Sandboxes, name: str) -> None:
+        self._sandboxes, self._name = sandboxes, name
+        self.times: list[float] = []
+        self.failed: Counter[str] = Counter()
+        self.where: Counter[str] = Counter()
+        self.held: list[RemoteSandbox] = []
+
+    async def one(self, number: int) -> None:
+        """One acquire, from now on."""
+        arrived = time.perf_counter()
+        request = Acquire(
+            run=RUN,
+            lane="train",
+            role="rollout",
+            group=f"{self._name}-{number}",
+            slot=0,
+            attempt=0,
+            isolation="episode",
+            lease_s=3600.0,
+        )
+        try:
+            sandbox = await self._sandboxes.acquire(request, patience_s=600.0)
+        except (NoRoom, SandboxLost) as error:
+            self.failed[type(error).__name__] += 1
+            return
+        self.times.append(time.perf_counter() - arrived)
+        self.where[sandbox.node] += 1
+        self.held.append(sandbox)
+
+    async def all(self, count: int, rate: float) -> None:
+        """So many, evenly spaced at a rate per second; 0 is at once."""
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for number in range(count):
+                if rate and (ahead := began + number / rate - time.perf_counter()) > 0:
+                    await asyncio.sleep(ahead)
+                group.create_task(self.one(number))
+
+    async def give_back(self) -> None:
+        """All of them."""
+        for at in range(0, len(self.held), 256):
+            await asyncio.gather(*map(self._sandboxes.release, self.held[at : at + 256]))
+
+
+async def askers(url: str, credentials: str, name: str) -> None:
+    """A process that asks: reads ``count rate hold`` lines, answers each with what happened."""
+    bus = await Bus.connect(url, role="rollout", credentials=credentials)
+    sandboxes = Sandboxes(bus, 3600.0)
+    rounds = 0
+    print("ready", flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        count, rate, hold = (float(word) for word in line.split())
+        asker = Asker(sandboxes, f"{name}-{rounds}")
+        rounds += 1
+        spent, began = _cpu(), time.perf_counter()
+        await asker.all(int(count), rate)
+        wall, cpu = time.perf_counter() - began, _cpu() - spent
+        if not hold:
+            await asker.give_back()
+        times = [round(t, 5) for t in asker.times]
+        _say({"times": times, "failed": asker.failed, "where": asker.where, "wall_s": wall, "cpu_s": cpu})
+
+
+def _say(what: dict[str, Any]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _cpu_of(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Child:
+    """A process of ours that speaks in lines."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    @classmethod
+    async def start(cls, *words: object) -> "Child":
+        """Return once it is ready."""
+        pipe = asyncio.subprocess.PIPE
+        line = (sys.executable, "-m", "benchmarks.burst", *map(str, words))
+        child = cls(await asyncio.create_subprocess_exec(*line, stdin=pipe, stdout=pipe, limit=1 << 26))
+        while (text := await child.line()) != "ready":
+            assert text, "a process of the benchmark ended"
+        return child
+
+    async def line(self) -> str:
+        """The next."""
+        assert self.process.stdout is not None
+        return (await self.process.stdout.readline()).decode().strip()
+
+    async def ask(self, text: str) -> dict[str, Any]:
+        """A line in, the next JSON out."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{text}\n".encode())
+        while not (answer := await self.line()).startswith("{"):
+            assert answer, "a process of the benchmark ended"
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+
+async def measure(args: argparse.Namespace) -> tuple[Figures, Figures]:
+    """All rates, then the burst."""
+    draws = (args.p50, args.p99, args.parked, args.used, args.memory_gib * 1024, args.starts)
+    with tempfile.TemporaryDirectory() as folder:
+        async with Server(Path(folder)) as broker:
+            async with await Bus.connect(broker.url, role="admin", credentials=broker.credentials) as admin:
+                await declare(admin)
+            place = (broker.url, broker.credentials)
+            share = args.nodes // PROCESSES
+            homes = [await Child.start("nodes", *place, number * share, share, *draws) for number in range(PROCESSES)]
+            clients = [await Child.start("askers", *place, f"a{number}") for number in range(PROCESSES)]
+            pids = [home.process.pid for home in homes]
+            assert broker.pid is not None
+            figures: Figures = {"simulated": True, "nodes": share * PROCESSES, "burst": args.burst}
+            whole: Figures = {}
+            for rate in [*map(float, args.rates.split(",")), 0.0]:
+                count = int(rate * args.seconds) if rate else args.burst
+                before = sum(map(_cpu_of, pids)), _cpu_of(broker.pid)
+                line = f"{count / PROCESSES} {rate / PROCESSES} {0 if rate else 1}"
+                found = await asyncio.gather(*(client.ask(line) for client in clients))
+                after = sum(map(_cpu_of, pids)), _cpu_of(broker.pid)
+                name = f"rate_{rate:g}" if rate else "burst"
+                whole = seen(found, count)
+                whole["nodes_cpu_ms_per_acquire"] = round(1e3 * (after[0] - before[0]) / count, 3)
+                whole["broker_cpu_ms_per_acquire"] = round(1e3 * (after[1] - before[1]) / count, 3)
+                figures |= {f"{name}_{key}": value for key, value in whole.items()}
+                print(name, whole, flush=True)
+            for child in (*clients, *homes):
+                assert child.process.stdin is not None
+                child.process.stdin.close()
+                await child.process.wait()
+    return figures, whole
+
+
+def seen(found: Sequence[dict[str, Any]], count: int) -> Figures:
+    """What all askers saw together."""
+    times = sorted(t for one in found for t in one["times"])
+    where = sum((Counter(one["where"]) for one in found), Counter[str]())
+    wall = max(one["wall_s"] for one in found)
+    return {
+        "acquired": len(times),
+        "failed": count - len(times),
+        "p50_s": round(statistics.median(times), 4),
+        "p99_s": round(times[int(0.99 * (len(times) - 1))], 4),
+        "per_s": round(len(times) / wall, 1),
+        "nodes_used": len(where),
+        "fullest_over_mean": round(max(where.values()) * len(where) / len(times), 3),
+        "emptiest_over_mean": round(min(where.values()) * len(where) / len(times), 3),
+        "askers_cpu_ms_per_acquire": round(1e3 * sum(one["cpu_s"] for one in found) / count, 3),
+    }
+
+
+def main() -> None:
+    """A process of the benchmark, or all of it."""
+    if sys.argv[1:2] == ["nodes"]:
+        url, credentials, first, count, *draws = sys.argv[2:]
+        uvloop.run(nodes(url, credentials, int(first), int(count), [float(word) for word in draws]))
+        return
+    if sys.argv[1:2] == ["askers"]:
+        uvloop.run(askers(*sys.argv[2:5]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=300)
+    parser.add_argument("--burst", type=int, default=100_000)
+    parser.add_argument("--rates", default="250,500,1000", help="acquires a second, before the burst")
+    parser.add_argument("--seconds", type=float, default=5.0, help="at each rate")
+    parser.add_argument("--p50", type=float, default=139.0, help="ms until a clone answers")
+    parser.add_argument("--p99", type=float, default=304.0)
+    parser.add_argument("--parked", type=float, default=24.6, help="private MiB of a parked clone")
+    parser.add_argument("--used", type=float, default=64.5, help="private MiB after a pytest run")
+    parser.add_argument("--memory-gib", type=float, default=16.0, help="of a node, for sandboxes")
+    parser.add_argument("--starts", type=int, default=32, help="machines that a node starts at once")
+    figures, burst = uvloop.run(measure(parser.parse_args()))
+    targets = {
+        "failed": at_most(burst["failed"], 0),
+        "nodes_used": at_least(burst["nodes_used"], figures["nodes"]),
+        "fullest_over_mean": at_most(burst["fullest_over_mean"], 1.25),
+    }
+    finish(figures, targets, "nats-py")
+
+
+if __name__ == "__main__":
+    main()
