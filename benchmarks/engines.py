@@ -130,7 +130,7 @@ async def pauses(engine: SglangEngine, files: list[tuple[str, str]], repeats: in
     for repeat in range(repeats):
         for mode in seen:
             engine._mode = "abort" if mode == "abort" else "in_place"
-            engine._swapper._sparse = mode == "sparse"
+            engine._swapper.sparse = mode == "sparse"
             contexts = prompts(engine._config, 8, 1000 + repeat)
             work = [
                 asyncio.create_task(engine.sample(request(f"{mode}{repeat}{i}", ids, 400)))

@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable
 from headrace.engines.base import EngineError, SampleRequest
 from headrace.engines.sglang_gate import Gate, NotServed, Weights
 from headrace.engines.sglang_server import Server
+from headrace.engines.sglang_sparse import FOLDER, LOADER
 from headrace.engines.sglang_swap import Swapper
-from headrace.engines.sglang_terms import Terms, terms
+from headrace.engines.sglang_terms import Terms, Unfit, terms
 from headrace.engines.sglang_wire import Reply, ServerError, Wire
 from headrace.policy.config import PolicyConfig
 
@@ -117,6 +118,8 @@ class Life:
     async def attach(self) -> None:
         """Check a server that runs already. sglang_terms.Unfit, EngineError."""
         self.terms = terms(await self._answer(), self._config)
+        if self._swapper.sparse and not self.terms.loader:
+            raise Unfit(f"sparse = true needs --custom-weight-loader {LOADER}, and {FOLDER} on the server's PYTHONPATH")
 
     async def _change(self, weights: Weights) -> None:
         """Have the server serve `weights`, whatever state it is in."""

@@ -72,7 +72,10 @@ class Server:
         await self.stop()
         argv = [self.python, "-m", "sglang.launch_server", "--model-path", str(model), "--weight-version", label]
         argv += ["--host", "127.0.0.1", "--port", str(self.port), *ALWAYS, *self.args]
-        env = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"} if "cpu" in self.args else dict(os.environ)
+        env = dict(os.environ)
+        if "cpu" in self.args:
+            # One thread unless told: on cores that others use, threads that spin for each other cost most of the time.
+            env = {"OMP_NUM_THREADS": "1"} | env | {"SGLANG_USE_CPU_ENGINE": "1"}
         # Its interpreter is another one, with packages of its own.
         env = {key: value for key, value in env.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
         if self._sparse:

@@ -39,7 +39,7 @@ class Swapper:
 
     def __init__(self, wire: Wire, stage: Stage, config: PolicyConfig, *, sparse: bool = False) -> None:
         """sparse: the server has our loader and is given differences."""
-        self._wire, self._stage, self._config, self._sparse = wire, stage, config, sparse
+        self._wire, self._stage, self._config, self.sparse = wire, stage, config, sparse
         self._changes = stage.folder.with_name(f"{stage.folder.name}.changes")
         """Beside the folder and not in it: the server reads every file of weights that it finds there."""
         self.sparse_bytes = 0
@@ -141,7 +141,7 @@ class Swapper:
 
     async def _differences(self, before: Weights | None, terms: Terms) -> int:
         """Write what differs from `before` for the loader inside the server; bytes, 0 when there is nothing of use."""
-        if not self._sparse or before is None or not Path(before.path).exists():
+        if not self.sparse or not terms.loader or before is None or not Path(before.path).exists():
             return 0
         what = self._changes, Path(before.path), self._stage.model, self._config, terms.dtype
         return await asyncio.to_thread(sglang_sparse.write, *what)

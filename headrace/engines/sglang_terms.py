@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.engines.sglang_sparse import LOADER
 from headrace.policy.config import PolicyConfig
 
 VERSIONS = ("0.5.23",)
@@ -48,6 +49,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool
     priorities: bool
     """Requests are scheduled and counted by priority."""
+    loader: bool
+    """It has our loader; asked for a loader that it has not, it ends."""
     fingerprint: str
     """Never equal to the trainer's: two programs compute one model."""
 
@@ -86,5 +89,6 @@ def terms(info: Mapping[str, Any], config: PolicyConfig) -> Terms:
         context=int(info.get("context_length") or 0),
         deterministic=bool(info.get("enable_deterministic_inference")),
         priorities=bool(info.get("enable_priority_scheduling")) and info.get("default_priority_value") == 0,
+        loader=LOADER in (info.get("custom_weight_loader") or ()),
         fingerprint=f"sglang-{hashlib.blake2b(said.encode(), digest_size=8).hexdigest()}",
     )

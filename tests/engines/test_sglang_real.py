@@ -171,7 +171,7 @@ async def test_a_delta_applied_beside_the_server_ends_in_the_trainers_checksums(
 ) -> None:
     """Sender, chunks, receiver, stage, server: the checksums are computed from the trainer's own tensors here."""
     await on(engine, versions, 0)
-    monkeypatch.setattr(engine._swapper, "_sparse", how != "disk")
+    monkeypatch.setattr(engine._swapper, "sparse", how != "disk")
     if "other" in how:
         held = engine._life._held
         assert held is not None

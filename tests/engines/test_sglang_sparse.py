@@ -12,7 +12,10 @@ import torch
 
 from headrace.engines import sglang_sparse
 from headrace.engines.sglang_checksums import digest, fused
+from headrace.engines.sglang_terms import Unfit
 from headrace.weights import snapshot
+from tests.engines.play import Versions
+from tests.engines.sglang_play import attached
 from tests.policy import tiny
 from tests.weights.samples import step
 
@@ -98,3 +101,16 @@ def test_versions_far_apart_are_loaded_whole(tmp_path: Path) -> None:
         file = tmp_path / "changes"
         assert not sglang_sparse.write(file, tmp_path / "1", tmp_path / other, CONFIG, "bfloat16")
         assert not file.exists()
+
+
+@pytest.mark.anyio
+async def test_a_server_without_the_loader_is_refused_and_never_asked_for_it(tmp_path: Path) -> None:
+    versions = Versions(tiny.config(), tmp_path, exact=False)
+    with pytest.raises(Unfit, match="--custom-weight-loader"):
+        async with attached(versions, tmp_path, sparse=True):
+            pass
+    async with attached(versions, tmp_path) as (engine, double):
+        engine._swapper.sparse = True
+        near = snapshot.write(tmp_path / "near", step(versions.model(0).state(), 3, density=0.01))
+        await engine.load(1, str(tmp_path / "near"), near)
+        assert engine.stats()["sparse_bytes"] == 0 and not double.bodies("/update_weights_from_tensor")
