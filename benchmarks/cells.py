@@ -203,18 +203,22 @@ def whole_run(
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(start, folder)
     entries = [part for entry in overrides for part in ("--set", entry)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whoever ends us ends what we started
     with folder.with_suffix(".log").open("wb") as log:
-        ours = subprocess.Popen(
-            [sys.executable, "-m", *helper], env=os.environ | environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log
-        )
+        command = ["-m", "headrace.cli", "up", "deploy/demo.toml", *entries]
+        own = os.environ | environ | {"OMP_NUM_THREADS": "1"}
+        children = [
+            subprocess.Popen([sys.executable, *argv], env=env, stdout=log, stderr=log)
+            for argv, env in ((command, os.environ), (["-m", *helper], own))
+        ]
         try:
-            command = [sys.executable, "-m", "headrace.cli", "up", "deploy/demo.toml", *entries]
-            done = subprocess.run(command, stdout=log, stderr=log, check=False, timeout=limit_s)
+            code = children[0].wait(timeout=limit_s)
         finally:
-            ours.send_signal(signal.SIGTERM)
-            ours.wait()
-    if done.returncode:
-        sys.exit(f"{folder.name} ended with code {done.returncode}; {folder.with_suffix('.log')} says why")
+            for child in children:
+                child.terminate()
+                child.wait()
+    if code:
+        sys.exit(f"{folder.name} ended with code {code}; {folder.with_suffix('.log')} says why")
     seen = uvloop.run(read(folder))
     told.write_bytes(msgspec.msgpack.encode((setting, seen)))
     return seen

@@ -81,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     rejudge.add_argument("run", help="run id, path or 'latest'")
     rejudge.add_argument("--judge", required=True, metavar="VERSION", help="name of the new judge version")
     rejudge.add_argument("--recorded", action="store_true", help="new rules and rewards on the recorded test outcomes")
+    rejudge.add_argument("--follow", action="store_true", help="a line per group, and on behind a run that lives")
     rejudge.add_argument("--groups", type=int, default=0, help="how many, from the first; 0 means all")
     rejudge.add_argument(
         "--with", dest="changes", action="append", default=[], metavar="SECTION.KEY=VALUE", help="other rewards"

@@ -1,6 +1,7 @@
 """`headrace rejudge` and `headrace retrain`: a recorded river under another judge, and for another trainer."""
 
 import argparse
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 async def rejudge(args: argparse.Namespace) -> int:
-    """Judge the closed groups of a run again; one JSON line."""
+    """Judge the closed groups of a run again; one JSON line, or one a group for ever."""
     from headrace.launch.commands import bus_of
     from headrace.replay import rejudging
     from headrace.replay.past import ReplayError
@@ -45,11 +46,14 @@ async def rejudge(args: argparse.Namespace) -> int:
             await prepare_host(config)
             host = await Host.open(config.environment)
             stack.push_async_callback(host.close)
-        groups = await rejudging.closings(bus, folder.id)
+        judge = verdicts(config, host)
         try:
-            found = await rejudging.rejudge(
-                bus, folder.id, args.judge, verdicts(config, host), groups[: args.groups or None]
-            )
+            if args.follow:
+                async for group in rejudging.ending(bus, folder.id):
+                    one = await rejudging.rejudge(bus, folder.id, args.judge, judge, [group])
+                    say(msgspec.json.encode(one).decode())
+            groups = await rejudging.closings(bus, folder.id)
+            found = await rejudging.rejudge(bus, folder.id, args.judge, judge, groups[: args.groups or None])
         except ReplayError as error:
             raise RunError(str(error), 1) from None
     say(msgspec.json.encode(found).decode())
@@ -149,11 +153,21 @@ async def retrain(args: argparse.Namespace) -> int:
         config = other(own, args.changes)[0] if args.changes else own
         async with bus_of(folder, "replay") as bus:
             found = await past.of_run(bus, own, folder.path, folder.id)
-            scores = await rejudging.scores_of(bus, folder.id, args.judge) if args.judge else None
-            second = SecondTrainer(found, config, Path(args.to), scores)
+            judging: asyncio.Task[None] | None = None
+            if args.judge and args.follow:
+                live = rejudging.LiveScores()
+                judging = asyncio.create_task(live.follow(bus, folder.id, args.judge))
+                second = SecondTrainer(found, config, Path(args.to), live.found, live.more)
+            else:
+                scores = await rejudging.scores_of(bus, folder.id, args.judge) if args.judge else None
+                second = SecondTrainer(found, config, Path(args.to), scores)
             source = follow(bus, folder.id) if args.follow else recorded(found)
-            async for line in second.steps(source, args.steps):
-                say(msgspec.json.encode(line).decode())
+            try:
+                async for line in second.steps(source, args.steps):
+                    say(msgspec.json.encode(line).decode())
+            finally:
+                if judging is not None:
+                    judging.cancel()
     except (ReplayError, TrainerError, CheckpointError) as error:
         raise RunError(str(error), 1) from None
     return 0

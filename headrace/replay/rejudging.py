@@ -4,7 +4,8 @@ New scores go under a run of their own, ``<run>-<judge>``: trainers, curricula a
 so nobody sees them until a second trainer is told to read them (`second.py`).
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -73,6 +74,14 @@ async def closings(bus: Bus, run: str) -> list[BatchGroup]:
     return found
 
 
+async def ending(bus: Bus, run: str) -> AsyncIterator[BatchGroup]:
+    """The same, and then every group as it is closed; for ever."""
+    async for received in bus.follow("HR_SCORE", CLOSE.where(run=run)):
+        if isinstance(closed := received.message, GroupClosed):
+            slots = tuple((slot.trajectory_seq, slot.score_seq) for slot in closed.slots)
+            yield BatchGroup(group=closed.group, close_seq=received.seq, slots=slots)
+
+
 async def rejudge(bus: Bus, run: str, judge: str, verdicts: Verdicts, groups: Sequence[BatchGroup]) -> Rejudged:
     """Judge groups again and publish their new scores. ReplayError when there is none, or their records are purged."""
     if not groups:
@@ -139,3 +148,23 @@ async def scores_of(bus: Bus, run: str, judge: str) -> Mapping[tuple[str, int, i
     if not found:
         raise ReplayError(f"judge {judge} never judged run {run}: headrace rejudge {run} --judge {judge}")
     return found
+
+
+class LiveScores:
+    """The scores of another judge as they come: `found` grows while `follow` runs, `more` waits for the next."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, int, int], Score] = {}
+        self._news = asyncio.Event()
+
+    async def follow(self, bus: Bus, run: str, judge: str) -> None:
+        """For ever."""
+        async for received in bus.follow("HR_SCORE", SCORE.where(run=scores_run(run, judge), judge=judge)):
+            if isinstance(score := received.message, Score):
+                self.found[score.group, score.slot, score.attempt] = score
+                self._news.set()
+
+    async def more(self) -> None:
+        """Return once there are more of them."""
+        self._news.clear()
+        await self._news.wait()

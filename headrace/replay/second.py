@@ -12,7 +12,7 @@ off-policy with each step; and they cannot be scored again by the versions that 
 import asyncio
 import dataclasses
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -49,9 +49,17 @@ class SecondStep(msgspec.Struct, frozen=True, kw_only=True):
 class SecondTrainer:
     """A trainer in a folder of its own, which goes on where it was left."""
 
-    def __init__(self, past: Past, config: Config, folder: Path, scores: Scores | None = None) -> None:
-        """config: with the other objective. scores: of another judge, in place of the recorded ones."""
-        self.past, self.folder, self.scores = past, folder, scores
+    def __init__(
+        self,
+        past: Past,
+        config: Config,
+        folder: Path,
+        scores: Scores | None = None,
+        more: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """config: with the other objective. scores: of another judge, in place of the recorded ones. more: waits for
+        further ones while that judge is at work; without it a missing one is an error."""
+        self.past, self.folder, self.scores, self.more = past, folder, scores, more
         trainer = msgspec.structs.replace(config.trainer, rescore=0)
         self.config = msgspec.structs.replace(config, trainer=trainer)
 
@@ -79,7 +87,7 @@ class SecondTrainer:
                 raise ReplayError(f"batch {machine.version} is missing: the next manifest is of {manifest.version}")
             trajectories, scores = await self.past.records(manifest)
             if self.scores is not None:
-                scores = {seq: self._other(score) for seq, score in scores.items()}
+                scores = {seq: await self._other(score) for seq, score in scores.items()}
             known = self.past.outcomes.get(manifest.step)
             loaded = Loaded(machine, manifest, known, trajectories, scores)  # type: ignore[arg-type]
             result = await asyncio.to_thread(attempt, loaded)
@@ -89,9 +97,11 @@ class SecondTrainer:
             if taken == count:
                 return
 
-    def _other(self, score: Score) -> Score:
+    async def _other(self, score: Score) -> Score:
         assert self.scores is not None
-        found = self.scores.get((score.group, score.slot, score.attempt))
+        place = (score.group, score.slot, score.attempt)
+        while (found := self.scores.get(place)) is None and self.more is not None:
+            await self.more()
         if found is None:
             raise ReplayError(f"{score.group} slot {score.slot} was not judged again: judge the whole run first")
         return found

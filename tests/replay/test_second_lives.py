@@ -94,6 +94,37 @@ def test_another_objective_and_another_judge_teach_something_else(
     assert "judge j9 never judged run" in err
 
 
+def test_a_second_trainer_waits_for_the_other_judge(finished: Finished, opened: Server, tmp_path: Path) -> None:
+    """Both live behind the run: a batch is taken when its groups are judged again, and not before."""
+
+    async def same(made: Trajectory, old: Score) -> Score:
+        return old
+
+    async def body() -> None:
+        async with (
+            await Bus.connect(opened.url, role="replay", credentials=opened.credentials) as bus,
+            await Bus.connect(opened.url, role="judge", credentials=opened.credentials) as judge,
+        ):
+            past = await pasts.of_run(bus, finished.setting, finished.folder, finished.run)
+            live = rejudging.LiveScores()
+            hearing = asyncio.create_task(live.follow(bus, finished.run, "j7"))
+            second = SecondTrainer(past, finished.setting, tmp_path, live.found, live.more)
+            lines = second.steps(follow(bus, finished.run))
+            first = asyncio.ensure_future(anext(lines))
+            closings = rejudging.ending(judge, finished.run)
+            names = {group.group for group in past.manifests[0].groups}
+            while names:
+                done, _ = await asyncio.wait({first}, timeout=0.05)
+                assert not done
+                group = await anext(closings)
+                names.discard(group.group)
+                await rejudging.rejudge(judge, finished.run, "j7", same, [group])
+            assert (await first).same_weights
+            hearing.cancel()
+
+    uvloop.run(body())
+
+
 def test_a_second_trainer_follows_a_run_that_lives(finished: Finished, opened: Server, tmp_path: Path) -> None:
     """History first, then what comes; here nothing comes, and it waits."""
 
