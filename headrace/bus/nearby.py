@@ -59,6 +59,8 @@ UPLOAD_PATIENCE_S = 15.0
 """How long a reader on another node waits for a young payload to arrive in HR_BLOB."""
 CAPACITY = 2 << 30
 """Bytes of the folder above which uploaded files go, oldest first."""
+TRIM_EVERY = 30
+"""Looks for something to upload, per look at how full the folder is."""
 RESERVE = 64 << 20
 """Bytes of the file system that stay free: below, payloads go through the broker."""
 LARGE = 4 << 20
@@ -195,11 +197,12 @@ class Nearby:
 
     async def upload_for_ever(self, store: blobs.Store) -> None:
         """Upload what is old enough, now and then."""
-        while True:
+        for turn in itertools.count(1):
             await asyncio.sleep(UPLOAD_AFTER_S / 2)
             with contextlib.suppress(BusError):  # it lies where it lies
                 await self.send(store, older_s=UPLOAD_AFTER_S)
-            self.trim()
+            if turn % TRIM_EVERY == 0:
+                await asyncio.to_thread(self.trim)
 
     async def send(self, store: blobs.Store, *, older_s: float = 0.0) -> int:
         """Upload what is pending and at least so old, of dead processes too; how many. Two never send the same."""
