@@ -6,7 +6,7 @@ A mixture of 8 layers with random weights on one thread. The embedded engine dra
 (ragged prompts, prefill and bookkeeping included); the trainer scores them again in one packed forward, which is not
 how they were sampled. Exact and ordinary arithmetic take turns, so their ratios come from interleaved pairs; times are
 processor time, which a busy machine distorts least. The ordinary side shows what the test can see: with equal bits
-there too, the zeros of the exact side would mean nothing.
+there too, the zeros of the exact side would mean nothing. Where a decode step spends its time is measured apart.
 """
 
 import argparse
@@ -14,9 +14,9 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +25,12 @@ from benchmarks.conditions import Figures, at_least, at_most, finish
 from headrace.algorithms.mismatch import mismatch, router_flips
 from headrace.engines.base import Sample, SampleRequest
 from headrace.engines.embedded import EmbeddedEngine
+from headrace.kernels import batch_invariant
 from headrace.messages.rollout import PolicyRef, Sampling
-from headrace.policy import moe
+from headrace.policy import attention, moe
+from headrace.policy.cache import KVCache
 from headrace.policy.config import Dtype, PolicyConfig
-from headrace.policy.model import Model
+from headrace.policy.model import Layer, Model
 from headrace.policy.numerics import probe
 from headrace.weights import snapshot
 
@@ -53,6 +55,24 @@ class Side(NamedTuple):
     name: str
     model: Model
     engine: EmbeddedEngine
+    probe_s: float
+
+
+async def sides(config: PolicyConfig, folder: Path) -> list[Side]:
+    """Exact and ordinary arithmetic over the same random weights."""
+    found = []
+    for name in ("exact", "ordinary"):
+        began = time.process_time()
+        numerics = probe(config, exact=name == "exact")
+        spent = time.process_time() - began
+        model = Model(config, numerics, seed=1)
+        with torch.no_grad():
+            model.head_weight.mul_(20)  # an untrained head is nearly flat: no mismatch would show
+        digest = snapshot.write(folder / name, model.state())
+        engine = EmbeddedEngine(config, numerics)
+        await engine.load(0, str(folder / name), digest)
+        found.append(Side(name, model, engine, spent))
+    return found
 
 
 def policy(dtype: Dtype) -> PolicyConfig:
@@ -62,13 +82,15 @@ def policy(dtype: Dtype) -> PolicyConfig:
     )
 
 
-def requests(config: PolicyConfig, batch: int, tokens: int, repeat: int) -> list[SampleRequest]:
-    """Ragged prompts of 5 to 40 tokens, none shared."""
+def requests(
+    config: PolicyConfig, batch: int, tokens: int, repeat: int, prompt: tuple[int, int] = (5, 40)
+) -> list[SampleRequest]:
+    """Ragged prompts between two lengths, under names of their own and none shared, so that nothing is reused."""
     rng = random.Random(f"{batch}-{repeat}")
     return [
         SampleRequest(
             session=f"{batch}-{repeat}-{i}",
-            ids=tuple(rng.randrange(config.vocab) for _ in range(rng.randrange(5, 41))),
+            ids=tuple(rng.randrange(config.vocab) for _ in range(rng.randint(*prompt))),
             policy=PolicyRef(),
             sampling=Sampling(max_turn_tokens=tokens),
             stop_ids=(),
@@ -125,6 +147,48 @@ def trained(model: Model, sequences: int, length: int) -> float:
     return time.process_time() - began
 
 
+PARTS = ("products", "attention", "experts", "norms")
+
+
+@torch.no_grad()
+def where(model: Model, batch: int, steps: int = 24) -> Figures:
+    """Milliseconds of processor time of a decode step after 100 tokens, by part; `rest` is what no part has."""
+    spent = dict.fromkeys(PARTS, 0.0)
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            began = time.process_time()
+            out = function(*arguments, **options)
+            spent[part] += time.process_time() - began
+            return out
+
+        return run
+
+    cache, tables = KVCache(model.config, 3 * batch), [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(batch)]
+    ids = torch.randint(0, model.config.vocab, (100 * batch,), generator=torch.Generator().manual_seed(0))
+    model.forward_cached(ids, [100] * batch, [0] * batch, tables, cache)
+    patched = ((batch_invariant, "linear", "products"), (batch_invariant, "rms_norm", "norms"))
+    patched += ((attention, "cached", "attention"),)
+    kept = [(module, name, getattr(module, name)) for module, name, _ in patched]
+    layers = [layer for layer in model.layers if isinstance(layer, Layer)]
+    functions = [layer.function for layer in layers]
+    for module, name, part in patched:
+        setattr(module, name, timed(part, getattr(module, name)))
+    for layer in layers:
+        layer.function = timed("experts", layer.function)
+    began = time.process_time()
+    for step in range(steps):
+        hidden = model.forward_cached(ids[:batch], [1] * batch, [100 + step] * batch, tables, cache)
+        model.logits(hidden)
+    total = time.process_time() - began
+    for module, name, function in kept:
+        setattr(module, name, function)
+    for layer, function in zip(layers, functions, strict=True):
+        layer.function = function
+    spent["rest"] = total - sum(spent.values())
+    return {part: round(value / steps * 1e3, 3) for part, value in spent.items()}
+
+
 async def measure(size: Size, dtype: Dtype) -> None:
     """Print the figures."""
     torch.set_num_threads(1)
@@ -132,20 +196,12 @@ async def measure(size: Size, dtype: Dtype) -> None:
     figures: Figures = {"dtype": dtype, "layers": config.layers, "tokens_per_sample": size.tokens}
     parts: dict[str, list[Scored]] = {"exact": [], "ordinary": [], "replayed": []}
     with tempfile.TemporaryDirectory() as folder:
-        sides = []
-        for name in ("exact", "ordinary"):
-            model = Model(config, probe(config, exact=name == "exact"), seed=1)
-            with torch.no_grad():
-                model.head_weight.mul_(20)  # an untrained head is nearly flat: no mismatch would show
-            digest = snapshot.write(Path(folder) / name, model.state())
-            engine = EmbeddedEngine(config, model.numerics)
-            await engine.load(0, str(Path(folder) / name), digest)
-            sides.append(Side(name, model, engine))
-        figures["row_pad"], figures["fingerprint"] = sides[0].model.numerics.row_pad, sides[0].engine.fingerprint
+        pair = await sides(config, Path(folder))
+        figures["row_pad"], figures["fingerprint"] = pair[0].model.numerics.row_pad, pair[0].engine.fingerprint
         for batch in size.batches:
-            best = {side.name: float("inf") for side in sides}
+            best = {side.name: float("inf") for side in pair}
             for repeat in range(size.repeats):
-                for side in sides if repeat % 2 else sides[::-1]:
+                for side in pair if repeat % 2 else pair[::-1]:
                     wanted = requests(config, batch, size.tokens, repeat)
                     spent, samples = await drawn(side, wanted)
                     best[side.name] = min(best[side.name], spent)
@@ -155,7 +211,7 @@ async def measure(size: Size, dtype: Dtype) -> None:
                             parts["replayed"].append(scored(side.model, wanted, samples, True))
             figures[f"decode_b{batch}_exact_over_ordinary"] = round(best["exact"] / best["ordinary"], 3)
             figures[f"decode_b{batch}_exact_tok_per_cpu_s"] = round(batch * size.tokens / best["exact"])
-        for side in sides:
+        for side in pair:
             await side.engine.stop()
     for name, found in parts.items():
         seen = mismatch(torch.cat([part.trainer for part in found]), torch.cat([part.sampler for part in found]))
@@ -169,12 +225,15 @@ async def measure(size: Size, dtype: Dtype) -> None:
     figures["k3_replayed_over_live"] = (
         figures["replayed_k3"] / figures["ordinary_k3"] if figures["ordinary_k3"] else 0.0
     )
-    times = {side.name: float("inf") for side in sides}
+    times = {side.name: float("inf") for side in pair}
     for repeat in range(size.repeats + 1):
-        for side in sides if repeat % 2 else sides[::-1]:
+        for side in pair if repeat % 2 else pair[::-1]:
             times[side.name] = min(times[side.name], trained(side.model, *size.training))
     figures["train_exact_over_ordinary"] = round(times["exact"] / times["ordinary"], 3)
     figures["train_exact_cpu_s"] = round(times["exact"], 4)
+    for batch in size.batches:
+        for side in pair:
+            figures[f"{side.name}_decode_b{batch}_ms"] = where(side.model, batch)
     targets = {
         "exact_bit_equal_share": at_least(figures["exact_bit_equal_share"], 1.0),
         "exact_max_abs_dlp": at_most(figures["exact_max_abs_dlp"], 0.0),
