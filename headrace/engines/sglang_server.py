@@ -34,6 +34,10 @@ CPU = (
 """Arguments with which the server runs without a GPU (docs/sglang.md)."""
 
 
+NO_DUMPS = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
+"""Unless told, a server whose scheduler died stays for 65 s to be looked at; nobody looks, and turns wait."""
+
+
 def arguments() -> list[str]:
     """For tests and benchmarks: those of HEADRACE_SGLANG_ARGS, which a machine with a GPU sets, else `CPU`."""
     return shlex.split(os.environ["HEADRACE_SGLANG_ARGS"]) if "HEADRACE_SGLANG_ARGS" in os.environ else list(CPU)
@@ -72,7 +76,7 @@ class Server:
         await self.stop()
         argv = [self.python, "-m", "sglang.launch_server", "--model-path", str(model), "--weight-version", label]
         argv += ["--host", "127.0.0.1", "--port", str(self.port), *ALWAYS, *self.args]
-        env = dict(os.environ)
+        env = NO_DUMPS | os.environ
         if "cpu" in self.args:
             # One thread unless told: on cores that others use, threads that spin for each other cost most of the time.
             env = {"OMP_NUM_THREADS": "1"} | env | {"SGLANG_USE_CPU_ENGINE": "1"}
