@@ -49,7 +49,7 @@ lint: setup ## ruff and mypy --strict
 	$(BIN)/mypy
 
 # Two at once: much of a test is waiting for real processes.
-PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: lint ## lint, then the default suite (real broker, real microVMs)
 	$(PYTEST)

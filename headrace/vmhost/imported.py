@@ -54,8 +54,10 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory_mb(self) -> int:
-        """Memory of its machines: while one boots its root is there twice."""
-        return -(-self.bytes // (1 << 20)) * 2 + 256
+        """Memory of its machines: while one boots its root is there twice, and the kernel gives the unpacked one half
+        of what the packed one leaves."""
+        root = -(-self.bytes // (1 << 20))
+        return max(2 * root + 256, 3 * root + 128)
 
 
 def take(cache: Path, path: Path, name: str = "", tag: str = "") -> Image:

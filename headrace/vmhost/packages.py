@@ -18,7 +18,7 @@ import stat
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from headrace.vmhost import cpio
@@ -73,7 +73,7 @@ def base(cache: Path, say: Say) -> Path:
     say("guest image: fetching Debian packages (once, about half a minute)")
     with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as making:
         work = Path(making)
-        _download(work / "base.tar")
+        download(work / "base.tar", _PACKAGES, "--variant=extract")
         tree, target = work / "tree", work / "out"
         tree.mkdir()
         target.mkdir()
@@ -95,9 +95,10 @@ def kernel_release(base: Path) -> str:
     return str(json.loads((base / "done").read_text())["kernel"])
 
 
-def _download(tar: Path) -> None:
-    """Try the machine's default Debian mirror, then whatever its own apt is configured with."""
-    command = ["mmdebstrap", "--variant=extract", "--quiet", f"--include={','.join(_PACKAGES)}", "bookworm", str(tar)]
+def download(tar: Path, packages: Sequence[str], *words: str) -> None:
+    """A root of Debian packages as an archive. Tries the machine's default mirror, then whatever its own apt is
+    configured with. words: further ones for mmdebstrap. VmhostError."""
+    command = ["mmdebstrap", "--quiet", *words, f"--include={','.join(packages)}", "bookworm", str(tar)]
     sources = [p for p in ("/etc/apt/sources.list.d/debian.sources", "/etc/apt/sources.list") if _has_bookworm(p)]
     for mirrors in ([], *([source] for source in sources)):
         done = subprocess.run([*command, *mirrors], capture_output=True, text=True, stdin=subprocess.DEVNULL)
