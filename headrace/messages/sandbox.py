@@ -225,6 +225,8 @@ class Acquire(Message, frozen=True, kw_only=True):
     seed: int = 0
     lease_s: float = 120.0
     handovers: int = 0
+    hostname: str = ""
+    """What its machine calls itself; empty: as all others do."""
     network: tuple[str, ...] = ()
     """What it may reach, as ``name:port`` with ``*`` in either, through a proxy of the host's; empty: nothing."""
     files: dict[str, bytes] = {}

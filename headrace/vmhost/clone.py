@@ -144,6 +144,13 @@ class Clone:
         self._channels.append(channel)
         return channel
 
+    async def name(self, slot: int, hostname: str) -> None:
+        """Set the host name of a slot. SandboxLost when the guest does not do it."""
+        assert self._control is not None
+        answer, _ = await self._control.call({"op": "name", "slot": slot, "name": hostname}, (), START_S)
+        if not answer.get("ok", True):
+            raise SandboxLost(f"vm {self.pid}: the guest could not take its name: {answer.get('error')}")
+
     def leave(self, channel: Channel) -> None:
         """Nothing at first: a machine mostly ends soon after, and every word to a slot costs it CPU time. What still
         runs in a slot when the machine lives on for long is ended then; the slot's namespaces stay, for taking them

@@ -8,6 +8,7 @@ kill and a new clone. `judge_share` of the machines are out of the rollouts' rea
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from headrace.vmhost.clone import Clone
 
 Owner = tuple[str, str, str, str]
+HOSTNAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 
 _log = logging.getLogger("headrace.vmhost")
 
@@ -120,6 +122,8 @@ class Host:
             return sandbox
         if self._closed:
             raise NoRoom("this host is closing")
+        if request.hostname and not HOSTNAME.fullmatch(request.hostname):
+            raise VmhostError(f"{request.hostname!r} is no host name: letters, digits and hyphens, at most 63")
         if request.lane == "production" and self.backend == "process":
             raise VmhostError("the process backend is not isolated and may not serve the production lane")
         return await self._admit(request, self._find(request) or self._make(request))
@@ -318,6 +322,8 @@ class Host:
             self._channels.add(channel)
             channel.ended.add_done_callback(lambda ended: self._channels.discard(channel))
             sandbox.adopt(channel, machine.limit_bytes)
+            if request.hostname:
+                await machine.name(sandbox.slot, request.hostname)
             if push:
                 await sandbox.begin(request, self._event)
             sandbox.ready.set_result(None)

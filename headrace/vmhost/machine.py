@@ -28,6 +28,9 @@ class Machine(Protocol):
     async def open(self, slot: int) -> Channel:
         """The channel of a slot, ready for its open frame."""
 
+    async def name(self, slot: int, hostname: str) -> None:
+        """Let a slot call itself so. VmhostError where that can't be had."""
+
     def leave(self, channel: Channel) -> None:
         """A slot's user is gone while the machine goes on: quiet the slot as cheaply as can be."""
 

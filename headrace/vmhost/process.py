@@ -48,6 +48,10 @@ class ProcessMachine:
         self._channels.append(channel)
         return channel
 
+    async def name(self, slot: int, hostname: str) -> None:
+        """It is the host's."""
+        raise VmhostError("the process backend has no host names of its own: use backend = qemu")
+
     def leave(self, channel: Channel) -> None:
         """The keeper ends with its channel, and takes everything along."""
         channel.close("released")

@@ -29,6 +29,7 @@ from headrace.messages.tasks import TestPlan
 from headrace.vmhost import fidelity
 from headrace.vmhost.clone import Clone
 from headrace.vmhost.clones import CloneBackend
+from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.host import Host, VmSandbox
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm]
@@ -323,6 +324,18 @@ async def test_no_fact_tells_training_from_production(host: Host) -> None:
     assert len(sheets[0]) > 20 and "agent" in sheets[0]["user"]
     assert fidelity.differences(sheets[0], sheets[1]) == {}
     assert fidelity.differences(sheets[0], sheets[2]) == {}
+
+
+async def test_a_sandbox_may_ask_for_a_name(host: Host) -> None:
+    one, other = await asyncio.gather(
+        host.acquire(ask(0, group="named", hostname="build-7")), host.acquire(ask(1, group="named"))
+    )
+    names = [(await box.call(Exec(argv=("uname", "-n")))).stdout for box in (one, other)]
+    assert names == ["build-7\n", "sandbox\n"]
+    host.release_group("r1", "train", "rollout", "named")
+    for bad in ("a b", "-a", "a" * 64, "a.b"):
+        with pytest.raises(VmhostError, match="is no host name"):
+            await host.acquire(ask(2, group="named", hostname=bad))
 
 
 async def test_real_packages_run_their_own_pytest_in_the_full_image(host: Host) -> None:

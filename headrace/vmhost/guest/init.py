@@ -239,6 +239,7 @@ class Control:
         operations: dict[str, Callable[[], dict[str, Any]]] = {
             "start": lambda: self._start(header["time"], bodies[0]),
             "open_slots": lambda: self._open_slots(header["count"], header["size_mb"], header.get("image")),
+            "name": lambda: self._name(header["slot"], header["name"].encode()),
             "kill": lambda: self._kill(header["slot"]),
             "facts": lambda: facts(),
             "clock": lambda: {"monotonic": time.monotonic_ns(), "urandom": os.urandom(16).hex()},
@@ -269,6 +270,18 @@ class Control:
             os.close(port)
         del self.ports[1:]
         return {"slots": self.slots, "pytest": has_pytest}
+
+    def _name(self, slot: int, name: bytes) -> dict[str, Any]:
+        namespace = os.open(f"/proc/{self.slots[slot]}/ns/uts", os.O_RDONLY)
+        own = os.open("/proc/self/ns/uts", os.O_RDONLY)
+        try:
+            check(_libc.setns(namespace, _NEWUTS), "setns")
+            check(_libc.sethostname(name, len(name)), "sethostname")
+        finally:
+            check(_libc.setns(own, _NEWUTS), "setns")
+            os.close(namespace)
+            os.close(own)
+        return {}
 
     def _kill(self, slot: int) -> dict[str, Any]:
         with suppress(ProcessLookupError):
