@@ -167,8 +167,11 @@ def where(model: Model, batch: int, steps: int = 24) -> Figures:
     cache, tables = KVCache(model.config, 3 * batch), [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(batch)]
     ids = torch.randint(0, model.config.vocab, (100 * batch,), generator=torch.Generator().manual_seed(0))
     model.forward_cached(ids, [100] * batch, [0] * batch, tables, cache)
-    patched = ((batch_invariant, "linear", "products"), (batch_invariant, "rms_norm", "norms"))
-    patched += ((attention, "cached", "attention"),)
+    patched = (
+        (batch_invariant, "linear", "products"),
+        (batch_invariant, "rms_norm", "norms"),
+        (attention, "cached", "attention"),
+    )
     kept = [(module, name, getattr(module, name)) for module, name, _ in patched]
     layers = [layer for layer in model.layers if isinstance(layer, Layer)]
     functions = [layer.function for layer in layers]
@@ -238,7 +241,11 @@ async def measure(size: Size, dtype: Dtype) -> None:
         "exact_bit_equal_share": at_least(figures["exact_bit_equal_share"], 1.0),
         "exact_max_abs_dlp": at_most(figures["exact_max_abs_dlp"], 0.0),
         "ordinary_bit_equal_share": at_most(figures["ordinary_bit_equal_share"], 0.99),
-        "k3_replayed_over_live": at_most(figures["k3_replayed_over_live"], 0.3),
+        **(
+            {"k3_replayed_over_live": at_most(figures["k3_replayed_over_live"], 0.3)}
+            if figures["ordinary_flips_per_token_layer"]  # none in float32: nothing to replay
+            else {}
+        ),
         "train_exact_over_ordinary": at_most(figures["train_exact_over_ordinary"], 1.3),
         **{
             f"decode_b{batch}_exact_over_ordinary": at_most(figures[f"decode_b{batch}_exact_over_ordinary"], 2.0)
