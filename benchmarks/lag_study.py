@@ -1,6 +1,6 @@
 """Which correction holds a policy whose samples are four versions old, at a high learning rate?
 
-    python -m benchmarks.lag_study [--lag 4] [--learning-rate 1e-3] [--seeds 1,2,3] [--arms truncated,masked,...]
+    python -m benchmarks.lag_study [--lag 4] [--learning-rate 2e-3] [--seeds 1,2,3] [--arms truncated,masked,...]
 
 Every arm is a whole `headrace up` from one mid-trained policy, in the `process` backend: what is studied is an
 objective, not a sandbox. The trainer runs here and is patient: it takes a batch only when all that may be sampled
@@ -122,10 +122,10 @@ def arguments() -> argparse.Namespace:
     """The study."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lag", type=int, default=4)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=3_300_000, help="of mid-training, once")
