@@ -9,7 +9,6 @@ import asyncio
 import os
 import secrets
 import signal
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from headrace.messages.sandbox import SandboxLost
 from headrace.vmhost import snapshot
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.memory import Memory
 from headrace.vmhost.qemu import Monitor, Qemu
 from headrace.vmhost.snapshot import Snapshot
 from headrace.vmhost.template import Template
@@ -51,14 +51,16 @@ class Clone:
         self._channels: list[Channel] = []
         self._leaving: set[asyncio.Task[None]] = set()
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._memory = template.memory
+        self._devices = Memory("headrace-devices", 0)
         state = os.open(template.state, os.O_RDONLY) if begin is None else _in_memory(begin.state)
         try:
             self._qemu = Qemu(
                 template.manifest.hardware,
-                template.ram,
+                self._memory,
                 share=False,
                 extra=("-incoming", "defer"),
-                inherit=(state,),
+                inherit=(state, self._devices.fd),
             )
         finally:
             os.close(state)
@@ -93,19 +95,18 @@ class Clone:
         """
         if self._lost.done() or self._monitor is None:
             raise SandboxLost(self._reason or "the machine has not started")
-        with tempfile.TemporaryDirectory(prefix="headrace-freeze-") as folder:
-            devices = Path(folder, "devices")
-            await self._monitor.send("stop")
-            try:
-                await self._monitor.send("xen-save-devices-state", {"filename": str(devices)})
-                if self._lost.done():
-                    raise SandboxLost(self._reason)
-                read = snapshot.all_pages if whole else snapshot.own_pages
-                numbers, pages = await asyncio.to_thread(read, self.pid, self.template.ram)
-                state = snapshot.compose(self.template.state.read_bytes(), devices.read_bytes())
-            finally:
-                if not self._lost.done():
-                    self._monitor.send("cont")
+        await self._monitor.send("stop")
+        try:
+            await self._monitor.send("xen-save-devices-state", {"filename": self._devices.path})
+            if self._lost.done():
+                raise SandboxLost(self._reason)
+            read = snapshot.all_pages if whole else snapshot.own_pages
+            numbers, pages = await asyncio.to_thread(read, self.pid, self._memory.mapped)
+            devices = os.pread(self._devices.fd, os.fstat(self._devices.fd).st_size, 0)
+            state = snapshot.compose(self.template.state.read_bytes(), devices)
+        finally:
+            if not self._lost.done():
+                self._monitor.send("cont")
         return Snapshot(state=state, numbers=numbers, pages=pages)
 
     async def _identify(self) -> None:
@@ -123,7 +124,7 @@ class Clone:
             if self._begin is not None:
                 await self._monitor.send("query-status")  # once it answers, its memory is mapped
                 if not self._lost.done():
-                    await asyncio.to_thread(snapshot.put_pages, self.pid, self.template.ram, self._begin)
+                    await asyncio.to_thread(snapshot.put_pages, self.pid, self._memory.mapped, self._begin)
                 self._begin = None
             on = [{"capability": "x-ignore-shared", "state": True}]
             self._monitor.send("migrate-set-capabilities", {"capabilities": on})

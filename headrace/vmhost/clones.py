@@ -11,6 +11,7 @@ from headrace.messages.sandbox import SandboxLost
 from headrace.vmhost import image
 from headrace.vmhost.clone import Clone
 from headrace.vmhost.machine import OnEvent
+from headrace.vmhost.memory import Memory
 from headrace.vmhost.snapshot import Snapshot
 from headrace.vmhost.template import Template
 
@@ -36,6 +37,7 @@ class CloneBackend:
         self._spent_ms = 0.0
         self._making = asyncio.Lock()
         self._held: list[TextIO] = []
+        self._memories: dict[str, Memory] = {}
         self._parked: list[Clone] = []
         self._warm = dict.fromkeys((WARM, *environment.also_warm), environment.warm)
         self._filling: asyncio.Task[None] | None = None
@@ -69,6 +71,8 @@ class CloneBackend:
                     loop.call_soon_threadsafe(self._event, "vm_template", text, {})
 
                 self._templates |= await asyncio.to_thread(image.ensure, self._environment, say, (name,))
+                # Read it here once, and not in the middle of a clone's start.
+                self._memories[name] = await asyncio.to_thread(lambda: self._templates[name].memory)
                 held = (self._templates[name].folder / "manifest.json").open()
                 fcntl.flock(held, fcntl.LOCK_SH)  # so that no other process throws it away as an old one
                 self._held.append(held)
@@ -160,7 +164,8 @@ class CloneBackend:
     def _fits(self, template: str) -> bool:
         """Whether this one, and all that are alive at their largest, still fit into the memory that is free."""
         known = self._templates.get(template)
-        size = known.manifest.hardware.memory_mb if known else image.plan(self._environment, template).memory_mb
+        # What nobody uses yet comes into memory itself, beside its first clone.
+        size = known.manifest.hardware.memory_mb if known else 2 * image.plan(self._environment, template).memory_mb
         growth = sum(
             max(0.0, clone.template.manifest.hardware.memory_mb + OVERHEAD_MB - clone.private_mb())
             for clone in self._alive

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headrace.vmhost import cpio, qemu
 from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.memory import Memory, descriptor
 from headrace.vmhost.qemu import Accel, Hardware, MachineType
 
 _MARKER = b"headrace-is-up"
@@ -53,7 +54,7 @@ def boots(base: Path, accel: Accel, machine: MachineType) -> str:
     """Boot to the marker: empty when it works, else why it does not."""
     hardware = Hardware(accel=accel, machine=machine, memory_mb=128, ports=1)
     with tempfile.TemporaryDirectory(prefix="headrace-probe-") as folder:
-        initrd, ram = Path(folder, "initrd"), Path(folder, "ram")
+        initrd = Path(folder, "initrd")
         script = b"#!/bin/busybox sh\necho %s > /dev/ttyS0\nwhile :; do /bin/busybox sleep 9; done\n" % _MARKER
         with initrd.open("wb") as out:
             busybox = _busybox(base)
@@ -61,11 +62,13 @@ def boots(base: Path, accel: Accel, machine: MachineType) -> str:
             entries += [cpio.device("dev/console", 5, 1, 0o600), cpio.device("dev/ttyS0", 4, 64)]
             cpio.write(out, [*entries, cpio.file("init", script, 0o755)])
         line = qemu.kernel_line(hardware, (), qemu.tsc_khz())
-        extra = ["-kernel", str(base / "vmlinuz"), "-initrd", str(initrd), "-append", line]
         ours, theirs = socket.socketpair()
-        with ours, theirs:
-            extra += ["-chardev", f"socket,id=tty,fd={theirs.fileno()}"]
-            child = qemu.Qemu(hardware, ram, share=False, serial="chardev:tty", extra=extra, inherit=[theirs.fileno()])
+        with ours, theirs, (base / "vmlinuz").open() as kernel, initrd.open() as root:
+            given = [file.fileno() for file in (kernel, root, theirs)]
+            extra = ["-kernel", descriptor(given[0]), "-initrd", descriptor(given[1]), "-append", line]
+            extra += ["-chardev", f"socket,id=tty,fd={given[2]}"]
+            memory = Memory("headrace-probe", hardware.memory_mb << 20)
+            child = qemu.Qemu(hardware, memory, share=False, serial="chardev:tty", extra=extra, inherit=given)
             theirs.close()
             try:
                 return _listen(ours, child, _LIMIT_S[accel])

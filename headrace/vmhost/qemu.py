@@ -6,10 +6,15 @@ template's file, and each slot has one serial port of its own.
 
 A QEMU dies with whoever started it (PR_SET_PDEATHSIG, set by setpriv before the exec), also on kill -9 of the parent.
 The signal belongs to the starting *thread*, so clones are started from the event loop's own.
+
+Started by root, each has a user of its own that nothing belongs to, no capability and no way to gain any, beside QEMU's
+own seccomp sandbox. All that it opens it inherits: memory, kernel, state, sockets (see memory). A guest that broke out
+would find a process that may read what everybody may read, and can't reach its neighbours.
 """
 
 import asyncio
 import ctypes
+import itertools
 import json
 import mmap
 import os
@@ -19,12 +24,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.memory import Memory
 
 Accel = Literal["kvm", "tcg"]
 MachineType = Literal["microvm", "q35"]
@@ -55,13 +60,14 @@ def version() -> str:
 
 
 def argv(
-    hardware: Hardware, ram: Path, *, share: bool, monitor: int, ports: Sequence[int], serial: str = "null"
+    hardware: Hardware, ram: str, *, share: bool, monitor: int, ports: Sequence[int], serial: str = "null"
 ) -> list[str]:
-    """The command line. `monitor` and `ports` are descriptors of connected sockets that the child inherits."""
+    """The command line. `monitor` and `ports` are descriptors of connected sockets that the child inherits, `ram` the
+    path of one for its memory."""
     kind = "device" if hardware.machine == "microvm" else "pci"
     machine = "microvm,rtc=on,pit=on,pic=on" if hardware.machine == "microvm" else "q35,usb=off,smbus=off,sata=off"
     line = [
-        *("setpriv", "--pdeathsig", "KILL", "--", BINARY),
+        *("setpriv", *_nobody(hardware.accel), "--pdeathsig", "KILL", "--", BINARY),
         *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
         *("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"),
         *("-object", f"memory-backend-file,id=ram,size={hardware.memory_mb}M,mem-path={ram},share={_on(share)}"),
@@ -75,6 +81,18 @@ def argv(
         line += ["-chardev", f"socket,id=c{number},fd={fd}"]
         line += ["-device", f"virtserialport,chardev=c{number},name=hr.{number},nr={number + 1}"]
     return line
+
+
+_users = itertools.count()
+
+
+def _nobody(accel: Accel) -> list[str]:
+    """Words for setpriv: a user that nobody else is. Who is not root has no privileges to give up."""
+    if os.geteuid() != 0:
+        return []
+    user = str(1 << 30 | (os.getpid() & 0x3FFF) << 16 | next(_users) & 0xFFFF)
+    groups = ("--groups", str(os.stat("/dev/kvm").st_gid)) if accel == "kvm" else ("--clear-groups",)
+    return ["--reuid", user, "--regid", user, *groups, "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
 
 
 def _on(value: bool) -> str:
@@ -127,7 +145,7 @@ class Qemu:
     def __init__(
         self,
         hardware: Hardware,
-        ram: Path,
+        memory: Memory,
         *,
         share: bool,
         serial: str = "null",
@@ -136,11 +154,11 @@ class Qemu:
     ) -> None:
         pairs = [socket.socketpair() for _ in range(hardware.ports + 1)]
         theirs = [pair[1].fileno() for pair in pairs]
-        line = argv(hardware, ram, share=share, monitor=theirs[0], ports=theirs[1:], serial=serial)
+        line = argv(hardware, memory.path, share=share, monitor=theirs[0], ports=theirs[1:], serial=serial)
         try:
             self.process = subprocess.Popen(
                 [*line, *extra],
-                pass_fds=[*theirs, *inherit],
+                pass_fds=[*theirs, memory.fd, *inherit],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

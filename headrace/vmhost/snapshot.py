@@ -87,9 +87,8 @@ def compose(template_state: bytes, devices: bytes) -> bytes:
     return template_state[: template_state.index(first)] + devices[8:]
 
 
-def mapping(pid: int, ram: Path) -> tuple[int, int]:
-    """First and last-plus-one address of a machine's memory in its process. VmhostError."""
-    name = str(ram)
+def mapping(pid: int, name: str) -> tuple[int, int]:
+    """First and last-plus-one address of a machine's memory in its process, by what that is mapped as. VmhostError."""
     try:
         with open(f"/proc/{pid}/maps") as maps:
             for line in maps:
@@ -99,12 +98,12 @@ def mapping(pid: int, ram: Path) -> tuple[int, int]:
                     return int(low, 16), int(high, 16)
     except OSError as error:
         raise VmhostError(f"the machine's memory can't be seen: {error.strerror}") from None
-    raise VmhostError("the machine does not map its template's memory, or that was replaced since: acquire another")
+    raise VmhostError("the machine does not map its template's memory")
 
 
-def own_pages(pid: int, ram: Path) -> tuple[bytes, bytes]:
+def own_pages(pid: int, name: str) -> tuple[bytes, bytes]:
     """Numbers and contents of the pages that a stopped clone wrote. VmhostError."""
-    low, high = mapping(pid, ram)
+    low, high = mapping(pid, name)
     try:
         with open(f"/proc/{pid}/pagemap", "rb") as table:
             table.seek(low // PAGE * 8)
@@ -116,9 +115,9 @@ def own_pages(pid: int, ram: Path) -> tuple[bytes, bytes]:
         raise VmhostError(f"the machine's memory can't be read: {error.strerror}") from None
 
 
-def all_pages(pid: int, ram: Path) -> tuple[bytes, bytes]:
+def all_pages(pid: int, name: str) -> tuple[bytes, bytes]:
     """Numbers and contents of every page that is not empty."""
-    low, high = mapping(pid, ram)
+    low, high = mapping(pid, name)
     found: list[int] = []
     out = bytearray()
     try:
@@ -147,9 +146,9 @@ def _read(pid: int, low: int, numbers: "np.ndarray[Any, np.dtype[Any]]") -> byte
     return bytes(out)
 
 
-def put_pages(pid: int, ram: Path, snapshot: Snapshot) -> None:
+def put_pages(pid: int, name: str, snapshot: Snapshot) -> None:
     """Write a snapshot's pages into a machine that has not run yet. VmhostError."""
-    low, high = mapping(pid, ram)
+    low, high = mapping(pid, name)
     numbers = np.frombuffer(snapshot.numbers, "<u4")
     if len(numbers) and int(numbers[-1]) >= (high - low) // PAGE:
         raise VmhostError("the checkpoint is of a larger machine")

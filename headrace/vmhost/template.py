@@ -25,6 +25,7 @@ from headrace.vmhost import cpio, packages, qemu, wire
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.imported import Image
+from headrace.vmhost.memory import Memory, descriptor, sealed
 from headrace.vmhost.qemu import Hardware, Qemu
 
 FORMAT = 2
@@ -78,6 +79,11 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     def ram(self) -> Path:
         """The memory image."""
         return self.folder / "ram"
+
+    @property
+    def memory(self) -> Memory:
+        """The memory image as clones map it; read on first use. VmhostError."""
+        return sealed(self.ram, self.stamp, self.manifest.name)
 
     @property
     def state(self) -> Path:
@@ -176,8 +182,14 @@ async def build(
             out.write(agent_archive())
         rate = qemu.tsc_khz()
         line = qemu.kernel_line(hardware, MODULES, rate)
-        extra = ("-kernel", str(base / "vmlinuz"), "-initrd", str(initrd), "-append", line)
-        machine = Qemu(hardware, making / "ram", share=True, serial=f"file:{serial}", extra=extra)
+        serial.touch()
+        serial.chmod(0o666)  # QEMU is nobody, and the folder is ours alone
+        memory = Memory(f"headrace-{name}", hardware.memory_mb << 20)
+        with (base / "vmlinuz").open() as kernel, initrd.open() as root, serial.open("a") as log:
+            given = [file.fileno() for file in (kernel, root, log)]
+            paths = [descriptor(fd) for fd in given]
+            extra = ("-kernel", paths[0], "-initrd", paths[1], "-append", line)
+            machine = Qemu(hardware, memory, share=True, serial=f"file:{paths[2]}", extra=extra, inherit=given)
         try:
             async with asyncio.timeout(BOOT_S[hardware.accel]):
                 facts = await _freeze(machine, name, slots, making / "state", image)
@@ -192,6 +204,7 @@ async def build(
             await asyncio.to_thread(machine.process.wait)
             machine.close()
         initrd.unlink()
+        memory.save(making / "ram")
         manifest = Manifest(
             format=FORMAT,
             name=name,

@@ -1,0 +1,94 @@
+"""The memory that clones share can't be written, and what runs them is nobody."""
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.config import Environment
+from headrace.messages.sandbox import Acquire, Exec
+from headrace.vmhost.clone import Clone
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.host import Host
+from headrace.vmhost.memory import Memory, sealed
+
+CACHE = str(Path(__file__).parents[2] / ".cache" / "headrace")
+PAGE = 4096
+
+
+def test_a_sealed_memory_is_mapped_privately_and_written_by_nobody(tmp_path: Path) -> None:
+    ram = tmp_path / "ram"
+    with ram.open("wb") as file:
+        file.truncate(64 * PAGE)
+        file.seek(5 * PAGE)
+        file.write(b"five")
+    memory = sealed(ram, (1,), "t")
+    assert sealed(ram, (1,), "t") is memory and sealed(ram, (2,), "t") is not memory
+    assert os.pread(memory.fd, 4, 5 * PAGE) == b"five" and os.fstat(memory.fd).st_size == 64 * PAGE
+    assert os.fstat(memory.fd).st_blocks * 512 < 16 * PAGE, "holes stay holes"
+    again = os.open(memory.path, os.O_RDWR)
+    try:
+        for change in (lambda: os.pwrite(again, b"x", 0), lambda: os.ftruncate(again, 0)):
+            with pytest.raises(PermissionError):
+                change()
+        with pytest.raises(PermissionError):
+            mmap.mmap(again, PAGE, mmap.MAP_SHARED, mmap.PROT_WRITE)
+        with mmap.mmap(again, PAGE, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as own:
+            own[:4] = b"mine"
+        assert os.pread(memory.fd, 4, 0) == bytes(4)
+    finally:
+        os.close(again)
+
+
+def test_it_closes_with_its_last_user_and_is_saved_with_holes(tmp_path: Path) -> None:
+    memory = Memory("t", 64 * PAGE)
+    os.pwrite(memory.fd, b"seven", 7 * PAGE)
+    memory.save(tmp_path / "ram")
+    assert (tmp_path / "ram").read_bytes() == bytes(7 * PAGE) + b"seven".ljust(57 * PAGE, b"\0")
+    assert (tmp_path / "ram").stat().st_blocks * 512 < 16 * PAGE
+    fd = memory.fd
+    del memory
+    with pytest.raises(OSError) as closed:
+        os.fstat(fd)
+    assert closed.value.errno == errno.EBADF
+
+
+def test_a_template_without_its_memory_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(VmhostError, match="memory of template t can.t be taken from"):
+        sealed(tmp_path / "ram", (), "t")
+
+
+@pytest.mark.vm
+@pytest.mark.anyio
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has privileges to give up")
+async def test_a_machine_runs_as_nobody_and_sees_no_path() -> None:
+    host = await Host.open(Environment(backend="qemu", cache_dir=CACHE, warm=0))
+    names = [("a", 0), ("b", 0)]
+    held = [
+        await host.acquire(
+            Acquire(run="r", lane="train", role="rollout", group=g, slot=s, attempt=0, isolation="episode")
+        )
+        for g, s in names
+    ]
+    users = set()
+    for sandbox in held:
+        assert (await sandbox.call(Exec(argv=("echo", "up")))).stdout == "up\n"
+        machine = host.machine(sandbox.id)
+        assert isinstance(machine, Clone)
+        status = dict(
+            line.split(":\t", 1)
+            for line in Path(f"/proc/{machine.pid}/status").read_text().splitlines()
+            if ":\t" in line
+        )
+        users.add(status["Uid"].split()[0])
+        assert len(set(status["Uid"].split())) == 1 and int(status["Uid"].split()[0]) >= 1 << 30
+        assert {status[name] for name in ("CapPrm", "CapEff", "CapBnd", "CapInh")} == {"0" * 16}
+        assert (status["NoNewPrivs"], status["Seccomp"], status["Groups"].strip()) == ("1", "2", "")
+        opened = {os.readlink(entry) for entry in Path(f"/proc/{machine.pid}/fd").iterdir()}
+        assert not {name for name in opened if name.startswith("/") and not name.startswith(("/memfd:", "/dev/"))} - {
+            str(machine.template.state)
+        }
+    assert len(users) == 2
+    await host.close()
