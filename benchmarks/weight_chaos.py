@@ -165,6 +165,13 @@ class Arena:
             if staged.state_hash != self.hashes.get(staged.version):
                 self.wrong.append(f"version {staged.version} was announced with state {staged.state_hash}")
 
+    def explain(self) -> None:
+        """What the processes said last, and whether they live: for a round that does not end."""
+        for name, child in self.children.items():
+            end = "lives" if child.returncode is None else f"ended with {child.returncode}"
+            log = (self.folder / f"{name}.log").read_text(errors="replace")
+            print(f"{name} {end}; it said last:\n{log[-2000:]}", file=sys.stderr)
+
     def look(self) -> None:
         """Every file that has a version's name is that version, whole."""
         for file in (self.folder / "runs" / RUN / "nodes").glob("*/weights/*.safetensors"):
@@ -258,7 +265,11 @@ async def chaos(folder: Path, rounds: int, seed: int) -> Figures:
                 order = arena.rng.sample(ways, len(ways))
             victim, blow, stage = order.pop()
             name = f"round {version}: {blow.name} for the {victim} at stage {stage}"
-            await within(arena.round(version, victim, blow, stage), name)
+            try:
+                await within(arena.round(version, victim, blow, stage), name)
+            except BaseException:
+                arena.explain()
+                raise
             print(name, f"{arena.recovery_s[-1]:.1f} s", flush=True)
         trust = Trust.load(arena.server.credentials)
         found = await proof.prove(arena.looker, RUN, trust)

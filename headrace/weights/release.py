@@ -182,5 +182,6 @@ async def add_anchor(sink: Sink, encoding: Encoding, commit: Commit, *, signer: 
         run, version, chunks, base=None, step=version, precision=made.precision, source_hash=made.source_hash
     )
     seq = await sink.publish(subjects.WEIGHT_MANIFEST.at(run=run, version=version), sealed(manifest, signer))
-    head = msgspec.structs.replace(commit.head, anchor_version=version, anchor_seq=seq)
+    # Signed again: whoever has to build this version from what we hold checks it like any other.
+    head = sealed(msgspec.structs.replace(commit.head, anchor_version=version, anchor_seq=seq), signer)
     return msgspec.structs.replace(commit, head=head, since_anchor=0, anchor_bytes=manifest.wire_bytes)

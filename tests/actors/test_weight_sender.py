@@ -11,6 +11,7 @@ from headrace.actors.weight_sender import WeightSender
 from headrace.bus.connection import Bus
 from headrace.bus.errors import WrongSequence
 from headrace.messages.base import Message
+from headrace.messages.subjects import WEIGHT_MANIFEST
 from headrace.weights import chain, report
 from tests.actors.weight_runs import WeightRun, within
 from tests.conftest import Connect
@@ -174,3 +175,19 @@ async def test_the_same_number_with_other_bits_is_a_new_incarnation(run: WeightR
             break
     good, text = await report.verify(run.bus, run.id)
     assert good and again.state_hash in text
+
+
+async def test_a_base_that_is_lost_after_an_anchor_was_laid_is_built_again(run: WeightRun) -> None:
+    """A sender that was stopped and woke up removes a file that its successor on the same node needs."""
+    sender = await run.actor(WeightSender)
+    for version in range(4):
+        await run.train(version)
+        await within(60, run.head(version))
+    async for received in run.bus.follow("HR_WEIGHTS", WEIGHT_MANIFEST.where(run=run.id, version=3)):
+        if received.message.base_version < 0:
+            break
+    sender.shelf.drop([3])
+    await run.train(4)
+    head = await within(60, run.head(4))
+    assert (head.anchor_version, head.state_hash) == (3, run.hashes[4])
+    assert "version 3 was built again" in await within(60, run.event("base_rebuilt"))
