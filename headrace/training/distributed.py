@@ -15,6 +15,7 @@ from any number of processes, and torch.distributed.checkpoint writes shards tha
     state = ShardedState(shard(model, world, expert_parallel=True))
     outcome = take(state, batch, algorithm=..., micro_tokens=..., bound=..., crew=world)
     publish(state, world, path)
+    stop()                                           # at the very end
 
 Trade-off: experts belong to one process of the whole group or to none (`expert_parallel`); there is no second
 dimension of replicas. PyTorch FSDP2: `torch.distributed.fsdp.fully_shard` (SimpleFSDP, arXiv 2411.00284, describes the
@@ -22,6 +23,7 @@ design of per-parameter shards).
 """
 
 import contextlib
+import gc
 import itertools
 import math
 import warnings
@@ -96,6 +98,17 @@ def start(backend: str = "gloo", device: str = "cpu") -> World:
         dist.init_process_group(backend)
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
     return World(mesh, dist.get_rank(), dist.get_world_size())
+
+
+def stop() -> None:
+    """Leave the group, all together, as the last thing that a program does, with no sharded model in any name.
+
+    Gloo's threads let go of tensors late; one that is left until the interpreter ends aborts the process (PyTorch
+    #179291, #190489).
+    """
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def shard(model: Model, world: World, *, expert_parallel: bool = False) -> Model:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from headrace.config import Algorithm
 from headrace.policy.model import Model
@@ -61,8 +60,8 @@ def main(folder: Path, words: Sequence[str]) -> None:
     digest = distributed.publish(state, world, folder / f"published{int(resume)}.safetensors")
     if world.rank == 0:
         (folder / f"steps{int(resume)}.json").write_text(json.dumps({"steps": steps, "published": digest}))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])
+    distributed.stop()

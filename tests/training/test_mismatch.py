@@ -121,40 +121,33 @@ def test_warn_mask_and_stop_on_a_trainer(tmp_path: Path) -> None:
 
 
 def test_roll_back_takes_back_what_was_learned_since_the_last_good_version(tmp_path: Path) -> None:
-    """One version per step, bound 0: version 0 is good after two batches, a far engine at version 3 undoes the rest."""
-    limits = Numerics(on_mismatch="roll_back", limit_differ=0.1)
+    """One version per step, bound 0: version 2 is good after two batches, a far engine at version 4 undoes the rest."""
     config: Config = msgspec.structs.replace(
         CONFIG,
-        numerics=limits,
-        trainer=msgspec.structs.replace(CONFIG.trainer, rescore=16),
-        curriculum=msgspec.structs.replace(CONFIG.curriculum, staleness=0),
+        numerics=Numerics(on_mismatch="roll_back", limit_differ=0.1),
+        trainer=msgspec.structs.replace(CONFIG.trainer, rescore=1),
+        curriculum=msgspec.structs.replace(CONFIG.curriculum, staleness=0, groups_per_step=2),
     )
 
-    def prepare(name: str) -> Trainer:
-        return Trainer.prepare(config, tmp_path / name, tokenizer_json=TOKENIZER, traces=tuple)
-
-    def played(trainer: Trainer, version: int, by: float = 0.0) -> StepOutcome:
-        manifest, trajectories, scores = batch({version: trainer.state.model}, version, [version] * 4, config)
+    def played(trainer: Trainer, by: float = 0.0) -> StepOutcome:
+        now = trainer.version
+        manifest, trajectories, scores = batch({now: trainer.state.model}, now, [now] * 4, config)
         if by:
             trajectories = {seq: spoilt(trajectory, by) for seq, trajectory in trajectories.items()}
         return trainer.step(manifest, trajectories, scores)
 
-    trainer = prepare("a")
-    early = prepare("b")
-    first = played(early, 0, by=0.5)
-    assert (first.failed, first.restored) == ("mismatch_over_limit", -1) and "no good version" in first.detail
-    good = [played(trainer, version) for version in range(3)]
+    trainer = Trainer.prepare(config, tmp_path, tokenizer_json=TOKENIZER, traces=tuple)
+    early = played(trainer, by=0.5)
+    assert (early.failed, early.restored) == ("mismatch_over_limit", -1) and "no good version" in early.detail
+    good = [played(trainer) for _ in range(3)]
     assert not any(outcome.failed for outcome in good) and len({outcome.state_hash for outcome in good}) == 3
     trainer.save({})
-    moments = trainer.guard.good
-    assert moments is not None and moments.version == 1
-    far = played(trainer, 3, by=0.5)
-    assert (far.failed, far.restored, far.version) == ("mismatch_over_limit", 1, 4)
-    assert far.state_hash == good[0].state_hash and "back to version 1" in far.detail
+    far = played(trainer, by=0.5)
+    assert (far.failed, far.restored, far.version) == ("mismatch_over_limit", 2, 5)
+    assert far.state_hash == good[0].state_hash and "back to version 2" in far.detail
     assert trainer.guard.factor == 1.0 and trainer.state.step == 1, "the optimizer of that version, at the same rate"
-    assert not played(trainer, 4).failed
-    restarted = prepare("a")
-    assert played(restarted, 3, by=0.5).state_hash == far.state_hash, "a checkpoint knows where to go back to"
+    restarted = Trainer.prepare(config, tmp_path, tokenizer_json=TOKENIZER, traces=tuple)
+    assert played(restarted, by=0.5).state_hash == far.state_hash, "a checkpoint knows where to go back to"
 
 
 def test_recomputing_activations_gives_the_same_step(tmp_path: Path) -> None:
