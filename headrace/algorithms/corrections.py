@@ -16,8 +16,9 @@ With r = p_trainer / p_behaviour of a token, s = exp(mean of log r over its sequ
 The band of the last four is `band`; PPO's is (0.8, 1.2), GSPO's as narrow as (0.9997, 1.0004).
 
 Why a choice: upper truncation bounds the variance and nothing else. A token whose probability fell far and that was
-bad is still pushed down; masks and bands cut that side too. The tiny policy collapsed at a lag of four under
-truncation alone. The decoupled objective keeps the trust region around the proximal policy, the trainer's own
+bad is still pushed down; masks and bands cut that side too. At a lag of four and a learning rate of 2e-3 the tiny
+policy collapsed under truncation, under masks and, later, under sequence masks; clipping held it, and so did the guard
+(`python -m benchmarks.lag_study`: one or two seeds each). The decoupled objective keeps the trust region around the proximal policy, the trainer's own
 re-scored log-probabilities from before the step: the sampler's age is then no reason to clip. With one update a step
 u is 1 and it is `truncated`; it differs from the second minibatch on.
 
