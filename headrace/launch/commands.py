@@ -137,8 +137,16 @@ def status(args: argparse.Namespace) -> int:
 
     async def body() -> int:
         folder = runs.find(args.run)
+        shared = folder.config.is_file() and bool(load(folder.config).bus.url)
         active = running(folder.broker) is not None
         async with bus_of(folder) as bus:
+            beats = []
+            if active or shared:
+                presence = await bus.kv("HR_PRESENCE")
+                entries = [await presence.get(key) for key in sorted(await presence.keys())]
+                found = [entry[0] for entry in entries if entry is not None]
+                beats = [beat for beat in found if isinstance(beat, Beat) and beat.run in ("", folder.id)]
+            active = active or bool(beats)
             last = await bus.last("HR_STEP", subjects.STEP.at(run=folder.id))
             say(f"run {folder.id}: {'active' if active else 'over'}")
             if last is not None and isinstance(last.message, StepDone):
@@ -146,13 +154,8 @@ def status(args: argparse.Namespace) -> int:
                 say(f"step {done.step + 1}, version {done.version}, pass rate {done.pass_rate:.2f}, k1 {done.k1:+.4f}")
             for line in region_commands.summary(await region_commands.look(bus, folder.id)):
                 say(line)
-            if active:
-                presence = await bus.kv("HR_PRESENCE")
-                for key in sorted(await presence.keys()):
-                    entry = await presence.get(key)
-                    if entry is not None and isinstance(entry[0], Beat):
-                        beat = entry[0]
-                        say(f"  {beat.actor:<16}{beat.id:<24}{beat.state:<10}busy {beat.busy:4.0%}  {beat.status}")
+            for beat in beats:
+                say(f"  {beat.actor:<16}{beat.id:<24}{beat.state:<10}busy {beat.busy:4.0%}  {beat.status}")
         return 0
 
     return looped(body())

@@ -12,9 +12,16 @@ import random
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from headrace.config import Config
 from headrace.messages.tasks import Oracle
+
+if TYPE_CHECKING:
+    import aiohttp
+
+PATIENCE_S = 60.0
+"""How long a user waits for a gateway that is away."""
 
 
 def rate(moment_s: float, day_s: float, peak: float) -> float:
@@ -36,9 +43,9 @@ async def simulate(config: Config, run_dir: Path, stopping: asyncio.Event) -> No
     suite = open_suite(config.tasks.heldout, config.tasks.dir)
     ids = suite.ids()
     rng = random.Random(config.run.seed)
-    url = await gateway_url(run_dir, stopping)
     async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
-        await opened(http, url, stopping)
+        product = Product(http, run_dir, stopping)
+        await product.opened()
         begin = time.monotonic()
         while not stopping.is_set():
             now = rate(time.monotonic() - begin, config.production.day_s, config.production.peak_requests_per_s)
@@ -52,56 +59,59 @@ async def simulate(config: Config, run_dir: Path, stopping: asyncio.Event) -> No
                 pass
             if rng.random() * config.production.peak_requests_per_s < now:
                 task = ids[-1 - rng.randrange(min(len(ids), 100))]
-                group.create_task(session(http, url, suite.name, task, f"user{rng.randrange(20)}", suite.oracle(task)))
+                group.create_task(session(product, suite.name, task, f"user{rng.randrange(20)}", suite.oracle(task)))
 
 
-async def session(http: object, url: str, suite: str, task: str, user: str, oracle: Oracle) -> None:
+async def session(product: "Product", suite: str, task: str, user: str, oracle: Oracle) -> None:
     """One user: ask, wait, look, give a thumb."""
-    import aiohttp
-
-    assert isinstance(http, aiohttp.ClientSession)
     try:
-        async with http.post(f"{url}/v1/sessions", json={"user": user, "suite": suite, "task": task}) as answer:
-            opened = await answer.json()
-        view: dict[str, object] = {"state": "queued"}
+        asked = await product.call("POST", "/v1/sessions", {"user": user, "suite": suite, "task": task})
+        where = f"/v1/sessions/{asked['session']}"
+        view: dict[str, Any] = {"state": "queued"}
         while view["state"] in {"queued", "running"}:
-            async with http.get(f"{url}/v1/sessions/{opened['session']}", params={"wait": "30"}) as answer:
-                view = await answer.json()
+            view = await product.call("GET", f"{where}?wait=30")
         result = view.get("result")
         if view["state"] == "finished" and isinstance(result, dict):
             thumb = "up" if satisfied(result.get("files", {}), oracle) else "down"
-            async with http.post(f"{url}/v1/sessions/{opened['session']}/feedback", json={"thumb": thumb}) as answer:
-                await answer.read()
-    except (aiohttp.ClientError, TimeoutError, KeyError, ValueError):
-        # The gateway may be restarting or gone: a user shrugs and leaves.
-        return
+            await product.call("POST", f"{where}/feedback", {"thumb": thumb})
+    except (Away, KeyError):
+        return  # a user shrugs and leaves
 
 
-async def opened(http: object, url: str, stopping: asyncio.Event) -> None:
-    """Return when there is a policy to ask: a product without one has no users yet."""
-    import aiohttp
+class Away(Exception):
+    """The gateway has been away for longer than a user waits."""
 
-    assert isinstance(http, aiohttp.ClientSession)
-    while not stopping.is_set():
-        with suppress(aiohttp.ClientError):
-            async with http.get(f"{url}/healthz") as answer:
-                if answer.ok:
-                    return
+
+class Product:
+    """The gateway as a user's program sees it: one that restarts may listen elsewhere, and knows its sessions again."""
+
+    def __init__(self, http: "aiohttp.ClientSession", run_dir: Path, stopping: asyncio.Event) -> None:
+        self._http, self._file, self._stopping = http, run_dir / "gateway.json", stopping
+
+    async def call(self, method: str, path: str, body: dict[str, str] | None = None) -> dict[str, Any]:
+        """The answer's JSON, or nothing where it has none. Away when nobody answers for `PATIENCE_S`."""
+        import aiohttp
+
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._stopping.is_set() and time.monotonic() < deadline:
+            with suppress(aiohttp.ClientError, OSError, ValueError, KeyError, TimeoutError):
+                url = json.loads(self._file.read_text())["url"]
+                async with self._http.request(method, f"{url}{path}", json=body) as answer:
+                    if answer.status < 500:
+                        text = await answer.text()
+                        found: dict[str, Any] = json.loads(text) if text else {}
+                        return found
+            await self._pause()
+        raise Away
+
+    async def opened(self) -> None:
+        """Return when there is a policy to ask: a product without one has no users yet."""
+        while not self._stopping.is_set():
+            with suppress(Away):
+                await self.call("GET", "/healthz")
+                return
+
+    async def _pause(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(0.5):
-                await stopping.wait()
-
-
-async def gateway_url(run_dir: Path, stopping: asyncio.Event) -> str:
-    """Where the gateway listens, once it does."""
-    path = run_dir / "gateway.json"
-    while not stopping.is_set():
-        try:
-            return str(json.loads(path.read_text())["url"])
-        except (OSError, ValueError, KeyError):
-            try:
-                async with asyncio.timeout(0.5):
-                    await stopping.wait()
-            except TimeoutError:
-                continue
-    return ""
+                await self._stopping.wait()

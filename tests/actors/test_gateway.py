@@ -98,14 +98,14 @@ async def test_a_session_from_question_to_answer(product: Product) -> None:
     assert (status, view["state"], view["result"]["files"]) == (200, "finished", {"kit/core.py": "fixed\n"})
 
 
-async def test_there_is_no_product_before_a_policy_is_served(product: Product) -> None:
+async def test_there_is_no_product_before_a_policy_is_served(product: Product, tmp_path: Path) -> None:
     status, health = await product.call("GET", "/healthz")
     assert (status, health["version"]) == (503, -1)
     swapped = WeightsSwapped(run=product.run, rollout="product", node="n", version=0, state_hash="", pause_ms=0.0)
     where = subjects.EVENT.at(run=product.run, actor="rollout", type=swapped.type_name)
     await product.rollout.publish(where, swapped)
     async with asyncio.timeout(10), aiohttp.ClientSession() as http:
-        await users.opened(http, product.url, asyncio.Event())
+        await users.Product(http, tmp_path / product.run, asyncio.Event()).opened()
     assert (await product.call("GET", "/healthz"))[1]["version"] == 0
 
 
@@ -141,18 +141,25 @@ async def test_failures_of_our_own_parts_are_tried_again_then_said(product: Prod
             waiting.cancel()
 
 
-async def test_a_restarted_gateway_knows_its_sessions(product: Product) -> None:
+async def test_a_restarted_gateway_knows_its_sessions(product: Product, tmp_path: Path) -> None:
+    """Also for a user's program that asked the one before, which listened elsewhere."""
     _, open_one = await product.call("POST", "/v1/sessions", ASK)
     request = await product.request()
     _, done_one = await product.call("POST", "/v1/sessions", ASK | {"user": "bob"})
     await product.answer(await product.request())
-    await product.gateway.shut(1.0)
-    await product.open()
+    before = product.url
+    async with aiohttp.ClientSession() as http:
+        user = users.Product(http, tmp_path / product.run, asyncio.Event())
+        asked = asyncio.create_task(user.call("GET", f"/v1/sessions/{open_one['session']}?wait=30"))
+        await product.gateway.shut(1.0)
+        await product.open()
+        assert product.url != before
+        await product.answer(request)
+        async with asyncio.timeout(30):
+            while (await asked).get("state") != "finished":
+                asked = asyncio.create_task(user.call("GET", f"/v1/sessions/{open_one['session']}?wait=30"))
     _, view = await product.call("GET", f"/v1/sessions/{done_one['session']}?wait=10")
     assert view["state"] == "finished"
-    waiting = asyncio.create_task(product.call("GET", f"/v1/sessions/{open_one['session']}?wait=30"))
-    await product.answer(request)
-    assert (await waiting)[1]["state"] == "finished"
 
 
 async def test_a_thumb_becomes_a_score_of_a_run_of_its_own_and_a_purge_removes_the_user(

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -131,6 +132,33 @@ async def test_a_call_on_a_node_that_dies_does_not_wait_for_its_time_limit(
                 with pytest.raises(SandboxLost) as lost:
                     await call
     assert isinstance(lost.value, NodeSilent) is not started_anew
+
+
+async def test_an_answer_that_its_node_may_not_give_any_more_is_asked_for_again(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The node's connection breaks while a call runs there: the broker refuses the answer on the new one."""
+    monkeypatch.setattr(sandbox_client_asking, "FIRST_ASK_S", 1.0)
+    sandboxes = Sandboxes(await connect("rollout"), 30.0)
+    bus = await connect("environment", node="n14")
+    refused, again = asyncio.Event(), asyncio.Event()
+    bus.link.on_error.append(lambda text: refused.set() if "may not publish" in text else None)
+    bus.link.on_reconnect.append(again.set)
+    async with living(Environment, CONFIG, bus, ANY_RUN) as environment:
+        sandbox = await sandboxes.acquire(wanted("g25"))
+        gate, log = tmp_path / "gate", tmp_path / "log"
+        wait = f"echo run >> {log}; while ! test -e {gate}; do sleep 0.02; done; echo through"
+        call = asyncio.create_task(sandbox.call(Exec(argv=("sh", "-c", wait)), "c1"))
+        while not log.exists():
+            await asyncio.sleep(0.02)
+        bus.link.client._transport._io_writer.transport.abort()  # type: ignore[union-attr]
+        async with asyncio.timeout(20):
+            await again.wait()
+            gate.touch()
+            await refused.wait()
+            assert (await call).stdout == "through\n"
+        assert environment._calls == 1
+    assert log.read_text() == "run\n"
 
 
 async def test_patience_for_room_ends(connect: Connect) -> None:

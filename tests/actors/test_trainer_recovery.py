@@ -21,7 +21,7 @@ from tests.actors.living import living
 from tests.conftest import Connect
 from tests.river import River, config, kill, new_run
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]  # the shorter cases are in test_trainer.py
 STEPS = 4
 
 
@@ -86,9 +86,7 @@ POINTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "point", [pytest.param(point, marks=() if point == "before its outcome" else pytest.mark.slow) for point in POINTS]
-)
+@pytest.mark.parametrize("point", POINTS)
 async def test_killed_at_any_point_of_a_step_it_goes_on_with_the_same_bits(
     connect: Connect, tmp_path: Path, straight: list[str], point: str
 ) -> None:
@@ -135,7 +133,6 @@ async def heard(bus: Bus, river: River, kind: str) -> Any:
     raise AssertionError
 
 
-@pytest.mark.slow
 async def test_one_that_sleeps_while_another_takes_over_wakes_up_refused(
     connect: Connect, server: Server, tmp_path: Path, straight: list[str]
 ) -> None:

@@ -16,7 +16,7 @@ from headrace.messages.operations import Event
 from headrace.messages.rollout import Trajectory
 from headrace.messages.sandbox import ToolLog
 from headrace.replay.audit import audit
-from tests.launch.test_up import up
+from tests.launch.test_up import command, up
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -73,6 +73,8 @@ async def test_two_runs_on_one_broker_do_not_touch_each_other(tmp_path: Path) ->
                 for one in (doomed, steady):
                     await one.line("run r-")
                 await both_work(admin, "r-one", "r-two")
+                status = command(places[1], "status").stdout
+                assert status.startswith("run r-two: active") and status.count("  trainer  ") == 1
                 doomed.process.kill()
                 doomed.process.communicate()
                 doomed.nobody_is_left()
