@@ -18,9 +18,9 @@ The band of the last four is `band`; PPO's is (0.8, 1.2), GSPO's as narrow as (0
 Why a choice: upper truncation bounds the variance and nothing else. A token whose probability fell far and that was
 bad is still pushed down; masks and bands cut that side too. At a lag of four and a learning rate of 2e-3 the tiny
 policy collapsed under truncation, under masks and, later, under sequence masks; clipping held it, and so did the guard
-(`python -m benchmarks.lag_study`: one or two seeds each). The decoupled objective keeps the trust region around the proximal policy, the trainer's own
-re-scored log-probabilities from before the step: the sampler's age is then no reason to clip. With one update a step
-u is 1 and it is `truncated`; it differs from the second minibatch on.
+(`python -m benchmarks.lag_study`: one or two seeds each). The decoupled objective keeps the trust region around the
+proximal policy, the trainer's own re-scored log-probabilities from before the step: the sampler's age is then no
+reason to clip. With one update a step u is 1 and it is `truncated`; it differs from the second minibatch on.
 
 Left out: GSPO's mean over a sequence's tokens and the critic; the divisor is Dr. GRPO's constant. A sequence is what
 the model saw as one context: a segment, so a trajectory with summaries has several.
