@@ -142,7 +142,10 @@ class Child:
     async def start(cls, *argv: str, env: dict[str, str] | None = None) -> "Child":
         """Until its first line."""
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe, env=env, limit=1 << 24)
+        # A session of its own, as Ray's processes have: Linux shares a busy machine out by session (autogroup).
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=pipe, stdout=pipe, env=env, limit=1 << 24, start_new_session=True
+        )
         child = cls(process, None)
         child.hello = await child._line()
         return child
