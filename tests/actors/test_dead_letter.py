@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
+from typing import TypeVar
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.actors.living import living
 from tests.conftest import Connect
 
 pytestmark = pytest.mark.anyio
+T = TypeVar("T")
 
 
 class Hands(Actor):
@@ -55,6 +57,12 @@ async def letter(bus: Bus, group: str) -> DeadLetter:
     raise AssertionError
 
 
+async def soon(what: Awaitable[T]) -> T:
+    """Wait, but not for ever."""
+    async with asyncio.timeout(10):
+        return await what
+
+
 async def empty(bus: Bus, seq: int) -> bool:
     """Whether the work queue has forgotten a message."""
     try:
@@ -84,7 +92,7 @@ async def test_rejected_work_becomes_a_letter_that_names_the_attempt(connect: Co
     async with living(Desk, Config(), await connect("dead_letter"), records.RUN):
         seq = await ask(admin, "g000001")
         async with hands(await connect("rollout"), "refuse"):
-            found = await asyncio.wait_for(letter(admin, "g000001"), 10)
+            found = await soon(letter(admin, "g000001"))
     assert found.reason == "no such task"
     assert found.stream_seq == seq
     assert decode(found.payload, found.headers) == request("g000001")
@@ -104,11 +112,11 @@ async def test_a_desk_that_was_empty_finds_the_notice_later(connect: Connect) ->
                     told.set()
 
         watcher = asyncio.create_task(watch())
-        await asyncio.wait_for(told.wait(), 10)
+        await soon(told.wait())
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
     async with living(Desk, Config(), await connect("dead_letter"), records.RUN):
-        found = await asyncio.wait_for(letter(admin, "g000002"), 10)
+        found = await soon(letter(admin, "g000002"))
     assert "bad day" in found.reason
     assert found.deliveries == 2
     assert await empty(admin, seq)
@@ -160,8 +168,8 @@ async def test_a_message_that_ran_out_of_deliveries_leaves_the_queue(connect: Co
         max_deliver=1,
     )
     async with living(Desk, Config(), await connect("dead_letter"), records.RUN):
-        await asyncio.wait_for(hung.wait(), 10)
-        found = await asyncio.wait_for(letter(admin, "g000003"), 10)
+        await soon(hung.wait())
+        found = await soon(letter(admin, "g000003"))
         await actor.shut(1)
     assert found.reason == "not settled in 1 deliveries"
     assert decode(found.payload, found.headers) == request("g000003")
@@ -185,7 +193,7 @@ async def test_a_stream_that_is_kept_keeps_the_message(connect: Connect) -> None
     actor = Judge(Config(), bus, records.RUN, bus.id)
     await actor.consume(TRAJ, actor.never, durable=f"judge-{records.RUN}", max_deliver=1)
     async with living(Desk, Config(), await connect("dead_letter"), records.RUN):
-        found = await asyncio.wait_for(letter(admin, "g000004"), 10)
+        found = await soon(letter(admin, "g000004"))
         await actor.shut(1)
     assert "not a readable trajectory" in found.reason
     assert letters.lost(found) == letters.Lost(records.RUN, "g000004", 1, 0)
