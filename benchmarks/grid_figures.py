@@ -45,6 +45,7 @@ def summary(cells: dict[Cell, Seen]) -> Figures:
             equal = [seen.at_wall(walls[cell.seed]) for cell, seen in mine.items() if cell.bound == bound]
             reward, error = spread([seen.at_samples() for seen in found])
             figures |= {
+                f"{name}_runs": len(found),
                 f"{name}_trained_tokens_per_s": mean(found, lambda seen: seen.tokens_per_s, 1),
                 f"{name}_wall_s": mean(found, lambda seen: seen.wall_s, 1),
                 f"{name}_step_s": mean(found, lambda seen: statistics.median(d.seconds for _, d in seen.steps), 3),
