@@ -102,6 +102,8 @@ class Clone:
                 raise SandboxLost(self._reason)
             read = snapshot.all_pages if whole else snapshot.own_pages
             numbers, pages = await asyncio.to_thread(read, self.pid, self._memory.mapped)
+            if self._lost.done():
+                raise SandboxLost(self._reason)
             devices = os.pread(self._devices.fd, os.fstat(self._devices.fd).st_size, 0)
             state = snapshot.compose(self.template.state.read_bytes(), devices)
         finally:
@@ -221,6 +223,7 @@ class Clone:
         if self._monitor is not None:
             self._monitor.close()
         self._qemu.close()
+        self._devices.close()
         self._owner.ended(self, (usage.ru_utime + usage.ru_stime) * 1000)
         self.gone.set_result(None)
 

@@ -28,7 +28,8 @@ class Memory:
 
     def __init__(self, name: str, size: int) -> None:
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        weakref.finalize(self, os.close, self.fd)
+        self.close = weakref.finalize(self, os.close, self.fd)
+        """Now; or when nobody holds it any more."""
         os.ftruncate(self.fd, size)
         self.path = descriptor(self.fd)
         """What a process that inherits it opens."""

@@ -53,10 +53,15 @@ def test_it_closes_with_its_last_user_and_is_saved_with_holes(tmp_path: Path) ->
     with pytest.raises(OSError) as closed:
         os.fstat(fd)
     assert closed.value.errno == errno.EBADF
+    early = Memory("t", PAGE)
+    early.close()
+    early.close()
+    with pytest.raises(OSError):
+        os.fstat(early.fd)
 
 
 def test_a_template_without_its_memory_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(VmhostError, match="memory of template t can.t be taken from"):
+    with pytest.raises(VmhostError, match=r"memory of template t can't be taken from"):
         sealed(tmp_path / "ram", (), "t")
 
 
