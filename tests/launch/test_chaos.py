@@ -83,6 +83,21 @@ async def test_twenty_blows_over_real_machines(tmp_path: Path) -> None:
         assert done.returncode == 0 and says in done.stdout, done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.anyio
+@pytest.mark.timeout(300)
+async def test_a_run_that_takes_too_long_is_ended_and_its_books_are_read(tmp_path: Path) -> None:
+    words = (*HEADRACE, "chaos", str(DEMO), "--kills", "200", "--seed", "1", "--minutes", "0.2")
+    async with up(tmp_path, *words) as started:
+        assert started.process.stdout is not None
+        lines = started.process.stdout.read().splitlines()
+        code, said = await started.end(300.0)
+    line = json.loads(lines[-1])
+    assert code == 1 and one_sentence(said) and "not over after 0.2 minutes" in said
+    assert line["ended"] and line["kills"] < 200 and not line["targets"]["kills"]["met"]
+    assert line["audit_balanced"] and line["duplicates"] == 0
+
+
 def test_a_run_without_a_plan_is_refused_in_one_sentence(tmp_path: Path) -> None:
     done = command(tmp_path, "chaos", str(DEMO), "--kills", "0")
     assert done.returncode == 2 and one_sentence(done.stderr) and "--kills" in done.stderr
