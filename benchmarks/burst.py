@@ -27,8 +27,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import uvloop
 
@@ -159,7 +160,6 @@ async def nodes(url: str, credentials: str, first: int, count: int, draws: Seque
         actors.append(actor)
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.read)
-    _say({"cpu_s": _cpu()})
     os._exit(0)
 
 
@@ -246,8 +246,11 @@ def _cpu_of(pid: int) -> float:
 class Child:
     """A process of ours that speaks in lines."""
 
+    alive: ClassVar[list["Child"]] = []
+
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
+        self.alive.append(self)
 
     @classmethod
     async def start(cls, *words: object) -> "Child":
@@ -301,11 +304,18 @@ async def measure(args: argparse.Namespace) -> tuple[Figures, Figures]:
                 whole["broker_cpu_ms_per_acquire"] = round(1e3 * (after[1] - before[1]) / count, 3)
                 figures |= {f"{name}_{key}": value for key, value in whole.items()}
                 print(name, whole, flush=True)
-            for child in (*clients, *homes):
-                assert child.process.stdin is not None
-                child.process.stdin.close()
-                await child.process.wait()
     return figures, whole
+
+
+async def guarded(args: argparse.Namespace) -> tuple[Figures, Figures]:
+    """However it ends, nobody stays."""
+    try:
+        return await measure(args)
+    finally:
+        for child in Child.alive:
+            with suppress(ProcessLookupError):
+                child.process.kill()
+            await child.process.wait()
 
 
 def seen(found: Sequence[dict[str, Any]], count: int) -> Figures:
@@ -346,7 +356,7 @@ def main() -> None:
     parser.add_argument("--used", type=float, default=64.5, help="private MiB after a pytest run")
     parser.add_argument("--memory-gib", type=float, default=16.0, help="of a node, for sandboxes")
     parser.add_argument("--starts", type=int, default=32, help="machines that a node starts at once")
-    figures, burst = uvloop.run(measure(parser.parse_args()))
+    figures, burst = uvloop.run(guarded(parser.parse_args()))
     targets = {
         "failed": at_most(burst["failed"], 0),
         "nodes_used": at_least(burst["nodes_used"], figures["nodes"]),

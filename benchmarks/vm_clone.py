@@ -31,6 +31,7 @@ from headrace.vmhost.channel import Channel
 from headrace.vmhost.clone import Clone
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.host import Host, VmSandbox
+from headrace.vmhost.memory import Memory, descriptor
 from headrace.vmhost.template import Template
 from headrace.vmhost.verifying import verify
 
@@ -76,9 +77,12 @@ async def boot(made: Template, folder: Path) -> tuple[float, float]:
     manifest = made.manifest
     line = qemu.kernel_line(manifest.hardware, template.MODULES, manifest.tsc_khz)
     base = packages.folder(made.folder.parent)
-    extra = ("-kernel", str(base / "vmlinuz"), "-initrd", str(folder / "initrd"), "-append", line)
     started = time.perf_counter()
-    machine = qemu.Qemu(manifest.hardware, folder / "ram", share=True, extra=extra)
+    memory = Memory("headrace-cold", manifest.hardware.memory_mb << 20)
+    with (base / "vmlinuz").open() as kernel, (folder / "initrd").open() as root:
+        given = [kernel.fileno(), root.fileno()]
+        extra = ("-kernel", descriptor(given[0]), "-initrd", descriptor(given[1]), "-append", line)
+        machine = qemu.Qemu(manifest.hardware, memory, share=True, extra=extra, inherit=given)
     channels = [await Channel.connect(end, f"port {number}") for number, end in enumerate(machine.ports)]
     try:
         await channels[0].call({"op": "clock"}, (), 300.0)
@@ -91,7 +95,7 @@ async def boot(made: Template, folder: Path) -> tuple[float, float]:
             channel.close("done")
             await channel.ended
         machine.close()
-        (folder / "ram").unlink()
+        memory.close()
     return wall, (usage.ru_utime + usage.ru_stime) * 1000
 
 
