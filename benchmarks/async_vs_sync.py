@@ -59,8 +59,8 @@ WAITS = "HEADRACE_BENCHMARK_WAITS"
 EVALUATE = "HEADRACE_BENCHMARK_EVALUATE"
 """The step after which an evaluation is asked for; none when it is not set."""
 EVAL_TASKS = 48
-BALANCED = ("algorithm.minibatches=8", "numerics.recompute=true", "trainer.micro_tokens=1")
-"""Overrides of the balanced cells: eight updates a batch, activations computed twice, a trajectory at a time."""
+BALANCED = ("algorithm.minibatches=16", "numerics.recompute=true", "trainer.micro_tokens=1")
+"""Overrides of the balanced cells: sixteen updates a batch, activations computed twice, a trajectory at a time."""
 
 
 class Waiting(Environment):
