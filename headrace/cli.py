@@ -5,6 +5,7 @@ it (no qemu, no memory, no disk); 4 the broker or a port; 5 another run is activ
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -174,8 +175,16 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _open_streams() -> None:
+    """Started with a standard stream closed, the next descriptor would take its number, and libuv ends the process."""
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(spare)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; what goes wrong is one sentence on standard error and an exit code."""
+    _open_streams()
     args = parser().parse_args(argv)
     if args.command == "subjects":
         from headrace.messages import subjects

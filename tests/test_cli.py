@@ -64,3 +64,11 @@ def test_every_command_has_help() -> None:
         with pytest.raises(SystemExit) as ended:
             parser().parse_args([name, "--help"])
         assert ended.value.code == 0
+
+
+def test_closed_streams_are_no_trap(tmp_path: Path) -> None:
+    """uvloop aborts where a socket of its own gets the number of a stream."""
+    actor = f"actor curriculum --config {ROOT / 'deploy/demo.toml'} --run r1 --url nats://127.0.0.1:1"
+    line = f"exec {sys.executable} -m headrace.cli {actor} <&- >&-"
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 4 and "127.0.0.1:1" in done.stderr, done.stderr
