@@ -7,7 +7,6 @@ sign that one diff reached another, and the curriculum drops the group.
 """
 
 import asyncio
-import contextlib
 import time
 from functools import lru_cache, partial
 from typing import ClassVar, Literal, NamedTuple
@@ -72,9 +71,7 @@ class Judge(Actor):
         try:
             first = await self._examine(trajectory, task, oracle)
             if trajectory.isolation == "group" and not first.crashed and (found or self._drawn(trajectory)):
-                with contextlib.suppress(SandboxLost, NoRoom):  # told as judge_retry; the first verdict stands
-                    second = await self._examine(trajectory, task, oracle, alone=True)
-                    again = "same" if second.ok == first.ok else "other"
+                again = await self._second(trajectory, task, oracle, first)
         except Superseded as error:
             # Another judge works on it now; the delivery is its to settle.
             received.settled = True
@@ -92,6 +89,18 @@ class Judge(Actor):
                 slot=trajectory.slot,
             )
         await self._publish(received.seq, trajectory, task, first, found, again, time.monotonic() - started)
+
+    async def _second(
+        self, trajectory: Trajectory, task: Task, oracle: Oracle, first: "_Examination"
+    ) -> Literal["", "same", "other"]:
+        """What a clone of its own says; nothing where our own parts failed: then the first verdict stands."""
+        try:
+            second = await self._examine(trajectory, task, oracle, alone=True)
+        except Superseded:
+            raise
+        except (SandboxLost, NoRoom):  # told as judge_retry
+            return ""
+        return "same" if second.ok == first.ok else "other"
 
     def _drawn(self, trajectory: Trajectory) -> bool:
         """Whether this verdict is among those that are made twice; the same whoever judges."""

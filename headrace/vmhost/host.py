@@ -206,6 +206,8 @@ class Host:
             raise VmhostError("the process backend can't stop a sandbox: use backend = qemu")
         if len(cell.live) > 1 or cell.used > 1:
             raise VmhostError("the sandbox shares its machine with others: acquire it with isolation = episode")
+        if sandbox.reaches_out:
+            raise VmhostError("a sandbox with a way out can't be forked or checkpointed: acquire it without network")
         if sandbox.busy:
             raise VmhostError("a call is under way in the sandbox: wait for its answer")
         cell.left, cell.closing = 0, True

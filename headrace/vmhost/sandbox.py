@@ -56,6 +56,11 @@ class VmSandbox:
         return call_id in self._answers
 
     @property
+    def reaches_out(self) -> bool:
+        """Whether it has a way out, with connections that no copy of it could go on with."""
+        return self._gate is not None
+
+    @property
     def busy(self) -> bool:
         """Whether a call waits for its answer."""
         return self._channel is not None and self._channel.busy

@@ -125,6 +125,14 @@ print(ask(b"GET / HTTP/1.1\\r\\n\\r\\n"))
 
 
 @pytest.mark.parametrize("world", [pytest.param("qemu", marks=pytest.mark.vm)], indirect=True)
+async def test_a_sandbox_with_a_way_out_is_not_copied(world: World) -> None:
+    sandbox = await world.sandbox("copied", "example.invalid:80")
+    with pytest.raises(VmhostError, match="with a way out can't be forked or checkpointed"):
+        await world.host.checkpoint(sandbox.id)
+    world.host.release(sandbox.id)
+
+
+@pytest.mark.parametrize("world", [pytest.param("qemu", marks=pytest.mark.vm)], indirect=True)
 async def test_without_a_list_there_is_no_way_out(world: World) -> None:
     for places in ((), ("example.invalid:80",)):
         sandbox = await world.sandbox(f"none{len(places)}", *places)
