@@ -127,10 +127,6 @@ class Ledger:
         """Names of all regions."""
         return sorted({copy.region for copy in self.copies.values()} | {r.region for r in self.replicas()})
 
-    def staged_everywhere(self, version: int) -> bool:
-        """Whether every node holds this version or a newer one; False before the first."""
-        return bool(self.copies) and all(copy.version >= version for copy in self.copies.values())
-
 
 class Laggards:
     """Replicas that have served less than was asked of them for too long; each is told once until it has caught up."""
