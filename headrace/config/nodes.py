@@ -68,9 +68,15 @@ class Environment(Section, frozen=True, kw_only=True):
     production_share: int = 0
     """Machines that only the judge and the production lane may take."""
     warm: int = 1
-    """Clones of the light template kept ready and stopped, within max_vms: they take an acquire from 100 ms to 5."""
+    """Clones of the light template kept ready and stopped, within max_vms: they take an acquire from 100 ms to 5.
+    0: none, whatever is asked for."""
     also_warm: tuple[str, ...] = ()
-    """Further templates (debian, imported images, tasks) of which `warm` clones are kept ready."""
+    """Further templates (debian, imported images, tasks) of which `warm` clones are always kept ready."""
+    warm_most: int = 4
+    """Clones of any one template kept ready for a minute after so many were taken at once."""
+    max_busy: float = 0.95
+    """Share of the node's processors that machines may use, over five seconds, before training gets no further one;
+    users and the judge do. 0: never mind."""
     lease_s: float = 120.0
     group_idle_s: float = 10.0
     cache_dir: str = ".cache/headrace"

@@ -8,19 +8,20 @@ from typing import Any, TextIO
 
 from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
-from headrace.vmhost import image
+from headrace.vmhost import image, room
 from headrace.vmhost.clone import Clone
+from headrace.vmhost.demand import MEMORY_S, Demand
+from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.machine import OnEvent
 from headrace.vmhost.memory import Memory
+from headrace.vmhost.room import OVERHEAD_MB
 from headrace.vmhost.snapshot import Snapshot
 from headrace.vmhost.template import Template
 
 WARM = "light"
-"""The template of which clones are always kept ready."""
-OVERHEAD_MB = 96
-"""What a QEMU takes beside its guest's memory: translated code, tables, heap."""
-RESERVE_MB = 256
-"""Memory that stays free for everything else on the node."""
+"""The template of which clones are always kept ready, beside those that the configuration names."""
+FILL_AFTER_S = 0.05
+"""Who takes a clone has the processor for itself first."""
 
 
 class CloneBackend:
@@ -39,17 +40,25 @@ class CloneBackend:
         self._held: list[TextIO] = []
         self._memories: dict[str, Memory] = {}
         self._parked: list[Clone] = []
-        self._warm = dict.fromkeys((WARM, *environment.also_warm), environment.warm)
+        least = dict.fromkeys((WARM, *environment.also_warm), environment.warm)
+        self._demand = Demand(least, environment.warm_most if environment.warm else 0)
         self._filling: asyncio.Task[None] | None = None
+        self._later: asyncio.TimerHandle | None = None
+        self._processors = room.Processors(environment.max_busy)
+        self._looking = asyncio.get_running_loop().create_task(self._look())
         self._closed = False
 
     @classmethod
     async def open(cls, environment: Environment, on_event: OnEvent) -> "CloneBackend":
         """Templates ready. VmhostError."""
         backend = cls(environment, {}, on_event)
-        for name in backend._warm:
-            await backend.template(name)
-        backend._fill()
+        try:
+            for name in (WARM, *environment.also_warm):
+                await backend.template(name)
+        except VmhostError:
+            await backend.close()
+            raise
+        backend._fill(0.0)
         return backend
 
     async def template(self, name: str) -> Template:
@@ -79,14 +88,15 @@ class CloneBackend:
             return self._templates[name]
 
     async def machine(self, template: str) -> Clone:
-        """A fresh clone that has answered, parked ahead or made now. SandboxLost, VmhostError."""
+        """A clone that answers or is about to (`Clone.ready`), parked ahead or made now. SandboxLost, VmhostError."""
         made = await self.template(template)
+        self._demand.took(template)
         try:
             while (clone := self._waiting(template)) is not None:
                 self._parked.remove(clone)
                 clone.used = True
                 with suppress(SandboxLost):
-                    await clone.resume()
+                    clone.resume()
                     return clone
             clone = Clone(self, made)
             clone.used = True
@@ -109,26 +119,42 @@ class CloneBackend:
         known = self._templates.get(template)
         return known.manifest.slots if known else image.plan(self._environment, template).slots
 
-    def _fill(self) -> None:
-        """Have the next clone ready before it is asked for, if there is room."""
-        if not self._closed and (self._filling is None or self._filling.done()):
-            self._filling = asyncio.get_running_loop().create_task(self._park())
+    def _fill(self, after: float = FILL_AFTER_S) -> None:
+        """Soon, have as many clones ready as will be asked for, if there is room; and let go of what nobody will."""
+        if self._closed or self._later is not None or (self._filling is not None and not self._filling.done()):
+            return
+        self._later = asyncio.get_running_loop().call_later(after, self._fill_now)
+
+    def _fill_now(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+        self._filling = asyncio.get_running_loop().create_task(self._park())
 
     def _waiting(self, template: str) -> Clone | None:
         """A parked clone of that template."""
         return next((clone for clone in reversed(self._parked) if clone.template is self._templates[template]), None)
 
+    def _surplus(self, name: str) -> list[Clone]:
+        """Parked clones of a template beyond what should wait, the oldest first."""
+        waiting = [clone for clone in self._parked if clone.template is self._templates.get(name)]
+        return waiting[: max(0, len(waiting) - self._demand.wanted(name))]
+
     def _missing(self) -> str:
         """A template of which fewer clones wait than should; empty when none is missing or none more fits."""
         if self._closed or len(self._alive) >= self._environment.max_vms:
             return ""
-        for name, count in self._warm.items():
+        for name in self._demand.templates():
             waiting = sum(clone.template is self._templates[name] for clone in self._parked)
-            if waiting < count and self._fits(name):
+            if waiting < self._demand.wanted(name) and not self._memory_short(name):
                 return name
         return ""
 
     async def _park(self) -> None:
+        for name in self._templates:
+            for clone in self._surplus(name):
+                self._parked.remove(clone)
+                clone.kill()
         while name := self._missing():
             clone = Clone(self, self._templates[name])
             self._alive.add(clone)
@@ -142,27 +168,47 @@ class CloneBackend:
 
     async def filled(self) -> None:
         """Wait until as many clones are parked as there is room for."""
-        self._fill()
+        if self._filling is None or self._filling.done():
+            self._fill_now()
         assert self._filling is not None
         await asyncio.shield(self._filling)
+
+    async def _look(self) -> None:
+        """Every second: how busy machines keep the node; now and then: whether clones wait for a burst long past."""
+        loop = asyncio.get_running_loop()
+        filled = loop.time()
+        while True:
+            await asyncio.sleep(room.LOOK_S)
+            self._processors.look(loop.time(), self.cpu_ms())
+            if loop.time() - filled > MEMORY_S:
+                filled = loop.time()
+                self._fill()
 
     def alive(self) -> list[Clone]:
         """All clones whose process is there."""
         return list(self._alive)
 
-    def room(self, template: str, alive: int) -> bool:
-        """Whether a parked clone waits, or memory has room for another. Parked ones make way for another template."""
+    def short_of(self, template: str, patient: bool) -> str:
+        """Why there can't be another machine now; empty when a parked clone waits, or memory, processors and disk have
+        room for one. Who is not patient gets one also where the processors are busy. Parked ones make way for another
+        template."""
         if template in self._templates and self._waiting(template) is not None:
-            return True
-        if self._fits(template):
-            return True
-        for clone in self._parked:
-            clone.kill()
-        self._parked.clear()
-        return False
+            return ""
+        if patient and (busy := self._processors.short()):
+            return busy
+        if template not in self._templates:
+            size = image.plan(self._environment, template).memory_mb
+            if short := room.disk_short(Path(self._environment.cache_dir).absolute(), size):
+                return short
+        short = self._memory_short(template)
+        if short:
+            for clone in self._parked:
+                clone.kill()
+            self._parked.clear()
+        return short
 
-    def _fits(self, template: str) -> bool:
-        """Whether this one, and all that are alive at their largest, still fit into the memory that is free."""
+    def _memory_short(self, template: str) -> str:
+        """Why this one, and all that are alive at their largest, do not fit into the memory that is free."""
         known = self._templates.get(template)
         # What nobody uses yet comes into memory itself, beside its first clone.
         size = known.manifest.hardware.memory_mb if known else 2 * image.plan(self._environment, template).memory_mb
@@ -170,7 +216,7 @@ class CloneBackend:
             max(0.0, clone.template.manifest.hardware.memory_mb + OVERHEAD_MB - clone.private_mb())
             for clone in self._alive
         )
-        return free_mb() - growth >= size + OVERHEAD_MB + RESERVE_MB
+        return room.memory_short(size, growth)
 
     def ended(self, clone: Clone, cpu_ms: float) -> None:
         """Book a clone's end. One that was in use makes room for one that waits ready; one that died waiting does not
@@ -209,6 +255,10 @@ class CloneBackend:
     async def close(self) -> None:
         """End every clone and wait until no process is left."""
         self._closed = True
+        self._looking.cancel()
+        await asyncio.wait([self._looking])
+        if self._later is not None:
+            self._later.cancel()
         if self._filling is not None:
             self._filling.cancel()
             await asyncio.wait([self._filling])
@@ -217,21 +267,3 @@ class CloneBackend:
         await self.settle()
         for held in self._held:
             held.close()
-
-
-def free_mb() -> float:
-    """Memory that could be used now: what the kernel says, and what our cgroup leaves."""
-    free = 0.0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) / 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            stats = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-            reclaimable = int(stats.get("inactive_file", 0)) + int(stats.get("active_file", 0))
-            free = min(free, (int(limit) - used + reclaimable) / 2**20)
-    except (OSError, ValueError):
-        pass
-    return free

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.config import Environment
-from headrace.vmhost import clones, collecting, probe, qemu
+from headrace.vmhost import collecting, groups, probe, qemu, room
 from headrace.vmhost.errors import VmhostError
 
 DISK_MB = 1500
@@ -32,7 +32,7 @@ def doctor(environment: Environment | None = None) -> list[Finding]:
         findings.append(_probe(bases[-1], cache, wanted))
     elif not bases:
         findings.append(Finding(True, f"no guest image in {cache} yet: the first run makes it (about half a minute)"))
-    findings += [_cgroups(), _memory_of_others(), _cache(wanted)]
+    findings += [_rights(), _cgroups(), _memory_of_others(), _cache(wanted)]
     return sorted(findings, key=lambda finding: finding.good)
 
 
@@ -46,13 +46,23 @@ def _cache(environment: Environment) -> Finding:
 
 
 def _cgroups() -> Finding:
-    try:
-        controllers = Path("/sys/fs/cgroup/cgroup.controllers").read_text().split()
-    except OSError:
-        return Finding(True, "no cgroup v2 here: a machine is limited by its own memory and by the clones' count alone")
-    if not os.access("/sys/fs/cgroup/cgroup.procs", os.W_OK):
-        return Finding(True, "cgroup v2 is there but not for this user: start with a delegated cgroup to use it")
-    return Finding(True, f"cgroup v2 with {', '.join(controllers) or 'no controllers'}")
+    found = groups.places()
+    if found is not None:
+        return Finding(
+            True, f"every machine gets a control group of its own, with limits of {' and '.join(found.limits)}"
+        )
+    return Finding(
+        True,
+        "machines get no control groups: a machine is limited by its own memory and by the clones' count alone; "
+        "start as root, or in a systemd unit with Delegate=yes and DelegateSubgroup=actors",
+    )
+
+
+def _rights() -> Finding:
+    """Who a QEMU runs as."""
+    if os.geteuid() == 0:
+        return Finding(True, "every QEMU runs as a user of its own without capabilities, in its own seccomp filter")
+    return Finding(True, "every QEMU runs as you, in its own seccomp filter: as root each would get a user of its own")
 
 
 def _memory_of_others() -> Finding:
@@ -99,9 +109,9 @@ def _probe(base: Path, cache: Path, environment: Environment) -> Finding:
 
 def memory(environment: Environment) -> Finding:
     """Whether the machines of this configuration fit into the memory that is free."""
-    each = environment.memory_mb + clones.OVERHEAD_MB
-    fit = int((clones.free_mb() - clones.RESERVE_MB) // each)
-    text = f"{clones.free_mb():.0f} MB of memory are free: room for {max(fit, 0)} machines of at most {each} MB"
+    each = environment.memory_mb + room.OVERHEAD_MB
+    fit = int((room.free_mb() - room.RESERVE_MB) // each)
+    text = f"{room.free_mb():.0f} MB of memory are free: room for {max(fit, 0)} machines of at most {each} MB"
     if fit < 2:
         return Finding(False, f"{text}; an agent and a judge need two: lower environment.memory_mb or free memory")
     if fit < environment.max_vms:

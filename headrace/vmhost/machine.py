@@ -28,6 +28,10 @@ class Machine(Protocol):
     async def open(self, slot: int) -> Channel:
         """The channel of a slot, ready for its open frame."""
 
+    async def ready(self) -> None:
+        """Wait until the machine has a clock and entropy of its own: beside the first calls to its slots, which the
+        guest does not take earlier. SandboxLost."""
+
     async def name(self, slot: int, hostname: str) -> None:
         """Let a slot call itself so. VmhostError where that can't be had."""
 
@@ -49,7 +53,8 @@ class Backend(Protocol):
         """Slots of a machine of this template in group isolation. VmhostError for one that is not known."""
 
     async def machine(self, template: str) -> Machine:
-        """A fresh machine from a template. SandboxLost when it did not come up, VmhostError when it never will."""
+        """A fresh machine from a template, to be asked when it is `ready`. SandboxLost when it did not come up,
+        VmhostError when it never will."""
 
     async def template(self, name: str) -> "Template":
         """A template, made where it is missing. VmhostError."""
@@ -57,8 +62,8 @@ class Backend(Protocol):
     async def again(self, template: "Template", begin: "Snapshot") -> Machine:
         """A machine that begins at a snapshot of another of that template. SandboxLost, VmhostError."""
 
-    def room(self, template: str, alive: int) -> bool:
-        """Whether memory allows another machine beside those alive."""
+    def short_of(self, template: str, patient: bool) -> str:
+        """Why the node can't have another machine now; empty when it can. patient: may wait for the processors."""
 
     def facts(self) -> dict[str, Any]:
         """What this backend is, for reports."""

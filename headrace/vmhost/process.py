@@ -48,6 +48,9 @@ class ProcessMachine:
         self._channels.append(channel)
         return channel
 
+    async def ready(self) -> None:
+        """It is."""
+
     async def name(self, slot: int, hostname: str) -> None:
         """It is the host's."""
         raise VmhostError("the process backend has no host names of its own: use backend = qemu")
@@ -115,9 +118,9 @@ class ProcessBackend:
         """Processes can't be stopped and copied."""
         raise VmhostError("the process backend can't go on from a snapshot: use backend = qemu")
 
-    def room(self, template: str, alive: int) -> bool:
+    def short_of(self, template: str, patient: bool) -> str:
         """Processes are small: max_vms alone decides."""
-        return True
+        return ""
 
     def facts(self) -> dict[str, Any]:
         """What this backend is."""

@@ -4,6 +4,7 @@ The guest is not trusted: whatever it answers is read through one strict struct,
 `Garbage`, which costs the guest its sandbox.
 """
 
+import time
 from typing import Any, Literal
 
 import msgspec
@@ -90,8 +91,8 @@ def to_frame(op: Op) -> Frame:
 
 
 def open_frame(files: dict[str, bytes], seed: int) -> Frame:
-    """The first frame of a slot: its repository and the seed of its test processes."""
-    return {"op": "open", "seed": seed, "paths": list(files)}, list(files.values())
+    """The first frame of a slot: its repository, the seed of its test processes, and the time, for which it waits."""
+    return {"op": "open", "seed": seed, "time": time.time_ns(), "paths": list(files)}, list(files.values())
 
 
 def to_result(header: dict[str, Any], bodies: list[bytes], wall_ms: float) -> OpResult:

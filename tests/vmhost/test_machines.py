@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from headrace.messages.sandbox import (
     WriteFiles,
 )
 from headrace.messages.tasks import TestPlan
-from headrace.vmhost import fidelity
+from headrace.vmhost import fidelity, groups
 from headrace.vmhost.clone import Clone
 from headrace.vmhost.clones import CloneBackend
 from headrace.vmhost.errors import VmhostError
@@ -233,12 +234,69 @@ async def test_a_warm_clone_waits_stopped_and_is_taken_first(host: Host) -> None
         await asyncio.wait([ready._filling])
     (parked,) = ready._parked
     spent = parked.cpu_ms()
+    asked = time.time()
     sandbox = await host.acquire(ask(group="warm"))
     assert clone_of(host, sandbox) is parked and parked not in ready._parked
-    assert (await sandbox.call(ReadFile(path="a.txt"))).ok
+    seen = await sandbox.call(Exec(argv=("sh", "-c", "stat -c %Y a.txt; ls -A")))
+    assert seen.stdout.split()[1:] == ["a.txt"], "the rehearsal leaves nothing"
+    assert int(seen.stdout.split()[0]) >= int(asked) - 1, "its clock was set before the first file"
     assert parked.cpu_ms() >= spent
     host.release(sandbox.id)
     host.release_group("r1", "train", "rollout", "warm")
+
+
+async def test_as_many_wait_as_were_taken_at_once() -> None:
+    host = await Host.open(environment(max_vms=8, warm_most=2))
+    try:
+        await backend(host).filled()
+        assert len(backend(host)._parked) == 1
+        for group in "abc":
+            await host.acquire(ask(group=group, isolation="episode"))
+        await backend(host).filled()
+        assert len(backend(host)._parked) == 2
+        backend(host)._demand.wanted = lambda template: 1  # type: ignore[method-assign]
+        first = backend(host)._parked[0]
+        await backend(host).filled()
+        await first.gone
+        assert len(backend(host)._parked) == 1
+    finally:
+        await host.close()
+
+
+async def test_a_machine_is_bounded_by_a_group_of_its_own(host: Host) -> None:
+    if groups.places() is None:
+        pytest.skip("no control groups can be had here")
+    sandbox = await host.acquire(ask(group="bounded"))
+    clone = clone_of(host, sandbox)
+    own, its = (Path(f"/proc/{pid}/cgroup").read_text() for pid in ("self", clone.pid))
+    assert own != its and f"/headrace-{os.getpid()}/{clone.pid}\n" in its
+    host.release(sandbox.id)
+    host.release_group("r1", "train", "rollout", "bounded")
+    await clone.gone
+    places = groups.places()
+    assert places is not None and not any(list(folder.glob(f"headrace-*/{clone.pid}")) for folder in places.folders)
+
+
+async def test_busy_processors_keep_training_out_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = await Host.open(environment(max_vms=4, judge_share=1, warm=0))
+    monkeypatch.setattr(backend(host)._processors, "busy", lambda: 0.99)
+    try:
+        with pytest.raises(NoRoom, match=r"use 99% of the processors, and the limit is 95%"):
+            await host.acquire(ask(group="a"))
+        assert (await host.acquire(ask(group="a", role="judge"))).alive
+        assert (await host.acquire(ask(group="u.1", lane="production", isolation="episode"))).alive
+    finally:
+        await host.close()
+
+
+async def test_a_template_that_must_be_made_needs_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = await Host.open(environment(warm=0))
+    monkeypatch.setattr("headrace.vmhost.room.disk_short", lambda place, size: f"too little disk in {place.name}")
+    try:
+        with pytest.raises(NoRoom, match="no room for a rollout machine: too little disk in headrace"):
+            await host.acquire(ask(group="new", template="debian"))
+    finally:
+        await host.close()
 
 
 async def test_what_runs_in_a_slot_that_was_left_is_ended(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +351,7 @@ async def test_users_do_not_wait_for_training() -> None:
 
 
 async def test_memory_decides_as_well(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.vmhost.clones.free_mb", lambda: 500.0)
+    monkeypatch.setattr("headrace.vmhost.room.free_mb", lambda: 500.0)
     with pytest.raises(NoRoom, match="too little memory"):
         await host.acquire(ask(group="hungry", template="debian"))
 

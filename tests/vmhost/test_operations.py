@@ -2,6 +2,7 @@
 
 import os
 import select
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from headrace.messages.sandbox import (
     WriteFiles,
 )
 from headrace.messages.tasks import TestPlan
+from headrace.vmhost import wire
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.host import Host, VmSandbox
 
@@ -89,6 +91,15 @@ async def test_an_episode_goes_from_failing_to_passing_tests(sandbox: VmSandbox)
     pulled = await sandbox.call(PullTree(patterns=("tiny/**",)))
     assert pulled.files["tiny/calc.py"].startswith(b"def add(a, b):\n    return a + b\n")
     assert sorted(pulled.files) == ["tiny/__init__.py", "tiny/calc.py"]
+
+
+async def test_a_slot_waits_for_its_clock(sandbox: VmSandbox) -> None:
+    header, bodies = wire.open_frame({"late.txt": b"x"}, 0)
+    header["time"] += 300_000_000
+    assert (await sandbox._do(header, bodies, 10.0)).ok
+    assert time.time_ns() >= header["time"] - 150_000_000
+    age = await sandbox.call(Exec(argv=("stat", "-c", "%Y", "late.txt")))
+    assert int(age.stdout) >= (header["time"] - 150_000_000) // 10**9
 
 
 async def test_files(sandbox: VmSandbox) -> None:

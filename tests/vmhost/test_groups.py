@@ -1,0 +1,69 @@
+"""A process in a control group of its own: bounded, counted, and gone without a trace."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.vmhost import groups
+from headrace.vmhost.groups import Places
+
+HOG = "kept = [bytearray(1 << 20) for _ in range(1 << 10)]; print('took all')"
+
+
+@pytest.fixture
+def places() -> Iterator[Places]:
+    found = groups.places()
+    if found is None:
+        pytest.skip("no control groups can be had here")
+    yield found
+
+
+def waiting(code: str) -> "subprocess.Popen[str]":
+    """A Python that runs the code once it gets a line."""
+    return subprocess.Popen(
+        ["python3", "-c", f"input(); {code}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_who_takes_more_than_its_memory_is_killed_alone(places: Places) -> None:
+    one, two = waiting(HOG), waiting("print('fine')")
+    held = [groups.enclose(process.pid, 64) for process in (one, two)]
+    assert one.communicate("\n")[0] == "" and one.returncode == -9
+    assert two.communicate("\n")[0] == "fine\n" and two.returncode == 0
+    for group in held:
+        assert group is not None
+        group.close()
+    for place in places.folders:
+        assert not (place / f"headrace-{os.getpid()}" / str(one.pid)).exists()
+
+
+def test_one_that_is_gone_already_leaves_no_folder(places: Places) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    group = groups.enclose(gone.pid, 64)
+    assert group is not None
+    group.close()
+    assert not [path for place in places.folders for path in place.glob(f"headrace-*/{gone.pid}")]
+
+
+def test_what_a_killed_process_left_is_swept(places: Places) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    left = [place / f"headrace-{gone.pid}" for place in places.folders]
+    for folder in left:
+        (folder / "77").mkdir(parents=True)
+    groups.places.cache_clear()
+    assert groups.places() == places
+    assert not any(folder.exists() for folder in left)
+
+
+def test_a_machine_without_groups_is_said_to_have_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(groups, "_mounted", lambda kind, controller: None)
+    groups.places.cache_clear()
+    try:
+        assert groups.places() is None and groups.enclose(os.getpid(), 64) is None
+    finally:
+        groups.places.cache_clear()
