@@ -310,7 +310,7 @@ class Host:
         others = sum(cell.owner[1] != "production" for cell in rollouts)
         if request.role != "judge" and request.lane != "production" and others >= share:
             return f"{others} machines of {share} are in use, the rest is for users and the judge"
-        return "" if self._backend.room(request.template, len(self._cells)) else "too little memory is free"
+        return self._backend.short_of(request.template, request.role != "judge" and request.lane != "production")
 
     async def _begin(self, sandbox: VmSandbox, cell: _Cell, request: Acquire, push: bool) -> None:
         """Bring the sandbox to life; its `ready` says how that went."""
@@ -324,10 +324,10 @@ class Host:
             self._channels.add(channel)
             channel.ended.add_done_callback(lambda ended: self._channels.discard(channel))
             sandbox.adopt(channel, machine.limit_bytes)
+            begun = (sandbox.begin(request, self._event),) if push else ()
+            await asyncio.gather(machine.ready(), *begun)
             if request.hostname:
                 await machine.name(sandbox.slot, request.hostname)
-            if push:
-                await sandbox.begin(request, self._event)
             sandbox.ready.set_result(None)
         except (Exception, asyncio.CancelledError) as error:
             reason = str(error) or type(error).__name__
