@@ -61,7 +61,7 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
     try:
         sandbox = await host.acquire(
             Acquire(
-                run="replay",
+                run=trajectory.run,
                 lane=trajectory.lane,
                 role="rollout",
                 group=trajectory.group,

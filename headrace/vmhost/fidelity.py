@@ -1,42 +1,59 @@
 """The fact sheet of a sandbox, as the tools inside it can see it.
 
 A policy must not be able to tell a training sandbox from a production one. The sheet is taken from inside, under the
-tools' user, by the same operations that a policy has; `differences` of two sheets from two lanes must be empty.
+tools' user, by the same operations that a policy has; `differences` of two sheets from two lanes must be empty. A slot
+of a machine has numbers of its own (user, devices, inodes, start times), so sheets of one slot are compared, and which
+slot a sandbox gets says nothing (see placing).
+
+Left out is what changes from one moment to the next, such as free memory, load, uptime and counters of the kernel's.
+Siblings that share a machine move these; who can't have that takes isolation ``episode`` for training as well.
 """
 
 from headrace.messages.sandbox import Exec, Sandbox
 
 _SHEET = r"""
-say() { printf '%s\t' "$1"; shift; "$@" 2>&1 | tr '\n\t' '; ' ; echo; }
-say user id -un
-say groups id -Gn
+say() { printf '\036%s\037' "$1"; shift; "$@" 2>&1; }
+say user id
+say groups id -G
 say environment sh -c 'env | grep -v -E "^(_|PWD|OLDPWD|SHLVL)=" | sort'
 say folder pwd
 say uname uname -srm
-say hostname hostname
+say hostname uname -n
 say cmdline cat /proc/cmdline
-say mounts sh -c 'cut -d" " -f2-4 /proc/mounts | sed -E "s/(uid|gid)=[0-9]+/\1/g"'
-say root ls -a /
-say devices ls -a /dev
-say tmp ls -a /tmp
-say limits sh -c 'ulimit -a'
-say memory sh -c 'grep MemTotal /proc/meminfo'
-say cpus sh -c 'grep -c processor /proc/cpuinfo'
-say cpu sh -c 'grep -m1 "model name" /proc/cpuinfo'
-say processes sh -c 'cat /proc/[12]/comm'
+say mounts cat /proc/self/mountinfo
+say places stat -c "%n %d %i %a %u %g" / /workspace /tmp /dev /dev/shm /proc
+say sizes df -k
+say namespace readlink /proc/self/ns/mnt
+say cgroup cat /proc/self/cgroup
+say root sh -c 'ls -lan --full-time / | grep -v -E " (workspace|proc)$"'
+say devices ls -lan --full-time /dev
+say tmp ls -lan --full-time /tmp
+say written sh -c 'for f in *; do test "$f" -nt /tmp && test ! "$f" -nt /proc/self && echo "$f"; done'
+say odd ls -a /var/tmp /run /mnt /home /srv /root /etc/machine-id
+say limits ulimit -a
+say memory grep MemTotal /proc/meminfo
+say cpu grep -v MHz /proc/cpuinfo
+say processes sh -c 'cut -d" " -f1-8,18-20,22 /proc/[12]/stat; echo /proc/[0-9]*'
+say next sh -c 'echo $$ $PPID'
 say first sh -c 'tr "\0" " " < /proc/1/cmdline'
-say status sh -c 'grep -E "^(NoNewPrivs|Seccomp|CapEff|CapBnd)" /proc/self/status'
-say python python3 -c 'import sys; print(sys.version, sys.flags, sys.path)'
-say clock sh -c 'cat /sys/devices/system/clocksource/clocksource0/current_clocksource'
-say network sh -c 'cat /proc/net/dev | cut -d: -f1'
+say environ cat /proc/1/environ
+say status grep -E "^(Uid|Gid|Groups|NoNewPrivs|Seccomp|CapEff|CapBnd|Cpus_allowed|SigIgn|SigBlk)" /proc/self/status
+say oom cat /proc/self/oom_score_adj
+say kernel sh -c 'cd /proc/sys; grep -s . kernel/[a-q]* kernel/s* vm/o*'
+say log dmesg
+say modules cat /proc/modules
+say python python3 -c 'import os, sys; print(sys.version, sys.flags, sys.path, *os.scandir())'
+say inodes ls -ai
+say clock cat /sys/devices/system/clocksource/clocksource0/current_clocksource
+say network cat /proc/net/dev /proc/net/route /proc/net/tcp /etc/resolv.conf /etc/hosts
 """
 
 
 async def sheet(sandbox: Sandbox) -> dict[str, str]:
-    """Fact to value. The slot's number, which its user id carries, is the one thing left out."""
+    """Fact to value."""
     result = await sandbox.call(Exec(argv=("sh", "-c", _SHEET), timeout_s=60.0))
-    rows = (line.partition("\t") for line in result.stdout.splitlines())
-    return {name: value.strip("; ") for name, _, value in rows}
+    rows = (row.partition("\037") for row in result.stdout.split("\036")[1:])
+    return {name: "; ".join(value.split("\n")).strip("; ") for name, _, value in rows}
 
 
 def differences(one: dict[str, str], other: dict[str, str]) -> dict[str, tuple[str, str]]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.config import Environment
 from headrace.messages.sandbox import Acquire, NoRoom, Op, OpResult, Role, SandboxLost
+from headrace.vmhost import placing
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.machine import Backend, Machine, OnEvent
@@ -44,7 +45,8 @@ class _Cell:
         self.owner = owner
         self.shared = shared
         self.template = template
-        self.left = slots
+        self.slots, self.unused = slots, set(range(slots))
+        self.left = slots if shared else 1
         self.closing = not shared
         self.used = 0
         self.live: set[str] = set()
@@ -129,9 +131,10 @@ class Host:
         return await self._admit(request, self._find(request) or self._make(request))
 
     async def _admit(self, request: Acquire, cell: _Cell, from_slot: int | None = None) -> VmSandbox:
-        """The cell's next slot for the request; with `from_slot`, that one as its snapshot left it."""
-        slot, cell.used, cell.left = cell.used, cell.used + 1, cell.left - 1
-        slot = slot if from_slot is None else from_slot
+        """A slot of the cell for the request; with `from_slot`, that one as its snapshot left it."""
+        cell.used, cell.left = cell.used + 1, cell.left - 1
+        slot = placing.choose(request, cell.unused, cell.slots) if from_slot is None else from_slot
+        cell.unused.discard(slot)
         sandbox = VmSandbox(secrets.token_hex(8), _key(request), self.backend, slot)
         cell.live.add(sandbox.id)
         self._sandboxes[sandbox.id] = sandbox, cell
@@ -291,7 +294,7 @@ class Host:
             self._end(min(idle, key=lambda cell: cell.idle_since), "its room was needed")
         shared = request.isolation == "group" and request.lane != "production" and machine is None
         owner = (request.run, request.lane, request.role, request.group)
-        cell = _Cell(owner, shared, request.template, self._backend.slots_of(request.template) if shared else 1)
+        cell = _Cell(owner, shared, request.template, self._backend.slots_of(request.template))
         cell.making = asyncio.ensure_future(machine() if machine else self._backend.machine(request.template))
         self._cells.add(cell)
         self._clones += 1

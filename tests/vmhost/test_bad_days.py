@@ -45,7 +45,7 @@ async def test_a_guest_that_closes_its_port_is_lost_alone(host: Host, monkeypatc
     one, two = [await host.acquire(ask(slot)) for slot in range(2)]
     machine = host.machine(one.id)
     assert isinstance(machine, Clone)
-    await machine.ask({"op": "kill", "slot": 0})
+    await machine.ask({"op": "kill", "slot": one.slot})
     monkeypatch.setattr("headrace.vmhost.wire.SLACK_S", 0.5)
     with pytest.raises(SandboxLost, match="no answer within"):
         await one.call(ReadFile(path="a.txt"))

@@ -46,7 +46,7 @@ def environment(**changes: Any) -> Environment:
 def ask(slot: int = 0, **changes: Any) -> Acquire:
     known: dict[str, Any] = {"run": "r1", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
     known["group"] = "g0"
-    return Acquire(slot=slot, files={"a.txt": b"one\n"}, **(known | changes))
+    return Acquire(slot=slot, **({"files": {"a.txt": b"one\n"}} | known | changes))
 
 
 @pytest.fixture(scope="module")
@@ -372,14 +372,15 @@ async def test_clones_differ_in_entropy_and_know_the_time(host: Host) -> None:
 
 
 async def test_no_fact_tells_training_from_production(host: Host) -> None:
-    lanes = [("train", "group", "rollout"), ("production", "group", "rollout"), ("train", "group", "judge")]
+    """A slot in a group's machine, the same slot of a machine of its own, and a judge's."""
     sheets = []
-    for number, (lane, isolation, role) in enumerate(lanes):
-        taken = await host.acquire(ask(number, lane=lane, isolation=isolation, role=role, group="facts"))
+    for lane, role in (("train", "rollout"), ("production", "rollout"), ("train", "judge")):
+        taken = await host.acquire(ask(3, lane=lane, role=role, group="facts", files={"b": b"1", "a": b"2"}))
         sheets.append(await fidelity.sheet(taken))
+        assert taken.slot != 0 and f"uid={20100 + taken.slot}(agent)" in sheets[-1]["user"]
         host.release(taken.id)
         host.release_group("r1", lane, "judge" if role == "judge" else "rollout", "facts")
-    assert len(sheets[0]) > 20 and "agent" in sheets[0]["user"]
+    assert len(sheets[0]) > 25 and sheets[0]["written"] == "a; b"
     assert fidelity.differences(sheets[0], sheets[1]) == {}
     assert fidelity.differences(sheets[0], sheets[2]) == {}
 
