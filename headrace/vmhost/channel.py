@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from headrace.messages.sandbox import SandboxLost
-from headrace.vmhost.guest.frames import Garbage, Reader, pack
+from headrace.vmhost.guest.frames import Garbage, Reader, pack, start
 
 
 class Channel(asyncio.Protocol):
@@ -84,14 +84,20 @@ class Channel(asyncio.Protocol):
         self, header: dict[str, Any], bodies: Sequence[bytes] = (), timeout: float = 30.0
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Send a frame and wait for its answer. SandboxLost when none can come any more."""
+        self._next += 1
+        return await self._send(self._next, pack({"i": self._next} | header, bodies), timeout)
+
+    async def start(self, nanoseconds: int, entropy: bytes, timeout: float) -> dict[str, Any]:
+        """A clone's first words; one such call at a time. SandboxLost like `call`."""
+        return (await self._send(0, start(nanoseconds, entropy), timeout))[0]
+
+    async def _send(self, number: int, words: bytes, timeout: float) -> tuple[dict[str, Any], list[bytes]]:
         if self.lost.done():
             raise SandboxLost(f"{self.name}: {self.lost.result()}")
         assert self._transport is not None
-        self._next += 1
-        number = self._next
         future: asyncio.Future[tuple[dict[str, Any], list[bytes]]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
-        self._transport.write(pack({"i": number} | header, bodies))
+        self._transport.write(words)
         try:
             async with asyncio.timeout(timeout):
                 return await asyncio.shield(future)

@@ -133,8 +133,7 @@ class Clone:
 
     async def _identify(self) -> None:
         assert self._control is not None
-        header = {"op": "start", "time": time.time_ns()}
-        answer, _ = await self._control.call(header, [secrets.token_bytes(32)], START_S)
+        answer = await self._control.start(time.time_ns(), secrets.token_bytes(32), START_S)
         if not answer.get("ok", True):
             self._end(f"the guest could not set its clock: {answer.get('error')}")
             raise SandboxLost(f"vm {self.pid}: {self._reason}")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from headrace.vmhost import cpio
-from headrace.vmhost.guest.frames import Reader, pack
+from headrace.vmhost.guest import frames as wire
+from headrace.vmhost.guest.frames import Garbage, Reader, pack
 from headrace.vmhost.guest.globs import matches
 
 
@@ -49,6 +50,16 @@ def test_frames_survive_any_cut() -> None:
 
 
 @pytest.mark.skipif(shutil.which("cpio") is None, reason="cpio itself is the witness")
+def test_a_clones_first_words_are_no_frame() -> None:
+    words = wire.start(1, bytes(range(32)))
+    assert words[:8] == wire.START and len(words) == wire.START_SIZE
+    assert words[8:16] == (1).to_bytes(8, "little")
+    assert words[16:] == (256).to_bytes(4, "little") + (32).to_bytes(4, "little") + bytes(range(32))
+    with pytest.raises(Garbage):
+        Reader().feed(words)
+    assert Reader().feed(wire.STARTED) == [({"i": 0}, [])]
+
+
 def test_archives_are_read_by_cpio(tmp_path: Path) -> None:
     out = io.BytesIO()
     entries = [cpio.folder("d"), cpio.file("d/a", b"hello", 0o755), cpio.link("d/l", "a")]

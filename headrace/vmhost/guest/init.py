@@ -26,7 +26,7 @@ from typing import Any
 
 from . import confine, keeper, pytests
 from .files import Answer
-from .frames import Reader, pack
+from .frames import START, START_SIZE, STARTED, Reader, pack
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _NEWNS, _NEWUTS, _NEWIPC, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x20000000, 0x40000000
@@ -198,13 +198,17 @@ def loopback_up() -> None:
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | 1))
 
 
-def start(nanoseconds: int, entropy: bytes) -> None:
-    """A clone wakes with the template's clock and, worse, with its random numbers: set both."""
-    time.clock_settime_ns(time.CLOCK_REALTIME, nanoseconds)
-    fd = os.open("/dev/urandom", os.O_WRONLY)
-    fcntl.ioctl(fd, _RNDADDENTROPY, struct.pack("ii", len(entropy) * 8, len(entropy)) + entropy)
-    fcntl.ioctl(fd, _RNDRESEEDCRNG)
-    os.close(fd)
+def start(words: bytes, pool: int) -> bytes:
+    """A clone wakes with the template's clock and, worse, with its random numbers: set both. The answer to START.
+    pool: a descriptor of /dev/urandom. Every line here is translated anew in every clone: it is the shortest that does.
+    """
+    try:
+        time.clock_settime_ns(time.CLOCK_REALTIME, int.from_bytes(words[8:16], "little"))
+        fcntl.ioctl(pool, _RNDADDENTROPY, words[16:])
+        fcntl.ioctl(pool, _RNDRESEEDCRNG)
+    except OSError as error:
+        return pack({"i": 0, "ok": False, "error": str(error)})
+    return STARTED
 
 
 def say(text: str) -> None:
@@ -219,12 +223,19 @@ class Control:
     def __init__(self, ports: list[int]) -> None:
         self.ports = ports
         self.slots: list[int] = []
+        self.pool = -1
+        """A descriptor of /dev/urandom, once the slots are open: none of theirs."""
 
     def serve(self) -> None:
         """Until the port ends, and with it the machine."""
         reader = Reader()
         port = self.ports[0]
         while data := os.read(port, 65536):
+            if data[:8] == START:
+                while len(data) < START_SIZE:
+                    data += os.read(port, START_SIZE - len(data))
+                os.write(port, start(data, self.pool))
+                continue
             for header, bodies in reader.feed(data):
                 try:
                     answer = self.operate(header, bodies)
@@ -237,7 +248,6 @@ class Control:
     def operate(self, header: dict[str, Any], bodies: list[bytes]) -> Answer:
         """One operation by its name."""
         operations: dict[str, Callable[[], dict[str, Any]]] = {
-            "start": lambda: self._start(header["time"], bodies[0]),
             "open_slots": lambda: self._open_slots(header["count"], header["size_mb"], header.get("image")),
             "name": lambda: self._name(header["slot"], header["name"].encode()),
             "kill": lambda: self._kill(header["slot"]),
@@ -245,10 +255,6 @@ class Control:
             "clock": lambda: {"monotonic": time.monotonic_ns(), "urandom": os.urandom(16).hex()},
         }
         return operations[header["op"]](), []
-
-    def _start(self, nanoseconds: int, entropy: bytes) -> dict[str, Any]:
-        start(nanoseconds, entropy)
-        return {}
 
     def _open_slots(self, count: int, size_mb: int, image: dict[str, Any] | None) -> dict[str, Any]:
         has_pytest = image is None and pytests.available()
@@ -269,6 +275,7 @@ class Control:
         for port in self.ports[1:]:
             os.close(port)
         del self.ports[1:]
+        self.pool = os.open("/dev/urandom", os.O_WRONLY | os.O_CLOEXEC)
         return {"slots": self.slots, "pytest": has_pytest}
 
     def _name(self, slot: int, name: bytes) -> dict[str, Any]:
