@@ -229,10 +229,9 @@ async def test_a_used_slot_is_never_given_out_again(host: Host) -> None:
 
 async def test_a_warm_clone_waits_stopped_and_is_taken_first(host: Host) -> None:
     ready = backend(host)
-    while not ready._parked:
-        assert ready._filling is not None
-        await asyncio.wait([ready._filling])
-    (parked,) = ready._parked
+    await ready.filled()
+    parked = ready._waiting("light")
+    assert parked is not None
     spent = parked.cpu_ms()
     asked = time.time()
     sandbox = await host.acquire(ask(group="warm"))
