@@ -51,6 +51,7 @@ class _Cell:
         self.used = 0
         self.live: set[str] = set()
         self.idle_since = 0.0
+        self.timer: asyncio.TimerHandle | None = None
         self.making: asyncio.Future[Machine] | None = None
         self.machine: Machine | None = None
         self.dead = False
@@ -72,7 +73,6 @@ class Host:
         self._keys: dict[Key, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._channels: set[Channel] = set()
-        self._timers: set[asyncio.TimerHandle] = set()
         self._clones = 0
         self._closed = False
 
@@ -265,8 +265,6 @@ class Host:
             self.release(id)
         for cell in list(self._cells):
             self._end(cell, "the host closes")
-        for timer in self._timers:
-            timer.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._channels:
@@ -360,22 +358,22 @@ class Host:
             self._end(cell, "released")
             return
         cell.idle_since = time.monotonic()
-        loop = asyncio.get_running_loop()
-        timer: asyncio.TimerHandle
+        if cell.timer is not None:
+            cell.timer.cancel()
 
         def look() -> None:
-            self._timers.discard(timer)
-            if not cell.live and time.monotonic() - cell.idle_since >= self._environment.group_idle_s:
+            if not cell.live:
                 self._end(cell, "idle")
 
-        timer = loop.call_later(self._environment.group_idle_s + 0.01, look)
-        self._timers.add(timer)
+        cell.timer = asyncio.get_running_loop().call_later(self._environment.group_idle_s, look)
 
     def _end(self, cell: _Cell, reason: str) -> None:
         if cell.dead:
             return
         cell.dead = True
         self._cells.discard(cell)
+        if cell.timer is not None:
+            cell.timer.cancel()
         if cell.machine is not None:
             cell.machine.kill()
         elif cell.making is not None:
