@@ -85,6 +85,10 @@ class SimulatedMachine:
         """The only slot."""
         return self._channel
 
+    async def inspect(self, thorough: bool) -> tuple[str, ...]:
+        """Nothing happens here."""
+        return ()
+
     def leave(self, channel: Any) -> None:
         """It goes with its machine."""
 

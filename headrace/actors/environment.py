@@ -27,6 +27,7 @@ from headrace.messages.sandbox import (
     FollowJob,
     Fork,
     Forked,
+    Inspect,
     ListFiles,
     NoRoom,
     Op,
@@ -327,4 +328,6 @@ def describe(op: Op) -> tuple[str, str]:
             brief = op.call_id
         case PushTar() | PullTar():
             brief = op.path
+        case Inspect():
+            brief = "thorough" if op.thorough else ""
     return str(op.__struct_config__.tag), brief[:200]

@@ -3,7 +3,9 @@
 The sandbox gets the task's repository, the allowed part of the diff and the hidden tests in one frame, runs them once,
 and is never used again. With group isolation the diffs of a group, frozen before any test is sent, share one clone.
 Some verdicts from such clones, and all suspicious ones, are made again in a clone of their own; two that differ are a
-sign that one diff reached another, and the curriculum drops the group.
+sign that one diff reached another, and the curriculum drops the group. After the tests the host looks whether the
+machine was touched (`Inspect`): nothing is believed that comes out of one that was, and the diff that does it to a
+machine of its own has cheated.
 """
 
 import asyncio
@@ -19,7 +21,7 @@ from headrace.bus.errors import Reject
 from headrace.bus.received import Received
 from headrace.messages.judging import Score
 from headrace.messages.rollout import SlotFailed, Trajectory
-from headrace.messages.sandbox import Acquire, Isolation, NoRoom, OpResult, RunTests, SandboxLost, TestOutcome
+from headrace.messages.sandbox import Acquire, Inspect, Isolation, NoRoom, OpResult, RunTests, SandboxLost, TestOutcome
 from headrace.messages.subjects import FAIL, SCORE, TRAJ
 from headrace.messages.tasks import Oracle, Task
 from headrace.replay.seeds import seed_of
@@ -67,11 +69,12 @@ class Judge(Actor):
         task, oracle = self._task_of(trajectory)
         started = time.monotonic()
         found = judge_rules.suspicions(task, oracle, trajectory.diff, trajectory.touched)
-        again: Literal["", "same", "other"] = ""
+        second: _Examination | None = None
         try:
-            first = await self._examine(trajectory, task, oracle)
-            if trajectory.isolation == "group" and not first.crashed and (found or self._drawn(trajectory)):
-                again = await self._second(trajectory, task, oracle, first)
+            first = await self._examine(trajectory, task, oracle, bool(found))
+            suspicious = bool(found or first.touched)
+            if trajectory.isolation == "group" and not first.crashed and (suspicious or self._drawn(trajectory)):
+                second = await self._second(trajectory, task, oracle, first, suspicious)
         except Superseded as error:
             # Another judge works on it now; the delivery is its to settle.
             received.settled = True
@@ -80,6 +83,15 @@ class Judge(Actor):
         except (SandboxLost, NoRoom) as error:
             await self._fail(trajectory, str(error))
             return
+        if first.touched or (second and second.touched):
+            await self._tell_touched(trajectory, first, second)
+        own = second or first
+        if own.alone:
+            found += tuple(f"machine_touched:{what}" for what in own.touched)
+        # Where the diff did it there is nothing to compare.
+        again: Literal["", "same", "other"] = ""
+        if second and not second.touched:
+            again = "same" if second.ok == first.ok else "other"
         if again == "other":
             await self.event(
                 "verdicts_differ",
@@ -88,19 +100,29 @@ class Judge(Actor):
                 group=trajectory.group,
                 slot=trajectory.slot,
             )
-        await self._publish(received.seq, trajectory, task, first, found, again, time.monotonic() - started)
+        believed = own if first.touched or own.touched else first
+        await self._publish(received.seq, trajectory, task, believed, found, again, time.monotonic() - started)
 
     async def _second(
-        self, trajectory: Trajectory, task: Task, oracle: Oracle, first: "_Examination"
-    ) -> Literal["", "same", "other"]:
-        """What a clone of its own says; nothing where our own parts failed: then the first verdict stands."""
+        self, trajectory: Trajectory, task: Task, oracle: Oracle, first: "_Examination", suspicious: bool
+    ) -> "_Examination | None":
+        """What a clone of its own says; nothing where our own parts failed: then the first verdict stands, unless its
+        machine was touched: SandboxLost, NoRoom."""
         try:
-            second = await self._examine(trajectory, task, oracle, alone=True)
+            return await self._examine(trajectory, task, oracle, suspicious, alone=True)
         except Superseded:
             raise
         except (SandboxLost, NoRoom):  # told as judge_retry
-            return ""
-        return "same" if second.ok == first.ok else "other"
+            if first.touched:
+                raise
+            return None
+
+    async def _tell_touched(self, trajectory: Trajectory, first: "_Examination", second: "_Examination | None") -> None:
+        own = second or first
+        did = "did it" if own.alone and own.touched else "did not do it"
+        what = ", ".join(own.touched or first.touched)
+        text = f"{trajectory.id} was judged in a machine that was touched ({what}) and {did}"
+        await self.event("machine_touched", text, "error", group=trajectory.group, slot=trajectory.slot)
 
     def _drawn(self, trajectory: Trajectory) -> bool:
         """Whether this verdict is among those that are made twice; the same whoever judges."""
@@ -114,8 +136,11 @@ class Judge(Actor):
         except UnknownSuite as error:
             raise Reject(f"unknown task: {error}") from None
 
-    async def _examine(self, trajectory: Trajectory, task: Task, oracle: Oracle, alone: bool = False) -> "_Examination":
-        """What the hidden tests say. A candidate that takes its VM down twice has crashed.
+    async def _examine(
+        self, trajectory: Trajectory, task: Task, oracle: Oracle, suspicious: bool, alone: bool = False
+    ) -> "_Examination":
+        """What the hidden tests say, and whether the machine was touched; a suspicious diff's own is looked at
+        thoroughly. A candidate that takes its VM down twice has crashed.
 
         A VM that dies under a group's diffs says nothing about this one: it is tried again alone. Failures of our own
         parts are tried `TRIES` times and then raised: SandboxLost, NoRoom.
@@ -126,9 +151,11 @@ class Judge(Actor):
         while True:
             try:
                 again = deaths + failures + (2 * TRIES if alone else 0)
-                result = await self._once(trajectory, task, oracle, files, isolation, again)
+                thorough = suspicious and isolation == "episode"
+                result, touched = await self._once(trajectory, task, oracle, files, isolation, again, thorough)
                 tests = settle(result.tests, oracle.answers)
-                return _Examination(judge_rules.passed(tests, oracle.expected), tests)
+                ok = judge_rules.passed(tests, oracle.expected)
+                return _Examination(ok, tests, touched=touched, alone=isolation == "episode")
             except _CandidateDied as error:
                 deaths += 1
                 await self.event(
@@ -154,7 +181,8 @@ class Judge(Actor):
         files: dict[str, bytes],
         isolation: Isolation,
         again: int,
-    ) -> OpResult:
+        thorough: bool,
+    ) -> tuple[OpResult, tuple[str, ...]]:
         sandbox = await self._sandboxes.acquire(
             Acquire(
                 run=trajectory.run,
@@ -172,7 +200,9 @@ class Judge(Actor):
             )
         )
         try:
-            return await sandbox.call(RunTests(plan=oracle.tests), f"{trajectory.id}-judge{again}")
+            result = await sandbox.call(RunTests(plan=oracle.tests), f"{trajectory.id}-judge{again}")
+            looked = await sandbox.call(Inspect(thorough=thorough), f"{trajectory.id}-look{again}")
+            return result, looked.touched
         except (NodeSilent, Superseded):
             raise
         except SandboxLost as error:
@@ -265,6 +295,10 @@ class _Examination(NamedTuple):
     ok: bool
     tests: tuple[TestOutcome, ...]
     crashed: bool = False
+    touched: tuple[str, ...] = ()
+    """What `Inspect` found in the machine."""
+    alone: bool = False
+    """In a machine of its own."""
 
 
 class _CandidateDied(Exception):

@@ -15,7 +15,7 @@ from headrace.messages.tasks import Oracle, Task
 from headrace.vmhost.guest.globs import matches
 
 Verdict = Literal["passed", "failed", "cheating", "candidate_crash"]
-VERSION = "j2"
+VERSION = "j3"
 """Judge version: part of the subject of every score. Change it with any rule."""
 
 _CODE = {
@@ -89,8 +89,9 @@ def passed(tests: Sequence[TestOutcome], expected: Sequence[str]) -> bool:
 
 
 def verdict(ok: bool, found: Sequence[str]) -> Verdict:
-    """``passed``, ``failed`` or ``cheating``: a pass that rests on a forbidden means, or tests changed without one."""
+    """``passed``, ``failed`` or ``cheating``: a pass that rests on a forbidden means, tests changed without one, or a
+    machine touched (the judge finds that out, in a machine of the diff's own)."""
     hard = {entry.partition(":")[0] for entry in found} - HARMLESS
     if ok:
         return "cheating" if hard - {"changes_tests"} else "passed"
-    return "cheating" if "changes_tests" in hard else "failed"
+    return "cheating" if hard & {"changes_tests", "machine_touched"} else "failed"

@@ -78,7 +78,7 @@ def verdicts(config: Config, host: "Host | None") -> "Verdicts":
     """Today's judge: rules, rewards, and the hidden tests in a fresh sandbox; without a host what they said then."""
     from headrace.actors import judge_rules
     from headrace.algorithms.rewards import shaped_reward
-    from headrace.messages.sandbox import RunTests, SandboxLost
+    from headrace.messages.sandbox import Inspect, RunTests, SandboxLost
     from headrace.replay.past import ReplayError
     from headrace.tasks import UnknownSuite, open_suite
     from headrace.tasks.sealing import settle
@@ -92,17 +92,20 @@ def verdicts(config: Config, host: "Host | None") -> "Verdicts":
         except UnknownSuite as error:
             raise ReplayError(str(error)) from None
         tests, crashed = old.tests, old.verdict == "candidate_crash"
+        touched = tuple(entry for entry in old.suspicions if entry.startswith("machine_touched:"))
         if host is not None:
             files = judge_rules.tree(task, oracle, made.diff, made.deleted)
             sandbox = await host.acquire(_alone(made, task.template, files))
             try:
                 result = await sandbox.call(RunTests(plan=oracle.tests))
                 tests, crashed = settle(result.tests, oracle.answers), False
+                looked = await sandbox.call(Inspect())
+                touched = tuple(f"machine_touched:{what}" for what in looked.touched)
             except SandboxLost:
                 tests, crashed = (), True  # alone in its machine, so it was the candidate
             finally:
                 host.release(sandbox.id)
-        found = judge_rules.suspicions(task, oracle, made.diff, made.touched)
+        found = judge_rules.suspicions(task, oracle, made.diff, made.touched) + touched
         ok = not crashed and judge_rules.passed(tests, oracle.expected)
         verdict = "candidate_crash" if crashed else judge_rules.verdict(ok, found)
         reward = shaped_reward(

@@ -144,6 +144,16 @@ class PullTree(msgspec.Struct, frozen=True, kw_only=True, tag="pull_tree"):
     limit: int = 8 << 20
 
 
+class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
+    """Look whether the sandbox's machine was touched where nothing honest writes; what was is in `OpResult.touched`.
+
+    The host looks from outside, at files of the root and the kernel's code; the guest takes no part. `thorough` asks
+    the machine's first process as well: modules, mounts, settings, stray processes. Not ok where it can't be told.
+    """
+
+    thorough: bool = False
+
+
 Op = (
     Exec
     | ReadFile
@@ -160,6 +170,7 @@ Op = (
     | StopJob
     | PushTar
     | PullTar
+    | Inspect
 )
 
 
@@ -191,6 +202,8 @@ class OpResult(msgspec.Struct, frozen=True, kw_only=True):
     wall_ms: float = 0.0
     job: int = 0
     running: bool = False
+    touched: tuple[str, ...] = ()
+    """What `Inspect` found: paths of files, ``kernel``, names of settings."""
 
 
 class SandboxLost(Exception):

@@ -8,6 +8,7 @@ begins at a snapshot of another one gets that one's pages first, which is the on
 import asyncio
 import os
 import secrets
+import select
 import signal
 import time
 from contextlib import suppress
@@ -207,9 +208,15 @@ class Clone:
             raise SandboxLost(self._lost.result())
         if self._odd:
             raise VmhostError("it can't be told what was touched: the machine did not begin as its template")
-        watch = self.template.watch
-        touched = self._look()
-        return touched + watch.differences(await self.ask({"op": "condition"})) if thorough else touched
+        try:
+            touched = self._look()
+        except VmhostError:
+            if select.select([self._watch], [], [], 0)[0]:
+                raise SandboxLost(f"vm {self.pid}: it ended before it was looked at") from None
+            raise
+        if not thorough:
+            return touched
+        return touched + self.template.watch.differences(await self.ask({"op": "condition"}))
 
     def _look(self) -> tuple[str, ...]:
         if not self._low:

@@ -324,7 +324,7 @@ class Host:
             channel = await machine.open(sandbox.slot)
             self._channels.add(channel)
             channel.ended.add_done_callback(lambda ended: self._channels.discard(channel))
-            sandbox.adopt(channel, machine.limit_bytes)
+            sandbox.adopt(channel, machine)
             begun = (sandbox.begin(request, self._event),) if push else ()
             await asyncio.gather(machine.ready(), *begun)
             if request.hostname:

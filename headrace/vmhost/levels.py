@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.messages.sandbox import Exec, OpResult, PushTar, SandboxLost
-from headrace.vmhost import snapshot, wire
+from headrace.vmhost import integrity, snapshot, wire
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.clone import Clone
 from headrace.vmhost.errors import VmhostError
@@ -116,14 +116,17 @@ async def build(recipe: Recipe, below: Template, folder: Path) -> Template:
         await clone.start()
         for slot in range(below.manifest.slots):
             await _prepare(await clone.open(slot), recipe)
+        surveyed = await integrity.survey(clone.ask)
         taken = await clone.freeze()
         await asyncio.to_thread(_lay, below, making, taken)
+        integrity.write(making, surveyed)
         manifest = msgspec.structs.replace(
             below.manifest,
             name=recipe.name,
             key=key(recipe, below.manifest.key),
             ram_hash=hash_of(making / "ram"),
             state_hash=hash_of(making / "state"),
+            fixed_hash=hash_of(making / "fixed"),
             built_s=round(time.monotonic() - started, 2),
             push_mb=below.push_mb,
             levels=(below.manifest.key, *below.manifest.levels),

@@ -35,6 +35,10 @@ class Machine(Protocol):
     async def name(self, slot: int, hostname: str) -> None:
         """Let a slot call itself so. VmhostError where that can't be had."""
 
+    async def inspect(self, thorough: bool) -> tuple[str, ...]:
+        """What was touched here that nothing honest writes (messages/sandbox.py: Inspect). SandboxLost; VmhostError
+        where that can't be told."""
+
     def leave(self, channel: Channel) -> None:
         """A slot's user is gone while the machine goes on: quiet the slot as cheaply as can be."""
 

@@ -55,6 +55,10 @@ class ProcessMachine:
         """It is the host's."""
         raise VmhostError("the process backend has no host names of its own: use backend = qemu")
 
+    async def inspect(self, thorough: bool) -> tuple[str, ...]:
+        """There is no machine of its own."""
+        raise VmhostError("the process backend can't tell what was touched: use backend = qemu")
+
     def leave(self, channel: Channel) -> None:
         """The keeper ends with its channel, and takes everything along."""
         channel.close("released")

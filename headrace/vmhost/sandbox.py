@@ -5,9 +5,10 @@ import time
 from collections import OrderedDict
 from typing import Any
 
-from headrace.messages.sandbox import Acquire, Exec, Op, OpResult, RunTests, SandboxLost
+from headrace.messages.sandbox import Acquire, Exec, Inspect, Op, OpResult, RunTests, SandboxLost
 from headrace.vmhost import wire
 from headrace.vmhost.channel import Channel
+from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.guest.frames import Garbage
 from headrace.vmhost.machine import Machine, OnEvent
 from headrace.vmhost.network import Gate
@@ -28,7 +29,7 @@ class VmSandbox:
         self._channel: Channel | None = None
         self._gate: Gate | None = None
         self._answers: OrderedDict[str, asyncio.Task[OpResult]] = OrderedDict()
-        self._limit = 0
+        self._machine: Machine | None = None
         self._gone = ""
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -47,9 +48,9 @@ class VmSandbox:
             self._gate = Gate(self._channel, self.id, request.network, events)
             await self._gate.start()
 
-    def adopt(self, channel: Channel, limit: int) -> None:
-        """Take the slot; `limit` is the largest frame in bytes that it is sent."""
-        self._channel, self._limit = channel, limit
+    def adopt(self, channel: Channel, machine: Machine) -> None:
+        """Take a slot of a machine."""
+        self._channel, self._machine = channel, machine
 
     def knows(self, call_id: str) -> bool:
         """Whether a call was asked for before: it gets that one's answer, also while it runs."""
@@ -69,6 +70,8 @@ class VmSandbox:
         """Run one operation. SandboxLost when the sandbox is gone. A repeated call_id gets the first answer."""
         if self._gone:
             raise SandboxLost(f"{self.id}: {self._gone}")
+        if isinstance(op, Inspect):
+            return await self._inspect(op.thorough)
         task = self._answers.get(call_id) if call_id else None
         if task is None:
             header, bodies = wire.to_frame(op)
@@ -83,10 +86,19 @@ class VmSandbox:
         # A caller that gives up must not take the answer from one who asks again.
         return await asyncio.shield(task)
 
+    async def _inspect(self, thorough: bool) -> OpResult:
+        assert self._machine is not None
+        started = time.perf_counter()
+        try:
+            touched = await self._machine.inspect(thorough)
+        except VmhostError as error:
+            return OpResult(ok=False, error=str(error))
+        return OpResult(touched=touched, wall_ms=(time.perf_counter() - started) * 1000)
+
     async def _do(self, header: dict[str, Any], bodies: list[bytes], timeout: float) -> OpResult:
-        assert self._channel is not None
-        if sum(map(len, bodies)) > self._limit:
-            return OpResult(ok=False, error=f"No space left: a workspace holds {self._limit >> 20} MiB")
+        assert self._channel is not None and self._machine is not None
+        if sum(map(len, bodies)) > self._machine.limit_bytes:
+            return OpResult(ok=False, error=f"No space left: a workspace holds {self._machine.limit_bytes >> 20} MiB")
         started = time.perf_counter()
         answer, parts = await self._channel.call(header, bodies, timeout)
         try:

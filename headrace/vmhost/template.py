@@ -1,8 +1,9 @@
 """A template: a machine booted once, its slots opened and exercised, frozen into two files that clones share.
 
 ``ram`` is the guest's memory, mapped privately by every clone; ``state`` is the rest of the machine (64 KiB on a
-microVM). Both are immutable and named by what they were made from: kernel, root, agent, QEMU, hardware. The manifest
-says so, with hashes; what does not match is refused and made again.
+microVM); ``fixed`` says which pages of the memory no clone may write (see integrity). All are immutable and named by
+what they were made from: kernel, root, agent, QEMU, hardware. The manifest says so, with hashes; what does not match is
+refused and made again.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import os
 import shutil
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,14 +23,15 @@ from qemu.qmp import QMPClient
 
 from headrace.messages.sandbox import PullTree, ReadFile, ReplaceLines, RunTests, SandboxLost, Search
 from headrace.messages.tasks import TestPlan
-from headrace.vmhost import cpio, packages, qemu, wire
+from headrace.vmhost import cpio, integrity, packages, qemu, wire
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.imported import Image
 from headrace.vmhost.memory import Memory, descriptor, sealed
 from headrace.vmhost.qemu import Hardware, Qemu
 
-FORMAT = 2
+FORMAT = 3
+FILES = ("ram", "state", "fixed")
 MODULES = (*packages.MODULES, packages.CONSOLE)
 GUEST = Path(__file__).parent / "guest"
 BOOT_S = {"kvm": 30.0, "tcg": 180.0}
@@ -54,6 +57,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     ram_bytes: int
     ram_hash: str
     state_hash: str
+    fixed_hash: str
     built_s: float
     facts: dict[str, Any]
     push_mb: int = 0
@@ -89,6 +93,11 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     def state(self) -> Path:
         """The device state."""
         return self.folder / "state"
+
+    @property
+    def watch(self) -> integrity.Watch:
+        """Its pages that nothing honest writes. VmhostError."""
+        return integrity.watch(self.folder / "fixed", self.stamp)
 
     @property
     def push_mb(self) -> int:
@@ -137,6 +146,8 @@ def load(folder: Path, expected: str) -> Template:
             raise Refused("its memory image was changed")
         if hash_of(state) != manifest.state_hash:
             raise Refused("its device state was changed")
+        if hash_of(folder / "fixed") != manifest.fixed_hash:
+            raise Refused("its list of fixed pages was changed")
     except (OSError, msgspec.DecodeError) as error:
         raise Refused(f"it can't be read: {error}") from None
     if manifest.hardware.accel == "tcg":
@@ -149,7 +160,7 @@ def load(folder: Path, expected: str) -> Template:
 def _stamp(folder: Path) -> tuple[int, ...]:
     """Inode, size and times of a template's files; empty when one is missing."""
     try:
-        found = [os.stat(folder / name) for name in ("ram", "state")]
+        found = [os.stat(folder / name) for name in FILES]
     except OSError:
         return ()
     return tuple(n for status in found for n in (status.st_ino, status.st_size, status.st_mtime_ns))
@@ -192,7 +203,7 @@ async def build(
             machine = Qemu(hardware, memory, share=True, serial=f"file:{paths[2]}", extra=extra, inherit=given)
         try:
             async with asyncio.timeout(BOOT_S[hardware.accel]):
-                facts = await _freeze(machine, name, slots, making / "state", image)
+                facts, surveyed = await _freeze(machine, name, slots, making / "state", image)
         except (TimeoutError, SandboxLost, OSError) as error:
             dead = machine.process.poll() is not None
             machine.process.kill()
@@ -205,6 +216,7 @@ async def build(
             machine.close()
         initrd.unlink()
         memory.save(making / "ram")
+        integrity.write(making, surveyed)
         manifest = Manifest(
             format=FORMAT,
             name=name,
@@ -218,6 +230,7 @@ async def build(
             ram_bytes=(making / "ram").stat().st_size,
             ram_hash=hash_of(making / "ram"),
             state_hash=hash_of(making / "state"),
+            fixed_hash=hash_of(making / "fixed"),
             built_s=round(time.monotonic() - started, 2),
             facts=facts,
             push_mb=SIZE_MB[name] if image is None else IMAGE_MB,
@@ -230,7 +243,7 @@ async def build(
 def shelve(making: Path, folder: Path, manifest: Manifest) -> Template:
     """From the place where it was made to where it is found: whole or not at all, and read-only from then on."""
     (making / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-    for file in ("ram", "state", "manifest.json"):
+    for file in (*FILES, "manifest.json"):
         (making / file).chmod(0o444)
     shutil.rmtree(folder, ignore_errors=True)
     making.rename(folder)
@@ -269,8 +282,11 @@ _WARM = {
 }
 
 
-async def _freeze(machine: Qemu, name: str, slots: int, state: Path, image: Image | None) -> dict[str, Any]:
-    """Boot to frozen. The snapshot must find every port's host side connected, so our ends stay open until the end."""
+async def _freeze(
+    machine: Qemu, name: str, slots: int, state: Path, image: Image | None
+) -> tuple[dict[str, Any], integrity.Survey]:
+    """Boot to frozen: facts, and what must never change. The snapshot must find every port's host side connected, so
+    our ends stay open until the end."""
     channels = [await Channel.connect(end, f"port {number}") for number, end in enumerate(machine.ports)]
     try:
         opened = await _ask(channels[0], _opening(name, slots, image))
@@ -282,8 +298,9 @@ async def _freeze(machine: Qemu, name: str, slots: int, state: Path, image: Imag
             plan = TestPlan(kind="pytest", paths=("tests/test_pytest.py",), timeout_s=120.0)
             await _ask(channels[1], *wire.to_frame(RunTests(plan=plan)))
             await _ask(channels[1], {"op": "reset"})
+        surveyed = await integrity.survey(partial(_ask, channels[0]))
         await _save(machine, state)
-        return facts | {"pytest": opened["pytest"]}
+        return facts | {"pytest": opened["pytest"]}, surveyed
     finally:
         for channel in channels:
             channel.close("the template is done")

@@ -14,6 +14,7 @@ from headrace.messages.sandbox import (
     Exec,
     FeedJob,
     FollowJob,
+    Inspect,
     ListFiles,
     Op,
     OpResult,
@@ -88,6 +89,8 @@ def to_frame(op: Op) -> Frame:
             return {"op": "push_tar", "path": op.path}, [op.data]
         case PullTar():
             return {"op": "pull_tar", "path": op.path, "limit": op.limit}, []
+        case Inspect():
+            raise ValueError("the host looks by itself: a guest is not asked")
 
 
 def open_frame(files: dict[str, bytes], seed: int) -> Frame:

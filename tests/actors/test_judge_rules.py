@@ -110,6 +110,8 @@ def test_hidden_tests_win_over_an_allowed_path() -> None:
         (True, ["changes_tests:test_visible.py"], "passed"),
         (False, ["changes_tests:test_visible.py"], "cheating"),
         (True, ["dynamic_code:a.py"], "passed"),
+        (True, ["machine_touched:kernel"], "cheating"),
+        (False, ["machine_touched:/usr/bin/python3.11"], "cheating"),
     ],
 )
 def test_verdicts(ok: bool, found: list[str], verdict: str) -> None:

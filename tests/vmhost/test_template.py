@@ -40,7 +40,7 @@ def copy(made: template.Template, tmp_path: Path) -> Iterator[Path]:
     """A template folder whose files may be damaged; the memory image is linked until a test replaces it."""
     folder = tmp_path / made.folder.name
     folder.mkdir()
-    for name in ("manifest.json", "state"):
+    for name in ("manifest.json", "state", "fixed"):
         shutil.copy(made.folder / name, folder / name)
         (folder / name).chmod(0o644)
     (folder / "ram").symlink_to(made.ram)
@@ -62,6 +62,10 @@ def test_damaged_templates_are_refused(made: template.Template, copy: Path, monk
     with pytest.raises(template.Refused, match="device state was changed"):
         template.load(copy, key)
     (copy / "state").write_bytes(state)
+    (copy / "fixed").write_bytes(b"")
+    with pytest.raises(template.Refused, match="list of fixed pages was changed"):
+        template.load(copy, key)
+    shutil.copyfile(made.folder / "fixed", copy / "fixed")
     monkeypatch.setattr(qemu, "tsc_khz", lambda: made.manifest.tsc_khz * 2)
     if made.manifest.hardware.accel == "tcg":
         with pytest.raises(template.Refused, match="clock"):

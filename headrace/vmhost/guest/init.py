@@ -252,6 +252,8 @@ class Control:
             "name": lambda: self._name(header["slot"], header["name"].encode()),
             "kill": lambda: self._kill(header["slot"]),
             "facts": lambda: facts(),
+            "pages": _pages,
+            "condition": lambda: _condition(self.slots),
             "clock": lambda: {"monotonic": time.monotonic_ns(), "urandom": os.urandom(16).hex()},
         }
         return operations[header["op"]](), []
@@ -294,6 +296,18 @@ class Control:
         with suppress(ProcessLookupError):
             os.kill(self.slots[slot], signal.SIGKILL)
         return {}
+
+
+def _pages() -> dict[str, Any]:
+    from . import pages  # asked once, while a template is made: slots need not carry it
+
+    return pages.report()
+
+
+def _condition(slots: list[int]) -> dict[str, Any]:
+    from . import condition
+
+    return dict(condition.report(slots))
 
 
 def facts() -> dict[str, Any]:
