@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import msgspec
 import pytest
 
 from headrace.actors.environment import Environment
-from headrace.actors.judge import Judge
+from headrace.actors.judge import TRIES, Judge
 from headrace.actors.judge_rules import VERSION
+from headrace.actors.sandbox_client import Sandboxes
 from headrace.bus.connection import Bus
 from headrace.config import Algorithm, Config, Run, Tasks
 from headrace.config import Environment as Section
@@ -20,14 +22,17 @@ from headrace.messages.base import Array
 from headrace.messages.judging import Score
 from headrace.messages.operations import Event
 from headrace.messages.rollout import PolicyRef, Sampling, SlotFailed, ToolCall, Trajectory, Turn
-from headrace.messages.sandbox import ANY_RUN
+from headrace.messages.sandbox import ANY_RUN, Acquire
 from headrace.messages.subjects import EVENT, FAIL, SCORE, TRAJ
 from headrace.tasks import open_suite
+from headrace.vmhost.errors import VmhostError
 from tests.actors.living import living
 from tests.conftest import Connect
+from tests.vmhost.tampering import overwrite, page_of
 
 pytestmark = pytest.mark.anyio
 
+CACHE = str(Path(__file__).parents[2] / ".cache" / "headrace")
 SUITE = open_suite("generated/train")
 TASK = SUITE.task(SUITE.ids()[0])
 ORACLE = SUITE.oracle(SUITE.ids()[0])
@@ -232,3 +237,80 @@ async def test_every_suspicious_verdict_is_made_again_and_few_others(
     drawn = Judge(config(tmp_path), await connect("judge"), "j10", "j10")  # never started
     share = sum(drawn._drawn(trajectory("j10", f"g{n}", {})) for n in range(2000)) / 2000
     assert 0.03 < share < 0.07
+
+
+MEETS_ITS_SUCCESSOR = b"""import os, pathlib
+
+_seen, _taken = pathlib.Path("{mark}"), pathlib.Path("{mark}.taken")
+with _seen.open("a") as file:
+    file.write("x")
+while len(_seen.read_text()) > 1 and not _taken.exists():
+    pass
+"""
+
+
+async def test_a_judge_that_is_superseded_in_its_second_look_steps_back(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
+) -> None:
+    mark, taken = tmp_path / "mark", tmp_path / "mark.taken"
+    code = MEETS_ITS_SUCCESSOR.replace(b"{mark}", str(mark).encode()) + FIXED
+    settings = config(tmp_path, judge=JudgeSection(again=1.0))
+    successor = Sandboxes(await connect("judge"), 20.0)
+    async with living(Judge, settings, await connect("judge"), "j12"):
+        made = trajectory("j12", "g1", {PATH: code}, isolation="group")
+        await observer.publish(TRAJ.at(run="j12", group="g1"), made)
+        while not mark.exists() or mark.read_text() != "xx":
+            await asyncio.sleep(0.01)
+        own = f"g1-0-alone{2 * TRIES}"
+        held = await successor.acquire(
+            Acquire(run="j12", lane="train", role="judge", group=own, slot=0, attempt=0, isolation="episode")
+        )
+        assert not held.fresh
+        taken.touch()
+        where = EVENT.where(run="j12", actor="judge", type="event")
+        told = await first(observer, "HR_EVENT", where, lambda message: message.kind == "superseded")
+        assert told.data["trajectory"] == made.id
+        await successor.release(held)
+    assert [r async for r in observer.history("HR_SCORE", SCORE.where(run="j12"))] == []
+    assert [r async for r in observer.history("HR_LEDGER", FAIL.where(run="j12"))] == []
+
+
+WAITS_TO_BE_TOUCHED = b"while open('/etc/hostname').read() == 'sandbox\\n':\n    pass\n"
+
+
+@pytest.mark.vm
+async def test_a_machine_that_was_touched_is_not_believed_and_who_did_it_has_cheated(
+    connect: Connect, tmp_path: Path, observer: Bus
+) -> None:
+    """Whoever has a guest's kernel can write any page: done here from outside, to all machines that the diff is in."""
+    section = Section(backend="qemu", cache_dir=CACHE, lease_s=20.0, warm=0, max_vms=3)
+    changes: dict[str, Any] = {"environment": section, "judge": JudgeSection(again=0.0)}
+    settings = config(tmp_path, **changes)
+    async with (
+        living(Environment, settings, await connect("environment", node="n1"), ANY_RUN) as node,
+        living(Judge, settings, await connect("judge"), "j11"),
+    ):
+        sly = trajectory("j11", "g1", {PATH: WAITS_TO_BE_TOUCHED + FIXED}, isolation="group")
+        judging = asyncio.create_task(judged(observer, sly))
+        while not judging.done():
+            for clone in node._host._backend.alive():  # type: ignore[attr-defined]
+                with suppress(VmhostError):  # it does not map its memory yet
+                    overwrite(clone, page_of(clone, "/etc/hostname"), b"touched")
+            await asyncio.sleep(0.02)
+        guilty = await judging
+        same, wrong = await asyncio.gather(
+            judged(observer, trajectory("j11", "g1", {PATH: FIXED}, slot=1, isolation="group")),
+            judged(observer, trajectory("j11", "g1", {}, slot=2, isolation="group")),
+        )
+        clean = await judged(observer, trajectory("j11", "g2", {PATH: FIXED}, isolation="group"))
+    assert (guilty.verdict, guilty.reward, guilty.again) == ("cheating", 0.0, "")
+    assert guilty.suspicions == ("machine_touched:/etc/hostname",)
+    assert (same.verdict, same.again, same.suspicions) == ("passed", "same", ())
+    assert (wrong.verdict, wrong.again, wrong.suspicions) == ("failed", "same", ())
+    assert (clean.verdict, clean.again, clean.suspicions) == ("passed", "", ())
+    told = [
+        (received.message.data["slot"], received.message.text.rpartition(" and ")[2])
+        async for received in observer.history("HR_EVENT", EVENT.where(run="j11", actor="judge", type="event"))
+        if isinstance(received.message, Event) and received.message.kind == "machine_touched"
+    ]
+    assert sorted(told) == [(0, "did it"), (1, "did not do it"), (2, "did not do it")]
