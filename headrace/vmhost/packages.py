@@ -5,8 +5,8 @@ mmdebstrap with ``--variant=extract`` downloads and unpacks without running a si
 What those scripts would have done and we need, we do here: users, byte code (by the guest's own interpreter), links.
 
 Two flavours come from one download. ``light``: kernel, Python with its standard library, busybox. ``debian``: that and
-bash, coreutils, git, ripgrep, pytest. Both are roots in RAM: no disk to snapshot, no file system to mount, and the
-pages of the root are shared by all clones like the rest of the template.
+bash, coreutils, git, ripgrep, pytest, and ruff from PyPI. Both are roots in RAM: no disk to snapshot, no file system to
+mount, and the pages of the root are shared by all clones like the rest of the template.
 """
 
 import hashlib
@@ -16,8 +16,10 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -30,7 +32,9 @@ _PACKAGES = (
     *("linux-image-cloud-amd64", "busybox-static", "python3", "python3-pytest", "git", "ripgrep", "bash", "dash"),
     *("coreutils", "findutils", "grep", "sed", "diffutils", "patch", "tar", "gzip", "procps", "mawk"),
 )
-_RECIPE = 4
+_RUFF = "ruff==0.17.5"
+"""The linter, which Debian does not have: its wheel holds one program."""
+_RECIPE = 5
 """Raised when the rules below change, so that cached images are made again."""
 MODULES = ("virtio_ring", "virtio", "virtio_mmio", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio_pci")
 CONSOLE = "virtio_console"
@@ -59,7 +63,7 @@ _LIGHT_NOT = re.compile(r".*/(_ssl|_hashlib|_sqlite3|_curses|_dbm|readline|nis|o
 
 def folder(cache: Path) -> Path:
     """Where the base of this version's rules lies, made or not."""
-    recipe = json.dumps([_RECIPE, _PACKAGES, _NOWHERE.pattern, _LIGHT.pattern, _LIGHT_NOT.pattern])
+    recipe = json.dumps([_RECIPE, _PACKAGES, _RUFF, _NOWHERE.pattern, _LIGHT.pattern, _LIGHT_NOT.pattern])
     return cache / f"base-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
 
 
@@ -80,6 +84,7 @@ def base(cache: Path, say: Say) -> Path:
         say("guest image: compiling the standard library and packing")
         with tarfile.open(work / "base.tar") as tar:
             release = _unpack(tar, tree, target)
+        _linter(work, tree)
         _compile(tree)
         for flavour in FLAVOURS:
             with (target / f"{flavour}.cpio").open("wb") as out:
@@ -107,6 +112,23 @@ def download(tar: Path, packages: Sequence[str], *words: str) -> None:
         tar.unlink(missing_ok=True)
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     raise VmhostError(f"the guest image could not be made: mmdebstrap: {' | '.join(lines[-3:])}")
+
+
+def _linter(work: Path, tree: Path) -> None:
+    """Put ruff into the tree. VmhostError."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+    command += ["--platform", "manylinux2014_x86_64", "-d", str(work), _RUFF]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    wheels = list(work.glob("ruff-*.whl"))
+    if done.returncode != 0 or not wheels:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise VmhostError(f"the guest image could not be made: pip download {_RUFF}: {' | '.join(lines[-2:])}")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        program = next(name for name in wheel.namelist() if name.endswith(".data/scripts/ruff"))
+        target = tree / "usr/bin/ruff"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(wheel.read(program))
+        target.chmod(0o755)
 
 
 def _has_bookworm(path: str) -> bool:

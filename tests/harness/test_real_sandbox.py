@@ -159,7 +159,8 @@ def shop() -> Made:
         ("terminal", {"command": "echo hi; echo no >&2; exit 3"}, False, "hi\nno\nexit code 3"),
         ("terminal", {"command": "ls | head -1"}, True, "broken.py"),
         ("terminal", {"command": "true"}, True, "ok"),
-        ("lint", {}, True, "broken.py:1: invalid syntax\nsrc/shop/cart.py:10: undefined name undefined_fee"),
+        ("lint", {}, True, "broken.py:1:"),  # ruff's words where the host has one, else our own
+        ("lint", {"glob": "src/**"}, True, "src/shop/cart.py:10:"),
         ("lint", {"glob": "src/shop/mail.py"}, True, "no problems"),
         ("semantic_search", {"query": "total price of items"}, True, "src/shop/cart.py\n9:def grand_total(cart):"),
         ("semantic_search", {"query": "mails"}, True, "src/shop/mail.py\n1:def send_mail"),

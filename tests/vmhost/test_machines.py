@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from headrace.config import Environment
+from headrace.harness.tools.base import Workspace
+from headrace.harness.tools.terminal import LintTool
 from headrace.messages.sandbox import (
     Acquire,
     Exec,
@@ -26,7 +28,7 @@ from headrace.messages.sandbox import (
     SandboxLost,
     WriteFiles,
 )
-from headrace.messages.tasks import TestPlan
+from headrace.messages.tasks import Task, TaskRef, TestPlan
 from headrace.vmhost import fidelity, groups
 from headrace.vmhost.clone import Clone
 from headrace.vmhost.clones import CloneBackend
@@ -428,6 +430,14 @@ async def test_real_packages_run_their_own_pytest_in_the_full_image(host: Host) 
         Exec(argv=("sh", "-c", "git init -q . && git status --short | wc -l && rg -c double src"))
     )
     assert tools.ok, tools
+    await sandbox.call(WriteFiles(files={"src/pack/bad.py": b"import os\nprint(fee)\n"}))
+    ref, plan = TaskRef("s", "t"), TestPlan(kind="pytest", paths=("tests",))
+    task = Task(ref=ref, family="f", prompt="", files=files, allowed=("src/**",), tests=plan)
+    found = await LintTool().run({}, Workspace(sandbox, task, "lint"))
+    assert found.output.splitlines() == [
+        "src/pack/bad.py:1:8: F401 [*] `os` imported but unused",
+        "src/pack/bad.py:2:7: F821 Undefined name `fee`",
+    ]
     assert (await sandbox.call(PullTree(patterns=("src/**",)))).ok
     host.release(sandbox.id)
     host.release_group("r", "train", "judge", "p")
