@@ -12,6 +12,7 @@ from headrace.config import Environment
 from headrace.messages.sandbox import (
     Acquire,
     Exec,
+    Inspect,
     ListFiles,
     OpResult,
     PullTar,
@@ -21,7 +22,7 @@ from headrace.messages.sandbox import (
     WriteFiles,
 )
 from headrace.messages.tasks import TestPlan
-from headrace.vmhost import collecting, image, imported, levels, probe, template
+from headrace.vmhost import collecting, image, imported, levels, packages, probe, template
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.host import Host, VmSandbox
 from tests.vmhost.archives import Layout, Members, file, folder, link
@@ -54,8 +55,7 @@ def ask(name: str, group: str, slot: int = 0, **changes: object) -> Acquire:
 
 @pytest.fixture(scope="module")
 def busybox(cache: Path) -> str:
-    (base,) = cache.glob("base-*")
-    binary = probe._busybox(base)
+    binary = probe._busybox(packages.folder(cache))
     names = ("sh", "id", "cat", "ls", "pwd", "env", "ln", "touch", "sleep", "chown", "mount", "stat")
     below: Members = [
         folder("bin"),
@@ -120,6 +120,8 @@ async def test_an_image_runs_as_its_configuration_says(host: Host, busybox: str)
     assert (await other.call(ReadFile(path="pushed"))).data == b"yes"
     assert (await other.call(ListFiles())).stdout.split() == ["main.txt", "pushed"]
     for taken in (box, other):
+        looked = await taken.call(Inspect(thorough=True))
+        assert looked.ok and looked.touched == ()
         host.release(taken.id)
 
 
