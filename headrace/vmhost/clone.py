@@ -51,6 +51,8 @@ class Clone:
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.used = False
         self._reason = ""
+        self._words = ""
+        """How QEMU ended, and what it said on its way out."""
         self._low = 0
         self._odd = False
         self._channels: dict[int, Channel] = {}
@@ -157,8 +159,15 @@ class Clone:
             self._control = await Channel.connect(self._qemu.ports[0], f"vm {self.pid}")
             await self._identify()
         except (SandboxLost, VmhostError, OSError) as error:
+            by_itself = self._qemu.process.returncode is not None or self._hung_up()
             self._end(str(error))
-            raise SandboxLost(f"a clone did not start: {self._reason}") from None
+            await self.gone
+            raise SandboxLost(f"a clone did not start: {self._words if by_itself else self._reason}") from None
+
+    def _hung_up(self) -> bool:
+        """Whether QEMU closed a socket of ours, which only one that ends does."""
+        closed = self._monitor is not None and self._monitor.ended.done()
+        return closed or (self._control is not None and self._control.hung_up)
 
     async def open(self, slot: int) -> Channel:
         """The slot's port; its keeper waits behind it."""
@@ -262,7 +271,9 @@ class Clone:
         _, status, usage = os.wait4(self.pid, 0)
         self._qemu.process.returncode = os.waitstatus_to_exitcode(status)
         code = self._qemu.process.returncode
-        self._end(f"QEMU was ended by signal {-code}" if code < 0 else f"QEMU ended: {self._qemu.complaint()}")
+        how = f"was ended by signal {-code}" if code < 0 else "ended"
+        self._words = f"QEMU {how}: {self._qemu.complaint()}"
+        self._end(self._words)
         for task in self._leaving:
             task.cancel()
         for channel in (self._control, *self._channels.values()):

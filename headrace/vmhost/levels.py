@@ -17,6 +17,7 @@ import subprocess
 import tarfile
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -72,10 +73,15 @@ def save(cache: Path, recipe: Recipe) -> None:
     """Keep a recipe under its name. VmhostError."""
     if not NAME.match(recipe.name) or recipe.name in FLAVOURS or (cache / f"image-{recipe.name}").exists():
         raise VmhostError(f"a task template can't be called {recipe.name!r}: give it another name")
-    cache.mkdir(parents=True, exist_ok=True)
     making = cache / f"making-task-{recipe.name}"
-    making.write_bytes(msgspec.msgpack.encode(recipe))
-    making.replace(cache / f"task-{recipe.name}")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        making.write_bytes(msgspec.msgpack.encode(recipe))
+        making.replace(cache / f"task-{recipe.name}")
+    except OSError as error:
+        with suppress(OSError):
+            making.unlink(missing_ok=True)
+        raise VmhostError(f"the recipe of {recipe.name} can't be kept in {cache}: {error.strerror}") from None
 
 
 def find(cache: Path, name: str) -> Recipe | None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from headrace.config import Environment
-from headrace.vmhost import doctor, image, qemu, template
+from headrace.vmhost import doctor, image, packages, qemu, template
 from headrace.vmhost.errors import VmhostError
 
 CACHE = Path(__file__).parents[2] / ".cache" / "headrace"
@@ -100,7 +100,7 @@ def test_a_truncated_template_is_made_again(made: template.Template, tmp_path: P
 def test_an_image_that_does_not_boot_shows_its_serial_log(
     made: template.Template, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (base,) = (folder for folder in CACHE.glob("base-*") if (folder / "done").exists())
+    base = packages.folder(CACHE)
     broken = tmp_path / base.name
     broken.mkdir()
     for name in ("vmlinuz", "done"):

@@ -59,6 +59,8 @@ REFUSED = {
     "mount_setattr": 442,
 }
 GROUPS = "/sys/fs/cgroup"
+RESERVE, KEEPER = 8 << 20, 5 << 20
+"""Bytes that no slot may take: the kernel's, and what each of the others needs to go on answering."""
 
 
 def program() -> bytes:
@@ -91,6 +93,16 @@ def open_groups() -> bool:
     with open(f"{GROUPS}/cgroup.subtree_control", "w") as file:
         file.write("+cpu +memory +pids")
     return True
+
+
+def share(slots: int) -> int:
+    """Bytes that one of so many slots may take of what is free before they are opened, and leave the others alive.
+
+    Files lie in memory, and no killing frees them: a slot that could fill all of it would end its siblings with it.
+    """
+    with open("/proc/meminfo") as file:
+        free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
+    return max(free - RESERVE - (slots - 1) * KEEPER, RESERVE)
 
 
 def join(name: str, memory: int, processes: int) -> None:

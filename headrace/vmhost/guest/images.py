@@ -50,7 +50,6 @@ class ImageSlot(init.Slot):
         super().__init__(number, port, size_mb)
         self.image = image
         self.tool = image["uid"]
-        self.memory = 1 << 62  # alone in its machine
 
     def _become_slot(self) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

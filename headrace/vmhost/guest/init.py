@@ -31,7 +31,7 @@ from .frames import START, START_SIZE, STARTED, Reader, pack
 _libc = ctypes.CDLL(None, use_errno=True)
 _NEWNS, _NEWUTS, _NEWIPC, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x20000000, 0x40000000
 RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
-NO_NEW_PRIVS, CAPBSET_DROP = 38, 24
+NO_NEW_PRIVS, CAPBSET_DROP, DUMPABLE = 38, 24, 4
 _RNDADDENTROPY, _RNDRESEEDCRNG = 0x40085203, 0x5207
 _SIOCGIFFLAGS, _SIOCSIFFLAGS = 0x8913, 0x8914
 TOOL_UID, KEEPER_UID = 20100, 20200
@@ -90,10 +90,6 @@ def _ports(count: int) -> list[int]:
     return [found[number] for number in range(count)]
 
 
-SHARE = 60
-"""Per cent of the machine's memory that one slot can take."""
-
-
 class Slot:
     """Makes one slot; everything after `unshare` happens in its first process."""
 
@@ -103,7 +99,8 @@ class Slot:
         self.port = port
         self.tool, self.own = TOOL_UID + number, KEEPER_UID + number
         self.size = size_mb
-        self.memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * SHARE // 100
+        self.memory = 1 << 62
+        """Bytes that it may take, its files in memory among them."""
 
     def open(self, others: list[int]) -> int:
         """Start the slot; the pid of its first process as the root namespace sees it."""
@@ -156,9 +153,13 @@ class Slot:
         mine.serve()
 
     def _become_tool(self) -> None:
-        os.setresuid(self.tool, self.tool, self.tool)
+        # To be the first that the kernel ends takes a file that is root's in a process that was root. Until the user
+        # is the tools' own, none of them can trace what is dumpable here.
+        _libc.prctl(DUMPABLE, 1, 0, 0, 0)
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("500")
+        _libc.prctl(DUMPABLE, 0, 0, 0, 0)
+        os.setresuid(self.tool, self.tool, self.tool)
 
     def _mounts(self) -> None:
         mount("none", "/", "", REC | PRIVATE)
@@ -268,12 +269,16 @@ class Control:
             with suppress(OSError):
                 mount("none", "/", "", REMOUNT, "size=85%")
             make = partial(images.ImageSlot, image)
+        share = confine.share(count)
         gc.collect()
         gc.freeze()
         for number in range(count):
             port = self.ports[1 + number]
             others = [fd for fd in self.ports if fd != port]
-            self.slots.append(make(number, port, size_mb).open(others))
+            slot = make(number, port, size_mb)
+            if image is None:
+                slot.memory = share
+            self.slots.append(slot.open(others))
         for port in self.ports[1:]:
             os.close(port)
         del self.ports[1:]

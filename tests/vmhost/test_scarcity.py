@@ -1,0 +1,118 @@
+"""What a host does without memory and without disk, and a sandbox in a full file system: one sentence, no harm."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config import Environment
+from headrace.messages.sandbox import Acquire, Exec, WriteFiles
+from headrace.vmhost import image, levels
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.host import Host, VmSandbox
+
+pytestmark = pytest.mark.vm
+
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / ".cache" / "headrace"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A cache on a disk of 8 MiB, which borrows what is made already."""
+    image.ensure(Environment(cache_dir=str(CACHE)))
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "small", str(folder)], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        for source in (*CACHE.glob("base-*"), *CACHE.glob("template-light-*"), CACHE / "probe.json"):
+            (folder / source.name).symlink_to(source)
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk takes a mount")
+@pytest.mark.parametrize(
+    ("name", "slots", "sentence"),
+    [
+        ("light", 5, "the guest image can't be made in .*No space left on device"),
+        pytest.param("chore", 8, "the level below could not be copied: .*No space left", marks=pytest.mark.slow),
+    ],
+)
+def test_a_template_on_a_full_disk_is_one_sentence(small: Path, name: str, slots: int, sentence: str) -> None:
+    levels.save(small, levels.Recipe(name="chore", base="light"))
+    before = {path.name for path in small.iterdir()} | {"lock"}
+    with pytest.raises(VmhostError, match=sentence):
+        image.ensure(Environment(cache_dir=str(small), slots_per_vm=slots), templates=(name,))
+    assert {path.name for path in small.iterdir()} == before
+    (small / "full").write_bytes(bytes(os.statvfs(small).f_bavail * os.statvfs(small).f_frsize))
+    with pytest.raises(VmhostError, match=r"the recipe of other can't be kept in .*No space left on device"):
+        levels.save(small, levels.Recipe(name="other", base="light", tree=b"x" * 5000))
+    assert not list(small.glob("making-*"))
+
+
+WITHOUT = """
+import asyncio, resource, sys
+from headrace.config import Environment
+from headrace.messages.sandbox import Acquire, SandboxLost
+from headrace.vmhost.host import Host
+
+async def main():
+    host = await Host.open(Environment(backend="qemu", cache_dir=sys.argv[1], warm=0))
+    resource.setrlimit(resource.RLIMIT_AS, (400 << 20, -1))
+    who = dict(run="r", lane="train", role="rollout", group="g", attempt=0, isolation="episode")
+    for limit in (400 << 20, -1):
+        resource.setrlimit(resource.RLIMIT_AS, (limit, -1))
+        try:
+            sandbox = await host.acquire(Acquire(slot=limit & 1, **who))
+            print("made")
+        except SandboxLost as lost:
+            print(lost)
+    await host.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_machine_that_gets_no_memory_says_so_and_the_next_may() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT, str(CACHE)], cwd=ROOT, capture_output=True, text=True)
+    refused, made = done.stdout.splitlines()
+    assert "QEMU" in refused and "allocate" in refused and made == "made", (done.stdout, done.stderr)
+
+
+async def text(sandbox: VmSandbox, script: str) -> str:
+    done = await sandbox.call(Exec(argv=("sh", "-c", f"({script}) 2>&1"), timeout_s=60.0))
+    return done.stdout.strip()
+
+
+def test_a_sandbox_that_writes_without_end_fills_what_is_its_own() -> None:
+    """Files lie in memory: a full one may not take what its siblings need."""
+
+    async def body() -> None:
+        host = await Host.open(Environment(backend="qemu", cache_dir=str(CACHE), warm=0))
+        try:
+            who: dict[str, Any] = {"run": "r", "lane": "train", "role": "rollout", "group": "full", "attempt": 0}
+            asked = [Acquire(slot=slot, isolation="group", files={"a": b"1"}, **who) for slot in range(2)]
+            one, two = [await host.acquire(request) for request in asked]
+            for place in ("/workspace", "/tmp"):
+                assert "No space left on device" in await text(one, f"cat /dev/zero > {place}/big")
+            assert "No space left" in (await one.call(WriteFiles(files={"more": bytes(5000)}))).error
+            assert (await one.call(WriteFiles(files={}, delete=("big",)))).ok
+            assert (await one.call(WriteFiles(files={"more": bytes(5000)}))).ok
+            # All of its file systems together hold more than it may take of the machine: who writes on is ended.
+            for place in ("/workspace", "/dev/shm"):
+                told = await text(one, f"cat /dev/zero > {place}/again; echo $?")
+            assert told.splitlines()[-1] == "137", told
+            assert await text(two, "cat a; python3 -c 'print(sum(range(10)))'") == "145"
+            assert (await two.call(WriteFiles(files={"b": bytes(1 << 20)}))).ok
+        finally:
+            await host.close()
+
+    asyncio.run(body())
