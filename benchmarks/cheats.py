@@ -27,7 +27,7 @@ from headrace.config import Environment
 from headrace.messages.sandbox import Acquire, Exec, PullTree, Role, RunTests, SandboxLost
 from headrace.messages.tasks import Oracle
 from headrace.tasks.generated import Made, make
-from headrace.tasks.sealing import known, seal, settle
+from headrace.tasks.sealing import known, recorded, seal, settle
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.host import Host, VmSandbox
 
@@ -157,7 +157,7 @@ CHEATS = (
     Cheat(
         "forges_two_computed_values",
         before=FORGER,
-        body='forge([\'[0, ["t", [["i", "0x1"], ["i", "0x1"]]]]\'])',
+        body='forge([\'[0, ["t", [["i", "0x1267"], ["i", "0x1267"]]]]\'])',
         hidden="\n\n\ndef test_same():\n    assert {call} == {call}\n",
     ),
 )
@@ -255,8 +255,22 @@ class Yard:
                 changed = {}  # it has taken its own sandbox down: an episode that is run again
         oracle = self.oracle(cheat)
         plain, _ = await self.judge(oracle, changed, deleted, touched)
-        sealed, found = await self.judge(with_seals(oracle), changed, deleted, touched)
+        sealed, found = await self.judge(await self.with_seals(oracle), changed, deleted, touched)
         return Row(name=cheat.name, plain=plain, sealed=sealed, suspicions=found, leak=leak)
+
+    async def with_seals(self, oracle: Oracle) -> Oracle:
+        """The oracle with its hidden tests sealed. Where they compare two computed values, those of the right code are
+        recorded, as it computes them in two machines."""
+        sealed = seal(oracle.hidden)
+        answers = known(sealed)
+        if not all(sealed.literals.values()):
+            files = judge_rules.tree(self.made.task, oracle, oracle.solution, ()) | sealed.files
+            runs = []
+            for role in ("rollout", "judge"):
+                async with self.sandbox(role, files) as held:
+                    runs.append((await held.call(RunTests(plan=oracle.tests))).tests)
+            answers = recorded(sealed, *runs)
+        return msgspec.structs.replace(oracle, sealed=sealed.files, answers=answers)
 
     async def judge(
         self,
@@ -273,12 +287,6 @@ class Yard:
         return judge_rules.verdict(judge_rules.passed(tests, oracle.expected), found), found
 
 
-def with_seals(oracle: Oracle) -> Oracle:
-    """The oracle with its hidden tests sealed."""
-    sealed = seal(oracle.hidden)
-    return msgspec.structs.replace(oracle, sealed=sealed.files, answers=known(sealed))
-
-
 async def honest(host: Host, pairs: int) -> Figures:
     """Repairs as they should be, in groups of eight, plain and sealed by turns: false alarms, and CPU of a verdict."""
     costs: dict[bool, list[float]] = {False: [], True: []}
@@ -290,7 +298,7 @@ async def honest(host: Host, pairs: int) -> Figures:
             await host.settle()
             before = host.usage()["vm_cpu_ms"]
             for _ in range(GROUP):
-                judged = await yard.judge(with_seals(oracle) if sealed else oracle, oracle.solution)
+                judged = await yard.judge(made.oracle if sealed else oracle, oracle.solution)
                 alarms += judged != ("passed", ())
                 count += 1
             host.release_group("cheats", "train", "judge", "judge0")

@@ -4,10 +4,14 @@
 (`vmhost/guest/observing.py` has the other half). A candidate that patches the runner, forges its report or reads the
 tests finds calls without results; to be counted as passed it must report the right values in the right order.
 
-Sealed are ``assert`` and ``assertEqual`` of a value with a literal, either way round. Two computed values are both
-handed out and compared outside: an object that equals everything has no value there, but a forger of reports can make
-both up. What is not a comparison for equality (`raises`, truth alone) stays an assertion inside the process and is
+Sealed are ``assert`` and ``assertEqual`` of a value with a literal, either way round. Of two computed values both are
+handed out; what the right code computes there is recorded when a task is made, and is the answer like any literal. Only
+where it came out differently in different processes the two are compared with each other, and a forger of reports can
+make both up. What is not a comparison for equality (`raises`, truth alone) stays an assertion inside the process and is
 worth what such ones are worth. Lines keep their numbers, so failures point where they did.
+
+Trade-off: a repair that is right and computes another pair of equal values than the code did fails where the pair was
+recorded.
 """
 
 import ast
@@ -18,8 +22,10 @@ from headrace.messages.sandbox import TestOutcome
 from headrace.vmhost.guest.observing import decode
 
 Answers = dict[str, tuple[tuple[int, str], ...]]
-"""Test id to what it observes, in order: the number of the comparison, and the literal's source; empty where it
-observes both sides."""
+"""Test id to what it observes, in order: the number of the comparison, and the source of the value that it must see, a
+literal or a recorded one; empty where it observes two that must be equal."""
+LARGEST = 1 << 16
+"""Characters of a value that is recorded."""
 
 
 class Sealed(NamedTuple):
@@ -143,14 +149,44 @@ def known(sealed: Sealed) -> Answers:
     return {name: tuple((n, sealed.literals[n]) for n in numbers) for name, numbers in sealed.functions.items()}
 
 
-def recorded(sealed: Sealed, tests: Sequence[TestOutcome]) -> Answers:
-    """Answers from a run that is known to be right: the same comparisons in the same order, with the literals."""
+def recorded(sealed: Sealed, tests: Sequence[TestOutcome], *others: Sequence[TestOutcome]) -> Answers:
+    """Answers from a run that is known to be right: the same comparisons in the same order, with the literals.
+
+    others: further right runs, in other processes. Two computed values that came out the same in all of them are
+    recorded; without others none are. ValueError for outcomes that no right run gives.
+    """
     answers: Answers = {}
+    seen = [{test.name: test.observed for test in run} for run in others]
     for test in tests:
         numbers = tuple(decode(text)[0] for text in test.observed)
         if numbers:
-            answers[test.name] = tuple((number, sealed.literals[number]) for number in numbers)
+            again = [run.get(test.name, ()) for run in seen]
+            same = bool(again) and all(len(observed) == len(numbers) for observed in again)
+            answers[test.name] = tuple(
+                (number, sealed.literals[number] or (_constant(observed, *rest) if same else ""))
+                for number, observed, *rest in zip(numbers, test.observed, *(again if same else ()), strict=True)
+            )
     return answers
+
+
+def _constant(*observed: str) -> str:
+    """The one value that all observations of a comparison saw, as a literal; empty where there is none."""
+    try:
+        decoded = [decode(text) for text in observed]
+        text = repr(_first(decoded[0][1]))
+        right = all(number == decoded[0][0] and _equal(values, text) for number, values in decoded)
+        return text if right and len(text) <= LARGEST else ""
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return ""
+
+
+def pairs(sealed: Sealed, answers: Answers) -> tuple[int, int]:
+    """Comparisons of two computed values: how many were recorded, and how many there are."""
+    both = {number for number, literal in sealed.literals.items() if not literal}
+    told = {number: True for answer in answers.values() for number, _ in answer if number in both}
+    for answer in answers.values():
+        told |= {number: False for number, text in answer if number in both and not text}
+    return sum(told.values()), len(both)
 
 
 def unequal(sealed: Sealed, tests: Sequence[TestOutcome]) -> frozenset[int]:
@@ -168,12 +204,23 @@ def equal(observed: str, answer: tuple[int, str]) -> bool:
     """Whether an observation is the answer, by Python's own ``==`` on this side."""
     try:
         number, values = decode(observed)
-        if number != answer[0] or not isinstance(values, tuple):
-            return False
-        value, wanted = values if not answer[1] else (*values, ast.literal_eval(answer[1]))
-        return bool(value == wanted)
+        return number == answer[0] and _equal(values, answer[1])
     except (ValueError, TypeError):
         return False
+
+
+def _equal(values: object, text: str) -> bool:
+    """Whether all of the values are the one that a source names; without one, whether the two are equal."""
+    if not text:
+        return isinstance(values, tuple) and len(values) == 2 and bool(values[0] == values[1])
+    wanted = ast.literal_eval(text)
+    return isinstance(values, tuple) and len(values) > 0 and all(bool(value == wanted) for value in values)
+
+
+def _first(values: object) -> object:
+    if not isinstance(values, tuple) or not values:
+        raise ValueError("no value")
+    return values[0]
 
 
 def settle(tests: Sequence[TestOutcome], answers: Mapping[str, Sequence[tuple[int, str]]]) -> tuple[TestOutcome, ...]:

@@ -4,20 +4,35 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks.cheats import CHEATS, Cheat, Row, Yard
 from headrace.config import Environment
+from headrace.messages.tasks import Oracle
+from headrace.tasks import sealing
 from headrace.tasks.generated import make
+from headrace.tasks.sealing import seal
 from headrace.vmhost.host import Host
 
 pytestmark = pytest.mark.anyio
 
 CACHE = str(Path(__file__).parents[2] / ".cache" / "headrace")
-INSIDE = ("equals_everything", "reads_the_expectation", "patches_the_runner", "forges_the_result_frame")
+INSIDE = (
+    "equals_everything",
+    "reads_the_expectation",
+    "patches_the_runner",
+    "forges_the_result_frame",
+)
 """Attacks on the process that runs the tests: a judge that believes it lets all of them pass."""
-OPEN = ("forges_two_computed_values",)
+OPEN: tuple[str, ...] = ()
 """What is known to get through."""
+
+
+def with_text_alone(oracle: Oracle) -> Oracle:
+    """As a suite has it that was made before values were recorded."""
+    sealed = seal(oracle.hidden)
+    return msgspec.structs.replace(oracle, sealed=sealed.files, answers=sealing.known(sealed))
 
 
 def named(*names: str) -> list[Cheat]:
@@ -35,6 +50,18 @@ async def yard() -> AsyncIterator[Yard]:
 async def test_the_process_that_runs_the_tests_can_be_taken_and_the_verdict_can_not(yard: Yard, cheat: Cheat) -> None:
     row = await yard.play(cheat)
     assert (row.plain, row.sealed) == ("passed", "failed")
+
+
+async def test_two_computed_values_can_not_be_made_up(yard: Yard) -> None:
+    (cheat,) = named("forges_two_computed_values")
+    row = await yard.play(cheat)
+    assert row.sealed == "failed"
+    oracle = yard.oracle(cheat)
+    known, compared = await yard.with_seals(oracle), with_text_alone(oracle)
+    assert [text for ((_, text),) in known.answers.values()] == ["True"]
+    for sealed, forged in ((known, "failed"), (compared, "passed")):
+        assert await yard.judge(sealed, oracle.solution) == ("passed", ())
+        assert (await yard.judge(sealed, yard.code(cheat)))[0] == forged
 
 
 async def test_an_honest_repair_passes_sealed_tests(yard: Yard) -> None:

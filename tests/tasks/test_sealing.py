@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from headrace.messages import sandbox
-from headrace.tasks.sealing import equal, known, recorded, seal, settle, unequal
+from headrace.tasks.sealing import equal, known, pairs, recorded, seal, settle, unequal
 from headrace.vmhost.guest.observing import LIMIT, Observations, decode, encode
 
 SOURCE = """from x import f
@@ -136,6 +136,48 @@ def test_an_object_that_equals_everything_equals_nothing_here() -> None:
     assert not equal(encode(2, (Any(), Any())), (2, "")) and not equal(encode(2, (1,)), (2, ""))
     assert equal(encode(2, (1, 1.0)), (2, "")) and not equal(encode(2, (1, 2)), (2, ""))
     assert unequal(sealed, [outcome([encode(0, (Any(),)), encode(1, ([1, (2, "ü")],))])]) == {0}
+
+
+def test_two_computed_values_get_those_of_the_right_code() -> None:
+    sealed = seal(FILES)
+    first = outcome(ran(sealed.files, "test_one", f=right))
+    told = recorded(sealed, [first], [first], [first])
+    assert told["test_x.py::test_one"] == ((0, "5"), (1, "[1, (2, 'ü')]"), (2, "0"))
+    assert (pairs(sealed, told), pairs(sealed, known(sealed))) == ((1, 1), (0, 1))
+    assert settle([first], told) == (first,)
+    forged = outcome([*first.observed[:2], encode(2, (1, 1))])
+    assert settle([forged], known(sealed)) == (forged,)
+    for values in ((1, 1), (0, 1), (1, 0), (), (None,)):
+        (settled,) = settle([outcome([*first.observed[:2], encode(2, values)])], told)
+        assert settled.outcome == "failed" and settled.message.startswith("comparison 3 of 3")
+
+
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [
+        ([(7, 7.0)], "7"),
+        ([(7.0, 7), (7, 7)], "7"),
+        ([], ""),
+        ([(7, 7), (8, 8)], ""),
+        ([(7, 8)], ""),
+        ([None], ""),
+        ([()], ""),
+    ],
+)
+def test_a_value_is_recorded_only_if_every_run_saw_it(others: list[tuple[object, ...] | None], text: str) -> None:
+    sealed = seal({"t.py": b"def test_a():\n    assert f() == g()\n"})
+
+    def run(values: tuple[object, ...] | None) -> list[sandbox.TestOutcome]:
+        return [sandbox.TestOutcome("t.py::test_a", "passed", "", () if values is None else (encode(0, values),))]
+
+    assert recorded(sealed, run((7, 7)), *map(run, others)) == {"t.py::test_a": ((0, text),)}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "x" * (1 << 16), [float("inf")], {1: {2: float("nan")}}])
+def test_what_no_literal_can_say_is_not_recorded(value: object) -> None:
+    sealed = seal({"t.py": b"def test_a():\n    assert f() == g()\n"})
+    run = [sandbox.TestOutcome("t.py::test_a", "passed", "", (encode(0, (value, value)),))]
+    assert recorded(sealed, run, run) == {"t.py::test_a": ((0, ""),)}
 
 
 @pytest.mark.parametrize(

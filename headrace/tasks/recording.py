@@ -1,0 +1,79 @@
+"""What the untouched code computes where a test compares two computed values: the answers that make it a sealed test.
+
+A value may be recorded only if it does not depend on where and when it is computed. The processes that run tests here
+are forks of one interpreter, with its hash seed: an order of strings in a set would be the same in all of them, and
+another in the next template. So the tests run again in fresh sandboxes by interpreters of their own, with hash seeds
+and random numbers of their own, one of them in another year. What differs anywhere, or is not seen everywhere, is not
+recorded: the two values are then compared with each other (tasks/sealing.py).
+
+The other year is Python's alone (`time`, and `datetime` in its pure form, which asks `time`): a test that looks at the
+times of files as well may fail there, and is not recorded.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Protocol
+
+from headrace.messages.sandbox import Exec, ReadFile, Sandbox, TestOutcome
+from headrace.messages.tasks import TestPlan
+from headrace.tasks.sealing import Answers, Sealed, recorded
+from headrace.vmhost.guest import pytests
+
+RUNS = (("1", 0), ("2", 500 * 86400 + 12345))
+"""Hash seed, and seconds from now."""
+_FOLDER = ".headrace-cold"
+_RUN = f"""
+import os, sys, time
+later = int(sys.argv[1])
+if later:
+    sys.modules["_datetime"] = None
+    now, now_ns, local, utc, text = time.time, time.time_ns, time.localtime, time.gmtime, time.strftime
+    time.time = lambda: now() + later
+    time.time_ns = lambda: now_ns() + later * 10**9
+    time.localtime = lambda seconds=None: local(time.time() if seconds is None else seconds)
+    time.gmtime = lambda seconds=None: utc(time.time() if seconds is None else seconds)
+    time.strftime = lambda form, moment=None: text(form, time.localtime() if moment is None else moment)
+    time.asctime = lambda moment=None: text("%a %b %e %H:%M:%S %Y", time.localtime() if moment is None else moment)
+    time.ctime = lambda seconds=None: time.asctime(time.localtime(seconds))
+sys.path.insert(0, os.path.abspath("{_FOLDER}"))
+from guest import pytests
+pytests.child(os.getcwd(), sys.argv[2:], os.open("{_FOLDER}/report", os.O_WRONLY | os.O_CREAT))
+"""
+
+
+class Sandboxes(Protocol):
+    """Where to run."""
+
+    def sandbox(self, files: dict[str, bytes], lane: int, alone: bool) -> AbstractAsyncContextManager[Sandbox]:
+        """A fresh sandbox with these files."""
+
+
+async def record(
+    where: Sandboxes, files: Mapping[str, bytes], plan: TestPlan, sealed: Sealed, tests: Sequence[TestOutcome]
+) -> Answers:
+    """The answers of an ordinary right run (`tests`) of the sealed tests, with the values that two further ones saw as
+    well. files: the untouched package. SandboxLost."""
+    if all(sealed.literals.values()):
+        return recorded(sealed, tests)
+    tree = {**files, **sealed.files}
+    return recorded(sealed, tests, *await asyncio.gather(*(_cold(where, tree, plan, *how) for how in RUNS)))
+
+
+async def _cold(
+    where: Sandboxes, files: dict[str, bytes], plan: TestPlan, seed: str, later: int
+) -> tuple[TestOutcome, ...]:
+    """Outcomes by an interpreter that is started for them; none when it did not come to an end."""
+    agent = Path(pytests.__file__).parent
+    tools = {f"{_FOLDER}/guest/{path.name}": path.read_bytes() for path in agent.glob("*.py")}
+    argv = ("python3", "-B", "-c", _RUN, str(later), *plan.paths)
+    async with where.sandbox(files | tools, 0, True) as sandbox:
+        await sandbox.call(Exec(argv=argv, env={"PYTHONHASHSEED": seed}, timeout_s=plan.timeout_s))
+        report = await sandbox.call(ReadFile(path=f"{_FOLDER}/report", limit=1 << 26))
+    try:
+        rows = pytests.rows(json.loads(report.data)["tests"])
+    except (ValueError, KeyError, TypeError):
+        return ()
+    return tuple(TestOutcome(name, "passed", "", tuple(seen)) for name, outcome, _, seen in rows if outcome == "passed")
