@@ -1,16 +1,21 @@
 """What one episode costs in real microVMs, its judge included: CPU time of the QEMU processes and of this driver.
 
-    python -m benchmarks.episode [--groups 6] [--alone 6]
+    python -m benchmarks.episode [--groups 6] [--alone 6] [--plain 3]
 
 Episode: acquire with five files, search, two reads, tests (one fails), an edit, tests (all pass), pull of the tree,
 release. Judge: a fresh clone, repository and diff and hidden tests in its first frame, one run, release. `group` puts
 eight of them into one VM and their eight verdicts into another; `episode` gives every sandbox a VM of its own.
+
+`plain` is the straightforward design beside it, in the same clones: a VM for every sandbox, and every step a program
+that is started in it (cat, grep, sed, python, tar), as one has it where a sandbox can do nothing but run commands.
 """
 
 import argparse
 import asyncio
+import io
 import resource
 import statistics
+import tarfile
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,10 +24,20 @@ import uvloop
 
 from benchmarks.conditions import at_most, cannot_run, finish
 from headrace.config import Environment
-from headrace.messages.sandbox import Acquire, Isolation, PullTree, ReadFile, ReplaceLines, Role, RunTests, Search
+from headrace.messages.sandbox import (
+    Acquire,
+    Exec,
+    Isolation,
+    PullTree,
+    ReadFile,
+    ReplaceLines,
+    Role,
+    RunTests,
+    Search,
+)
 from headrace.messages.tasks import TestPlan
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.host import Host
+from headrace.vmhost.host import Host, VmSandbox
 
 FILES = {
     "README.md": b"# tiny\n\nSmall helpers.\n",
@@ -93,6 +108,53 @@ async def _judge(host: Host, group: str, slot: int, isolation: Isolation, diff: 
     host.release(sandbox.id)
 
 
+RUN = """
+import sys
+sys.path.insert(0, ".")
+names = vars(__import__(sys.argv[1]))
+failed = 0
+for name in [name for name in names if name.startswith("test_")]:
+    try:
+        names[name]()
+    except AssertionError:
+        failed += 1
+        print(name, "failed")
+sys.exit(failed)
+"""
+
+
+async def _plainly(host: Host, name: str) -> None:
+    """An episode and its verdict by commands alone."""
+
+    async def run(box: VmSandbox, *argv: str, code: int = 0, stdin: bytes = b"") -> bytes:
+        done = await box.call(Exec(argv=argv, stdin=stdin, timeout_s=60.0))
+        assert done.code == code, done
+        return done.stdout.encode()
+
+    async def push(box: VmSandbox, files: dict[str, bytes]) -> None:
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w") as tar:
+            for path, data in files.items():
+                entry = tarfile.TarInfo(path)
+                entry.size = len(data)
+                tar.addfile(entry, io.BytesIO(data))
+        await run(box, "tar", "x", stdin=archive.getvalue())
+
+    agent = await host.acquire(_request(name, 0, "rollout", "episode", {}))
+    await push(agent, FILES)
+    assert await run(agent, "grep", "-rn", "def add", ".") == b"./tiny/calc.py:1:def add(a, b):\n"
+    await asyncio.gather(run(agent, "cat", "tiny/calc.py"), run(agent, "cat", "test_visible.py"))
+    await run(agent, "python3", "-c", RUN, "test_visible", code=1)
+    await run(agent, "sed", "-i", "2s/-/+/", "tiny/calc.py")
+    await run(agent, "python3", "-c", RUN, "test_visible")
+    after = {path: await run(agent, "cat", path) for path in ("tiny/calc.py", "tiny/text.py", "test_visible.py")}
+    host.release(agent.id)
+    judge = await host.acquire(_request(name, 0, "judge", "episode", {}))
+    await push(judge, FILES | {"tiny/calc.py": after["tiny/calc.py"]} | HIDDEN)
+    await run(judge, "python3", "-c", RUN, "test_hidden")
+    host.release(judge.id)
+
+
 async def _round(host: Host, name: str, isolation: Isolation, size: int) -> None:
     """A group: all its episodes interleaved, then all its verdicts."""
     diffs = await asyncio.gather(*(_episode(host, name, slot, isolation) for slot in range(size)))
@@ -101,15 +163,19 @@ async def _round(host: Host, name: str, isolation: Isolation, size: int) -> None
     host.release_group("bench", "train", "judge", name)
 
 
-async def _measure(environment: Environment, isolation: Isolation, rounds: int, size: int) -> Cost:
-    """A run's cost per episode: all clones' whole lives, and this process."""
+async def _measure(environment: Environment, isolation: Isolation | None, rounds: int, size: int) -> Cost:
+    """A run's cost per episode: all clones' whole lives, and this process. Without an isolation: the plain design."""
     host = await Host.open(environment)
     assert host.backend == "qemu"
-    await _round(host, "warm", isolation, size)
+
+    async def one(name: str) -> None:
+        await (_round(host, name, isolation, size) if isolation else _plainly(host, name))
+
+    await one("warm")
     await host.settle()
     before, own, started = host.usage()["vm_cpu_ms"], time.process_time(), time.perf_counter()
     for number in range(rounds):
-        await _round(host, f"g{number}", isolation, size)
+        await one(f"g{number}")
     await host.settle()
     wall = time.perf_counter() - started
     clones, driver = host.usage()["vm_cpu_ms"] - before, (time.process_time() - own) * 1000
@@ -122,18 +188,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.episode", description=__doc__.partition("\n")[0])
     parser.add_argument("--groups", type=int, default=6, help="groups of eight per repeat")
     parser.add_argument("--alone", type=int, default=6, help="episodes with a VM per sandbox, per repeat")
+    parser.add_argument("--plain", type=int, default=3, help="episodes of the straightforward design, per repeat")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    environment = Environment()
+    environment = Environment(warm_most=1)  # the stock that a burst leaves behind is no episode's cost
     try:
-        grouped = [
-            asyncio.run(_measure(environment, "group", arguments.groups, GROUP)) for _ in range(arguments.repeats)
-        ]
-        alone = [uvloop.run(_measure(environment, "episode", arguments.alone, 1)) for _ in range(arguments.repeats)]
+        costs: dict[str, list[Cost]] = {"group": [], "alone": [], "plain": []}
+        for _ in range(arguments.repeats):  # by turns: what else the machine does falls on all three
+            costs["group"].append(uvloop.run(_measure(environment, "group", arguments.groups, GROUP)))
+            costs["alone"].append(uvloop.run(_measure(environment, "episode", arguments.alone, 1)))
+            costs["plain"].append(uvloop.run(_measure(environment, None, arguments.plain, 1)))
         facts = uvloop.run(_facts(environment))
     except VmhostError as error:
         cannot_run(str(error))
-    group, single = _median(grouped), _median(alone)
+    group, single, plain = (_median(cost) for cost in costs.values())
     figures = {
         "group_cpu_ms_per_episode": group.cpu,
         "group_driver_cpu_ms_per_episode": group.driver,
@@ -141,7 +209,11 @@ def main() -> None:
         "alone_cpu_ms_per_episode": single.cpu,
         "alone_driver_cpu_ms_per_episode": single.driver,
         "alone_wall_ms_per_episode": single.wall,
+        "plain_cpu_ms_per_episode": plain.cpu,
+        "plain_wall_ms_per_episode": plain.wall,
         "alone_over_group_ratio": round(single.cpu / group.cpu, 2),
+        "plain_over_group_ratio": round(plain.cpu / group.cpu, 2),
+        "plain_over_alone_ratio": round(plain.cpu / single.cpu, 2),
         "episodes_per_group": GROUP,
         "driver_max_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
         **{f"vm_{name}": value for name, value in facts.items()},

@@ -178,7 +178,8 @@ async def pool(config: Config, args: argparse.Namespace) -> int:
 
     changes = {"warm": args.clones, "max_vms": args.clones + 2, "judge_share": 0, "production_share": 0}
     environment = msgspec.structs.replace(config.environment, **changes)
-    warm, cold = await figures.acquires(environment, args.template, args.clones)
+    warm = await figures.warm(environment, args.template, args.clones)
+    cold = await figures.on_demand(environment, args.template, args.clones)
     told = {
         "template": args.template,
         "clones": args.clones,
