@@ -140,6 +140,7 @@ class Feedback(Actor):
             ("HR_TRAJ", f"hr.traj.*.{message.user}.*"),
             ("HR_TURN", f"hr.turn.*.{message.user}.*"),
             ("HR_SCORE", f"hr.score.*.*.{message.user}.*"),
+            ("HR_BLOB", f"hr.blob.{message.user}.>"),
         ):
             gone += await self.bus.purge(stream, subject=filter)
         await self.event("user_purged", f"{gone} messages", user=message.user, messages=gone)

@@ -4,6 +4,9 @@ The idea: chunks of 1 MiB lie under the payload's sha256, so storing the same co
 chunk is awaited before the reference is published. Why not the client's Object Store: its `get` is quadratic (128 MiB
 never finished in a minute). Publishing keeps a window of chunks in flight; reading asks for chunks by subject, several
 at once, without making a consumer. Trade-off: a blob must fit into memory, as the message that it carries must anyway.
+
+What a user owns (`subjects.owner`) lies under the user's hash, named by an HMAC under it: no two users share a blob,
+and one purge of ``hr.blob.<user>.>`` removes all of a user's, those too that no record refers to.
 """
 
 import asyncio
@@ -35,22 +38,29 @@ def chunks(size: int) -> int:
     return -(-size // CHUNK)
 
 
+def place(name: str, n: int) -> str:
+    """The subject of a blob's n-th chunk."""
+    owner, _, own = name.rpartition(".")
+    return f"hr.blob.{owner}.{own}-{n}" if owner else f"hr.blob.{name}.{n}"
+
+
 async def put(
-    store: Store, payload: bytes, headers: Mapping[str, str], key: bytes | None = None, *, digest: str = ""
+    store: Store, payload: bytes, headers: Mapping[str, str], owner: str = "", *, digest: str = ""
 ) -> BlobRef:
-    """Store a payload. With `key` the blob is named by an HMAC of its content: nobody else can guess or share it.
+    """Store a payload. With `owner`, a user's hash, the blob is that user's alone.
 
     digest: the content's sha256, where somebody has made it already.
     """
-    if key or not digest:
-        digest = hmac.new(key, payload, hashlib.sha256).hexdigest() if key else hashlib.sha256(payload).hexdigest()
+    if owner:
+        digest = f"{owner}.{hmac.new(owner.encode(), payload, hashlib.sha256).hexdigest()}"
+    digest = digest or hashlib.sha256(payload).hexdigest()
     count = chunks(len(payload))
     gate = asyncio.Semaphore(WINDOW)
 
     async def one(n: int) -> None:
         async with gate:
             try:
-                await store(f"hr.blob.{digest}.{n}", payload[n * CHUNK : (n + 1) * CHUNK], f"{digest}.{n}")
+                await store(place(digest, n), payload[n * CHUNK : (n + 1) * CHUNK], f"{digest}.{n}")
             except WrongSequence:
                 pass  # stored before, by us or by another
 
@@ -66,7 +76,7 @@ async def put(
         chunks=count,
         type=headers[TYPE_HEADER],
         encoding=headers.get(ENCODING_HEADER, ""),
-        keyed=key is not None,
+        keyed=bool(owner),
     )
 
 
@@ -83,7 +93,7 @@ async def _chunks(link: Link, ref: BlobRef) -> AsyncIterator[bytes]:
     waiting: list[asyncio.Task[bytes]] = []
     try:
         for n in range(ref.chunks):
-            waiting.append(asyncio.ensure_future(_chunk(link, f"hr.blob.{ref.sha256}.{n}")))
+            waiting.append(asyncio.ensure_future(_chunk(link, place(ref.sha256, n))))
             if len(waiting) == WINDOW:
                 yield await waiting.pop(0)
         while waiting:
@@ -105,14 +115,14 @@ async def _chunk(link: Link, subject: str) -> bytes:
 
 async def purge(bus: "Bus", stream: str, subject: str, before: int) -> int:
     """Purge a stream's records below a sequence, and the payloads that they refer to; how many records. Denied."""
-    names: set[str] = set()
+    found: set[str] = set()
     if before > 1:
         async for message, _ in reading.Reader(bus.link, stream, [subject], until=before - 1).messages():
             if (message.headers or {}).get(TYPE_HEADER, "").partition("/")[0] == BlobRef.type_name:
                 ref = decode(message.data, message.headers)
                 assert isinstance(ref, BlobRef)
-                names.add(ref.sha256)
+                found |= {place(ref.sha256, n) for n in range(ref.chunks)} if ref.keyed else {f"hr.blob.{ref.sha256}.>"}
     purged = await bus.purge(stream, subject=subject, before=before)  # first, so that a crash leaves no dangling name
-    for name in sorted(names):
-        await bus.purge(STREAM, subject=f"hr.blob.{name}.>")
+    for subject in sorted(found):
+        await bus.purge(STREAM, subject=subject)
     return purged

@@ -95,20 +95,20 @@ class Bus:
         msg_id: str | None = None,
         expect: int | None = None,
         expect_filter: str | None = None,
-        blob_key: bytes | None = None,
     ) -> int:
         """Store a message; its stream sequence.
 
         Tried again for `RETRY_S` while the broker is away, and for `patience_s` while the stream is full; the message
         id stays the same, so a repeat is stored once. expect: last sequence on `expect_filter` or the subject, 0 for
-        none yet; WrongSequence at once when it is another. blob_key: names an oversized payload by HMAC.
+        none yet; WrongSequence at once when it is another.
         """
         payload, headers = encode(message)
         ref: BlobRef | None = None
-        if self.nearby is not None and blob_key is None and self.nearby.takes(subject, len(payload)):
+        owner = s.owner(subject, message)
+        if self.nearby is not None and not owner and self.nearby.takes(subject, len(payload)):
             ref = await self.nearby.put(self._store_chunk, payload, headers)
         if ref is None and len(payload) > MAX_INLINE:
-            ref = await blobs.put(self._store_chunk, payload, headers, blob_key)
+            ref = await blobs.put(self._store_chunk, payload, headers, owner)
         if ref is not None:
             payload, headers = encode(ref)
         return await self.publish_raw(

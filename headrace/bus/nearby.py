@@ -15,7 +15,7 @@ When a payload gets there is `upload`:
 Crash-safe: a file gets its name when it is complete; one that is not yet uploaded has a second name in `pending`, which
 is made before the first and goes last. Safe from others: the folder is ours and nobody else's (0700), files are written
 once (0400), names are digests, and content that is not what its name says is thrown away. Users' data, which a purge
-has to find, never lies here: keyed payloads go to the broker. Collected: by the age of the oldest record that is kept
+has to find, never lies here: it goes to the broker. Collected: by the age of the oldest record that is kept
 (`collect`), beyond `CAPACITY` what is uploaded already, oldest first, and all of it by the last process to leave.
 
 Trade-off: a file is checked by xxh3, which finds damage and no malice. Who could write here is the same user on the

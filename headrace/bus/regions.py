@@ -9,10 +9,12 @@ Trade-off: the broker checks permissions after mapping, so a region has user lis
 table. What the link itself may carry stands in the hub's user list (role ``region``): the union of what actors in
 regions do, without publishing or purging weights.
 
-Mirrors keep sequences, so manifests name chunks everywhere alike. They do not follow purges of their origin: collect in
-a region by running `headrace weights collect` against its broker. Method: NATS leaf nodes with JetStream domains, and
-mirrors across domains (ADR-59). What nats-server 2.15 takes its time for, seen on loopback: after a restart of the hub
-mirrors go on within 10 s; a region's broker that starts while its link is down has its mirror some 40 s after the link.
+Nothing of users' lies in a region: weights are all that is mirrored, and a purge of a user's data at the hub reaches
+all of it. Mirrors keep sequences, so manifests name chunks everywhere alike. They do not follow purges of their origin:
+collect in a region by running `headrace weights collect` against its broker. Method: NATS leaf nodes with JetStream
+domains, and mirrors across domains (ADR-59). What nats-server 2.15 takes its time for, seen on loopback: after a
+restart of the hub mirrors go on within 10 s; a region's broker that starts while its link is down has its mirror some
+40 s after the link.
 
     python -m headrace.bus.regions hub FOLDER [--host 0.0.0.0] [--port 7422]
     python -m headrace.bus.regions region FOLDER --name eu --hub nats-leaf://hub.example:7422 --key HUB/region.nk

@@ -109,8 +109,8 @@ class BlobRef(Message, frozen=True, kw_only=True):
     """A claim check: the real message lies in HR_BLOB under its sha256, in `chunks` pieces of 1 MiB."""
 
     sha256: str
-    """Name of the blob; with `keyed` it is an HMAC of the content under a user's key instead. Of one that never leaves
-    its node (`chunks` 0) it is `check`."""
+    """Name of the blob; with `keyed` it is a user's hash and an HMAC of the content. Of one that never leaves its
+    node (`chunks` 0) it is `check`."""
     bytes: int
     chunks: int
     type: str

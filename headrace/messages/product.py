@@ -63,6 +63,6 @@ class Promotion(Message, frozen=True, kw_only=True):
 
 @message("purge_user")
 class PurgeUser(Message, frozen=True, kw_only=True):
-    """Forget a user: feedback, trajectories, turns and scores under the user's hash. Answered with an Ack."""
+    """Forget a user: feedback, trajectories, turns, scores and blobs under the user's hash. Answered with an Ack."""
 
     user: str

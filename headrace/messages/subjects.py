@@ -281,6 +281,22 @@ def stream_of(subject: str) -> Stream | None:
     return None
 
 
+_GROUP = {"ledger": 3, "fail": 3, "traj": 3, "turn": 3, "score": 4, "close": 3}
+"""Kinds whose subjects end in a group or trajectory, and the token at which that begins."""
+
+
+def owner(subject: str, message: object = None) -> str:
+    """The hash of the user whose data a message carries; empty when it is nobody's. Groups of users are named
+    ``<user>.<id>``, on the bus as in messages."""
+    tokens = subject.split(".")
+    if tokens[1:2] == ["feedback"]:
+        return tokens[-1]
+    begins = _GROUP.get(tokens[1], len(tokens)) if len(tokens) > 1 else 0
+    if tokens[begins + 1 :]:
+        return tokens[begins]
+    return getattr(message, "group", "").rpartition(".")[0] if tokens[1:2] == ["task"] else ""
+
+
 def covers(pattern: str, subject: str) -> bool:
     """Whether every subject that `subject` (a filter or a concrete one) stands for matches `pattern`."""
     want, have = pattern.split("."), subject.split(".")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class Product:
         assert found is not None and isinstance(found.message, RolloutRequest)
         return found.message
 
-    async def answer(self, request: RolloutRequest) -> None:
+    async def answer(self, request: RolloutRequest, diff: bytes = b"fixed\n") -> None:
         """What a rollout actor would publish."""
         trajectory = Trajectory(
             run=self.run,
@@ -66,7 +67,7 @@ class Product:
             sampling=request.sampling,
             outcome="finished",
             turns=(),
-            diff={"kit/core.py": b"fixed\n"},
+            diff={"kit/core.py": diff},
         )
         await self.rollout.publish(subjects.TRAJ.at(run=self.run, group=request.group), trajectory)
 
@@ -169,7 +170,10 @@ async def test_a_thumb_becomes_a_score_of_a_run_of_its_own_and_a_purge_removes_t
     await feedback.start()
     try:
         _, opened = await product.call("POST", "/v1/sessions", ASK)
-        await product.answer(await product.request())
+        request = await product.request()
+        await product.answer(request, os.urandom(2 << 20))
+        admin, blob = await connect("admin"), f"hr.blob.{request.group.partition('.')[0]}.>"
+        assert await admin.last("HR_BLOB", blob) is not None, "what is large lies under its user's name"
         await product.call("GET", f"/v1/sessions/{opened['session']}?wait=30")
         status, _ = await product.call("POST", f"/v1/sessions/{opened['session']}/feedback", {"thumb": "up"})
         assert status == 202
@@ -185,6 +189,7 @@ async def test_a_thumb_becomes_a_score_of_a_run_of_its_own_and_a_purge_removes_t
         assert status == 200
         for stream, where in (("HR_TRAJ", subjects.TRAJ.where(run=product.run)), ("HR_SCORE", filter)):
             assert [r async for r in product.reader.history(stream, where)] == []
+        assert await admin.purge("HR_BLOB", subject=blob) == 0, "nothing was left there"
         assert (await product.call("GET", f"/v1/sessions/{opened['session']}"))[0] == 404
     finally:
         await feedback.shut(1.0)

@@ -100,18 +100,27 @@ async def test_claim_check_round_trip(connect: Connect, size: int) -> None:
     assert await bus.last_seq("HR_BLOB") == before, "the same content is not stored twice"
 
 
-async def test_claim_check_with_a_key_has_another_name_and_a_purged_one_says_so(connect: Connect) -> None:
-    bus, admin = await connect("judge"), await connect("admin")
-    big = Event(actor="a", id="a-1", kind="big", text=os.urandom(1 << 20).hex())
-    plain = await bus.get("HR_EVENT", await bus.publish(subject(), big))
-    start = await bus.last_seq("HR_BLOB")
-    keyed_seq = await bus.publish(subject(), big, blob_key=b"a user's key")
-    assert await bus.last_seq("HR_BLOB") > start
-    assert (await bus.get("HR_EVENT", keyed_seq)).message == plain.message == big
-    await admin.purge("HR_BLOB")
-    gone = await bus.get("HR_EVENT", keyed_seq)
-    with pytest.raises(MessageGone):
-        _ = gone.message
+async def test_users_share_no_payload_and_one_purge_finds_all_of_a_users(connect: Connect) -> None:
+    rollout, feedback, run = await connect("rollout"), await connect("feedback"), f"r{token_hex(4)}"
+    users = [token_hex(10) for _ in range(2)]
+    text = os.urandom(1 << 20).hex()
+    names = ("g1", *(f"{user}.s1" for user in users))
+    held = []
+    for name in names:
+        done = TurnDone(
+            run=run, trajectory=f"{name}-0-0", index=0, results=(ToolResult(call_id="c", ok=True, output=text),)
+        )
+        start = await rollout.last_seq("HR_BLOB")
+        held.append(await rollout.publish(s.TURN.at(run=run, trajectory=done.trajectory), done))
+        assert await rollout.last_seq("HR_BLOB") > start, "the same content is stored for each of them"
+    assert await feedback.purge("HR_BLOB", subject=f"hr.blob.{users[0]}.>") > 1
+    for seq, name in zip(held, names, strict=True):
+        found = await rollout.get("HR_TURN", seq)
+        if name.startswith(users[0]):
+            with pytest.raises(MessageGone):
+                _ = found.message
+        else:
+            assert found.message.results[0].output == text
 
 
 async def test_records_are_purged_with_their_payloads(connect: Connect) -> None:

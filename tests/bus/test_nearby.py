@@ -120,7 +120,7 @@ async def test_a_purged_one_is_gone_at_once(connect: Connect, tmp_path: Path) ->
 
 async def test_users_payloads_never_lie_there(connect: Connect, tmp_path: Path) -> None:
     writer = await with_folder(connect, tmp_path, "never")
-    await writer.publish(place(), turn(2 << 20), blob_key=b"a user's key")
+    await writer.publish(TURN.at(run="r1", trajectory="ab12.s1-0-0"), turn(2 << 20))
     assert files(tmp_path) == []
 
 

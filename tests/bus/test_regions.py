@@ -15,8 +15,10 @@ from headrace.bus.errors import BusError, NoResponders
 from headrace.bus.permissions import ROLES, of
 from headrace.bus.server import Server
 from headrace.messages.operations import Beat, Event
-from headrace.messages.subjects import EVENT, LEDGER, STREAMS
+from headrace.messages.rollout import TurnDone
+from headrace.messages.subjects import EVENT, FAIL, LEDGER, STREAMS, TURN
 from headrace.messages.weights import WeightHead
+from tests import records
 from tests.bus.region_brokers import World, world
 
 pytestmark = pytest.mark.anyio
@@ -107,6 +109,20 @@ async def test_collecting_in_a_region_leaves_the_hub_alone(brokers: World) -> No
     assert await here.purge("HR_WEIGHTS", subject="hr.weights.r5.head") == 1
     assert await hub.last("HR_WEIGHTS", "hr.weights.r5.head") is not None
     assert await reader.last("HR_WEIGHTS", "hr.weights.r5.head") is None
+
+
+async def test_nothing_of_users_lies_in_a_region(brokers: World) -> None:
+    """Law 9: a purge that the hub carries out leaves no copy, for what is written here is stored there alone."""
+    here, hub = await brokers.connect("rollout", region="eu"), await brokers.connect("feedback")
+    failed = records.failed("ab12.s1", 0, 0, "sandbox_lost", lane="production", run="r6")
+    await here.publish(FAIL.at(run="r6", group="ab12.s1"), failed)
+    done = TurnDone(run="r6", trajectory="ab12.s1-0-0", index=0, results=())
+    await here.publish(TURN.at(run="r6", trajectory="ab12.s1-0-0"), done)
+    operator = await brokers.connect("admin", region="eu")
+    listed = msgspec.json.decode(await operator.link.api("STREAM.NAMES"))
+    assert listed["streams"] == ["HR_WEIGHTS"]
+    assert await hub.purge("HR_TURN", subject="hr.turn.r6.ab12.*") == 1
+    assert [r async for r in here.history("HR_TURN", TURN.where(run="r6"))] == []
 
 
 async def test_a_region_neither_purges_nor_declares_in_the_hub(brokers: World) -> None:

@@ -4,6 +4,8 @@ import pytest
 
 from headrace.messages import TYPES
 from headrace.messages import subjects as s
+from headrace.messages.rollout import RolloutRequest
+from headrace.messages.tasks import TaskRef
 
 
 def test_a_subject_is_filled_in_and_an_illegal_one_refused() -> None:
@@ -16,6 +18,27 @@ def test_a_subject_is_filled_in_and_an_illegal_one_refused() -> None:
         s.TRAJ.at(run="r1", group="a.b.c.d.e.f")
     with pytest.raises(KeyError):
         s.TRAJ.at(run="r1")
+
+
+def test_what_a_user_owns_is_known_by_its_subject() -> None:
+    for subject in (
+        s.TRAJ.at(run="r1", group="ab12.s1"),
+        s.TURN.at(run="r1", trajectory="ab12.s1-0-0"),
+        s.SCORE.at(run="r1", judge="j1", group="ab12.s1"),
+        s.FAIL.at(run="r1", group="ab12.s1"),
+        s.FEEDBACK.at(tenant="t", user="ab12"),
+    ):
+        assert s.owner(subject) == "ab12", subject
+    for subject in (
+        s.TRAJ.at(run="r1", group="g000012"),
+        s.SCORE.at(run="r1", judge="j1", group="g1"),
+        "hr.beat.a.b.c",
+    ):
+        assert s.owner(subject) == "", subject
+    asked = {"run": "r1", "slot": 0, "attempt": 0, "task": TaskRef("generated/train", "1"), "seed": 1}
+    for lane, group, owner in (("production", "ab12.s1", "ab12"), ("train", "g000012", "")):
+        request = RolloutRequest(lane=lane, group=group, **asked)  # type: ignore[arg-type]
+        assert s.owner(s.TASK.at(run="r1", lane=lane, suite="x"), request) == owner
 
 
 def test_a_filter_leaves_out_what_is_not_given() -> None:
