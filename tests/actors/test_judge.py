@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.touched import overwrite, page_of
 from headrace.actors.environment import Environment
 from headrace.actors.judge import TRIES, Judge
 from headrace.actors.judge_rules import VERSION
@@ -28,7 +29,6 @@ from headrace.tasks import open_suite
 from headrace.vmhost.errors import VmhostError
 from tests.actors.living import living
 from tests.conftest import Connect
-from tests.vmhost.tampering import overwrite, page_of
 
 pytestmark = pytest.mark.anyio
 

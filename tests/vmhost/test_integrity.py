@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.touched import fixed, overwrite, page_of
 from headrace.config import Environment
 from headrace.messages.sandbox import Acquire, Exec, Inspect, RunTests, SandboxLost
 from headrace.messages.tasks import TestPlan
@@ -19,7 +20,6 @@ from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.host import Host, VmSandbox
 from headrace.vmhost.integrity import PAGE, Fixed, Watch
 from headrace.vmhost.memory import Memory
-from tests.vmhost.tampering import fixed, overwrite, page_of
 
 pytestmark = pytest.mark.anyio
 
