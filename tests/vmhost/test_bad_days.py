@@ -56,6 +56,36 @@ async def test_a_guest_that_closes_its_port_is_lost_alone(host: Host, monkeypatc
     host.release_group("r1", "train", "rollout", "g0")
 
 
+STEALS = """
+import ctypes, os, socket, stat, sys
+libc, parent = ctypes.CDLL(None), os.getppid()
+handle = libc.syscall(434, parent, 0)
+for number in os.listdir(f"/proc/{parent}/fd"):
+    if stat.S_ISSOCK(os.stat(f"/proc/{parent}/fd/{number}").st_mode):
+        taken = libc.syscall(438, handle, int(number), 0)
+        if taken >= 0:
+            os.write(taken, bytes.fromhex(sys.argv[1]))
+"""
+"""Takes its keeper's own end of the channel, as nothing keeps it from where there is no isolation, and speaks there."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="taking a descriptor from its parent takes root")
+@pytest.mark.parametrize(
+    "said",
+    [b"\0\0\0\x08\0\0\0\x04{}{}", b"\xff" * 4096, b"\0\0\0\x0b\0\0\0\x07" + b'{"i":9}'],
+    ids=["no header", "too large", "unasked"],
+)
+async def test_a_guest_that_speaks_garbage_is_lost_alone(said: bytes) -> None:
+    here = await Host.open(Environment(backend="process"))
+    try:
+        one, two = [await here.acquire(ask(slot, group="garbage")) for slot in range(2)]
+        with pytest.raises(SandboxLost, match="broke the protocol"):
+            await one.call(Exec(argv=("python3", "-c", STEALS, said.hex()), timeout_s=60.0))
+        assert not one.alive and (await two.call(ReadFile(path="a.txt"))).ok
+    finally:
+        await here.close()
+
+
 @pytest.mark.vm
 async def test_a_sandbox_without_memory_harms_itself_alone(host: Host) -> None:
     one, two = [await host.acquire(ask(slot, group="oom")) for slot in range(2)]

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from headrace.config import Environment
-from headrace.vmhost import doctor, image, packages, qemu, template
+from headrace.vmhost import cpio, doctor, image, packages, probe, qemu, template
 from headrace.vmhost.errors import VmhostError
 
 CACHE = Path(__file__).parents[2] / ".cache" / "headrace"
@@ -111,3 +111,27 @@ def test_an_image_that_does_not_boot_shows_its_serial_log(
         asyncio.run(template.build("light", broken, hardware, 1, tmp_path / "t", made.manifest.qemu))
     assert not list(tmp_path.glob("making-*"))
     assert "panic" in (tmp_path / "last-failed-boot.log").read_text()
+
+
+HANGS = b"#!/bin/busybox sh\necho headrace: what is this place\nwhile :; do busybox sleep 1000; done\n"
+
+
+@pytest.mark.vm
+@pytest.mark.slow
+def test_an_image_that_comes_up_and_says_nothing_is_given_up_in_time(
+    made: template.Template, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = packages.folder(CACHE)
+    broken = tmp_path / base.name
+    broken.mkdir()
+    for name in ("vmlinuz", "done"):
+        (broken / name).symlink_to(base / name)
+    entries = [cpio.folder(name) for name in ("bin", "usr", "usr/bin")]
+    entries += [cpio.file("bin/busybox", probe._busybox(base), 0o755), cpio.file("usr/bin/python3", HANGS, 0o755)]
+    with (broken / "light.cpio").open("wb") as out:
+        cpio.write(out, entries)
+    monkeypatch.setitem(template.BOOT_S, made.manifest.hardware.accel, 25.0)
+    hardware = msgspec.structs.replace(made.manifest.hardware, ports=2)
+    with pytest.raises(VmhostError, match=r"does not boot .*: no answer in 25 s; serial log .*what is this place"):
+        asyncio.run(template.build("light", broken, hardware, 1, tmp_path / "t", made.manifest.qemu))
+    assert not list(tmp_path.glob("making-*")) and not (tmp_path / "t").exists()
