@@ -33,7 +33,7 @@ class Held(msgspec.Struct, frozen=True):
 
 def holdings(environment: Environment) -> list[Held]:
     """Everything in the cache, in order of path. VmhostError when the cache can't be read."""
-    cache = Path(environment.cache_dir).absolute()
+    cache = Path(environment.cache_dir).resolve()  # names are links, and lead to where it really is
     if not cache.is_dir():
         return []
     base = packages.folder(cache)
@@ -64,13 +64,13 @@ def collect(environment: Environment, forget: tuple[str, ...] = ()) -> list[Held
 
     Waits for whoever makes something in the cache: what is in the making is not there yet.
     """
-    cache = Path(environment.cache_dir).absolute()
+    cache = Path(environment.cache_dir).resolve()
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for name in forget:
             known = [cache / f"{kind}-{name}" for kind in ("image", "task")]
-            if not any(path.is_symlink() or path.exists() for path in known):
+            if not imported.NAME.match(name) or not any(path.is_symlink() or path.exists() for path in known):
                 raise VmhostError(f"there is no image or recipe {name!r} to forget")
             users = [other for other in levels.names(cache) if (levels.find(cache, other) or _none).base == name]
             if users:

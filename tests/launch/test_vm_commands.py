@@ -16,7 +16,9 @@ CACHE = f"environment.cache_dir={json.dumps(str(ROOT / '.cache' / 'headrace'))}"
 
 
 def test_an_image_is_imported_shown_and_forgotten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    here = ("--set", f"environment.cache_dir={json.dumps(str(tmp_path / 'cache'))}")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "link").symlink_to("cache")  # what is reached by a link is no less referred to
+    here = ("--set", f"environment.cache_dir={json.dumps(str(tmp_path / 'link'))}")
     image = docker_save(tmp_path / "a.tar", [[folder("bin"), file("bin/sh", b"x" * 70_000)]], WorkingDir="/app")
     assert main(["vm", "import", str(image), "--name", "mine", *here]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -25,6 +27,8 @@ def test_an_image_is_imported_shown_and_forgotten(tmp_path: Path, capsys: pytest
     assert main(["vm", "gc", "--dry-run", *here]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["drop", "keep"] and "image mine" in lines[1]
+    assert main(["vm", "gc", "--forget", "mine/root.cpio", *here]) == 3
+    assert "no image or recipe 'mine/root.cpio'" in capsys.readouterr().err
     assert main(["vm", "gc", "--forget", "mine", *here]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("MiB freed")
     assert {path.name for path in (tmp_path / "cache").iterdir()} <= {"lock", "probe.json"}
