@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
 
-from headrace.messages.sandbox import Exec, ReadFile, Sandbox, TestOutcome
+from headrace.messages.sandbox import Exec, ReadFile, Sandbox, SandboxLost, TestOutcome
 from headrace.messages.tasks import TestPlan
 from headrace.tasks.sealing import Answers, Sealed, recorded
 from headrace.vmhost.guest import pytests
@@ -25,6 +25,8 @@ from headrace.vmhost.guest import pytests
 RUNS = (("1", 0), ("2", 500 * 86400 + 12345))
 """Hash seed, and seconds from now."""
 _FOLDER = ".headrace-cold"
+_ROOM = 32 << 20
+"""Characters of observations: all of them, where the judge's runs stop at `observing.LIMIT`."""
 _RUN = f"""
 import os, sys, time
 later = int(sys.argv[1])
@@ -39,7 +41,8 @@ if later:
     time.asctime = lambda moment=None: text("%a %b %e %H:%M:%S %Y", time.localtime() if moment is None else moment)
     time.ctime = lambda seconds=None: time.asctime(time.localtime(seconds))
 sys.path.insert(0, os.path.abspath("{_FOLDER}"))
-from guest import pytests
+from guest import observing, pytests
+observing.LIMIT = {_ROOM}
 pytests.child(os.getcwd(), sys.argv[2:], os.open("{_FOLDER}/report", os.O_WRONLY | os.O_CREAT))
 """
 
@@ -55,11 +58,16 @@ async def record(
     where: Sandboxes, files: Mapping[str, bytes], plan: TestPlan, sealed: Sealed, tests: Sequence[TestOutcome]
 ) -> Answers:
     """The answers of an ordinary right run (`tests`) of the sealed tests, with the values that two further ones saw as
-    well. files: the untouched package. SandboxLost."""
+    well. files: the untouched package."""
     if all(sealed.literals.values()):
         return recorded(sealed, tests)
     tree = {**files, **sealed.files}
     return recorded(sealed, tests, *await asyncio.gather(*(_cold(where, tree, plan, *how) for how in RUNS)))
+
+
+async def everything(where: Sandboxes, files: dict[str, bytes], plan: TestPlan) -> tuple[TestOutcome, ...]:
+    """Tests that pass, with all that they see, however much that is; none when they did not come to an end."""
+    return await _cold(where, files, plan, *RUNS[0])
 
 
 async def _cold(
@@ -69,11 +77,11 @@ async def _cold(
     agent = Path(pytests.__file__).parent
     tools = {f"{_FOLDER}/guest/{path.name}": path.read_bytes() for path in agent.glob("*.py")}
     argv = ("python3", "-B", "-c", _RUN, str(later), *plan.paths)
-    async with where.sandbox(files | tools, 0, True) as sandbox:
-        await sandbox.call(Exec(argv=argv, env={"PYTHONHASHSEED": seed}, timeout_s=plan.timeout_s))
-        report = await sandbox.call(ReadFile(path=f"{_FOLDER}/report", limit=1 << 26))
     try:
+        async with where.sandbox(files | tools, 0, True) as sandbox:
+            await sandbox.call(Exec(argv=argv, env={"PYTHONHASHSEED": seed}, timeout_s=plan.timeout_s))
+            report = await sandbox.call(ReadFile(path=f"{_FOLDER}/report", limit=2 * _ROOM))
         rows = pytests.rows(json.loads(report.data)["tests"])
-    except (ValueError, KeyError, TypeError):
+    except (SandboxLost, ValueError, KeyError, TypeError):
         return ()
     return tuple(TestOutcome(name, "passed", "", tuple(seen)) for name, outcome, _, seen in rows if outcome == "passed")

@@ -15,17 +15,20 @@ recorded.
 """
 
 import ast
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from headrace.messages.sandbox import TestOutcome
-from headrace.vmhost.guest.observing import decode
+from headrace.vmhost.guest.observing import LIMIT, decode
 
 Answers = dict[str, tuple[tuple[int, str], ...]]
 """Test id to what it observes, in order: the number of the comparison, and the source of the value that it must see, a
 literal or a recorded one; empty where it observes two that must be equal."""
 LARGEST = 1 << 16
 """Characters of a value that is recorded."""
+ROOM = LIMIT * 3 // 4
+"""Characters that all comparisons of a run may see: a run of a candidate may see more than the right one did."""
 
 
 class Sealed(NamedTuple):
@@ -198,6 +201,26 @@ def unequal(sealed: Sealed, tests: Sequence[TestOutcome]) -> frozenset[int]:
             if number in sealed.literals and not equal(text, (number, sealed.literals[number])):
                 bad.add(number)
     return frozenset(bad)
+
+
+def much(tests: Sequence[TestOutcome]) -> bool:
+    """Whether a run may have seen more than it could hand out (observing.LIMIT): the rest is silently left out."""
+    return sum(len(text) for test in tests for text in test.observed) > ROOM
+
+
+def too_much(tests: Sequence[TestOutcome]) -> frozenset[int]:
+    """Comparisons that see so much that others find no room: the largest, as few as it takes."""
+    sizes: Counter[int] = Counter()
+    for test in tests:
+        for text in test.observed:
+            sizes[int(text[1 : text.index(",")])] += len(text)
+    left, spare = set[int](), ROOM - sizes.total()
+    for number, size in sizes.most_common():
+        if spare >= 0:
+            break
+        spare += size
+        left.add(number)
+    return frozenset(left)
 
 
 def equal(observed: str, answer: tuple[int, str]) -> bool:

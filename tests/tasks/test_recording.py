@@ -1,5 +1,6 @@
 """Which values of the untouched code become answers: those that come out the same wherever and whenever it runs."""
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,8 @@ import pytest
 from headrace.config import Environment
 from headrace.messages.tasks import TestPlan
 from headrace.tasks import sealing
-from headrace.tasks.packages import read
-from headrace.tasks.sdist import Exam, Lab, passed, recorded
+from headrace.tasks.packages import Package, read
+from headrace.tasks.sdist import Exam, Lab, passed, recorded, sealed
 from headrace.vmhost.host import Host
 
 pytestmark = pytest.mark.anyio
@@ -55,23 +56,59 @@ def test_big():
 """
 
 
-async def test_what_the_untouched_code_computes_is_recorded_where_it_is_always_the_same(tmp_path: Path) -> None:
-    for path, text in (("app/__init__.py", ""), ("app/code.py", CODE), ("tests/test_code.py", TESTS)):
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(text)
-    package = read(tmp_path, "app-1")
+LOUD = """
+from app.code import *
+
+def test_loud():
+    for n in range(3000):
+        assert twice("x" * 200) == "x" * 400
+        assert twice(n) == n + n
+
+def test_after():
+    assert twice(3) == 6
+"""
+
+
+@pytest.fixture(scope="module")
+async def lab() -> AsyncIterator[Lab]:
+    host = await Host.open(Environment(backend="process", max_vms=8))
+    yield Lab(host.acquire, host.release, "recording", "light")
+    await host.close()
+
+
+def package_of(folder: Path, tests: str) -> Package:
+    for path, text in (("app/__init__.py", ""), ("app/code.py", CODE), ("tests/test_code.py", tests)):
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(text)
+    return read(folder, "app-1")
+
+
+async def test_a_comparison_that_leaves_no_room_for_others_stays_an_assertion(lab: Lab, tmp_path: Path) -> None:
+    package = package_of(tmp_path, LOUD)
+    plan, said = TestPlan(kind="pytest", paths=package.tests, timeout_s=120.0), list[str]()
+    names = ("tests/test_code.py::test_after", "tests/test_code.py::test_loud")
+    exam = await sealed(lab, package, Exam(plan=plan, expected=names), said.append)
+    text = exam.sealed["tests/test_code.py"].decode()
+    assert 'assert twice("x" * 200)' in text and "__observe__(1, " in text and "__observe__(2, " in text
+    assert exam.answers[names[0]] == ((2, "6"),) and len(exam.answers[names[1]]) == 3000
+    assert exam.answers[names[1]][-1] == (1, "5998")
+    assert said == [
+        "2 of 3 assertions are sealed: their answers stay with the judge",
+        "1 of 1 comparisons of two computed values have those of the untouched code as their answer",
+    ]
+
+
+async def test_what_the_untouched_code_computes_is_recorded_where_it_is_always_the_same(
+    lab: Lab, tmp_path: Path
+) -> None:
+    package = package_of(tmp_path, TESTS)
     plan = TestPlan(kind="pytest", paths=package.tests, timeout_s=120.0)
     seals = sealing.seal({path: package.files[path] for path in package.tests})
-    host = await Host.open(Environment(backend="process", max_vms=8))
     said: list[str] = []
-    try:
-        lab = Lab(host.acquire, host.release, "recording", "light")
-        result = await lab.run(package.files | seals.files, plan)
-        exam = Exam(plan=plan, expected=passed(result), sealed=seals.files)
-        assert len(exam.expected) == 6 and result.ok
-        exam = await recorded(lab, package, exam, seals, result.tests, said.append)
-    finally:
-        await host.close()
+    result = await lab.run(package.files | seals.files, plan)
+    exam = Exam(plan=plan, expected=passed(result), sealed=seals.files)
+    assert len(exam.expected) == 6 and result.ok
+    exam = await recorded(lab, package, exam, seals, result.tests, said.append)
     assert said == ["4 of 11 comparisons of two computed values have those of the untouched code as their answer"]
     texts = {name.partition("::")[2]: [text for _, text in answer] for name, answer in exam.answers.items()}
     (*sums, chain, ten, empty, letters) = texts.pop("test_values")
