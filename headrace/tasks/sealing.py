@@ -203,13 +203,9 @@ def unequal(sealed: Sealed, tests: Sequence[TestOutcome]) -> frozenset[int]:
     return frozenset(bad)
 
 
-def much(tests: Sequence[TestOutcome]) -> bool:
-    """Whether a run may have seen more than it could hand out (observing.LIMIT): the rest is silently left out."""
-    return sum(len(text) for test in tests for text in test.observed) > ROOM
-
-
 def too_much(tests: Sequence[TestOutcome]) -> frozenset[int]:
-    """Comparisons that see so much that others find no room: the largest, as few as it takes."""
+    """Comparisons of a run without bounds that see so much that others find no room (observing.LIMIT): the largest, as
+    few as it takes."""
     sizes: Counter[int] = Counter()
     for test in tests:
         for text in test.observed:

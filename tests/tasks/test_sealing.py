@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from headrace.messages import sandbox
-from headrace.tasks.sealing import equal, known, pairs, recorded, seal, settle, unequal
+from headrace.tasks.sealing import ROOM, equal, known, pairs, recorded, seal, settle, too_much, unequal
 from headrace.vmhost.guest.observing import LIMIT, Observations, decode, encode
 
 SOURCE = """from x import f
