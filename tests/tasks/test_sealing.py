@@ -173,6 +173,17 @@ def test_a_value_is_recorded_only_if_every_run_saw_it(others: list[tuple[object,
     assert recorded(sealed, run((7, 7)), *map(run, others)) == {"t.py::test_a": ((0, text),)}
 
 
+def test_the_largest_comparisons_make_room_for_all_others() -> None:
+    def run(*sizes: int) -> list[sandbox.TestOutcome]:
+        seen = (encode(number, ("x" * size,)) for number, size in enumerate(sizes))
+        return [sandbox.TestOutcome("t", "passed", "", tuple(seen))]
+
+    assert too_much(run(ROOM - 200, 5, 5)) == frozenset()
+    assert too_much(run(5, ROOM, 5)) == {1}
+    assert too_much(run(ROOM // 2, ROOM // 3, ROOM // 4, 9)) == {0}
+    assert too_much([*run(5, ROOM // 2), *run(7, ROOM // 2)]) == {1}
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "x" * (1 << 16), [float("inf")], {1: {2: float("nan")}}])
 def test_what_no_literal_can_say_is_not_recorded(value: object) -> None:
     sealed = seal({"t.py": b"def test_a():\n    assert f() == g()\n"})
