@@ -49,10 +49,11 @@ def issued(
     lane: Lane = "train",
     run: str = RUN,
     beside: bool = False,
+    task: TaskRef = TASK,
 ) -> SlotIssued:
     """A slot's issue."""
     return SlotIssued(run=run, lane=lane, group=group, index=index, slot=slot, attempt=attempt, group_size=size,
-                      task=TASK, seed=7, min_version=oldest, beside=beside)  # fmt: skip
+                      task=task, seed=7, min_version=oldest, beside=beside)  # fmt: skip
 
 
 def failed(

@@ -215,7 +215,7 @@ class Curriculum(Actor):
         for decision in decisions:
             match decision:
                 case Issue():
-                    task = TaskRef(self.config.tasks.suite, self.tasks[decision.number])
+                    task = requests.task(self.config, self.tasks, decision.number)
                     known = self.book.groups.get(decision.group)
                     await self._issue(
                         [

@@ -12,7 +12,7 @@ from headrace.messages import rollout
 from headrace.messages.evaluation import EvalRequest
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.rollout import PolicyRef, RolloutRequest, Sampling
-from headrace.messages.tasks import TaskRef
+from headrace.messages.tasks import CANARY, TaskRef
 from headrace.replay.seeds import seed_of
 
 PASS = 4096
@@ -39,6 +39,14 @@ class TaskOrder:
             self._made = (block, order)
         blocks = len(self._ids) // self._pass
         return self._ids[(block % blocks) * self._pass + self._made[1][at]]
+
+
+def task(config: Config, order: TaskOrder, number: int) -> TaskRef:
+    """The task of group `number`, now and then as a canary."""
+    suite = config.tasks.suite
+    if seed_of(config.run.seed, "canary", number) < config.curriculum.canaries * 2**62:
+        suite = CANARY + suite
+    return TaskRef(suite, order[number])
 
 
 def limits(config: Config) -> rollout.Limits:

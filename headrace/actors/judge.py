@@ -69,10 +69,11 @@ class Judge(Actor):
         task, oracle = self._task_of(trajectory)
         started = time.monotonic()
         found = judge_rules.suspicions(task, oracle, trajectory.diff, trajectory.touched)
+        found += judge_rules.behaviour(task, trajectory)
         second: _Examination | None = None
         try:
             first = await self._examine(trajectory, task, oracle, bool(found))
-            suspicious = bool(found or first.touched)
+            suspicious = bool(found or first.touched or judge_rules.caught(oracle, first.ok))
             if trajectory.isolation == "group" and not first.crashed and (suspicious or self._drawn(trajectory)):
                 second = await self._second(trajectory, task, oracle, first, suspicious)
         except Superseded as error:
@@ -101,6 +102,10 @@ class Judge(Actor):
                 slot=trajectory.slot,
             )
         believed = own if first.touched or own.touched else first
+        if caught := judge_rules.caught(oracle, believed.ok):
+            found += caught
+            text = f"{trajectory.id} passes tests that nobody can pass: the process that runs them was taken"
+            await self.event("canary_passed", text, "error", group=trajectory.group, slot=trajectory.slot)
         await self._publish(received.seq, trajectory, task, believed, found, again, time.monotonic() - started)
 
     async def _second(

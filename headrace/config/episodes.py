@@ -40,6 +40,8 @@ class Curriculum(Section, frozen=True, kw_only=True):
     speculate: int = 0
     """So many last slots of a group are asked for once more, and the first answer counts. It favours short episodes:
     the audit says by how much."""
+    canaries: float = 0.0
+    """Share of groups that get a task which nobody can solve (tasks/canaries.py): who passes it cheats."""
 
 
 class Rollout(Section, frozen=True, kw_only=True):

@@ -105,8 +105,9 @@ def verdicts(config: Config, host: "Host | None") -> "Verdicts":
                 tests, crashed = (), True  # alone in its machine, so it was the candidate
             finally:
                 host.release(sandbox.id)
-        found = judge_rules.suspicions(task, oracle, made.diff, made.touched) + touched
         ok = not crashed and judge_rules.passed(tests, oracle.expected)
+        found = judge_rules.suspicions(task, oracle, made.diff, made.touched) + judge_rules.behaviour(task, made)
+        found += touched + judge_rules.caught(oracle, ok)
         verdict = "candidate_crash" if crashed else judge_rules.verdict(ok, found)
         reward = shaped_reward(
             verdict == "passed",

@@ -59,7 +59,7 @@ class GroupDropped(Message, frozen=True, kw_only=True):
 
     run: str
     group: str
-    reason: Literal["stale", "infra", "cancelled", "quarantined"]
+    reason: Literal["stale", "infra", "cancelled", "quarantined", "canary"]
     detail: str = ""
     group_size: int
 

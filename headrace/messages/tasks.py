@@ -6,12 +6,20 @@ import msgspec
 
 from headrace.messages.base import Message, message
 
+CANARY = "canary/"
+"""Before the name of a suite: its tasks made unsolvable (tasks/canaries.py)."""
+
 
 class TaskRef(msgspec.Struct, frozen=True):
     """Names a task: the suite as `headrace.tasks.open_suite` knows it, and the task's id inside it."""
 
     suite: str
     task: str
+
+    @property
+    def canary(self) -> bool:
+        """Whether nobody can solve it."""
+        return self.suite.startswith(CANARY)
 
 
 class TestPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -93,7 +93,10 @@ def decide(book: Book, rules: Rules) -> list[Decision]:
     return [issue] if issue is not None else []
 
 
-def _drop(group: Group, reason: Literal["stale", "infra", "cancelled", "quarantined"], detail: str) -> GroupDropped:
+_Reason = Literal["stale", "infra", "cancelled", "quarantined", "canary"]
+
+
+def _drop(group: Group, reason: _Reason, detail: str) -> GroupDropped:
     first = group.first
     return GroupDropped(run=first.run, group=group.name, reason=reason, detail=detail, group_size=first.group_size)
 
@@ -150,6 +153,12 @@ def _doubtful(slot: Slot) -> bool:
     return score is not None and score.again == "other"
 
 
+def _caught(group: Group) -> int:
+    """Attempts at a canary that its judge calls cheating."""
+    scores = [slot.kept.score for slot in group.slots.values() if slot.scored]
+    return sum(score is not None and score.verdict == "cheating" for score in scores)
+
+
 def _survivors(group: Group) -> list[ClosedSlot]:
     found = []
     for number, slot in sorted(group.slots.items()):
@@ -183,6 +192,10 @@ def _close(book: Book, rules: Rules) -> Decision | None:
     waiting: list[tuple[int, Group]] = []
     for group in book.open.values():
         done = _done(group, rules)
+        if group.first.task.canary:  # never trained on, so it takes nobody's place
+            if done:
+                return _drop(group, "canary", f"{_caught(group)} of {group.first.group_size} passed what none can")
+            continue
         if done and (doubtful := [n for n, slot in group.slots.items() if _doubtful(slot)]):
             return _drop(group, "quarantined", f"slot {doubtful[0]} has two verdicts")
         if done and len(_survivors(group)) < SURVIVORS:

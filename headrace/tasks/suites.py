@@ -13,8 +13,9 @@ import msgspec
 
 from headrace.messages.base import Message
 from headrace.messages.codec import UnknownType, decode_as, encode
-from headrace.messages.tasks import Oracle, Task
+from headrace.messages.tasks import CANARY, Oracle, Task
 from headrace.tasks import generated
+from headrace.tasks.canaries import CanarySuite
 
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"
 
@@ -151,8 +152,11 @@ def write_suite(name: str, folder: Path, pairs: Sequence[tuple[Task, Oracle]], s
 
 
 def open_suite(name: str, root: str | Path = "suites") -> Suite:
-    """A suite by name: ``generated/<kind>``, or a folder under `root`. UnknownSuite when there is none."""
+    """A suite by name: ``generated/<kind>``, a folder under `root`, or ``canary/`` and one of those. UnknownSuite when
+    there is none."""
     first, _, kind = name.partition("/")
+    if name.startswith(CANARY):
+        return CanarySuite(open_suite(kind, root))
     if first == "generated":
         if kind not in generated.SEEDS:
             raise UnknownSuite(f"unknown suite {name!r}; generated suites are {', '.join(generated.SEEDS)}")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.actors import rollout
+from headrace.actors import judge_rules, rollout
 from headrace.actors.environment import Environment
 from headrace.actors.rollout import Rollout
 from headrace.actors.rollout_episode_log import TurnLog
@@ -166,7 +166,8 @@ async def test_scripted_policies_leave_what_they_did(
     oracle = open_suite("generated/train").oracle(open_suite("generated/train").ids()[0])
     assert ends["oracle"].diff == oracle.solution
     assert (ends["idle"].diff, ends["idle"].touched) == ({}, ())
-    assert ends["idle"].digest_before == ends["idle"].digest_after != ""
+    pushed = judge_rules.pushed(open_suite("generated/train").task(open_suite("generated/train").ids()[0]))
+    assert ends["idle"].digest_before == ends["idle"].digest_after == pushed
     assert ends["oracle"].digest_before == ends["idle"].digest_before != ends["oracle"].digest_after
     assert (ends["edit-tests"].diff, ends["edit-tests"].touched) == ({}, ("test_visible.py",))
     for end in ends.values():

@@ -9,13 +9,17 @@ import pytest
 
 from headrace.algorithms.staleness import first_batch_of
 from headrace.messages.base import Message
-from headrace.messages.ledger import StalenessBound
+from headrace.messages.ledger import GroupDropped, StalenessBound
+from headrace.messages.tasks import TaskRef
 from headrace.messages.training import StepDone
 from headrace.replay.books import Book
 from headrace.replay.decisions import Again, Issue, Rules, decide, finished
 from tests import records as r
 
 RULES = Rules(group_size=2, groups_per_step=2, bound=1, steps=3, attempts=3, on_stale="wait")
+
+
+CANARY = TaskRef("canary/generated/train", "t0")
 
 
 class World:
@@ -345,3 +349,23 @@ def test_any_order_of_events_ends_and_keeps_the_bound(bound: int, on_stale: Lite
         for place, (_, closing) in enumerate(world.book.closings):
             assert place // 3 - closing.oldest_version <= bound
         assert len(world.closings) == len(set(world.closings)) == 24
+
+
+def test_a_canary_is_dropped_when_it_is_done_and_takes_nobodys_place() -> None:
+    world = World()
+    for slot in range(RULES.group_size):
+        world.write("ledger", r.issued("g000000", slot, task=CANARY))
+    world.carry_out()
+    issued = world.book.issued
+    assert issued == (RULES.bound + 1) * RULES.groups_per_step, "it takes credit like any other"
+    for group in ("g000001", "g000002"):
+        world.finish(group)
+    world.carry_out()
+    assert [closing.group for _, closing in world.book.closings] == ["g000001", "g000002"], "nobody waits for it"
+    scores = [r.score("g000000", slot, 0, version=0) for slot in range(RULES.group_size)]
+    world.write("score", msgspec.structs.replace(scores[0], verdict="cheating", passed=False))
+    world.write("score", scores[1])
+    (drop,) = [one for one in decide(world.book, RULES) if isinstance(one, GroupDropped)]
+    assert (drop.group, drop.reason, drop.detail) == ("g000000", "canary", "1 of 2 passed what none can")
+    world.carry_out()
+    assert len(world.book.closings) == 2 and world.book.dropped == 1

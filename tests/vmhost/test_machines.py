@@ -10,18 +10,15 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from headrace.config import Environment
 from headrace.harness.tools.base import Workspace
 from headrace.harness.tools.terminal import LintTool
 from headrace.messages.sandbox import (
     Acquire,
     Exec,
     ListFiles,
-    NoRoom,
     PullTree,
     ReadFile,
     RunTests,
@@ -29,26 +26,12 @@ from headrace.messages.sandbox import (
     WriteFiles,
 )
 from headrace.messages.tasks import Task, TaskRef, TestPlan
-from headrace.vmhost import fidelity, groups
-from headrace.vmhost.clone import Clone
-from headrace.vmhost.clones import CloneBackend
+from headrace.vmhost import fidelity
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.host import Host, VmSandbox
+from tests.vmhost.hosts import CACHE, ROOT, ask, clone_of, environment
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm]
-
-ROOT = Path(__file__).parents[2]
-CACHE = str(ROOT / ".cache" / "headrace")
-
-
-def environment(**changes: Any) -> Environment:
-    return Environment(backend="qemu", cache_dir=CACHE, **changes)
-
-
-def ask(slot: int = 0, **changes: Any) -> Acquire:
-    known: dict[str, Any] = {"run": "r1", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
-    known["group"] = "g0"
-    return Acquire(slot=slot, **({"files": {"a.txt": b"one\n"}} | known | changes))
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +50,6 @@ async def group(host: Host) -> AsyncIterator[list[VmSandbox]]:
     for sandbox in taken:
         host.release(sandbox.id)
     host.release_group("r1", "train", "rollout", name)
-
-
-def backend(host: Host) -> CloneBackend:
-    assert isinstance(host._backend, CloneBackend)
-    return host._backend
-
-
-def clone_of(host: Host, sandbox: VmSandbox) -> Clone:
-    machine = host._sandboxes[sandbox.id][1].machine
-    assert isinstance(machine, Clone)
-    return machine
 
 
 async def test_slots_do_not_see_each_other(group: list[VmSandbox]) -> None:
@@ -207,99 +179,6 @@ async def test_a_machine_that_died_before_it_is_ended_is_still_counted(host: Hos
         await machine.gone
 
 
-async def test_isolation_decides_who_shares_a_machine(host: Host) -> None:
-    vms = host.usage()["vms"]
-    asked = [ask(slot, group="share") for slot in range(3)]
-    asked += [ask(slot, group="share", isolation="episode") for slot in range(3, 5)]
-    taken = [await host.acquire(request) for request in asked]
-    assert host.usage()["vms"] == vms + 3
-    for sandbox in taken:
-        host.release(sandbox.id)
-    host.release_group("r1", "train", "rollout", "share")
-    assert host.usage()["vms"] == vms
-
-
-async def test_a_used_slot_is_never_given_out_again(host: Host) -> None:
-    first = await host.acquire(ask(0, group="once"))
-    await first.call(WriteFiles(files={"left": b"behind"}))
-    host.release(first.id)
-    second = await host.acquire(ask(0, group="once", attempt=1))
-    assert (await second.call(ListFiles())).stdout == "a.txt"
-    host.release(second.id)
-    host.release_group("r1", "train", "rollout", "once")
-
-
-async def test_a_warm_clone_waits_stopped_and_is_taken_first(host: Host) -> None:
-    ready = backend(host)
-    await ready.filled()
-    parked = ready._waiting("light")
-    assert parked is not None
-    spent = parked.cpu_ms()
-    asked = time.time()
-    sandbox = await host.acquire(ask(group="warm"))
-    assert clone_of(host, sandbox) is parked and parked not in ready._parked
-    seen = await sandbox.call(Exec(argv=("sh", "-c", "stat -c %Y a.txt; ls -A")))
-    assert seen.stdout.split()[1:] == ["a.txt"], "the rehearsal leaves nothing"
-    assert int(seen.stdout.split()[0]) >= int(asked) - 1, "its clock was set before the first file"
-    assert parked.cpu_ms() >= spent
-    host.release(sandbox.id)
-    host.release_group("r1", "train", "rollout", "warm")
-
-
-async def test_as_many_wait_as_were_taken_at_once() -> None:
-    host = await Host.open(environment(max_vms=8, warm_most=2))
-    try:
-        await backend(host).filled()
-        assert len(backend(host)._parked) == 1
-        for group in "abc":
-            await host.acquire(ask(group=group, isolation="episode"))
-        await backend(host).filled()
-        assert len(backend(host)._parked) == 2
-        backend(host)._demand.wanted = lambda template: 1  # type: ignore[method-assign]
-        first = backend(host)._parked[0]
-        await backend(host).filled()
-        await first.gone
-        assert len(backend(host)._parked) == 1
-    finally:
-        await host.close()
-
-
-async def test_a_machine_is_bounded_by_a_group_of_its_own(host: Host) -> None:
-    if groups.places() is None:
-        pytest.skip("no control groups can be had here")
-    sandbox = await host.acquire(ask(group="bounded"))
-    clone = clone_of(host, sandbox)
-    own, its = (Path(f"/proc/{pid}/cgroup").read_text() for pid in ("self", clone.pid))
-    assert own != its and f"/headrace-{os.getpid()}/{clone.pid}\n" in its
-    host.release(sandbox.id)
-    host.release_group("r1", "train", "rollout", "bounded")
-    await clone.gone
-    places = groups.places()
-    assert places is not None and not any(list(folder.glob(f"headrace-*/{clone.pid}")) for folder in places.folders)
-
-
-async def test_busy_processors_keep_training_out_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = await Host.open(environment(max_vms=4, judge_share=1, warm=0))
-    monkeypatch.setattr(backend(host)._processors, "busy", lambda: 0.99)
-    try:
-        with pytest.raises(NoRoom, match=r"use 99% of the processors, and the limit is 95%"):
-            await host.acquire(ask(group="a"))
-        assert (await host.acquire(ask(group="a", role="judge"))).alive
-        assert (await host.acquire(ask(group="u.1", lane="production", isolation="episode"))).alive
-    finally:
-        await host.close()
-
-
-async def test_a_template_that_must_be_made_needs_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = await Host.open(environment(warm=0))
-    monkeypatch.setattr("headrace.vmhost.room.disk_short", lambda place, size: f"too little disk in {place.name}")
-    try:
-        with pytest.raises(NoRoom, match="no room for a rollout machine: too little disk in headrace"):
-            await host.acquire(ask(group="new", template="debian"))
-    finally:
-        await host.close()
-
-
 async def test_what_runs_in_a_slot_that_was_left_is_ended(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.vmhost.clone.QUIET_S", 0.0)
     one, two = [await host.acquire(ask(slot, group="left")) for slot in range(2)]
@@ -321,44 +200,7 @@ async def test_what_runs_in_a_slot_that_was_left_is_ended(host: Host, monkeypatc
     host.release_group("r1", "train", "rollout", "left")
 
 
-async def test_no_room_is_said_and_the_judges_share_is_kept() -> None:
-    host = await Host.open(environment(max_vms=2, judge_share=1))
-    try:
-        one = await host.acquire(ask(group="a", isolation="episode"))
-        with pytest.raises(NoRoom, match="1 machines of 1 are in use"):
-            await host.acquire(ask(group="b", isolation="episode"))
-        judge = await host.acquire(ask(group="a", role="judge"))
-        assert (await judge.call(ListFiles())).ok
-        host.release(judge.id)  # unused slots are left, but its room may be needed
-        other = await host.acquire(ask(group="b", role="judge"))
-        host.release(one.id)
-        assert (await host.acquire(ask(group="c", isolation="episode"))).alive
-        host.release(other.id)
-    finally:
-        await host.close()
-
-
-async def test_users_do_not_wait_for_training() -> None:
-    host = await Host.open(environment(max_vms=3, judge_share=1, production_share=1))
-    try:
-        assert (await host.acquire(ask(group="a", isolation="episode"))).alive
-        with pytest.raises(NoRoom, match="for users and the judge"):
-            await host.acquire(ask(group="b", isolation="episode"))
-        assert (await host.acquire(ask(group="u.1", lane="production", isolation="episode"))).alive
-        with pytest.raises(NoRoom, match="the rest is the judge's"):
-            await host.acquire(ask(group="u.2", lane="production", isolation="episode"))
-    finally:
-        await host.close()
-
-
-async def test_memory_decides_as_well(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.vmhost.room.free_mb", lambda: 500.0)
-    with pytest.raises(NoRoom, match="too little memory"):
-        await host.acquire(ask(group="hungry", template="debian"))
-
-
 async def test_clones_differ_in_entropy_and_know_the_time(host: Host) -> None:
-    import time
 
     taken = [await host.acquire(ask(group="e", slot=slot, isolation="episode")) for slot in range(3)]
     script = "import os, time; print(os.urandom(16).hex(), time.time())"

@@ -33,6 +33,17 @@ def shown(path: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in path)
 
 
+def new_digest() -> blake2b:
+    """Of a tree; `add_entry` for everything that is no folder, in sorted order."""
+    return blake2b(digest_size=16)
+
+
+def add_entry(digest: blake2b, path: str, mode: int, data: bytes) -> None:
+    """Path, mode and content of a file, or where a link leads."""
+    digest.update(b"%s\0%o\0%d\0" % (os.fsencode(path), mode, len(data)))
+    digest.update(data)
+
+
 class Workspace:
     """The tree under `root`."""
 
@@ -219,7 +230,7 @@ class Workspace:
 
     def pull(self, patterns: list[str], limit: int) -> Answer:
         """PullTree: contents of matching regular files, and a digest of everything there is: path, mode, content."""
-        digest = blake2b(digest_size=16)
+        digest = new_digest()
         paths: list[str] = []
         bodies: list[bytes] = []
         total, truncated = 0, False
@@ -229,8 +240,7 @@ class Workspace:
             if stat.S_ISLNK(status.st_mode):
                 with suppress(OSError):
                     data = os.fsencode(os.readlink(f"{self.root}/{path}"))
-            digest.update(b"%s\0%o\0%d\0" % (os.fsencode(path), status.st_mode, len(data)))
-            digest.update(data)
+            add_entry(digest, path, status.st_mode, data)
             if regular and any(matches(pattern, path, anchored=True) for pattern in patterns):
                 if total + len(data) > limit:
                     truncated = True

@@ -1,0 +1,34 @@
+"""A host of real machines, and requests to it: what tests of machines and of the pool ask alike."""
+
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Environment
+from headrace.messages.sandbox import Acquire
+from headrace.vmhost.clone import Clone
+from headrace.vmhost.clones import CloneBackend
+from headrace.vmhost.host import Host, VmSandbox
+
+ROOT = Path(__file__).parents[2]
+CACHE = str(ROOT / ".cache" / "headrace")
+
+
+def environment(**changes: Any) -> Environment:
+    return Environment(backend="qemu", cache_dir=CACHE, **changes)
+
+
+def ask(slot: int = 0, **changes: Any) -> Acquire:
+    known: dict[str, Any] = {"run": "r1", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "group"}
+    known["group"] = "g0"
+    return Acquire(slot=slot, **({"files": {"a.txt": b"one\n"}} | known | changes))
+
+
+def backend(host: Host) -> CloneBackend:
+    assert isinstance(host._backend, CloneBackend)
+    return host._backend
+
+
+def clone_of(host: Host, sandbox: VmSandbox) -> Clone:
+    machine = host._sandboxes[sandbox.id][1].machine
+    assert isinstance(machine, Clone)
+    return machine

@@ -1,0 +1,151 @@
+"""The pool of real machines: who shares one, how many wait ready, and when there is no room for another."""
+
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from headrace.messages.sandbox import Exec, ListFiles, NoRoom, WriteFiles
+from headrace.vmhost import groups
+from headrace.vmhost.host import Host
+from tests.vmhost.hosts import ask, backend, clone_of, environment
+
+pytestmark = [pytest.mark.anyio, pytest.mark.vm]
+
+
+@pytest.fixture(scope="module")
+async def host() -> AsyncIterator[Host]:
+    opened = await Host.open(environment())
+    yield opened
+    await opened.close()
+
+
+async def test_isolation_decides_who_shares_a_machine(host: Host) -> None:
+    vms = host.usage()["vms"]
+    asked = [ask(slot, group="share") for slot in range(3)]
+    asked += [ask(slot, group="share", isolation="episode") for slot in range(3, 5)]
+    taken = [await host.acquire(request) for request in asked]
+    assert host.usage()["vms"] == vms + 3
+    for sandbox in taken:
+        host.release(sandbox.id)
+    host.release_group("r1", "train", "rollout", "share")
+    assert host.usage()["vms"] == vms
+
+
+async def test_a_used_slot_is_never_given_out_again(host: Host) -> None:
+    first = await host.acquire(ask(0, group="once"))
+    await first.call(WriteFiles(files={"left": b"behind"}))
+    host.release(first.id)
+    second = await host.acquire(ask(0, group="once", attempt=1))
+    assert (await second.call(ListFiles())).stdout == "a.txt"
+    host.release(second.id)
+    host.release_group("r1", "train", "rollout", "once")
+
+
+async def test_a_warm_clone_waits_stopped_and_is_taken_first(host: Host) -> None:
+    ready = backend(host)
+    await ready.filled()
+    parked = ready._waiting("light")
+    assert parked is not None
+    spent = parked.cpu_ms()
+    asked = time.time()
+    sandbox = await host.acquire(ask(group="warm"))
+    assert clone_of(host, sandbox) is parked and parked not in ready._parked
+    seen = await sandbox.call(Exec(argv=("sh", "-c", "stat -c %Y a.txt; ls -A")))
+    assert seen.stdout.split()[1:] == ["a.txt"], "the rehearsal leaves nothing"
+    assert int(seen.stdout.split()[0]) >= int(asked) - 1, "its clock was set before the first file"
+    assert parked.cpu_ms() >= spent
+    host.release(sandbox.id)
+    host.release_group("r1", "train", "rollout", "warm")
+
+
+async def test_as_many_wait_as_were_taken_at_once() -> None:
+    host = await Host.open(environment(max_vms=8, warm_most=2))
+    try:
+        await backend(host).filled()
+        assert len(backend(host)._parked) == 1
+        for group in "abc":
+            await host.acquire(ask(group=group, isolation="episode"))
+        await backend(host).filled()
+        assert len(backend(host)._parked) == 2
+        backend(host)._demand.wanted = lambda template: 1  # type: ignore[method-assign]
+        first = backend(host)._parked[0]
+        await backend(host).filled()
+        await first.gone
+        assert len(backend(host)._parked) == 1
+    finally:
+        await host.close()
+
+
+async def test_a_machine_is_bounded_by_a_group_of_its_own(host: Host) -> None:
+    if groups.places() is None:
+        pytest.skip("no control groups can be had here")
+    sandbox = await host.acquire(ask(group="bounded"))
+    clone = clone_of(host, sandbox)
+    own, its = (Path(f"/proc/{pid}/cgroup").read_text() for pid in ("self", clone.pid))
+    assert own != its and f"/headrace-{os.getpid()}/{clone.pid}\n" in its
+    host.release(sandbox.id)
+    host.release_group("r1", "train", "rollout", "bounded")
+    await clone.gone
+    places = groups.places()
+    assert places is not None and not any(list(folder.glob(f"headrace-*/{clone.pid}")) for folder in places.folders)
+
+
+async def test_busy_processors_keep_training_out_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = await Host.open(environment(max_vms=4, judge_share=1, warm=0))
+    monkeypatch.setattr(backend(host)._processors, "busy", lambda: 0.99)
+    try:
+        with pytest.raises(NoRoom, match=r"use 99% of the processors, and the limit is 95%"):
+            await host.acquire(ask(group="a"))
+        assert (await host.acquire(ask(group="a", role="judge"))).alive
+        assert (await host.acquire(ask(group="u.1", lane="production", isolation="episode"))).alive
+    finally:
+        await host.close()
+
+
+async def test_a_template_that_must_be_made_needs_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = await Host.open(environment(warm=0))
+    monkeypatch.setattr("headrace.vmhost.room.disk_short", lambda place, size: f"too little disk in {place.name}")
+    try:
+        with pytest.raises(NoRoom, match="no room for a rollout machine: too little disk in headrace"):
+            await host.acquire(ask(group="new", template="debian"))
+    finally:
+        await host.close()
+
+
+async def test_no_room_is_said_and_the_judges_share_is_kept() -> None:
+    host = await Host.open(environment(max_vms=2, judge_share=1))
+    try:
+        one = await host.acquire(ask(group="a", isolation="episode"))
+        with pytest.raises(NoRoom, match="1 machines of 1 are in use"):
+            await host.acquire(ask(group="b", isolation="episode"))
+        judge = await host.acquire(ask(group="a", role="judge"))
+        assert (await judge.call(ListFiles())).ok
+        host.release(judge.id)  # unused slots are left, but its room may be needed
+        other = await host.acquire(ask(group="b", role="judge"))
+        host.release(one.id)
+        assert (await host.acquire(ask(group="c", isolation="episode"))).alive
+        host.release(other.id)
+    finally:
+        await host.close()
+
+
+async def test_users_do_not_wait_for_training() -> None:
+    host = await Host.open(environment(max_vms=3, judge_share=1, production_share=1))
+    try:
+        assert (await host.acquire(ask(group="a", isolation="episode"))).alive
+        with pytest.raises(NoRoom, match="for users and the judge"):
+            await host.acquire(ask(group="b", isolation="episode"))
+        assert (await host.acquire(ask(group="u.1", lane="production", isolation="episode"))).alive
+        with pytest.raises(NoRoom, match="the rest is the judge's"):
+            await host.acquire(ask(group="u.2", lane="production", isolation="episode"))
+    finally:
+        await host.close()
+
+
+async def test_memory_decides_as_well(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.vmhost.room.free_mb", lambda: 500.0)
+    with pytest.raises(NoRoom, match="too little memory"):
+        await host.acquire(ask(group="hungry", template="debian"))
