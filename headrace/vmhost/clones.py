@@ -20,8 +20,9 @@ from headrace.vmhost.template import Template
 
 WARM = "light"
 """The template of which clones are always kept ready, beside those that the configuration names."""
-FILL_AFTER_S = 0.05
-"""Who takes a clone has the processor for itself first."""
+FILL_AFTER_S, FILL_BY_S = 0.05, 0.5
+"""Whoever takes clones has the processors for itself: the next ones are made when nobody has taken any for a moment, or
+a longer one after the first."""
 
 
 class CloneBackend:
@@ -40,10 +41,12 @@ class CloneBackend:
         self._held: list[TextIO] = []
         self._memories: dict[str, Memory] = {}
         self._parked: list[Clone] = []
+        self._promised = 0
         least = dict.fromkeys((WARM, *environment.also_warm), environment.warm)
         self._demand = Demand(least, environment.warm_most if environment.warm else 0)
         self._filling: asyncio.Task[None] | None = None
         self._later: asyncio.TimerHandle | None = None
+        self._fill_by = 0.0
         self._processors = room.Processors(environment.max_busy)
         self._looking = asyncio.get_running_loop().create_task(self._look())
         self._closed = False
@@ -89,7 +92,10 @@ class CloneBackend:
 
     async def machine(self, template: str) -> Clone:
         """A clone that answers or is about to (`Clone.ready`), parked ahead or made now. SandboxLost, VmhostError."""
-        made = await self.template(template)
+        try:
+            made = await self.template(template)
+        finally:
+            self._promised = max(0, self._promised - 1)
         self._demand.took(template)
         try:
             while (clone := self._waiting(template)) is not None:
@@ -108,6 +114,7 @@ class CloneBackend:
 
     async def again(self, template: Template, begin: Snapshot) -> Clone:
         """A clone that begins at a snapshot of another clone of that template. SandboxLost."""
+        self._promised = max(0, self._promised - 1)
         clone = Clone(self, template, begin)
         clone.used = True
         self._alive.add(clone)
@@ -121,9 +128,14 @@ class CloneBackend:
 
     def _fill(self, after: float = FILL_AFTER_S) -> None:
         """Soon, have as many clones ready as will be asked for, if there is room; and let go of what nobody will."""
-        if self._closed or self._later is not None or (self._filling is not None and not self._filling.done()):
+        if self._closed or (self._filling is not None and not self._filling.done()):
             return
-        self._later = asyncio.get_running_loop().call_later(after, self._fill_now)
+        loop = asyncio.get_running_loop()
+        if self._later is None:
+            self._fill_by = loop.time() + FILL_BY_S
+        else:
+            self._later.cancel()
+        self._later = loop.call_at(min(loop.time() + after, self._fill_by), self._fill_now)
 
     def _fill_now(self) -> None:
         if self._later is not None:
@@ -191,8 +203,14 @@ class CloneBackend:
     def short_of(self, template: str, patient: bool) -> str:
         """Why there can't be another machine now; empty when a parked clone waits, or memory, processors and disk have
         room for one. Who is not patient gets one also where the processors are busy. Parked ones make way for another
-        template."""
-        if template in self._templates and self._waiting(template) is not None:
+        template. Room that was found is promised: it counts as taken until `machine` or `again` takes it."""
+        short = self._short_of(template, patient)
+        if not short:
+            self._promised += 1
+        return short
+
+    def _short_of(self, template: str, patient: bool) -> str:
+        if sum(clone.template is self._templates.get(template) for clone in self._parked) > self._promised:
             return ""
         if patient and (busy := self._processors.short()):
             return busy
@@ -216,7 +234,7 @@ class CloneBackend:
             max(0.0, clone.template.manifest.hardware.memory_mb + OVERHEAD_MB - clone.private_mb())
             for clone in self._alive
         )
-        return room.memory_short(size, growth)
+        return room.memory_short(size, growth + self._promised * (size + OVERHEAD_MB))
 
     def ended(self, clone: Clone, cpu_ms: float) -> None:
         """Book a clone's end. One that was in use makes room for one that waits ready; one that died waiting does not
