@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from headrace.config import Environment
-from headrace.messages.sandbox import Acquire, Exec, WriteFiles
+from headrace.messages.sandbox import Acquire, Exec, NoRoom, WriteFiles
 from headrace.vmhost import image, levels
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.host import Host, VmSandbox
+from headrace.vmhost.room import OVERHEAD_MB, RESERVE_MB
 
 pytestmark = pytest.mark.vm
 
@@ -85,6 +86,23 @@ def test_a_machine_that_gets_no_memory_says_so_and_the_next_may() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT, str(CACHE)], cwd=ROOT, capture_output=True, text=True)
     refused, made = done.stdout.splitlines()
     assert "QEMU" in refused and "allocate" in refused and made == "made", (done.stdout, done.stderr)
+
+
+def test_a_burst_gets_what_fits_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is asked for before the first machine has taken anything."""
+    monkeypatch.setattr("headrace.vmhost.room.free_mb", lambda: RESERVE_MB + 2.5 * (224 + OVERHEAD_MB))
+
+    async def body() -> None:
+        host = await Host.open(Environment(backend="qemu", cache_dir=str(CACHE), warm=0, max_vms=40, memory_mb=224))
+        try:
+            who: dict[str, Any] = {"run": "r", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "episode"}
+            asked = [Acquire(group="burst", slot=slot, **who) for slot in range(30)]
+            got = await asyncio.gather(*map(host.acquire, asked), return_exceptions=True)
+            assert [type(one) for one in got] == [VmSandbox] * 2 + [NoRoom] * 28
+        finally:
+            await host.close()
+
+    asyncio.run(body())
 
 
 async def text(sandbox: VmSandbox, script: str) -> str:
