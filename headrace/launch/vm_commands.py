@@ -93,8 +93,9 @@ def gc(config: Config, args: argparse.Namespace) -> int:
 async def facts(config: Config, template: str) -> int:
     """The fact sheet of a fresh sandbox."""
     from headrace.launch.vm_sandboxes import fresh
-    from headrace.vmhost import fidelity
+    from headrace.vmhost import fidelity, image
 
+    image.plan(config.environment, template)
     await prepare_host(config)
     async with fresh(config, template) as (_, sandbox):
         say(json.dumps(await fidelity.sheet(sandbox), indent=2))

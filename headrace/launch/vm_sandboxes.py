@@ -52,11 +52,14 @@ async def fresh(
 ) -> AsyncIterator[tuple[Host, VmSandbox]]:
     """A host with one sandbox, a folder's content in its workspace."""
     environment = msgspec.structs.replace(config.environment, warm=0, **changes)
+    if environment.backend != "process":
+        image.plan(environment, template)  # an unknown one is told before anything is made
+    tree = levels.archive(Path(push)) if push else b""
     host = await Host.open(environment)
     try:
         sandbox = await host.acquire(request(template))
         if push:
-            pushed = await sandbox.call(PushTar(data=levels.archive(Path(push))))
+            pushed = await sandbox.call(PushTar(data=tree))
             if not pushed.ok:
                 raise VmhostError(f"{push} could not be pushed: {pushed.error}")
         yield host, sandbox
@@ -67,9 +70,8 @@ async def fresh(
 async def run(config: Config, args: argparse.Namespace) -> int:
     """A command, streamed; its exit code is ours."""
     argv = tuple(args.argv) or _own_command(config, args.template)
-    env = dict(entry.partition("=")[::2] for entry in args.env)
     async with fresh(config, args.template, args.push) as (_, sandbox):
-        started = await sandbox.call(StartJob(argv=argv, env=env, user=args.user, timeout_s=args.timeout))
+        started = await sandbox.call(StartJob(argv=argv, env=dict(args.env), user=args.user, timeout_s=args.timeout))
         code = await _follow(sandbox, started)
         if args.pull:
             pulled = await sandbox.call(PullTar())
@@ -176,6 +178,7 @@ async def pool(config: Config, args: argparse.Namespace) -> int:
     """Warm clones of a template, acquired one after another; a JSON line."""
     from headrace.vmhost import figures
 
+    image.plan(config.environment, args.template)
     changes = {"warm": args.clones, "max_vms": args.clones + 2, "judge_share": 0, "production_share": 0}
     environment = msgspec.structs.replace(config.environment, **changes)
     warm = await figures.warm(environment, args.template, args.clones)

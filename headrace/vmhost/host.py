@@ -35,7 +35,7 @@ _log = logging.getLogger("headrace.vmhost")
 
 
 def _log_event(kind: str, text: str, data: dict[str, Any]) -> None:
-    _log.warning("%s: %s %s", kind, text, data)
+    _log.warning("%s: %s%s", kind, text, f" {data}" if data else "")
 
 
 class _Cell:

@@ -113,12 +113,16 @@ def _load(folder: Path) -> Image | None:
 def _read(path: Path, stack: ExitStack, outer: IO[bytes], tree: Tree, tag: str) -> oci.Settings:
     if not path.exists():
         raise BadImage("there is no such file")
+    if not path.is_file() and not path.is_dir():
+        raise BadImage("it is neither a file nor a folder")
     try:
         source = oci.Source(path, stack, outer)
     except oci.BROKEN as error:
         raise BadImage(f"it is no tar archive, or a damaged one: {error or type(error).__name__}") from None
     if oci.is_image(source):
         return oci.read(source, tree, tag)
+    if tag:
+        raise BadImage(f"it is no container image and has no tag {tag!r}")
     if path.is_dir():
         tree.add_folder(path)
     else:

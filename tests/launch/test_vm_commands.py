@@ -1,6 +1,7 @@
 """`headrace vm`: images, sandboxes by hand, what the cache holds."""
 
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -42,6 +43,11 @@ def test_an_image_is_imported_shown_and_forgotten(tmp_path: Path, capsys: pytest
         (["build", "task", "--base", "nobody"], "there is no template 'nobody'; known are light, debian"),
         (["build", "light", "--base", "debian"], "a task template can't be called 'light'"),
         (["run", "--template", "light"], "light has no command of its own"),
+        (["run", "--template", "nobody", "--", "true"], "there is no template 'nobody'"),
+        (["run", "--push", "nowhere", "--", "true"], "nowhere can't be read: No such file or directory"),
+        (["facts", "--template", "a/../b"], "there is no template 'a/../b'"),
+        (["pool", "--template", "nobody"], "there is no template 'nobody'"),
+        (["import", "/dev/zero"], "/dev/zero can't be imported: it is neither a file nor a folder"),
     ],
 )
 def test_mistakes_are_one_sentence(
@@ -52,6 +58,23 @@ def test_mistakes_are_one_sentence(
     assert main(["vm", *args]) == 3
     said = capsys.readouterr().err
     assert said.startswith("headrace: ") and sentence in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["run", "--env", "NAME", "--", "true"], "'NAME' is no NAME=VALUE"),
+        (["run", "--timeout", "nan", "--", "true"], "'nan' is no time"),
+        (["fork", "--count", "0"], "'0' is no number of things"),
+        (["pool", "--clones", "-1"], "expected one argument|is no number of things"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_first(
+    args: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["vm", *args])
+    assert re.search(sentence, capsys.readouterr().err)
 
 
 @pytest.mark.vm
