@@ -8,7 +8,7 @@ import pytest
 
 from headrace.actors.rollout_episode_diff import diff
 from headrace.config import Environment
-from headrace.messages.sandbox import Acquire, Exec, PullTree, Role, RunTests, WriteFiles
+from headrace.messages.sandbox import Acquire, Exec, Inspect, PullTree, Role, RunTests, WriteFiles
 from headrace.messages.tasks import TestPlan
 from headrace.vmhost import image, imported, levels, packages
 from headrace.vmhost.host import Host, VmSandbox
@@ -110,6 +110,8 @@ async def test_it_survives_fork_and_restore(host: Host) -> None:
     seen = [await query(sandbox, names) for sandbox in (first, fork, restored)]
     assert seen == ["Alan,Grace", "Alan,Grace,Only", "Ada,Alan,Grace"]
     for sandbox in (first, fork, restored):
+        looked = await sandbox.call(Inspect())
+        assert looked.ok and looked.touched == ()
         host.release(sandbox.id)
 
 
@@ -128,5 +130,7 @@ async def test_a_migration_is_judged_in_a_fresh_clone(host: Host) -> None:
         judge = await host.acquire(request)
         await judge.call(WriteFiles(files={**files, "check.sh": CHECK.encode()}))
         verdicts.append((await judge.call(RunTests(plan=plan))).ok)
+        looked = await judge.call(Inspect(thorough=True))
+        assert looked.ok and looked.touched == ()
         host.release(judge.id)
     assert verdicts == [True, False, False]
