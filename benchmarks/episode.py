@@ -27,6 +27,7 @@ from headrace.config import Environment
 from headrace.messages.sandbox import (
     Acquire,
     Exec,
+    Inspect,
     Isolation,
     PullTree,
     ReadFile,
@@ -105,6 +106,7 @@ async def _judge(host: Host, group: str, slot: int, isolation: Isolation, diff: 
     sandbox = await host.acquire(_request(group, slot, "judge", isolation, FILES | diff | HIDDEN))
     verdict = await sandbox.call(RunTests(plan=TestPlan(paths=("test_hidden.py",))))
     assert verdict.ok and len(verdict.tests) == 3, verdict
+    assert not (await sandbox.call(Inspect())).touched
     host.release(sandbox.id)
 
 

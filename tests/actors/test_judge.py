@@ -325,21 +325,24 @@ async def test_a_machine_that_was_touched_is_not_believed_and_who_did_it_has_che
         living(Environment, settings, await connect("environment", node="n1"), ANY_RUN) as node,
         living(Judge, settings, await connect("judge"), "j11"),
     ):
-        sly = trajectory("j11", "g1", {PATH: WAITS_TO_BE_TOUCHED + FIXED}, isolation="group")
-        judging = asyncio.create_task(judged(observer, sly))
+        diff = {PATH: WAITS_TO_BE_TOUCHED + FIXED}
+        beside = judged(observer, trajectory("j11", "g1", diff, isolation="group"))
+        alone = judged(observer, trajectory("j11", "g3", diff, isolation="episode"))
+        judging = asyncio.gather(beside, alone)
         while not judging.done():
             for clone in node._host._backend.alive():  # type: ignore[attr-defined]
                 with suppress(VmhostError):  # it does not map its memory yet
                     overwrite(clone, page_of(clone, "/etc/hostname"), b"touched")
             await asyncio.sleep(0.02)
-        guilty = await judging
+        culprits = await judging
         same, wrong = await asyncio.gather(
             judged(observer, trajectory("j11", "g1", {PATH: FIXED}, slot=1, isolation="group")),
             judged(observer, trajectory("j11", "g1", {}, slot=2, isolation="group")),
         )
         clean = await judged(observer, trajectory("j11", "g2", {PATH: FIXED}, isolation="group"))
-    assert (guilty.verdict, guilty.reward, guilty.again) == ("cheating", 0.0, "")
-    assert guilty.suspicions == ("machine_touched:/etc/hostname",)
+    for guilty in culprits:
+        assert (guilty.verdict, guilty.reward, guilty.again) == ("cheating", 0.0, "")
+        assert guilty.suspicions == ("machine_touched:/etc/hostname",)
     assert (same.verdict, same.again, same.suspicions) == ("passed", "same", ())
     assert (wrong.verdict, wrong.again, wrong.suspicions) == ("failed", "same", ())
     assert (clean.verdict, clean.again, clean.suspicions) == ("passed", "", ())
@@ -348,4 +351,4 @@ async def test_a_machine_that_was_touched_is_not_believed_and_who_did_it_has_che
         async for received in observer.history("HR_EVENT", EVENT.where(run="j11", actor="judge", type="event"))
         if isinstance(received.message, Event) and received.message.kind == "machine_touched"
     ]
-    assert sorted(told) == [(0, "did it"), (1, "did not do it"), (2, "did not do it")]
+    assert sorted(told) == [(0, "did it"), (0, "did it"), (1, "did not do it"), (2, "did not do it")]
