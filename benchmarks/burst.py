@@ -85,6 +85,9 @@ class SimulatedMachine:
         """The only slot."""
         return self._channel
 
+    async def ready(self) -> None:
+        """It is."""
+
     async def inspect(self, thorough: bool) -> tuple[str, ...]:
         """Nothing happens here."""
         return ()
@@ -124,9 +127,9 @@ class SimulatedBackend:
             await asyncio.sleep(self._rng.lognormvariate(self._mu, self._sigma))
         return SimulatedMachine(self, mib)
 
-    def room(self, template: str, alive: int) -> bool:
-        """Whether the largest would still fit."""
-        return self.used + self._most <= self._room
+    def short_of(self, template: str, patient: bool) -> str:
+        """Memory, if the largest would not fit any more."""
+        return "" if self.used + self._most <= self._room else "too little memory is free"
 
     def facts(self) -> dict[str, Any]:
         """What it is."""
