@@ -92,10 +92,8 @@ def _tool(name: str, purpose: str, package: str) -> Finding:
 
 
 def _kvm() -> Finding:
-    if not os.path.exists("/dev/kvm"):
-        return Finding(True, "no /dev/kvm: machines run under TCG, QEMU's own emulation, some 20 times slower inside")
-    if not os.access("/dev/kvm", os.R_OK | os.W_OK):
-        return Finding(True, "/dev/kvm is there but not for this user: add it to the group kvm for native speed")
+    if reason := qemu.no_kvm():
+        return Finding(True, f"{reason}; without it machines run under TCG, an emulation, some 20 times slower inside")
     return Finding(True, "/dev/kvm opens; whether a machine runs on it is found by booting one")
 
 

@@ -25,7 +25,7 @@ _LIMIT_S = {"kvm": 8.0, "tcg": 60.0}
 def choose(base: Path, cache: Path, version: str, wanted: str = "auto") -> tuple[Accel, MachineType, str]:
     """Accelerator, machine type, and why in one sentence. VmhostError when nothing boots."""
     remembered = cache / "probe.json"
-    conditions = [version, os.uname().release, _cpu(), _boot_id(), base.name, wanted]
+    conditions = [version, os.uname().release, _cpu(), _boot_id(), base.name, wanted, qemu.no_kvm()]
     try:
         before = json.loads(remembered.read_text())
         if before["conditions"] == conditions:
@@ -36,8 +36,8 @@ def choose(base: Path, cache: Path, version: str, wanted: str = "auto") -> tuple
     accels: tuple[Accel, ...] = ("kvm", "tcg") if wanted == "auto" else (wanted,)  # type: ignore[assignment]
     machines: tuple[MachineType, ...] = ("microvm", "q35")
     for accel in accels:
-        if accel == "kvm" and not os.access("/dev/kvm", os.R_OK | os.W_OK):
-            notes.append("no usable /dev/kvm")
+        if accel == "kvm" and (reason := qemu.no_kvm()):
+            notes.append(reason)
             continue
         for machine in machines:
             failure = boots(base, accel, machine)

@@ -1,6 +1,7 @@
 """Templates are refused when they are not what they say, and images that do not boot say why."""
 
 import asyncio
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,18 @@ def test_a_machine_without_qemu_is_told_what_to_install(monkeypatch: pytest.Monk
     bad = [finding.text for finding in doctor.doctor(Environment(cache_dir=str(tmp_path))) if not finding.good]
     assert any("qemu-system-x86_64 is not installed" in text for text in bad)
     assert any("mmdebstrap is missing" in text for text in bad)
+
+
+@pytest.mark.parametrize(("mode", "says"), [(0o600, "is root's alone"), (0o660, ""), (0o666, "")])
+def test_a_kvm_that_machines_may_not_open_says_what_to_change(tmp_path: Path, mode: int, says: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("who is not root runs machines as himself")
+    device = tmp_path / "kvm"
+    device.touch()
+    device.chmod(mode)
+    found = qemu.no_kvm(str(device))
+    assert says in found and bool(found) is bool(says)
+    assert qemu.no_kvm(str(tmp_path / "none")) == f"no {tmp_path}/none"
 
 
 def test_a_cache_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
