@@ -34,6 +34,7 @@ from headrace.vmhost.memory import Memory
 Accel = Literal["kvm", "tcg"]
 MachineType = Literal["microvm", "q35"]
 _ACCEL = {"tcg": ("-accel", "tcg,tb-size=32", "-cpu", "max"), "kvm": ("-accel", "kvm", "-cpu", "host")}
+KVM = "/dev/kvm"
 BINARY = "qemu-system-x86_64"
 INSTALL = "apt-get install qemu-system-x86 mmdebstrap"
 
@@ -91,8 +92,20 @@ def _nobody(accel: Accel) -> list[str]:
     if os.geteuid() != 0:
         return []
     user = str(1 << 30 | (os.getpid() & 0x3FFF) << 16 | next(_users) & 0xFFFF)
-    groups = ("--groups", str(os.stat("/dev/kvm").st_gid)) if accel == "kvm" else ("--clear-groups",)
+    groups = ("--groups", str(os.stat(KVM).st_gid)) if accel == "kvm" else ("--clear-groups",)
     return ["--reuid", user, "--regid", user, *groups, "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
+
+
+def no_kvm(device: str = KVM) -> str:
+    """Why a QEMU of ours could not even open the device, and what to change; empty when it can."""
+    try:
+        mode = os.stat(device).st_mode
+    except OSError:
+        return f"no {device}"
+    if os.geteuid() == 0:  # then its QEMUs are not
+        allowed = mode & 0o006 == 0o006 or mode & 0o060 == 0o060
+        return "" if allowed else f"{device} is root's alone and QEMU does not run as root: chgrp kvm and chmod 660 it"
+    return "" if os.access(device, os.R_OK | os.W_OK) else f"{device} is not for this user: add it to the group kvm"
 
 
 def _on(value: bool) -> str:
