@@ -147,6 +147,8 @@ async def test_a_task_is_prepared_once_and_its_clones_begin_there(host: Host, ca
     assert (await fresh.call(ReadFile(path="made"))).data == b"ran\n"
     assert (await fresh.call(ReadFile(path="task.py"))).ok
     for taken in (one, two, fresh):
+        looked = await taken.call(Inspect(thorough=True))
+        assert looked.ok and looked.touched == ()
         host.release(taken.id)
     for group in "cd":
         host.release_group("r", "train", "rollout", group)
