@@ -46,7 +46,16 @@ def build(config: Config, args: argparse.Namespace) -> int:
         tree = levels.archive(Path(args.push)) if args.push else b""
         image.plan(config.environment, args.base)
         cache = Path(config.environment.cache_dir).absolute()
+        before = levels.find(cache, args.name)
         levels.save(cache, levels.Recipe(name=args.name, base=args.base, tree=tree, steps=steps))
+        try:
+            image.ensure(config.environment, say, (args.name,))
+        except BaseException:
+            if before is not None:
+                levels.save(cache, before)
+            else:
+                levels.forget(cache, args.name)
+            raise
     made = image.ensure(config.environment, say, (args.name,))[args.name]
     if args.name != "light":
         say(f"template {args.name}: {made.manifest.key}, made in {made.manifest.built_s:g} s, {made.folder}")

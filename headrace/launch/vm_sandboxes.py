@@ -117,12 +117,13 @@ async def _feed(sandbox: Sandbox, job: int, fd: int) -> None:
 
 
 async def _follow(sandbox: Sandbox, started: OpResult) -> int:
-    """Show a job's output as it comes; its exit code. Ctrl-C goes to the job first."""
+    """Show a job's output as it comes; its exit code. Ctrl-C goes to the job; the second one ends it."""
     if not started.ok:
         raise VmhostError(f"the command could not be started: {started.error}")
-    loop, interrupted = asyncio.get_running_loop(), asyncio.Event()
+    loop, heard = asyncio.get_running_loop(), 0
+    presses: list[float] = []
     with suppress(NotImplementedError):
-        loop.add_signal_handler(signal.SIGINT, interrupted.set)
+        loop.add_signal_handler(signal.SIGINT, lambda: presses.append(time.monotonic()))
     try:
         while True:
             piece = asyncio.ensure_future(sandbox.call(FollowJob(job=started.job, wait_s=1.0)))
@@ -131,9 +132,10 @@ async def _follow(sandbox: Sandbox, started: OpResult) -> int:
             for stream, text in ((sys.stdout, told.stdout), (sys.stderr, told.stderr)):
                 stream.write(text)
                 stream.flush()
-            if interrupted.is_set():
-                interrupted.clear()
-                await sandbox.call(StopJob(job=started.job, signal=signal.SIGINT))
+            if len(presses) > heard:
+                heard = len(presses)
+                end = signal.SIGINT if heard == 1 else signal.SIGKILL
+                await sandbox.call(StopJob(job=started.job, signal=end))
             if not told.running:
                 if told.timed_out:
                     raise VmhostError(told.error)

@@ -95,6 +95,11 @@ def find(cache: Path, name: str) -> Recipe | None:
         raise VmhostError(f"the recipe {path} is damaged: {error}; build the task template again") from None
 
 
+def forget(cache: Path, name: str) -> None:
+    """Drop the recipe of a name, if there is one."""
+    (cache / f"task-{name}").unlink(missing_ok=True)
+
+
 def names(cache: Path) -> list[str]:
     """Names of all recipes."""
     return sorted(path.name.removeprefix("task-") for path in cache.glob("task-*"))

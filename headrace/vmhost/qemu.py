@@ -175,6 +175,7 @@ class Qemu:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
+                process_group=0,  # Ctrl-C in our terminal is for us to answer
             )
         except OSError as error:
             for ours, _ in pairs:

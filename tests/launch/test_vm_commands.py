@@ -1,7 +1,9 @@
 """`headrace vm`: images, sandboxes by hand, what the cache holds."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -112,6 +114,37 @@ def test_a_shell_takes_what_is_typed() -> None:
     )
     assert done.returncode == 3, done.stderr
     assert "42" in done.stdout and "/dev/pts/" in done.stdout
+
+
+@pytest.mark.vm
+@pytest.mark.slow
+def test_ctrl_c_goes_to_the_job_and_the_second_ends_it() -> None:
+    """As a terminal sends it: to every process of the group. The machine must not hear it."""
+    stubborn = "trap 'echo heard' INT; echo ready; while :; do sleep 0.1; done"
+    words = [sys.executable, "-m", "headrace.cli", "vm", "run", "--set", CACHE, "--", "sh", "-c", stubborn]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as process:
+        assert process.stdout is not None
+        for line in ("ready\n", "heard\n"):
+            while process.stdout.readline() != line:
+                assert process.poll() is None
+            os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == 137
+
+
+@pytest.mark.vm
+@pytest.mark.slow
+def test_a_recipe_that_fails_leaves_the_one_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And nothing where there was none."""
+    for source in (*(ROOT / ".cache" / "headrace").glob("base-*"), ROOT / ".cache" / "headrace" / "probe.json"):
+        (tmp_path / source.name).symlink_to(source)
+    here = ["--set", f"environment.cache_dir={json.dumps(str(tmp_path))}", "--set", "environment.slots_per_vm=1"]
+    chore = ["vm", "build", "chore", "--base", "light", *here, "--step"]
+    assert main([*chore, "echo oh; exit 4"]) == 3
+    assert "exit code 4: oh" in capsys.readouterr().err and not (tmp_path / "task-chore").exists()
+    assert main([*chore, "echo first > a"]) == 0
+    assert main([*chore, "exit 5"]) == 3
+    assert main(["vm", "run", "--template", "chore", *here, "--", "cat", "a"]) == 0
+    assert capsys.readouterr().out.endswith("first\n")
 
 
 @pytest.mark.vm
