@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -46,6 +47,12 @@ def request(template: str, slot: int = 0, group: str = "hand") -> Acquire:
     return Acquire(**names, role="rollout", slot=slot, attempt=0, isolation="episode")  # type: ignore[arg-type]
 
 
+def _tell(kind: str, text: str, data: dict[str, Any]) -> None:
+    """What takes long is told beside the command's own output; what fails, its error tells."""
+    if kind == "vm_template":
+        sys.stderr.write(f"headrace: {text}\n")
+
+
 @asynccontextmanager
 async def fresh(
     config: Config, template: str, push: str = "", **changes: object
@@ -55,7 +62,7 @@ async def fresh(
     if environment.backend != "process":
         image.plan(environment, template)  # an unknown one is told before anything is made
     tree = levels.archive(Path(push)) if push else b""
-    host = await Host.open(environment)
+    host = await Host.open(environment, on_event=_tell)
     try:
         sandbox = await host.acquire(request(template))
         if push:
@@ -130,8 +137,12 @@ async def _follow(sandbox: Sandbox, started: OpResult) -> int:
             await asyncio.wait([piece])
             told = piece.result()
             for stream, text in ((sys.stdout, told.stdout), (sys.stderr, told.stderr)):
-                stream.write(text)
-                stream.flush()
+                try:
+                    stream.write(text)
+                    stream.flush()
+                except BrokenPipeError:  # who read it is gone (`| head`): the job hears it as it would in a pipe
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                    await sandbox.call(StopJob(job=started.job, signal=signal.SIGPIPE))
             if len(presses) > heard:
                 heard = len(presses)
                 end = signal.SIGINT if heard == 1 else signal.SIGKILL

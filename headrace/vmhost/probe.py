@@ -10,6 +10,7 @@ import select
 import socket
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.vmhost import cpio, qemu
@@ -44,7 +45,8 @@ def choose(base: Path, cache: Path, version: str, wanted: str = "auto") -> tuple
             if not failure:
                 why = f"{accel} with {machine}" + (f" ({'; '.join(notes)})" if notes else "")
                 found = {"conditions": conditions, "accel": accel, "machine": machine, "why": why}
-                remembered.write_text(json.dumps(found))
+                with suppress(OSError):  # of another user, or of nobody on a read-only disk: then it is found again
+                    remembered.write_text(json.dumps(found))
                 return accel, machine, why
             notes.append(f"{accel} with {machine}: {failure}")
     raise VmhostError(f"no virtual machine boots here: {'; '.join(notes)}")
