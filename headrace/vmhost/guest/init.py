@@ -149,7 +149,7 @@ class Slot:
         os.umask(0o022)
         os.chdir(ROOT)
         mine = keeper.Keeper(self.port, ROOT, ENVIRONMENT, self._become_tool)
-        mine.prepare()
+        mine.worker.prepare()
         mine.serve()
 
     def _become_tool(self) -> None:

@@ -9,17 +9,16 @@ import os
 import random
 import select
 import signal
-import socket
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from . import background, jobs, pytests, runner
+from . import background, jobs, pytests
 from .files import Answer, Refused, Workspace
 from .frames import Garbage, Reader, pack
+from .worker import Worker
 
 _DRAIN = 32
 """Reads of 64 KiB after a job's exit: more than the largest pipe holds, and an end if someone goes on writing."""
@@ -42,36 +41,10 @@ class Keeper:
         self.idle = self.died = False
         self.jobs: dict[int, jobs.Job] = {}
         self.background = background.Background(self.answer)
-        self.runs: deque[tuple[int, dict[str, Any]]] = deque()
-        self.worker: socket.socket | None = None
-        self.worker_pid = 0
-        self.worker_reader = Reader()
-        self.run_deadline = 0.0
+        self.worker = Worker(root, environment, self._leave, become, self.answer)
         self.wake_read, self.wake_write = os.pipe()
         for end in (self.wake_read, self.wake_write):
             os.set_blocking(end, False)
-
-    def prepare(self) -> None:
-        """Fork the worker that the first test run will find waiting."""
-        ours, theirs = socket.socketpair()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.setsid()
-                self._leave()
-                ours.close()
-                null = os.open("/dev/null", os.O_RDWR)
-                for fd in range(3):
-                    os.dup2(null, fd)
-                self.become()
-                os.chdir(self.root)
-                os.environ.clear()
-                os.environ.update(self.environment)
-                runner.serve(theirs, self.root)
-            finally:
-                os._exit(0)
-        theirs.close()
-        self.worker, self.worker_pid, self.worker_reader = ours, pid, Reader()
 
     def _leave(self) -> None:
         """In a fork: let go of everything that is the keeper's own."""
@@ -79,8 +52,7 @@ class Keeper:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for fd in (self.port, self.wake_read, self.wake_write):
             os.close(fd)
-        if self.worker is not None:
-            self.worker.close()
+        self.worker.close()
         for job in self.jobs.values():
             for fd in job.held():
                 os.close(fd)
@@ -91,7 +63,7 @@ class Keeper:
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         reader = Reader()
         while True:
-            if not self.jobs and not self.runs:
+            if not self.jobs and not self.worker.runs:
                 self.idle = True
                 if self.died:
                     self.died = False
@@ -129,9 +101,9 @@ class Keeper:
             for fd, writing in job.fds():
                 owners[fd] = job
                 poll.register(fd, select.POLLOUT if writing else select.POLLIN)
-        if self.runs and self.worker is not None:
-            poll.register(self.worker, select.POLLIN)
-            deadlines.append(self.run_deadline)
+        if (testing := self.worker.fileno()) >= 0:
+            poll.register(testing, select.POLLIN)
+            deadlines.append(self.worker.deadline)
         wait = min(3600.0, max(0.0, min(deadlines) - time.monotonic())) if deadlines else None
         data: bytes | None = None
         died = False
@@ -144,8 +116,8 @@ class Keeper:
                 died = True
             elif fd in owners:
                 owners[fd].ready(fd)
-            elif self.worker is not None and fd == self.worker.fileno():
-                self._from_worker()
+            elif fd == testing:
+                self.worker.ready()
         if died:
             self._reap()
         self._expire()
@@ -159,8 +131,7 @@ class Keeper:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                if pid == self.worker_pid:
-                    self.worker_pid = 0
+                self.worker.died(pid)
                 for job in self.jobs.values():
                     if job.pid == pid:
                         job.status = status
@@ -182,9 +153,7 @@ class Keeper:
             if now >= job.deadline and not job.timed_out:
                 job.timed_out = True
                 job.kill()
-        if self.runs and now >= self.run_deadline:
-            limit = self.runs[0][1]["timeout_s"]
-            self._run_failed({"timed_out": True, "error": f"the tests ran past their limit of {limit:g} s"})
+        self.worker.expire(now)
 
     # -- the operations -------------------------------------------------------------------------------------------
 
@@ -259,21 +228,11 @@ class Keeper:
     def _quiet(self) -> dict[str, Any]:
         """Kill what still runs, if anything does. A worker that waits for its next run alone is left as it is: ending
         it would cost more than it ever will."""
-        if self.spawned or not self._worker_rests():
+        if self.spawned or not self.worker.rests():
             with suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
-            self._drop_worker()
+            self.worker.drop()
         return {}
-
-    def _worker_rests(self) -> bool:
-        if self.worker is None:
-            return True
-        try:
-            fields = _small(f"/proc/{self.worker_pid}/stat").rpartition(b")")[2].split()
-            children = _small(f"/proc/{self.worker_pid}/task/{self.worker_pid}/children")
-        except OSError:
-            return False
-        return fields[0] == b"S" and fields[17] == b"1" and not children
 
     def _command(self, header: dict[str, Any], stdin: bytes, folder: str, environment: dict[str, str]) -> jobs.Job:
         if not header["argv"]:
@@ -302,9 +261,7 @@ class Keeper:
             self.workspace.resolve(path)
         match header["kind"]:
             case "functions":
-                self.runs.append((number, header))
-                if len(self.runs) == 1:
-                    self._next_run()
+                self.worker.run(number, header | {"seed": self.seed})
             case "pytest":
                 self._start(number, self._pytest(header), _pytest_outcome)
             case _:
@@ -327,57 +284,6 @@ class Keeper:
         names = ("stdout", "stderr", "report")
         return jobs.start(self.child(body), names, b"", 65536, header["timeout_s"])
 
-    # -- the prepared worker --------------------------------------------------------------------------------------
-
-    def _next_run(self) -> None:
-        if self.worker is not None and select.select([self.worker], [], [], 0)[0]:
-            self._drop_worker()
-        if self.worker is None:
-            self.prepare()
-        header = self.runs[0][1]
-        self.run_deadline = time.monotonic() + header["timeout_s"]
-        assert self.worker is not None
-        try:
-            self.worker.sendall(pack({"paths": header["paths"], "seed": self.seed}))
-        except OSError:
-            self._run_failed({"error": "the test worker was gone"})
-
-    def _from_worker(self) -> None:
-        assert self.worker is not None
-        data = self.worker.recv(65536)
-        try:
-            frames = self.worker_reader.feed(data)
-            if not frames:
-                if not data:
-                    self._run_failed({"error": "the code under test ended the test process"})
-                return
-            header, bodies = frames[0]
-            tests = pytests.rows(header["tests"])
-            truncated = bool(header["truncated"])
-            output = bodies[0]
-        except (Garbage, KeyError, IndexError, TypeError, ValueError):
-            self._run_failed({"error": "the code under test broke the test process"})
-            return
-        number, _ = self.runs.popleft()
-        self.answer(number, (pytests.verdict(tests) | {"truncated": truncated, "stdout": 0}, [output]))
-        if self.runs:
-            self._next_run()
-
-    def _run_failed(self, header: dict[str, Any]) -> None:
-        number, _ = self.runs.popleft()
-        self._drop_worker()
-        self.answer(number, ({"ok": False, "code": 1} | header, []))
-        if self.runs:
-            self._next_run()
-
-    def _drop_worker(self) -> None:
-        if self.worker is not None:
-            self.worker.close()
-            if self.worker_pid:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.worker_pid, signal.SIGKILL)
-            self.worker, self.worker_pid = None, 0
-
 
 def _await_clock(nanoseconds: int) -> None:
     """A clone that goes on is told the time through another port, which may be read after ours: no file may be older
@@ -386,14 +292,6 @@ def _await_clock(nanoseconds: int) -> None:
         if time.time_ns() >= nanoseconds - _LATE_NS:
             return
         time.sleep(0.001)
-
-
-def _small(path: str) -> bytes:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(fd, 4096)
-    finally:
-        os.close(fd)
 
 
 def _pytest_outcome(job: jobs.Job) -> Answer:
