@@ -43,6 +43,7 @@ class Judge(Actor):
         suite = lru_cache(64)(partial(open_suite, root=self.config.tasks.dir))
         # The slots of a group ask one after another.
         self._sides = lru_cache(64)(lambda ref: (suite(ref.suite).task(ref.task), suite(ref.suite).oracle(ref.task)))
+        self._blind = False
         self._scored = 0
         self._passed = 0
         self.every(self.config.environment.lease_s / 3, self._sandboxes.renew, "lease renewal")
@@ -207,6 +208,9 @@ class Judge(Actor):
         try:
             result = await sandbox.call(RunTests(plan=oracle.tests), f"{trajectory.id}-judge{again}")
             looked = await sandbox.call(Inspect(thorough=thorough), f"{trajectory.id}-look{again}")
+            if not looked.ok and not self._blind:
+                self._blind = True
+                await self.event("machines_not_looked_at", looked.error, "warning")
             return result, looked.touched
         except (NodeSilent, Superseded):
             raise

@@ -118,6 +118,10 @@ async def test_verdicts(connect: Connect, environment: Environment, tmp_path: Pa
         )
     assert (right.verdict, right.passed, right.reward, right.suspicions) == ("passed", True, 1.0, ())
     assert [test.name for test in right.tests] == list(ORACLE.expected)
+    where = EVENT.where(run="j1", actor="judge", type="event")
+    told = [received.message async for received in observer.history("HR_EVENT", where)]
+    blind = [event.text for event in told if isinstance(event, Event) and event.kind == "machines_not_looked_at"]
+    assert len(blind) == 1 and "backend = qemu" in blind[0]
     assert (right.sampled_tokens, right.calls, right.turns, right.family) == (3, 1, 1, TASK.family)
     assert (wrong.verdict, wrong.passed, wrong.reward) == ("failed", False, 0.0)
     assert (sly.verdict, sly.reward) == ("cheating", 0.0)

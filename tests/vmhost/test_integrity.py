@@ -236,6 +236,23 @@ async def test_a_file_changed_behind_its_metadata_and_a_changed_kernel_are_named
         host.release(sandbox.id)
 
 
+@pytest.mark.vm
+async def test_a_copy_of_a_touched_machine_can_not_be_told_from_its_template(host: Host) -> None:
+    known: dict[str, Any] = {"run": "r", "lane": "train", "role": "judge", "attempt": 0, "isolation": "episode"}
+    box = await host.acquire(Acquire(group="copied", slot=0, **known))
+    honest, odd = list[VmSandbox](), list[VmSandbox]()
+    for slot, found in ((1, honest), (2, odd)):
+        found += await host.fork(box.id, [Acquire(group="copied", slot=slot, **known)])
+        clone = host.machine(box.id)
+        assert isinstance(clone, Clone)
+        overwrite(clone, page_of(clone, "/etc/hostname"), b"touched")
+    assert (await honest[0].call(Inspect())).ok
+    looked = await odd[0].call(Inspect())
+    assert not looked.ok and looked.touched == () and "did not begin as its template" in looked.error
+    for sandbox in (box, *honest, *odd):
+        host.release(sandbox.id)
+
+
 async def test_the_process_backend_says_that_it_can_not_tell() -> None:
     host = await Host.open(Environment(backend="process"))
     try:
