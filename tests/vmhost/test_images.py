@@ -147,7 +147,7 @@ async def test_a_task_is_prepared_once_and_its_clones_begin_there(host: Host, ca
     assert (await fresh.call(ReadFile(path="made"))).data == b"ran\n"
     assert (await fresh.call(ReadFile(path="task.py"))).ok
     for taken in (one, two, fresh):
-        looked = await taken.call(Inspect(thorough=True))
+        looked = await taken.call(Inspect(thorough=taken is fresh))
         assert looked.ok and looked.touched == ()
         host.release(taken.id)
     for group in "cd":
