@@ -5,21 +5,31 @@ content, in exactly the format that it will meet. Many small steps beat few larg
 tokens nothing was learned from 1.5 M tokens, with 1,024 the same tokens were enough. Traces are of imperfect quality
 on purpose (they quit early, edit what they have not read, write a wrong fix): reinforcement then has something to do.
 
-Everything is decided by the traces and the recipe: the same inputs give the same weights.
+Everything is decided by the traces and the recipe: the same inputs give the same weights. So does a trainer that was
+killed in between: weights, moments and the count of steps are kept now and then, and the traces of steps that were
+taken are made again and passed over, in a twentieth of the time that learning from them took.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from headrace.config import MidTraining
 from headrace.policy.model import Model
+from headrace.training import checkpoint
 from headrace.training.shards import Shards
 from headrace.training.shards import Text as Trace
 from headrace.training.state import TrainerState
 
 __all__ = ["MidTrainingFailed", "Progress", "Trace", "batches", "learning_rate", "run"]
+
+
+KEEP_S = 20.0
+"""Seconds between two checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,7 @@ class Progress:
 
 
 class MidTrainingFailed(Exception):
-    """The loss or the gradient is not finite; the text says at which step."""
+    """The loss or the gradient is not finite, at a step that the text names; or what was kept is of another recipe."""
 
 
 def learning_rate(recipe: MidTraining, done: float) -> float:
@@ -62,16 +72,22 @@ def run(
     recipe: MidTraining,
     progress: Callable[[Progress], None] = lambda _: None,
     every: int = 50,
+    kept: Path | None = None,
 ) -> int:
     """Train `model` in place until `recipe.tokens` were read; returns the steps taken.
 
-    `progress` is called every `every` steps and at the end, from this thread. MidTrainingFailed when the numbers break.
+    `progress` is called every `every` steps and at the end, from this thread. `kept` is a file to go on from, if it is
+    there, and to write every KEEP_S; `traces` begin with the first in any case. MidTrainingFailed when the numbers
+    break or the file is of another recipe, CheckpointError when it is damaged.
     """
     state = TrainerState(model, betas=(0.9, recipe.beta2), weight_decay=recipe.weight_decay)
     started = time.perf_counter()
-    tokens = 0
+    tokens = _resume(kept, state, recipe) if kept is not None else 0
+    saved = started
     seen: list[float] = []
     stream = batches(traces, recipe.batch_tokens)
+    for _ in range(state.step):
+        next(stream, None)
     members = next(stream, None)
     following: list[list[Trace] | None] = []
 
@@ -92,4 +108,22 @@ def run(
                 mean = sum(seen) / len(seen)
                 progress(Progress(state.step, tokens, recipe.tokens, mean, time.perf_counter() - started))
                 seen.clear()
+            if kept is not None and time.perf_counter() - saved >= KEEP_S:
+                checkpoint.save(kept, state, position={"tokens": tokens, "recipe": _words(recipe)})
+                saved = time.perf_counter()
     return state.step
+
+
+def _resume(kept: Path, state: TrainerState, recipe: MidTraining) -> int:
+    """Take over what was kept; the tokens that were read by then."""
+    try:
+        found = checkpoint.load(kept, state)
+    except FileNotFoundError:
+        return 0
+    if found.position["recipe"] != _words(recipe):
+        raise MidTrainingFailed(f"{kept} was begun under another [mid_training]: go back to that, or remove the file")
+    return int(found.position["tokens"])
+
+
+def _words(recipe: MidTraining) -> str:
+    return msgspec.json.encode(recipe).decode()

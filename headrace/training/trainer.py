@@ -2,6 +2,7 @@
 
 Folder of a run's trainer:
     checkpoint.safetensors   the newest durable state, replaced atomically
+    mid-training.safetensors the same of mid-training, while that goes on
     policy/                  config.json and tokenizer.json of the run, written once
 Nothing here knows streams: manifests and records come in, outcomes and files go out, and `position` is whatever the
 caller wants to find again after a crash. All calls are blocking and belong into one worker thread.
@@ -89,11 +90,12 @@ class Trainer:
             model.load_state(huggingface.load(config.policy.checkpoint)[1])
         if config.mid_training.tokens > 0:
             model.numerics = probe(policy, exact=False)  # nobody compares these numbers, and it is a fifth faster
-            mid_training.run(model, traces(), config.mid_training, progress)
+            mid_training.run(model, traces(), config.mid_training, progress, kept=folder / "mid-training.safetensors")
             model.numerics = numerics
         trainer = cls(config, folder, TrainerState(model), numerics)
         trainer._hold_reference()
         trainer.save({})
+        (folder / "mid-training.safetensors").unlink(missing_ok=True)
         return trainer
 
     @property

@@ -1,12 +1,14 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
 from headrace.config import MidTraining
+from headrace.training.checkpoint import CheckpointError
 from headrace.training.mid_training import MidTrainingFailed, Progress, batches, learning_rate, run
 from tests.training.world import model
 
@@ -42,6 +44,46 @@ def test_the_same_traces_give_the_same_bits() -> None:
     for net in (left, right):
         run(net, texts(), RECIPE)
     assert all(torch.equal(value, right.state()[name]) for name, value in left.state().items())
+
+
+class Stop(Exception):
+    pass
+
+
+def stopping(after: int) -> Iterator[Text]:
+    """As many as that, and then the trainer is gone."""
+    yield from itertools.islice(texts(), after)
+    raise Stop
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_was_stopped_goes_on_to_the_same_bits(
+    tmp_path: Path, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.training.mid_training.KEEP_S", 0.0)
+    recipe, kept = msgspec.structs.replace(RECIPE, tokens=2000, processes=processes), tmp_path / "kept"
+    whole, seen = model(), list[Progress]()
+    steps = run(whole, texts(), recipe)
+    for traces in (stopping(60), stopping(100)):
+        with pytest.raises(Stop):
+            run(model(), traces, recipe, kept=kept)
+    again = model(seed=9)
+    assert run(again, texts(), recipe, seen.append, every=1, kept=kept) == steps
+    assert 5 < seen[0].step < steps == seen[-1].step, "it did not begin again"
+    assert all(torch.equal(value, again.state()[name]) for name, value in whole.state().items())
+
+
+def test_what_was_kept_under_another_recipe_or_damaged_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.training.mid_training.KEEP_S", 0.0)
+    kept = tmp_path / "kept"
+    run(model(), texts(), msgspec.structs.replace(RECIPE, tokens=300), kept=kept)
+    with pytest.raises(MidTrainingFailed, match=r"another \[mid_training\]"):
+        run(model(), texts(), RECIPE, kept=kept)
+    kept.write_bytes(kept.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="does not have the bits"):
+        run(model(), texts(), RECIPE, kept=kept)
 
 
 def test_a_helper_process_changes_nothing_but_the_time() -> None:

@@ -1,4 +1,7 @@
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -91,6 +94,39 @@ def test_mid_training_comes_first_and_is_not_repeated(tmp_path: Path) -> None:
     again = Trainer.prepare(config, tmp_path, tokenizer_json=TOKENIZER, traces=lambda: [])
     assert again.resumed
     assert again.state.hash() == made.state.hash()
+
+
+KILLED = """
+import itertools, os, signal, sys
+from pathlib import Path
+from headrace.training import mid_training
+from headrace.training.trainer import Trainer
+from tests.training.test_mid_training import texts
+from tests.training.test_trainer import MIDDLE
+from tests.training.world import TOKENIZER
+
+def until(count):
+    yield from itertools.islice(texts(), count)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+mid_training.KEEP_S = 0.0
+Trainer.prepare(MIDDLE, Path(sys.argv[1]), tokenizer_json=TOKENIZER, traces=lambda: until(int(sys.argv[2])))
+"""
+MIDDLE = changed(mid_training={"tokens": 1500, "batch_tokens": 100, "processes": 2})
+
+
+@pytest.mark.slow
+def test_kill_9_in_the_middle_of_mid_training_changes_no_bit(tmp_path: Path) -> None:
+    never = Trainer.prepare(MIDDLE, tmp_path / "never", tokenizer_json=TOKENIZER, traces=texts)
+    for texts_read in ("50", "90"):
+        line = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), texts_read]
+        killed = subprocess.run(line, cwd=Path(__file__).parents[2])
+        assert killed.returncode == -signal.SIGKILL
+        assert (tmp_path / "killed" / "mid-training.safetensors").exists()
+        assert not (tmp_path / "killed" / "checkpoint.safetensors").exists()
+    again = Trainer.prepare(MIDDLE, tmp_path / "killed", tokenizer_json=TOKENIZER, traces=texts)
+    assert again.state.hash() == never.state.hash()
+    assert not (tmp_path / "killed" / "mid-training.safetensors").exists()
 
 
 def test_a_bad_batch_moves_the_version_and_not_the_bytes(tmp_path: Path) -> None:
