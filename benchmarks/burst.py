@@ -127,7 +127,11 @@ class SimulatedBackend:
             await asyncio.sleep(self._rng.lognormvariate(self._mu, self._sigma))
         return SimulatedMachine(self, mib)
 
-    def short_of(self, template: str, patient: bool) -> str:
+    def busy(self) -> str:
+        """Simulated machines use no processor."""
+        return ""
+
+    def short_of(self, template: str) -> str:
         """Memory, if the largest would not fit any more."""
         return "" if self.used + self._most <= self._room else "too little memory is free"
 

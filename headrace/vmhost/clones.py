@@ -200,20 +200,22 @@ class CloneBackend:
         """All clones whose process is there."""
         return list(self._alive)
 
-    def short_of(self, template: str, patient: bool) -> str:
-        """Why there can't be another machine now; empty when a parked clone waits, or memory, processors and disk have
-        room for one. Who is not patient gets one also where the processors are busy. Parked ones make way for another
-        template. Room that was found is promised: it counts as taken until `machine` or `again` takes it."""
-        short = self._short_of(template, patient)
+    def busy(self) -> str:
+        """Whether machines use more of the processors than they should."""
+        return self._processors.short()
+
+    def short_of(self, template: str) -> str:
+        """Why there can't be another machine now; empty when a parked clone waits, or memory and disk have room for
+        one. Parked ones make way for another template. Room that was found is promised: it counts as taken until
+        `machine` or `again` takes it."""
+        short = self._short_of(template)
         if not short:
             self._promised += 1
         return short
 
-    def _short_of(self, template: str, patient: bool) -> str:
+    def _short_of(self, template: str) -> str:
         if sum(clone.template is self._templates.get(template) for clone in self._parked) > self._promised:
             return ""
-        if patient and (busy := self._processors.short()):
-            return busy
         if template not in self._templates:
             size = image.plan(self._environment, template).memory_mb
             if short := room.disk_short(Path(self._environment.cache_dir).absolute(), size):

@@ -1,18 +1,14 @@
 """A node's sandboxes: acquire one, call it, release it. The environment actor is a thin wire around this.
 
-The pool keeps a machine per group (or per sandbox, with isolation ``episode``) and gives each of its slots out once.
-There is never more than `max_vms`, nor more than memory holds: then `NoRoom`, and the caller asks again. A reset is a
-kill and a new clone. `judge_share` of the machines are out of the rollouts' reach, so verdicts never wait for them;
-`production_share` are out of training's, so a user doesn't wait for a group to end.
+A sandbox is a slot of a machine of the pool (see pool). It is known by the attempt that asked for it, so that whoever
+asks again gets the same one; when its machine goes, it is lost, and says so.
 """
 
 import asyncio
 import logging
 import re
 import secrets
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +18,13 @@ from headrace.vmhost import placing
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.machine import Backend, Machine, OnEvent
+from headrace.vmhost.pool import Cell, Pool
 from headrace.vmhost.sandbox import Key
 from headrace.vmhost.sandbox import VmSandbox as VmSandbox
 
 if TYPE_CHECKING:
     from headrace.vmhost.clone import Clone
 
-Owner = tuple[str, str, str, str]
 HOSTNAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 
 _log = logging.getLogger("headrace.vmhost")
@@ -38,29 +34,6 @@ def _log_event(kind: str, text: str, data: dict[str, Any]) -> None:
     _log.warning("%s: %s%s", kind, text, f" {data}" if data else "")
 
 
-class _Cell:
-    """One machine in the pool, and who uses it."""
-
-    def __init__(self, owner: Owner, shared: bool, template: str, slots: int) -> None:
-        self.owner = owner
-        self.shared = shared
-        self.template = template
-        self.slots, self.unused = slots, set(range(slots))
-        self.left = slots if shared else 1
-        self.closing = not shared
-        self.used = 0
-        self.live: set[str] = set()
-        self.idle_since = 0.0
-        self.timer: asyncio.TimerHandle | None = None
-        self.making: asyncio.Future[Machine] | None = None
-        self.machine: Machine | None = None
-        self.dead = False
-
-    @property
-    def role(self) -> str:
-        return self.owner[2]
-
-
 class Host:
     """Sandboxes of one node. Use `open`; all methods belong to one event loop."""
 
@@ -68,12 +41,11 @@ class Host:
         self._environment = environment
         self._backend = backend
         self._event = on_event
-        self._cells: set[_Cell] = set()
-        self._sandboxes: dict[str, tuple[VmSandbox, _Cell]] = {}
+        self._pool = Pool(environment, backend)
+        self._sandboxes: dict[str, tuple[VmSandbox, Cell]] = {}
         self._keys: dict[Key, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._channels: set[Channel] = set()
-        self._clones = 0
         self._closed = False
 
     @classmethod
@@ -103,9 +75,9 @@ class Host:
     def usage(self) -> dict[str, float]:
         """Figures for metrics: machines and sandboxes alive, clones ever made, CPU-ms that machines have used."""
         return {
-            "vms": len(self._cells),
-            "sandboxes": sum(len(cell.live) for cell in self._cells),
-            "clones": self._clones,
+            "vms": len(self._pool.cells),
+            "sandboxes": sum(len(cell.live) for cell in self._pool.cells),
+            "clones": self._pool.clones,
             "vm_cpu_ms": self._backend.cpu_ms(),
         }
 
@@ -128,9 +100,9 @@ class Host:
             raise VmhostError(f"{request.hostname!r} is no host name: letters, digits and hyphens, at most 63")
         if request.lane == "production" and self.backend == "process":
             raise VmhostError("the process backend is not isolated and may not serve the production lane")
-        return await self._admit(request, self._find(request) or self._make(request))
+        return await self._admit(request, self._pool.find(request) or self._pool.make(request))
 
-    async def _admit(self, request: Acquire, cell: _Cell, from_slot: int | None = None) -> VmSandbox:
+    async def _admit(self, request: Acquire, cell: Cell, from_slot: int | None = None) -> VmSandbox:
         """A slot of the cell for the request; with `from_slot`, that one as its snapshot left it."""
         cell.used, cell.left = cell.used + 1, cell.left - 1
         slot = placing.choose(request, cell.unused, cell.slots) if from_slot is None else from_slot
@@ -156,13 +128,13 @@ class Host:
             raise VmhostError("a fork needs requests that nobody made before")
         taken = await clone.freeze()
         again = partial(self._backend.again, clone.template, taken)
-        cells: list[_Cell] = []
+        cells: list[Cell] = []
         try:
             for request in into:
-                cells.append(self._make(request, again))
+                cells.append(self._pool.make(request, again))
         except NoRoom:
             for cell in cells:
-                self._end(cell, "there was no room for all of a fork")
+                self._pool.end(cell)
             raise
         pairs = zip(into, cells, strict=True)
         return list(await asyncio.gather(*(self._admit(request, cell, slot) for request, cell in pairs)))
@@ -196,7 +168,7 @@ class Host:
         taken = checkpoint.snapshot
         if checkpoint.whole:
             taken = await asyncio.to_thread(snapshot.rebase, taken, template.ram)
-        cell = self._make(request, partial(self._backend.again, template, taken))
+        cell = self._pool.make(request, partial(self._backend.again, template, taken))
         return await self._admit(request, cell, checkpoint.slot)
 
     def _alone(self, id: str) -> "tuple[Clone, int]":
@@ -244,15 +216,12 @@ class Host:
         sandbox, cell = entry
         self._keys.pop(sandbox.key, None)
         cell.live.discard(id)
-        self._settle(cell)
+        self._pool.settle(cell)
         sandbox.end("it was released", None if cell.dead else cell.machine)
 
     def release_group(self, run: str, lane: str, role: Role, group: str) -> None:
         """No further slot of the group will be asked for: its machines end with their last sandboxes."""
-        for cell in list(self._cells):
-            if cell.owner == (run, lane, role, group):
-                cell.closing = True
-                self._settle(cell)
+        self._pool.release_group(run, lane, role, group)
 
     async def settle(self) -> None:
         """Wait until every machine that was ended is really gone, so that `usage` is exact."""
@@ -263,57 +232,14 @@ class Host:
         self._closed = True
         for id in list(self._sandboxes):
             self.release(id)
-        for cell in list(self._cells):
-            self._end(cell, "the host closes")
+        await self._pool.close()
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._channels:
             await asyncio.wait([channel.ended for channel in self._channels])
         await self._backend.close()
 
-    # -- machines -------------------------------------------------------------------------------------------------
-
-    def _find(self, request: Acquire) -> _Cell | None:
-        """A machine of the same group with an unused slot."""
-        if request.isolation == "episode" or request.lane == "production":
-            return None
-        owner = (request.run, request.lane, request.role, request.group)
-        for cell in self._cells:
-            if cell.owner == owner and not cell.closing and cell.left > 0 and cell.template == request.template:
-                return cell
-        return None
-
-    def _make(self, request: Acquire, machine: "Callable[[], Awaitable[Machine]] | None" = None) -> _Cell:
-        """Start another machine, or one that is in the making. NoRoom."""
-        while full := self._full(request):
-            idle = [cell for cell in self._cells if not cell.live and cell.machine is not None]
-            if not idle:
-                raise NoRoom(f"no room for a {request.role} machine: {full}")
-            self._end(min(idle, key=lambda cell: cell.idle_since), "its room was needed")
-        shared = request.isolation == "group" and request.lane != "production" and machine is None
-        owner = (request.run, request.lane, request.role, request.group)
-        cell = _Cell(owner, shared, request.template, self._backend.slots_of(request.template))
-        cell.making = asyncio.ensure_future(machine() if machine else self._backend.machine(request.template))
-        self._cells.add(cell)
-        self._clones += 1
-        return cell
-
-    def _full(self, request: Acquire) -> str:
-        """What stands in the way of another machine; empty when nothing does."""
-        most = self._environment.max_vms
-        if len(self._cells) >= most:
-            return f"{len(self._cells)} machines of {most} are in use"
-        share = most - self._environment.judge_share
-        rollouts = [cell for cell in self._cells if cell.role != "judge"]
-        if request.role != "judge" and len(rollouts) >= share:
-            return f"{len(rollouts)} machines of {share} are in use, the rest is the judge's"
-        share -= self._environment.production_share
-        others = sum(cell.owner[1] != "production" for cell in rollouts)
-        if request.role != "judge" and request.lane != "production" and others >= share:
-            return f"{others} machines of {share} are in use, the rest is for users and the judge"
-        return self._backend.short_of(request.template, request.role != "judge" and request.lane != "production")
-
-    async def _begin(self, sandbox: VmSandbox, cell: _Cell, request: Acquire, push: bool) -> None:
+    async def _begin(self, sandbox: VmSandbox, cell: Cell, request: Acquire, push: bool) -> None:
         """Bring the sandbox to life; its `ready` says how that went."""
         assert cell.making is not None
         try:
@@ -339,50 +265,16 @@ class Host:
             self._event("sandbox_lost", reason, {"sandbox": sandbox.id, "group": request.group})
             self.release(sandbox.id)
             if cell.machine is None:
-                self._end(cell, reason)
+                self._pool.end(cell)
 
-    def _lost(self, cell: _Cell, reason: str) -> None:
+    def _lost(self, cell: Cell, reason: str) -> None:
         """The machine is gone: everything that hung on it is lost, and says so."""
         if cell.dead:
             return
         self._event("vm_lost", reason, {"group": cell.owner[3], "role": cell.role, "sandboxes": len(cell.live)})
         for id in list(cell.live):
             self._sandboxes[id][0].end(f"its machine is gone: {reason}")
-        self._end(cell, reason)
-
-    def _settle(self, cell: _Cell) -> None:
-        """After a change: end the machine when nobody can need it, or look again when it has been idle for long."""
-        if cell.dead or cell.live:
-            return
-        if cell.closing or cell.left == 0 or self._closed:
-            self._end(cell, "released")
-            return
-        cell.idle_since = time.monotonic()
-        if cell.timer is not None:
-            cell.timer.cancel()
-
-        def look() -> None:
-            if not cell.live:
-                self._end(cell, "idle")
-
-        cell.timer = asyncio.get_running_loop().call_later(self._environment.group_idle_s, look)
-
-    def _end(self, cell: _Cell, reason: str) -> None:
-        if cell.dead:
-            return
-        cell.dead = True
-        self._cells.discard(cell)
-        if cell.timer is not None:
-            cell.timer.cancel()
-        if cell.machine is not None:
-            cell.machine.kill()
-        elif cell.making is not None:
-            self._spawn(self._discard(cell.making))
-
-    async def _discard(self, making: "asyncio.Future[Machine]") -> None:
-        """A machine that was still starting when its last user left."""
-        with suppress(Exception):
-            (await making).kill()
+        self._pool.end(cell)
 
     def _spawn(self, work: Any) -> "asyncio.Task[None]":
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)

@@ -66,8 +66,12 @@ class Backend(Protocol):
     async def again(self, template: "Template", begin: "Snapshot") -> Machine:
         """A machine that begins at a snapshot of another of that template. SandboxLost, VmhostError."""
 
-    def short_of(self, template: str, patient: bool) -> str:
-        """Why the node can't have another machine now; empty when it can. patient: may wait for the processors."""
+    def short_of(self, template: str) -> str:
+        """Of what the node has too little for another machine now; empty when it has enough. Machines that end may
+        change that."""
+
+    def busy(self) -> str:
+        """Why no machine should start that can wait; empty when it may."""
 
     def facts(self) -> dict[str, Any]:
         """What this backend is, for reports."""

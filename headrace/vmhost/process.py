@@ -122,8 +122,12 @@ class ProcessBackend:
         """Processes can't be stopped and copied."""
         raise VmhostError("the process backend can't go on from a snapshot: use backend = qemu")
 
-    def short_of(self, template: str, patient: bool) -> str:
+    def short_of(self, template: str) -> str:
         """Processes are small: max_vms alone decides."""
+        return ""
+
+    def busy(self) -> str:
+        """Nor do they say what they use."""
         return ""
 
     def facts(self) -> dict[str, Any]:

@@ -158,7 +158,7 @@ async def many(backend: str, count: int, isolation: str) -> None:
     try:
         before, held, kept = [(await round_of(number), objects(), anonymous()) for number in range(3)][-1]
         after = [await round_of(number) for number in range(3, 10)][-1]
-        assert not host._sandboxes and not host._keys and not host._cells and not host._tasks
+        assert not host._sandboxes and not host._keys and not host._pool.cells and not host._tasks
         assert after == before and objects() - held < count // 10 and anonymous() - kept < 1024
     finally:
         await host.close()
