@@ -62,12 +62,14 @@ def overrides(environment: Environment) -> list[str]:
 
 
 def end_together() -> None:
-    """Called by the maker: its session ends with it, so that a parent's death leaves no mmdebstrap."""
+    """Called by the maker: its session ends with it, so that a parent's death leaves no mmdebstrap, nor anything half
+    made."""
     if os.getsid(0) != os.getpid():
         return
 
     def end(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(os.getpid(), signal.SIGTERM)
+        raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, end)

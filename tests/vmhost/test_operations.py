@@ -206,6 +206,18 @@ async def test_a_repeated_call_id_is_answered_from_the_record(sandbox: VmSandbox
     assert (await sandbox.call(grow, "c2")).stdout.strip() == "2"
 
 
+async def test_a_seed_repeats_what_a_test_run_draws(host: Host) -> None:
+    draws = {"test_draw.py": b"import random\n\n\ndef test_draw():\n    print(random.random(), hash('a'))\n"}
+    told = []
+    for slot, seed in enumerate((7, 7, 8)):
+        sandbox = await host.acquire(request(slot=slot, group="seed", seed=seed))
+        await sandbox.call(WriteFiles(files=draws))
+        told.append((await sandbox.call(RunTests(plan=TestPlan(paths=("test_draw.py",))))).stdout)
+        host.release(sandbox.id)
+    host.release_group("r1", "train", "rollout", "seed")
+    assert told[0] == told[1] != told[2] and told[0], told
+
+
 async def test_acquire_is_idempotent_and_a_released_sandbox_refuses(host: Host) -> None:
     asked = request(slot=1, group="idem")
     one = await host.acquire(asked)
