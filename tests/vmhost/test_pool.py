@@ -95,10 +95,12 @@ async def test_a_machine_is_bounded_by_a_group_of_its_own(host: Host) -> None:
 
 async def test_busy_processors_keep_training_out_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     host = await Host.open(environment(max_vms=4, judge_share=1, warm=0))
-    monkeypatch.setattr(backend(host)._processors, "busy", lambda: 0.99)
     try:
+        host.release((await host.acquire(ask(group="a", slot=0))).id)
+        monkeypatch.setattr(backend(host)._processors, "busy", lambda: 0.99)
         with pytest.raises(NoRoom, match=r"use 99% of the processors, and the limit is 95%"):
-            await host.acquire(ask(group="a"))
+            await host.acquire(ask(group="b"))
+        assert (await host.acquire(ask(group="a", slot=1))).alive, "a group goes on in its machine"
         assert (await host.acquire(ask(group="a", role="judge"))).alive
         assert (await host.acquire(ask(group="u.1", lane="production", isolation="episode"))).alive
     finally:
