@@ -174,6 +174,7 @@ class CloneBackend:
                 await clone.start()
                 await clone.park()
             except SandboxLost as lost:
+                clone.kill()
                 self._event("warm_clone_lost", str(lost), {})
                 return
             self._parked.append(clone)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.messages.sandbox import Exec, ListFiles, NoRoom, WriteFiles
+from headrace.messages.sandbox import Exec, ListFiles, NoRoom, SandboxLost, WriteFiles
 from headrace.vmhost import groups
+from headrace.vmhost.clone import Clone
 from headrace.vmhost.host import Host
 from tests.vmhost.hosts import ask, backend, clone_of, environment
 
@@ -75,6 +76,21 @@ async def test_as_many_wait_as_were_taken_at_once() -> None:
         await backend(host).filled()
         await first.gone
         assert len(backend(host)._parked) == 1
+    finally:
+        await host.close()
+
+
+async def test_a_clone_that_can_not_be_parked_is_ended_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(clone: Clone) -> None:
+        raise SandboxLost("it does not rehearse")
+
+    monkeypatch.setattr(Clone, "park", fails)
+    told: list[str] = []
+    host = await Host.open(environment(), on_event=lambda kind, text, data: told.append(f"{kind}: {text}"))
+    try:
+        await backend(host).filled()
+        await host.settle()
+        assert not backend(host).alive() and "warm_clone_lost: it does not rehearse" in told
     finally:
         await host.close()
 
