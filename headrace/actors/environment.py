@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from headrace.actors.environment_leases import Key, Lease, Leases, Refused, Unknown
 from headrace.bus.actor import Actor
@@ -69,6 +70,7 @@ class Environment(Actor):
     async def start(self) -> None:
         """Open the host (this builds the template when it is missing), then answer."""
         self._leases = Leases()
+        self._doors: WeakValueDictionary[Key, asyncio.Lock] = WeakValueDictionary()
         self._lines: deque[tuple[str, ToolLog]] = deque(maxlen=LOG_BACKLOG)
         self._lines_ready = asyncio.Event()
         self._lines_lost = 0
@@ -107,7 +109,12 @@ class Environment(Actor):
         self.spawn(self.event(kind, text, "warning", **data), "host event")
 
     async def _acquire(self, request: Acquire) -> Acquired | SandboxReply:
-        """A sandbox under a new secret and epoch, or why not."""
+        """A sandbox under a new secret and epoch, or why not. Who asked last holds it: those who ask for the same one
+        take turns, also those who ask again because the first answer was slow."""
+        async with self._doors.setdefault(Key.of(request), asyncio.Lock()):
+            return await self._given(request)
+
+    async def _given(self, request: Acquire) -> Acquired | SandboxReply:
         if request.lane == "production" and self._host.backend == "process":
             return SandboxReply(failure="refused", detail="the process backend is not isolated: not for production")
         try:

@@ -130,6 +130,15 @@ async def test_acquires_of_one_key_at_the_same_time_share_one_sandbox(client: Bu
     assert sorted(one.epoch for one in held) == [1, 2, 3, 4, 5]
 
 
+async def test_who_asked_last_holds_it_however_long_it_took(client: Bus) -> None:
+    """As an asker does whose first answer was slow: it holds what the second says."""
+    for slot in range(4):
+        asked = [asyncio.create_task(take(client, wanted(f"g5{slot // 2}", slot))) for _ in range(3)]
+        first, second, last = [await one for one in asked]
+        assert (first.epoch, second.epoch, last.epoch) == (1, 2, 3)
+        assert (await reply(client, last, call(last, ReadFile(path="a.txt")))).result is not None
+
+
 async def test_no_room_is_an_answer_and_the_judges_share_is_kept(client: Bus) -> None:
     for group in ("g6", "g7"):
         await take(client, wanted(group, isolation="episode"))

@@ -74,7 +74,7 @@ class Hands(Counterpart):
         self.sandboxes = sandboxes
         self.at_work = asyncio.Semaphore(0)
         self.all_solved = asyncio.Event()
-        self.lost: list[str] = []
+        self.lost: list[tuple[str, int, int, str, str]] = []
         self.solved: list[tuple[str, int, int]] = []
         self.answer = self.fill
 
@@ -88,7 +88,7 @@ class Hands(Counterpart):
                 await sandbox.call(Exec(argv=("sleep", "300"), timeout_s=300.0))
             assert (await sandbox.call(ReadFile(path="a"))).data == b"1"
         except SandboxLost as lost:
-            self.lost.append(str(lost))
+            self.lost.append((request.group, request.slot, request.attempt, type(lost).__name__, str(lost)))
             await self.fail(request, "sandbox_lost")
             return
         await self.sandboxes.release(sandbox)
@@ -124,5 +124,5 @@ async def test_no_machine_outlives_its_actor_and_every_slot_comes_again(
             await hands.closed(PER_STEP * (BOUND + 1))
         assert curriculum.book.problems == []
     await hands.stop()
-    assert len(watches) == SLOTS == len(hands.lost), hands.lost
+    assert len(watches) == SLOTS == len(hands.lost), "\n".join(map(str, sorted(hands.lost)))
     assert len(hands.solved) == SLOTS and {attempt for _, _, attempt in hands.solved} == {1}
