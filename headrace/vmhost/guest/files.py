@@ -147,6 +147,10 @@ class Workspace:
             if not os.path.isdir(target) or os.path.islink(target):
                 os.unlink(target)
                 return
+            if target != self.root:
+                with suppress(OSError):  # it is not empty
+                    os.rmdir(target)
+                    return
             for folder, folders, files in os.walk(target, topdown=False):
                 for name in files:
                     os.unlink(f"{folder}/{name}")

@@ -37,7 +37,7 @@ def pack(header: dict[str, Any], bodies: Sequence[bytes] = ()) -> bytes:
 
 
 def start(nanoseconds: int, entropy: bytes) -> bytes:
-    """START with the time since the epoch and 32 random bytes."""
+    """START with the time since the epoch, and 32 random bytes or none."""
     return _START.pack(START, nanoseconds, 8 * len(entropy), len(entropy), entropy)
 
 

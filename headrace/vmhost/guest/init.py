@@ -200,13 +200,15 @@ def loopback_up() -> None:
 
 
 def start(words: bytes, pool: int) -> bytes:
-    """A clone wakes with the template's clock and, worse, with its random numbers: set both. The answer to START.
-    pool: a descriptor of /dev/urandom. Every line here is translated anew in every clone: it is the shortest that does.
+    """A clone wakes with the template's clock and, worse, with its random numbers: set both. One that goes on after a
+    stop has numbers of its own, and no entropy comes. The answer to START. pool: a descriptor of /dev/urandom. Every
+    line here is translated anew in every clone: it is the shortest that does.
     """
     try:
         time.clock_settime_ns(time.CLOCK_REALTIME, int.from_bytes(words[8:16], "little"))
-        fcntl.ioctl(pool, _RNDADDENTROPY, words[16:])
-        fcntl.ioctl(pool, _RNDRESEEDCRNG)
+        if words[20]:  # bytes of entropy
+            fcntl.ioctl(pool, _RNDADDENTROPY, words[16:])
+            fcntl.ioctl(pool, _RNDRESEEDCRNG)
     except OSError as error:
         return pack({"i": 0, "ok": False, "error": str(error)})
     return STARTED
