@@ -251,6 +251,8 @@ async def measure(environment: Environment, small: bool, light_only: bool) -> Fi
             found[f"{prefix}{key}_p50_ms"] = median([one.wall_ms for one in taken])
             found[f"{prefix}{key}_p99_ms"] = centile([one.wall_ms for one in taken], 0.99)
         found[f"{prefix}private_parked_mib"] = median([one.private_mib for one in taken])
+        ratio = found[f"{prefix}boot_wall_p50_ms"] / found[f"{prefix}warm_acquire_p50_ms"]
+        found[f"{prefix}boot_over_warm_acquire_wall_ratio"] = round(ratio, 1)
     manifest = made[names[0]].manifest
     facts: Figures = {"template": names[0], "accel": manifest.hardware.accel, "machine": manifest.hardware.machine}
     facts |= {"memory_mb": manifest.hardware.memory_mb, "qemu": manifest.qemu, "page_bytes": snapshot.PAGE}
