@@ -132,6 +132,8 @@ def key(name: str, base: Path, version: str, hardware: Hardware, slots: int, ima
     parts = [FORMAT, base.name, root[0], version, msgspec.to_builtins(hardware), slots, root[1]]
     parts.append(hashlib.sha256(agent_archive()).hexdigest())
     parts.append(qemu.kernel_line(hardware, MODULES, 0))
+    words = qemu.argv(hardware, "ram", share=False, monitor=0, ports=range(hardware.ports))
+    parts.append(words[words.index(qemu.BINARY) :])  # before it stands who it runs as
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
