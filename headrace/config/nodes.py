@@ -68,7 +68,7 @@ class Environment(Section, frozen=True, kw_only=True):
     production_share: int = 0
     """Machines that only the judge and the production lane may take."""
     warm: int = 1
-    """Clones of the light template kept ready and stopped, within max_vms: they take an acquire from 100 ms to 5.
+    """Clones of the light template kept ready and stopped, within max_vms: they take an acquire from 40 ms to 6.
     0: none, whatever is asked for."""
     also_warm: tuple[str, ...] = ()
     """Further templates (debian, imported images, tasks) of which `warm` clones are always kept ready."""

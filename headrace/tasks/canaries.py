@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.messages.tasks import CANARY, Oracle, Task, TaskRef
+from headrace.tasks.sealing import sides
 
 if TYPE_CHECKING:
     from headrace.tasks.suites import Suite
@@ -59,12 +60,13 @@ class CanarySuite:
 
 
 def _contradiction(source: bytes) -> str:
-    """A test function that can't pass where the others do: the first plain comparison turned round."""
+    """A test function that can't pass where the others do: a test that begins with a comparison, turned round. Nothing
+    may stand before the comparison or around it: what only looks like its opposite an honest repair might pass."""
     for node in ast.parse(source).body:
-        if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_") or node.args.args:
+        plain = isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not node.decorator_list
+        if not isinstance(node, ast.FunctionDef) or not plain or ast.unparse(node.args):
             continue
-        compares = [part for part in ast.walk(node) if isinstance(part, ast.Compare) and len(part.ops) == 1]
-        if compares and isinstance(compares[0].ops[0], ast.Eq) and isinstance(node.body[0], ast.Assert):
-            compares[0].ops[0] = ast.NotEq()
-            return ast.unparse(ast.FunctionDef(NAME, node.args, node.body[:1], [], lineno=1))
+        if isinstance(node.body[0], ast.Assert) and (found := sides(node.body[0])):
+            opposite = ast.Assert(ast.Compare(found[0], [ast.NotEq()], [found[1]]))
+            return ast.unparse(ast.FunctionDef(NAME, node.args, [opposite], [], lineno=1))
     return f"def {NAME}():\n    assert not {NAME}"

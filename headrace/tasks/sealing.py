@@ -57,7 +57,7 @@ def _literal(node: ast.expr) -> bool:
     return True
 
 
-def _sides(node: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
+def sides(node: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
     """What a statement compares for equality."""
     if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
         compare = node.test
@@ -71,10 +71,10 @@ def _sides(node: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
 
 
 def _comparison(node: ast.stmt) -> _Comparison | None:
-    sides = _sides(node)
-    if sides is None or any(isinstance(part, ast.Await | ast.Starred | ast.Yield) for part in ast.walk(node)):
+    found = sides(node)
+    if found is None or any(isinstance(part, ast.Await | ast.Starred | ast.Yield) for part in ast.walk(node)):
         return None
-    one, other = sides
+    one, other = found
     if not _literal(one) and not _literal(other):
         return _Comparison((one, other), "")
     if _literal(one) and _literal(other):

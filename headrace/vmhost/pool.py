@@ -23,7 +23,6 @@ class Cell:
 
     def __init__(self, owner: Owner, shared: bool, template: str, slots: int) -> None:
         self.owner = owner
-        self.shared = shared
         self.template = template
         self.slots, self.unused = slots, set(range(slots))
         self.left = slots if shared else 1

@@ -73,6 +73,9 @@ class Folder:
     ("hidden", "contradiction"),
     [
         (b"def test_a():\n    assert f(1) == 2\n    assert g()\n", b"def test_again():\n    assert f(1) != 2\n"),
+        (b"def test_a():\n    assert g()\n    assert f(1) == 2\n", b"def test_again():\n    assert not test_again\n"),
+        (b"def test_a():\n    assert all(x == 1 for x in f())\n", b"def test_again():\n    assert not test_again\n"),
+        (b"@patched\ndef test_a():\n    assert f() == 1\n", b"def test_again():\n    assert not test_again\n"),
         (b"class TestA:\n    def test_a(self): ...\n", b"def test_again():\n    assert not test_again\n"),
         (b"def test_a(tmp_path):\n    assert f(1) == 2\n", b"def test_again():\n    assert not test_again\n"),
     ],
