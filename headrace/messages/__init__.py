@@ -5,6 +5,7 @@ from headrace.messages import (
     judging,
     ledger,
     operations,
+    plugins,
     product,
     rollout,
     sandbox,
@@ -13,13 +14,13 @@ from headrace.messages import (
     weights,
 )
 from headrace.messages.base import TYPES, Array, Message
-from headrace.messages.codec import UnknownType, decode, decode_as, encode
+from headrace.messages.codec import UnreadableMessage, decode, decode_as, encode
 
 __all__ = [
     "TYPES",
     "Array",
     "Message",
-    "UnknownType",
+    "UnreadableMessage",
     "decode",
     "decode_as",
     "encode",
@@ -27,6 +28,7 @@ __all__ = [
     "judging",
     "ledger",
     "operations",
+    "plugins",
     "product",
     "rollout",
     "sandbox",

@@ -6,6 +6,7 @@ log-probabilities and routed experts hardly shrink, text does. Of a large payloa
 trying all of it costs more than anything else that is done to a megabyte.
 """
 
+import re
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -19,9 +20,12 @@ ENCODING_HEADER = "Hr-Encoding"
 COMPRESS_FROM = 4096
 """Payloads below this many bytes are never compressed."""
 SAMPLED_FROM = 128 << 10
+MAX_DECODED = 512 << 20
+"""Bytes of a decompressed payload above which a message is refused: a compressed one of 8 MiB could claim 2 GiB."""
 SAMPLES, SAMPLE = 8, 4096
 """Pieces of a larger payload that are compressed first; it is left alone when together they save less than 5 %."""
 
+_VERSION = re.compile(r"[1-9][0-9]{0,8}")
 T = TypeVar("T", bound=Message)
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -29,8 +33,9 @@ _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[msgspec.Struct]] = {}
 
 
-class UnknownType(ValueError):
-    """The payload's type is not one of ours, or it cannot be read as what it claims to be: a dead letter."""
+class UnreadableMessage(ValueError):
+    """The bytes are no message that this reader can use: an unknown type, a newer version, damaged or oversized
+    content, or a message that does not belong on its subject. Work becomes a dead letter, other readers skip it."""
 
 
 def encode(message: Message) -> tuple[bytes, dict[str, str]]:
@@ -56,19 +61,25 @@ def _may_shrink(payload: bytes) -> bool:
 
 
 def decode(payload: bytes | memoryview, headers: Mapping[str, str] | None) -> Message:
-    """Read any registered message by its headers. UnknownType says what was wrong with it."""
+    """Read any registered message by its headers. UnreadableMessage says what is wrong with it."""
     kind = (headers or {}).get(TYPE_HEADER, "")
     name, _, version = kind.partition("/")
     cls = TYPES.get(name)
     if cls is None:
-        raise UnknownType(f"unknown message type {kind!r}")
-    if not version.isdigit() or int(version) > cls.type_version:
-        raise UnknownType(f"{kind!r} is newer than this reader, which knows {name}/{cls.type_version}")
-    known = OLDER.get((name, int(version)))
-    if known is None:
+        raise UnreadableMessage(f"unknown message type {kind[:80]!r}")
+    if not _VERSION.fullmatch(version):
+        raise UnreadableMessage(f"expected {name}/<version>, got {kind[:80]!r}")
+    if int(version) > cls.type_version:
+        raise UnreadableMessage(f"{kind!r} is newer than this reader, which reads up to {name}/{cls.type_version}")
+    older = OLDER.get((name, int(version)))
+    if older is None:
         return decode_as(cls, payload, headers)
-    was, upgrade = known
-    return upgrade(_read(was, name, payload, headers))
+    struct, upgrade = older
+    content = _read(struct, name, payload, headers)
+    try:
+        return upgrade(content)
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        raise UnreadableMessage(f"{kind} cannot be upgraded: {type(error).__name__}: {error}") from error
 
 
 def decode_as(cls: type[T], payload: bytes | memoryview, headers: Mapping[str, str] | None = None) -> T:
@@ -79,13 +90,23 @@ def decode_as(cls: type[T], payload: bytes | memoryview, headers: Mapping[str, s
 def _read(cls: type[S], name: str, payload: bytes | memoryview, headers: Mapping[str, str] | None) -> S:
     encoding = (headers or {}).get(ENCODING_HEADER)
     if encoding not in (None, "lz4"):
-        raise UnknownType(f"unknown encoding {encoding!r}")
+        raise UnreadableMessage(f"unknown encoding {encoding[:80]!r}: expected lz4 or none")
     try:
         if encoding == "lz4":
-            payload = bytes(lz4.frame.decompress(payload))
+            payload = _decompress(payload)
         decoder = _decoders.get(cls)
         if decoder is None:
             decoder = _decoders[cls] = msgspec.msgpack.Decoder(cls)
         return decoder.decode(payload)  # type: ignore[return-value]
-    except (msgspec.DecodeError, UnicodeDecodeError, RuntimeError) as error:
-        raise UnknownType(f"not a readable {name}: {error}") from error
+    except (ValueError, RuntimeError, MemoryError, OverflowError) as error:  # RecursionError is a RuntimeError
+        raise UnreadableMessage(f"not a readable {name}: {error}") from error
+
+
+def _decompress(payload: bytes | memoryview) -> bytes:
+    """The content of one lz4 frame, at most `MAX_DECODED` bytes of it. ValueError, RuntimeError."""
+    decompressor = lz4.frame.LZ4FrameDecompressor()
+    content: bytes = decompressor.decompress(payload, max_length=MAX_DECODED)
+    if not decompressor.eof:
+        oversized = len(content) >= MAX_DECODED
+        raise ValueError(f"over {MAX_DECODED >> 20} MiB decompressed" if oversized else "the lz4 frame is cut off")
+    return content

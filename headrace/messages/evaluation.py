@@ -1,19 +1,19 @@
-"""Measuring a policy on tasks it was never trained on."""
+"""Evaluation of a policy on tasks that it is not trained on."""
 
-from headrace.messages.base import Message, message
+from headrace.messages.base import Count, Message, Version, message
 from headrace.messages.rollout import Limits, PolicyRef, Sampling
 from headrace.messages.sandbox import Isolation
 
 
 @message("eval_request")
 class EvalRequest(Message, frozen=True, kw_only=True):
-    """Run every task of a suite once under a policy."""
+    """A request to run every task of a suite once under a policy."""
 
     id: str
     run: str
     suite: str
-    tasks: int
-    """How many of the suite's tasks, from its first; 0 means all."""
+    tasks: Count
+    """Number of tasks, from the suite's first; 0 means all."""
     policy: PolicyRef
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
@@ -24,17 +24,17 @@ class EvalRequest(Message, frozen=True, kw_only=True):
 
 @message("eval_result")
 class EvalResult(Message, frozen=True, kw_only=True):
-    """The outcome; infrastructure failures are counted apart and never as failures of the policy."""
+    """The outcome of an evaluation. Infrastructure failures are counted apart, never as failures of the policy."""
 
     id: str
     run: str
     suite: str
     policy: PolicyRef
-    version: int
-    tasks: int
-    passed: int
+    version: Version
+    tasks: Count
+    passed: Count
     rate: float
-    infra_failures: int
+    infra_failures: Count
     families: dict[str, tuple[int, int]] = {}
     """Family to (passed, tasks)."""
     reason: str = ""

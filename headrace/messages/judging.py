@@ -1,8 +1,9 @@
-"""Verdicts."""
+"""The judge's verdicts."""
 
 from typing import Literal
 
-from headrace.messages.base import Message, message
+from headrace.messages.base import Count, Message, Name, Version, message
+from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import Lane
 from headrace.messages.sandbox import TestOutcome
 from headrace.messages.tasks import TaskRef
@@ -10,27 +11,33 @@ from headrace.messages.tasks import TaskRef
 
 @message("score")
 class Score(Message, frozen=True, kw_only=True):
-    """The judge's word on one trajectory, by sequence."""
+    """The judge's verdict and reward for one trajectory, which it names by stream sequence."""
 
     run: str
     lane: Lane
-    group: str
-    slot: int
-    attempt: int
-    trajectory_seq: int
+    group: Name
+    slot: Count
+    attempt: Count
+    trajectory_seq: Count
     task: TaskRef
     family: str
     judge_version: str
     verdict: Literal["passed", "failed", "cheating", "candidate_crash"]
     reward: float
-    """After penalties (length); the verdict alone decides pass rates."""
+    """The reward after penalties (length). Pass rates count verdicts, not rewards."""
     passed: bool
     tests: tuple[TestOutcome, ...] = ()
     suspicions: tuple[str, ...] = ()
     again: Literal["", "same", "other"] = ""
-    """Judged a second time, alone in a machine: whether that gave the same. If not, the group is quarantined."""
-    oldest_version: int = -1
-    sampled_tokens: int = 0
-    turns: int = 0
-    calls: int = 0
+    """Result of judging it again alone in a machine: the same verdict or another. With another the group is
+    quarantined."""
+    reason: str = ""
+    """Why the reward is 0 where the tests do not tell: ``refused_output``, ``judge_fault`` or ``reward_error``, a colon
+    and one sentence."""
+    plugins: tuple[Plugin, ...] = ()
+    """The plugin that gave the reward, where it is not built in."""
+    oldest_version: Version = -1
+    sampled_tokens: Count = 0
+    turns: Count = 0
+    calls: Count = 0
     wall_ms: float = 0.0

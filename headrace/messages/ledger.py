@@ -1,95 +1,98 @@
-"""The books: what was issued, how groups end."""
+"""The ledger of a run: issued slots, the ends of groups, the staleness bound."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from headrace.messages.base import Message, message
+from headrace.messages.base import Count, Message, Name, Version, message
 from headrace.messages.rollout import Lane
 from headrace.messages.tasks import TaskRef
+
+LARGEST_BOUND = 64
+"""Versions: the credit of a run is (bound + 1) x P groups, so a larger bound would issue without end."""
 
 
 @message("slot_issued")
 class SlotIssued(Message, frozen=True, kw_only=True):
-    """Written before the request of an attempt; with attempt > 0 it reopens the same slot."""
+    """An attempt of a slot, stored before its request. With `attempt` above 0 it issues the same slot again."""
 
     run: str
     lane: Lane
-    group: str
-    index: int
-    """Number of the group in its run, dropped ones not counted; decides `min_version`."""
-    slot: int
-    attempt: int
-    group_size: int
+    group: Name
+    index: Count
+    """Number of the group in its run without dropped ones; it decides `min_version`."""
+    slot: Count
+    attempt: Count
+    group_size: Count
     task: TaskRef
     seed: int
-    min_version: int
-    beside: bool = False
-    """The attempt before it is not over: whichever is scored first counts."""
+    min_version: Count
+    speculative: bool = msgspec.field(default=False, name="beside")
+    """The previous attempt is still running: the first of the two that is scored counts."""
 
 
 class ClosedSlot(msgspec.Struct, frozen=True, kw_only=True):
-    """A slot that survived: where its Trajectory and Score stand."""
+    """A surviving slot, with the stream sequences of its Trajectory and Score."""
 
-    slot: int
-    attempt: int
-    trajectory_seq: int
-    score_seq: int
+    slot: Count
+    attempt: Count
+    trajectory_seq: Count
+    score_seq: Count
     reward: float
-    oldest_version: int
+    oldest_version: Version
 
 
 @message("group_closed")
 class GroupClosed(Message, frozen=True, kw_only=True):
-    """A group that may be trained on; its place in HR_SCORE's order decides its batch."""
+    """A complete group. Its place in the order of HR_SCORE decides the batch that it is trained in."""
 
     run: str
-    group: str
+    group: Name
     task: TaskRef
-    group_size: int
+    group_size: Count
     slots: tuple[ClosedSlot, ...]
     dropped_slots: dict[str, str] = {}
-    """Slot number (as text) to the reason for which it is not among `slots`."""
-    oldest_version: int
+    """Slot number, as text, to the reason why the slot is not among `slots`."""
+    oldest_version: Version
 
 
 @message("group_dropped")
 class GroupDropped(Message, frozen=True, kw_only=True):
-    """A group that will never be trained on. All its slots count as dropped for `reason`."""
+    """A group that is never trained on. All of its slots count as dropped for `reason`."""
 
     run: str
-    group: str
+    group: Name
     reason: Literal["stale", "infra", "cancelled", "quarantined", "canary"]
     detail: str = ""
-    group_size: int
+    group_size: Count
 
 
 @message("staleness_bound")
 class StalenessBound(Message, frozen=True, kw_only=True):
-    """The bound that holds from a batch on; it stands in the order of the closings, so everybody reads the same law.
-
-    Growing, it takes one batch for each version more (`algorithms.staleness.Bounds`).
-    """
+    """The staleness bound from a batch on. It is stored in the order of the closings, so that every reader applies the
+    same bound to the same batch. A larger bound grows by one version per batch (`algorithms.staleness.Bounds`)."""
 
     run: str
-    bound: int
-    first_batch: int
-    """A batch without a closing when this was written."""
-    asked_seq: int = 0
-    """The BoundAsked in HR_EVENT that it answers; 0 for the one from the configuration."""
+    bound: Annotated[int, Meta(ge=0, le=LARGEST_BOUND)]
+    first_batch: Annotated[int, Meta(ge=0, le=2**31)]
+    """The first batch that it holds for: one without a closing when the record was written."""
+    asked_seq: Count = 0
+    """Sequence in HR_EVENT of the BoundAsked that it answers; 0 for the configured bound."""
 
 
 @message("bound_asked")
 class BoundAsked(Message, frozen=True, kw_only=True):
-    """An operator asks for another staleness bound; the curriculum answers with a StalenessBound."""
+    """An operator's request for another staleness bound; the curriculum answers with a StalenessBound."""
 
     run: str
-    bound: int
+    bound: Count
 
 
 @message("fence")
 class Fence(Message, frozen=True, kw_only=True):
-    """An actor took over the books of a run. Later writes name this record's sequence; older holders are refused."""
+    """An actor took over writing the ledger of a run. Its writes name this record's sequence, so the broker refuses
+    writes of earlier holders."""
 
     run: str
     actor: str
@@ -98,14 +101,14 @@ class Fence(Message, frozen=True, kw_only=True):
 
 @message("admission")
 class Admission(Message, frozen=True, kw_only=True):
-    """What an engine of the train lane has to serve; a value in HR_STATE under `admission_key(run)`."""
+    """The version that engines of the train lane must serve; a value in HR_STATE under `admission_key(run)`."""
 
     run: str
-    min_version: int
-    issued: int
-    """Groups issued so far, dropped ones counted."""
-    retired: int
-    """Groups retired: their batch's step is done or has failed, or they were dropped."""
+    min_version: Count
+    issued: Count
+    """Groups issued so far, with dropped ones."""
+    retired: Count
+    """Groups whose batch's step is done or has failed, and dropped groups."""
 
 
 def admission_key(run: str) -> str:

@@ -1,13 +1,15 @@
-"""What operators read: events, beats, metrics, dead letters."""
+"""Operation of a run: events, heartbeats, metrics, dead letters, claim checks."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from headrace.messages.base import Message, message
+from msgspec import Meta
+
+from headrace.messages.base import Count, Message, message
 
 
 @message("event")
 class Event(Message, frozen=True, kw_only=True):
-    """Anything worth a line that has no struct of its own: failures with reason first of all."""
+    """An event without a struct of its own, above all a failure with its reason."""
 
     actor: str
     id: str
@@ -19,23 +21,23 @@ class Event(Message, frozen=True, kw_only=True):
 
 
 @message("beat")
-class Beat(Message, frozen=True, kw_only=True):
-    """A sign of life every few seconds, also kept in HR_PRESENCE."""
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """The state of an actor, published every two seconds and kept in HR_PRESENCE."""
 
     actor: str
     id: str
     node: str
-    pid: int
+    pid: Count
     state: Literal["starting", "running", "draining", "stopped"]
     run: str = ""
     status: str = ""
     busy: float = 0.0
-    """Share of the last interval in which the actor was not waiting for input or credit."""
+    """Share of the last interval, 0 to 1, in which the actor did not wait for input or credit."""
 
 
 @message("metric")
 class Metric(Message, frozen=True, kw_only=True):
-    """Figures of one actor at one moment, on core NATS."""
+    """Named figures of one actor at one moment, on core NATS."""
 
     actor: str
     id: str
@@ -46,92 +48,92 @@ class Metric(Message, frozen=True, kw_only=True):
 
 @message("dead_letter")
 class DeadLetter(Message, frozen=True, kw_only=True):
-    """A message that could not be handled, with everything needed to look at it and to try again."""
+    """A message that a consumer gave up, with everything that is needed to inspect it and to send it again."""
 
     stream: str
     consumer: str
-    stream_seq: int
+    stream_seq: Count
     subject: str
     type: str
     reason: str
-    deliveries: int
+    deliveries: Count
     headers: dict[str, str]
     payload: bytes
     trace: str = ""
     command: str = ""
-    """Sends it again to whoever could not handle it."""
+    """The command that sends the message to its consumer again."""
 
 
 @message("letter_settled")
-class LetterSettled(Message, frozen=True, kw_only=True):
-    """What a person decided about a dead letter. The letter itself stays: books are made of it."""
+class DeadLetterSettled(Message, frozen=True, kw_only=True):
+    """An operator's decision about a dead letter. The dead letter itself is kept, because the ledger counts it."""
 
     stream: str
     consumer: str
-    stream_seq: int
-    letter: int
-    """Sequence of the letter on HR_DLQ."""
+    stream_seq: Count
+    letter: Count
+    """Sequence of the dead letter on HR_DLQ."""
     how: Literal["retried", "dropped"]
-    sent: int = 0
-    """Sequence under which the message was stored again; 0 for one that was dropped."""
+    sent: Count = 0
+    """Sequence under which the message was stored again; 0 when it was dropped."""
     note: str = ""
 
 
 @message("rejected")
 class Rejected(Message, frozen=True, kw_only=True):
-    """A copy of a work-queue message that its handler gave up: the broker forgets such a message at once, so the copy
-    is published first, and the dead letter is made of it."""
+    """A copy of a work-queue message that a consumer gave up. The broker removes such a message at once, so the
+    consumer stores the copy first; the dead letter is made of it."""
 
     stream: str
     consumer: str
-    stream_seq: int
+    stream_seq: Count
     subject: str
     reason: str
-    deliveries: int
+    deliveries: Count
     headers: dict[str, str]
     payload: bytes
 
 
 @message("advisory")
 class Advisory(Message, frozen=True, kw_only=True):
-    """The broker's word (its own JSON, read by the bus) about a message that was given up."""
+    """The broker's notice that a message was given up. On the wire it is nats-server's own JSON."""
 
     kind: Literal["max_deliver", "terminated"]
     stream: str
     consumer: str
-    stream_seq: int
-    deliveries: int
+    stream_seq: Count
+    deliveries: Count
     reason: str = ""
 
 
 @message("blob_ref")
 class BlobRef(Message, frozen=True, kw_only=True):
-    """A claim check: the real message lies in HR_BLOB under its sha256, in `chunks` pieces of 1 MiB."""
+    """A claim check: the payload is in HR_BLOB under its sha256, in `chunks` pieces of 1 MiB."""
 
-    sha256: str
-    """Name of the blob; with `keyed` it is a user's hash and an HMAC of the content. Of one that never leaves its
-    node (`chunks` 0) it is `check`."""
-    bytes: int
-    chunks: int
+    sha256: Annotated[str, Meta(pattern=r"^([a-z0-9_-]{1,128}\.)?[0-9a-f]{32,64}$")]
+    """Name of the blob: the content's sha256; with `keyed` a user's hash, a dot and an HMAC of the content; for a file
+    that never leaves its node (`chunks` 0) the value of `check`."""
+    bytes: Annotated[int, Meta(ge=0, le=4 << 30)]
+    chunks: Annotated[int, Meta(ge=0, le=4096)]
     type: str
     encoding: str = ""
     keyed: bool = False
     node: str = ""
-    """Where a file of this content was laid down, which HR_BLOB may get a little later."""
+    """The node that holds a file of the content; HR_BLOB may get the content some seconds later."""
     check: str = ""
-    """xxh3-128 of that file's content: as good as sha256 against damage, and fifty times as fast."""
+    """xxh3-128 of that file's content: it detects damage like sha256 at a fiftieth of the time."""
 
 
 @message("ping")
 class Ping(Message, frozen=True, kw_only=True):
-    """Ask an actor for its state; answered with a Beat."""
+    """A request for an actor's state, answered with a Heartbeat."""
 
     note: str = ""
 
 
 @message("ack")
 class Ack(Message, frozen=True, kw_only=True):
-    """The plain answer of a request that has no other: done, or why not."""
+    """The answer of a request without a result: done, or the reason why not."""
 
     ok: bool = True
     detail: str = ""

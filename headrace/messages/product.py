@@ -2,16 +2,60 @@
 
 from typing import Literal
 
-from headrace.messages.base import Message, message
+import msgspec
+
+from headrace.messages.base import Count, Message, Version, message
+from headrace.messages.rollout import PolicyRef, RolloutRequest, Sampling
+
+TurnStop = Literal["stop", "calls", "length"]
+"""How a turn ended: by itself, with calls that the client runs, or at its token limit."""
+
+
+class ClientCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool that the client runs."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object as text."""
+
+
+class ClientMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of a client's history."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    text: str = ""
+    calls: tuple[ClientCall, ...] = ()
+    """Of an assistant's message."""
+    call_id: str = ""
+    """Of a tool's message: the call that it answers."""
+
+
+class ClientTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that the client runs."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, object] = {}
+    """JSON Schema of its arguments."""
+
+
+class ClientUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one turn."""
+
+    prompt: Count
+    cached: Count = 0
+    """Of the prompt: tokens that the session had rendered before."""
+    sampled: Count = 0
 
 
 @message("feedback")
 class Feedback(Message, frozen=True, kw_only=True):
-    """A user's thumb on one production trajectory."""
+    """A user's thumb up or down on one production trajectory."""
 
     tenant: str
     user: str
-    """Keyed hash of the user id; the clear id never reaches the bus."""
+    """Keyed hash of the user id; the id itself never reaches the bus."""
     run: str
     trajectory: str
     thumb: Literal["up", "down"]
@@ -24,19 +68,19 @@ class Traffic(Message, frozen=True, kw_only=True):
     """Load of the product in one region, published every second on core NATS."""
 
     region: str
-    active: int
-    waiting: int
+    active: Count
+    waiting: Count
     requests_per_s: float
-    capacity: int
+    capacity: Count
     run: str = ""
-    """Whose product it is; a scavenger hears its own run's."""
+    """The run that serves the product; a scavenger reads the traffic of its own run."""
     server: str = ""
-    """Empty: sessions of a gateway. Else what others than headrace ask of the server of this rollout actor."""
+    """Empty: load of a gateway. Otherwise: the load that other clients put on this rollout actor's server."""
 
 
 @message("capacity_lease")
 class CapacityLease(Message, frozen=True, kw_only=True):
-    """Which lanes a rollout actor pulls; a KV value whose revision is the fencing token."""
+    """The lanes that a rollout actor pulls from; a value in HR_LEASE whose revision is the fencing token."""
 
     rollout: str
     lanes: tuple[str, ...]
@@ -51,18 +95,109 @@ def lease_key(run: str, rollout: str) -> str:
 
 @message("promotion")
 class Promotion(Message, frozen=True, kw_only=True):
-    """A version passed the gate and may serve production (or an earlier one returns)."""
+    """The version that serves production from now on: one that passed the gate, or an earlier one after a rollback."""
 
     run: str
-    version: int
+    version: Version
     eval_id: str = ""
     rate: float = 0.0
     previous_rate: float = 0.0
     reason: str = ""
 
 
+def promotion_key(run: str) -> str:
+    """Key of a run's newest Promotion in HR_STATE; the feedback actor writes it."""
+    return f"feedback.{run}"
+
+
+@message("open_session")
+class OpenSession(Message, frozen=True, kw_only=True):
+    """A session that has not ended, kept in HR_SESSION so that the next gateway continues it."""
+
+    request: RolloutRequest
+    started: float
+    """Seconds since the epoch."""
+    complete: bool = True
+    """False: the request's files are too large to keep, so it cannot be tried again."""
+
+
 @message("purge_user")
 class PurgeUser(Message, frozen=True, kw_only=True):
-    """Forget a user: feedback, trajectories, turns, scores and blobs under the user's hash. Answered with an Ack."""
+    """Purge a user's data: feedback, trajectories, turns, scores and blobs under the user's hash. Answered with an
+    Ack."""
 
     user: str
+
+
+@message("client_turn")
+class ClientTurn(Message, frozen=True, kw_only=True):
+    """A turn for an agent that runs its own tools: asked of a rollout actor of the production lane, by request and
+    reply. The rollout actor keeps nothing that its turn log does not hold, so any of them may answer the next one."""
+
+    run: str
+    group: str
+    """``<user hash>.<session>``."""
+    segment: Count
+    """Grows when the client rewrote its history: the context starts again."""
+    messages: tuple[ClientMessage, ...]
+    """The whole history, as the client sends it."""
+    known: Count = 0
+    """How many of them the segment's ids hold already; the last of those is the turn that was sampled."""
+    tools: tuple[ClientTool, ...] = ()
+    policy: PolicyRef = PolicyRef()
+    sampling: Sampling = Sampling()
+    seed: int = 0
+    context_tokens: Count = 0
+    """Longest context of prompt and turn together."""
+    count_only: bool = False
+    """Render the prompt and say how long it is; nothing is sampled or recorded."""
+
+
+@message("client_turn_done")
+class ClientTurnDone(Message, frozen=True, kw_only=True):
+    """The answer to a ClientTurn."""
+
+    text: str = ""
+    calls: tuple[ClientCall, ...] = ()
+    stop: TurnStop = "stop"
+    usage: ClientUsage = ClientUsage(prompt=0)
+    version: Version = -1
+    """The newest version that wrote a token of it."""
+    refused: str = ""
+    """Why there is no turn, for the client: its request cannot be used. Empty when there is one."""
+    failed: str = ""
+    """Why there is no turn: a part of headrace failed. Asking again may help."""
+
+
+@message("client_session_end")
+class ClientSessionEnd(Message, frozen=True, kw_only=True):
+    """A client's session is over: its turns become a Trajectory. Answered with an Ack."""
+
+    run: str
+    group: str
+    tenant: str
+    training_allowed: bool
+    policy: PolicyRef = PolicyRef()
+    sampling: Sampling = Sampling()
+    seed: int = 0
+
+
+@message("client_session")
+class ClientSession(Message, frozen=True, kw_only=True):
+    """An open session as the gateway keeps it in HR_SESSION: enough to find it again by its history after a restart."""
+
+    group: str
+    tenant: str
+    named: str
+    """The session as the client names it; empty where it names none."""
+    head: str
+    """Digest of tools: other tools are another prompt."""
+    history: tuple[str, ...]
+    """Digests of the messages that the segment's ids hold."""
+    segment: Count
+    training_allowed: bool
+    policy: PolicyRef = PolicyRef()
+    rewrites: Count = 0
+    """How often the client rewrote its history."""
+    last_used: float = 0.0
+    """Seconds since the epoch."""

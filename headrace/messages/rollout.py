@@ -1,10 +1,14 @@
-"""A trajectory and what leads to it: request, turns, outcome."""
+"""A trajectory and what leads to it: renderer bundle, request, turns, outcome."""
 
-from typing import Literal
+import hashlib
+from functools import cached_property
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
-from headrace.messages.base import Array, Message, message
+from headrace.messages.base import Array, Count, Message, Name, Version, message
+from headrace.messages.operations import BlobRef
 from headrace.messages.sandbox import Isolation
 from headrace.messages.tasks import TaskRef
 
@@ -12,54 +16,57 @@ Lane = Literal["train", "eval", "production"]
 
 
 class PolicyRef(msgspec.Struct, frozen=True):
-    """Which policy acts: ``latest``, ``pinned`` (then `version`) or ``scripted`` (then `name`)."""
+    """The policy that acts: ``latest`` follows every swap, ``pinned`` names a `version`, ``scripted`` a script by
+    `name`."""
 
     kind: Literal["latest", "pinned", "scripted"] = "latest"
-    version: int = -1
+    version: Version = -1
     name: str = ""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn. temperature 0 is greedy; the log-probabilities are those under this sampling."""
+    """How tokens are sampled. Temperature 0 is greedy. Recorded log-probabilities are those under this sampling."""
 
-    temperature: float = 1.0
-    max_turn_tokens: int = 64
+    temperature: Annotated[float, Meta(ge=0.0, le=1e6)] = 1.0
+    max_turn_tokens: Count = 64
     seed: int = 0
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """A task's limits. Reaching one is an outcome and is scored; it is not a failure of infrastructure."""
+    """A task's limits. An attempt that reaches one ends with an outcome and is scored; it is no infrastructure
+    failure."""
 
-    max_turns: int = 8
-    max_tokens: int = 1024
+    max_turns: Count = 8
+    max_tokens: Count = 1024
     """Sampled tokens over the whole trajectory."""
-    context_tokens: int = 768
+    context_tokens: Count = 768
     """Context length at which the policy is asked for a summary and a new segment starts."""
-    wall_s: float = 120.0
-    max_parallel_calls: int = 6
+    wall_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 120.0
+    max_parallel_calls: Count = 6
 
 
 @message("rollout_request")
 class RolloutRequest(Message, frozen=True, kw_only=True):
-    """One slot to fill. The same struct on every lane: that is why the model cannot tell them apart."""
+    """A request for one attempt of one slot. All lanes use the same struct, so a policy cannot tell them apart."""
 
     run: str
     lane: Lane
-    group: str
-    slot: int
-    attempt: int
+    group: Name
+    slot: Count
+    attempt: Count
     task: TaskRef
     seed: int
     policy: PolicyRef = PolicyRef()
-    min_version: int = 0
+    min_version: Count = 0
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     isolation: Isolation = "group"
     prompt: str = ""
-    """A user's words instead of the task's prompt (production lane)."""
+    """The user's prompt, in place of the task's (production lane)."""
     files: dict[str, bytes] = {}
-    """A user's repository instead of the task's (production lane)."""
-    handovers: int = 0
+    """The user's repository, path to content, in place of the task's (production lane)."""
+    handovers: Count = 0
+    """How often a rollout actor that was drained published the request again."""
 
     @property
     def trajectory(self) -> str:
@@ -68,16 +75,19 @@ class RolloutRequest(Message, frozen=True, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call as the policy wrote it. `error` is set when it was malformed: no tool runs, and the policy reads why."""
+    """A tool call as the policy wrote it. With `error` the call was malformed: no tool ran, and the policy reads the
+    error."""
 
     id: str
     name: str
     arguments: dict[str, str] = {}
     error: str = ""
+    wire_id: str = ""
+    """The id that the model wrote, in chat formats whose results name it; empty where the renderer derives one."""
 
 
 class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy reads back, in call order."""
+    """The result of one call, as the policy reads it. Results are in the order of the calls."""
 
     call_id: str
     ok: bool
@@ -90,9 +100,9 @@ class Span(msgspec.Struct, frozen=True):
     """Positions start..end-1 of a segment were forwarded by `version`. The token at position i was therefore written
     by the version that forwarded position i - 1."""
 
-    start: int
-    end: int
-    version: int
+    start: Count
+    end: Count
+    version: Version
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,8 +112,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     tokenised twice.
     """
 
-    index: int
-    segment: int
+    index: Count
+    segment: Count
     prompt_ids: Array
     """<i4 [n]: ids appended before sampling: the prompt, or the results of the previous turn."""
     ids: Array
@@ -113,7 +123,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     routed: Array | None = None
     """|u1 or <u2 [positions forwarded in this turn, layers, top_k]: experts that each position was routed to."""
     spans: tuple[Span, ...] = ()
-    """Cover exactly the positions forwarded in this turn; the last sampled token has no forward yet."""
+    """They cover exactly the positions forwarded in this turn; the last sampled token is forwarded in the next one."""
     calls: tuple[ToolCall, ...] = ()
     results: tuple[ToolResult, ...] = ()
     stop: Literal["stop", "length", "abort"] = "stop"
@@ -122,50 +132,51 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 @message("turn_sampled")
 class TurnSampled(Message, frozen=True, kw_only=True):
-    """Written before any call of the turn is sent: whoever resumes never samples this turn again."""
+    """A sampled turn, stored before any of its calls is sent. An actor that resumes the attempt never samples it
+    again."""
 
     run: str
-    trajectory: str
+    trajectory: Name
     turn: Turn
     node: str = ""
-    """Environment node that holds the sandbox, so that a successor finds it again."""
+    """The environment node that holds the sandbox; an actor that resumes the attempt asks there."""
     sandbox: str = ""
-    """Its id there: a sandbox of another id does not hold the work so far."""
+    """The sandbox's id on that node. A sandbox with another id does not hold the work so far."""
     fingerprint: str = ""
 
 
 @message("turn_done")
 class TurnDone(Message, frozen=True, kw_only=True):
-    """The results of a turn, after all its calls were answered."""
+    """The results of a turn, stored after all of its calls were answered."""
 
     run: str
-    trajectory: str
-    index: int
+    trajectory: Name
+    index: Count
     results: tuple[ToolResult, ...]
 
 
 @message("sandbox_kept")
-class SandboxKept(Message, frozen=True, kw_only=True):
-    """The attempt's sandbox as it was after a turn's calls, written behind its TurnDone: should it be lost, whoever
-    goes on does so in a copy."""
+class SandboxCheckpoint(Message, frozen=True, kw_only=True):
+    """The attempt's sandbox after a turn's calls, written after its TurnDone. When the sandbox is lost, the attempt
+    resumes in a copy of it."""
 
     run: str
-    trajectory: str
-    index: int
+    trajectory: Name
+    index: Count
     node: str
     data: bytes
 
 
 @message("trajectory")
 class Trajectory(Message, frozen=True, kw_only=True):
-    """A finished attempt, published before its sandbox is released."""
+    """A finished attempt with all of its turns and its diff, stored before its sandbox is released."""
 
     run: str
     lane: Lane
-    group: str
-    slot: int
-    attempt: int
-    id: str
+    group: Name
+    slot: Count
+    attempt: Count
+    id: Name
     task: TaskRef
     family: str
     seed: int
@@ -177,17 +188,19 @@ class Trajectory(Message, frozen=True, kw_only=True):
     """Changed or new files among the allowed paths: path to content."""
     deleted: tuple[str, ...] = ()
     touched: tuple[str, ...] = ()
-    """Changed paths outside the allowed ones: ignored by the judge's run, read by its cheating rules."""
+    """Changed paths outside the allowed ones: the judge's tests ignore them, its cheating rules read them."""
     digest_before: str = ""
     digest_after: str = ""
     fingerprint: str = ""
     """Numerics fingerprint of the engine; empty for scripted policies."""
+    renderer: str = ""
+    """sha256 of the RendererBundle that wrote the prompts and read the calls; empty for one without a bundle."""
     backend: str = ""
     isolation: Isolation = "group"
     wall_s: float = 0.0
     malformed_calls: int = 0
     rollout: str = ""
-    """Which rollout actor finished it."""
+    """Id of the rollout actor that finished the attempt."""
 
     @property
     def oldest_version(self) -> int:
@@ -197,14 +210,61 @@ class Trajectory(Message, frozen=True, kw_only=True):
 
 @message("slot_failed")
 class SlotFailed(Message, frozen=True, kw_only=True):
-    """Our own parts failed an attempt. It never enters a baseline; the curriculum issues the slot again."""
+    """An attempt that infrastructure failed. It enters no baseline; the curriculum issues the slot again."""
 
     run: str
     lane: Lane
-    group: str
-    slot: int
-    attempt: int
+    group: Name
+    slot: Count
+    attempt: Count
     reason: str
     """snake_case: ``sandbox_lost``, ``engine_error``, ``no_policy``, ``judge_lost``, ``deliveries_exhausted`` ..."""
     detail: str = ""
     rollout: str = ""
+
+
+@message("renderer_bundle")
+class RendererBundle(Message, frozen=True, kw_only=True, dict=True):
+    """Tokenizer, chat template and all that its rendering depends on. The trainer makes it once for a run."""
+
+    renderer: str
+    """The name that ``[policy] renderer`` resolved to: ``terse``, a wire syntax, or a plugin."""
+    tokenizer_json: str
+    chat_template: str = ""
+    """Jinja source; empty for the terse format."""
+    template_kwargs: dict[str, bool | int | float | str] = {}
+    """Variables that the template gets, such as ``enable_thinking``."""
+    special_tokens: dict[str, str] = {}
+    """Variables that name tokens, such as ``bos_token``."""
+    eos_ids: tuple[int, ...] = ()
+    """End-of-sequence ids of the checkpoint's generation_config.json."""
+    generation: dict[str, bool | int | float | str | list[int]] = {}
+    """The rest of generation_config.json, for an export of the policy."""
+    system: str = ""
+    """The system message."""
+    date: str = ""
+    """ISO date that the template sees as today, whenever it renders."""
+    tools: dict[str, str] = {}
+    """JSON Schema of every tool as text, by name."""
+    plugin: str = ""
+    """Source hash of a renderer from outside; empty for a built-in."""
+
+    @cached_property
+    def sha256(self) -> str:
+        """The bundle's name: a hash of every field."""
+        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
+
+
+@message("renderer_record")
+class RendererRecord(Message, frozen=True, kw_only=True):
+    """Which bundle a run uses: a value in HR_STATE under `renderer_key(run)`, written by the trainer."""
+
+    run: str
+    sha256: str
+    blob: BlobRef
+    """Where the bundle's bytes are."""
+
+
+def renderer_key(run: str) -> str:
+    """Key of a run's RendererRecord in HR_STATE."""
+    return f"trainer.{run}.renderer"

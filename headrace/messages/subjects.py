@@ -23,7 +23,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
     def at(self, **fields: str | int) -> str:
-        """The concrete subject. ValueError for a token that NATS or our house rules would not take.
+        """The concrete subject. ValueError for a token that NATS or these rules do not allow.
 
         A field whose value holds dots (``<user hash>.<id>`` on the production lane) spreads over several tokens.
         """
@@ -108,8 +108,8 @@ CLOSE = Subject(
     template="hr.close.{run}.{group}",
     types=("group_closed", "group_dropped", "staleness_bound", "fence"),
     publishers=("curriculum",),
-    readers=("trainer", "curriculum", "audit"),
-    note="every record is written on top of the last one of its run",
+    readers=("trainer", "curriculum", "judge", "audit"),
+    note="every record is written on top of the last one of its run; a judge ends the group's shared machine",
 )
 WEIGHT_CHUNK = Subject(
     template="hr.weights.{run}.{version}.{shard}.{seq}",
@@ -130,7 +130,7 @@ WEIGHT_HEAD = Subject(
     readers=("weight_sync", "rollout", "feedback", "trainer"),
     note="the trainer reads heads and manifests to collect",
 )
-WEIGHT_FOLD = Subject(
+WEIGHT_SQUASH = Subject(
     template="hr.weights.{run}.fold",
     types=("weight_fold",),
     publishers=("weight_sync",),
@@ -185,16 +185,20 @@ DLQ = Subject(
     template="hr.dlq.{stream}.{consumer}",
     types=("dead_letter", "letter_settled"),
     publishers=("dead_letter", "operator"),
-    readers=("operators", "curriculum", "evaluator"),
+    readers=("operators", "curriculum", "evaluator", "gateway"),
     note="an operator says what became of a letter, and sends its message again",
 )
 RPC = Subject(
     template="hr.rpc.{service}.{method}",
-    types=("acquire", "acquired", "sandbox_call", "sandbox_reply", "renew", "release", "release_group", "ping", "ack"),
+    types=(
+        *("acquire", "acquired", "sandbox_call", "sandbox_reply", "renew", "release", "release_group", "ping", "ack"),
+        *("client_turn", "client_turn_done", "client_session_end", "purge_user"),
+    ),
     publishers=_LIBRARY,
-    readers=("environment",),
+    readers=("environment", "rollout", "feedback"),
     note="request and reply, never in a stream; one node's own methods are hr.rpc.environment.<node>.<method>, and any "
-    "node of a run answers hr.rpc.environment.acquire-<run>",
+    "node of a run answers hr.rpc.environment.acquire-<run>; the rollout actors of the production lane answer "
+    "hr.rpc.rollout.turn-<run>",
 )
 RPC_NODE = Subject(
     template="hr.rpc.{service}.{node}.{method}",
@@ -202,7 +206,7 @@ RPC_NODE = Subject(
     publishers=_LIBRARY,
     readers=("environment",),
 )
-BEAT = Subject(template="hr.beat.{actor}.{id}", types=("beat",), publishers=_LIBRARY, readers=("dashboard",))
+HEARTBEAT = Subject(template="hr.beat.{actor}.{id}", types=("beat",), publishers=_LIBRARY, readers=("dashboard",))
 TRAFFIC = Subject(
     template="hr.traffic.{region}",
     types=("traffic",),
@@ -268,6 +272,7 @@ STREAM: dict[str, Stream] = {stream.name: stream for stream in STREAMS}
 
 KEY_VALUES: dict[str, str] = {
     "HR_STATE": "run configuration, min_version per run, durable trainer position",
+    "HR_SESSION": "open sessions of users with their prompts; only gateways read it",
     "HR_LEASE": "capacity leases; the revision is the fencing token",
     "HR_PRESENCE": "who is alive, by beat; entries lapse after 15 s",
 }

@@ -1,4 +1,4 @@
-"""A task as data: what the agent sees, and what only the judge may see."""
+"""A task as data: the agent's part, and the part that only the judge reads."""
 
 from typing import Literal
 
@@ -7,7 +7,21 @@ import msgspec
 from headrace.messages.base import Message, message
 
 CANARY = "canary/"
-"""Before the name of a suite: its tasks made unsolvable (tasks/canaries.py)."""
+"""Prefix of a suite's name: its tasks, made unsolvable (tasks/impossible.py)."""
+
+DEFAULT_TOOLS = (
+    "search",
+    "read_file",
+    "list_files",
+    "edit_file",
+    "write_file",
+    "run_tests",
+    "terminal",
+    "lint",
+    "keyword_search",
+    "finish",
+)
+"""The tools of a task that names none."""
 
 
 class TaskRef(msgspec.Struct, frozen=True):
@@ -18,7 +32,7 @@ class TaskRef(msgspec.Struct, frozen=True):
 
     @property
     def canary(self) -> bool:
-        """Whether nobody can solve it."""
+        """Whether the task is unsolvable."""
         return self.suite.startswith(CANARY)
 
 
@@ -37,11 +51,11 @@ class TestPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 @message("task")
 class Task(Message, frozen=True, kw_only=True):
-    """The agent's side of a task: nothing in it tells the answer."""
+    """The agent's part of a task. Nothing in it tells the answer."""
 
     ref: TaskRef
     family: str
-    """Which kind of task, for reports (``one_line``, ``multi_line``, ``mutation:more-itertools`` ...)."""
+    """The kind of task, for reports (``one_line``, ``multi_line``, ``mutation:more-itertools`` ...)."""
     prompt: str
     files: dict[str, bytes]
     """The repository: path to content, paths relative and without ``..``."""
@@ -49,24 +63,27 @@ class Task(Message, frozen=True, kw_only=True):
     """Glob patterns of the paths whose changes are extracted; all others are ignored by the judge."""
     tests: TestPlan
     network: tuple[str, ...] = ()
-    """What the agent's sandbox may reach, as in `Acquire.network`; the judge's reaches nothing."""
+    """Addresses that the agent's sandbox may reach, as in `Acquire.network`; the judge's sandbox reaches none."""
     template: str = "light"
-    """Which vmhost template the sandbox is cloned from."""
+    """The vmhost template that the sandbox is cloned from."""
+    tools: tuple[str, ...] = ()
+    """The tools that the agent is offered, in the order of its prompt: names of the registry of harness/tools, or
+    ``module:attribute``. Empty: `DEFAULT_TOOLS`."""
 
 
 @message("oracle")
 class Oracle(Message, frozen=True, kw_only=True):
-    """The judge's side: hidden tests, the names they must report, and a known solution."""
+    """The judge's part of a task: hidden tests, the ids they must report, and a known solution."""
 
     ref: TaskRef
     hidden: dict[str, bytes]
-    """Test files that come from the host at judging time and replace whatever the agent left at their paths."""
+    """Test files that the host pushes at judging time; they replace any file of the agent's at their paths."""
     tests: TestPlan
     expected: tuple[str, ...]
-    """Test ids that have to be reported as passed: fewer, or others, is a failure."""
+    """Test ids that have to be reported as passed; a missing or other id is a failure."""
     sealed: dict[str, bytes] = {}
-    """Hidden files as the judge runs them: without the literals that they compare with (tasks/sealing.py)."""
+    """Hidden files as the judge runs them, without the literals that they compare with (tasks/sealing.py)."""
     answers: dict[str, tuple[tuple[int, str], ...]] = {}
-    """Test id to the comparisons that it makes, in order, and the literals that were taken out of them."""
+    """Test id to its comparisons in order, each with the literal that was removed from it."""
     solution: dict[str, bytes]
-    """File contents that pass the hidden tests; used by the scripted oracle policy and to verify the task."""
+    """Files that pass the hidden tests: for the scripted oracle policy, and to verify the task."""

@@ -1,44 +1,50 @@
-"""A step as a pure function of recorded streams: what went in, what came out."""
+"""A training step as a pure function of recorded streams: its inputs and its outcome."""
+
+import math
 
 import msgspec
 
-from headrace.messages.base import Message, message
+from headrace.messages.base import Count, Message, Name, Version, message
+from headrace.messages.plugins import Plugin
 
 
 class BatchGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """One group of a batch by sequence: its closing, and (trajectory, score) per slot."""
+    """One group of a batch: the sequence of its closing, and the sequences (trajectory, score) of each slot."""
 
-    group: str
-    close_seq: int
+    group: Name
+    close_seq: Count
     slots: tuple[tuple[int, int], ...]
 
 
 @message("step_manifest")
 class StepManifest(Message, frozen=True, kw_only=True):
-    """Everything a step depends on, published before it runs. Replaying it gives the same bits."""
+    """All inputs of a step, stored before it runs. Executing it again gives the same bits."""
 
     run: str
-    step: int
-    """Batch number k; the step takes version k to version k + 1."""
-    incarnation: int = 0
-    version: int
+    step: Count
+    """Batch number k; the step turns version k into version k + 1."""
+    incarnation: Count = 0
+    version: Count
     base_hash: str
     groups: tuple[BatchGroup, ...]
     seed: int
     code: str
-    """Version of the package and git revision when there is one."""
+    """Version of the package, and the git revision where there is one."""
     fingerprint: str
     objective: dict[str, float | int | str | bool] = {}
+    plugins: tuple[Plugin, ...] = ()
+    """Advantages and losses from outside of headrace; a node with another source hash refuses the step."""
 
 
 class EngineMismatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampler against trainer over the re-scored tokens of one engine, with the weights that wrote them."""
+    """Differences between sampler and trainer over re-scored tokens of one engine, under the weights that wrote
+    them."""
 
     engine: str
-    """The rollout actor that it belongs to."""
+    """Id of the engine's rollout actor."""
     fingerprint: str
     same_fingerprint: bool
-    """As the trainer's: then every figure below is 0 in exact mode."""
+    """The engine has the trainer's fingerprint: in exact mode every figure below is then 0."""
     tokens: int = 0
     k1: float = 0.0
     k3: float = 0.0
@@ -49,71 +55,79 @@ class EngineMismatch(msgspec.Struct, frozen=True, kw_only=True):
     """Share of token-layers that the trainer would route to other experts."""
 
 
-@message("step_done")
-class StepDone(Message, frozen=True, kw_only=True):
-    """A step's outcome; `version` is what it produced."""
+class StepFigures(Message, frozen=True, kw_only=True):
+    """The figures of a step that was taken: what the trainer computes and `StepDone` publishes."""
 
-    run: str
-    step: int
-    incarnation: int = 0
-    version: int
+    version: Count
+    """The version that the step produced."""
     state_hash: str
-    manifest_seq: int
-    groups: tuple[str, ...]
-    trained_slots: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    reward_mean: float
-    pass_rate: float
-    tokens: int
-    staleness: dict[str, int]
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+    reward_mean: float = 0.0
+    pass_rate: float = 0.0
+    trained_slots: int = 0
+    tokens: int = 0
+    staleness: dict[str, int] = {}
     """Staleness (k minus the version that wrote a token), as text, to number of sampled tokens."""
-    staleness_max: int
-    staleness_bound: int
-    k1: float
-    k3: float
-    max_abs_dlp: float
+    staleness_max: int = 0
+    k1: float = 0.0
+    k3: float = 0.0
+    max_abs_dlp: float = math.nan
     """Largest |sampler - trainer| log-probability over the re-scored sample; NaN when none was re-scored."""
-    rescored_tokens: int
-    exact: bool
-    seconds: float
-    waited_s: float
+    rescored_tokens: int = 0
+    exact: bool = False
+    """Sampler and trainer have one fingerprint in exact mode: `max_abs_dlp` must be 0."""
     entropy: float = 0.0
     clipped: float = 0.0
+    """Share of computed tokens whose importance weight was cut."""
+    seconds: float = 0.0
     engines: tuple[EngineMismatch, ...] = ()
     alarm: str = ""
-    """Which engine is above which limit of [numerics], or has another fingerprint; empty when all is well."""
+    """Engines above a limit of [numerics] or with another fingerprint; empty when there is none."""
+
+
+@message("step_done")
+class StepDone(StepFigures, frozen=True, kw_only=True):
+    """The outcome of a step that was taken."""
+
+    run: str
+    step: Count
+    incarnation: Count = 0
+    manifest_seq: Count
+    groups: tuple[str, ...]
+    staleness_bound: int
+    waited_s: float
 
 
 @message("step_failed")
 class StepFailed(Message, frozen=True, kw_only=True):
-    """A step that could not be taken. Its groups are dropped (step_failed); `version` has the old bytes, or after a
-    rollback those of an earlier version."""
+    """A step that could not be taken. Its groups are dropped (step_failed). `version` has the bytes of the version
+    before, or after a rollback those of an earlier one."""
 
     run: str
-    step: int
-    incarnation: int = 0
-    version: int
+    step: Count
+    incarnation: Count = 0
+    version: Count
     state_hash: str
-    manifest_seq: int
+    manifest_seq: Count
     groups: tuple[str, ...]
     dropped_slots: int
     reason: str
     detail: str = ""
     command: str = ""
-    """The one command that reproduces it."""
-    restored: int = -1
-    """The earlier version whose bytes and optimizer were put back; -1 when none was."""
+    """The command that reproduces the failure."""
+    restored: Version = -1
+    """The version whose bytes and optimizer state were restored; -1 when none was."""
 
 
 @message("snapshot_ready")
 class SnapshotReady(Message, frozen=True, kw_only=True):
-    """The trainer wrote the published weights of a version: an immutable file on its node."""
+    """The trainer has written the weights of a version to an immutable file on its node."""
 
     run: str
-    version: int
+    version: Count
     path: str
     state_hash: str
-    bytes: int
+    bytes: Count
     learning_rate: float = 0.0

@@ -1,12 +1,16 @@
-"""A version on the wire: chunks, then the manifest, then the head record."""
+"""A version on the wire: chunks, then the manifest, then the head record.
+
+Some fields and one type keep an older name on the wire (`name=`, `@message`), so that recorded runs still decode and
+their signatures still hold.
+"""
 
 import msgspec
 
-from headrace.messages.base import Message, message
+from headrace.messages.base import Count, Message, Version, message
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """One published tensor: dtype as safetensors spells it (``BF16``), shape, and which shard carries it."""
+    """One published tensor: dtype as in safetensors (``BF16``), shape, and the shard that carries it."""
 
     name: str
     dtype: str
@@ -15,91 +19,91 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class ChunkInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One chunk by its stream sequence."""
+    """One chunk, named by its stream sequence."""
 
-    shard: int
-    seq: int
-    stream_seq: int
-    bytes: int
+    shard: Count
+    seq: Count
+    stream_seq: Count
+    bytes: Count
     sha256: str
 
 
 @message("weight_chunk")
 class WeightChunk(Message, frozen=True, kw_only=True):
-    """Packed slab frames; at most 1 MiB as a message."""
+    """A chunk of packed frames; at most 1 MiB as a message."""
 
     run: str
-    version: int
-    shard: int
-    seq: int
+    version: Count
+    shard: Count
+    seq: Count
     data: bytes
 
 
 @message("weight_manifest")
 class WeightManifest(Message, frozen=True, kw_only=True):
-    """What a version consists of; published after its chunks."""
+    """The parts of a version: tensors, chunks and hashes. Stored after its chunks."""
 
     run: str
-    version: int
-    base_version: int
-    """-1 for an anchor, which needs no base."""
-    base_seq: int = 0
-    """Stream sequence of the base version's manifest; 0 for an anchor."""
-    step: int
+    version: Count
+    base_version: Version
+    """-1 for a full snapshot, which needs no base."""
+    base_seq: Count = 0
+    """Stream sequence of the base version's manifest; 0 for a full snapshot."""
+    step: Count
     tensors: tuple[TensorInfo, ...]
     chunks: tuple[ChunkInfo, ...]
-    slab_hashes: bytes
-    """16 bytes (xxh3-128) per slab in tensor order: the state after this version."""
+    block_hashes: bytes = msgspec.field(name="slab_hashes")
+    """16 bytes (xxh3-128) per block in tensor order: the state after this version."""
     state_hash: str
     base_hash: str
     parent: str = ""
     """sha256 of the base version's manifest: the chain can be audited."""
-    raw_bytes: int
-    wire_bytes: int
-    changed: int
-    elements: int
+    raw_bytes: Count
+    wire_bytes: Count
+    changed: Count
+    elements: Count
     learning_rate: float = 0.0
     encode_s: float = 0.0
     precision: str = ""
-    """How the published bytes were made of the trainer's; empty: they are the trainer's."""
+    """The rounding that made the published bytes from the trainer's; empty: they are the trainer's."""
     source_hash: str = ""
-    """State hash of the trainer's file, where the published bytes were made of it."""
+    """State hash of the trainer's file, where the published bytes are rounded."""
     signer: str = ""
-    """Public key (an NKEY, ``U...``) of who published it; empty: nobody signed."""
+    """Public key (an NKEY, ``U...``) of the publisher; empty: unsigned."""
     signature: bytes = b""
     """Ed25519 over `weights.signing.statement`, 64 bytes."""
 
 
 @message("weight_head")
 class WeightHead(Message, frozen=True, kw_only=True):
-    """The commit point: receivers act on this alone. Written with an expected sequence."""
+    """The commit point of a version: receivers act on head records alone. Written with an expected sequence."""
 
     run: str
-    version: int
-    manifest_seq: int
+    version: Count
+    manifest_seq: Count
     state_hash: str
-    anchor_version: int
-    anchor_seq: int = 0
-    """Stream sequence of the newest anchor's manifest: where a late joiner starts."""
-    after: int = -1
+    full_version: Count = msgspec.field(name="anchor_version")
+    full_seq: Count = msgspec.field(default=0, name="anchor_seq")
+    """Stream sequence of the newest full snapshot's manifest: where a late joiner starts."""
+    after: Version = -1
     """Stream sequence of the head record before it, 0 for the first: a signed head fits one place in the stream."""
     source_hash: str = ""
-    """State hash of the trainer's file, where the published bytes were made of it."""
+    """State hash of the trainer's file, where the published bytes are rounded."""
     signer: str = ""
     signature: bytes = b""
 
 
 @message("weight_fold")
-class WeightFold(Message, frozen=True, kw_only=True):
-    """A short cut: one delta from an older version straight to a later one. Whoever lags saves bytes by it."""
+class WeightSquash(Message, frozen=True, kw_only=True):
+    """One delta that replaces several: a receiver that lags by more than one version fetches fewer bytes."""
 
     run: str
-    version: int
+    version: Count
     state_hash: str
-    base_version: int
+    base_version: Version
     base_hash: str
     manifest_seq: int
-    """Stream sequence of the manifest of the folded delta."""
+    """Stream sequence of the manifest of the squashed delta."""
     wire_bytes: int
     signer: str = ""
     signature: bytes = b""
@@ -107,12 +111,12 @@ class WeightFold(Message, frozen=True, kw_only=True):
 
 @message("weights_staged")
 class WeightsStaged(Message, frozen=True, kw_only=True):
-    """A receiver holds a verified copy of a version on its node."""
+    """A receiver has a verified copy of a version on its node."""
 
     run: str
     node: str
     region: str
-    version: int
+    version: Count
     path: str
     state_hash: str
     stage_s: float
@@ -125,6 +129,6 @@ class WeightsSwapped(Message, frozen=True, kw_only=True):
     run: str
     rollout: str
     node: str
-    version: int
+    version: Count
     state_hash: str
     pause_ms: float

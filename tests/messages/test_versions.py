@@ -16,7 +16,7 @@ from msgspec import msgpack
 
 from headrace.messages import TYPES, decode, encode
 from headrace.messages.base import OLDER, Message, message, older
-from headrace.messages.codec import UnknownType
+from headrace.messages.codec import UnreadableMessage
 from headrace.messages.operations import Event
 from headrace.messages.subjects import EVENT
 from tests.conftest import Connect
@@ -71,9 +71,9 @@ def test_the_previous_version_is_read_as_todays(renamed: Any) -> None:
     now = renamed(name="a", wall_ms=1500.0)
     payload, headers = encode(now)
     assert headers["Hr-Type"] == "renamed_in_test/2" and decode(payload, headers) == now
-    with pytest.raises(UnknownType, match="not a readable renamed_in_test"):
+    with pytest.raises(UnreadableMessage, match="not a readable renamed_in_test"):
         decode(payload, {"Hr-Type": "renamed_in_test/1"})
-    with pytest.raises(UnknownType, match="newer than this reader"):
+    with pytest.raises(UnreadableMessage, match="newer than this reader"):
         decode(payload, {"Hr-Type": "renamed_in_test/3"})
     with pytest.raises(ValueError, match="not older"):
         older(renamed, 2, Before, lambda was: now)

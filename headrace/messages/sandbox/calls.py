@@ -1,177 +1,17 @@
-"""The sandbox contract: operations, results, and the calls that carry them to an environment actor.
+"""The sandbox contract: results of operations, and the requests that carry operations to an environment actor.
 
-One operation set for production and training. The same structs travel host to guest (framed, see vmhost/channel) and
-actor to actor; `Sandbox` is the surface that harness, tasks and judge program against, whoever stands behind it.
+Harness, tasks and judge program against `Sandbox`, whatever backend implements it.
 """
 
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from headrace.messages.base import Message, message
-from headrace.messages.tasks import TestPlan
+from headrace.messages.sandbox.operations import Op
 
 Role = Literal["rollout", "judge"]
 Isolation = Literal["episode", "group"]
-
-
-class Exec(msgspec.Struct, frozen=True, kw_only=True, tag="exec"):
-    """Run argv in the workspace as the tools' user. Output beyond `output_cap` bytes per stream is cut and marked."""
-
-    argv: tuple[str, ...]
-    cwd: str = "."
-    env: dict[str, str] = {}
-    stdin: bytes = b""
-    timeout_s: float = 30.0
-    output_cap: int = 65536
-    user: str = ""
-    """Another user of an imported image, by name or number; the built-in images have one."""
-
-
-class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """End the Exec (or test command) that runs under a call id, with all it started; its own answer says so."""
-
-    call_id: str
-
-
-class StartJob(msgspec.Struct, frozen=True, kw_only=True, tag="start_job"):
-    """Run argv beside the calls that follow; `OpResult.job` is its number. What it writes waits for `FollowJob`, up to
-    `output_cap` bytes a stream; then it waits itself."""
-
-    argv: tuple[str, ...]
-    cwd: str = "."
-    env: dict[str, str] = {}
-    stdin: bytes = b""
-    open_input: bool = False
-    """Whether FeedJob may send more."""
-    terminal: bool = False
-    """In a terminal of its own, 80 by 24: one stream, and input stays open."""
-    timeout_s: float = 3600.0
-    output_cap: int = 65536
-    user: str = ""
-
-
-class FollowJob(msgspec.Struct, frozen=True, kw_only=True, tag="follow_job"):
-    """What a job wrote since the last call, at most `limit` bytes a stream, waiting `wait_s` for the first of it.
-
-    `OpResult.running` is False once the job has ended and all of its output was given out; then `code` is its own.
-    """
-
-    job: int
-    wait_s: float = 10.0
-    limit: int = 65536
-
-
-class FeedJob(msgspec.Struct, frozen=True, kw_only=True, tag="feed_job"):
-    """Input for a job; `last` closes it (in a terminal: end of file)."""
-
-    job: int
-    data: bytes = b""
-    last: bool = False
-
-
-class StopJob(msgspec.Struct, frozen=True, kw_only=True, tag="stop_job"):
-    """A signal for a job and all of its session."""
-
-    job: int
-    signal: int = 9
-
-
-class PushTar(msgspec.Struct, frozen=True, kw_only=True, tag="push_tar"):
-    """Unpack a tar archive (plain, gzip, bzip2 or xz) into a folder: modes, times and links as they are in it, owners
-    the tools' user."""
-
-    data: bytes
-    path: str = "."
-
-
-class PullTar(msgspec.Struct, frozen=True, kw_only=True, tag="pull_tar"):
-    """A folder (or file) as a tar archive in `OpResult.data`. What a guest packs is not to be trusted when unpacked."""
-
-    path: str = "."
-    limit: int = 64 << 20
-
-
-class ReadFile(msgspec.Struct, frozen=True, kw_only=True, tag="read_file"):
-    """Content of one file (in `OpResult.data`), at most `limit` bytes."""
-
-    path: str
-    limit: int = 1 << 20
-
-
-class WriteFiles(msgspec.Struct, frozen=True, kw_only=True, tag="write_files"):
-    """Create or replace files, making folders as needed; `delete` removes paths."""
-
-    files: dict[str, bytes]
-    delete: tuple[str, ...] = ()
-
-
-class ReplaceLines(msgspec.Struct, frozen=True, kw_only=True, tag="replace_lines"):
-    """Replace lines first..last (1-based, inclusive) of a file by `text`; last = first - 1 inserts before first."""
-
-    path: str
-    first: int
-    last: int
-    text: str
-
-
-class ListFiles(msgspec.Struct, frozen=True, kw_only=True, tag="list_files"):
-    """Paths under the workspace that match a glob, sorted, in `OpResult.stdout`, one a line."""
-
-    pattern: str = "**"
-    limit: int = 1000
-
-
-class Search(msgspec.Struct, frozen=True, kw_only=True, tag="search"):
-    """Lines that match a regular expression, as ``path:line:text``; `context` adds that many lines after each hit."""
-
-    pattern: str
-    glob: str = "**"
-    context: int = 0
-    limit: int = 50
-
-
-class RunTests(msgspec.Struct, frozen=True, kw_only=True, tag="run_tests"):
-    """Run tests by the prepared worker; results in `OpResult.tests`."""
-
-    plan: TestPlan
-
-
-class PullTree(msgspec.Struct, frozen=True, kw_only=True, tag="pull_tree"):
-    """All files that match any of the globs, with a digest of the whole workspace, in `OpResult.files`/`digest`."""
-
-    patterns: tuple[str, ...] = ("**",)
-    limit: int = 8 << 20
-
-
-class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
-    """Look whether the sandbox's machine was touched where nothing honest writes; what was is in `OpResult.touched`.
-
-    The host looks from outside, at files of the root and the kernel's code; the guest takes no part. `thorough` asks
-    the machine's first process as well: modules, mounts, settings, stray processes. Not ok where it can't be told.
-    """
-
-    thorough: bool = False
-
-
-Op = (
-    Exec
-    | ReadFile
-    | WriteFiles
-    | ReplaceLines
-    | ListFiles
-    | Search
-    | RunTests
-    | PullTree
-    | Cancel
-    | StartJob
-    | FollowJob
-    | FeedJob
-    | StopJob
-    | PushTar
-    | PullTar
-    | Inspect
-)
 
 
 class TestOutcome(msgspec.Struct, frozen=True):
@@ -181,12 +21,12 @@ class TestOutcome(msgspec.Struct, frozen=True):
     outcome: Literal["passed", "failed", "error", "skipped"]
     message: str = ""
     observed: tuple[str, ...] = ()
-    """What a sealed test saw (vmhost/guest/observing.py)."""
+    """The values that a sealed test observed (vmhost/guest/testing/observing.py)."""
 
 
 class OpResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What an operation gave. `ok` is False for an outcome the caller must hear about (missing file, exit code,
-    failed tests, time limit); `error` then says it in one line that a model can use."""
+    """The result of an operation. `ok` is False for a missing file, a non-zero exit code, failed tests or a time limit;
+    `error` then says so in one line that a model can use."""
 
     ok: bool = True
     error: str = ""
@@ -202,23 +42,23 @@ class OpResult(msgspec.Struct, frozen=True, kw_only=True):
     wall_ms: float = 0.0
     job: int = 0
     running: bool = False
-    touched: tuple[str, ...] = ()
-    """What `Inspect` found: paths of files, ``kernel``, names of settings."""
+    tampered: tuple[str, ...] = msgspec.field(default=(), name="touched")
+    """Changes that `CheckIntegrity` found: paths of files, ``kernel``, names of settings."""
 
 
 class SandboxLost(Exception):
-    """The sandbox is gone (VM died, lease lapsed, epoch passed): infrastructure, never the policy's failure."""
+    """The sandbox has ended (machine, lease or epoch): a failure of the infrastructure, never of the policy."""
 
 
-class NoRoom(Exception):
-    """No node has room for another sandbox now: wait and ask again."""
+class NoCapacity(Exception):
+    """No node has capacity for another sandbox now: wait and acquire again."""
 
 
 class Sandbox(Protocol):
-    """A place to act in. Calls may run concurrently; a repeated `call_id` is answered from the record."""
+    """An isolated workspace. Calls may run concurrently; a repeated `call_id` gets the first answer."""
 
     async def call(self, op: Op, call_id: str = "") -> OpResult:
-        """Run one operation. SandboxLost when the sandbox is gone."""
+        """Run one operation. SandboxLost when the sandbox has ended."""
 
 
 @message("acquire")
@@ -239,11 +79,43 @@ class Acquire(Message, frozen=True, kw_only=True):
     lease_s: float = 120.0
     handovers: int = 0
     hostname: str = ""
-    """What its machine calls itself; empty: as all others do."""
+    """Host name inside; empty: the same in every sandbox."""
     network: tuple[str, ...] = ()
-    """What it may reach, as ``name:port`` with ``*`` in either, through a proxy of the host's; empty: nothing."""
+    """Destinations that it may reach through the host's proxy, as ``name:port`` with ``*`` in either; empty: none."""
+    requires: tuple[str, ...] = ()
+    """Capabilities that the backend must have besides those that the other fields imply (vmhost/backend.py)."""
     files: dict[str, bytes] = {}
     """The repository, pushed in the same frame that starts the clone. A task's tests are never in it."""
+
+
+class GroupKey(NamedTuple):
+    """The sandboxes that may share a machine: those of one group, in one run, lane and role."""
+
+    run: str
+    lane: str
+    role: Role
+    group: str
+
+
+class SandboxKey(NamedTuple):
+    """Identifies a sandbox: acquiring the same key again returns the same sandbox."""
+
+    run: str
+    lane: str
+    role: Role
+    group: str
+    slot: int
+    attempt: int
+
+    @classmethod
+    def of(cls, request: Acquire) -> "SandboxKey":
+        """The key of a request."""
+        return cls(request.run, request.lane, request.role, request.group, request.slot, request.attempt)
+
+    @property
+    def in_group(self) -> GroupKey:
+        """The key of its group."""
+        return GroupKey(self.run, self.lane, self.role, self.group)
 
 
 ANY_RUN = "any"
@@ -264,6 +136,8 @@ class Acquired(Message, frozen=True, kw_only=True):
     secret: str
     epoch: int
     backend: str
+    capabilities: tuple[str, ...] = ()
+    """Names of what the backend can do (vmhost/backend.py)."""
 
 
 @message("sandbox_call")

@@ -1,0 +1,169 @@
+"""The operations of a sandbox: commands, jobs, files, trees, tests, integrity. `Op` is any of them.
+
+One set for production and training. The same structs travel from actor to actor and, as frames, from host to guest
+(vmhost/protocol.py).
+"""
+
+import msgspec
+
+from headrace.messages.tasks import TestPlan
+
+
+class Exec(msgspec.Struct, frozen=True, kw_only=True, tag="exec"):
+    """Run argv in the workspace as the tools' user. Output beyond `output_cap` bytes per stream is cut and marked."""
+
+    argv: tuple[str, ...]
+    cwd: str = "."
+    env: dict[str, str] = {}
+    stdin: bytes = b""
+    timeout_s: float = 30.0
+    output_cap: int = 65536
+    user: str = ""
+    """Another user of an imported image, by name or number; the built-in images have one."""
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """End the Exec (or test command) that runs under a call id, with all it started; its own answer says so."""
+
+    call_id: str
+
+
+class StartJob(msgspec.Struct, frozen=True, kw_only=True, tag="start_job"):
+    """Start argv as a job that runs beside later calls; `OpResult.job` is its number. Its output is kept for
+    `FollowJob`, up to `output_cap` bytes per stream; a job that has written as much is blocked until some is read."""
+
+    argv: tuple[str, ...]
+    cwd: str = "."
+    env: dict[str, str] = {}
+    stdin: bytes = b""
+    open_input: bool = False
+    """Whether FeedJob may send more."""
+    terminal: bool = False
+    """In a terminal of its own, 80 by 24: one stream, and input stays open."""
+    timeout_s: float = 3600.0
+    output_cap: int = 65536
+    user: str = ""
+
+
+class FollowJob(msgspec.Struct, frozen=True, kw_only=True, tag="follow_job"):
+    """Read a job's output since the last call, at most `limit` bytes per stream; waits up to `wait_s` seconds for some.
+
+    `OpResult.running` is False once the job has ended and all of its output was read; `code` is then its exit code.
+    """
+
+    job: int
+    wait_s: float = 10.0
+    limit: int = 65536
+
+
+class FeedJob(msgspec.Struct, frozen=True, kw_only=True, tag="feed_job"):
+    """Input for a job; `last` closes it (in a terminal: end of file)."""
+
+    job: int
+    data: bytes = b""
+    last: bool = False
+
+
+class StopJob(msgspec.Struct, frozen=True, kw_only=True, tag="stop_job"):
+    """A signal for a job and all of its session."""
+
+    job: int
+    signal: int = 9
+
+
+class PushTar(msgspec.Struct, frozen=True, kw_only=True, tag="push_tar"):
+    """Unpack a tar archive (plain, gzip, bzip2 or xz) into a folder: modes, times and links as they are in it, owners
+    the tools' user."""
+
+    data: bytes
+    path: str = "."
+
+
+class PullTar(msgspec.Struct, frozen=True, kw_only=True, tag="pull_tar"):
+    """Read a folder or file as a tar archive, in `OpResult.data`. A guest made the archive: unpack it with care."""
+
+    path: str = "."
+    limit: int = 64 << 20
+
+
+class ReadFile(msgspec.Struct, frozen=True, kw_only=True, tag="read_file"):
+    """Content of one file (in `OpResult.data`), at most `limit` bytes."""
+
+    path: str
+    limit: int = 1 << 20
+
+
+class WriteFiles(msgspec.Struct, frozen=True, kw_only=True, tag="write_files"):
+    """Create or replace files, making folders as needed; `delete` removes paths."""
+
+    files: dict[str, bytes]
+    delete: tuple[str, ...] = ()
+
+
+class ReplaceLines(msgspec.Struct, frozen=True, kw_only=True, tag="replace_lines"):
+    """Replace lines first..last (1-based, inclusive) of a file by `text`; last = first - 1 inserts before first."""
+
+    path: str
+    first: int
+    last: int
+    text: str
+
+
+class ListFiles(msgspec.Struct, frozen=True, kw_only=True, tag="list_files"):
+    """Paths under the workspace that match a glob, sorted, in `OpResult.stdout`, one a line."""
+
+    pattern: str = "**"
+    limit: int = 1000
+
+
+class Search(msgspec.Struct, frozen=True, kw_only=True, tag="search"):
+    """Lines that match a regular expression, as ``path:line:text``; `context` adds that many lines after each hit."""
+
+    pattern: str
+    glob: str = "**"
+    context: int = 0
+    limit: int = 50
+
+
+class RunTests(msgspec.Struct, frozen=True, kw_only=True, tag="run_tests"):
+    """Run tests by the prepared worker; results in `OpResult.tests`."""
+
+    plan: TestPlan
+
+
+class PullTree(msgspec.Struct, frozen=True, kw_only=True, tag="pull_tree"):
+    """All files that match any of the globs, with a digest of the whole workspace, in `OpResult.files`/`digest`."""
+
+    patterns: tuple[str, ...] = ("**",)
+    limit: int = 8 << 20
+
+
+class CheckIntegrity(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
+    """Check whether the sandbox's machine was changed where no legitimate work writes; `OpResult.tampered` lists it.
+
+    The host reads the machine's memory: files of the root and the kernel's code; the guest takes no part. `thorough`
+    also asks the machine's first process for modules, mounts, settings and stray processes. Not ok where the backend
+    cannot tell.
+    """
+
+    thorough: bool = False
+
+
+Op = (
+    Exec
+    | ReadFile
+    | WriteFiles
+    | ReplaceLines
+    | ListFiles
+    | Search
+    | RunTests
+    | PullTree
+    | Cancel
+    | StartJob
+    | FollowJob
+    | FeedJob
+    | StopJob
+    | PushTar
+    | PullTar
+    | CheckIntegrity
+)
