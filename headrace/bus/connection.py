@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -12,30 +13,26 @@ from typing import Any
 import msgspec
 from nats.aio.msg import Msg
 
-from headrace.bus import blobs, keys, reading, tracing
-from headrace.bus.errors import (
-    ApiError,
-    BusError,
-    BusTimeout,
-    Disconnected,
-    MessageGone,
-    NoResponders,
-    WrongSequence,
-)
-from headrace.bus.kv import KeyValue
-from headrace.bus.link import Link, check
-from headrace.bus.nearby import Nearby, fetch
-from headrace.bus.permissions import READERS
-from headrace.bus.received import Delivery, Received
+from headrace.bus.broker import keys
+from headrace.bus.broker.permissions import READERS
+from headrace.bus.errors import ApiError, BusError, MessageGone, NoResponders, WrongSequence
+from headrace.bus.nats import ordered_reader
+from headrace.bus.nats.addressing import misplaced
+from headrace.bus.nats.connection import AWAY_S, TRANSIENT, NatsConnection, check
+from headrace.bus.nats.kv import KeyValue
+from headrace.bus.nats.records import Records, Skipped, headers_of
+from headrace.bus.payloads import claim_checks
+from headrace.bus.payloads.shared_memory import SharedMemoryStore
+from headrace.bus.runtime import tracing
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
-from headrace.messages.codec import UnknownType, decode, encode
+from headrace.messages.codec import UnreadableMessage, decode, encode
 from headrace.messages.operations import Ack, BlobRef
 
 MAX_INLINE = 1 << 20
 """Bytes of an encoded message above which it becomes a claim check."""
 RETRY_S = 20.0
-"""How long a publish is tried again while the broker is away: an election in a cluster takes up to 7 s."""
+"""Seconds for which a publish is repeated while no stream takes it: an election in a cluster takes up to 7 s."""
 _FULL = 10077
 _NO_SPACE = (10023, 10047)
 _WRONG = (10071, 10164)
@@ -46,20 +43,23 @@ class _PubAck(msgspec.Struct):
     duplicate: bool = False
 
 
-class Bus:
-    """One connection in one role."""
+class Bus(Records):
+    """One connection in one role: publish, request and answer here; reading streams is in `Records`."""
 
-    def __init__(self, link: Link, *, id: str, node: str) -> None:
-        self.link, self.role, self.id, self.node = link, link.role, id, node
+    def __init__(self, connection: NatsConnection, *, id: str, node: str) -> None:
+        super().__init__(connection)
+        self.role, self.id, self.node = connection.role, id, node
         self.credentials: Path | None = None
         """Folder (or seed file) that it was connected with."""
         self.patience_s = 300.0
         """How long a publish waits on a full stream before it gives up."""
         self.on_full: Callable[[str], None] | None = None
         """Told once per publish that has to wait on a full stream."""
-        self.nearby: Nearby | None = None
-        """Where payloads lie that need not go through the broker (`use_nearby`)."""
         self._uploads: asyncio.Task[None] | None = None
+        self._answering: set[asyncio.Task[None]] = set()
+        """Held here: the loop holds tasks weakly, and a subscription may end before its last answer is sent."""
+        self._unstored = itertools.count(1)
+        """Numbers unreadable core messages, which have no sequence."""
 
     @classmethod
     async def connect(
@@ -81,9 +81,9 @@ class Bus:
         except ValueError as error:
             raise BusError(str(error)) from None
         id = id or f"{role}-{os.getpid()}-{token_hex(3)}"
-        link = Link(url, role, key)
-        await link.connect(f"{id}", timeout)
-        bus = cls(link, id=id, node=node or s.token(socket.gethostname()))
+        connection = NatsConnection(url, role, key)
+        await connection.connect(id, timeout)
+        bus = cls(connection, id=id, node=node or s.token(socket.gethostname()))
         bus.credentials = Path(credentials) if credentials else None
         return bus
 
@@ -98,17 +98,17 @@ class Bus:
     ) -> int:
         """Store a message; its stream sequence.
 
-        Tried again for `RETRY_S` while the broker is away, and for `patience_s` while the stream is full; the message
+        Tried again for `AWAY_S` while the broker is away, and for `patience_s` while the stream is full; the message
         id stays the same, so a repeat is stored once. expect: last sequence on `expect_filter` or the subject, 0 for
         none yet; WrongSequence at once when it is another.
         """
         payload, headers = encode(message)
         ref: BlobRef | None = None
         owner = s.owner(subject, message)
-        if self.nearby is not None and not owner and self.nearby.takes(subject, len(payload)):
-            ref = await self.nearby.put(self._store_chunk, payload, headers)
+        if self.shared_memory is not None and not owner and self.shared_memory.takes(subject, len(payload)):
+            ref = await self.shared_memory.put(self._store_chunk, payload, headers)
         if ref is None and len(payload) > MAX_INLINE:
-            ref = await blobs.put(self._store_chunk, payload, headers, owner)
+            ref = await claim_checks.put(self._store_chunk, payload, headers, owner)
         if ref is not None:
             payload, headers = encode(ref)
         return await self.publish_raw(
@@ -145,13 +145,13 @@ class Bus:
         started, pause, told = loop.time(), 0.05, False
         while True:
             try:
-                reply = await self.link.call(subject, payload, headers=headers, timeout=5.0)
+                reply = await self.connection.call(subject, payload, headers=headers, timeout=5.0)
                 check(reply.data)
                 return msgspec.json.decode(reply.data, type=_PubAck).seq
-            except (Disconnected, BusTimeout, NoResponders) as error:
+            except TRANSIENT as error:
                 trouble: BusError = error
-                budget = RETRY_S
-                if self.link.closed.is_set():
+                budget = RETRY_S if isinstance(error, NoResponders) else AWAY_S
+                if self.connection.closed.is_set():
                     raise
             except ApiError as error:
                 if error.err_code in _WRONG:
@@ -191,7 +191,7 @@ class Bus:
         over = headers.get("Nats-Expected-Last-Subject-Sequence-Subject", subject)
         try:
             request = {"seq": expect + 1, "next_by_subj": over}
-            found = await reading.from_leader(self.link, known.name if known else stream, request)
+            found = await ordered_reader.from_leader(self.connection, known.name if known else stream, request)
         except MessageGone:
             return 0
         same = found.subject == subject and found.headers.get("Nats-Msg-Id") == headers["Nats-Msg-Id"]
@@ -201,21 +201,35 @@ class Bus:
         """Core NATS, at most once; dropped while the broker is away."""
         payload, headers = encode(message)
         tracing.inject(headers)
-        await self.link.send(subject, payload, headers)
+        await self.connection.send(subject, payload, headers)
 
-    async def request(self, subject: str, message: Message, *, timeout: float = 10.0) -> Message:
-        """Ask and wait for the answer. BusTimeout, NoResponders, Denied."""
+    async def request(self, subject: str, message: Message, *, timeout: float = 10.0, owner: str = "") -> Message:
+        """Ask and wait for the answer. BusTimeout, NoResponders, Denied.
+
+        A request over 1 MiB travels as a claim check; owner: the hash of the user whose data it then is.
+        """
         payload, headers = encode(message)
+        if len(payload) > MAX_INLINE:
+            payload, headers = encode(await claim_checks.put(self._store_chunk, payload, headers, owner))
         with tracing.sending(subject, "", len(payload)):
             tracing.inject(headers)
-            reply = await self.link.call(subject, payload, headers=headers, timeout=timeout)
+            reply = await self.connection.call(subject, payload, headers=headers, timeout=timeout)
         answer = decode(reply.data, reply.headers)
         return await self._resolve(answer)
 
     async def _resolve(self, message: Message) -> Message:
         if not isinstance(message, BlobRef):
             return message
-        return decode(await blobs.get(self.link, message), _headers_of(message))
+        return decode(await claim_checks.get(self.connection, message), headers_of(message))
+
+    async def put_blob(self, message: Message) -> BlobRef:
+        """Store a message on HR_BLOB under the sha256 of its payload; the reference to publish."""
+        payload, headers = encode(message)
+        return await claim_checks.put(self._store_chunk, payload, headers)
+
+    async def get_blob(self, ref: BlobRef) -> Message:
+        """The message behind a reference. MessageGone when it was purged, BusError when its content has other bytes."""
+        return await self._resolve(ref)
 
     async def respond(self, subject: str, handler: Callable[[Message], Awaitable[Message]], *, queue: str = "") -> Any:
         """Answer requests on a subject, each in a task of its own; `Actor.serve` is the usual way.
@@ -226,98 +240,42 @@ class Bus:
         async def answer(raw: Msg) -> None:
             with tracing.processing(raw.subject, raw.headers or {}) as span:
                 try:
-                    reply = await handler(await self._resolve(decode(raw.data, raw.headers)))
-                except Exception as error:
+                    payload, headers = encode(await handler(await self._resolve(decode(raw.data, raw.headers))))
+                except Exception as error:  # an answer that cannot be encoded is answered too, or its asker waits
                     span.fail(error)
-                    reply = Ack(ok=False, detail=f"{type(error).__name__}: {error}")
-                payload, headers = encode(reply)
+                    payload, headers = encode(Ack(ok=False, detail=ascii(f"{type(error).__name__}: {error}")))
                 if len(payload) > MAX_INLINE:
-                    payload, headers = encode(await blobs.put(self._store_chunk, payload, headers))
-                await self.link.send(raw.reply, payload, headers)
+                    payload, headers = encode(await claim_checks.put(self._store_chunk, payload, headers))
+                await self.connection.send(raw.reply, payload, headers)
 
         return await self.listen_raw(subject, answer, queue=queue)
 
+    async def listen(self, subject: str, handler: Callable[[Message], Awaitable[None]]) -> Any:
+        """Handle core messages, at most once each, one after the other. Unreadable ones are counted and skipped."""
+
+        async def handle(raw: Msg) -> None:
+            with tracing.processing(raw.subject, raw.headers or {}):
+                try:
+                    message = decode(raw.data, raw.headers)
+                    reason = misplaced(raw.subject, message)
+                    if reason:
+                        raise UnreadableMessage(reason)
+                except UnreadableMessage as error:
+                    self.skip(Skipped("", next(self._unstored), raw.subject, str(error)))
+                    return
+                await handler(message)
+
+        return await self.connection.subscribe(subject, handle)
+
     async def listen_raw(self, subject: str, callback: Callable[[Msg], Awaitable[None]], *, queue: str = "") -> Any:
         """A core subscription that hands on raw messages, each in a task of its own."""
-        tasks: set[asyncio.Task[None]] = set()
 
         async def spawn(raw: Msg) -> None:
             task = asyncio.ensure_future(callback(raw))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
 
-        return await self.link.subscribe(subject, spawn, queue=queue)
-
-    async def get(self, stream: str, seq: int) -> Received[Any]:
-        """One message by sequence. MessageGone when it was purged."""
-        return await self._received_stored(stream, await reading.by_sequence(self.link, stream, seq))
-
-    async def last(self, stream: str, subject: str) -> Received[Any] | None:
-        """The last message on a subject or filter, from the leader: it sees every acknowledged write."""
-        try:
-            stored = await reading.from_leader(self.link, stream, {"last_by_subj": subject})
-        except MessageGone:
-            return None
-        return await self._received_stored(stream, stored)
-
-    async def _received_stored(self, stream: str, stored: reading.Stored) -> Received[Any]:
-        received: Received[Any] = Received(
-            subject=stored.subject,
-            data=stored.data,
-            headers=stored.headers,
-            stream=stream,
-            seq=stored.seq,
-            time=stored.time,
-        )
-        return await self.claim(received)
-
-    async def claim(self, received: Received[Any]) -> Received[Any]:
-        """Fetch the payload of a claim check; the message then is what was published. Errors go to `received.error`."""
-        if received.type != BlobRef.type_name:
-            return received
-        try:
-            ref = decode(received.data, received.headers)
-            assert isinstance(ref, BlobRef)
-            received.data = await fetch(self.link, self.nearby, ref, received.time)
-            received.headers = {**received.headers, **_headers_of(ref)}
-        except (UnknownType, MessageGone) as error:
-            received.error = error
-        return received
-
-    def use_nearby(self, nearby: Nearby | None) -> None:
-        """Lay large payloads of episodes into a folder of this node, and upload them when that is wanted."""
-        self.nearby = nearby
-        if nearby is not None and nearby.upload == "after" and self.role not in READERS:
-            self._uploads = asyncio.create_task(nearby.upload_for_ever(self._store_chunk))
-
-    async def history(self, stream: str, *filters: str, start: int = 1) -> AsyncIterator[Received[Any]]:
-        """All stored messages from sequence `start`, in order, up to the stream's last one at the time of the call."""
-        until = await reading.last_seq(self.link, stream)
-        if until < start:
-            return
-        reader = reading.Reader(self.link, stream, filters, start=start, until=until)
-        async for message, delivery in reader.messages():
-            yield await self._received(message, delivery)
-
-    async def follow(self, stream: str, *filters: str, start: int = 1) -> AsyncIterator[Received[Any]]:
-        """History, then live, in order, for ever; survives reconnects. Nothing is acknowledged."""
-        async for message, delivery in reading.Reader(self.link, stream, filters, start=start).messages():
-            yield await self._received(message, delivery)
-
-    async def _received(self, message: Msg, delivery: Delivery) -> Received[Any]:
-        received: Received[Any] = Received(
-            subject=message.subject,
-            data=message.data,
-            headers=message.headers,
-            stream=delivery.stream,
-            seq=delivery.seq,
-            time=delivery.time,
-        )
-        return await self.claim(received)
-
-    async def last_seq(self, stream: str) -> int:
-        """Sequence of the stream's last message, 0 when it never had one."""
-        return await reading.last_seq(self.link, stream)
+        return await self.connection.subscribe(subject, spawn, queue=queue)
 
     async def kv(self, bucket: str) -> KeyValue:
         """A key-value bucket of `messages.subjects.KEY_VALUES`."""
@@ -335,7 +293,7 @@ class Bus:
                 return 0
             request["seq"] = before
         try:
-            reply = await self.link.api(f"STREAM.PURGE.{stream}", request, timeout=30.0)
+            reply = await self.connection.api(f"STREAM.PURGE.{stream}", request, timeout=30.0)
         except ApiError as error:
             raise BusError(f"{stream} cannot be purged: {error}") from error
         return int(msgspec.json.decode(reply).get("purged", 0))
@@ -343,31 +301,33 @@ class Bus:
     async def delete(self, stream: str, seq: int) -> bool:
         """Remove one message: the dead_letter role's, for what a work queue would keep for ever. False when gone."""
         try:
-            await self.link.api(f"STREAM.MSG.DELETE.{stream}", {"seq": seq, "no_erase": True})
+            await self.connection.api(f"STREAM.MSG.DELETE.{stream}", {"seq": seq, "no_erase": True})
         except ApiError as error:
             if error.code in (400, 404) or "no message found" in str(error):
                 return False
             raise
         return True
 
+    def use_shared_memory(self, shared_memory: SharedMemoryStore | None) -> None:
+        """Hand large payloads of episodes to processes of this node through files; upload them as `[bus]` says."""
+        self.shared_memory = shared_memory
+        if shared_memory is not None and shared_memory.upload == "after" and self.role not in READERS:
+            self._uploads = asyncio.create_task(shared_memory.upload_for_ever(self._store_chunk))
+
     async def close(self) -> None:
         """Send what waits, then close."""
-        if self._uploads is not None and self.nearby is not None:
+        if self._uploads is not None and self.shared_memory is not None:
             self._uploads.cancel()
             await asyncio.gather(self._uploads, return_exceptions=True)
-            if self.link.connected:
+            if self.connection.connected:
                 with contextlib.suppress(BusError):  # the next process of this node goes on
-                    await self.nearby.send(self._store_chunk)
-        if self.nearby is not None:
-            self.nearby.close()
-        await self.link.close()
+                    await self.shared_memory.send(self._store_chunk)
+        if self.shared_memory is not None:
+            self.shared_memory.close()
+        await self.connection.close()
 
     async def __aenter__(self) -> "Bus":
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def _headers_of(ref: BlobRef) -> dict[str, str]:
-    return {"Hr-Type": ref.type, "Hr-Encoding": ref.encoding} if ref.encoding else {"Hr-Type": ref.type}

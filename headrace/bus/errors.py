@@ -1,4 +1,4 @@
-"""What can go wrong on the bus, each as a type that its caller can act on."""
+"""The errors of the bus, each a type that a caller can act on."""
 
 
 class BusError(Exception):
@@ -10,7 +10,7 @@ class BusTimeout(BusError):
 
 
 class NoResponders(BusError):
-    """Nobody listens on that subject now."""
+    """No subscriber answers on that subject now."""
 
 
 class Disconnected(BusError):
@@ -32,6 +32,14 @@ class WrongSequence(BusError):
 
 class MessageGone(BusError, LookupError):
     """That message is not in the stream: purged, aged out, or never written."""
+
+
+class StreamMissing(BusError):
+    """The broker has no such stream or bucket. Waiting does not help: an operator has to declare them."""
+
+
+class CorruptPayload(BusError):
+    """A claim check's payload has another size or content than the reference says. Asking again does not help."""
 
 
 class ApiError(BusError):
@@ -56,3 +64,7 @@ class Retry(Exception):
     def __init__(self, delay: float = 1.0, reason: str = "") -> None:
         super().__init__(reason or f"again in {delay:g} s")
         self.delay, self.reason = delay, reason
+
+
+class Unrecoverable(Exception):
+    """Raised by an actor that another start would not mend: its supervisor gives up at once, which ends the run."""

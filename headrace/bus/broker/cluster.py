@@ -1,15 +1,15 @@
 """Three brokers as one: every stream on three disks, and the death of any one of them loses nothing acknowledged.
 
 The idea: JetStream keeps R3 streams by Raft, a publish is acknowledged when two of three have it, and actors reconnect
-to whoever is left (the first broker they reach tells them of the others). An election takes 4 to 9 s; `Bus.publish`
+to a broker that is left (the first broker that they reach names the others). An election takes 4 to 9 s; `Bus.publish`
 tries again for 20, with the same message id, so a publish that was stored but not acknowledged is not stored twice.
 
 Trade-off: acknowledged means in the memory of two kernels; `sync_interval` in cluster.conf bounds what the loss of
 power at two sites at once can take. Put the three where they do not share power. Method: Raft (Ongaro, Ousterhout
 2014) as nats-server has it; limits found by others: Jepsen's report on NATS 2.12.1 (2025-12-08).
 
-    python -m headrace.bus.cluster FOLDER a=10.0.0.1:6222 b=10.0.0.2:6222 c=10.0.0.3:6222    # one folder per node
-    python -m headrace.bus.cluster --declare FOLDER/a --url nats://10.0.0.1:4222             # R3 streams, once
+    python -m headrace.bus.broker.cluster FOLDER a=10.0.0.1:6222 b=10.0.0.2:6222 c=10.0.0.3:6222   # one folder per node
+    python -m headrace.bus.broker.cluster --declare FOLDER/a --url nats://10.0.0.1:4222             # R3 streams, once
 """
 
 import argparse
@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from secrets import token_hex
 
-from headrace.bus import credentials
+from headrace.bus.broker import credentials
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
-from headrace.bus.streams import declare
+from headrace.bus.nats.streams import declare
 
 REPLICAS = 3
 CONF = Path(__file__).with_name("cluster.conf")
@@ -57,13 +57,13 @@ async def declare_replicated(bus: Bus, *, reserve: bool = True) -> None:
 
     The brokers have to have chosen a leader first: a request that comes before is never answered.
     """
-    await bus.link.patiently(lambda: bus.link.api("INFO", timeout=1.0), budget=30.0)
+    await bus.connection.patiently(lambda: bus.connection.api("INFO", timeout=1.0), budget=30.0)
     await declare(bus, reserve=reserve, replicas=REPLICAS)
 
 
 def main() -> None:
     """Prepare folders, or declare the streams."""
-    parser = argparse.ArgumentParser(prog="python -m headrace.bus.cluster", description="three brokers as one")
+    parser = argparse.ArgumentParser(prog="python -m headrace.bus.broker.cluster", description="three brokers as one")
     parser.add_argument("folder", type=Path)
     parser.add_argument("routes", nargs="*", metavar="NAME=HOST:PORT")
     parser.add_argument("--declare", action="store_true", help="declare the streams through a running broker")

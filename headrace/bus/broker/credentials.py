@@ -3,18 +3,41 @@
 Beside them lies the key that weights are signed with, which is no user of the broker: ``weight_publisher.nk`` belongs
 on the sender's node alone, ``weight_publisher.pub`` on every node that receives.
 
-``python -m headrace.bus.credentials FOLDER`` makes them for a broker that an operator starts by hand.
+``python -m headrace.bus.broker.credentials FOLDER`` makes them for a broker that an operator starts by hand. With
+``--run`` (once per run) runs that share a broker get an account each, with seeds in ``FOLDER/<run>``.
 """
 
+import argparse
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.bus.keys import Key
-from headrace.bus.permissions import ROLES, users_conf
+from headrace.bus.broker.keys import Key
+from headrace.bus.broker.permissions import ROLES, accounts_conf, users_conf
+from headrace.messages.subjects import token
 
 PUBLISHER = "weight_publisher"
 """Name of the key that signs weights."""
+
+
+def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
+    """Make or complete a folder with an account per run: seeds in ``<folder>/<run>``, all users in ``users.conf``.
+
+    Runs that the folder has already stay, so a run is added to a broker by calling this again and reloading the broker
+    (``nats-server --signal reload``). Returns the folder. ValueError for a run that is no legal subject token.
+    """
+    for run in runs:
+        if not run or token(run) != run:
+            raise ValueError(f"expected a run id of lower-case letters, digits, '-' and '_', got {run!r}")
+    _private_folder(folder)
+    present = {path.name for path in folder.iterdir() if (path / "admin.nk").exists()}
+    roles: dict[str, dict[str, str]] = {}
+    for run in sorted(present | set(runs)):
+        own = folder / run
+        roles[run] = _seeds(own)
+        _publisher(own)
+    private(folder / "users.conf", accounts_conf(roles))
+    return folder
 
 
 def write(folder: Path) -> Path:
@@ -22,14 +45,27 @@ def write(folder: Path) -> Path:
 
     Existing seeds stay, so that a broker that is started again on the same run knows the actors that still live.
     """
+    private(folder / "users.conf", users_conf(_seeds(folder)))
+    _publisher(folder)
+    return folder
+
+
+def _private_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
-    public = {role: _key(folder / f"{role}.nk").public for role in ROLES}
-    private(folder / "users.conf", users_conf(public))
-    known = folder / f"{PUBLISHER}.pub"
-    if (folder / f"{PUBLISHER}.nk").exists() or not known.exists():
-        private(known, _key(folder / f"{PUBLISHER}.nk").public + "\n")
-    return folder
+
+
+def _seeds(folder: Path) -> dict[str, str]:
+    """Make the missing seeds of a folder; role to public key."""
+    _private_folder(folder)
+    return {role: _key(folder / f"{role}.nk").public for role in ROLES}
+
+
+def _publisher(folder: Path) -> None:
+    """Make the key that weights are signed with, unless the folder holds only another publisher's public key."""
+    public = folder / f"{PUBLISHER}.pub"
+    if (folder / f"{PUBLISHER}.nk").exists() or not public.exists():
+        private(public, _key(folder / f"{PUBLISHER}.nk").public + "\n")
 
 
 def adopt_publisher(folder: Path, source: Path) -> None:
@@ -59,5 +95,17 @@ def private(path: Path, text: str) -> None:
     scratch.replace(path)
 
 
+def main() -> None:
+    """Make the credentials of a broker that an operator starts by hand."""
+    parser = argparse.ArgumentParser(prog="python -m headrace.bus.broker.credentials", description="keys and users")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("credentials"))
+    parser.add_argument("--run", action="append", default=[], help="give this run an account of its own (repeatable)")
+    args = parser.parse_args()
+    try:
+        write_accounts(args.folder, args.run) if args.run else write(args.folder)
+    except ValueError as error:
+        parser.error(str(error))
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1] if len(sys.argv) > 1 else "credentials"))
+    main()

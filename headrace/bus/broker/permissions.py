@@ -1,13 +1,15 @@
-"""Who may publish and read what, derived from `messages.subjects`, in nats-server's words.
+"""The permissions of every role, derived from `messages.subjects` and written as nats-server reads them.
 
-The idea: the table of subjects is the only source. A role may publish the subjects that name it as publisher, plus its
-own beats, metrics, events, calls, acks and pulls, plus blobs; it may read streams of which it is a reader or a writer.
-Purging is the trainer's and feedback's, deleting streams nobody's but the admin's, who declares them. Event subjects
-are fenced by their {actor} token and by type, so that a judge cannot announce a snapshot in the trainer's name.
+The idea: the table of subjects is the only source, and everything that is not allowed is denied. A role may publish on
+the subjects that name it as publisher, on its own heartbeat, metric and event subjects, on calls and on blobs. It may
+read the streams of which it is a reader or a publisher, and the buckets that `BUCKETS` gives it. Only the trainer and
+feedback purge, only the admin creates and deletes streams. Event subjects are fenced by their {actor} token and by
+type, so that a judge cannot announce a snapshot in the trainer's name. Lanes and users' groups are fenced where the
+subject shows them (`NARROWER`).
 
-What it cannot do: NATS has no prefix wildcards inside a token, so two roles that read the same stream could touch each
-other's durable consumers there; and who may make a consumer may make one that delivers old messages to a core subject
-that somebody listens to (not into a stream: a stream's capture is no such interest).
+These lists hold inside one account. Runs that share a broker get an account each (`accounts_conf`): streams, buckets,
+consumers and purges of one run do not exist for another. docs/permissions.md is the whole matrix, generated, with the
+list of what NATS cannot fence.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,15 +35,40 @@ FREE_EVENTS = ("event", "rejected")
 KV_WRITERS: dict[str, dict[str, str]] = {
     "HR_STATE": {
         "curriculum": "admission.>",
-        "gateway": "*.session.>",
         "trainer": "trainer.>",
         "feedback": "feedback.>",
         "evaluator": "evaluator.>",
         "weight_sync": "weights.>",
     },
+    "HR_SESSION": {"gateway": "*.session.>"},
     "HR_LEASE": {"scavenger": ">"},
 }
-"""Who writes which keys of which bucket; HR_PRESENCE takes everyone under the role's own keys."""
+"""Bucket to role to the keys that the role may write; in HR_PRESENCE every role writes the keys under its own name."""
+
+KV_READERS: dict[str, tuple[str, ...]] = {
+    "HR_STATE": (
+        *("curriculum", "rollout", "judge", "trainer", "evaluator", "feedback", "weight_sync", "gateway"),
+        *("dashboard", "operator", "replay"),
+    ),
+    "HR_SESSION": ("gateway",),
+    "HR_LEASE": ("scavenger", "rollout", "dashboard", "operator"),
+    "HR_PRESENCE": ("curriculum", "dashboard", "operator"),
+}
+"""Bucket to the roles that may read it. A broker cannot fence single keys of a bucket, so users' prompts have a bucket
+of their own."""
+
+NARROWER: dict[str, dict[str, tuple[str, ...]]] = {
+    "curriculum": {s.TASK.template: (s.TASK.where(lane="train"),)},
+    "evaluator": {s.TASK.template: (s.TASK.where(lane="eval"),)},
+    "gateway": {
+        s.TASK.template: (s.TASK.where(lane="production"),),
+        s.LEDGER.template: ("hr.ledger.*.*.*",),  # groups of users have two tokens: <user hash>.<id>
+    },
+}
+"""Role to template to filters: where a publisher gets less than the whole family."""
+
+NO_BLOBS = ("scavenger",)
+"""Roles that neither write nor read a message that can be over 1 MiB."""
 
 PURGES: dict[str, tuple[str, ...]] = {
     "trainer": ("HR_TRAJ", "HR_TURN", "HR_SCORE", "HR_BLOB", "HR_WEIGHTS"),
@@ -94,7 +121,9 @@ def _read_api(stream: str, *, consumers: bool = True) -> list[str]:
 
 def readable(role: str) -> dict[str, bool]:
     """Streams that a role may read, and whether it may make consumers there."""
-    streams: dict[str, bool] = {"HR_BLOB": True, "HR_EVENT": True}
+    streams: dict[str, bool] = {"HR_EVENT": True}
+    if role not in NO_BLOBS:
+        streams["HR_BLOB"] = role in READERS
     if role in s.ADVISORY.readers:  # its two kinds are subjects of their own in the stream
         streams["HR_ADVISORY"] = True
     for subject in s.SUBJECTS.values():
@@ -119,21 +148,29 @@ def of(role: str) -> Permissions:
         return _of_link()
     publish: list[str] = ["$JS.API.INFO", "$JS.API.STREAM.INFO.*", "$JS.FC.>"]
     for subject in s.SUBJECTS.values():
-        if subject in (s.EVENT, s.BEAT, s.METRIC, s.RPC, s.RPC_NODE):
+        if subject in (s.EVENT, s.HEARTBEAT, s.METRIC, s.RPC, s.RPC_NODE):
+            continue
+        if subject == s.BLOB and role in NO_BLOBS:
             continue
         if role in subject.publishers or (_EVERYONE in subject.publishers and role not in ("dashboard", "replay")):
-            publish.append(subject.where())
-    publish += [s.BEAT.where(actor=role), s.METRIC.where(actor=role), "hr.rpc.>"]
+            publish += NARROWER.get(role, {}).get(subject.template, (subject.where(),))
+    publish += [s.HEARTBEAT.where(actor=role), s.METRIC.where(actor=role), "hr.rpc.>"]
     own = [kind for kind, roles in EVENT_TYPES.items() if role in roles]
     publish += [s.EVENT.where(actor=role, type=kind) for kind in (*own, *FREE_EVENTS)]
     for stream, consumers in readable(role).items():
         publish += _read_api(stream, consumers=consumers)
+        if role == "operator" and consumers:
+            # Other clients create consumers with several filters here: the filters are in the request, not the subject.
+            publish.append(f"$JS.API.CONSUMER.CREATE.{stream}")
     for bucket in s.KEY_VALUES:
-        publish += _read_api(f"KV_{bucket}")
+        if role in KV_READERS[bucket]:
+            publish += _read_api(f"KV_{bucket}")
         keys = KV_WRITERS.get(bucket, {}).get(role)
         if keys is not None:
             publish.append(f"$KV.{bucket}.{keys}")
     publish.append(f"$KV.HR_PRESENCE.{role}.>")
+    if role in ACTORS:
+        publish.append("$KV.HR_STATE.plugins.>")  # bus/runtime/plugins.py
     publish += [f"$JS.API.STREAM.PURGE.{stream}" for stream in PURGES.get(role, ())]
     if role == "dead_letter":
         names = [stream.name for stream in s.STREAMS]
@@ -151,9 +188,10 @@ def of(role: str) -> Permissions:
 
 
 def _of_link() -> Permissions:
-    """What a region may send to the hub, and hear from it: what its actors do, but weights come from the hub alone.
+    """Permissions of a region at the hub: those of its actors, except that only the hub publishes
+    weights.
 
-    Whole patterns of streams: a broker tells its leaf of an interest only if the leaf may publish all that it covers.
+    Whole patterns of streams: a broker announces an interest to its leaf only if the leaf may publish all of it.
     """
     publish: list[str] = ["_INBOX.>", "$JS.ACK.>", "$JS.FC.>"]
     publish += ["$JS.hub.API.CONSUMER.CREATE.HR_WEIGHTS", "$JS.hub.API.CONSUMER.DELETE.HR_WEIGHTS.*"]  # the mirror's
@@ -179,18 +217,35 @@ def _unique(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))
 
 
+def accounts_conf(runs: dict[str, dict[str, str]]) -> str:
+    """The ``accounts`` block for nats-server: an account with its own JetStream for every run, and its users.
+
+    runs: run to role to public key. The account follows from the key that a client signs in with, so no actor knows
+    that there are accounts. Nothing is exported from one to another.
+    """
+    lines = ["# Made by headrace: one account per run, one user per role, public keys only.", "accounts {"]
+    for run, public_keys in runs.items():
+        lines += [f"  {run} {{", "    jetstream: enabled", "    users: ["]
+        lines += [f"  {line}" for role, public in public_keys.items() for line in _user(role, public, of(role))]
+        lines += ["    ]", "  }"]
+    return "\n".join([*lines, "}", ""])
+
+
 def users_conf(public_keys: dict[str, str], permissions_of: Callable[[str], Permissions] = of) -> str:
     """The ``authorization`` block for nats-server: one NKEY user per role."""
     lines = ["# Made by headrace: one user per role, public keys only.", "authorization {", "  users: ["]
     for role, public in public_keys.items():
-        permissions = permissions_of(role)
-        lines += [f"    {{ nkey: {public}", f"      # {role}", "      permissions: {"]
-        lines.append(f"        publish: {{ allow: [{', '.join(_quoted(permissions.publish))}] }}")
-        lines.append(f"        subscribe: {{ allow: [{', '.join(_quoted(permissions.subscribe))}] }}")
-        if permissions.allow_responses:
-            lines.append('        allow_responses: { max: 1, expires: "10m" }')
-        lines += ["      } }"]
+        lines += _user(role, public, permissions_of(role))
     return "\n".join([*lines, "  ]", "}", ""])
+
+
+def _user(role: str, public: str, permissions: Permissions) -> list[str]:
+    lines = [f"    {{ nkey: {public}", f"      # {role}", "      permissions: {"]
+    lines.append(f"        publish: {{ allow: [{', '.join(_quoted(permissions.publish))}] }}")
+    lines.append(f"        subscribe: {{ allow: [{', '.join(_quoted(permissions.subscribe))}] }}")
+    if permissions.allow_responses:
+        lines.append('        allow_responses: { max: 1, expires: "10m" }')
+    return [*lines, "      } }"]
 
 
 def _quoted(values: Iterable[str]) -> list[str]:

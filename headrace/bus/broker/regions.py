@@ -6,19 +6,19 @@ it is the region's mirror of the hub's. So versions cross the ocean once per reg
 mirror, and no actor knows that there are regions.
 
 Trade-off: the broker checks permissions after mapping, so a region has user lists of its own, made here from the same
-table. What the link itself may carry stands in the hub's user list (role ``region``): the union of what actors in
-regions do, without publishing or purging weights.
+table. The hub's user list (role ``region``) fences the link itself: the union of the permissions of actors in regions,
+without publishing or purging weights.
 
 Nothing of users' lies in a region: weights are all that is mirrored, and a purge of a user's data at the hub reaches
 all of it. Mirrors keep sequences, so manifests name chunks everywhere alike. They do not follow purges of their origin:
 collect in a region by running `headrace weights collect` against its broker. Method: NATS leaf nodes with JetStream
-domains, and mirrors across domains (ADR-59). What nats-server 2.15 takes its time for, seen on loopback: after a
+domains, and mirrors across domains (ADR-59). Delays of nats-server 2.15, measured on loopback: after a
 restart of the hub mirrors go on within 10 s; a region's broker that starts while its link is down has its mirror some
 40 s after the link.
 
-    python -m headrace.bus.regions hub FOLDER [--host 0.0.0.0] [--port 7422]
-    python -m headrace.bus.regions region FOLDER --name eu --hub nats-leaf://hub.example:7422 --key HUB/region.nk
-    python -m headrace.bus.regions mirror FOLDER --url nats://127.0.0.1:4222
+    python -m headrace.bus.broker.regions hub FOLDER [--host 0.0.0.0] [--port 7422]
+    python -m headrace.bus.broker.regions region FOLDER --name eu --hub nats-leaf://hub.example:7422 --key HUB/region.nk
+    python -m headrace.bus.broker.regions mirror FOLDER --url nats://127.0.0.1:4222
 """
 
 import argparse
@@ -27,12 +27,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from headrace.bus import credentials
+from headrace.bus.broker import credentials
+from headrace.bus.broker.keys import Key
+from headrace.bus.broker.permissions import LINK_ROLE, ROLES, Permissions, of, users_conf
 from headrace.bus.connection import Bus
 from headrace.bus.errors import ApiError, BusError
-from headrace.bus.keys import Key
-from headrace.bus.permissions import LINK_ROLE, ROLES, Permissions, of, users_conf
-from headrace.bus.streams import config_of
+from headrace.bus.nats.streams import config_of
 from headrace.messages.subjects import KEY_VALUES, STREAM, STREAMS
 
 HUB = "hub"
@@ -90,7 +90,7 @@ def mirror_config(*, reserve: bool = False) -> dict[str, Any]:
     """The broker's configuration of a region's HR_WEIGHTS."""
     config = config_of(STREAM["HR_WEIGHTS"], reserve=reserve, replicas=1)
     del config["subjects"], config["duplicate_window"]
-    # A full mirror forgets its oldest versions: the hub has them, and a joiner starts at the newest anchor.
+    # A full mirror forgets its oldest versions: the hub has them, and a joiner starts at the newest full snapshot.
     config |= {"discard": "old", "mirror": {"name": "HR_WEIGHTS", "external": {"api": f"$JS.{HUB}.API"}}}
     return config
 
@@ -103,13 +103,13 @@ async def declare_mirror(bus: Bus, *, reserve: bool = False) -> None:
     """
     origin = f"$JS.{HUB}.API.STREAM.INFO.HR_WEIGHTS"
     try:
-        await bus.link.patiently(lambda: bus.link.call(origin, timeout=2.0), LINK_S)
+        await bus.connection.patiently(lambda: bus.connection.call(origin, timeout=2.0), LINK_S)
     except BusError as error:
         raise BusError(
             f"the hub does not answer over the leaf link; see the log of the region's broker ({error})"
         ) from None
     try:
-        await bus.link.api("STREAM.CREATE.HR_WEIGHTS", mirror_config(reserve=reserve), timeout=30.0)
+        await bus.connection.api("STREAM.CREATE.HR_WEIGHTS", mirror_config(reserve=reserve), timeout=30.0)
     except ApiError as error:
         if error.err_code != _EXISTS:
             raise BusError(f"HR_WEIGHTS cannot be mirrored here: {error}") from error
@@ -149,7 +149,9 @@ def prepare_region(folder: Path, name: str, hub: str, key: str | Path) -> Path:
 
 def main() -> None:
     """Prepare a broker's folder, or declare a region's mirror."""
-    parser = argparse.ArgumentParser(prog="python -m headrace.bus.regions", description="brokers of hub and regions")
+    parser = argparse.ArgumentParser(
+        prog="python -m headrace.bus.broker.regions", description="brokers of hub and regions"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     hub = commands.add_parser("hub", help="prepare the hub's folder")
     hub.add_argument("folder", type=Path)

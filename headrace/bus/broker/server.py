@@ -6,7 +6,6 @@ audit` and its like.
 """
 
 import asyncio
-import ctypes
 import os
 import shutil
 import signal
@@ -18,14 +17,14 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.bus import credentials
+from headrace.bus.broker import credentials
 from headrace.bus.errors import BusError
+from headrace.parent_death import die_with
 
 CONF = Path(__file__).with_name("nats.conf")
 """The repository's nats.conf; in an installed package a copy of it."""
 NEED_FREE = 1 << 30
 """Bytes that must be free on the store's disk."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Running(msgspec.Struct):
@@ -129,7 +128,7 @@ class Server:
                 stdout=subprocess.DEVNULL,
                 stderr=boot,
                 start_new_session=True,
-                preexec_fn=(lambda: _die_with(parent)) if self._die_with_parent else None,
+                preexec_fn=(lambda: die_with(parent)) if self._die_with_parent else None,
             )
 
     def _prepare(self) -> None:
@@ -214,13 +213,6 @@ async def open_store(folder: str | Path) -> Server:
     if not (Path(folder) / "store" / "jetstream").is_dir():
         raise BusError(f"{folder} holds no streams")
     return await Server(folder, need_free=0).start()
-
-
-def _die_with(parent: int) -> None:
-    """In the child, before exec: SIGTERM when the thread that started us ends, also when it was killed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 async def _ended(process: "subprocess.Popen[bytes]") -> int:

@@ -2,8 +2,9 @@
 
 nats-py leaves four gaps that cost an actor minutes: a forbidden publish is only seen as a timeout, `connect` with bad
 credentials retries for ever, a request that was in flight when the connection broke waits for its timeout, and a task
-that is cancelled while nats-py flushes goes on as if nothing had been said. The link keeps its own table of waiting
-requests, so that a refusal or a break ends exactly those that it concerns, and gives swallowed cancellations back.
+that is cancelled while nats-py flushes goes on as if nothing had been said. `NatsConnection` keeps its own table of
+waiting requests, so that a refusal or a break ends exactly those that it concerns, and gives swallowed cancellations
+back.
 """
 
 import asyncio
@@ -14,19 +15,22 @@ from typing import Any, TypeVar
 
 import msgspec
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from headrace.bus.broker.keys import Key
 from headrace.bus.errors import ApiError, BusError, BusTimeout, Denied, Disconnected, NoResponders
-from headrace.bus.keys import Key
+from headrace.bus.nats.client import NatsClient
 
 _DENIED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
 TRANSIENT = (Disconnected, BusTimeout, NoResponders)
-"""What a broker that restarts looks like."""
+"""The errors of a broker that restarts or pauses."""
+AWAY_S = 120.0
+"""Seconds for which a request is repeated while the broker does not answer: longer than a host that pauses for a
+minute, because an actor that gives up earlier only starts again and waits for the same broker."""
 T = TypeVar("T")
 PENDING_BYTES = 64 << 20
-"""What may wait to be sent on one connection; nats-py's default of 2 MiB stalls a chunked payload."""
+"""Bytes that may be buffered for sending on one connection; nats-py's default of 2 MiB stalls a chunked payload."""
 
 
 async def _faithfully(work: Awaitable[T]) -> T:
@@ -62,12 +66,12 @@ class _Reply(msgspec.Struct):
 _reply = msgspec.json.Decoder(_Reply)
 
 
-class Link:
+class NatsConnection:
     """A nats-py client of one role. `call` is request and reply, `api` is JetStream's JSON interface."""
 
     def __init__(self, url: str, role: str, key: Key | None) -> None:
         self.url, self.role = url, role
-        self.client = Client()
+        self.client = NatsClient()
         self.on_reconnect: list[Callable[[], None]] = []
         self.on_error: list[Callable[[str], None]] = []
         self.closed = asyncio.Event()
@@ -89,7 +93,7 @@ class Link:
         self._fatal = asyncio.get_running_loop().create_future()
         options: dict[str, Any] = {}
         if self._key is not None:
-            self.client._public_nkey = self._key.public
+            self.client.set_public_key(self._key.public)
             options["signature_cb"] = self._key.sign
         attempt = asyncio.ensure_future(
             self.client.connect(
@@ -182,8 +186,8 @@ class Link:
         check(reply.data)
         return reply.data
 
-    async def patiently(self, what: Callable[[], Awaitable[T]], budget: float = 20.0) -> T:
-        """Repeat a harmless request while the broker is away or starting, for `budget` seconds."""
+    async def patiently(self, what: Callable[[], Awaitable[T]], budget: float = AWAY_S) -> T:
+        """Repeat an idempotent request while the broker is away or starting, for `budget` seconds."""
         loop = asyncio.get_running_loop()
         deadline, pause = loop.time() + budget, 0.05
         while True:
@@ -226,7 +230,11 @@ class Link:
         await self.wait_connected(5.0)
         limits: dict[str, Any] = {"pending_bytes_limit": 0} if unbounded else {}
         subscription = await _faithfully(self.client.subscribe(subject, queue=queue, cb=callback, **limits))
-        await self.flush()
+        try:
+            await self.flush()
+        except Disconnected:
+            self.client.forget(subscription)
+            raise
         if self._denied.pop(f"subscription {subject.lower()}", None):
             raise Denied(f"role {self.role!r} may not subscribe to {subject}")
         return subscription
@@ -234,24 +242,22 @@ class Link:
     async def unsubscribe(self, subscription: Subscription) -> None:
         """End a subscription in order: what the broker sent before is still handed to its callback."""
         if not self.connected:
-            self.client._remove_sub(subscription._id)
+            self.client.forget(subscription)
             return
         try:
             async with asyncio.timeout(5.0):
-                await _faithfully(self.client._send_unsubscribe(subscription._id))
+                await _faithfully(self.client.announce_unsubscribe(subscription))
                 await self.flush()
-                await subscription._pending_queue.join()
+                await self.client.deliveries_handled(subscription)
         except (TimeoutError, Disconnected):
             pass
-        subscription._stop_processing()
-        self.client._remove_sub(subscription._id)
+        self.client.forget(subscription)
 
     async def drop(self, subscription: Subscription) -> None:
         """End a subscription at once; what is under way is lost."""
-        subscription._stop_processing()
-        self.client._remove_sub(subscription._id)
+        self.client.forget(subscription)
         if self.connected:
-            await _faithfully(self.client._send_unsubscribe(subscription._id))
+            await _faithfully(self.client.announce_unsubscribe(subscription))
 
     async def publish_request(self, subject: str, payload: bytes, reply: str) -> None:
         """Send a request whose answers come to a subscription of the caller's."""
@@ -268,7 +274,7 @@ class Link:
         """
         try:
             async with asyncio.timeout(timeout):
-                await _faithfully(self.client._flush_pending(force_flush=True))
+                await _faithfully(self.client.write_pending())
                 await _faithfully(self.client.flush(timeout=10))
         except (TimeoutError, nats.errors.Error) as error:
             raise Disconnected(f"the broker at {self.url} does not confirm: {error}") from None

@@ -1,10 +1,10 @@
-"""A durable pull consumer with credit: never more messages in the house than it has hands.
+"""A durable pull consumer that never holds more messages than it has free handlers.
 
-The idea: `credit` handlers at once, and never more requested from the broker than there are free hands; a request is
-renewed when half of the hands are free, or all of them wait. Pull requests overlap, so the broker always has one. What
-a delivery or an expired request says keeps the count of what is still asked for exact; a missing heartbeat, a reconnect
-or a deleted consumer sets it to zero and asks again. While a handler runs, its acknowledgement wait is restarted three
-times as often as needed. What becomes of a delivery is `handling`'s business.
+The idea: at most `credit` handlers run at once, and the consumer never requests more messages than it has free
+handlers. It renews its request when half of the handlers are free, or all of them wait. Pull requests overlap, so the
+broker always has one. Deliveries and expired requests keep the count of requested messages exact; a missing heartbeat,
+a reconnect or a deleted consumer resets the count and requests again. While a handler runs, its acknowledgement wait is
+restarted three times as often as needed. `DeliveryHandler` settles a delivery.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 from nats.aio.msg import Msg
 
-from headrace.bus import logging
 from headrace.bus.connection import Bus
 from headrace.bus.errors import ApiError, BusError
-from headrace.bus.handling import Handling, Report, silent
-from headrace.bus.link import TRANSIENT
-from headrace.bus.received import Received, parse_reply
+from headrace.bus.nats.connection import TRANSIENT
+from headrace.bus.nats.received import Received, parse_reply
+from headrace.bus.runtime import logging
+from headrace.bus.runtime.delivery import DeliveryHandler, Report, silent
 
 HEARTBEAT_S = 5.0
 EXPIRES_S = 60.0
@@ -35,7 +35,7 @@ class Consumer:
         bus: Bus,
         stream: str,
         filters: Sequence[str],
-        handling: Handling,
+        delivery: DeliveryHandler,
         *,
         durable: str,
         credit: int = 1,
@@ -46,7 +46,7 @@ class Consumer:
     ) -> None:
         self.bus, self.stream, self.filters, self.durable = bus, stream, tuple(filters), durable
         self.credit, self.ack_wait, self.max_deliver, self.start_at = credit, ack_wait, max_deliver, start
-        self._handling, self._report = handling, report
+        self._delivery, self._report = delivery, report
         self._asked = 0
         self._running: dict[asyncio.Task[None], Received[Any]] = {}
         self._wake = asyncio.Event()
@@ -82,7 +82,7 @@ class Consumer:
     async def open(self) -> "Consumer":
         """Make or update the durable consumer, then pull. BusError when the broker refuses it."""
         await self._declare()
-        self.bus.link.on_reconnect.append(self._reconnected)
+        self.bus.connection.on_reconnect.append(self._reconnected)
         self._tasks = [asyncio.create_task(self._pump()), asyncio.create_task(self._stay_alive())]
         self._wake.set()
         return self
@@ -107,8 +107,8 @@ class Consumer:
         if self._stopping:
             return
         self._stopping = True
-        if self._reconnected in self.bus.link.on_reconnect:
-            self.bus.link.on_reconnect.remove(self._reconnected)
+        if self._reconnected in self.bus.connection.on_reconnect:
+            self.bus.connection.on_reconnect.remove(self._reconnected)
         if self._tasks:
             self._tasks[0].cancel()
             await asyncio.gather(self._tasks[0], return_exceptions=True)
@@ -140,7 +140,7 @@ class Consumer:
         pause = 0.05
         while True:
             try:
-                await self.bus.link.api(name, request)
+                await self.bus.connection.api(name, request)
                 return
             except ApiError as error:
                 if error.code != 503:
@@ -148,7 +148,7 @@ class Consumer:
                         return
                     raise BusError(f"consumer {self.durable} on {self.stream} is refused: {error}") from error
             except TRANSIENT:
-                if self.bus.link.closed.is_set() or pause > 5:
+                if self.bus.connection.closed.is_set() or pause > 5:
                     raise
             await asyncio.sleep(pause)
             pause *= 2
@@ -156,10 +156,10 @@ class Consumer:
     async def _keep_position(self, config: dict[str, Any], name: str) -> bool:
         """A durable that exists keeps the start with which it was made: only the rest of its settings is updated."""
         try:
-            info = msgspec.json.decode(await self.bus.link.api(f"CONSUMER.INFO.{self.stream}.{self.durable}"))
+            info = msgspec.json.decode(await self.bus.connection.api(f"CONSUMER.INFO.{self.stream}.{self.durable}"))
             same = {key: info["config"][key] for key in ("deliver_policy", "opt_start_seq") if key in info["config"]}
             config.pop("opt_start_seq", None)
-            await self.bus.link.api(name, {"stream_name": self.stream, "config": config | same})
+            await self.bus.connection.api(name, {"stream_name": self.stream, "config": config | same})
         except ApiError:
             return False
         return True
@@ -179,7 +179,7 @@ class Consumer:
                     await self._wake.wait()
             except TimeoutError:
                 if self._asked and loop.time() - self._heard > 2 * HEARTBEAT_S:
-                    self._asked = 0  # the broker forgot our request
+                    await self._check_request()
             self._wake.clear()
             try:
                 if self._paused:
@@ -190,17 +190,34 @@ class Consumer:
                     await self._ask(free)
                 pause = 0.05
             except (*TRANSIENT, BusError):
-                if self.bus.link.closed.is_set():
+                if self.bus.connection.closed.is_set():
                     return
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 2.0)
                 self._wake.set()
 
+    async def _check_request(self) -> None:
+        """The heartbeats of a pull request are missing: ask again, but only a broker that answers.
+
+        A broker that is paused would find every repeated request when it goes on and serve them all, beyond the
+        credit. One that answers has forgotten the request, unless a heartbeat comes now.
+        """
+        heard = self._heard
+        try:
+            await self.bus.connection.flush(HEARTBEAT_S)
+            await asyncio.sleep(HEARTBEAT_S / 2)
+        except (*TRANSIENT, BusError):
+            return
+        if self._heard == heard:
+            self._asked = 0
+
     async def _ask(self, count: int) -> None:
-        await self.bus.link.wait_connected(5.0)
+        await self.bus.connection.wait_connected(5.0)
         if self._subscription is None:
-            self._inbox = self.bus.link.inbox()
-            self._subscription = await self.bus.link.subscribe(f"{self._inbox}.*", self._on_message, unbounded=True)
+            self._inbox = self.bus.connection.inbox()
+            self._subscription = await self.bus.connection.subscribe(
+                f"{self._inbox}.*", self._on_message, unbounded=True
+            )
             self._asked = 0
         request = {
             "batch": count,
@@ -209,7 +226,7 @@ class Consumer:
         }
         self._asked += count
         self._heard = asyncio.get_running_loop().time()
-        await self.bus.link.publish_request(
+        await self.bus.connection.publish_request(
             f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{self.durable}",
             msgspec.json.encode(request),
             f"{self._inbox}.{next(self._numbers)}",
@@ -219,7 +236,7 @@ class Consumer:
         """Take back what was asked for: deliveries under way still arrive, then the broker sees no more interest."""
         self._asked = 0
         if self._subscription is not None:
-            await self.bus.link.unsubscribe(self._subscription)
+            await self.bus.connection.unsubscribe(self._subscription)
             self._subscription = None
 
     async def _on_message(self, raw: Msg) -> None:
@@ -239,10 +256,10 @@ class Consumer:
             time=delivery.time,
             deliveries=delivery.deliveries,
             consumer=delivery.consumer,
-            link=self.bus.link,
+            connection=self.bus.connection,
             reply=raw.reply,
         )
-        task = asyncio.create_task(self._handling.run(received))
+        task = asyncio.create_task(self._delivery.run(received))
         self._running[task] = received
         self._idle.clear()
         task.add_done_callback(self._done)

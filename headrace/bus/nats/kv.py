@@ -5,15 +5,14 @@ its stream sequence: `update` with an old one is refused, which makes it a fenci
 """
 
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from headrace.bus import reading
 from headrace.bus.errors import MessageGone, WrongSequence
+from headrace.bus.nats import ordered_reader
+from headrace.bus.nats.connection import NatsConnection
+from headrace.bus.nats.records import Skipped
 from headrace.messages.base import Message
-from headrace.messages.codec import decode, encode
-
-if TYPE_CHECKING:
-    from headrace.bus.connection import Bus
+from headrace.messages.codec import UnreadableMessage, decode, encode
 
 _GONE = ("DEL", "PURGE")
 
@@ -22,10 +21,26 @@ def _deleted(headers: dict[str, str]) -> bool:
     return headers.get("KV-Operation") in _GONE or "Nats-Marker-Reason" in headers
 
 
+class Publisher(Protocol):
+    """The parts of the bus that a bucket uses: its connection, and a publish that is repeated until it is stored."""
+
+    def skip(self, record: Skipped) -> None:
+        """Count and report an entry that cannot be read."""
+
+    @property
+    def connection(self) -> NatsConnection:
+        """The connection."""
+
+    async def publish_raw(
+        self, subject: str, payload: bytes, headers: dict[str, str], *, expect: int | None = None
+    ) -> int:
+        """Store encoded bytes; the stream sequence. WrongSequence when `expect` is not the last one on the subject."""
+
+
 class KeyValue:
     """One bucket. Keys are dotted tokens, as in subjects."""
 
-    def __init__(self, bus: "Bus", bucket: str) -> None:
+    def __init__(self, bus: Publisher, bucket: str) -> None:
         self._bus, self.bucket = bus, bucket
         self._stream, self._prefix = f"KV_{bucket}", f"$KV.{bucket}."
 
@@ -54,18 +69,19 @@ class KeyValue:
         await self._bus.publish_raw(self._prefix + key, b"", {"KV-Operation": "DEL"}, expect=revision)
 
     async def get(self, key: str) -> tuple[Message, int] | None:
-        """Value and revision, from the leader."""
+        """Value and revision, from the leader; None when there is no readable value."""
         last = await self._last(key)
         if last is None or _deleted(last.headers):
             return None
-        return decode(last.data, last.headers), last.seq
+        message = self._read(last.subject, last.seq, last.data, last.headers)
+        return None if message is None else (message, last.seq)
 
     async def keys(self, pattern: str = ">") -> list[str]:
-        """Keys that match, sorted."""
+        """Keys that match and have a readable value, sorted."""
         return sorted([key async for key, message, _ in self._entries(pattern, live=False) if message is not None])
 
     async def items(self, pattern: str = ">") -> dict[str, tuple[Message, int]]:
-        """All entries that match: key to (value, revision)."""
+        """All readable entries that match: key to (value, revision)."""
         found: dict[str, tuple[Message, int]] = {}
         async for key, message, revision in self._entries(pattern, live=False):
             if message is not None:
@@ -77,20 +93,34 @@ class KeyValue:
         return self._entries(pattern, live=True)
 
     async def _entries(self, pattern: str, *, live: bool) -> AsyncIterator[tuple[str, Message | None, int]]:
-        until = None if live else await reading.last_seq(self._bus.link, self._stream)
+        until = None if live else await ordered_reader.last_seq(self._bus.connection, self._stream)
         if until == 0:
             return
-        reader = reading.Reader(
-            self._bus.link, self._stream, [self._prefix + pattern], until=until, last_per_subject=True
+        reader = ordered_reader.OrderedReader(
+            self._bus.connection, self._stream, [self._prefix + pattern], until=until, last_per_subject=True
         )
         async for message, delivery in reader.messages():
             headers = message.headers or {}
-            value = None if _deleted(headers) else decode(message.data, headers)
+            value = None
+            if not _deleted(headers):
+                value = self._read(message.subject, delivery.seq, message.data, headers)
+                if value is None:
+                    continue
             yield message.subject.removeprefix(self._prefix), value, delivery.seq
 
-    async def _last(self, key: str) -> reading.Stored | None:
+    def _read(self, subject: str, seq: int, data: bytes, headers: dict[str, str]) -> Message | None:
+        """The value of an entry; None, counted and reported, when it cannot be read."""
         try:
-            return await reading.from_leader(self._bus.link, self._stream, {"last_by_subj": self._prefix + key})
+            return decode(data, headers)
+        except UnreadableMessage as error:
+            self._bus.skip(Skipped(self._stream, seq, subject, str(error)))
+            return None
+
+    async def _last(self, key: str) -> ordered_reader.Stored | None:
+        try:
+            return await ordered_reader.from_leader(
+                self._bus.connection, self._stream, {"last_by_subj": self._prefix + key}
+            )
         except MessageGone:
             return None
 

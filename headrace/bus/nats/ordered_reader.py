@@ -15,18 +15,19 @@ from typing import Any
 import msgspec
 from nats.aio.msg import Msg
 
-from headrace.bus.errors import ApiError, BusError, Disconnected, MessageGone
-from headrace.bus.link import TRANSIENT, Link
-from headrace.bus.received import Delivery, parse_reply
+from headrace.bus.errors import ApiError, BusError, Disconnected, MessageGone, StreamMissing
+from headrace.bus.nats.client import parse_headers
+from headrace.bus.nats.connection import AWAY_S, TRANSIENT, NatsConnection
+from headrace.bus.nats.received import DeliveryInfo, parse_reply
 
 BATCH = 256
 MAX_BYTES = 32 << 20
 """Bytes of one pull: bounds what lies unread in memory."""
 HEARTBEAT_S = 5.0
 EXPIRES_S = 30.0
-PATIENCE_S = 30.0
 _SECOND = 1_000_000_000
 _NO_MESSAGE = 10037
+_NO_STREAM = 10059
 
 
 class _State(msgspec.Struct):
@@ -44,26 +45,28 @@ class _ConsumerInfo(msgspec.Struct):
     num_pending: int = 0
 
 
-async def last_seq(link: Link, stream: str) -> int:
+async def last_seq(connection: NatsConnection, stream: str) -> int:
     """The stream's last sequence, 0 for an empty new one."""
-    reply = await _api(link, f"STREAM.INFO.{stream}")
+    reply = await _api(connection, f"STREAM.INFO.{stream}")
     return msgspec.json.decode(reply, type=_StreamInfo).state.last_seq
 
 
-async def _api(link: Link, name: str, request: object = None) -> bytes:
+async def _api(connection: NatsConnection, name: str, request: object = None) -> bytes:
     """An API call that rides out a broker that restarts; its refusals are BusErrors that name it."""
     try:
-        return await link.patiently(lambda: link.api(name, request))
+        return await connection.patiently(lambda: connection.api(name, request))
     except ApiError as error:
+        if error.err_code == _NO_STREAM:
+            raise StreamMissing(f"{name}: {error}; an operator declares streams with: headrace bus declare") from error
         raise BusError(f"{name}: {error}") from error
 
 
-class Reader:
+class OrderedReader:
     """One ordered pass over a stream. `until` ends it after that sequence; None goes on for ever."""
 
     def __init__(
         self,
-        link: Link,
+        connection: NatsConnection,
         stream: str,
         filters: Sequence[str],
         *,
@@ -71,7 +74,7 @@ class Reader:
         until: int | None = None,
         last_per_subject: bool = False,
     ) -> None:
-        self.link, self.stream, self.filters = link, stream, tuple(filters)
+        self.connection, self.stream, self.filters = connection, stream, tuple(filters)
         self.next, self.until = max(1, start), until
         self.pending = 0
         """Matching messages that were still to come at the last delivery."""
@@ -81,12 +84,12 @@ class Reader:
         self._names = itertools.count()
         self._consumer = ""
 
-    async def messages(self) -> AsyncIterator[tuple[Msg, Delivery]]:
+    async def messages(self) -> AsyncIterator[tuple[Msg, DeliveryInfo]]:
         """Messages in stream order, each once. A pass with an end raises Disconnected when the broker stays away."""
         loop = asyncio.get_running_loop()
         moved = loop.time()
         wake = self._wake
-        self.link.on_reconnect.append(wake)
+        self.connection.on_reconnect.append(wake)
         try:
             while True:
                 async for item in self._session():
@@ -94,10 +97,10 @@ class Reader:
                     moved = loop.time()
                 if self._ended or (self.until is not None and self.next > self.until):
                     return
-                if self.until is not None and loop.time() - moved > PATIENCE_S:
-                    raise Disconnected(f"the broker has been away for {PATIENCE_S:g} s while {self.stream} was read")
+                if self.until is not None and loop.time() - moved > AWAY_S:
+                    raise Disconnected(f"the broker has been away for {AWAY_S:g} s while {self.stream} was read")
         finally:
-            self.link.on_reconnect.remove(wake)
+            self.connection.on_reconnect.remove(wake)
 
     def _wake(self) -> None:
         self._queue.put_nowait(None)
@@ -105,14 +108,14 @@ class Reader:
     async def _on_message(self, message: Msg) -> None:
         self._queue.put_nowait(message)
 
-    async def _session(self) -> AsyncIterator[tuple[Msg, Delivery]]:
+    async def _session(self) -> AsyncIterator[tuple[Msg, DeliveryInfo]]:
         """Read by one consumer until it ends or breaks."""
         self._queue = asyncio.Queue()
-        inbox = self.link.inbox()
+        inbox = self.connection.inbox()
         try:
-            subscription = await self.link.subscribe(f"{inbox}.*", self._on_message, unbounded=True)
+            subscription = await self.connection.subscribe(f"{inbox}.*", self._on_message, unbounded=True)
         except Disconnected:
-            if self.link.closed.is_set():
+            if self.connection.closed.is_set():
                 raise
             return
         try:
@@ -123,7 +126,7 @@ class Reader:
             async for item in self._pull(inbox):
                 yield item
         except TRANSIENT:
-            if self.link.closed.is_set():
+            if self.connection.closed.is_set():
                 raise
             await asyncio.sleep(0.05)
         finally:
@@ -131,7 +134,7 @@ class Reader:
 
     async def _create(self) -> int:
         config: dict[str, Any] = {
-            "name": f"{self.link.role}-{self.link.inbox().rpartition('.')[2]}".lower(),
+            "name": f"{self.connection.role}-{self.connection.inbox().rpartition('.')[2]}".lower(),
             "ack_policy": "none",
             "max_deliver": 1,
             "mem_storage": True,
@@ -154,10 +157,10 @@ class Reader:
         self._consumer = config["name"]
         tail = f".{self.filters[0]}" if len(self.filters) == 1 else ""
         request = {"stream_name": self.stream, "config": config, "action": "create"}
-        reply = await _api(self.link, f"CONSUMER.CREATE.{self.stream}.{self._consumer}{tail}", request)
+        reply = await _api(self.connection, f"CONSUMER.CREATE.{self.stream}.{self._consumer}{tail}", request)
         return msgspec.json.decode(reply, type=_ConsumerInfo).num_pending
 
-    async def _pull(self, inbox: str) -> AsyncIterator[tuple[Msg, Delivery]]:
+    async def _pull(self, inbox: str) -> AsyncIterator[tuple[Msg, DeliveryInfo]]:
         live = self.until is None
         expected, asked, quiet = 1, 0, 0
         while True:
@@ -210,8 +213,8 @@ class Reader:
             request |= {"expires": int(EXPIRES_S * _SECOND), "idle_heartbeat": int(HEARTBEAT_S * _SECOND)}
         else:
             request["no_wait"] = True
-        await self.link.wait_connected(20.0)
-        await self.link.publish_request(
+        await self.connection.wait_connected(20.0)
+        await self.connection.publish_request(
             f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{self._consumer}",
             msgspec.json.encode(request),
             f"{inbox}.{next(self._names)}",
@@ -219,9 +222,9 @@ class Reader:
 
     async def _forget(self, subscription: Any) -> None:
         """Drop the subscription, and the consumer where the broker can hear us; else it lapses by itself."""
-        await self.link.drop(subscription)
-        if self._consumer and self.link.connected:
-            await self.link.send(f"$JS.API.CONSUMER.DELETE.{self.stream}.{self._consumer}")
+        await self.connection.drop(subscription)
+        if self._consumer and self.connection.connected:
+            await self.connection.send(f"$JS.API.CONSUMER.DELETE.{self.stream}.{self._consumer}")
 
 
 class _Raw(msgspec.Struct):
@@ -246,28 +249,27 @@ class Stored(msgspec.Struct):
     headers: dict[str, str]
 
 
-async def from_leader(link: Link, stream: str, request: dict[str, Any]) -> Stored:
+async def from_leader(connection: NatsConnection, stream: str, request: dict[str, Any]) -> Stored:
     """STREAM.MSG.GET: never stale. MessageGone."""
     try:
-        reply = await link.patiently(lambda: link.api(f"STREAM.MSG.GET.{stream}", request))
+        reply = await connection.patiently(lambda: connection.api(f"STREAM.MSG.GET.{stream}", request))
     except ApiError as error:
         if error.err_code == _NO_MESSAGE:
             raise MessageGone(f"{stream} has no such message ({request}): {error}") from None
         raise BusError(f"{stream} cannot be read: {error}") from error
     raw = msgspec.json.decode(reply, type=_RawReply).message
-    headers = link.client._parse_header_lines(raw.hdrs.partition(b"\r\n")[2]) if raw.hdrs else {}
-    return Stored(raw.subject, raw.seq, seconds(raw.time), raw.data, headers)
+    return Stored(raw.subject, raw.seq, seconds(raw.time), raw.data, parse_headers(raw.hdrs))
 
 
-async def by_sequence(link: Link, stream: str, seq: int) -> Stored:
+async def by_sequence(connection: NatsConnection, stream: str, seq: int) -> Stored:
     """Direct get, raw bytes from any replica; a replica that lags says 404, and then the leader decides."""
     try:
-        reply = await link.call(f"$JS.API.DIRECT.GET.{stream}", b'{"seq":%d}' % seq, timeout=10.0)
+        reply = await connection.call(f"$JS.API.DIRECT.GET.{stream}", b'{"seq":%d}' % seq, timeout=10.0)
     except TRANSIENT:
-        return await from_leader(link, stream, {"seq": seq})
+        return await from_leader(connection, stream, {"seq": seq})
     headers = dict(reply.headers or {})
     if "Status" in headers:
-        return await from_leader(link, stream, {"seq": seq})
+        return await from_leader(connection, stream, {"seq": seq})
     subject, stamp = headers.pop("Nats-Subject"), headers.pop("Nats-Time-Stamp")
     for name in ("Nats-Stream", "Nats-Sequence", "Nats-Num-Pending", "Nats-Last-Sequence"):
         headers.pop(name, None)

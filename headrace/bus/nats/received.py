@@ -5,20 +5,21 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 
+from headrace.bus.nats.addressing import misplaced
 from headrace.messages.base import Message
-from headrace.messages.codec import UnknownType, decode
+from headrace.messages.codec import UnreadableMessage, decode
 from headrace.messages.operations import Advisory
 
 if TYPE_CHECKING:
-    from headrace.bus.link import Link
+    from headrace.bus.nats.connection import NatsConnection
 
 T = TypeVar("T", bound=Message)
 
 _NO_HEADERS: dict[str, str] = {}
 
 
-class Delivery(msgspec.Struct, frozen=True):
-    """What the acknowledgement subject of a delivery says."""
+class DeliveryInfo(msgspec.Struct, frozen=True):
+    """The fields of a delivery's acknowledgement subject."""
 
     stream: str
     consumer: str
@@ -29,25 +30,25 @@ class Delivery(msgspec.Struct, frozen=True):
     pending: int
 
 
-def parse_reply(reply: str) -> Delivery:
+def parse_reply(reply: str) -> DeliveryInfo:
     """``$JS.ACK.<stream>.<consumer>.<delivered>.<seq>.<consumer seq>.<ns>.<pending>``, or the form with a domain."""
     tokens = reply.split(".")
     if len(tokens) < 9 or tokens[1] != "ACK":
         raise ValueError(f"not a delivery: {reply!r}")
     at = 2 if len(tokens) == 9 else 4
     stream, consumer, delivered, seq, consumer_seq, stamp, pending = tokens[at : at + 7]
-    return Delivery(stream, consumer, int(delivered), int(seq), int(consumer_seq), int(stamp) / 1e9, int(pending))
+    return DeliveryInfo(stream, consumer, int(delivered), int(seq), int(consumer_seq), int(stamp) / 1e9, int(pending))
 
 
 class Received(Generic[T]):
-    """One stored message. `message` decodes on first use and raises what is wrong with it: UnknownType, MessageGone.
+    """One stored record. `message` decodes on first use; UnreadableMessage, MessageGone or CorruptPayload says why not.
 
     time: seconds since the epoch at which the stream stored it. deliveries: 1 for the first; 0 when it was read and
     not delivered by a durable consumer, in which case there is nothing to settle.
     """
 
     __slots__ = (
-        "_link",
+        "_connection",
         "_message",
         "_reply",
         "consumer",
@@ -73,7 +74,7 @@ class Received(Generic[T]):
         time: float,
         deliveries: int = 0,
         consumer: str = "",
-        link: "Link | None" = None,
+        connection: "NatsConnection | None" = None,
         reply: str = "",
     ) -> None:
         self.subject, self.data, self.headers = subject, data, headers or _NO_HEADERS
@@ -82,7 +83,7 @@ class Received(Generic[T]):
         self.error: Exception | None = None
         """Why `message` cannot be given: set when its blob is gone or its type is unknown."""
         self.settled = False
-        self._link, self._reply = link, reply
+        self._connection, self._reply = connection, reply
         self._message: T | None = None
 
     @property
@@ -95,8 +96,12 @@ class Received(Generic[T]):
                 if self.stream == "HR_ADVISORY":
                     self._message = cast(T, _advisory(bytes(self.data)))
                 else:
-                    self._message = cast(T, decode(self.data, self.headers))
-            except UnknownType as error:
+                    message = decode(self.data, self.headers)
+                    reason = misplaced(self.subject, message)
+                    if reason:
+                        raise UnreadableMessage(reason)
+                    self._message = cast(T, message)
+            except UnreadableMessage as error:
                 self.error = error
                 raise
         return self._message
@@ -107,12 +112,12 @@ class Received(Generic[T]):
         return self.headers.get("Hr-Type", "").partition("/")[0]
 
     async def _settle(self, payload: bytes, *, sync: bool = False, final: bool = True) -> None:
-        if self._link is None or not self._reply or self.settled:
+        if self._connection is None or not self._reply or self.settled:
             return
         if sync:
-            await self._link.call(self._reply, payload)
+            await self._connection.call(self._reply, payload)
         else:
-            await self._link.send(self._reply, payload)
+            await self._connection.send(self._reply, payload)
         self.settled = self.settled or final
 
     async def ack(self) -> None:
@@ -149,5 +154,5 @@ def _advisory(data: bytes) -> Advisory:
             deliveries=int(raw["deliveries"]),
             reason=str(raw.get("reason", "")),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnknownType(f"not a readable advisory: {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise UnreadableMessage(f"not a readable advisory: {error}") from error

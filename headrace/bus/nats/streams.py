@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from headrace.bus.connection import Bus
-from headrace.bus.errors import ApiError, BusError
-from headrace.bus.link import Link
+from headrace.bus.errors import ApiError, BusError, StreamMissing
+from headrace.bus.nats.connection import NatsConnection
 from headrace.messages.subjects import KEY_VALUES, STREAMS, Stream
 
 _NOT_FOUND, _NO_STORAGE, _NO_MEMORY = 10059, 10047, 10028
+JETSTREAM_OFF = 10076
 _SECOND = 1_000_000_000
 PRESENCE_S = 15.0
 """An entry of HR_PRESENCE lapses after this time without a beat."""
@@ -74,27 +75,49 @@ def bucket_config(name: str, note: str, *, replicas: int) -> dict[str, Any]:
     return config
 
 
+NAMES = (*(stream.name for stream in STREAMS), *(f"KV_{name}" for name in KEY_VALUES))
+"""Every stream that a broker must have; a bucket is a stream too."""
+
+
+async def require(connection: NatsConnection) -> None:
+    """StreamMissing, with the command that helps, unless the broker has every stream and bucket."""
+    absent: list[str] = []
+    for name in NAMES:
+        try:
+            await connection.patiently(lambda name=name: connection.api(f"STREAM.INFO.{name}"))  # type: ignore[misc]
+        except ApiError as error:
+            if error.err_code not in (_NOT_FOUND, JETSTREAM_OFF):
+                raise BusError(f"stream {name} cannot be looked up: {error}") from error
+            absent.append(name)
+    if absent:
+        raise StreamMissing(
+            f"the broker at {connection.url} lacks {len(absent)} of {len(NAMES)} streams ({', '.join(absent[:3])}"
+            f"{' ...' if len(absent) > 3 else ''}); declare them once with: "
+            f"headrace bus declare --url {connection.url} --credentials FOLDER"
+        )
+
+
 async def declare(bus: Bus, *, reserve: bool = False, replicas: int = 1) -> None:
     """Make or update all streams and buckets; needs the admin role. BusError when the disk is too small."""
     for stream in STREAMS:
-        await _put(bus.link, config_of(stream, reserve=reserve, replicas=replicas))
+        await _put(bus.connection, config_of(stream, reserve=reserve, replicas=replicas))
     for name, note in KEY_VALUES.items():
-        await _put(bus.link, bucket_config(name, note, replicas=replicas))
+        await _put(bus.connection, bucket_config(name, note, replicas=replicas))
 
 
-async def _put(link: Link, config: dict[str, Any]) -> None:
+async def _put(connection: NatsConnection, config: dict[str, Any]) -> None:
     name = config["name"]
     try:
         try:
-            info = msgspec.json.decode(await link.api(f"STREAM.INFO.{name}", timeout=30.0))
+            info = msgspec.json.decode(await connection.api(f"STREAM.INFO.{name}", timeout=30.0))
         except ApiError as error:
             if error.err_code != _NOT_FOUND:
                 raise
-            await link.api(f"STREAM.CREATE.{name}", config, timeout=30.0)
+            await connection.api(f"STREAM.CREATE.{name}", config, timeout=30.0)
             return
         now = info["config"]
         if any(now.get(key, 0) != value for key, value in config.items() if value not in ("", False, 0, [])):
-            await link.api(f"STREAM.UPDATE.{name}", now | config, timeout=30.0)
+            await connection.api(f"STREAM.UPDATE.{name}", now | config, timeout=30.0)
     except ApiError as error:
         if error.err_code in (_NO_STORAGE, _NO_MEMORY):
             need = sum(stream.max_bytes for stream in STREAMS) >> 30

@@ -13,16 +13,12 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING
 
-from headrace.bus import reading
-from headrace.bus.errors import BusError, WrongSequence
-from headrace.bus.link import Link
-from headrace.messages.codec import ENCODING_HEADER, TYPE_HEADER, decode
+from headrace.bus.errors import CorruptPayload, WrongSequence
+from headrace.bus.nats import ordered_reader
+from headrace.bus.nats.connection import NatsConnection
+from headrace.messages.codec import ENCODING_HEADER, TYPE_HEADER
 from headrace.messages.operations import BlobRef
-
-if TYPE_CHECKING:
-    from headrace.bus.connection import Bus
 
 CHUNK = 1 << 20
 WINDOW = 8
@@ -42,6 +38,13 @@ def place(name: str, n: int) -> str:
     """The subject of a blob's n-th chunk."""
     owner, _, own = name.rpartition(".")
     return f"hr.blob.{owner}.{own}-{n}" if owner else f"hr.blob.{name}.{n}"
+
+
+def subjects(ref: BlobRef) -> set[str]:
+    """Subjects, or one filter, that cover all chunks of a blob."""
+    if ref.keyed:
+        return {place(ref.sha256, n) for n in range(ref.chunks)}
+    return {f"hr.blob.{ref.sha256}.>"}
 
 
 async def put(
@@ -80,20 +83,30 @@ async def put(
     )
 
 
-async def get(link: Link, ref: BlobRef) -> bytes:
-    """Fetch and verify. MessageGone when a chunk was purged, BusError when the content is not what it claims to be."""
-    parts = [part async for part in _chunks(link, ref)]
+async def get(connection: NatsConnection, ref: BlobRef) -> bytes:
+    """Fetch and verify. MessageGone when a chunk was purged, CorruptPayload when the content is not what `ref` says."""
+    parts: list[bytes] = []
+    size = 0
+    if ref.chunks != chunks(ref.bytes):
+        raise CorruptPayload(f"blob {ref.sha256}: {ref.bytes} bytes do not make {ref.chunks} chunks")
+    async for part in _chunks(connection, ref):
+        size += len(part)
+        if size > ref.bytes:  # a forged reference to larger chunks must not fill the memory
+            raise CorruptPayload(f"blob {ref.sha256} has more than the {ref.bytes} bytes that its reference names")
+        parts.append(part)
     payload = b"".join(parts)
-    if len(payload) != ref.bytes or (not ref.keyed and hashlib.sha256(payload).hexdigest() != ref.sha256):
-        raise BusError(f"blob {ref.sha256} is damaged: {len(payload)} of {ref.bytes} bytes, or other content")
+    if size != ref.bytes:
+        raise CorruptPayload(f"blob {ref.sha256} has {size} of {ref.bytes} bytes")
+    if not ref.keyed and hashlib.sha256(payload).hexdigest() != ref.sha256:
+        raise CorruptPayload(f"blob {ref.sha256} has other content than its name says")
     return payload
 
 
-async def _chunks(link: Link, ref: BlobRef) -> AsyncIterator[bytes]:
+async def _chunks(connection: NatsConnection, ref: BlobRef) -> AsyncIterator[bytes]:
     waiting: list[asyncio.Task[bytes]] = []
     try:
         for n in range(ref.chunks):
-            waiting.append(asyncio.ensure_future(_chunk(link, place(ref.sha256, n))))
+            waiting.append(asyncio.ensure_future(_chunk(connection, place(ref.sha256, n))))
             if len(waiting) == WINDOW:
                 yield await waiting.pop(0)
         while waiting:
@@ -104,25 +117,10 @@ async def _chunks(link: Link, ref: BlobRef) -> AsyncIterator[bytes]:
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def _chunk(link: Link, subject: str) -> bytes:
+async def _chunk(connection: NatsConnection, subject: str) -> bytes:
     """By direct get, which any replica answers; one that lags says 404, and then the leader has the last word."""
     ask = f"$JS.API.DIRECT.GET.{STREAM}.{subject}"
-    reply = await link.patiently(lambda: link.call(ask, timeout=10.0))
+    reply = await connection.patiently(lambda: connection.call(ask, timeout=10.0))
     if not (reply.headers and reply.headers.get("Status")):
         return reply.data
-    return (await reading.from_leader(link, STREAM, {"last_by_subj": subject})).data
-
-
-async def purge(bus: "Bus", stream: str, subject: str, before: int) -> int:
-    """Purge a stream's records below a sequence, and the payloads that they refer to; how many records. Denied."""
-    found: set[str] = set()
-    if before > 1:
-        async for message, _ in reading.Reader(bus.link, stream, [subject], until=before - 1).messages():
-            if (message.headers or {}).get(TYPE_HEADER, "").partition("/")[0] == BlobRef.type_name:
-                ref = decode(message.data, message.headers)
-                assert isinstance(ref, BlobRef)
-                found |= {place(ref.sha256, n) for n in range(ref.chunks)} if ref.keyed else {f"hr.blob.{ref.sha256}.>"}
-    purged = await bus.purge(stream, subject=subject, before=before)  # first, so that a crash leaves no dangling name
-    for subject in sorted(found):
-        await bus.purge(STREAM, subject=subject)
-    return purged
+    return (await ordered_reader.from_leader(connection, STREAM, {"last_by_subj": subject})).data

@@ -1,11 +1,11 @@
 """Claim checks between processes of one node: the payload lies in a file that readers map, the bus carries its digest.
 
-The idea: what is large and read on the node that wrote it (a rollout's trajectories by the judge and the trainer beside
-it) need not go through the broker's socket twice. The writer lays it into a folder in memory under its hash and
-publishes the same small reference that a claim check on HR_BLOB has; a reader maps the file, checks it and decodes
-from the map. Whoever has no such file, on another node or after a crash, asks HR_BLOB.
+The idea: a large payload that is read on the node that wrote it (a rollout's trajectory, by the judge and the trainer
+beside it) need not go through the broker's socket twice. The writer stores it in a folder in memory under its hash and
+publishes the same small reference as a claim check on HR_BLOB. A reader maps the file, checks it and decodes from the
+mapping. A reader without the file, on another node or after a crash, reads HR_BLOB.
 
-When a payload gets there is `upload`:
+`upload` says when a payload is stored in HR_BLOB too:
     before   stored in HR_BLOB before the reference is published: nothing is won in writing, all of it in reading
     after    some seconds later, by whichever process of the node comes first; a node that burns down in between takes
              the payload with it, a process that dies does not
@@ -18,8 +18,8 @@ once (0400), names are digests, and content that is not what its name says is th
 has to find, never lies here: it goes to the broker. Collected: by the age of the oldest record that is kept
 (`collect`), beyond `CAPACITY` what is uploaded already, oldest first, and all of it by the last process to leave.
 
-Trade-off: a file is checked by xxh3, which finds damage and no malice. Who could write here is the same user on the
-same node, and could as well read the credentials and speak in any actor's name. HR_BLOB's names are sha256 throughout.
+Trade-off: a file is checked by xxh3, which detects damage but not malice. Only the same user on the same node can write
+here, and that user can read the credentials of every actor anyway. HR_BLOB's names are sha256 throughout.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ from typing import Literal
 
 import xxhash
 
-from headrace.bus import blobs
 from headrace.bus.errors import BusError, MessageGone
-from headrace.bus.link import Link
+from headrace.bus.nats.connection import NatsConnection
+from headrace.bus.payloads import claim_checks
 from headrace.config import Bus as BusSection
 from headrace.messages.codec import ENCODING_HEADER, TYPE_HEADER
 from headrace.messages.operations import BlobRef
@@ -52,7 +52,7 @@ Upload = Literal["before", "after", "never"]
 FROM = 64 << 10
 """Bytes from which a payload is laid into the folder; a smaller one is cheaper on the bus itself."""
 STREAMS = ("HR_TRAJ", "HR_TURN", "HR_SCORE")
-"""What episodes are made of, and what the trainer's purge knows the age of."""
+"""Streams of episodes, whose age the trainer's purge knows."""
 UPLOAD_AFTER_S = 2.0
 """Age at which a payload is uploaded: by then its readers on this node have usually been there."""
 UPLOAD_PATIENCE_S = 15.0
@@ -68,7 +68,7 @@ LARGE = 4 << 20
 _NAME = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 
 
-class Nearby:
+class SharedMemoryStore:
     """One process's view of the node's folder."""
 
     def __init__(self, folder: Path, upload: Upload, node: str) -> None:
@@ -78,25 +78,25 @@ class Nearby:
         """Held in common by all who use the folder: the last one to go removes it."""
 
     @classmethod
-    def of(cls, config: BusSection, run: str, node: str) -> "Nearby | None":
+    def from_config(cls, config: BusSection, run: str, node: str) -> "SharedMemoryStore | None":
         """The folder of a run as `[bus]` says, None when it names none. BusError."""
         return (
             cls.open(Path(config.blob_dir) / f"headrace-{run}", config.blob_upload, node) if config.blob_dir else None
         )
 
     @classmethod
-    def open(cls, folder: str | Path, upload: Upload, node: str) -> "Nearby":
+    def open(cls, folder: str | Path, upload: Upload, node: str) -> "SharedMemoryStore":
         """Make or join the folder. BusError when others could get at it."""
-        nearby = cls(Path(folder), upload, node)
+        shared_memory = cls(Path(folder), upload, node)
         try:
-            while nearby._lock < 0:
-                nearby._enter()
+            while shared_memory._lock < 0:
+                shared_memory._enter()
         except OSError as error:
             raise BusError(f"[bus] blob_dir: {error}") from error
-        for temporary in nearby.folder.glob(".*-*"):
+        for temporary in shared_memory.folder.glob(".*-*"):
             if not Path(f"/proc/{temporary.name[1:].partition('-')[0]}").exists():
                 temporary.unlink(missing_ok=True)
-        return nearby
+        return shared_memory
 
     def _enter(self) -> None:
         """Make the folder where it is missing, look at it, and hold it; not held when it went meanwhile."""
@@ -114,7 +114,7 @@ class Nearby:
             os.close(lock)
 
     def close(self) -> None:
-        """Let go of the folder. Who is the last removes it, when all of it lies at the broker too."""
+        """Leave the folder. The last process to leave removes it when the broker has all of it too."""
         if self._lock < 0:
             return
         lock, self._lock = self._lock, -1
@@ -129,17 +129,17 @@ class Nearby:
         stream = stream_of(subject) if size >= FROM else None
         return stream is not None and stream.name in STREAMS
 
-    async def put(self, store: blobs.Store, payload: bytes, headers: Mapping[str, str]) -> BlobRef | None:
-        """Lay a payload down; None when there is no room for it."""
+    async def put(self, store: claim_checks.Store, payload: bytes, headers: Mapping[str, str]) -> BlobRef | None:
+        """Store a payload; None when there is no space for it."""
         digest, check = await asyncio.to_thread(self._lay, payload) if len(payload) > LARGE else self._lay(payload)
         if not digest:
             return None
         if self.upload == "before":
-            await blobs.put(store, payload, headers, digest=digest)
+            await claim_checks.put(store, payload, headers, digest=digest)
         return BlobRef(
             sha256=digest,
             bytes=len(payload),
-            chunks=0 if self.upload == "never" else blobs.chunks(len(payload)),
+            chunks=0 if self.upload == "never" else claim_checks.chunks(len(payload)),
             type=headers[TYPE_HEADER],
             encoding=headers.get(ENCODING_HEADER, ""),
             node=self.node,
@@ -156,8 +156,8 @@ class Nearby:
             return digest, check
         temporary = self.folder / f".{os.getpid()}-{next(self._numbers)}"
         try:
-            room = os.statvfs(self.folder)
-            if room.f_bavail * room.f_frsize < len(payload) + RESERVE:
+            disk = os.statvfs(self.folder)
+            if disk.f_bavail * disk.f_frsize < len(payload) + RESERVE:
                 return "", ""
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400), "wb") as file:
                 file.write(payload)
@@ -195,7 +195,7 @@ class Nearby:
             damaged.unlink(missing_ok=True)
         return None
 
-    async def upload_for_ever(self, store: blobs.Store) -> None:
+    async def upload_for_ever(self, store: claim_checks.Store) -> None:
         """Upload what is old enough, now and then."""
         for turn in itertools.count(1):
             await asyncio.sleep(UPLOAD_AFTER_S / 2)
@@ -204,7 +204,7 @@ class Nearby:
             if turn % TRIM_EVERY == 0:
                 await asyncio.to_thread(self.trim)
 
-    async def send(self, store: blobs.Store, *, older_s: float = 0.0) -> int:
+    async def send(self, store: claim_checks.Store, *, older_s: float = 0.0) -> int:
         """Upload what is pending and at least so old, of dead processes too; how many. Two never send the same."""
         sent, now = 0, time.time()
         for path in self._files(self.pending):
@@ -215,7 +215,7 @@ class Nearby:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     payload = file.read()
                     if hashlib.sha256(payload).hexdigest() == path.name:
-                        await blobs.put(store, payload, {TYPE_HEADER: ""}, digest=path.name)
+                        await claim_checks.put(store, payload, {TYPE_HEADER: ""}, digest=path.name)
                         sent += 1
                     path.unlink()
         return sent
@@ -255,18 +255,20 @@ class Nearby:
         return (folder / name for name in names if _NAME.fullmatch(name))
 
 
-async def fetch(link: Link, nearby: Nearby | None, ref: BlobRef, stored: float) -> bytes | memoryview:
+async def fetch(
+    connection: NatsConnection, shared_memory: SharedMemoryStore | None, ref: BlobRef, stored: float
+) -> bytes | memoryview:
     """The content of a claim check: from a file of this node, else from the broker. MessageGone, BusError.
 
     stored: when the reference was, in seconds since the epoch. A young one may be ahead of its content.
     """
-    found = await nearby.get(ref) if nearby is not None else None
+    found = await shared_memory.get(ref) if shared_memory is not None else None
     pause = 0.1
     while found is None:
         try:
             if not ref.chunks:
                 raise MessageGone(f"blob {ref.sha256} is no file of this node")
-            return await blobs.get(link, ref)
+            return await claim_checks.get(connection, ref)
         except MessageGone as error:
             if not ref.node or not ref.chunks or time.time() - stored > UPLOAD_PATIENCE_S:
                 where = f"; it was laid down on {ref.node} and not uploaded" if ref.node else ""

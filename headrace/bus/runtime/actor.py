@@ -1,4 +1,4 @@
-"""What every actor is made of: typed handlers over the bus, and a life that its supervisor can see.
+"""The base of every actor: typed handlers over the bus, and a life cycle that its supervisor watches.
 
 An actor overrides `start` (recover, then consume, serve, listen, spawn) and `stop`. Anything that escapes one of its
 background tasks ends the actor; the supervisor starts it again. Handlers of messages never end it: their failures are
@@ -12,22 +12,23 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
-from nats.aio.msg import Msg
-
-from headrace.bus import logging, tracing
-from headrace.bus.busy import Busy
 from headrace.bus.connection import Bus
-from headrace.bus.consumer import Consumer
-from headrace.bus.errors import BusError, MessageGone
-from headrace.bus.handling import Handler, Handling
-from headrace.bus.received import Received
+from headrace.bus.errors import BusError
+from headrace.bus.nats.consumer import Consumer
+from headrace.bus.nats.records import Skipped
+from headrace.bus.runtime import logging, tracing
+from headrace.bus.runtime.delivery import DeliveryHandler, Handler
+from headrace.bus.runtime.utilization import Utilization
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
-from headrace.messages.codec import UnknownType, decode
 from headrace.messages.operations import Ack, Event, Metric
 
 Level = Literal["info", "warning", "error"]
+
+
+SKIPPED_EVENTS = 16
+"""Unreadable records of which each is an event; beyond them only every doubling of the count is."""
 
 
 class Actor:
@@ -43,12 +44,13 @@ class Actor:
         self.log: Any = logging.get(actor=self.name(), id=id, run=run)
         self.failed = asyncio.get_running_loop().create_future()
         """Holds the error that ended the actor, for its supervisor."""
-        self._busy = Busy()
+        self._utilization = Utilization()
         self._consumers: list[Consumer] = []
         self._subscriptions: list[Any] = []
         self._tasks: set[asyncio.Task[Any]] = set()
-        bus.link.on_error.append(self._on_bus_error)
+        bus.connection.on_error.append(self._on_bus_error)
         bus.on_full = self._on_full
+        bus.on_skipped = self._on_skipped
 
     @classmethod
     def name(cls) -> str:
@@ -95,7 +97,7 @@ class Actor:
         if len(streams) != 1:
             raise BusError(f"{filters} are not subjects of one stream")
         durable = s.token(durable)
-        handling = Handling(
+        delivery = DeliveryHandler(
             self.bus,
             handler,
             durable=durable,
@@ -104,13 +106,13 @@ class Actor:
             backoff=backoff,
             ack_sync=ack_sync,
             report=self.event,
-            busy=self._busy.working,
+            busy=self._utilization.working,
         )
         consumer = Consumer(
             self.bus,
             streams.pop(),
             filters,
-            handling,
+            delivery,
             durable=durable,
             credit=credit,
             ack_wait=ack_wait,
@@ -121,41 +123,37 @@ class Actor:
         self._consumers.append(consumer)
         return await consumer.open()
 
-    async def serve(self, subject: str, handler: Callable[[Any], Awaitable[Message]], *, queue: str = "") -> None:
-        """Answer requests, a task each. A handler that raises is an event and answers ``Ack(ok=False)``."""
+    async def serve(self, subject: str, handler: Callable[[Any], Awaitable[Message]], *, queue: str = "") -> Any:
+        """Answer requests, a task each; what `unserve` takes. A handler that raises is an event and answers
+        ``Ack(ok=False)``."""
 
         async def answer(message: Message) -> Message:
-            with self._busy.working():
+            with self._utilization.working():
                 try:
                     return await handler(message)
                 except Exception as error:
                     await self._report(error, f"answering {subject}")
                     return Ack(ok=False, detail=f"{type(error).__name__}: {error}")
 
-        self._subscriptions.append(await self.bus.respond(subject, answer, queue=queue))
+        subscription = await self.bus.respond(subject, answer, queue=queue)
+        self._subscriptions.append(subscription)
+        return subscription
+
+    async def unserve(self, subscription: Any) -> None:
+        """Take no further request; those under way are answered."""
+        self._subscriptions.remove(subscription)
+        await self.bus.connection.unsubscribe(subscription)
 
     async def listen(self, filter: str, handler: Callable[[Any], Awaitable[None]]) -> None:
-        """Hear core messages, at most once each, one after the other: handler(message)."""
+        """Handle core messages, at most once each, one after the other: handler(message). A failure is an event."""
 
-        async def hear(raw: Msg) -> None:
-            with tracing.processing(raw.subject, raw.headers or {}):
-                try:
-                    await handler(decode(raw.data, raw.headers))
-                except UnknownType as error:
-                    self.log.warning("unreadable", subject=raw.subject, error=str(error))
-                except Exception as error:
-                    await self._report(error, f"hearing {raw.subject}")
+        async def guarded(message: Message) -> None:
+            try:
+                await handler(message)
+            except Exception as error:
+                await self._report(error, f"handling a message on {filter}")
 
-        self._subscriptions.append(await self.bus.link.subscribe(filter, hear))
-
-    def message_of(self, received: Received[Any]) -> Message | None:
-        """The message of a record; None, with a word in the log, for one that can't be read or is gone."""
-        try:
-            message: Message = received.message
-        except (UnknownType, MessageGone) as error:
-            self.log.warning("unreadable", subject=received.subject, seq=received.seq, error=str(error))
-            return None
-        return message
+        self._subscriptions.append(await self.bus.listen(filter, guarded))
 
     def spawn(self, coro: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """A background task: an exception in it ends the actor."""
@@ -213,12 +211,12 @@ class Actor:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Around waiting for input or credit: that time does not count as busy."""
-        with self._busy.waiting():
+        with self._utilization.waiting():
             yield
 
-    def take_busy(self) -> float:
+    def take_utilization(self) -> float:
         """Share of the time since the last call in which the actor worked, 0 to 1."""
-        return self._busy.take()
+        return self._utilization.take()
 
     @property
     def _run_token(self) -> str:
@@ -231,6 +229,14 @@ class Actor:
     def _on_bus_error(self, text: str) -> None:
         self.spawn(self.event("bus_error", text, "error"), "bus error")
 
+    def _on_skipped(self, record: Skipped) -> None:
+        """An event for each of the first records that this actor passed over, then one at each doubling."""
+        count = self.bus.skipped_count
+        if count <= SKIPPED_EVENTS or count & (count - 1) == 0:
+            text = f"{record.stream} #{record.seq} on {record.subject}: {record.reason} ({count} skipped so far)"
+            report = self.event("record_skipped", text, "warning", stream=record.stream, seq=record.seq, count=count)
+            self.spawn(report, "record skipped")
+
     def _on_full(self, text: str) -> None:
         self.log.warning("stream_full", text=text)
 
@@ -238,7 +244,7 @@ class Actor:
         """The supervisor's way to end an actor: stop pulling, drain, let handlers finish for `timeout`, then `stop`."""
         await asyncio.gather(*(consumer.halt() for consumer in self._consumers), return_exceptions=True)
         for subscription in self._subscriptions:
-            await self.bus.link.unsubscribe(subscription)
+            await self.bus.connection.unsubscribe(subscription)
         try:
             await self.drain()
         except Exception as error:

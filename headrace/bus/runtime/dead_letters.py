@@ -1,41 +1,42 @@
-"""From the broker's advisory to a letter that a person can read and send again.
+"""The dead-letter queue: from the broker's advisory to a DeadLetter that a person can read and retry.
 
-A message that was given up is told of by an advisory. In a limits stream the message is still there. A work queue
-forgets a terminated one (its consumer published a copy, `Rejected`, before that) and keeps one that ran out of
-deliveries for ever, so whoever has written the letter removes it.
+The broker publishes an advisory about every message that it gives up. A limits stream still holds the message. A work
+queue removes a terminated message (its consumer published a copy, `Rejected`, before that) and keeps a message that ran
+out of deliveries for ever, so the dead-letter actor deletes it once the DeadLetter is stored.
 
-A letter has a key, ``<stream>/<consumer>/<sequence>``, that is known before it is written. What a person decides about
-it is a record beside it (`LetterSettled`): letters stay, since the books of a run are made of them.
+A dead letter has a key, ``<stream>/<consumer>/<sequence>``, known before it is written. A person's decision about
+it is a separate record (`DeadLetterSettled`). Dead letters are kept, because the ledger counts them.
 """
 
 import re
 from typing import Any, Literal, NamedTuple
 
-from headrace.bus import reading, tracing
 from headrace.bus.connection import MAX_INLINE, Bus
-from headrace.bus.errors import BusError, MessageGone
-from headrace.bus.received import Received
+from headrace.bus.errors import BusError, MessageGone, Reject
+from headrace.bus.nats import ordered_reader
+from headrace.bus.nats.received import Received
+from headrace.bus.runtime import tracing
 from headrace.messages import subjects as s
-from headrace.messages.codec import UnknownType, decode
-from headrace.messages.operations import Advisory, DeadLetter, LetterSettled, Rejected
+from headrace.messages.codec import UnreadableMessage, decode
+from headrace.messages.operations import Advisory, DeadLetter, DeadLetterSettled, Rejected
 
 RETRIED = ("HR_TASK", "HR_TRAJ", "HR_FEEDBACK")
 """Streams whose messages may be sent again: work, which its consumers do once however often they read it. The others
-hold records of the books, where a second one would be a lie."""
+hold ledger records, of which a second copy would be wrong."""
 _OWN = ("Nats-", "traceparent", "tracestate")
 """Headers that the broker or the bus writes anew."""
 
 
-class Filed(NamedTuple):
-    """A letter as it lies on HR_DLQ."""
+class DeadLetterEntry(NamedTuple):
+    """A dead letter with its place in HR_DLQ and the decision about it, None while there is none."""
 
     seq: int
     time: float
     letter: DeadLetter
-    settled: LetterSettled | None
+    settled: DeadLetterSettled | None
 
 
-async def letter_of(bus: Bus, received: Received[Any]) -> DeadLetter | None:
+async def dead_letter_from(bus: Bus, received: Received[Any]) -> DeadLetter | None:
     """The letter for an Advisory (from HR_ADVISORY) or a Rejected (from HR_EVENT).
 
     None for the advisory of a terminated work-queue message, whose letter is made of its Rejected instead.
@@ -43,13 +44,14 @@ async def letter_of(bus: Bus, received: Received[Any]) -> DeadLetter | None:
     message = received.message
     if isinstance(message, Rejected):
         return _letter(message.stream, message.consumer, message, message.headers, message.payload)
-    assert isinstance(message, Advisory)
+    if not isinstance(message, Advisory):
+        raise Reject(f"expected an advisory or a rejected copy, got {type(message).__name__}")
     stream = s.STREAM.get(message.stream)
     queue = stream is not None and stream.retention == "workqueue"
     if queue and message.kind == "terminated":
         return None
     try:
-        stored = await reading.from_leader(bus.link, message.stream, {"seq": message.stream_seq})
+        stored = await ordered_reader.from_leader(bus.connection, message.stream, {"seq": message.stream_seq})
     except MessageGone:
         return _letter(message.stream, message.consumer, message, {}, b"", gone=True)
     return _letter(message.stream, message.consumer, message, stored.headers, stored.data, subject=stored.subject)
@@ -102,28 +104,25 @@ def run_of(letter: DeadLetter) -> str:
     return tokens[2] if len(tokens) > 3 and tokens[:2] != ["hr", "feedback"] else ""
 
 
-async def filed(bus: Bus) -> list[Filed]:
-    """Every letter of this broker that is still kept, oldest first, with what was decided about it."""
+async def entries(bus: Bus) -> list[DeadLetterEntry]:
+    """Every dead letter that the broker still keeps, oldest first, each with the decision about it."""
     letters: dict[int, tuple[float, DeadLetter]] = {}
-    settled: dict[int, LetterSettled] = {}
+    settled: dict[int, DeadLetterSettled] = {}
     async for received in bus.history("HR_DLQ", s.DLQ.where()):
-        try:
-            record = received.message
-        except (UnknownType, MessageGone):
-            continue
+        record = received.message
         if isinstance(record, DeadLetter):
             letters[received.seq] = received.time, record
-        elif isinstance(record, LetterSettled):
+        elif isinstance(record, DeadLetterSettled):
             settled.setdefault(record.letter, record)
-    return [Filed(seq, time, letter, settled.get(seq)) for seq, (time, letter) in letters.items()]
+    return [DeadLetterEntry(seq, time, letter, settled.get(seq)) for seq, (time, letter) in letters.items()]
 
 
-async def resend(bus: Bus, entry: Filed) -> int:
+async def resend(bus: Bus, entry: DeadLetterEntry) -> int:
     """Store the message once more where it was, under an id of its own; its sequence. BusError says why not."""
     letter = entry.letter
     if letter.stream not in RETRIED:
         raise BusError(
-            f"letter {entry.seq} is a record of {letter.stream}, and a second one would falsify the books: "
+            f"letter {entry.seq} is a record of {letter.stream}, and a second one would falsify the ledger: "
             f"only {', '.join(RETRIED)} hold work that can be tried again"
         )
     if not letter.subject or not letter.payload:
@@ -135,14 +134,16 @@ async def resend(bus: Bus, entry: Filed) -> int:
         return await bus.publish_raw(letter.subject, letter.payload, headers, msg_id=msg_id)
     try:
         return await bus.publish(letter.subject, decode(letter.payload, letter.headers), msg_id=msg_id)
-    except UnknownType as error:
+    except UnreadableMessage as error:
         raise BusError(f"letter {entry.seq} is over 1 MiB and cannot be read: {error}") from None
 
 
-async def settle(bus: Bus, entry: Filed, how: Literal["retried", "dropped"], sent: int = 0, note: str = "") -> None:
-    """Write down what became of a letter."""
+async def record_decision(
+    bus: Bus, entry: DeadLetterEntry, how: Literal["retried", "dropped"], sent: int = 0, note: str = ""
+) -> None:
+    """Record that a dead letter was retried or dropped."""
     letter = entry.letter
-    record = LetterSettled(
+    record = DeadLetterSettled(
         stream=letter.stream,
         consumer=letter.consumer,
         stream_seq=letter.stream_seq,

@@ -10,12 +10,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from headrace.bus import logging, tracing
 from headrace.bus.connection import Bus
-from headrace.bus.errors import BusError, MessageGone, Reject, Retry
-from headrace.bus.received import Received
+from headrace.bus.errors import BusError, Reject, Retry
+from headrace.bus.nats.received import Received
+from headrace.bus.nats.records import UNREADABLE
+from headrace.bus.runtime import logging, tracing
 from headrace.messages import subjects as s
-from headrace.messages.codec import UnknownType
 from headrace.messages.operations import Rejected
 
 Handler = Callable[[Received[Any]], Awaitable[None]]
@@ -32,7 +32,7 @@ async def silent(kind: str, text: str = "", level: Any = "info", **data: Any) ->
     """A report that nobody reads."""
 
 
-class Handling:
+class DeliveryHandler:
     """One consumer's handler with its rules."""
 
     def __init__(
@@ -50,13 +50,13 @@ class Handling:
     ) -> None:
         self.bus, self.durable, self.run_id = bus, durable, s.token(run)
         self.max_deliver, self.backoff, self.ack_sync = max_deliver, tuple(backoff) or (1.0,), ack_sync
-        self._handler, self._report, self._busy = handler, report, busy
+        self._handler, self._report, self._utilization = handler, report, busy
         self._log = logging.get(consumer=durable)
 
     async def run(self, received: Received[Any]) -> None:
         """Handle and settle. Raises only when it could not even be settled, or CancelledError, given back before."""
         with (
-            self._busy(),
+            self._utilization(),
             tracing.processing(received.subject, received.headers, self.durable, received.deliveries) as span,
         ):
             try:
@@ -74,7 +74,7 @@ class Handling:
             except asyncio.CancelledError:
                 await received.nak()
                 raise
-            except (UnknownType, MessageGone) as error:
+            except UNREADABLE as error:
                 span.fail(error)
                 if error is received.error:
                     await self._give_up(received, str(error))

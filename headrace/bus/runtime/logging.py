@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 import structlog
 
-from headrace.bus import tracing
+from headrace.bus.runtime import tracing
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 

@@ -2,7 +2,7 @@
 
 Supervision as in Erlang/OTP, one for one: an actor that fails is started again on a connection of its own, after a
 short pause; more than `restarts` failures within `period` seconds mean that starting again does not help. Then the
-supervisor gives up: an event, every actor of the process is drained, and the exit code says so to whoever watches the
+supervisor gives up: an event, every actor of the process is drained, and the exit code says so to the parent of the
 process. SIGTERM and SIGINT drain; a second signal ends at once.
 """
 
@@ -16,19 +16,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace.bus import logging, tracing
-from headrace.bus.actor import Actor
 from headrace.bus.connection import Bus
-from headrace.bus.errors import BusError
-from headrace.bus.kv import KeyValue
-from headrace.bus.nearby import Nearby
+from headrace.bus.errors import BusError, StreamMissing, Unrecoverable
+from headrace.bus.nats.kv import KeyValue
+from headrace.bus.payloads.shared_memory import SharedMemoryStore
+from headrace.bus.runtime import logging, tracing
+from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
 from headrace.messages import subjects as s
-from headrace.messages.operations import Beat
+from headrace.messages.operations import Heartbeat
 
-BEAT_S = 2.0
+HEARTBEAT_S = 2.0
 DRAIN_S = 10.0
 EXIT_GAVE_UP = 1
+EXIT_FOR_GOOD = 3
+"""Another start would end the same way; `headrace up` ends the run (launch/supervision/children.py)."""
 EXIT_NO_BROKER = 4
 State = Literal["starting", "running", "draining", "stopped"]
 
@@ -83,14 +85,19 @@ class Supervisor:
             if error is None or self._stop.is_set():
                 return
             self.log.error("actor_failed", id=life.id, error=f"{type(error).__name__}: {error}", exc_info=error)
+            if isinstance(error, StreamMissing):  # no restart creates a stream
+                self._code = EXIT_NO_BROKER
+                self._stop.set()
+                return
             now = time.monotonic()
             self._failures.append(now)
             while self._failures and self._failures[0] < now - self.period:
                 self._failures.popleft()
-            if len(self._failures) > self.restarts:
+            for_good = isinstance(error, Unrecoverable)
+            if for_good or len(self._failures) > self.restarts:
                 self.log.error("gave_up", id=life.id, failures=len(self._failures), period=self.period)
                 no_broker = isinstance(error, BusError) and str(error).startswith("no broker")
-                self._code = EXIT_NO_BROKER if no_broker else EXIT_GAVE_UP
+                self._code = EXIT_NO_BROKER if no_broker else EXIT_FOR_GOOD if for_good else EXIT_GAVE_UP
                 self._stop.set()
                 return
             with contextlib.suppress(TimeoutError):
@@ -107,7 +114,7 @@ class Supervisor:
         except BusError as refusal:
             return refusal
         try:
-            bus.use_nearby(Nearby.of(self.config.bus, self.run_id, bus.node))
+            bus.use_shared_memory(SharedMemoryStore.from_config(self.config.bus, self.run_id, bus.node))
         except BusError as refusal:
             await bus.close()
             return refusal
@@ -116,15 +123,15 @@ class Supervisor:
         error: BaseException | None = None
         try:
             actor = life.actor = life.cls(self.config, bus, self.run_id, life.id)
-            beats = asyncio.create_task(self._beat(life, actor))
+            beats = asyncio.create_task(self._heartbeats(life, actor))
             await actor.serve(s.RPC_NODE.at(service=actor.role, node=actor.id, method="ping"), self._ping(life, actor))
             error = await self._until_end(life, actor)
         except Exception as caught:
             error = caught
         finally:
             life.state = "draining"
-            if error is not None and actor is not None and bus.link.connected:
-                gave_up = len(self._failures) >= self.restarts
+            if error is not None and actor is not None and bus.connection.connected:
+                gave_up = isinstance(error, Unrecoverable) or len(self._failures) >= self.restarts
                 text = f"{type(error).__name__}: {error}"
                 await actor.event("actor_gave_up" if gave_up else "actor_failed", text, "error")
             if actor is not None:
@@ -134,13 +141,13 @@ class Supervisor:
                 beats.cancel()
                 await asyncio.gather(beats, return_exceptions=True)
             if actor is not None:
-                await self._last_beat(life, actor)
+                await self._send_last_heartbeat(life, actor)
             await bus.close()
         return error
 
     async def _until_end(self, life: _Life, actor: Actor) -> BaseException | None:
         """Start, then wait for a failure, the loss of the connection, or the order to stop."""
-        closed = asyncio.ensure_future(actor.bus.link.closed.wait())
+        closed = asyncio.ensure_future(actor.bus.connection.closed.wait())
         told = asyncio.ensure_future(self._stop.wait())
         started: asyncio.Future[Any] = asyncio.ensure_future(actor.start())
         ends: set[asyncio.Future[Any]] = {actor.failed, closed, told}
@@ -163,8 +170,8 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(closed, told, started, return_exceptions=True)
 
-    def _describe(self, life: _Life, actor: Actor, busy: float) -> Beat:
-        return Beat(
+    def _describe(self, life: _Life, actor: Actor, busy: float) -> Heartbeat:
+        return Heartbeat(
             actor=actor.name(),
             id=actor.id,
             node=actor.bus.node,
@@ -175,26 +182,26 @@ class Supervisor:
             busy=round(busy, 4),
         )
 
-    async def _beat(self, life: _Life, actor: Actor) -> None:
-        """A sign of life every `BEAT_S`, on core NATS and in HR_PRESENCE."""
+    async def _heartbeats(self, life: _Life, actor: Actor) -> None:
+        """A sign of life every `HEARTBEAT_S`, on core NATS and in HR_PRESENCE."""
         presence = await actor.bus.kv("HR_PRESENCE")
         while True:
-            await self._one_beat(self._describe(life, actor, actor.take_busy()), actor, presence)
-            await asyncio.sleep(BEAT_S)
+            await self._send_heartbeat(self._describe(life, actor, actor.take_utilization()), actor, presence)
+            await asyncio.sleep(HEARTBEAT_S)
 
-    async def _one_beat(self, beat: Beat, actor: Actor, presence: KeyValue) -> None:
-        await actor.bus.emit(s.BEAT.at(actor=actor.role, id=actor.id), beat)
+    async def _send_heartbeat(self, beat: Heartbeat, actor: Actor, presence: KeyValue) -> None:
+        await actor.bus.emit(s.HEARTBEAT.at(actor=actor.role, id=actor.id), beat)
         try:
-            if actor.bus.link.connected:
+            if actor.bus.connection.connected:
                 await presence.put(f"{actor.role}.{actor.id}", beat)
         except BusError as error:
             self.log.warning("presence_not_written", id=actor.id, error=str(error))
 
-    async def _last_beat(self, life: _Life, actor: Actor) -> None:
+    async def _send_last_heartbeat(self, life: _Life, actor: Actor) -> None:
         """Say goodbye, where the broker can hear it."""
-        if not actor.bus.link.connected:
+        if not actor.bus.connection.connected:
             return
-        await actor.bus.emit(s.BEAT.at(actor=actor.role, id=actor.id), self._describe(life, actor, 0.0))
+        await actor.bus.emit(s.HEARTBEAT.at(actor=actor.role, id=actor.id), self._describe(life, actor, 0.0))
         try:
             async with asyncio.timeout(2.0):
                 presence = await actor.bus.kv("HR_PRESENCE")
@@ -202,8 +209,8 @@ class Supervisor:
         except (BusError, TimeoutError):
             pass
 
-    def _ping(self, life: _Life, actor: Actor) -> Callable[[Any], Awaitable[Beat]]:
-        async def answer(_: object) -> Beat:
+    def _ping(self, life: _Life, actor: Actor) -> Callable[[Any], Awaitable[Heartbeat]]:
+        async def answer(_: object) -> Heartbeat:
             return self._describe(life, actor, 0.0)
 
         return answer

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from headrace.bus.received import Received
+from headrace.bus.nats.received import Received
 from headrace.messages import subjects
 
 HEADER = "traceparent"
@@ -180,7 +180,7 @@ def sending(subject: str, msg_id: str, size: int) -> Iterator[Span | None]:
 
 @contextlib.contextmanager
 def processing(subject: str, headers: Mapping[str, str], consumer: str = "", deliveries: int = 0) -> Iterator[Span]:
-    """CONSUMER span around a handler: it goes on in the trace of whoever published the message."""
+    """CONSUMER span around a handler: it continues the trace of the publisher of the message."""
     parent = extract(headers)
     if _tracer is None:
         with span("", parent=parent, root=parent is None) as made:

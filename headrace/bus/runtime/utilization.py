@@ -15,7 +15,7 @@ from weakref import WeakSet
 _inside: ContextVar[bool] = ContextVar("headrace_working", default=False)
 
 
-class Busy:
+class Utilization:
     """A stopwatch that several tasks hold together."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

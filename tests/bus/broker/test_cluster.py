@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.bus import cluster
+from headrace.bus.broker import cluster
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
-from headrace.bus.server import Server
 from headrace.messages.operations import Event
 from headrace.messages.subjects import EVENT, STREAMS
-from tests.bus.region_brokers import free_port
+from tests.support.region_brokers import free_port
 
 pytestmark = pytest.mark.anyio
 
@@ -36,7 +36,9 @@ def urls(servers: dict[str, Server]) -> str:
 
 
 async def leader(bus: Bus, stream: str) -> str:
-    info = msgspec.json.decode(await bus.link.patiently(lambda: bus.link.api(f"STREAM.INFO.{stream}"), 60.0))
+    info = msgspec.json.decode(
+        await bus.connection.patiently(lambda: bus.connection.api(f"STREAM.INFO.{stream}"), 60.0)
+    )
     return str(info["cluster"]["leader"])
 
 
@@ -94,7 +96,9 @@ async def test_killing_the_leader_under_load_loses_nothing_that_was_acknowledged
     back = await Bus.connect(brokers[dead].url, role="admin", credentials=keys, timeout=30.0)
     async with asyncio.timeout(60):
         while True:
-            info = msgspec.json.decode(await back.link.patiently(lambda: back.link.api("STREAM.INFO.HR_EVENT"), 60.0))
+            info = msgspec.json.decode(
+                await back.connection.patiently(lambda: back.connection.api("STREAM.INFO.HR_EVENT"), 60.0)
+            )
             if len(info["cluster"]["replicas"]) == 2 and all(one["current"] for one in info["cluster"]["replicas"]):
                 break
             await asyncio.sleep(0.1)
@@ -106,7 +110,7 @@ async def test_every_stream_and_bucket_lies_on_three_disks(brokers: dict[str, Se
     admin = await Bus.connect(urls(brokers), role="admin", credentials=brokers["a"].credentials, timeout=30.0)
     await declared(admin)
     for stream in STREAMS:
-        info = msgspec.json.decode(await admin.link.api(f"STREAM.INFO.{stream.name}"))
+        info = msgspec.json.decode(await admin.connection.api(f"STREAM.INFO.{stream.name}"))
         assert info["config"]["num_replicas"] == 3
         assert {info["cluster"]["leader"], *(one["name"] for one in info["cluster"]["replicas"])} == set(NAMES)
     await admin.close()

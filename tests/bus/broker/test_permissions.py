@@ -1,18 +1,23 @@
 """The broker enforces who may publish what; a refusal is a clear error at once, not a timeout."""
 
 import asyncio
+import itertools
 from secrets import token_hex
 
 import pytest
 
-from headrace.bus import permissions
-from headrace.bus.errors import Denied
+from headrace.bus.broker import matrix, permissions
+from headrace.bus.errors import ApiError, Denied
 from headrace.messages import subjects as s
 from headrace.messages.operations import Event
 from headrace.messages.subjects import covers
 from tests.conftest import Connect
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.anyio
+
+
+ROLES = [*permissions.ACTORS, *permissions.READERS]
 
 
 def event() -> Event:
@@ -25,10 +30,21 @@ def concrete(subject: s.Subject, **fields: str) -> str:
     return ".".join(tokens)
 
 
+LANES = ("train", "eval", "production")
+LANE_OF = {"curriculum": "train", "evaluator": "eval", "gateway": "production"}
+
+
+def own_lane(role: str, subject: s.Subject, lane: str, group: str) -> bool:
+    """Whether requests of this lane, or ledger entries of this group, are this role's."""
+    if subject is s.TASK:
+        return LANE_OF.get(role, lane) == lane
+    return not (subject is s.LEDGER and role == "gateway") or "." in group
+
+
 TABLE = [subject for subject in s.SUBJECTS.values() if s.stream_of(subject.where()) is not None]
 
 
-@pytest.mark.parametrize("role", [*permissions.ACTORS, *permissions.READERS])
+@pytest.mark.parametrize("role", ROLES)
 async def test_each_role_publishes_its_row_and_nothing_else(connect: Connect, role: str) -> None:
     """Every stream subject is tried by every role against the broker: stored, or Denied, as the table says."""
     bus = await connect(role)
@@ -36,12 +52,13 @@ async def test_each_role_publishes_its_row_and_nothing_else(connect: Connect, ro
     for subject in TABLE:
         if subject in (s.EVENT, s.BLOB, s.ADVISORY):
             continue
-        where = concrete(subject, run=run, tenant=run)
-        if role in subject.publishers:
-            assert await bus.publish(where, event()) > 0
-        else:
-            with pytest.raises(Denied, match=f"role '{role}' may not publish on {where}"):
-                await bus.publish(where, event())
+        for lane, group in itertools.product(LANES if "{lane}" in subject.template else LANES[:1], ("g1", "u1.g1")):
+            where = concrete(subject, run=run, tenant=run, lane=lane, group=group)
+            if role in subject.publishers and own_lane(role, subject, lane, group):
+                assert await bus.publish(where, event()) > 0
+            else:
+                with pytest.raises(Denied, match=f"role '{role}' may not publish on {where}"):
+                    await bus.publish(where, event())
     with pytest.raises(Denied):
         await bus.publish(concrete(s.ADVISORY), event())
     other = "trainer" if role != "trainer" else "judge"
@@ -53,7 +70,7 @@ async def test_each_role_publishes_its_row_and_nothing_else(connect: Connect, ro
             await bus.publish(s.EVENT.at(run=run, actor=role, type="snapshot_ready"), event())
 
 
-@pytest.mark.parametrize("role", [*permissions.ACTORS, *permissions.READERS])
+@pytest.mark.parametrize("role", ROLES)
 async def test_only_trainer_and_feedback_purge_and_nobody_deletes_streams(connect: Connect, role: str) -> None:
     bus = await connect(role)
     for stream in s.STREAMS:
@@ -64,33 +81,85 @@ async def test_only_trainer_and_feedback_purge_and_nobody_deletes_streams(connec
                 await bus.purge(stream.name, subject="hr.nothing")
     for verb in ("STREAM.DELETE.HR_TRAJ", "STREAM.UPDATE.HR_TRAJ", "STREAM.CREATE.MINE", "STREAM.MSG.DELETE.HR_TRAJ"):
         with pytest.raises(Denied):
-            await bus.link.api(verb, {"name": "HR_TRAJ", "seq": 1})
+            await bus.connection.api(verb, {"name": "HR_TRAJ", "seq": 1})
 
 
 async def test_only_rollouts_pull_work_and_only_readers_read(connect: Connect) -> None:
     judge, environment = await connect("judge"), await connect("environment")
     config = {"stream_name": "HR_TASK", "config": {"durable_name": "thief", "ack_policy": "explicit"}}
     with pytest.raises(Denied):
-        await judge.link.api("CONSUMER.CREATE.HR_TASK.thief", config)
+        await judge.connection.api("CONSUMER.CREATE.HR_TASK.thief", config)
     with pytest.raises(Denied):
         await environment.get("HR_TRAJ", 1)
     with pytest.raises(Denied):
         await (await connect("dashboard")).last("HR_FEEDBACK", "hr.feedback.>")
 
 
-async def test_buckets_have_writers_too(connect: Connect) -> None:
-    judge, scavenger = await connect("judge"), await connect("scavenger")
-    curriculum = await connect("curriculum")
-    assert await (await scavenger.kv("HR_LEASE")).put("rollout-1", event()) > 0
-    assert await (await judge.kv("HR_LEASE")).get("rollout-1") is not None
+KEYS = {
+    "HR_STATE": {"curriculum": "admission.r1", "trainer": "trainer.r1", "feedback": "feedback.r1"},
+    "HR_SESSION": {"gateway": "r1.session.u1"},
+    "HR_LEASE": {"scavenger": "r1.product"},
+}
+"""Bucket to role to a key that the role alone writes."""
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_each_role_reads_and_writes_its_buckets_alone(connect: Connect, role: str) -> None:
+    bus, admin = await connect(role), await connect("admin")
+    for bucket in s.KEY_VALUES:
+        await (await admin.kv(bucket)).put("some.key", event())  # an empty bucket is listed without a consumer
+        entries = await bus.kv(bucket)
+        if role in permissions.KV_READERS[bucket]:
+            await entries.get("none")
+            assert await entries.keys("none.>") == []
+        else:
+            with pytest.raises(Denied):
+                await entries.get("none")
+            with pytest.raises(Denied):
+                await entries.keys("none.>")
+        for writer, key in KEYS.get(bucket, {}).items():
+            if writer == role:
+                assert await entries.put(key, event()) > 0
+            else:
+                with pytest.raises(Denied):
+                    await entries.put(key, event())
+    presence = await bus.kv("HR_PRESENCE")
+    assert await presence.put(f"{role}.x1", event()) > 0
     with pytest.raises(Denied):
-        await (await judge.kv("HR_LEASE")).put("rollout-1", event())
-    assert await (await curriculum.kv("HR_STATE")).put("admission.r1", event()) > 0
-    with pytest.raises(Denied):
-        await (await curriculum.kv("HR_STATE")).put("trainer.r1", event())
-    assert await (await judge.kv("HR_PRESENCE")).put("judge.j1", event()) > 0
-    with pytest.raises(Denied):
-        await (await judge.kv("HR_PRESENCE")).put("trainer.t1", event())
+        await presence.put("admin.x1", event())
+
+
+async def test_prompts_are_for_the_gateway_alone() -> None:
+    assert permissions.KV_READERS["HR_SESSION"] == ("gateway",)
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_each_role_makes_consumers_where_it_reads(connect: Connect, role: str) -> None:
+    """Judged by the table: a reader or publisher of a subject of the stream, and nobody else."""
+    bus = await connect(role)
+    for stream in s.STREAMS:
+        families = [subject for subject in s.SUBJECTS.values() if s.stream_of(subject.where()) is stream]
+        listed = any(role in (*subject.readers, *subject.publishers) for subject in families)
+        everybody = stream.name == "HR_EVENT" or (role == "operator" and stream.name != "HR_ADVISORY")
+        listed = listed or (stream.name, role) == ("HR_ADVISORY", "dead_letter")
+        reader = role in permissions.READERS and stream.name not in ("HR_FEEDBACK", "HR_ADVISORY", "HR_TASK")
+        worker = stream.name != "HR_TASK" or role == "rollout"
+        name = f"CONSUMER.CREATE.{stream.name}.x{token_hex(4)}"
+        wrong = {"stream_name": "nothing", "config": {}}  # refused by the API, so that nothing is made
+        allowed = (listed or everybody or reader) and worker
+        with pytest.raises(ApiError if allowed else Denied):
+            await bus.connection.api(name, wrong)
+
+
+async def test_an_operator_makes_consumers_with_several_filters(connect: Connect) -> None:
+    operator = await connect("operator")
+    config = {"name": f"x{token_hex(4)}", "ack_policy": "none", "filter_subjects": ["hr.ledger.r1.>", "hr.fail.r1.>"]}
+    request = {"stream_name": "HR_LEDGER", "config": config, "action": "create"}
+    assert b"filter_subjects" in await operator.connection.api("CONSUMER.CREATE.HR_LEDGER", request)
+
+
+def test_the_page_is_generated() -> None:
+    assert (ROOT / "docs" / "permissions.md").read_text() == matrix.table()
 
 
 async def test_nobody_hears_what_is_not_for_him(connect: Connect) -> None:
@@ -101,13 +170,13 @@ async def test_nobody_hears_what_is_not_for_him(connect: Connect) -> None:
 
     for subject in ("_INBOX.trainer.>", "hr.rpc.environment.>", ">", "hr.traffic.>", "$KV.>"):
         with pytest.raises(Denied, match="may not subscribe"):
-            await judge.link.subscribe(subject, hear)
+            await judge.connection.subscribe(subject, hear)
 
 
 async def test_a_refusal_is_told_also_when_nobody_waits(connect: Connect) -> None:
     judge = await connect("judge")
     told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    judge.link.on_error.append(told.set_result)
+    judge.connection.on_error.append(told.set_result)
     await judge.emit("hr.traffic.local", event())
     assert await asyncio.wait_for(told, 10) == "role 'judge' may not publish hr.traffic.local"
 

@@ -9,14 +9,18 @@ import sys
 from pathlib import Path
 from secrets import token_hex
 
+import msgspec
 import pytest
 
+from headrace.bus.broker.server import Server, open_store, running
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
-from headrace.bus.server import Server, open_store, running
-from headrace.bus.streams import declare
+from headrace.bus.nats.streams import declare
 from headrace.messages import subjects as s
 from headrace.messages.operations import Event
+from headrace.messages.training import StepFailed
+from tests.support import records
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.anyio
 
@@ -56,7 +60,7 @@ async def test_a_refused_folder_a_small_disk_and_a_bad_file_are_sentences(
         await Server(tmp_path / "small", need_free=1 << 60).start()
     conf = tmp_path / "bad.conf"
     conf.write_text('max_payload: "much"\n')
-    monkeypatch.setattr("headrace.bus.server.CONF", conf)
+    monkeypatch.setattr("headrace.bus.broker.server.CONF", conf)
     with pytest.raises(BusError, match=r"^nats-server ended with code 1: .*nats.conf:1"):
         await Server(tmp_path / "bad").start()
 
@@ -74,7 +78,7 @@ async def test_secrets_are_private_and_last_for_the_run(tmp_path: Path) -> None:
 
 CHILD = """
 import asyncio, sys
-from headrace.bus.server import Server
+from headrace.bus.broker.server import Server
 async def main():
     server = await Server(sys.argv[1]).start()
     print(server.pid, flush=True)
@@ -135,12 +139,12 @@ async def test_open_store_reads_a_finished_run(tmp_path: Path) -> None:
     async with Server(tmp_path) as server:
         bus = await admin(server)
         await declare(bus)
-        where = s.STEP.at(run="r1")
+        where = s.EVENT.at(run="r1", actor="trainer", type="event")
         seq = await bus.publish(where, event("x"))
         await bus.close()
     async with await open_store(tmp_path) as server:
         bus = await Bus.connect(server.url, role="operator", credentials=server.credentials)
-        assert [r.seq async for r in bus.history("HR_STEP", where)] == [seq]
+        assert [r.seq async for r in bus.history("HR_EVENT", where)] == [seq]
         await bus.close()
     with pytest.raises(BusError, match="holds no streams"):
         await open_store(tmp_path / "nothing")
@@ -150,20 +154,24 @@ async def test_a_full_disk_is_a_sentence_and_keeps_what_was_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = tmp_path / "small.conf"
-    conf = (Path(__file__).parents[2] / "nats.conf").read_text()
+    conf = (ROOT / "nats.conf").read_text()
     small.write_text(conf.replace("jetstream {", "jetstream {\n  max_file_store: 4MB"))
     monkeypatch.setattr("headrace.bus.connection.RETRY_S", 0.1)
-    monkeypatch.setattr("headrace.bus.server.CONF", small)
+    monkeypatch.setattr("headrace.bus.broker.server.CONF", small)
     async with Server(tmp_path / "s") as server:
         bus = await admin(server)
         await declare(bus)
         where, stored = s.STEP.at(run="r1"), []
+
+        def failed(detail: str) -> StepFailed:
+            return msgspec.structs.replace(records.step_failed(0, (), 0, run="r1"), detail=detail)
+
         with pytest.raises(BusError, match=r"^hr.step.r1 could not be stored within 0.1 s: the broker's disk is full"):
             while True:
-                stored.append(await bus.publish(where, event(os.urandom(200_000).hex())))
+                stored.append(await bus.publish(where, failed(os.urandom(200_000).hex())))
         assert stored and [r.seq async for r in bus.history("HR_STEP", where)] == stored
         await bus.purge("HR_STEP", before=stored[-1])
-        assert await bus.publish(where, event("room again")) > stored[-1]
+        assert await bus.publish(where, failed("there is space again")) > stored[-1]
         await bus.close()
 
 
@@ -171,23 +179,23 @@ async def test_declaring_again_updates_and_reserving_too_much_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = tmp_path / "small.conf"
-    conf = (Path(__file__).parents[2] / "nats.conf").read_text()
+    conf = (ROOT / "nats.conf").read_text()
     small.write_text(conf.replace("jetstream {", "jetstream {\n  max_file_store: 1GB"))
-    monkeypatch.setattr("headrace.bus.server.CONF", small)
+    monkeypatch.setattr("headrace.bus.broker.server.CONF", small)
     async with Server(tmp_path / "s") as server:
         bus = await admin(server)
         await declare(bus)
         await declare(bus)
-        before = await bus.link.api("STREAM.INFO.HR_EVENT")
+        before = await bus.connection.api("STREAM.INFO.HR_EVENT")
         shorter = tuple(
             s.Stream(name=stream.name, subjects=stream.subjects, discard="old", max_age_s=600.0)
             if stream.name == "HR_EVENT"
             else stream
             for stream in s.STREAMS
         )
-        monkeypatch.setattr("headrace.bus.streams.STREAMS", shorter)
+        monkeypatch.setattr("headrace.bus.nats.streams.STREAMS", shorter)
         await declare(bus)
-        after = await bus.link.api("STREAM.INFO.HR_EVENT")
+        after = await bus.connection.api("STREAM.INFO.HR_EVENT")
         assert b'"max_age":1209600000000000' in before and b'"max_age":600000000000' in after
         with pytest.raises(BusError, match=r"^the broker's disk is too small: HR_\w+ asks for"):
             await declare(bus, reserve=True)

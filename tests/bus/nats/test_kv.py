@@ -85,7 +85,7 @@ async def test_a_watch_on_an_empty_bucket_waits_for_the_first_value(connect: Con
         return None
 
     task = asyncio.create_task(first())
-    await bus.link.flush()
+    await bus.connection.flush()
     await kv.put(here, Ack(detail="x"))
     assert await asyncio.wait_for(task, 10) == (here, Ack(detail="x"))
 

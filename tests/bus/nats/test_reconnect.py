@@ -8,14 +8,14 @@ from secrets import token_hex
 
 import pytest
 
-from headrace.bus.actor import Actor
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.errors import Disconnected, NoResponders
-from headrace.bus.link import Link
-from headrace.bus.received import Received
-from headrace.bus.server import Server
-from headrace.bus.streams import declare
-from headrace.bus.supervisor import Supervisor
+from headrace.bus.nats.connection import NatsConnection
+from headrace.bus.nats.received import Received
+from headrace.bus.nats.streams import declare
+from headrace.bus.runtime.actor import Actor
+from headrace.bus.runtime.supervisor import Supervisor
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.operations import Ack, Event, Ping
@@ -106,7 +106,7 @@ async def test_history_and_blobs_are_whole_when_the_broker_dies_in_the_middle(br
 async def test_history_without_a_broker_is_an_error_and_never_an_empty_stream(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.bus.reading.PATIENCE_S", 0.2)
+    monkeypatch.setattr("headrace.bus.nats.connection.AWAY_S", 0.2)
     reader = await broker.connect("operator")
     where = s.EVENT.at(run="r1", actor="admin", type="event")
     writer = await broker.connect()
@@ -116,23 +116,23 @@ async def test_history_without_a_broker_is_an_error_and_never_an_empty_stream(
         async for _ in reader.history("HR_EVENT", where):
             await broker.server.kill()
             await reader.close()  # gives up for good, as a drained process does
-    assert reader.link.closed.is_set()
+    assert reader.connection.closed.is_set()
 
 
 async def test_closing_while_the_connection_breaks_cancels_nobody(broker: Broker) -> None:
     """nats-py's reconnecting task and its `close` wait for one future: the end of the former cancels the latter."""
-    links = [(await broker.connect()).link for _ in range(16)]
+    links = [(await broker.connect()).connection for _ in range(16)]
 
-    async def close(link: Link, turns: int) -> None:
-        while not link.client.is_reconnecting:
+    async def close(connection: NatsConnection, turns: int) -> None:
+        while not connection.client.is_reconnecting:
             await asyncio.sleep(0)
         for _ in range(turns):
             await asyncio.sleep(0)
-        await link.close()
+        await connection.close()
 
-    closing = [asyncio.create_task(close(link, turns)) for turns, link in enumerate(links)]
+    closing = [asyncio.create_task(close(connection, turns)) for turns, connection in enumerate(links)]
     await asyncio.gather(broker.server.kill(), *closing)
-    assert all(link.closed.is_set() for link in links)
+    assert all(connection.closed.is_set() for connection in links)
 
 
 async def test_a_consumer_pulls_again_and_nothing_is_lost(broker: Broker) -> None:

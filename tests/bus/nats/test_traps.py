@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from headrace.bus import consumer as consumers
-from headrace.bus import dead_letters
-from headrace.bus.actor import Actor
 from headrace.bus.connection import Bus
 from headrace.bus.errors import ApiError, BusError, Denied
-from headrace.bus.received import Received
+from headrace.bus.nats import consumer as consumers
+from headrace.bus.nats.received import Received
+from headrace.bus.runtime import dead_letters
+from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
@@ -36,7 +36,7 @@ def event(text: str = "") -> Event:
 async def test_1_a_stream_never_answers_a_request(connect: Connect) -> None:
     """A stream that captures a request's subject answers first. So no stream of ours covers request or reply."""
     admin = await connect()
-    await admin.link.api("STREAM.CREATE.TRAP", {"name": "TRAP", "subjects": ["trap.>"], "storage": "memory"})
+    await admin.connection.api("STREAM.CREATE.TRAP", {"name": "TRAP", "subjects": ["trap.>"], "storage": "memory"})
 
     async def answer(_: Message) -> Message:
         await asyncio.sleep(0.05)
@@ -44,9 +44,9 @@ async def test_1_a_stream_never_answers_a_request(connect: Connect) -> None:
 
     await admin.respond("trap.rpc", answer)
     payload, headers = encode(Ping())
-    reply = await admin.link.call("trap.rpc", payload, headers=headers)
+    reply = await admin.connection.call("trap.rpc", payload, headers=headers)
     assert json.loads(reply.data)["stream"] == "TRAP", "this is the trap"
-    for subject in (s.RPC, s.RPC_NODE, s.BEAT, s.METRIC, s.TRAFFIC):
+    for subject in (s.RPC, s.RPC_NODE, s.HEARTBEAT, s.METRIC, s.TRAFFIC):
         assert s.stream_of(subject.where()) is None
     asker, helper = await connect("judge"), await connect("environment")
     await helper.respond("hr.rpc.environment.slow", answer)
@@ -55,7 +55,7 @@ async def test_1_a_stream_never_answers_a_request(connect: Connect) -> None:
 
 async def test_2_a_work_queue_is_freed_of_what_ran_out_of_deliveries(connect: Connect) -> None:
     """After max_deliver the broker keeps a work-queue message for ever; the letter's writer removes it."""
-    admin, desk = await connect(), await connect("dead_letter")
+    admin, dead_letter_actor = await connect(), await connect("dead_letter")
     run = f"r{token_hex(4)}"
     where = s.TASK.at(run=run, lane="train", suite="x")
     request = RolloutRequest(
@@ -64,28 +64,32 @@ async def test_2_a_work_queue_is_freed_of_what_ran_out_of_deliveries(connect: Co
     durable = f"rollout-{run}-train"
     config = {"durable_name": durable, "name": durable, "ack_policy": "explicit", "filter_subject": where}
     config |= {"max_deliver": 2, "ack_wait": 20_000_000}  # type: ignore[dict-item]
-    await admin.link.api(f"CONSUMER.CREATE.HR_TASK.{durable}.{where}", {"stream_name": "HR_TASK", "config": config})
+    await admin.connection.api(
+        f"CONSUMER.CREATE.HR_TASK.{durable}.{where}", {"stream_name": "HR_TASK", "config": config}
+    )
     seq = await admin.publish(where, request)
     pull = b'{"batch":3,"expires":2000000000}'
-    inbox = admin.link.inbox()
+    inbox = admin.connection.inbox()
     got = asyncio.Queue[Any]()
-    await admin.link.subscribe(f"{inbox}.*", got.put)  # takes it twice and dies both times
-    await admin.link.publish_request(f"$JS.API.CONSUMER.MSG.NEXT.HR_TASK.{durable}", pull, f"{inbox}.1")
-    async for received in desk.follow("HR_ADVISORY", s.ADVISORY.where(stream="HR_TASK", consumer=durable)):
+    await admin.connection.subscribe(f"{inbox}.*", got.put)  # takes it twice and dies both times
+    await admin.connection.publish_request(f"$JS.API.CONSUMER.MSG.NEXT.HR_TASK.{durable}", pull, f"{inbox}.1")
+    async for received in dead_letter_actor.follow("HR_ADVISORY", s.ADVISORY.where(stream="HR_TASK", consumer=durable)):
         notice = received
         break
     assert notice.message == Advisory(
         kind="max_deliver", stream="HR_TASK", consumer=durable, stream_seq=seq, deliveries=2
     )
     assert (await admin.get("HR_TASK", seq)).message == request, "this is the trap: it is still there"
-    letter = await dead_letters.letter_of(desk, notice)
+    letter = await dead_letters.dead_letter_from(dead_letter_actor, notice)
     assert isinstance(letter, DeadLetter)
     assert (letter.type, letter.subject, letter.deliveries) == ("rollout_request", where, 2)
-    await dead_letters.publish(desk, letter)
-    await dead_letters.publish(desk, letter)
+    await dead_letters.publish(dead_letter_actor, letter)
+    await dead_letters.publish(dead_letter_actor, letter)
     with pytest.raises(BusError):
         await admin.get("HR_TASK", seq)
-    letters = [r.message async for r in desk.history("HR_DLQ", s.DLQ.where(stream="hr_task", consumer=durable))]
+    letters = [
+        r.message async for r in dead_letter_actor.history("HR_DLQ", s.DLQ.where(stream="hr_task", consumer=durable))
+    ]
     assert letters == [letter], "one letter, however often its notice came"
 
 
@@ -105,7 +109,7 @@ async def test_3_the_schedule_of_repeats_does_not_shorten_the_acknowledgement_wa
     where = s.EVENT.at(run=actor.run, actor="admin", type="input")
     durable = f"d{token_hex(4)}"
     await actor.consume(s.EVENT, handle, durable=durable, filter=where, ack_wait=5, backoff=(0.05,))
-    config = json.loads(await actor.bus.link.api(f"CONSUMER.INFO.HR_EVENT.{durable}"))["config"]
+    config = json.loads(await actor.bus.connection.api(f"CONSUMER.INFO.HR_EVENT.{durable}"))["config"]
     assert "backoff" not in config and config["ack_wait"] == 5_000_000_000
     await actor.bus.publish(where, event("slow"))
     await actor.bus.publish(where, event("end"))
@@ -118,7 +122,7 @@ async def test_4_a_full_stream_is_back_pressure(connect: Connect, monkeypatch: p
     bus = await connect()
     name = f"FULL{token_hex(4)}"
     config = {"name": name, "subjects": [f"{name}.>"], "max_msgs": 2, "discard": "new", "storage": "memory"}
-    await bus.link.api(f"STREAM.CREATE.{name}", config)
+    await bus.connection.api(f"STREAM.CREATE.{name}", config)
     told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     bus.on_full = told.set_result
     for n in range(2):
@@ -157,26 +161,26 @@ async def test_6_connect_is_bounded_also_when_nobody_speaks() -> None:
 
 async def test_8_json_on_one_line_with_commas_is_what_runs(connect: Connect) -> None:
     """nats.conf is the file that runs, and the broker took all of it."""
-    link = (await connect()).link
-    assert link.client.max_payload == 8 << 20
-    info = json.loads(await link.api("INFO"))
+    connection = (await connect()).connection
+    assert connection.client.max_payload == 8 << 20
+    info = json.loads(await connection.api("INFO"))
     assert info["limits"]["max_storage"] == -1
 
 
 async def test_9_a_reader_that_is_too_slow_is_told_of(connect: Connect) -> None:
     bus = await connect()
     told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    bus.link.on_error.append(lambda text: None if told.done() else told.set_result(text))
+    bus.connection.on_error.append(lambda text: None if told.done() else told.set_result(text))
     stuck = asyncio.Event()
 
     async def slow(_: object) -> None:
         await stuck.wait()
 
-    await bus.link.client.subscribe("slow.reader", cb=slow, pending_msgs_limit=4)
+    await bus.connection.client.subscribe("slow.reader", cb=slow, pending_msgs_limit=4)
     for _ in range(10):
-        await bus.link.send("slow.reader", b"x")
+        await bus.connection.send("slow.reader", b"x")
     assert "slow.reader is too slow" in await asyncio.wait_for(told, 10)
-    assert bus.link.dropped > 0
+    assert bus.connection.dropped > 0
     stuck.set()
 
 
@@ -217,7 +221,7 @@ async def test_11_ack_sync_is_confirmed_before_the_next_step(connect: Connect) -
 
     async def handle(received: Received[Event]) -> None:
         await received.ack_sync()
-        info = json.loads(await actor.bus.link.api(f"CONSUMER.INFO.HR_EVENT.{durable}"))
+        info = json.loads(await actor.bus.connection.api(f"CONSUMER.INFO.HR_EVENT.{durable}"))
         assert info["num_ack_pending"] == 0 and info["ack_floor"]["stream_seq"] == received.seq
         settled.set()
 
@@ -229,7 +233,7 @@ async def test_11_ack_sync_is_confirmed_before_the_next_step(connect: Connect) -
 
 async def test_a_refused_api_call_has_its_numbers(connect: Connect) -> None:
     with pytest.raises(ApiError) as caught:
-        await (await connect()).link.api("STREAM.INFO.NOTHING")
+        await (await connect()).connection.api("STREAM.INFO.NOTHING")
     assert (caught.value.code, caught.value.err_code) == (404, 10059)
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from headrace.bus.actor import Actor
 from headrace.bus.connection import Bus
 from headrace.bus.errors import Reject, Retry
-from headrace.bus.received import Received
+from headrace.bus.nats.received import Received
+from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
@@ -52,7 +52,7 @@ async def advisory(bus: Bus, durable: str) -> Received[Advisory]:
 async def pending(bus: Bus, stream: str, durable: str) -> tuple[int, int]:
     import json
 
-    info = json.loads(await bus.link.api(f"CONSUMER.INFO.{stream}.{durable}"))
+    info = json.loads(await bus.connection.api(f"CONSUMER.INFO.{stream}.{durable}"))
     return info["num_pending"], info["num_ack_pending"]
 
 
@@ -222,7 +222,7 @@ async def test_pause_leaves_messages_to_others_and_resume_takes_them(connect: Co
     consumer = await actor.consume(s.EVENT, handle, durable=durable, filter=inputs(actor), credit=8)
     consumer.pause()
     await publish(actor, "before the first pull")
-    await actor.bus.link.flush()
+    await actor.bus.connection.flush()
     assert await pending(actor.bus, "HR_EVENT", durable) == (1, 0), "paused at once: nothing was pulled"
     consumer.resume()
     assert await asyncio.wait_for(seen.get(), 10) == "before the first pull"
@@ -230,7 +230,7 @@ async def test_pause_leaves_messages_to_others_and_resume_takes_them(connect: Co
     while consumer._subscription is not None:
         await asyncio.sleep(0.01)
     await publish(actor, "while paused")
-    await actor.bus.link.flush()
+    await actor.bus.connection.flush()
     assert await pending(actor.bus, "HR_EVENT", durable) == (1, 0)
     consumer.resume()
     assert await asyncio.wait_for(seen.get(), 10) == "while paused"
@@ -279,7 +279,7 @@ async def test_drain_finishes_what_runs_and_gives_back_the_rest(connect: Connect
     asyncio.get_running_loop().call_later(0.05, quick.set)
     await actor.shut(0.3)
     assert ended == ["quick"]
-    await bus.link.flush()
+    await bus.connection.flush()
     again = make(bus, actor.run)
     texts = asyncio.Queue[tuple[str, int]]()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import structlog
 
-from headrace.bus import logging, tracing
+from headrace.bus.runtime import logging, tracing
 
 
 def test_lines_are_json_with_trace_ids(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from secrets import token_hex
 
 import pytest
 
-from headrace.bus.actor import Actor
-from headrace.bus.server import Server
-from headrace.bus.supervisor import EXIT_GAVE_UP, Supervisor
+from headrace.bus.broker.server import Server
+from headrace.bus.runtime.actor import Actor
+from headrace.bus.runtime.supervisor import EXIT_GAVE_UP, Supervisor
 from headrace.config import Config
 from headrace.messages import subjects as s
-from headrace.messages.operations import Beat, Ping
+from headrace.messages.operations import Heartbeat, Ping
 from tests.conftest import Connect
 
 pytestmark = pytest.mark.anyio
@@ -83,27 +83,27 @@ async def test_too_many_failures_end_the_process_with_a_code(server: Server, con
 
 async def test_beats_presence_and_ping(server: Server, connect: Connect) -> None:
     run, operator = f"r{token_hex(4)}", await connect("operator")
-    beats = asyncio.Queue[Beat]()
+    beats = asyncio.Queue[Heartbeat]()
 
     async def hear(raw: object) -> None:
         from headrace.messages.codec import decode
 
         beat = decode(raw.data, raw.headers)  # type: ignore[attr-defined]
-        assert isinstance(beat, Beat)
+        assert isinstance(beat, Heartbeat)
         if beat.run == run:
             await beats.put(beat)
 
-    await operator.link.subscribe(s.BEAT.where(), hear)
+    await operator.connection.subscribe(s.HEARTBEAT.where(), hear)
     presence = await operator.kv("HR_PRESENCE")
     life = supervisor(server, run)
     task = asyncio.create_task(life.run([(Lively, "j4")]))
     first = await asyncio.wait_for(beats.get(), 10)
     assert (first.actor, first.id) == ("lively", "j4")
     async for key, message, _ in presence.watch("judge.*"):
-        if key == "judge.j4" and isinstance(message, Beat) and message.run == run:
+        if key == "judge.j4" and isinstance(message, Heartbeat) and message.run == run:
             break
     answer = await operator.request("hr.rpc.judge.j4.ping", Ping())
-    assert isinstance(answer, Beat) and answer.id == "j4"
+    assert isinstance(answer, Heartbeat) and answer.id == "j4"
     life.stop()
     assert await asyncio.wait_for(task, 10) == 0
     states = [first.state]
@@ -119,8 +119,8 @@ async def test_no_broker_gives_up_with_its_own_code() -> None:
 
 CHILD = """
 import asyncio, sys, uvloop
-from headrace.bus.actor import Actor
-from headrace.bus.supervisor import run_actors
+from headrace.bus.runtime.actor import Actor
+from headrace.bus.runtime.supervisor import run_actors
 from headrace.config import Config
 from headrace.messages import subjects as s
 

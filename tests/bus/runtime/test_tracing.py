@@ -11,9 +11,9 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from headrace.bus import tracing
-from headrace.bus.actor import Actor
-from headrace.bus.received import Received
+from headrace.bus.nats.received import Received
+from headrace.bus.runtime import tracing
+from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.base import Message

@@ -1,10 +1,10 @@
-"""Busy counts work, and not the waiting inside it, on a clock that the test holds."""
+"""Utilization counts work, and not the waiting inside it, on a clock that the test holds."""
 
 import asyncio
 
 import pytest
 
-from headrace.bus.busy import Busy
+from headrace.bus.runtime.utilization import Utilization
 
 pytestmark = pytest.mark.anyio
 
@@ -18,7 +18,7 @@ class Clock:
 
 async def test_handlers_count_but_not_their_waiting() -> None:
     clock = Clock()
-    busy = Busy(clock)
+    busy = Utilization(clock)
     clock.now += 1
     with busy.working():
         clock.now += 2
@@ -33,7 +33,7 @@ async def test_handlers_count_but_not_their_waiting() -> None:
 
 async def test_two_handlers_at_once_count_once() -> None:
     clock = Clock()
-    busy = Busy(clock)
+    busy = Utilization(clock)
     with busy.working():
         clock.now += 1
         with busy.working():
@@ -45,7 +45,7 @@ async def test_two_handlers_at_once_count_once() -> None:
 
 async def test_a_background_loop_counts_from_its_first_waiting_until_it_ends() -> None:
     clock = Clock()
-    busy = Busy(clock)
+    busy = Utilization(clock)
 
     async def loop() -> None:
         clock.now += 1  # not known yet: a ticker that never waits for input is not busy

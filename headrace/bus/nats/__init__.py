@@ -1,0 +1,1 @@
+"""The NATS client: connection, consumers, ordered readers, key-value buckets."""

@@ -1,0 +1,84 @@
+"""nats-py's client with its defects mended: the only file that touches private members of nats-py.
+
+nats-py 2.16 has no public way to sign in with a key that is held in memory, to end a subscription without losing what
+is under way, to flush commands that wait for its flusher, or to parse a stored header block. It also has a defect that
+stops a connection after the broker has paused: a flush that timed out leaves its cancelled future in the list of
+expected pongs, the late pong resolves it, and the InvalidStateError ends the read loop. The connection then hears
+nothing until three pings are missed, 60 to 80 s later. Bytes that are no UTF-8, in a subject or in the status line of
+a header block, end its read loop in the same way; the broker stores such messages without a word.
+
+`PRIVATE` names every private member that this file uses; a test looks for each of them in the installed nats-py.
+"""
+
+from nats.aio.client import Client
+from nats.aio.subscription import Subscription
+
+PRIVATE: dict[type, tuple[str, ...]] = {
+    Client: (
+        "_flush_pending",
+        "_parse_header_lines",
+        "_pongs",
+        "_process_headers",
+        "_process_msg",
+        "_process_pong",
+        "_public_nkey",
+        "_remove_sub",
+        "_send_unsubscribe",
+    ),
+    Subscription: ("_id", "_pending_queue", "_stop_processing"),
+}
+"""Class of nats-py to the private members that are used here."""
+
+
+class NatsClient(Client):
+    """A nats-py client that survives late pongs and can end subscriptions in order."""
+
+    def set_public_key(self, public: str) -> None:
+        """Sign in with this NKEY; the signature comes from the `signature_cb` option of `connect`."""
+        self._public_nkey = public
+
+    async def _process_pong(self) -> None:
+        """Resolve the oldest expected pong. One whose flush was cancelled or timed out is only counted."""
+        if self._pongs and self._pongs[0].done():
+            self._pongs.pop(0)
+            self._pongs_received += 1
+            self._pings_outstanding = 0
+            return
+        await super()._process_pong()
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        """Deliver a message. A subject that is no UTF-8 is delivered with replacement characters."""
+        if not subject.isascii():
+            subject = subject.decode("utf-8", "replace").encode()
+        await super()._process_msg(sid, subject, reply, data, headers)
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        """The headers of a message; what cannot be parsed is left out."""
+        try:
+            parsed: dict[str, str] | None = await super()._process_headers(headers)
+            return parsed
+        except (ValueError, LookupError):
+            return parse_headers(headers) or None
+
+    async def write_pending(self) -> None:
+        """Write all buffered commands to the socket and wait until that is done."""
+        await self._flush_pending(force_flush=True)
+
+    async def announce_unsubscribe(self, subscription: Subscription) -> None:
+        """Tell the broker that nothing more is wanted on a subscription; deliveries under way still arrive."""
+        await self._send_unsubscribe(subscription._id)
+
+    async def deliveries_handled(self, subscription: Subscription) -> None:
+        """Return when the callback has returned for every message that has arrived."""
+        await subscription._pending_queue.join()
+
+    def forget(self, subscription: Subscription) -> None:
+        """End a subscription on this side: its callback gets nothing more, and a reconnect does not renew it."""
+        subscription._stop_processing()
+        self._remove_sub(subscription._id)
+
+
+def parse_headers(block: bytes) -> dict[str, str]:
+    """The headers of a stored message: a ``NATS/1.0`` line, then one ``Name: value`` line each. Empty for no block."""
+    headers: dict[str, str] = Client._parse_header_lines(block.partition(b"\r\n")[2]) if block else {}
+    return headers

@@ -1,0 +1,1 @@
+"""Payloads over 1 MiB: claim checks and shared memory."""

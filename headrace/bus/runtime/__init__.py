@@ -1,0 +1,1 @@
+"""The actor runtime: handlers, supervision, traces, logs."""
