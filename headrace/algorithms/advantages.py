@@ -1,28 +1,45 @@
-"""Group-relative advantages as Dr. GRPO has them (Liu et al., "Understanding R1-Zero-Like Training", arXiv 2503.20783).
+"""Group-relative advantages; the default is that of Dr. GRPO (arXiv 2503.20783, "Understanding R1-Zero-Like Training").
 
-The idea: the mean reward of a group of attempts at one task is the baseline. Why no division by the group's standard
-deviation: it blows up tiny differences where all attempts are about equally right, and weights tasks by how hard they
-happen to be. Trade-off: easy and hard groups give smaller gradients than medium ones; that is wanted.
+The idea: the mean reward of a group of attempts at one task is the baseline. By default nothing is divided by the
+group's standard deviation: the division enlarges tiny differences where all attempts are about equally right, and
+weights tasks by how hard they happen to be. Trade-off: easy and hard groups give smaller gradients than medium ones,
+which is wanted. `normalised` divides all the same, as GRPO does, and `leave_one_out` is RLOO.
 
-A group closes with its survivors when infrastructure lost some of its slots: the baseline is then theirs alone, and a
-lost attempt is never counted as reward 0.
+A group closes with its survivors when infrastructure lost some of its slots: the baseline is then that of the
+survivors, and a lost attempt never counts as reward 0. Groups may have any size from 2 on.
 """
 
 import math
 from collections.abc import Sequence
 
+EPSILON = 1e-6
+"""Added to a group's standard deviation."""
+
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:
-    """Reward minus the group's mean, one per survivor in the given order.
+    """Reward minus the group's mean. All 0.0 when the rewards are equal.
 
-    The sum is exact (`math.fsum`), so the order of arrival cannot change a bit. A lone survivor, and a group whose
-    rewards are all equal, get exactly 0. ValueError for an empty group or a reward that is not finite.
+    ValueError for an empty group and for a reward that is not finite.
     """
     if not rewards:
         raise ValueError("a group without survivors has no baseline; it should have been dropped")
     if not all(math.isfinite(reward) for reward in rewards):
         raise ValueError(f"rewards must be finite, got {list(rewards)}")
     if all(reward == rewards[0] for reward in rewards):
-        return [0.0] * len(rewards)  # their mean may be off by a rounding, which would look like a signal
+        return [0.0] * len(rewards)  # their mean may be off by a rounding error, which would look like a signal
     mean = math.fsum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]
+
+
+def normalised_advantages(rewards: Sequence[float]) -> list[float]:
+    """`group_advantages` divided by the group's standard deviation (GRPO, arXiv 2402.03300). ValueError as there."""
+    centred = group_advantages(rewards)
+    deviation = math.sqrt(math.fsum(value * value for value in centred) / len(centred))
+    return [value / (deviation + EPSILON) for value in centred]
+
+
+def leave_one_out_advantages(rewards: Sequence[float]) -> list[float]:
+    """Reward minus the mean of the others (RLOO, arXiv 2402.14740). ValueError as in `group_advantages`."""
+    centred = group_advantages(rewards)
+    scale = len(centred) / (len(centred) - 1) if len(centred) > 1 else 1.0
+    return [value * scale for value in centred]

@@ -20,14 +20,14 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     if any(length < 1 for length in lengths):
         raise ValueError("a sequence without tokens cannot be packed")
     bins: list[list[int]] = []
-    room: list[int] = []
+    left: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        for number, free in enumerate(room):
-            if lengths[index] <= free:
+        for number, budget_left in enumerate(left):
+            if lengths[index] <= budget_left:
                 bins[number].append(index)
-                room[number] -= lengths[index]
+                left[number] -= lengths[index]
                 break
         else:
             bins.append([index])
-            room.append(budget - lengths[index])
+            left.append(budget - lengths[index])
     return sorted((sorted(members) for members in bins), key=lambda members: members[0])

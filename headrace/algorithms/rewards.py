@@ -1,16 +1,64 @@
-"""Reward shaping: the verdict minus a concave price for effort (Composer 2, arXiv 2603.24477, section 4.1).
+"""Rewards: what a verdict is worth. A registry, and the built-in one: the verdict minus a concave price for effort.
+
+The price is that of Composer 2 (arXiv 2603.24477, section 4.1):
 
     C_{k,q}(x) = ((1 + kx)^(1-q) - 1) / (k (1-q)),   q = 1: log(1 + kx) / k
 
-Concave and increasing with slope 1 at 0: the first tokens of an easy task cost the most, a long hard one is not choked.
-x is a weighted sum of sampled tokens, tool calls and turns. A turn costs more than a call, so calls that may run
-together are cheaper in one turn: that is how parallel calls are taught.
+It is concave and increasing with slope 1 at 0: the first tokens of an easy task cost the most, and a long hard task is
+not discouraged. x is a weighted sum of sampled tokens, tool calls and turns. A turn costs more than a call, so calls
+that run together are cheaper in one turn: that teaches parallel calls.
 """
 
 import math
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+
+from headrace.messages.rollout import Trajectory
+from headrace.messages.sandbox import TestOutcome
+from headrace.registry import Registry
 
 TOKENS_PER_CALL = 4.0
 TOKENS_PER_TURN = 16.0
+
+Option = float | int | str | bool
+
+
+class Judged(msgspec.Struct, frozen=True, kw_only=True):
+    """The input of a reward: the attempt, its verdict, and the options of the configuration."""
+
+    trajectory: Trajectory
+    verdict: str
+    """``passed``, ``failed``, ``cheating`` or ``candidate_crash``."""
+    passed: bool
+    tests: tuple[TestOutcome, ...]
+    suspicions: tuple[str, ...]
+    tokens: int
+    """Sampled tokens of all turns."""
+    calls: int
+    turns: int
+    options: Mapping[str, Option]
+    """`[algorithm] reward_options`, and length_penalty, length_k and length_q."""
+
+
+Reward = Callable[[Judged], float | Awaitable[float]]
+"""A finite number for one attempt. An exception, a time limit or another value is `reward_error`."""
+
+REWARDS: Registry[Reward] = Registry("rewards", {"shaped": "headrace.algorithms.rewards:shaped"}, needs=("__call__",))
+
+
+def shaped(judged: Judged) -> float:
+    """The built-in reward: 1 or 0 for the verdict, minus length_penalty x C_{k,q}(effort)."""
+    options = judged.options
+    return shaped_reward(
+        judged.passed,
+        tokens=judged.tokens,
+        calls=judged.calls,
+        turns=judged.turns,
+        weight=float(options["length_penalty"]),
+        k=float(options["length_k"]),
+        q=float(options["length_q"]),
+    )
 
 
 def concave(x: float, k: float, q: float) -> float:

@@ -1,4 +1,4 @@
-"""The arithmetic of bounded staleness: who may be issued, who belongs to which batch, how old a token is.
+"""The arithmetic of bounded staleness: which groups may be issued, the batch of a group, the age of a token.
 
 Batch k is made of P groups and takes version k to version k + 1. A token's staleness is k minus the version that wrote
 it. Admission follows AReaL (arXiv 2505.24298) in groups instead of samples: with at most (bound + 1) x P groups issued
@@ -7,9 +7,10 @@ max(0, i // P - bound) or newer can write nothing that is too old. Law 2 rests o
 and audit call the same ones.
 
 The bound may change while a run goes on (`Bounds`). A change names the first batch that it holds for, one without a
-closing yet, so that nobody is judged by a law that came later. A smaller bound holds at once. A larger one grows by one
-a batch, from that of its first batch as it was before: what the trainer was not allowed to need it has thrown away, and
-could not score tokens of it again. Either way k - bound(k) never falls, so a version's last batch is well defined.
+closing yet, so that a bound never holds for a batch that closed before it. A smaller bound holds at once. A larger one
+grows by one a batch, from that of its first batch as it was before: the trainer has deleted versions beyond the old
+bound and could not score their tokens again. Either way k - bound(k) never falls, so a version's last batch is well
+defined.
 """
 
 from collections import Counter
@@ -103,7 +104,8 @@ def may_close(oldest: int, live: Iterable[int], closed: int, groups_per_step: in
     oldest: version of the group's oldest token. live: the same for every other open or finished but unclosed group
     (its min_version while it has no token). closed: places taken so far. Earliest deadline first decides: with the
     others in order of their last batch, the i-th still has to find place closed + i. Keeping places for the current
-    batch's deadlines alone is not enough for a bound of 2 or more: young groups may then crowd out the next batch's.
+    batch's deadlines alone is not enough for a bound of 2 or more: young groups may then take the places of the next
+    batch's.
     """
     bounds = Bounds.constant(bound) if isinstance(bound, int) else bound
     if bounds.last_batch(oldest) < batch_of(closed, groups_per_step):

@@ -1,12 +1,12 @@
-"""Drops by the length of what was dropped: a system that drops the long ones learns to be short.
+"""Dropped slots by the length of their episodes: dropping mostly long episodes would train a policy to be short.
 
-Asynchronous training finishes short episodes first. If what is given up is longer than what is kept, the policy is
-trained on a biased sample, and a total such as "1 % dropped" hides it. So slots are put into buckets of equal size by
-length, in sampled tokens and in seconds, and each bucket says how many of it were dropped and why. The edges are
-quantiles of all lengths that are known, dropped ones among them.
+Asynchronous training finishes short episodes first. If the dropped episodes are longer than the kept ones, the policy
+is trained on a biased sample, and a total such as "1 % dropped" hides it. So slots are put into buckets of equal size
+by length, in sampled tokens and in seconds, and each bucket says how many of its slots were dropped and why. The edges
+are quantiles of all known lengths, those of dropped episodes included.
 
-A dropped attempt usually runs on to its end, so its length is known too. One that never ended has none: those are
-counted apart, and a lost long one hides there at worst.
+A dropped attempt usually runs to its end, so its length is known too. Attempts that never ended have no length and are
+counted apart.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ BUCKETS = 4
 
 
 class Fate(msgspec.Struct, frozen=True):
-    """A slot: how long its episode was (None while unknown), and why it was dropped (empty when it was not)."""
+    """A slot: the length of its episode (None while unknown), and the reason of its drop (empty when it was kept)."""
 
     tokens: float | None
     wall_s: float | None
@@ -26,7 +26,7 @@ class Fate(msgspec.Struct, frozen=True):
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots whose length is above the bucket before and at most `up_to`."""
+    """The slots with a length above the previous bucket's `up_to` and at most this one's."""
 
     up_to: float
     slots: int
@@ -43,14 +43,14 @@ class DropsByLength(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def edges(lengths: Sequence[float], buckets: int = BUCKETS) -> list[float]:
-    """Upper edges by nearest rank, ascending, without repeats; the last is the largest length."""
+    """Upper edges by nearest rank, ascending and distinct; the last one is the largest length."""
     ordered = sorted(lengths)
     ranks = [-(-len(ordered) * part // buckets) for part in range(1, buckets + 1)]
     return sorted({ordered[rank - 1] for rank in ranks if rank > 0})
 
 
 def bucketed(pairs: Sequence[tuple[float, str]], buckets: int = BUCKETS) -> Iterator[Bucket]:
-    """(length, reason) into buckets."""
+    """Put (length, reason) pairs into buckets."""
     lower = float("-inf")
     for upper in edges([length for length, _ in pairs], buckets):
         members = [reason for length, reason in pairs if lower < length <= upper]

@@ -1,45 +1,51 @@
-"""One evaluation as the streams tell it: which slots there are, what is missing, and the result.
+"""One evaluation: its attempts, the attempts that are still to be issued, and its result.
 
-A suite's tasks are cut into groups of up to eight, a slot per task, so that group isolation puts eight of them into one
-VM. Everything follows from the request and the book: a successor goes on where its predecessor stopped.
+The suite's tasks form groups of up to eight, one slot per task, so that group isolation puts eight tasks into one VM.
+Everything follows from the request and the run state, so a successor continues where its predecessor stopped.
 """
 
 from collections.abc import Iterator, Sequence
 
+from headrace.ledger.requests import RequestSettings
+from headrace.ledger.seeds import seed_of
+from headrace.ledger.state import Attempt, RunState
 from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.ledger import SlotIssued
-from headrace.messages.rollout import RolloutRequest, Sampling
+from headrace.messages.rollout import RolloutRequest
 from headrace.messages.subjects import token
 from headrace.messages.tasks import TaskRef
-from headrace.replay.books import Attempt, Book
-from headrace.replay.seeds import seed_of
 
 GROUP = 8
-"""Tasks of one group."""
+"""Tasks per group."""
 ATTEMPTS = 3
-"""Attempts of a slot before it counts as a failure of infrastructure."""
+"""Attempts of a slot before it counts as an infrastructure failure."""
+
+
+def group_prefix(request: str) -> str:
+    """The common part of the group names of an evaluation. request: its id."""
+    return f"e{token(request)}"
 
 
 class Evaluation:
-    """One EvalRequest, its tasks, and its part of the run's book."""
+    """One EvalRequest, its tasks, and the run state that holds its attempts."""
 
-    def __init__(self, request: EvalRequest, asked_at: float, ids: Sequence[str], book: Book) -> None:
+    def __init__(self, request: EvalRequest, asked_at: float, ids: Sequence[str], state: RunState) -> None:
         """asked_at: seconds since the epoch. ids: the tasks to run, in order."""
-        self.request, self.asked_at, self.ids, self._book = request, asked_at, ids, book
-        self._name = f"e{token(request.id)}"
+        self.request, self.asked_at, self.ids, self._state = request, asked_at, ids, state
+        self.name = group_prefix(request.id)
 
     def groups(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """(group, its tasks by slot)."""
+        """Every group's name with the ids of its tasks, in slot order."""
         for number, first in enumerate(range(0, len(self.ids), GROUP)):
-            yield f"{self._name}-{number:06d}", self.ids[first : first + GROUP]
+            yield f"{self.name}-{number:06d}", self.ids[first : first + GROUP]
 
     def last(self, group: str, slot: int) -> Attempt | None:
-        """The attempt of a slot that counts."""
-        found = self._book.groups.get(group)
-        return found.slots[slot].last if found is not None and slot in found.slots else None
+        """The newest attempt of a slot, which is the one that counts."""
+        entry = self._state.groups.get(group)
+        return entry.slots[slot].last if entry is not None and slot in entry.slots else None
 
-    def wanted(self) -> Iterator[SlotIssued]:
-        """Attempts to issue now: slots that have none, and failed ones that may be tried again."""
+    def to_issue(self) -> Iterator[SlotIssued]:
+        """The attempts to issue now: of slots without one, and of failed slots that have attempts left."""
         for number, (group, tasks) in enumerate(self.groups()):
             for slot, task in enumerate(tasks):
                 last = self.last(group, slot)
@@ -59,34 +65,23 @@ class Evaluation:
                     )
 
     def running(self) -> Iterator[SlotIssued]:
-        """Attempts that were issued and have not ended."""
+        """The attempts that were issued and have not ended."""
         for group, tasks in self.groups():
             for slot in range(len(tasks)):
                 last = self.last(group, slot)
                 if last is not None and last.score is None and not last.failed:
                     yield last.issued
 
-    def rollout(self, issued: SlotIssued) -> RolloutRequest:
+    def rollout_request(self, issued: SlotIssued) -> RolloutRequest:
         """The request of a recorded attempt."""
-        ask = self.request
-        return RolloutRequest(
-            run=issued.run,
-            lane="eval",
-            group=issued.group,
-            slot=issued.slot,
-            attempt=issued.attempt,
-            task=issued.task,
-            seed=issued.seed,
-            policy=ask.policy,
-            sampling=Sampling(
-                temperature=ask.sampling.temperature, max_turn_tokens=ask.sampling.max_turn_tokens, seed=issued.seed
-            ),
-            limits=ask.limits,
-            isolation=ask.isolation,
+        asked = self.request
+        settings = RequestSettings(
+            sampling=asked.sampling, limits=asked.limits, isolation=asked.isolation, policy=asked.policy
         )
+        return settings.request(issued)
 
     def result(self, now: float) -> EvalResult | None:
-        """The outcome once every slot is scored or given up; None before. now: seconds since the epoch."""
+        """The result once every slot is scored or out of attempts, None before. now: seconds since the epoch."""
         families: dict[str, tuple[int, int]] = {}
         passed = infra = 0
         version = self.request.policy.version if self.request.policy.kind == "pinned" else -1

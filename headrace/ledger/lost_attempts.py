@@ -1,23 +1,24 @@
-"""What a dead letter means for the books: an attempt that will never end by itself.
+"""Which attempt a dead letter ends: without it the attempt would stay open for ever.
 
-A RolloutRequest that nobody could fill and a Trajectory that the judge could not handle leave their slot without an
-outcome. The letter carries the message, so the slot is known from it, or from its message id where the payload cannot
-be read: ``<run>.<trajectory>``, which rollouts give to both. Handing a request back adds ``.h<count>``, sending a
-letter again ``.r<letter>``.
+A RolloutRequest that no rollout could handle, and a Trajectory that the judge could not handle, leave their slot
+without an outcome. The dead letter carries the message, so the attempt is known from it. Where the payload cannot be
+read, the message id names the attempt: rollouts give both messages the id ``<run>.<trajectory>``. A request that was
+handed back carries the suffix ``.h<count>``, a retried dead letter ``.r<number>``.
 """
 
 import re
 from typing import NamedTuple
 
-from headrace.messages.codec import UnknownType, decode
+from headrace.messages.codec import UnreadableMessage, decode
 from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import RolloutRequest, Trajectory
 
 REASON = "dead_letter"
+"""The reason with which such an attempt counts as failed."""
 
 
-class Lost(NamedTuple):
-    """An attempt of some run."""
+class LostAttempt(NamedTuple):
+    """The attempt that a dead letter ends."""
 
     run: str
     group: str
@@ -25,18 +26,18 @@ class Lost(NamedTuple):
     attempt: int
 
 
-def lost(letter: DeadLetter) -> Lost | None:
-    """The attempt that a dead letter ends; None when it ends none."""
+def lost_attempt(letter: DeadLetter) -> LostAttempt | None:
+    """The attempt that a dead letter ends; None for the dead letter of any other message."""
     if letter.stream != "HR_TASK" and not (letter.stream == "HR_TRAJ" and letter.consumer.startswith("judge")):
         return None
     try:
         message = decode(letter.payload, letter.headers)
-    except UnknownType:
+    except UnreadableMessage:
         message = None
     if isinstance(message, RolloutRequest | Trajectory):
-        return Lost(message.run, message.group, message.slot, message.attempt)
+        return LostAttempt(message.run, message.group, message.slot, message.attempt)
     run, _, trajectory = letter.headers.get("Nats-Msg-Id", "").partition(".")
     group, *numbers = re.sub(r"(\.[hr]\d+)+$", "", trajectory).rsplit("-", 2)
     if len(numbers) == 2 and all(number.isdigit() for number in numbers):
-        return Lost(run, group, int(numbers[0]), int(numbers[1]))
+        return LostAttempt(run, group, int(numbers[0]), int(numbers[1]))
     return None

@@ -1,14 +1,14 @@
-"""What a curriculum does next, as a pure function of the book.
+"""The curriculum's next decisions, as a pure function of the run state.
 
-Issue while there is credit, issue a failed slot again, close what is finished, drop what can no longer be trained on.
-A decision follows from recorded facts alone, so a successor that rebuilt the book from the streams goes on exactly
-where its predecessor was killed, and nobody has to be told what was under way.
+It issues groups while there is credit, issues failed slots again, closes finished groups, and drops groups that can no
+longer be trained on. A decision depends on recorded facts alone, so a successor that rebuilds the state from the
+streams makes the same decisions as the curriculum that was killed.
 
-Closings are the delicate part: they decide batches, and a token's staleness is its batch minus its version. Among
-finished groups the one with the oldest token goes first, and only if every other live group still finds a place in
-time (earliest deadline first, `algorithms.staleness.may_close`). A live group without a verdict is counted with its
-`min_version`, the oldest that may have sampled it. At most one batch beyond the one in work is filled: what finishes
-meanwhile can still be put in front of younger groups.
+The order of closings decides the batches, and a token's staleness is its batch minus its version. Among the finished
+groups the one with the oldest token closes first, and only if every other open group can still be placed in time
+(earliest deadline first, `algorithms.staleness.may_close`). An open group without a verdict counts with its
+`min_version`, the oldest version that may have sampled it. At most one batch beyond the current one is filled, so that
+a group that finishes in the meantime can still be placed before younger ones.
 """
 
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ from typing import Literal, NamedTuple
 
 from headrace.algorithms import staleness
 from headrace.algorithms.staleness import Bounds
+from headrace.ledger.state import Group, RunState, Slot
 from headrace.messages.ledger import ClosedSlot, GroupClosed, GroupDropped
-from headrace.replay.books import Book, Group, Slot
 
 SURVIVORS = 2
-"""A baseline needs company: a group closes with at least so many scored slots."""
+"""A group closes with at least this many scored slots: a baseline needs more than one."""
 
 
 class Rules(NamedTuple):
@@ -30,17 +30,17 @@ class Rules(NamedTuple):
     group_size: int
     groups_per_step: int
     bound: int
-    """Until the streams say one."""
+    """The staleness bound until the run's first StalenessBound."""
     steps: int
     attempts: int
     on_stale: Literal["wait", "drop"]
     speculate: int = 0
-    """Slots of a group that are asked for a second time when they are the last to run."""
+    """Number of last running slots of a group that get a speculative attempt."""
 
 
 @dataclass(frozen=True, slots=True)
-class Issue:
-    """Write SlotIssued for these slots of a group (all of a new one, the missing ones of one cut short)."""
+class IssueGroup:
+    """Issue these slots of a group: all slots of a new group, or the missing ones after a crash."""
 
     group: str
     number: int
@@ -51,7 +51,7 @@ class Issue:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class RetrySlot:
     """Issue one slot again."""
 
     group: str
@@ -59,11 +59,11 @@ class Again:
     attempt: int
     min_version: int
     reason: str
-    beside: bool = False
-    """The attempt before it goes on."""
+    speculative: bool = False
+    """The previous attempt keeps running; the first of the two that is scored counts."""
 
 
-Decision = Issue | Again | GroupClosed | GroupDropped
+Decision = IssueGroup | RetrySlot | GroupClosed | GroupDropped
 
 
 def group_name(number: int) -> str:
@@ -71,26 +71,26 @@ def group_name(number: int) -> str:
     return f"g{number:06d}"
 
 
-def finished(book: Book, rules: Rules) -> bool:
+def finished(state: RunState, rules: Rules) -> bool:
     """Whether the run has taken its steps and nothing is open any more."""
-    return book.steps >= rules.steps and not book.open
+    return state.steps >= rules.steps and not state.open
 
 
-def decide(book: Book, rules: Rules) -> list[Decision]:
-    """The next decisions, to be carried out and entered before asking again; empty means: wait for news."""
-    if book.steps >= rules.steps:
-        return [_drop(group, "cancelled", "the run has taken its steps") for group in book.open.values()]
-    again = _again(book, rules)
-    if again:
-        return again
-    close = _close(book, rules)
+def decide(state: RunState, rules: Rules) -> list[Decision]:
+    """The next decisions. The caller applies them before it asks again; none means to wait for the next record."""
+    if state.steps >= rules.steps:
+        return [_drop(group, "cancelled", "the run has taken its steps") for group in state.open.values()]
+    retries = _retries(state, rules)
+    if retries:
+        return retries
+    close = _close(state, rules)
     if close is not None:
         return [close]
-    beside = _beside(book, rules)
-    if beside:
-        return beside
-    issue = _issue(book, rules)
-    return [issue] if issue is not None else []
+    speculative = _speculative(state, rules)
+    if speculative:
+        return speculative
+    group = _next_group(state, rules)
+    return [group] if group is not None else []
 
 
 _Reason = Literal["stale", "infra", "cancelled", "quarantined", "canary"]
@@ -101,43 +101,43 @@ def _drop(group: Group, reason: _Reason, detail: str) -> GroupDropped:
     return GroupDropped(run=first.run, group=group.name, reason=reason, detail=detail, group_size=first.group_size)
 
 
-def bounds_of(book: Book, rules: Rules) -> Bounds:
+def bounds_of(state: RunState, rules: Rules) -> Bounds:
     """The bound of every batch: as the run's closings say, else as configured."""
-    return book.bounds or Bounds.constant(rules.bound)
+    return state.bounds or Bounds.constant(rules.bound)
 
 
-def _again(book: Book, rules: Rules) -> list[Decision]:
+def _retries(state: RunState, rules: Rules) -> list[Decision]:
     """Failed slots that have attempts left. A batch that is already over needs no tokens: the new attempt starts from
     the oldest version that the next place can take."""
-    floor = _floor(book, rules)
+    floor = _floor(state, rules)
     return [
-        Again(group.name, number, slot.last.number + 1, max(group.first.min_version, floor), slot.last.failed)
-        for group in book.open.values()
+        RetrySlot(group.name, number, slot.last.number + 1, max(group.first.min_version, floor), slot.last.failed)
+        for group in state.open.values()
         for number, slot in group.slots.items()
         if slot.failed and slot.last.number + 1 < rules.attempts
     ]
 
 
-def _floor(book: Book, rules: Rules) -> int:
+def _floor(state: RunState, rules: Rules) -> int:
     """The oldest version that the next place can take."""
-    batch = staleness.batch_of(len(book.closings), rules.groups_per_step)
-    return batch - bounds_of(book, rules).at(batch)
+    batch = staleness.batch_of(len(state.closings), rules.groups_per_step)
+    return batch - bounds_of(state, rules).at(batch)
 
 
-def _beside(book: Book, rules: Rules) -> list[Decision]:
-    """The last slots of a group once more, beside the attempts that run: when, is known from the records alone."""
-    found: list[Decision] = []
-    for group in book.open.values() if rules.speculate else ():
+def _speculative(state: RunState, rules: Rules) -> list[Decision]:
+    """A second attempt for the last slots of a group, while their first attempts still run."""
+    retries: list[Decision] = []
+    for group in state.open.values() if rules.speculate else ():
         left = {number: slot for number, slot in group.slots.items() if not slot.scored}
         if len(group.slots) < group.first.group_size or len(left) > rules.speculate:
             continue
-        oldest = max(group.first.min_version, _floor(book, rules))
-        found += [
-            Again(group.name, number, slot.last.number + 1, oldest, "speculative", beside=True)
+        oldest = max(group.first.min_version, _floor(state, rules))
+        retries += [
+            RetrySlot(group.name, number, slot.last.number + 1, oldest, "speculative", speculative=True)
             for number, slot in left.items()
             if len(slot.live) == 1 and not slot.failed and slot.last.number + 1 < rules.attempts
         ]
-    return found
+    return retries
 
 
 def _done(group: Group, rules: Rules) -> bool:
@@ -148,13 +148,13 @@ def _done(group: Group, rules: Rules) -> bool:
 
 
 def _doubtful(slot: Slot) -> bool:
-    """Whether the judge contradicted itself: then nothing that shared the machine can be believed."""
+    """Whether the judge gave two different verdicts: then no verdict from the same machine is trusted."""
     score = slot.kept.score
     return score is not None and score.again == "other"
 
 
 def _caught(group: Group) -> int:
-    """Attempts at a canary that its judge calls cheating."""
+    """Attempts at an impossible task that the judge calls cheating."""
     scores = [slot.kept.score for slot in group.slots.values() if slot.scored]
     return sum(score is not None and score.verdict == "cheating" for score in scores)
 
@@ -185,14 +185,14 @@ def oldest_of(group: Group, rules: Rules) -> int:
     return group.first.min_version
 
 
-def _close(book: Book, rules: Rules) -> Decision | None:
-    """The next closing or dropping, or None when the next place is not to be filled yet."""
-    place, per_step, bounds = len(book.closings), rules.groups_per_step, bounds_of(book, rules)
+def _close(state: RunState, rules: Rules) -> Decision | None:
+    """The next closing or drop; None when the next place must not be filled yet."""
+    place, per_step, bounds = len(state.closings), rules.groups_per_step, bounds_of(state, rules)
     ready: list[tuple[int, Group]] = []
     waiting: list[tuple[int, Group]] = []
-    for group in book.open.values():
+    for group in state.open.values():
         done = _done(group, rules)
-        if group.first.task.canary:  # never trained on, so it takes nobody's place
+        if group.first.task.canary:  # never trained on, so it needs no place
             if done:
                 return _drop(group, "canary", f"{_caught(group)} of {group.first.group_size} passed what none can")
             continue
@@ -204,7 +204,7 @@ def _close(book: Book, rules: Rules) -> Decision | None:
         if done and bounds.last_batch(oldest) < staleness.batch_of(place, per_step):
             return _drop(group, "stale", f"version {oldest} wrote a token and the next place is in a later batch")
         (ready if done else waiting).append((oldest, group))
-    if not ready or place >= min(book.steps + 2, rules.steps) * per_step:
+    if not ready or place >= min(state.steps + 2, rules.steps) * per_step:
         return None
     oldest, first = min(ready, key=lambda pair: pair[0])  # of equals the one issued first
     others = [version for version, group in [*ready, *waiting] if group is not first]
@@ -213,7 +213,7 @@ def _close(book: Book, rules: Rules) -> Decision | None:
     everyone = [*ready, *waiting]
     too_late = _too_late([version for version, _ in everyone], place, per_step, bounds)
     if too_late is None:
-        needed = book.steps == staleness.batch_of(place, per_step) and len(ready) >= per_step - place % per_step
+        needed = state.steps == staleness.batch_of(place, per_step) and len(ready) >= per_step - place % per_step
         if rules.on_stale == "wait" or not needed:
             return None
         too_late = _too_late(others, place + 1, per_step, bounds)
@@ -247,17 +247,17 @@ def _closing(group: Group, rules: Rules) -> GroupClosed:
     )
 
 
-def _issue(book: Book, rules: Rules) -> Issue | None:
-    """A group that was cut short first, then a new one while credit and the run's length allow it."""
-    for group in book.open.values():
+def _next_group(state: RunState, rules: Rules) -> IssueGroup | None:
+    """First a group whose issue a crash interrupted, then a new one while credit and the run's length allow it."""
+    for group in state.open.values():
         missing = tuple(slot for slot in range(group.first.group_size) if slot not in group.slots)
         if missing:
-            return Issue(group.name, int(group.name[1:]), group.first.index, group.first.min_version, missing)
-    if book.index >= rules.steps * rules.groups_per_step:
+            return IssueGroup(group.name, int(group.name[1:]), group.first.index, group.first.min_version, missing)
+    if state.index >= rules.steps * rules.groups_per_step:
         return None
-    bounds = bounds_of(book, rules)
-    bound = bounds.at(staleness.batch_of(book.index, rules.groups_per_step))
-    if not staleness.credit(book.issued, book.retired, rules.groups_per_step, bound):
+    bounds = bounds_of(state, rules)
+    bound = bounds.at(staleness.batch_of(state.index, rules.groups_per_step))
+    if not staleness.credit(state.issued, state.retired, rules.groups_per_step, bound):
         return None
-    oldest = bounds.min_version(book.index, rules.groups_per_step)
-    return Issue(group_name(book.issued), book.issued, book.index, oldest, tuple(range(rules.group_size)))
+    oldest = bounds.min_version(state.index, rules.groups_per_step)
+    return IssueGroup(group_name(state.issued), state.issued, state.index, oldest, tuple(range(rules.group_size)))

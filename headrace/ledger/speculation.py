@@ -1,12 +1,12 @@
-"""What asking for a slot twice does to the sample: the first answer is the shorter one more often than not.
+"""The bias of speculative attempts: of two attempts at a slot the first to be scored is usually the shorter one.
 
-A straggler's slot may be issued once more beside the attempt that runs, and whichever is scored first counts. The two
-draw alike, so what is kept is the quicker of two: a policy trained on it sees shorter episodes than it plays, and if
-short ones fail (or pass) more often, other rewards. The attempt that was outrun plays on to its end and is judged as
-well, so both lengths are on record and the bias can be measured instead of guessed: what is kept, beside what would
-have been kept had nobody asked twice, over the very same slots.
+The last slots of a group may be issued a second time while their first attempts still run, and the attempt that is
+scored first counts. Both sample from the same policy, so the kept one is the faster of two: the policy is trained on
+shorter episodes than it produces and, where short episodes fail or pass more often, on other rewards. The slower
+attempt runs to its end and is judged too, so the bias is measured: the means of the kept attempts against those of the
+first attempts, over the same slots.
 
-Trade-off: the outrun attempt's work is spent for this measure. That is why it is off unless it is asked for.
+Trade-off: the work of the slower attempt pays for this measure. Speculation is off by default.
 """
 
 import statistics
@@ -14,29 +14,29 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from headrace.replay.books import Group
+from headrace.ledger.state import Group
 
 
 class Means(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one attempt a slot."""
+    """Means over one attempt per slot."""
 
     sampled_tokens: float
     wall_s: float | None
-    """None where the trajectories are purged."""
+    """None where trajectories were purged."""
     reward: float
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots that were asked for a second time."""
+    """Slots with a speculative attempt."""
 
     slots: int
     second_kept: int
-    """Of these, how often the later attempt was the first to be scored."""
+    """Number of these slots whose later attempt was scored first."""
     pairs: int
-    """Slots of which both attempts came to a verdict; the means are over them."""
+    """Slots whose attempts both have a verdict; the means are over them."""
     kept: Means | None = None
     first: Means | None = None
-    """What would have been kept without speculation."""
+    """The attempts that would have counted without speculation."""
 
 
 def speculation(groups: Iterable[Group], walls: Mapping[int, float | None]) -> Speculation | None:

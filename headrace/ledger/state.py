@@ -1,9 +1,9 @@
-"""The book of a run: what its streams say about groups, slots, attempts and steps.
+"""The state of a run, folded from its streams: groups, slots, attempts and steps.
 
-A fold over SlotIssued, SlotFailed, Score, GroupClosed, GroupDropped, StepDone and StepFailed. Streams are folded one
-after the other in the order of cause and effect (ledger, scores and closings, steps), or record by record as they
-arrive: both ways lead to the same book, because every decision that matters is itself a record. What cannot be true
-of an honest run is kept as a problem and never raised: the audit wants to see all of them.
+The records are SlotIssued, SlotFailed, Score, GroupClosed, GroupDropped, StepDone and StepFailed. The streams can be
+folded one after the other (ledger, scores and closings, steps) or record by record as they arrive: the state is the
+same, because every decision that matters is a record itself. A contradiction is kept as a problem and not raised,
+because the audit reports all of them.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Attempt:
     issued: SlotIssued
     seq: int
     failed: str = ""
-    """Why our own parts failed it; empty while they have not."""
+    """The reason for which infrastructure failed it; empty while it has not failed."""
     score: Score | None = None
     score_seq: int = 0
 
@@ -38,7 +38,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class Slot:
-    """A place in a group; its last attempt alone counts, and those beside which it was issued."""
+    """A place in a group. Its last attempt counts, and with speculative attempts also those still running."""
 
     attempts: list[Attempt] = field(default_factory=list)
 
@@ -49,9 +49,9 @@ class Slot:
 
     @property
     def live(self) -> list[Attempt]:
-        """The attempts of which one counts: an earlier one is over once a later one is issued, unless beside it."""
+        """The attempts of which one counts. A later attempt ends the earlier ones, unless it is speculative."""
         at = len(self.attempts) - 1
-        while at > 0 and self.attempts[at].issued.beside:
+        while at > 0 and self.attempts[at].issued.speculative:
             at -= 1
         return self.attempts[at:]
 
@@ -63,12 +63,12 @@ class Slot:
 
     @property
     def scored(self) -> bool:
-        """Whether the attempt that counts has its verdict. A score outweighs a failure of the same attempt."""
+        """Whether the attempt that counts has its verdict. A score outranks a failure of the same attempt."""
         return self.kept.score is not None
 
     @property
     def failed(self) -> bool:
-        """Whether all attempts that might count are over without a verdict."""
+        """Whether all attempts that may count have ended without a verdict."""
         return not self.scored and all(attempt.failed for attempt in self.live)
 
 
@@ -87,7 +87,7 @@ class Group:
 
     @property
     def closed(self) -> GroupClosed | None:
-        """How the group was closed."""
+        """The record that closed the group."""
         return self.closings[0][1] if self.closings else None
 
     @property
@@ -107,8 +107,8 @@ class Group:
                 yield number, attempt
 
 
-class Book:
-    """All lanes of one run. `apply` is idempotent: a record that was seen before changes nothing."""
+class RunState:
+    """All lanes of one run. `apply` is idempotent: applying a record again changes nothing."""
 
     def __init__(self, run: str) -> None:
         self.run = run
@@ -126,9 +126,9 @@ class Book:
         self.close_seq = 0
         """Sequence of the last record on the run's closing subjects, fences included."""
         self.bounds: Bounds | None = None
-        """The staleness bound of every batch, once the run has said one."""
+        """The staleness bound of every batch; None before the run's first StalenessBound."""
         self.bound_records: list[tuple[StalenessBound, int]] = []
-        """(record, closings before it)."""
+        """(record, number of closings before it)."""
         self.issued = 0
         self.dropped = 0
         self.retired = 0
@@ -142,15 +142,15 @@ class Book:
 
     @property
     def steps(self) -> int:
-        """Steps that are over; also the version that the trainer has reached."""
+        """Finished steps; also the newest version of the trainer."""
         return max(self.outcomes, default=-1) + 1
 
     def problem(self, text: str) -> None:
-        """Keep what cannot be true of an honest run."""
+        """Keep a contradiction."""
         self.problems.append(text)
 
     def apply(self, message: Message, seq: int) -> bool:
-        """Enter one record. True when it changed the book."""
+        """Apply one record. True when it changed the state."""
         match message:
             case SlotIssued():
                 return self._issued(message, seq)
@@ -171,7 +171,7 @@ class Book:
         return False
 
     def fail(self, group: str, slot: int, attempt: int, reason: str) -> bool:
-        """Note that an attempt is over without a verdict. True when that was news."""
+        """Note that an attempt ended without a verdict. True when that was not known."""
         found = self.attempt(group, slot, attempt)
         if found is None or found.failed:
             return False

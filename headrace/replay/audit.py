@@ -1,7 +1,7 @@
-"""Proof from the streams alone: nothing lost, nothing twice, nothing too old.
+"""The audit: proves from the streams alone that no slot is lost, none is trained twice and no token is too old.
 
-What is counted is counted where it ends, not by subtraction: trained slots are those that a closing names and a step's
-outcome took, dropped ones those that a record gave up, in flight those whose group has no end yet or waits for its
+Each slot is counted where it ends, not by subtraction: trained slots are those that a closing names and a step's
+outcome took; dropped slots those that a record gave up; slots in flight those whose group is open or waits for its
 step. A slot that ends nowhere, or in two places, makes the sums differ. Streams are read from effect to cause (steps,
 closings, ledger), so that a run may go on meanwhile without anything seeming to come from nowhere.
 """
@@ -13,19 +13,20 @@ import msgspec
 
 from headrace.algorithms.staleness import places, staleness
 from headrace.bus.connection import Bus
-from headrace.bus.errors import MessageGone
+from headrace.ledger import lost_attempts
+from headrace.ledger.drops import DropsByLength, Fate, by_length
+from headrace.ledger.speculation import Speculation, speculation
+from headrace.ledger.state import Attempt, Group, RunState
 from headrace.messages.base import Message
-from headrace.messages.codec import UnknownType
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import CLOSE, DLQ, FAIL, LEDGER, SCORE, STEP, TRAJ
 from headrace.messages.training import StepDone
-from headrace.replay import letters
-from headrace.replay.books import Attempt, Book, Group
-from headrace.replay.drops import DropsByLength, Fate, by_length
-from headrace.replay.speculation import Speculation, speculation
 from headrace.replay.tokens import versions
+
+SKIPPED_NAMED = 100
+"""Unreadable records that the report names; beyond them they are only counted."""
 
 
 class Attempts(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,13 +61,17 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     staleness_bound: int
     duplicates: int
     """Slots in more than one trained place."""
+    skipped_count: int = 0
+    """Records that could not be read; no part of any other figure."""
+    skipped: tuple[str, ...] = ()
+    """The first `SKIPPED_NAMED` of them: stream, sequence, subject and reason."""
     dropped_by_length: DropsByLength = DropsByLength()
     speculation: Speculation | None = None
-    """None while nothing was issued beside a running attempt."""
+    """None while no slot has a speculative attempt."""
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What the audit needs of a Trajectory."""
+    """The fields of a Trajectory that the audit reads."""
 
     lane: str
     group: str
@@ -82,30 +87,26 @@ async def audit(bus: Bus, run: str) -> AuditReport:
 
 
 async def prove(bus: Bus, run: str) -> tuple[AuditReport, list[str]]:
-    """The report, and in words everything that is wrong."""
+    """The report, and every fault in words."""
     steps = await _read(bus, "HR_STEP", STEP.at(run=run))
     scores = await _read(bus, "HR_SCORE", SCORE.where(run=run), CLOSE.where(run=run))
     dead = await _read(bus, "HR_DLQ", DLQ.where(stream="*"))
     seen: dict[int, Seen] = {}
     async for received in bus.history("HR_TRAJ", TRAJ.where(run=run)):
-        try:
-            made = received.message
-        except (UnknownType, MessageGone):
-            continue
+        made = received.message
         if isinstance(made, Trajectory):
             written = tuple(versions(made)) if made.lane == "train" else ()
             seen[received.seq] = Seen(made.lane, made.group, made.slot, made.attempt, written, made.wall_s)
     ledger = await _read(bus, "HR_LEDGER", LEDGER.where(run=run), FAIL.where(run=run))
-    return examine(run, [*ledger, *scores, *steps], [message for _, message in dead], seen)
+    report, wrong = examine(run, [*ledger, *scores, *steps], [message for _, message in dead], seen)
+    skipped = [f"{record.stream} #{record.seq} on {record.subject}: {record.reason}" for record in bus.skipped.values()]
+    return msgspec.structs.replace(report, skipped=tuple(skipped[:SKIPPED_NAMED]), skipped_count=len(skipped)), wrong
 
 
 async def _read(bus: Bus, stream: str, *filters: str) -> list[tuple[int, Message]]:
     found: list[tuple[int, Message]] = []
     async for received in bus.history(stream, *filters):
-        try:
-            found.append((received.seq, received.message))
-        except (UnknownType, MessageGone):
-            continue  # a dead letter of its consumer, never a record of the books
+        found.append((received.seq, received.message))
     return found
 
 
@@ -113,28 +114,28 @@ def examine(
     run: str, records: Iterable[tuple[int, Message]], dead: Iterable[Message], seen: Mapping[int, Seen]
 ) -> tuple[AuditReport, list[str]]:
     """The audit itself. records: (sequence, message), ledger first, then scores and closings, then steps."""
-    book = Book(run)
+    state = RunState(run)
     for seq, message in records:
-        book.apply(message, seq)
+        state.apply(message, seq)
     for letter in dead:
-        lost = letters.lost(letter) if isinstance(letter, DeadLetter) else None
+        lost = lost_attempts.lost_attempt(letter) if isinstance(letter, DeadLetter) else None
         if lost is not None and lost.run == run:
-            book.fail(lost.group, lost.slot, lost.attempt, letters.REASON)
-    wrong = list(book.problems)
-    train = [group for group in book.groups.values() if group.first.lane == "train"]
-    wrong += _check_closings(book) + _check_steps(book)
-    wrong += _check_bounds(book)
-    oldest, bound, stale = _staleness(book, seen)
+            state.fail(lost.group, lost.slot, lost.attempt, lost_attempts.REASON)
+    wrong = list(state.problems)
+    train = [group for group in state.groups.values() if group.first.lane == "train"]
+    wrong += _check_closings(state) + _check_steps(state)
+    wrong += _check_bounds(state)
+    oldest, bound, stale = _staleness(state, seen)
     wrong += stale
     issued = sum(len(group.slots) for group in train)
-    trained, dropped, in_flight = _slots(book, train, wrong)
+    trained, dropped, in_flight = _slots(state, train, wrong)
     attempts = _attempts(train)
     ended = attempts.kept + sum(attempts.lost.values()) + attempts.running
     if issued != trained + sum(dropped.values()) + in_flight:
         wrong.append(f"{issued} slots were issued, {trained + sum(dropped.values()) + in_flight} are accounted for")
     if attempts.started != ended:
         wrong.append(f"{attempts.started} attempts were started, {ended} are accounted for")
-    duplicates = _duplicates(book)
+    duplicates = _duplicates(state)
     if duplicates:
         wrong.append(f"{duplicates} slots were trained more than once")
     report = AuditReport(
@@ -144,24 +145,24 @@ def examine(
         dropped=dict(sorted(dropped.items())),
         in_flight=in_flight,
         attempts=attempts,
-        lanes=_lanes(book, seen),
+        lanes=_lanes(state, seen),
         staleness_max=oldest,
         staleness_bound=bound,
         duplicates=duplicates,
-        dropped_by_length=by_length(list(_fates(book, train, seen))),
+        dropped_by_length=by_length(list(_fates(state, train, seen))),
         speculation=speculation(train, {seq: made.wall_s for seq, made in seen.items()}),
     )
     return report, wrong
 
 
-def _outcome_of(book: Book, group: Group) -> str:
+def _outcome_of(state: RunState, group: Group) -> str:
     """``trained``, ``step_failed``, or empty while the group's step is not over."""
     if not group.steps:
         return ""
-    return "trained" if isinstance(book.outcomes[group.steps[0]], StepDone) else "step_failed"
+    return "trained" if isinstance(state.outcomes[group.steps[0]], StepDone) else "step_failed"
 
 
-def _slots(book: Book, train: Iterable[Group], wrong: list[str]) -> tuple[int, Counter[str], int]:
+def _slots(state: RunState, train: Iterable[Group], wrong: list[str]) -> tuple[int, Counter[str], int]:
     """Trained slots, dropped ones by reason, and those in flight."""
     trained = in_flight = 0
     dropped: Counter[str] = Counter()
@@ -170,7 +171,7 @@ def _slots(book: Book, train: Iterable[Group], wrong: list[str]) -> tuple[int, C
             named = [slot.slot for slot in closed.slots] + [int(slot) for slot in closed.dropped_slots]
             if sorted(named) != sorted(group.slots):
                 wrong.append(f"{group.name}: slots {sorted(group.slots)} were issued, its end names {sorted(named)}")
-            outcome = _outcome_of(book, group)
+            outcome = _outcome_of(state, group)
             trained += len(closed.slots) if outcome == "trained" else 0
             in_flight += 0 if outcome else len(closed.slots)
             dropped.update({"step_failed": len(closed.slots)} if outcome == "step_failed" else {})
@@ -182,10 +183,10 @@ def _slots(book: Book, train: Iterable[Group], wrong: list[str]) -> tuple[int, C
     return trained, dropped, in_flight
 
 
-def _fates(book: Book, train: Iterable[Group], seen: Mapping[int, Seen]) -> Iterator[Fate]:
+def _fates(state: RunState, train: Iterable[Group], seen: Mapping[int, Seen]) -> Iterator[Fate]:
     """Every slot with its episode's length. A slot without a verdict has none, however far it got."""
     for group in train:
-        failed = "step_failed" if _outcome_of(book, group) == "step_failed" else ""
+        failed = "step_failed" if _outcome_of(state, group) == "step_failed" else ""
         closed = group.closed
         for number, slot in group.slots.items():
             reason = failed
@@ -233,16 +234,16 @@ def _why_lost(group: Group, number: int, attempt: Attempt, last: bool) -> str:
     return closed.dropped_slots.get(str(number), "unnamed") if closed is not None else "unnamed"
 
 
-def _check_closings(book: Book) -> list[str]:
+def _check_closings(state: RunState) -> list[str]:
     """Every closing names attempts that exist, with the Score that they got and its Trajectory."""
     wrong = []
-    first = min(book.scores, default=0)
-    for seq, closed in book.closings:
+    first = min(state.scores, default=0)
+    for seq, closed in state.closings:
         for slot in closed.slots:
             where = f"{closed.group} slot {slot.slot}"
-            if book.attempt(closed.group, slot.slot, slot.attempt) is None:
+            if state.attempt(closed.group, slot.slot, slot.attempt) is None:
                 wrong.append(f"{where}: closed with attempt {slot.attempt}, which was never issued")
-            score = book.scores.get(slot.score_seq)
+            score = state.scores.get(slot.score_seq)
             if score is None:
                 if slot.score_seq >= first > 0 or slot.score_seq >= seq:
                     wrong.append(f"{where}: its score {slot.score_seq} is not in the stream")
@@ -254,20 +255,20 @@ def _check_closings(book: Book) -> list[str]:
     return wrong
 
 
-def _check_steps(book: Book) -> list[str]:
+def _check_steps(state: RunState) -> list[str]:
     """Batch k is the closings kP to kP + P - 1, its manifest says so, and so does its outcome."""
     wrong = []
-    per_step = len(next(iter(book.manifests.values())).groups) if book.manifests else 0
-    for step in range(book.steps):
-        outcome = book.outcomes.get(step)
+    per_step = len(next(iter(state.manifests.values())).groups) if state.manifests else 0
+    for step in range(state.steps):
+        outcome = state.outcomes.get(step)
         if outcome is None:
             wrong.append(f"step {step} has no outcome, and later ones have")
             continue
-        manifest = book.manifests.get(outcome.manifest_seq)
+        manifest = state.manifests.get(outcome.manifest_seq)
         if manifest is None or (manifest.step, manifest.incarnation) != (step, outcome.incarnation):
             wrong.append(f"step {step}: record {outcome.manifest_seq} is not its manifest")
             continue
-        batch = _batch(book, step, per_step)
+        batch = _batch(state, step, per_step)
         meant = [(seq, c.group, tuple((s.trajectory_seq, s.score_seq) for s in c.slots)) for seq, c in batch]
         if [(group.close_seq, group.group, group.slots) for group in manifest.groups] != meant:
             wrong.append(f"step {step}: its manifest is not the closings of its places")
@@ -281,27 +282,27 @@ def _check_steps(book: Book) -> list[str]:
     return wrong
 
 
-def _batch(book: Book, step: int, per_step: int) -> list[tuple[int, GroupClosed]]:
+def _batch(state: RunState, step: int, per_step: int) -> list[tuple[int, GroupClosed]]:
     found = places(step, per_step)
-    return book.closings[found.start : found.stop]
+    return state.closings[found.start : found.stop]
 
 
-def _staleness(book: Book, seen: Mapping[int, Seen]) -> tuple[int, int, list[str]]:
+def _staleness(state: RunState, seen: Mapping[int, Seen]) -> tuple[int, int, list[str]]:
     """The oldest trained token, the largest bound that was in force, and every slot beyond the one of its batch. The
     bound is what the closings' stream says. A purged trajectory counts by its closing."""
     worst = largest = 0
     wrong = []
-    for step, outcome in sorted(book.outcomes.items()):
+    for step, outcome in sorted(state.outcomes.items()):
         if not isinstance(outcome, StepDone):
             continue
         bound = outcome.staleness_bound
-        if book.bounds is not None and step >= book.bound_records[0][0].first_batch:
-            if bound != book.bounds.at(step):
-                wrong.append(f"step {step}: its outcome says bound {bound}, the closings say {book.bounds.at(step)}")
-            bound = book.bounds.at(step)
+        if state.bounds is not None and step >= state.bound_records[0][0].first_batch:
+            if bound != state.bounds.at(step):
+                wrong.append(f"step {step}: its outcome says bound {bound}, the closings say {state.bounds.at(step)}")
+            bound = state.bounds.at(step)
         largest = max(largest, bound)
         for name in outcome.groups:
-            group = book.groups.get(name)
+            group = state.groups.get(name)
             closed = group.closed if group is not None else None
             for slot in closed.slots if closed is not None else ():
                 made = seen.get(slot.trajectory_seq)
@@ -319,40 +320,40 @@ def _staleness(book: Book, seen: Mapping[int, Seen]) -> tuple[int, int, list[str
     return worst, largest, wrong
 
 
-def _check_bounds(book: Book) -> list[str]:
+def _check_bounds(state: RunState) -> list[str]:
     """No bound may hold for a batch of which a place was taken before it was said."""
-    per_step = len(next(iter(book.manifests.values())).groups) if book.manifests else 0
+    per_step = len(next(iter(state.manifests.values())).groups) if state.manifests else 0
     return [
         f"a staleness bound of {record.bound} for batch {record.first_batch} came after {closed} closings"
-        for record, closed in book.bound_records
+        for record, closed in state.bound_records
         if record.first_batch * per_step < closed
     ]
 
 
-def _duplicates(book: Book) -> int:
+def _duplicates(state: RunState) -> int:
     """Slots in more than one trained place."""
     times: Counter[tuple[str, int]] = Counter()
-    for outcome in book.outcomes.values():
+    for outcome in state.outcomes.values():
         if isinstance(outcome, StepDone):
             for name in outcome.groups:
-                group = book.groups.get(name)
+                group = state.groups.get(name)
                 for _, closed in group.closings if group is not None else ():
                     times.update((name, slot.slot) for slot in closed.slots)
     return sum(count > 1 for count in times.values())
 
 
-def _lanes(book: Book, seen: Mapping[int, Seen]) -> dict[str, LaneReport]:
+def _lanes(state: RunState, seen: Mapping[int, Seen]) -> dict[str, LaneReport]:
     """Slots of each lane: given up, else with a verdict (production: with a Trajectory), else in flight."""
     finished = {(made.group, made.slot) for made in seen.values() if made.lane == "production"}
     lanes: dict[str, Counter[str]] = {}
-    for group in book.groups.values():
+    for group in state.groups.values():
         lane = lanes.setdefault(group.first.lane, Counter())
         closed = group.closed
         for number, slot in group.slots.items():
             lane["issued"] += 1
             if group.first.lane == "train":
                 given_up = group.dropped is not None or (closed is not None and str(number) in closed.dropped_slots)
-                given_up = given_up or _outcome_of(book, group) == "step_failed"
+                given_up = given_up or _outcome_of(state, group) == "step_failed"
             else:
                 given_up = slot.failed
             done = slot.scored or (group.name, number) in finished

@@ -1,4 +1,4 @@
-"""One step in a folder of its own, to be run again where there is no broker and no run.
+"""A bundle: one step in a folder of its own, which replays without a broker and without the run.
 
 Layout:
     README                    the command
@@ -26,12 +26,12 @@ import msgspec
 
 from headrace.config import Config
 from headrace.messages.base import Message
-from headrace.messages.codec import UnknownType, decode_as, encode
+from headrace.messages.codec import UnreadableMessage, decode_as, encode
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import StepDone, StepFailed, StepManifest
 from headrace.replay.fetching import Records
-from headrace.replay.past import Past, ReplayError
+from headrace.replay.recorded_run import RecordedRun, ReplayError
 from headrace.replay.step import Loaded
 
 INDEX = "bundle.json"
@@ -57,7 +57,7 @@ def is_bundle(folder: Path) -> bool:
     return (folder / INDEX).is_file()
 
 
-def write(past: Past, loaded: Loaded, folder: Path) -> Path:
+def write(recorded: RecordedRun, loaded: Loaded, folder: Path) -> Path:
     """Write a bundle of a step that is loaded. ReplayError when the folder is taken; OSError when the disk is full."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ReplayError(f"{folder} is there already: name a new folder")
@@ -70,14 +70,14 @@ def write(past: Past, loaded: Loaded, folder: Path) -> Path:
     os.link(loaded.trainer.folder / "checkpoint.safetensors", part / "checkpoint.safetensors")
     for file in loaded.trainer.policy_folder.iterdir():
         shutil.copyfile(file, part / "policy" / file.name)
-    (part / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(past.config)))
-    (part / "tokenizer.json").write_text(past.tokenizer, encoding="utf-8")
+    (part / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(recorded.config)))
+    (part / "tokenizer.json").write_text(recorded.tokenizer, encoding="utf-8")
     records: dict[str, Message] = {"manifest": loaded.manifest, "outcome": loaded.recorded}
     records |= {f"trajectories/{seq}": record for seq, record in loaded.trajectories.items()}
     records |= {f"scores/{seq}": record for seq, record in loaded.scores.items()}
     for name, record in records.items():
         (part / f"{name}.{record.type_name}").write_bytes(encode(record)[0])
-    step, run = loaded.manifest.step, past.run
+    step, run = loaded.manifest.step, recorded.run
     (part / "README").write_text(f"Step {step} of run {run}, to be run again: headrace replay {folder.name}\n")
     index = Index(
         format=FORMAT,
@@ -93,7 +93,7 @@ def write(past: Past, loaded: Loaded, folder: Path) -> Path:
     return folder
 
 
-def read(folder: Path) -> Past:
+def read(folder: Path) -> RecordedRun:
     """A past of one step. ReplayError when the bundle is damaged, incomplete, or of a later headrace."""
     index = _index(folder)
     for name, known in index.files.items():
@@ -113,7 +113,7 @@ def read(folder: Path) -> Past:
         else:
             outcome = _message(folder / "outcome.step_done", StepDone)
         records = _records(folder, index.files)
-    except (OSError, msgspec.DecodeError, UnknownType, ValueError) as error:
+    except (OSError, msgspec.DecodeError, UnreadableMessage, ValueError) as error:
         raise ReplayError(f"the bundle {folder} cannot be read by this headrace: {error}") from None
     if config.policy.checkpoint:  # what the run was told lies on another machine
         policy = msgspec.structs.replace(config.policy, checkpoint=str(folder / "policy"))
@@ -122,7 +122,7 @@ def read(folder: Path) -> Past:
     async def fetch(_: StepManifest) -> Records:
         return records
 
-    return Past(
+    return RecordedRun(
         run=index.run,
         config=config,
         tokenizer=tokenizer,

@@ -1,10 +1,10 @@
 """The tool calls of a trajectory, run again: what a fresh sandbox answers, against what is on record, call by call.
 
-Whoever has a sandbox hands in how a call is run; calls are sent one after the other in the order of the record. That is
-what the sampler's sandbox saw: calls of one turn that ran beside each other only looked.
+The caller passes a function that runs a call in a sandbox; calls are sent one after the other in the recorded order.
+That is what the sampler's sandbox saw: calls of one turn that ran beside each other only looked.
 
-What may differ from run to run although nothing is wrong is taken out of both sides before they are compared, and
-counted by name, so that nobody has to guess what was overlooked: how long something took, and where an object lay.
+Durations and addresses of objects differ from run to run without an error. They are replaced on both sides before the
+comparison and counted by name, so that the reader knows what was not compared.
 """
 
 import difflib
@@ -48,7 +48,7 @@ class CallsReplay(msgspec.Struct, frozen=True, kw_only=True):
     """Every answer, and the workspace at the end where the record has its digest."""
     differing: tuple[CallDifference, ...]
     normalised: dict[str, int]
-    """What was taken out of the recorded answers before they were compared: kind to how often."""
+    """Replacements in the recorded answers before they were compared: kind to number."""
     workspace_equal: bool | None
     """The digest of the whole workspace at the end; null where the record has none."""
     backend: str

@@ -1,7 +1,7 @@
-"""Stop a replayed step in front of its backward pass, with everything loaded.
+"""Stop a replayed step before its backward pass, with everything loaded.
 
-pdb's own breakpoints on the real step: what is seen is what the trainer runs, not a copy of it that may fall behind. It
-stops once at the first backward pass, or where the batch is refused, or where the step raised; `c` goes on to the end.
+pdb's own breakpoints on the real step: the debugger shows the trainer's code, not a copy that may become outdated. It
+stops once, at the first backward pass, where the batch is refused, or where the step raised; `c` continues to the end.
 """
 
 import ast
@@ -12,9 +12,9 @@ import sys
 from types import FrameType, TracebackType
 from typing import IO, Any
 
-from headrace.replay.step import Loaded, give_up
-from headrace.training import step as step_module
-from headrace.training.step import StepOutcome
+from headrace.replay.step import Loaded
+from headrace.training import gradient, outcome
+from headrace.training.outcome import StepOutcome
 
 WORDS = """\
 step {step} of run {run}: everything is loaded, nothing has been updated
@@ -27,15 +27,15 @@ def debug(loaded: Loaded, stdin: IO[str] | None = None, stdout: IO[str] | None =
     """Take the step under pdb; its outcome, None when it was left. Blocks the calling thread, which reads `stdin`."""
     debugger = _Debugger(loaded, stdin, stdout)
     for line in backward_lines():
-        debugger.set_break(step_module.__file__, line, temporary=True)
-    debugger.set_break(step_module.__file__, first_line("refuse"), temporary=True)
+        debugger.set_break(gradient.__file__, line, temporary=True)
+    debugger.set_break(outcome.__file__, first_line("refuse"), temporary=True)
     try:
-        outcome: StepOutcome | None = debugger.runcall(
+        made: StepOutcome | None = debugger.runcall(
             loaded.trainer.step, loaded.manifest, loaded.trajectories, loaded.scores
         )
-        if outcome is not None and not debugger.stopped:
+        if made is not None and not debugger.stopped:
             debugger.message(f"step {loaded.manifest.step} has no backward pass: no group has an advantage")
-        return outcome
+        return made
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         debugger.reset()
@@ -44,14 +44,14 @@ def debug(loaded: Loaded, stdin: IO[str] | None = None, stdout: IO[str] | None =
             debugger.interaction(None, _innermost(error.__traceback__))
         except bdb.BdbQuit:
             return None
-        return give_up(loaded.trainer, "exception", text)
+        return loaded.trainer.give_up("exception", text)
     finally:
         debugger.clear_all_breaks()
 
 
 def backward_lines() -> list[int]:
-    """Lines of the step that start a backward pass."""
-    tree = ast.parse(inspect.getsource(step_module))
+    """Lines of `training.gradient` that start a backward pass."""
+    tree = ast.parse(inspect.getsource(gradient))
     return [
         node.lineno
         for node in ast.walk(tree)
@@ -60,8 +60,8 @@ def backward_lines() -> list[int]:
 
 
 def first_line(function: str) -> int:
-    """The first statement of a function of the step, after its docstring."""
-    tree = ast.parse(inspect.getsource(step_module))
+    """The first statement of a function of `training.outcome`, after its docstring."""
+    tree = ast.parse(inspect.getsource(outcome))
     found = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
     return found.body[1 if ast.get_docstring(found) is not None else 0].lineno
 

@@ -1,24 +1,25 @@
-"""The records of a step by sequence: what trainer and replay hand to the step, and nothing else."""
+"""The records of a step by sequence: the arguments that trainer and replay hand to the step."""
 
 import asyncio
 from collections.abc import Iterable
 
 from headrace.bus.connection import Bus
 from headrace.bus.errors import MessageGone
-from headrace.messages.codec import UnknownType
+from headrace.bus.runtime.tracing import Link, link
+from headrace.messages.codec import UnreadableMessage
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import BatchGroup
 
 AT_ONCE = 16
-"""Requests in flight: a trajectory is up to 1 MiB, and more than these would only wait on the wire."""
+"""Requests in flight: a trajectory is up to 1 MiB, so more requests would not arrive sooner."""
 
 Records = tuple[dict[int, Trajectory], dict[int, Score]]
-"""Trajectories and Scores by stream sequence. What was purged or cannot be read is missing."""
+"""Trajectories and Scores by stream sequence. Records that were purged or cannot be read are missing."""
 
 
-async def fetch(bus: Bus, groups: Iterable[BatchGroup]) -> Records:
-    """The Trajectory and Score of every slot of some groups."""
+async def fetch(bus: Bus, groups: Iterable[BatchGroup], links: list[Link] | None = None) -> Records:
+    """The Trajectory and Score of every slot of some groups. links: gets one to the span of each trajectory."""
     gate = asyncio.Semaphore(AT_ONCE)
     trajectories: dict[int, Trajectory] = {}
     scores: dict[int, Score] = {}
@@ -26,11 +27,14 @@ async def fetch(bus: Bus, groups: Iterable[BatchGroup]) -> Records:
     async def one(stream: str, seq: int) -> None:
         async with gate:
             try:
-                message = (await bus.get(stream, seq)).message
-            except (MessageGone, UnknownType):
+                received = await bus.get(stream, seq)
+                message = received.message
+            except (MessageGone, UnreadableMessage):
                 return
         if isinstance(message, Trajectory):
             trajectories[seq] = message
+            if links is not None and (origin := link(received)) is not None:
+                links.append(origin)
         elif isinstance(message, Score):
             scores[seq] = message
 

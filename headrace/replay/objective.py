@@ -1,7 +1,8 @@
-"""A step of the past with another objective: the same state, the same records, another recipe, and what that changes.
+"""A recorded step under another objective: the same state and records, another recipe, and the difference that it
+makes.
 
-Both are taken from one checkpoint that is written in front of the step, so they start from the same bits. What may be
-changed is what a manifest names: the recipe. Any other key would change nothing, or another run.
+Both are taken from one checkpoint that is written at the step, so they start from the same bits. Only the recipe that a
+manifest names may be changed; any other key would change nothing, or the run itself.
 """
 
 import asyncio
@@ -15,12 +16,11 @@ from torch import Tensor
 
 from headrace.config import Config, parse
 from headrace.policy.model import Model
-from headrace.replay.past import ReplayError
 from headrace.replay.recipe import recipe
+from headrace.replay.recorded_run import ReplayError
 from headrace.replay.step import Loaded, Rerun, attempt, compare
-from headrace.training.trainer import Trainer
+from headrace.training.trainer import PolicyTrainer
 
-Weights = Mapping[str, Tensor]
 WHOLE = ("algorithm", "numerics")
 """Sections of the configuration that are part of the recipe."""
 SINGLE = (("trainer", "micro_tokens"), ("curriculum", "staleness"))
@@ -66,7 +66,7 @@ def other(config: Config, entries: Sequence[str]) -> tuple[Config, dict[str, flo
     before, after = recipe(config), recipe(new)
     changed = {name: after.get(name, "default") for name in (*before, *after) if before.get(name) != after.get(name)}
     if not changed:
-        raise ReplayError(f"{', '.join(entries)} is what the step was taken with")
+        raise ReplayError(f"{', '.join(entries)} does not change the recipe of the step")
     return new, changed
 
 
@@ -87,11 +87,11 @@ def twin(rerun: Rerun, loaded: Loaded, config: Config) -> Loaded:
     return loaded._replace(trainer=second)
 
 
-def _reference(rerun: Rerun, like: Trainer) -> Model:
+def _reference(rerun: Rerun, like: PolicyTrainer) -> Model:
     """The policy of version 0. ReplayError when its checkpoint is not kept."""
-    if 0 not in rerun.past.checkpoints:
+    if 0 not in rerun.recorded.checkpoints:
         raise ReplayError("kl_weight needs the policy of version 0 as its reference, and its checkpoint is not kept")
-    first = rerun.open(Path(rerun.past.checkpoints[0]))
+    first = rerun.open(Path(rerun.recorded.checkpoints[0]))
     return first.state.model
 
 
@@ -119,12 +119,12 @@ def _differ(rerun: Rerun, loaded: Loaded, config: Config, changed: dict[str, flo
     )
 
 
-def distance(one: Weights, two: Weights) -> float:
+def distance(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
     """Euclidean distance of two sets of weights, summed in float64."""
     return math.sqrt(sum(float(torch.sum((two[name].double() - one[name].double()) ** 2)) for name in one))
 
 
-def share(one: Weights, two: Weights) -> float:
+def share(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
     """Share of the weights that differ."""
     unequal = sum(int((one[name] != two[name]).sum()) for name in one)
     return unequal / max(1, sum(value.numel() for value in one.values()))

@@ -1,7 +1,7 @@
-"""What a manifest says about how its step is computed, and the configuration that follows from it.
+"""The settings that a manifest records about its step, and the configuration that follows from them.
 
-A step that is executed again, by a restarted trainer or by a replay, is computed as its manifest says and not as the
-configuration of that day does: otherwise a changed learning rate would rewrite the past.
+A step that is executed again, by a restarted trainer or by a replay, is computed as its manifest says and not as
+today's configuration says: otherwise a changed learning rate would change recorded steps.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from headrace.messages.training import StepManifest
 def recipe(config: Config) -> dict[str, float | int | str | bool]:
     """Every setting that a step's bits depend on, flat: the `objective` of a manifest."""
     return {
-        **msgspec.to_builtins(config.algorithm),
+        **_scalars(config.algorithm),
         "micro_tokens": config.trainer.micro_tokens,
         "staleness": config.curriculum.staleness,
         **{
@@ -27,8 +27,14 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
     }
 
 
+def _scalars(algorithm: Algorithm) -> dict[str, float | int | str | bool]:
+    """The settings of the objective. Options of a reward are left out: a step reads rewards from its scores."""
+    values = msgspec.to_builtins(algorithm)
+    return {name: value for name, value in values.items() if isinstance(value, float | int | str | bool)}
+
+
 _PLAIN = msgspec.to_builtins(Numerics())
-"""Left out of a recipe while they are what they always were."""
+"""Defaults; a recipe leaves settings out that have them."""
 
 
 def under(config: Config, manifest: StepManifest) -> Config:

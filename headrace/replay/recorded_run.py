@@ -1,7 +1,7 @@
-"""What is known of a run's past steps, wherever it comes from: its streams and folder, or a bundle.
+"""A run's recorded steps, whether they come from its streams and folder or from a bundle.
 
-A replay needs four things: the manifests, what came of them, a checkpoint at or before the step, and the records that
-a manifest names. Everything else of the broker and of the run's folder it does not know.
+A replay needs four things: the manifests, their outcomes, a checkpoint at or before the step, and the records that a
+manifest names. It reads nothing else of the broker or of the run's folder.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,11 +18,11 @@ Outcome = StepDone | StepFailed
 
 
 class ReplayError(Exception):
-    """It cannot be run again; the text says what is missing."""
+    """The step or run cannot be replayed; the text says what is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Past:
+class RecordedRun:
     """A run's steps."""
 
     run: str
@@ -70,8 +70,8 @@ class Past:
         return trajectories, scores
 
 
-async def of_run(bus: Bus, config: Config, folder: Path, run: str) -> Past:
-    """A run's past from its streams. folder: of the run, for tokenizer and checkpoints. ReplayError."""
+async def of_run(bus: Bus, config: Config, folder: Path, run: str) -> RecordedRun:
+    """A run's recorded steps from its streams. folder: of the run, for tokenizer and checkpoints. ReplayError."""
     by_seq: dict[int, StepManifest] = {}
     manifests: dict[int, StepManifest] = {}
     outcomes: dict[int, Outcome] = {}
@@ -86,7 +86,7 @@ async def of_run(bus: Bus, config: Config, folder: Path, run: str) -> Past:
     except OSError as error:
         raise ReplayError(f"{folder / 'tokenizer.json'} cannot be read: {error.strerror}") from None
     files = (folder / "checkpoints").glob("v*.safetensors")
-    return Past(
+    return RecordedRun(
         run=run,
         config=config,
         tokenizer=text,

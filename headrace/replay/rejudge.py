@@ -1,4 +1,4 @@
-"""What a new judge version changes: the same trajectories, other verdicts or rewards, and which advantages flip.
+"""The effect of a new judge version: the same trajectories, other verdicts or rewards, and which advantages flip.
 
 New scores go under a run of their own, ``<run>-<judge>``: trainers, curricula and audits of the run filter by its name,
 so nobody sees them until a second trainer is told to read them (`second.py`).
@@ -18,7 +18,7 @@ from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import CLOSE, SCORE
 from headrace.messages.training import BatchGroup
 from headrace.replay.fetching import fetch
-from headrace.replay.past import ReplayError
+from headrace.replay.recorded_run import ReplayError
 
 Verdicts = Callable[[Trajectory, Score], Awaitable[Score]]
 """The new judge: a trajectory and its old score in, the new score out (its `run` and `judge_version` are set here)."""

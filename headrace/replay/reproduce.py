@@ -1,12 +1,12 @@
-"""The one command that reproduces what went wrong: what a record tells whoever finds it.
+"""The command that reproduces a failure: recorded with the failure, so that its reader can run it.
 
-The command line finds a run by its id in `runs/`; a run that lies elsewhere is named by its folder.
+The command line finds a run by its id in `runs/`; a run in another place is named by its folder.
 """
 
 import shlex
 from pathlib import Path
 
-from headrace.bus import dead_letters
+from headrace.bus.runtime import dead_letters
 from headrace.config import Config
 from headrace.messages.operations import DeadLetter
 
@@ -23,5 +23,5 @@ def step(config: Config, run: str, number: int) -> str:
 
 
 def letter(config: Config, run: str, dead: DeadLetter) -> str:
-    """Sends a dead message again, to whoever could not handle it. run: of the desk, where the message names none."""
+    """The command that publishes a dead letter's message again. run: used where the message names none."""
     return f"headrace dlq retry {name_of(config, dead_letters.run_of(dead) or run)} {dead_letters.key_of(dead)}"

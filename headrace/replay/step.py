@@ -1,11 +1,10 @@
-"""A step of the past, run again: the nearest checkpoint before it, the published manifests since, the same records.
+"""Replays one recorded step: the nearest checkpoint before it, the published manifests since, the same records.
 
-What the trainer would do after a crash is done here in a folder of its own, without a word on the bus. Equal bits need
-an equal numerics fingerprint; on another one the step still runs, and the line says that the fingerprints differ.
+The replay repeats what a trainer does after a crash, in a folder of its own and without publishing anything. Equal bits
+need an equal numerics fingerprint; on another one the step still runs, and the line says that the fingerprints differ.
 """
 
 import asyncio
-import copy
 import os
 import random
 import tempfile
@@ -22,11 +21,11 @@ from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import StepFailed, StepManifest
 from headrace.policy.config import CheckpointError as PolicyError
-from headrace.replay.past import Outcome, Past, ReplayError, of_run
 from headrace.replay.recipe import under
+from headrace.replay.recorded_run import Outcome, RecordedRun, ReplayError, of_run
 from headrace.training.checkpoint import CheckpointError
-from headrace.training.step import StepOutcome, refuse
-from headrace.training.trainer import Trainer, TrainerError
+from headrace.training.outcome import StepOutcome
+from headrace.training.trainer import PolicyTrainer, TrainerError
 
 
 class StepReplay(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,9 +40,9 @@ class StepReplay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loaded(NamedTuple):
-    """Everything that a step needs, in front of it."""
+    """A trainer at a step, and everything that the step needs."""
 
-    trainer: Trainer
+    trainer: PolicyTrainer
     """At the step's version, with the recipe of its manifest."""
     manifest: StepManifest
     recorded: Outcome
@@ -52,24 +51,20 @@ class Loaded(NamedTuple):
 
 
 def attempt(loaded: Loaded) -> StepOutcome:
-    """Take the step. What raises inside becomes a failed step, as the trainer makes one of it."""
+    """Take the step. An exception becomes a failed step, as in the trainer."""
     trainer, manifest = loaded.trainer, loaded.manifest
     try:
         return trainer.step(manifest, loaded.trajectories, loaded.scores)
+    except TrainerError as error:
+        raise ReplayError(str(error)) from None
     except Exception as error:
         if trainer.version != manifest.version:
             raise
-        return give_up(trainer, "exception", f"{type(error).__name__}: {error}")
-
-
-def give_up(trainer: Trainer, reason: str, detail: str) -> StepOutcome:
-    """The next version, with the old bytes; the old one may be asked for by later steps."""
-    trainer.kept[trainer.version] = copy.deepcopy(trainer.state.model)
-    return refuse(trainer.state, reason, detail)
+        return trainer.give_up("exception", f"{type(error).__name__}: {error}")
 
 
 def compare(loaded: Loaded, result: StepOutcome) -> StepReplay:
-    """What came out now, against what was published."""
+    """The outcome of the replay against the published one."""
     known = loaded.recorded
     equal = result.state_hash == known.state_hash
     if isinstance(known, StepFailed):
@@ -90,11 +85,11 @@ def compare(loaded: Loaded, result: StepOutcome) -> StepReplay:
 class Rerun:
     """A run's trainer in a folder of its own, which ends with the context."""
 
-    def __init__(self, past: Past) -> None:
-        self.past = past
+    def __init__(self, recorded: RecordedRun) -> None:
+        self.recorded = recorded
         self.strayed = -1
         """The first step on the way whose bits were other than the published ones; -1 for none."""
-        self._trainer: Trainer | None = None
+        self._trainer: PolicyTrainer | None = None
         self._scratch = tempfile.TemporaryDirectory(prefix="headrace-replay-")
         self._opened = 0
 
@@ -105,34 +100,34 @@ class Rerun:
         self._scratch.cleanup()
 
     async def reach(self, step: int) -> Loaded:
-        """Get in front of a step. ReplayError says why it cannot be reached."""
-        manifest, recorded = self.past.finished(step)
-        start = self.past.nearest(step)
+        """Bring a trainer to a step. ReplayError says why it cannot be reached."""
+        manifest, recorded = self.recorded.finished(step)
+        start = self.recorded.nearest(step)
         trainer = self._trainer
         if trainer is None or self.strayed >= 0 or not start <= trainer.version <= step:
             self.strayed = -1
-            trainer = self._trainer = await asyncio.to_thread(self.open, self.past.checkpoints[start])
+            trainer = self._trainer = await asyncio.to_thread(self.open, self.recorded.checkpoints[start])
         while trainer.version < step:
             await self._pass(trainer)
-        trajectories, scores = await self.past.records(manifest)
-        trainer.config = under(self.past.config, manifest)
+        trajectories, scores = await self.recorded.records(manifest)
+        trainer.config = under(self.recorded.config, manifest)
         if trainer.state.hash() != manifest.base_hash and self.strayed < 0:
             self.strayed = step
         return Loaded(trainer, manifest, recorded, trajectories, scores)
 
-    async def _pass(self, trainer: Trainer) -> None:
-        """A step on the way. One that raised is not tried again: its bytes are the old ones whatever happens now."""
-        manifest, recorded = self.past.finished(trainer.version)
-        trainer.config = under(self.past.config, manifest)
+    async def _pass(self, trainer: PolicyTrainer) -> None:
+        """Take an intermediate step. One that raised is not tried again: its bytes are the old ones in any case."""
+        manifest, recorded = self.recorded.finished(trainer.version)
+        trainer.config = under(self.recorded.config, manifest)
         if isinstance(recorded, StepFailed) and recorded.reason == "exception":
-            result = give_up(trainer, recorded.reason, recorded.detail)
+            result = trainer.give_up(recorded.reason, recorded.detail)
         else:
-            loaded = Loaded(trainer, manifest, recorded, *await self.past.records(manifest))
+            loaded = Loaded(trainer, manifest, recorded, *await self.recorded.records(manifest))
             result = await asyncio.to_thread(attempt, loaded)
         if result.state_hash != recorded.state_hash and self.strayed < 0:
             self.strayed = manifest.step
 
-    def open(self, checkpoint: Path) -> Trainer:
+    def open(self, checkpoint: Path) -> PolicyTrainer:
         """A trainer at a checkpoint, in a folder of its own. ReplayError."""
         self._opened += 1
         folder = Path(self._scratch.name) / str(self._opened)
@@ -146,10 +141,12 @@ class Rerun:
             except OSError as error:
                 raise ReplayError(f"{checkpoint} cannot be read: {error.strerror}") from None
         try:
-            return Trainer.prepare(self.past.config, folder, tokenizer_json=self.past.tokenizer, traces=tuple)
+            return PolicyTrainer.prepare(
+                self.recorded.config, folder, tokenizer_json=self.recorded.tokenizer, traces=tuple
+            )
         except (TrainerError, CheckpointError, PolicyError, ValueError) as error:
             text = str(error).replace(str(target), str(checkpoint))
-            raise ReplayError(f"run {self.past.run} cannot be opened: {text}") from None
+            raise ReplayError(f"run {self.recorded.run} cannot be opened: {text}") from None
 
 
 async def replay_step(bus: Bus, config: Config, folder: Path, run: str, step: int) -> StepReplay:
@@ -159,9 +156,12 @@ async def replay_step(bus: Bus, config: Config, folder: Path, run: str, step: in
         return compare(loaded, await asyncio.to_thread(attempt, loaded))
 
 
-async def replay_steps(past: Past, steps: Iterable[int], warn: list[str] | None = None) -> AsyncIterator[StepReplay]:
-    """Run some steps again, in their order; neighbours share the way. warn: gets a sentence where the way strayed."""
-    with Rerun(past) as rerun:
+async def replay_steps(
+    recorded: RecordedRun, steps: Iterable[int], warn: list[str] | None = None
+) -> AsyncIterator[StepReplay]:
+    """Run some steps again, in their order; neighbours share intermediate steps. warn: gets a sentence when those gave
+    other bits."""
+    with Rerun(recorded) as rerun:
         for step in sorted(steps):
             loaded = await rerun.reach(step)
             if rerun.strayed >= 0 and warn is not None:
@@ -169,9 +169,9 @@ async def replay_steps(past: Past, steps: Iterable[int], warn: list[str] | None 
             yield compare(loaded, await asyncio.to_thread(attempt, loaded))
 
 
-def choose(past: Past, count: int, seed: int) -> list[int]:
+def choose(recorded: RecordedRun, count: int, seed: int) -> list[int]:
     """Up to `count` steps that can be run again, drawn by `seed`, in order. ReplayError when there are none."""
-    kept = past.kept()
+    kept = recorded.kept()
     if not kept:
-        raise ReplayError(f"run {past.run} has no finished step that can be run again")
+        raise ReplayError(f"run {recorded.run} has no finished step that can be run again")
     return sorted(random.Random(f"replay-{seed}").sample(kept, min(count, len(kept))))

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from headrace.algorithms.advantages import group_advantages
+from headrace.algorithms.advantages import group_advantages, leave_one_out_advantages, normalised_advantages
 
 
 def test_only_the_mean_is_taken_off() -> None:
@@ -32,3 +32,17 @@ def test_order_changes_nothing() -> None:
 def test_refuses_what_has_no_baseline(rewards: list[float]) -> None:
     with pytest.raises(ValueError, match=r"survivors|finite"):
         group_advantages(rewards)
+
+
+def test_normalised_and_leave_one_out_by_hand() -> None:
+    rewards = [1.0, 0.0, 0.0, 0.0]
+    assert normalised_advantages(rewards) == pytest.approx([3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)], rel=1e-5)
+    assert leave_one_out_advantages(rewards) == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+    for advantage in (normalised_advantages, leave_one_out_advantages):
+        assert advantage([0.1] * 3) == [0.0] * 3
+        assert advantage([0.7]) == [0.0]
+
+
+def test_a_group_of_128() -> None:
+    found = group_advantages([float(number % 2) for number in range(128)])
+    assert found == [-0.5, 0.5] * 64

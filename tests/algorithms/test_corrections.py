@@ -8,11 +8,12 @@ import torch
 from headrace.algorithms.corrections import (
     Band,
     Corrected,
-    Weighting,
-    corrected,
+    Correction,
+    SampledTokens,
     geometric_means,
     importance_weights,
 )
+from headrace.algorithms.registry import LOSSES
 
 BAND = Band(0.8, 1.2)
 
@@ -22,34 +23,25 @@ def logs(*ratios: float) -> torch.Tensor:
 
 
 def slopes(
-    weighting: Weighting,
+    weighting: str,
     logp: torch.Tensor,
     behaviour: torch.Tensor,
     advantage: list[float],
-    band: Band | None = BAND,
+    band: Band = BAND,
     proximal: torch.Tensor | None = None,
     lengths: list[int] | None = None,
 ) -> tuple[list[float], Corrected]:
     """d(sum of terms) / d(logp), and the terms."""
     logp = logp.clone().requires_grad_()
-    made = corrected(
-        logp,
-        behaviour,
-        torch.tensor(advantage),
-        weighting,
-        clip=2.0,
-        low=0.5,
-        band=band,
-        proximal=proximal,
-        lengths=lengths,
-    )
+    tokens = SampledTokens(logp, behaviour, torch.tensor(advantage), proximal, lengths=lengths)
+    made = LOSSES.get(weighting)(tokens, Correction(weighting, clip=2.0, low=0.5, band=band))
     (found,) = torch.autograd.grad(made.terms.sum(), logp)
     return found.tolist(), made
 
 
 def test_truncation_keeps_small_ratios_and_cuts_large_ones() -> None:
     logp, behaviour = logs(0.5, 0.4, 0.9), logs(0.5, 0.8, 0.1)  # ratios 1, 0.5, 9
-    weights, cut = importance_weights(logp, behaviour, clip=2.0, weighting="truncated")
+    weights, cut = importance_weights(SampledTokens(logp, behaviour, torch.zeros(3)), 2.0)
     assert weights.tolist() == pytest.approx([1.0, 0.5, 2.0])
     assert cut.tolist() == [False, False, True]
     found, made = slopes("truncated", logp, behaviour, [1.0, -1.0, 0.5])
@@ -96,7 +88,7 @@ def test_geometric_means_are_per_sequence() -> None:
     found = geometric_means(logs(2.0, 0.5, 4.0, 9.0), [2, 0, 1, 1])
     assert found.tolist() == pytest.approx([1.0, 1.0, 4.0, 9.0])
     assert geometric_means(torch.empty(0), []).tolist() == []
-    with pytest.raises(ValueError, match="3 tokens do not cut 4"):
+    with pytest.raises(ValueError, match="expected sequences of 4 tokens in all, got 3"):
         geometric_means(logs(1, 1, 1, 1), [2, 1])
 
 
@@ -122,7 +114,7 @@ def test_a_sequence_far_off_policy_teaches_nothing() -> None:
 
 
 @pytest.mark.parametrize("weighting", ["truncated", "masked", "clipped", "decoupled", "sequence", "sequence_masked"])
-def test_on_policy_all_of_them_are_the_plain_gradient(weighting: Weighting) -> None:
+def test_on_policy_all_of_them_are_the_plain_gradient(weighting: str) -> None:
     logp = logs(0.5, 0.25, 0.1)
     found, made = slopes(weighting, logp, logp, [0.75, -0.25, 0.0], lengths=[1, 2])
     assert found == [0.75, -0.25, 0.0]

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from headrace.algorithms.losses import dr_grpo_divisor, policy_gradient
+from headrace.algorithms.corrections import SampledTokens
+from headrace.algorithms.losses import Objective, batch_divisor, policy_gradient
 
 
 def logs(*ratios: float) -> torch.Tensor:
@@ -12,7 +13,7 @@ def logs(*ratios: float) -> torch.Tensor:
 
 def test_on_policy_gradient_is_minus_advantage_over_the_divisor() -> None:
     logp = logs(0.5, 0.25, 0.1).requires_grad_()
-    out = policy_gradient(logp, logp.detach(), torch.tensor([0.75, -0.25, 0.0]), divisor=8.0)
+    out = policy_gradient(SampledTokens(logp, logp.detach(), torch.tensor([0.75, -0.25, 0.0])), Objective(divisor=8.0))
     (gradient,) = torch.autograd.grad(out.loss, logp)
     assert gradient.tolist() == [-0.75 / 8, 0.25 / 8, 0.0]
     assert out.loss.item() == pytest.approx(-(0.75 * math.log(0.5) - 0.25 * math.log(0.25)) / 8)
@@ -21,7 +22,7 @@ def test_on_policy_gradient_is_minus_advantage_over_the_divisor() -> None:
 
 def test_no_gradient_flows_through_the_weight() -> None:
     logp = logs(0.4).requires_grad_()
-    loss = policy_gradient(logp, logs(0.8), torch.tensor([1.0]), divisor=1.0).loss
+    loss = policy_gradient(SampledTokens(logp, logs(0.8), torch.tensor([1.0])), Objective()).loss
     assert torch.autograd.grad(loss, logp)[0].item() == pytest.approx(
         -0.5
     )  # -w; with a gradient through w it would be -w (1 + log p)
@@ -30,23 +31,32 @@ def test_no_gradient_flows_through_the_weight() -> None:
 def test_k1_is_a_cost_on_the_advantage() -> None:
     logp = logs(0.5, 0.5).requires_grad_()
     reference = logs(0.25, 1.0)  # twice as likely as under the reference, half as likely
-    out = policy_gradient(logp, logp.detach(), torch.zeros(2), divisor=1.0, reference=reference, kl_weight=0.1)
+    out = policy_gradient(
+        SampledTokens(logp, logp.detach(), torch.zeros(2), reference=reference), Objective(kl_weight=0.1)
+    )
     (gradient,) = torch.autograd.grad(out.loss, logp)
     # Descent lowers the first probability and raises the second.
     assert gradient.tolist() == pytest.approx([0.1 * math.log(2), -0.1 * math.log(2)])
     with pytest.raises(ValueError, match="reference"):
-        policy_gradient(logp, logp.detach(), torch.zeros(2), divisor=1.0, kl_weight=0.1)
+        policy_gradient(SampledTokens(logp, logp.detach(), torch.zeros(2)), Objective(kl_weight=0.1))
 
 
 def test_micro_batches_add_up_to_the_batch() -> None:
     generator = torch.Generator().manual_seed(0)
     logp, behaviour, advantage = (torch.randn(10, generator=generator) for _ in range(3))
-    whole = policy_gradient(logp, behaviour, advantage, divisor=20.0).loss
-    parts = [policy_gradient(logp[s], behaviour[s], advantage[s], divisor=20.0).loss for s in (slice(4), slice(4, 10))]
+    whole = policy_gradient(SampledTokens(logp, behaviour, advantage), Objective(divisor=20.0)).loss
+    parts = [
+        policy_gradient(SampledTokens(logp[s], behaviour[s], advantage[s]), Objective(divisor=20.0)).loss
+        for s in (slice(4), slice(4, 10))
+    ]
     assert float(parts[0] + parts[1]) == pytest.approx(float(whole), rel=1e-6)
 
 
 def test_the_divisor_is_the_same_for_long_and_short_sequences() -> None:
-    assert dr_grpo_divisor(64, 48) == 3072.0
+    assert batch_divisor(64, 48, tokens=100_000) == 3072.0
     with pytest.raises(ValueError, match="at least one"):
-        dr_grpo_divisor(0, 48)
+        batch_divisor(0, 48, tokens=1)
+
+
+def test_a_divisor_of_sampled_tokens_grows_with_the_lengths() -> None:
+    assert [batch_divisor(64, 0, tokens) for tokens in (0, 1_000, 100_000)] == [1.0, 1_000.0, 100_000.0]

@@ -1,6 +1,6 @@
 """Drops by length: by hand, and that long ones cannot hide."""
 
-from headrace.replay.drops import Bucket, DropsByLength, Fate, bucketed, by_length, edges
+from headrace.ledger.drops import Bucket, DropsByLength, Fate, bucketed, by_length, edges
 
 
 def test_edges_are_quantiles_by_nearest_rank() -> None:

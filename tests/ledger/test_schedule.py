@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from headrace.algorithms.staleness import first_batch_of
+from headrace.ledger.schedule import IssueGroup, RetrySlot, Rules, decide, finished
+from headrace.ledger.state import RunState
 from headrace.messages.base import Message
 from headrace.messages.ledger import GroupDropped, StalenessBound
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import StepDone
-from headrace.replay.books import Book
-from headrace.replay.decisions import Again, Issue, Rules, decide, finished
-from tests import records as r
+from tests.support import records as r
 
 RULES = Rules(group_size=2, groups_per_step=2, bound=1, steps=3, attempts=3, on_stale="wait")
 
@@ -27,20 +27,20 @@ class World:
 
     def __init__(self, rules: Rules = RULES) -> None:
         self.rules = rules
-        self.book = Book(r.RUN)
+        self.state = RunState(r.RUN)
         self.streams: dict[str, r.Records] = {"ledger": [], "score": [], "step": []}
 
     def write(self, stream: str, message: Message) -> int:
         seq = len(self.streams[stream]) + 1
         self.streams[stream].append((seq, message))
-        self.book.apply(message, seq)
+        self.state.apply(message, seq)
         return seq
 
     def carry_out(self) -> None:
-        while decisions := decide(self.book, self.rules):
+        while decisions := decide(self.state, self.rules):
             for decision in decisions:
                 match decision:
-                    case Issue():
+                    case IssueGroup():
                         for slot in decision.slots:
                             issued = r.issued(
                                 decision.group,
@@ -50,62 +50,62 @@ class World:
                                 oldest=decision.min_version,
                             )
                             self.write("ledger", issued)
-                    case Again():
+                    case RetrySlot():
                         again = r.issued(
                             decision.group,
                             decision.slot,
                             decision.attempt,
                             size=self.rules.group_size,
                             oldest=decision.min_version,
-                            beside=decision.beside,
+                            speculative=decision.speculative,
                         )
                         self.write("ledger", again)
                     case _:
                         self.write("score", decision)
 
     def finish(self, group: str, version: int = 0) -> None:
-        for slot, place in sorted(self.book.groups[group].slots.items()):
+        for slot, place in sorted(self.state.groups[group].slots.items()):
             if not place.scored:
                 self.write("score", r.score(group, slot, place.last.number, version=version))
 
     def step(self) -> StepDone:
-        k, per_step = self.book.steps, self.rules.groups_per_step
-        batch = [closing.group for _, closing in self.book.closings[k * per_step : (k + 1) * per_step]]
+        k, per_step = self.state.steps, self.rules.groups_per_step
+        batch = [closing.group for _, closing in self.state.closings[k * per_step : (k + 1) * per_step]]
         assert len(batch) == per_step
         done = r.done(k, batch, 0, bound=self.rules.bound)
         self.write("step", done)
         return done
 
-    def successor(self) -> Book:
-        book = Book(r.RUN)
+    def successor(self) -> RunState:
+        state = RunState(r.RUN)
         for stream in ("ledger", "score", "step"):
             for seq, message in self.streams[stream]:
-                book.apply(message, seq)
-        return book
+                state.apply(message, seq)
+        return state
 
     @property
     def closings(self) -> list[str]:
-        return [closing.group for _, closing in self.book.closings]
+        return [closing.group for _, closing in self.state.closings]
 
 
 def test_issue_stops_at_the_credit_and_goes_on_when_a_step_retires_its_groups() -> None:
     world = World()
     world.carry_out()
-    assert list(world.book.open) == ["g000000", "g000001", "g000002", "g000003"]  # (1 + 1) x 2
-    for group in list(world.book.open)[:2]:
+    assert list(world.state.open) == ["g000000", "g000001", "g000002", "g000003"]  # (1 + 1) x 2
+    for group in list(world.state.open)[:2]:
         world.finish(group)
     world.carry_out()
-    assert len(world.book.groups) == 4, "a closed group keeps its credit until its step is over"
+    assert len(world.state.groups) == 4, "a closed group keeps its credit until its step is over"
     world.step()
     world.carry_out()
-    fresh = [group.first for name, group in world.book.groups.items() if name > "g000003"]
+    fresh = [group.first for name, group in world.state.groups.items() if name > "g000003"]
     assert [(issue.group, issue.index, issue.min_version) for issue in fresh] == [("g000004", 4, 1), ("g000005", 5, 1)]
 
 
 def test_an_issue_that_was_cut_short_is_completed_before_anything_new() -> None:
     world = World()
     world.write("ledger", r.issued("g000000", 0))
-    assert decide(world.book, RULES) == [Issue("g000000", 0, 0, 0, (1,))]
+    assert decide(world.state, RULES) == [IssueGroup("g000000", 0, 0, 0, (1,))]
 
 
 def test_a_failed_slot_is_issued_again_until_its_attempts_are_used_up() -> None:
@@ -113,13 +113,13 @@ def test_a_failed_slot_is_issued_again_until_its_attempts_are_used_up() -> None:
     world = World(rules)
     world.carry_out()
     for attempt in range(3):
-        assert world.book.groups["g000000"].slots[0].last.number == attempt
+        assert world.state.groups["g000000"].slots[0].last.number == attempt
         world.write("ledger", r.failed("g000000", 0, attempt))
         world.carry_out()
     for slot in (1, 2):
         world.write("score", r.score("g000000", slot))
     world.carry_out()
-    closing = world.book.groups["g000000"].closed
+    closing = world.state.groups["g000000"].closed
     assert closing is not None
     assert [slot.slot for slot in closing.slots] == [1, 2]
     assert closing.dropped_slots == {"0": "infra"}
@@ -132,10 +132,10 @@ def test_a_group_with_one_survivor_is_dropped_and_another_takes_its_number() -> 
     for attempt in range(3):
         world.write("ledger", r.failed("g000001", 0, attempt))
         world.carry_out()
-    dropped = world.book.groups["g000001"].dropped
+    dropped = world.state.groups["g000001"].dropped
     assert dropped is not None
     assert dropped.reason == "infra"
-    assert world.book.groups["g000004"].first.index == 3, "dropped groups are not counted"
+    assert world.state.groups["g000004"].first.index == 3, "dropped groups are not counted"
 
 
 def test_a_group_with_two_verdicts_on_one_diff_is_quarantined() -> None:
@@ -143,13 +143,13 @@ def test_a_group_with_two_verdicts_on_one_diff_is_quarantined() -> None:
     world.carry_out()
     world.write("score", msgspec.structs.replace(r.score("g000000", 0), again="other"))
     world.carry_out()
-    assert world.book.groups["g000000"].open, "it is still running"
+    assert world.state.groups["g000000"].open, "it is still running"
     world.finish("g000000")
     world.finish("g000001")
     world.carry_out()
-    dropped = world.book.groups["g000000"].dropped
+    dropped = world.state.groups["g000000"].dropped
     assert dropped is not None and dropped.reason == "quarantined" and "slot 0" in dropped.detail
-    assert world.book.groups["g000001"].dropped is None
+    assert world.state.groups["g000001"].dropped is None
 
 
 def test_the_verdict_of_an_attempt_that_was_given_up_does_not_count() -> None:
@@ -163,7 +163,7 @@ def test_the_verdict_of_an_attempt_that_was_given_up_does_not_count() -> None:
     assert world.closings == []
     world.write("score", r.score("g000000", 0, 1))
     world.carry_out()
-    closing = world.book.groups["g000000"].closed
+    closing = world.state.groups["g000000"].closed
     assert closing is not None
     assert [(slot.slot, slot.attempt) for slot in closing.slots] == [(0, 1), (1, 0)]
 
@@ -213,10 +213,10 @@ def test_drop_gives_up_a_straggler_only_when_its_place_would_fill_the_batch() ->
     world.carry_out()
     world.step()
     world.carry_out()
-    assert world.book.groups["g000000"].dropped is None, "nobody else wants the place yet"
+    assert world.state.groups["g000000"].dropped is None, "nobody else wants the place yet"
     world.finish("g000004", version=1)
     world.carry_out()
-    dropped = world.book.groups["g000000"].dropped
+    dropped = world.state.groups["g000000"].dropped
     assert dropped is not None
     assert dropped.reason == "stale"
     assert world.closings == ["g000001", "g000002", "g000003", "g000004"]
@@ -233,7 +233,7 @@ def test_a_token_older_than_allowed_is_never_closed(on_stale: Literal["wait", "d
     world.carry_out()
     world.finish("g000002", version=0)  # an engine that ignored min_version
     world.carry_out()
-    dropped = world.book.groups["g000002"].dropped
+    dropped = world.state.groups["g000002"].dropped
     assert dropped is not None
     assert dropped.reason == "stale"
 
@@ -242,14 +242,14 @@ def test_a_smaller_bound_drops_what_no_longer_fits_instead_of_waiting_for_ever()
     world = World(RULES._replace(bound=2))
     world.carry_out()
     world.rules = RULES._replace(bound=0)
-    for group in list(world.book.open)[:2]:
+    for group in list(world.state.open)[:2]:
         world.finish(group)
     world.carry_out()
     assert len(world.closings) == 2
-    assert [g.dropped.reason for g in world.book.groups.values() if g.dropped is not None] == ["stale"] * 4
+    assert [g.dropped.reason for g in world.state.groups.values() if g.dropped is not None] == ["stale"] * 4
     world.step()
     world.carry_out()
-    assert [(group.name, group.first.min_version) for group in world.book.open.values()] == [
+    assert [(group.name, group.first.min_version) for group in world.state.open.values()] == [
         ("g000006", 1),
         ("g000007", 1),
     ]
@@ -263,27 +263,27 @@ def test_the_bound_may_change_at_any_moment(on_stale: Literal["wait", "drop"]) -
         world.write("score", StalenessBound(run=r.RUN, bound=1, first_batch=0))
         world.carry_out()
         for _ in events(world, random_, failures=0.1):
-            book = world.book
-            if random_.random() < 0.06 and book.bounds is not None:
+            state = world.state
+            if random_.random() < 0.06 and state.bounds is not None:
                 wanted = random_.randint(0, 4)
                 drop = on_stale == "drop"
-                first = first_batch_of(book.bounds, wanted, len(book.closings), book.index, 3, drop=drop)
+                first = first_batch_of(state.bounds, wanted, len(state.closings), state.index, 3, drop=drop)
                 world.write("score", StalenessBound(run=r.RUN, bound=wanted, first_batch=first))
             world.carry_out()
-        book = world.book
-        assert book.problems == []
-        assert book.bounds is not None and len(book.bound_records) > 2
-        reasons = [group.dropped.reason for group in book.groups.values() if group.dropped is not None]
+        state = world.state
+        assert state.problems == []
+        assert state.bounds is not None and len(state.bound_records) > 2
+        reasons = [group.dropped.reason for group in state.groups.values() if group.dropped is not None]
         assert on_stale == "drop" or "stale" not in reasons, "waiting keeps a place for everyone"
-        assert {place // 3 - c.oldest_version - book.bounds.at(place // 3) <= 0
-                for place, (_, c) in enumerate(book.closings)} == {True}  # fmt: skip
-        assert world.successor().bounds == book.bounds
+        assert {place // 3 - c.oldest_version - state.bounds.at(place // 3) <= 0
+                for place, (_, c) in enumerate(state.closings)} == {True}  # fmt: skip
+        assert world.successor().bounds == state.bounds
 
 
 def test_the_end_cancels_what_is_open() -> None:
     world = World(RULES._replace(steps=1))
     world.carry_out()
-    assert len(world.book.groups) == 2, "no more groups than the run can train on"
+    assert len(world.state.groups) == 2, "no more groups than the run can train on"
     world.rules = RULES._replace(steps=2)
     world.carry_out()
     for group in ("g000000", "g000001"):
@@ -292,27 +292,27 @@ def test_the_end_cancels_what_is_open() -> None:
     world.step()
     world.rules = RULES._replace(steps=1)
     world.carry_out()
-    assert {g.name: g.dropped.reason for g in world.book.groups.values() if g.dropped is not None} == {
+    assert {g.name: g.dropped.reason for g in world.state.groups.values() if g.dropped is not None} == {
         "g000002": "cancelled",
         "g000003": "cancelled",
     }
-    assert finished(world.book, world.rules)
+    assert finished(world.state, world.rules)
 
 
 def events(world: World, random_: random.Random, failures: float) -> Iterator[None]:
     """One thing that may happen: a slot is scored or fails, or the trainer takes a step."""
     per_step = world.rules.groups_per_step
-    while not finished(world.book, world.rules):
-        book = world.book
-        steps = book.steps
-        running = [(g, s) for g, group in book.open.items() for s, slot in group.slots.items() if not slot.scored]
-        can_step = len(book.closings) >= (steps + 1) * per_step
+    while not finished(world.state, world.rules):
+        state = world.state
+        steps = state.steps
+        running = [(g, s) for g, group in state.open.items() for s, slot in group.slots.items() if not slot.scored]
+        can_step = len(state.closings) >= (steps + 1) * per_step
         assert running or can_step, "nothing runs and the trainer has no batch: the run is stuck"
         if can_step and (not running or random_.random() < 0.3):
             world.step()
         else:
             group, slot = random_.choice(running) if random_.random() < 0.5 else running[-1]
-            attempt = random_.choice(book.groups[group].slots[slot].live)
+            attempt = random_.choice(state.groups[group].slots[slot].live)
             if random_.random() < failures:
                 world.write("ledger", r.failed(group, slot, attempt.number))
             else:
@@ -329,24 +329,24 @@ def test_any_order_of_events_ends_and_keeps_the_bound(bound: int, on_stale: Lite
         world = World(Rules(2, 3, bound, 8, 3, on_stale))
         world.carry_out()
         for _ in events(world, random_, failures=0.15):
-            if random_.random() < 0.1:  # killed: a successor rebuilds the book and wants the very same things
+            if random_.random() < 0.1:  # killed: a successor rebuilds the state and wants the very same things
                 rebuilt = world.successor()
-                assert decide(rebuilt, world.rules) == decide(world.book, world.rules)
+                assert decide(rebuilt, world.rules) == decide(world.state, world.rules)
                 assert rebuilt.problems == []
                 assert (rebuilt.issued, rebuilt.dropped, rebuilt.retired) == (
-                    world.book.issued,
-                    world.book.dropped,
-                    world.book.retired,
+                    world.state.issued,
+                    world.state.dropped,
+                    world.state.retired,
                 )
-                world.book = rebuilt
+                world.state = rebuilt
             world.carry_out()
-            live = world.book.issued - world.book.retired
+            live = world.state.issued - world.state.retired
             assert live <= (bound + 1) * 3
-        assert world.book.problems == []
-        assert world.book.steps == 8
-        reasons = [group.dropped.reason for group in world.book.groups.values() if group.dropped is not None]
+        assert world.state.problems == []
+        assert world.state.steps == 8
+        reasons = [group.dropped.reason for group in world.state.groups.values() if group.dropped is not None]
         assert on_stale == "drop" or "stale" not in reasons, "waiting keeps a place for everyone"
-        for place, (_, closing) in enumerate(world.book.closings):
+        for place, (_, closing) in enumerate(world.state.closings):
             assert place // 3 - closing.oldest_version <= bound
         assert len(world.closings) == len(set(world.closings)) == 24
 
@@ -356,16 +356,16 @@ def test_a_canary_is_dropped_when_it_is_done_and_takes_nobodys_place() -> None:
     for slot in range(RULES.group_size):
         world.write("ledger", r.issued("g000000", slot, task=CANARY))
     world.carry_out()
-    issued = world.book.issued
+    issued = world.state.issued
     assert issued == (RULES.bound + 1) * RULES.groups_per_step, "it takes credit like any other"
     for group in ("g000001", "g000002"):
         world.finish(group)
     world.carry_out()
-    assert [closing.group for _, closing in world.book.closings] == ["g000001", "g000002"], "nobody waits for it"
+    assert [closing.group for _, closing in world.state.closings] == ["g000001", "g000002"], "nobody waits for it"
     scores = [r.score("g000000", slot, 0, version=0) for slot in range(RULES.group_size)]
     world.write("score", msgspec.structs.replace(scores[0], verdict="cheating", passed=False))
     world.write("score", scores[1])
-    (drop,) = [one for one in decide(world.book, RULES) if isinstance(one, GroupDropped)]
+    (drop,) = [one for one in decide(world.state, RULES) if isinstance(one, GroupDropped)]
     assert (drop.group, drop.reason, drop.detail) == ("g000000", "canary", "1 of 2 passed what none can")
     world.carry_out()
-    assert len(world.book.closings) == 2 and world.book.dropped == 1
+    assert len(world.state.closings) == 2 and world.state.dropped == 1

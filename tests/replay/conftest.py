@@ -8,18 +8,18 @@ import msgspec
 import pytest
 import uvloop
 
-from headrace.actors.trainer import Trainer
+from headrace.actors.trainer.actor import Trainer
+from headrace.bus.broker.server import Server, open_store
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server, open_store
-from headrace.bus.streams import declare
-from headrace.cli import main
+from headrace.bus.nats.streams import declare
+from headrace.cli.main import main
 from headrace.config import Config
 from headrace.messages.base import Array
 from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import STEP
 from headrace.messages.training import StepDone, StepFailed
-from tests.actors.living import living
-from tests.river import River, config, kill, new_run
+from tests.support.actors import living
+from tests.support.recorded_run import RunFeeder, config, kill, new_run
 
 Run = Callable[..., tuple[int, list[str], str]]
 
@@ -33,7 +33,7 @@ class Finished(NamedTuple):
     outcomes: dict[int, StepDone | StepFailed]
 
 
-class Poison(River):
+class Poison(RunFeeder):
     """A river in which some batches carry what no engine would have written."""
 
     spoil: Callable[[Array], Array] | None = None
@@ -65,20 +65,20 @@ async def _make(root: Path) -> Finished:
             await Bus.connect(server.url, role="trainer", credentials=server.credentials) as successor,
         ):
             await declare(admin)
-            river = Poison(admin, run, root)
+            feeder = Poison(admin, run, root)
             first = Trainer(setting, bus, run, "t-1")
             await first.start()
-            await river.batch(0)
-            await river.batch(1)
-            await river.batch(2, spoilt=True)
-            await river.poisoned(3, lambda a: Array.of([float(x) for x in a.tolist()], "<f8"))
-            await river.version(4)
+            await feeder.batch(0)
+            await feeder.batch(1)
+            await feeder.batch(2, spoilt=True)
+            await feeder.poisoned(3, lambda a: Array.of([float(x) for x in a.tolist()], "<f8"))
+            await feeder.version(4)
             kill(first)
             strict = config(root, algorithm={"max_grad_norm": 1e-9})
             async with living(Trainer, strict, successor, run):
-                await river.poisoned(4, lambda a: Array.of([float("nan")] * len(a), "<f4"))
-                await river.batch(5)
-                await river.version(6)
+                await feeder.poisoned(4, lambda a: Array.of([float("nan")] * len(a), "<f4"))
+                await feeder.batch(5)
+                await feeder.version(6)
             found = [r.message async for r in admin.history("HR_STEP", STEP.at(run=run))]
     (root / "broker").rename(root / run / "broker")
     (root / run / "config.json").write_bytes(msgspec.json.encode(setting))

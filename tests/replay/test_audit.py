@@ -6,16 +6,16 @@ from secrets import token_hex
 import msgspec
 import pytest
 
+from headrace.ledger.drops import Bucket, DropsByLength
 from headrace.messages.base import Message
 from headrace.messages.ledger import GroupClosed, SlotIssued, StalenessBound
 from headrace.messages.rollout import Span
 from headrace.messages.subjects import CLOSE, LEDGER, SCORE, STEP, TRAJ
 from headrace.messages.training import StepDone, StepManifest
 from headrace.replay.audit import Attempts, AuditReport, LaneReport, Seen, audit, examine
-from headrace.replay.drops import Bucket, DropsByLength
 from headrace.replay.tokens import versions
-from tests import records as r
 from tests.conftest import Connect
+from tests.support import records as r
 
 P, SIZE = 2, 2
 
@@ -114,6 +114,8 @@ def test_the_line_has_the_keys_that_are_promised() -> None:
         "staleness_max",
         "staleness_bound",
         "duplicates",
+        "skipped_count",
+        "skipped",
         "dropped_by_length",
         "speculation",
     ]

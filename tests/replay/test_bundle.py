@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bus.server import Server
+from headrace.bus.broker.server import Server
 from tests.replay.conftest import Finished, Run
 
 
 @pytest.fixture(scope="module")
 def written(finished: Finished, opened: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of a step that has others before it since its checkpoint."""
-    from headrace.cli import main
+    from headrace.cli.main import main
 
     folder = tmp_path_factory.mktemp("bundles") / "one"
     assert main(["replay", str(finished.folder), "--step", "1", "--to", str(folder)]) == 0

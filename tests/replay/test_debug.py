@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from headrace.bus.server import Server
+from headrace.bus.broker.server import Server
 from tests.replay.conftest import Finished, Run
 
 
@@ -27,7 +27,7 @@ def test_it_stops_before_anything_is_changed_and_then_goes_on(
         1,
         "p 'gradients', [p.grad for p in model.parameters() if p.grad is not None]",
         "p 'at the start', loaded.trainer.state.hash() == manifest.base_hash",
-        "p 'batch', len(trajectories), len(scores), len(segments) > 0, advantage.shape == logp.shape",
+        "p 'batch', len(trajectories), len(scores), len(micro.segments) > 0, tokens.advantage.shape == logp.shape",
         "p 'loss', token_loss.loss.requires_grad",
         "u",
         "p 'above', manifest.step, len(trajectories)",

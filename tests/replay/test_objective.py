@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from headrace.bus.server import Server
+from headrace.bus.broker.server import Server
 from tests.replay.conftest import Finished, Run
 
 
@@ -52,7 +52,7 @@ def test_the_reference_of_a_new_penalty_is_version_0(finished: Finished, opened:
     ("entry", "code", "says"),
     [
         ("run.seed=2", 1, "run.seed does not change a step"),
-        ("algorithm.learning_rate=1e-2", 1, "is what the step was taken with"),
+        ("algorithm.learning_rate=1e-2", 1, "does not change the recipe of the step"),
         ("algorithm.learning_rat=1", 2, "unknown key"),
         ("algorithm.learning_rate=fast", 2, "learning_rate"),
         ("learning_rate", 2, "section.key=value"),

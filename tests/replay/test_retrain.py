@@ -10,15 +10,15 @@ import msgspec
 import pytest
 import uvloop
 
+from headrace.bus.broker.server import Server, open_store
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server, open_store
-from headrace.launch.second_lives import follow
+from headrace.cli.replay.retrain import follow
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import SCORE
-from headrace.replay import past as pasts
-from headrace.replay import rejudging
-from headrace.replay.second import SecondTrainer
+from headrace.replay import recorded_run as pasts
+from headrace.replay import rejudge
+from headrace.replay.retrain import SecondTrainer
 from tests.replay.conftest import Finished, Run
 
 
@@ -34,8 +34,8 @@ def judged(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
     async def body() -> str:
         async with await Bus.connect(server.url, role="judge", credentials=server.credentials) as bus:
-            groups = await rejudging.closings(bus, finished.run)
-            found = await rejudging.rejudge(bus, finished.run, "j2", contrary, groups)
+            groups = await rejudge.closings(bus, finished.run)
+            found = await rejudge.rejudge(bus, finished.run, "j2", contrary, groups)
             return msgspec.json.encode(found).decode()
 
     yield server, folder, uvloop.run(body())
@@ -105,20 +105,20 @@ def test_a_second_trainer_waits_for_the_other_judge(finished: Finished, opened: 
             await Bus.connect(opened.url, role="replay", credentials=opened.credentials) as bus,
             await Bus.connect(opened.url, role="judge", credentials=opened.credentials) as judge,
         ):
-            past = await pasts.of_run(bus, finished.setting, finished.folder, finished.run)
-            live = rejudging.LiveScores()
+            recorded = await pasts.of_run(bus, finished.setting, finished.folder, finished.run)
+            live = rejudge.LiveScores()
             hearing = asyncio.create_task(live.follow(bus, finished.run, "j7"))
-            second = SecondTrainer(past, finished.setting, tmp_path, live.found, live.more)
+            second = SecondTrainer(recorded, finished.setting, tmp_path, live.found, live.more)
             lines = second.steps(follow(bus, finished.run))
             first = asyncio.ensure_future(anext(lines))
-            closings = rejudging.ending(judge, finished.run)
-            names = {group.group for group in past.manifests[0].groups}
+            closings = rejudge.ending(judge, finished.run)
+            names = {group.group for group in recorded.manifests[0].groups}
             while names:
                 done, _ = await asyncio.wait({first}, timeout=0.05)
                 assert not done
                 group = await anext(closings)
                 names.discard(group.group)
-                await rejudging.rejudge(judge, finished.run, "j7", same, [group])
+                await rejudge.rejudge(judge, finished.run, "j7", same, [group])
             assert (await first).same_weights
             hearing.cancel()
 
@@ -130,8 +130,8 @@ def test_a_second_trainer_follows_a_run_that_lives(finished: Finished, opened: S
 
     async def body() -> list[bool]:
         async with await Bus.connect(opened.url, role="replay", credentials=opened.credentials) as bus:
-            past = await pasts.of_run(bus, finished.setting, finished.folder, finished.run)
-            second = SecondTrainer(past, finished.setting, tmp_path)
+            recorded = await pasts.of_run(bus, finished.setting, finished.folder, finished.run)
+            second = SecondTrainer(recorded, finished.setting, tmp_path)
             found = []
             lines = second.steps(follow(bus, finished.run))
             async for line in lines:

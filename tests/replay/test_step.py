@@ -12,13 +12,13 @@ import msgspec
 import pytest
 import uvloop
 
+from headrace.bus.broker.server import Server, open_store
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server, open_store
 from headrace.messages.subjects import TRAJ
 from headrace.messages.training import StepFailed
-from headrace.replay import past as pasts
+from headrace.replay import recorded_run as pasts
 from headrace.replay.fetching import Records
-from headrace.replay.past import Past, ReplayError
+from headrace.replay.recorded_run import RecordedRun, ReplayError
 from headrace.replay.step import Rerun, attempt, choose, compare
 from tests.replay.conftest import Finished, Run
 
@@ -26,7 +26,7 @@ KEYS = ["step", "bitwise_equal", "loss", "grad_norm", "weights_hash", "fingerpri
 T = TypeVar("T")
 
 
-def on(finished: Finished, server: Server, work: Callable[[Past], Awaitable[T]]) -> T:
+def on(finished: Finished, server: Server, work: Callable[[RecordedRun], Awaitable[T]]) -> T:
     """Work on the finished run's past, in the role that replays."""
 
     async def body() -> T:
@@ -48,8 +48,8 @@ def test_random_steps_of_a_run_whose_trainer_was_killed_are_bit_equal(
 
 
 def test_a_seed_names_the_steps(finished: Finished, opened: Server) -> None:
-    async def drawn(past: Past) -> list[list[int]]:
-        return [choose(past, 3, seed) for seed in (1, 1, 2, 3, 4)]
+    async def drawn(recorded: RecordedRun) -> list[list[int]]:
+        return [choose(recorded, 3, seed) for seed in (1, 1, 2, 3, 4)]
 
     found = on(finished, opened, drawn)
     assert found[0] == found[1] == sorted(set(found[0]))
@@ -88,8 +88,8 @@ def test_the_manifest_says_how_a_step_is_computed_not_the_configuration(finished
     slower = msgspec.structs.replace(finished.setting.algorithm, learning_rate=1e-3)
     other = msgspec.structs.replace(finished.setting, algorithm=slower)
 
-    async def again(past: Past) -> bool:
-        with Rerun(past) as rerun:
+    async def again(recorded: RecordedRun) -> bool:
+        with Rerun(recorded) as rerun:
             loaded = await rerun.reach(1)
             return compare(loaded, attempt(loaded)).bitwise_equal
 
@@ -99,14 +99,14 @@ def test_the_manifest_says_how_a_step_is_computed_not_the_configuration(finished
 def test_a_way_that_strays_is_said(finished: Finished, opened: Server) -> None:
     """A checkpoint of other bits, which says of itself that it is whole: the first step after it is named."""
 
-    async def again(past: Past) -> tuple[bool, int]:
-        with Rerun(past) as rerun:
+    async def again(recorded: RecordedRun) -> tuple[bool, int]:
+        with Rerun(recorded) as rerun:
             strange = await rerun.reach(0)
             tensor = strange.trainer.state.master[next(iter(strange.trainer.state.master))]
             tensor.data.mul_(1.5)
             strange.trainer.save({})
             forged = strange.trainer.folder / "checkpoint.safetensors"
-            with Rerun(dataclasses.replace(past, checkpoints={0: forged})) as astray:
+            with Rerun(dataclasses.replace(recorded, checkpoints={0: forged})) as astray:
                 loaded = await astray.reach(1)
                 return compare(loaded, attempt(loaded)).bitwise_equal, astray.strayed
 
@@ -117,11 +117,11 @@ def test_what_cannot_be_replayed_is_said(finished: Finished, opened: Server, tmp
     run = str(finished.folder)
     for words, code, says in [
         ((run, "--step", "9"), 1, "has no finished step 9; it has 0 to 5"),
-        ((run,), 2, "say what to replay"),
-        ((run, "--step", "1", "--steps", "2"), 2, "say what to replay"),
-        ((run, "--steps", "0"), 2, "at least 1"),
-        ((run, "--steps", "2", "--debug"), 2, "belong to one step"),
-        ((run, "--step", "1", "--debug", "--to", "x"), 2, "three things"),
+        ((run,), 2, "expected exactly one of"),
+        ((run, "--step", "1", "--steps", "2"), 2, "expected exactly one of"),
+        ((run, "--steps", "0"), 2, "expected an integer >= 1"),
+        ((run, "--steps", "2", "--debug"), 2, "work on one step"),
+        ((run, "--step", "1", "--debug", "--to", "x"), 2, "exclude each other"),
         ((str(tmp_path), "--step", "1"), 2, "holds neither a run"),
     ]:
         found, out, err = headrace("replay", *words)
@@ -156,7 +156,7 @@ def test_the_nearest_checkpoint_is_the_newest_that_is_not_too_new(finished: Fini
     async def never(_: object) -> Records:
         raise AssertionError
 
-    past = Past(
+    recorded = RecordedRun(
         run="r",
         config=finished.setting,
         tokenizer="",
@@ -165,6 +165,6 @@ def test_the_nearest_checkpoint_is_the_newest_that_is_not_too_new(finished: Fini
         checkpoints={version: tmp_path for version in (0, 10, 20)},
         fetch=never,
     )
-    assert [past.nearest(step) for step in (0, 9, 10, 25)] == [0, 0, 10, 20]
+    assert [recorded.nearest(step) for step in (0, 9, 10, 25)] == [0, 0, 10, 20]
     with pytest.raises(ReplayError, match="no finished step that can be run again"):
-        choose(past, 1, 1)
+        choose(recorded, 1, 1)

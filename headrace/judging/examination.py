@@ -1,0 +1,230 @@
+"""One judge: the hidden tests in fresh sandboxes, what they reported, and the verdict. The judge actor, re-judging and
+evaluation call the same function.
+
+A sandbox gets the task's repository, the allowed part of the diff and the hidden tests in one frame, runs the tests
+once and is never used again. With group isolation the candidates of a group share one machine, frozen before any test
+is sent. A share of those verdicts, and all suspicious ones, are made again in a machine of the candidate's own; two
+that differ show that one candidate reached another, and the curriculum drops the group. After the tests the host checks
+the machine from outside (`CheckIntegrity`): a verdict from a machine that was changed is not used, and a candidate that
+changes a machine of its own has cheated.
+
+Every candidate gets a verdict. Output outside the bounds is the candidate's (judging/outcomes.py); a machine that dies
+twice under a candidate is a crash of the candidate; an exception while its data is processed is a fault of the judge:
+reward 0 as well, with the traceback in an event. Only sandboxes that our own parts lose are infrastructure.
+"""
+
+import asyncio
+import traceback
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from headrace.judging import rules
+from headrace.judging.candidates import Candidate, repository
+from headrace.judging.machines import Machines, S
+from headrace.judging.outcomes import RefusedOutput, read
+from headrace.judging.rules import Severity
+from headrace.judging.verdicts import Examination, Verdict, all_passed, conclude
+from headrace.messages.sandbox import (
+    Acquire,
+    CheckIntegrity,
+    Isolation,
+    NoCapacity,
+    OpResult,
+    RunTests,
+    SandboxLost,
+)
+from headrace.sandboxes.calls import NodeSilent, Superseded
+from headrace.tasks.sealing import settle
+
+TRIES = 3
+"""Sandboxes that our own parts may lose for one candidate before the judge gives up."""
+RETRY_S = 0.5
+"""Pause before another sandbox is asked for, times the number of failures."""
+
+
+class Report(Protocol):
+    """Where events go; `Actor.event` is one."""
+
+    async def __call__(
+        self, kind: str, text: str = "", level: Literal["info", "warning", "error"] = "info", /, **data: Any
+    ) -> None:
+        """Publish one event."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How a candidate is examined."""
+
+    again: bool = False
+    """Examine it a second time even where nothing is suspicious (group isolation alone)."""
+    lease_s: float = 120.0
+    severities: Mapping[str, Severity] = {}
+    """Rules whose severity differs from the table."""
+
+
+async def examine(candidate: Candidate, machines: Machines[S], report: Report, options: Options) -> Verdict:
+    """The verdict on a candidate.
+
+    Raises SandboxLost (Superseded when another judge works on the same candidate) or NoCapacity where our own parts
+    failed `TRIES` times, and whatever the machines' own transport raises. Nothing that a candidate sends raises.
+    """
+    return await _Examiner(candidate, machines, report, options).verdict()
+
+
+class _CandidateDied(Exception):
+    """The machine went down while the candidate's code ran in it."""
+
+
+class _Examiner:
+    """The examinations of one candidate."""
+
+    def __init__(self, candidate: Candidate, machines: Machines[Any], report: Report, options: Options) -> None:
+        self.candidate, self.machines, self.report, self.options = candidate, machines, report, options
+        self.where = {"group": candidate.trajectory.group, "slot": candidate.trajectory.slot}
+
+    async def verdict(self) -> Verdict:
+        trajectory, task, oracle = self.candidate.trajectory, self.candidate.task, self.candidate.oracle
+        try:
+            suspicions = rules.suspicions(task, oracle, trajectory.diff, trajectory.touched)
+            suspicions += rules.behaviour(task, trajectory)
+            files = repository(task, oracle, trajectory.diff, trajectory.deleted)
+        except Exception as error:
+            return await self._fault(error)
+        try:
+            first = await self._examination(files, trajectory.isolation, thorough=bool(suspicions))
+            unsure = bool(suspicions or first.touched or first.refused or rules.impossible_passed(oracle, first.ok))
+            second = None
+            if trajectory.isolation == "group" and not first.crashed and (unsure or self.options.again):
+                second = await self._second(files, first, unsure)
+        except _JudgeFault as fault:
+            return await self._fault(fault.error)
+        await self._report_touched(first, second)
+        again = await self._compare(first, second)
+        last = second or first
+        counted = last if first.touched or last.touched else first
+        if rules.impossible_passed(oracle, counted.ok):
+            text = f"{trajectory.id} passes tests that no honest fix can pass: it took over the process that runs them"
+            await self.report("canary_passed", text, "error", **self.where)
+        return conclude(oracle, counted, suspicions, again=again, severities=self.options.severities)
+
+    async def _second(self, files: dict[str, bytes], first: Examination, unsure: bool) -> Examination | None:
+        """The examination in a machine of the candidate's own; None where our own parts failed. Then the first one
+        stands, unless its machine was changed: SandboxLost, NoCapacity."""
+        try:
+            return await self._examination(files, "episode", thorough=unsure, second=True)
+        except Superseded:
+            raise
+        except (SandboxLost, NoCapacity):  # reported as judge_retry
+            if first.touched:
+                raise
+            return None
+
+    async def _examination(
+        self, files: dict[str, bytes], isolation: Isolation, *, thorough: bool, second: bool = False
+    ) -> Examination:
+        """Run the hidden tests and check the machine. A candidate that takes its machine down
+        twice has crashed.
+
+        The first death may have been a neighbour's in the group's shared machine, so the second try runs alone.
+        Failures of our own parts are tried `TRIES` times and then raised: SandboxLost, NoCapacity.
+        """
+        deaths = failures = 0
+        while True:
+            number = deaths + failures + (2 * TRIES if second else 0)
+            alone = isolation == "episode"
+            try:
+                result, touched = await self._run(files, isolation, number, thorough and alone)
+            except _CandidateDied as error:
+                deaths += 1
+                await self.report("judge_vm_died", str(error), "warning", deaths=deaths, **self.where)
+                if deaths == 2:
+                    return Examination(crashed=True)
+                isolation = "episode"
+                continue
+            except Superseded:
+                raise
+            except (SandboxLost, NoCapacity) as error:
+                failures += 1
+                await self.report("judge_retry", str(error), "warning", **self.where)
+                if failures == TRIES:
+                    raise
+                await asyncio.sleep(RETRY_S * failures)
+                continue
+            return self._read(result, touched, alone)
+
+    def _read(self, result: OpResult, touched: tuple[str, ...], alone: bool) -> Examination:
+        oracle = self.candidate.oracle
+        try:
+            tests = settle(read(result), oracle.answers)
+            return Examination(ok=all_passed(tests, oracle.expected), tests=tests, touched=touched, alone=alone)
+        except RefusedOutput as error:
+            return Examination(refused=str(error), touched=touched, alone=alone)
+        except Exception as error:
+            raise _JudgeFault(error) from error
+
+    async def _run(
+        self, files: dict[str, bytes], isolation: Isolation, number: int, thorough: bool
+    ) -> tuple[OpResult, tuple[str, ...]]:
+        """The tests in one fresh sandbox, and what the integrity check found. `number` tells the tries apart."""
+        trajectory = self.candidate.trajectory
+        request = Acquire(
+            run=trajectory.run,
+            lane=trajectory.lane,
+            role="judge",
+            # A machine of its own must not be the group's.
+            group=f"{trajectory.group}-{trajectory.slot}-alone{number}" if number else trajectory.group,
+            slot=trajectory.slot,
+            attempt=trajectory.attempt,
+            isolation=isolation,
+            template=self.candidate.task.template,
+            seed=trajectory.seed,
+            lease_s=self.options.lease_s,
+            files=files,
+        )
+        sandbox = await self.machines.acquire(request)
+        try:
+            result = await sandbox.call(RunTests(plan=self.candidate.oracle.tests), f"{trajectory.id}-judge{number}")
+            checked = await sandbox.call(CheckIntegrity(thorough=thorough), f"{trajectory.id}-look{number}")
+        except (NodeSilent, Superseded):
+            raise
+        except SandboxLost as error:
+            raise _CandidateDied(str(error)) from None
+        finally:
+            self.machines.give_back(sandbox)
+        if not checked.ok:
+            await self.report("machines_not_checked", checked.error, "warning")
+        return result, checked.tampered
+
+    async def _compare(self, first: Examination, second: Examination | None) -> Literal["", "same", "other"]:
+        """Whether the second examination agrees. A machine that the candidate changed leaves nothing to compare."""
+        if second is None or second.touched:
+            return ""
+        if second.ok == first.ok:
+            return "same"
+        direction = "passes only beside" if first.ok else "fails only beside"
+        text = f"{self.candidate.trajectory.id} {direction} its group, not alone"
+        await self.report("verdicts_differ", text, "error", **self.where)
+        return "other"
+
+    async def _report_touched(self, first: Examination, second: Examination | None) -> None:
+        last = second or first
+        changed = last.touched or first.touched
+        if changed:
+            did = "did it" if last.alone and last.touched else "did not do it"
+            text = f"{self.candidate.trajectory.id} was judged in a machine that was touched ({', '.join(changed)})"
+            await self.report("machine_touched", f"{text} and {did}", "error", **self.where)
+
+    async def _fault(self, error: Exception) -> Verdict:
+        """An exception of our own code while it processed a candidate's data: reward 0, and the traceback."""
+        text = "".join(traceback.format_exception(error))[-4000:]
+        await self.report("judge_fault", text, "error", **self.where)
+        return Verdict(decision="failed", reason=f"judge_fault: {type(error).__name__}: {error}"[:500])
+
+
+class _JudgeFault(Exception):
+    """Our own code failed on what a candidate sent."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error

@@ -1,0 +1,50 @@
+"""Where the judge's sandboxes come from: the actors of the bus, or a host in this process."""
+
+from typing import Protocol, TypeVar
+
+from headrace.messages.sandbox import Acquire, Sandbox
+
+S = TypeVar("S", bound=Sandbox)
+
+
+class Machines(Protocol[S]):
+    """A source of fresh sandboxes; `sandboxes.client.Sandboxes` is one."""
+
+    async def acquire(self, request: Acquire, /) -> S:
+        """A fresh sandbox. SandboxLost, NoCapacity."""
+
+    def give_back(self, sandbox: S, /) -> None:
+        """Release it; returns at once."""
+
+
+class Named(Sandbox, Protocol):
+    """A sandbox of a host."""
+
+    @property
+    def id(self) -> str:
+        """Its name on the host."""
+
+
+class Host(Protocol):
+    """What `HostMachines` needs of `vmhost.node.host.Host`."""
+
+    async def acquire(self, request: Acquire, /) -> Named:
+        """A fresh sandbox. SandboxLost, NoCapacity."""
+
+    def release(self, id: str, /) -> None:
+        """End it."""
+
+
+class HostMachines:
+    """A host of this process as a source of sandboxes: for re-judging, and for scripts without a bus."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    async def acquire(self, request: Acquire, /) -> Named:
+        """A fresh sandbox."""
+        return await self._host.acquire(request)
+
+    def give_back(self, sandbox: Named, /) -> None:
+        """Release it."""
+        self._host.release(sandbox.id)

@@ -1,0 +1,144 @@
+"""From a verdict to the Score record: the reward of the configured function, and who computed it.
+
+A reward is code that a user may bring, so its failures are contained: one that raises, returns no finite number or
+exceeds the time limit gives the attempt reward 0 with the reason `reward_error`. Three in a row mean that the function
+itself is broken; the judge then ends the run with the traceback, instead of training on zeros.
+"""
+
+import asyncio
+import inspect
+import math
+import traceback
+from collections.abc import Mapping
+
+import msgspec
+
+from headrace.algorithms.rewards import REWARDS, Judged, Option
+from headrace.config import Algorithm
+from headrace.judging import rules
+from headrace.judging.candidates import Candidate
+from headrace.judging.verdicts import Verdict
+from headrace.messages.judging import Score
+from headrace.messages.plugins import Plugin
+from headrace.messages.rollout import Trajectory
+from headrace.registry import plugins
+from headrace.tasks.suites import suite_plugins
+
+IN_A_ROW = 3
+"""Consecutive failures of the reward after which the run ends."""
+
+
+class RewardBroken(Exception):
+    """The reward failed `IN_A_ROW` times in a row; the text ends with the traceback."""
+
+
+class RewardError(Exception):
+    """The reward gave no number for one attempt; the text says why, and holds its traceback where there is one."""
+
+
+class Rewarder:
+    """The reward function of a run."""
+
+    def __init__(self, name: str, options: Mapping[str, Option], timeout_s: float) -> None:
+        """PluginError when there is no such reward."""
+        self.name, self._options, self._timeout_s = name, dict(options), timeout_s
+        self._reward = REWARDS.get(name)
+        self.plugins: tuple[Plugin, ...] = plugins((REWARDS, [name]))
+        self._failures = 0
+
+    @classmethod
+    def of(cls, algorithm: Algorithm, timeout_s: float) -> "Rewarder":
+        """The reward of a configuration. PluginError as above."""
+        options = algorithm.reward_options | {
+            "length_penalty": algorithm.length_penalty,
+            "length_k": algorithm.length_k,
+            "length_q": algorithm.length_q,
+        }
+        return cls(algorithm.reward, options, timeout_s)
+
+    async def reward(self, trajectory: Trajectory, verdict: Verdict) -> float:
+        """The reward of one attempt, a finite number. RewardError, RewardBroken."""
+        judged = Judged(
+            trajectory=trajectory,
+            verdict=verdict.decision,
+            passed=verdict.passed,
+            tests=verdict.tests,
+            suspicions=verdict.suspicions,
+            tokens=sum(len(turn.ids) for turn in trajectory.turns),
+            calls=sum(len(turn.calls) for turn in trajectory.turns),
+            turns=len(trajectory.turns),
+            options=self._options,
+        )
+        try:
+            value = await self._call(judged)
+        except Exception as error:
+            self._failures += 1
+            what = f"the reward {self.name!r} {self._describe(error)}"
+            if self._failures >= IN_A_ROW:
+                raise RewardBroken(f"{IN_A_ROW} times in a row {what}") from error
+            raise RewardError(what) from error
+        self._failures = 0
+        return value
+
+    async def _call(self, judged: Judged) -> float:
+        if REWARDS.builtin(self.name):
+            value = self._reward(judged)
+        else:
+            # A user's function may block: it runs in a thread, and the judge waits for it no longer than the limit.
+            async with asyncio.timeout(self._timeout_s):
+                value = await asyncio.to_thread(self._reward, judged)
+                if inspect.isawaitable(value):
+                    value = await value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"expected a finite number, got {value!r}")
+        return float(value)
+
+    def _describe(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"took longer than {self._timeout_s:g} s"
+        return f"raised {type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))[-3000:]}"
+
+
+def score_of(
+    candidate: Candidate, seq: int, verdict: Verdict, reward: float, *, reason: str = "", by: Rewarder, wall_s: float
+) -> Score:
+    """The Score of a trajectory that lies at sequence `seq`. reason: why the reward is 0, beside the verdict's own."""
+    trajectory = candidate.trajectory
+    return Score(
+        run=trajectory.run,
+        lane=trajectory.lane,
+        group=trajectory.group,
+        slot=trajectory.slot,
+        attempt=trajectory.attempt,
+        trajectory_seq=seq,
+        task=trajectory.task,
+        family=candidate.task.family,
+        judge_version=rules.VERSION,
+        verdict=verdict.decision,
+        reward=reward,
+        passed=verdict.passed,
+        tests=verdict.tests,
+        suspicions=verdict.suspicions,
+        again=verdict.again,
+        reason=verdict.reason or reason,
+        plugins=(*by.plugins, *suite_plugins((trajectory.task.suite,))),
+        oldest_version=trajectory.oldest_version,
+        sampled_tokens=sum(len(turn.ids) for turn in trajectory.turns),
+        turns=len(trajectory.turns),
+        calls=sum(len(turn.calls) for turn in trajectory.turns),
+        wall_ms=round(1000.0 * wall_s, 3),
+    )
+
+
+def scored_again(old: Score, verdict: Verdict, reward: float, by: Rewarder) -> Score:
+    """A recorded Score with another verdict and reward; its run and judge version are set by the caller."""
+    return msgspec.structs.replace(
+        old,
+        verdict=verdict.decision,
+        passed=verdict.passed,
+        reward=reward,
+        tests=verdict.tests,
+        suspicions=verdict.suspicions,
+        reason=verdict.reason,
+        plugins=by.plugins,
+    )

@@ -1,0 +1,66 @@
+"""The one builder of a RolloutRequest: a ledger record says which attempt, these settings say how it runs.
+
+Curriculum, evaluator, gateway and command line all build their requests here, so the lanes cannot drift apart. The
+result depends on nothing else: a successor that builds the request of a recorded attempt again gets the same one.
+"""
+
+import msgspec
+
+from headrace import config as sections
+from headrace.messages.ledger import SlotIssued
+from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Sampling
+from headrace.messages.sandbox import Isolation
+
+
+class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How an attempt runs, whichever attempt it is."""
+
+    sampling: Sampling
+    """Its seed is not used: every attempt samples with the seed of its ledger record."""
+    limits: Limits
+    isolation: Isolation
+    policy: PolicyRef = PolicyRef()
+    prompt: str = ""
+    """Replaces the task's prompt where it is not empty."""
+    files: dict[str, bytes] = {}
+    """Replace the task's files where there are any."""
+
+    def request(self, issued: SlotIssued) -> RolloutRequest:
+        """The request of a recorded attempt."""
+        return RolloutRequest(
+            run=issued.run,
+            lane=issued.lane,
+            group=issued.group,
+            slot=issued.slot,
+            attempt=issued.attempt,
+            task=issued.task,
+            seed=issued.seed,
+            min_version=issued.min_version,
+            policy=self.policy,
+            sampling=msgspec.structs.replace(self.sampling, seed=issued.seed),
+            limits=self.limits,
+            isolation=self.isolation,
+            prompt=self.prompt,
+            files=self.files,
+        )
+
+
+def limits_of(config: sections.Config) -> Limits:
+    """The limits of an episode from the configuration."""
+    limits = config.limits
+    return Limits(
+        max_turns=limits.max_turns,
+        max_tokens=limits.max_tokens,
+        context_tokens=limits.context_tokens,
+        wall_s=limits.wall_s,
+        max_parallel_calls=limits.max_parallel_calls,
+    )
+
+
+def settings_of(config: sections.Config, temperature: float) -> RequestSettings:
+    """The settings that the configuration gives to every lane."""
+    return RequestSettings(
+        sampling=Sampling(temperature=temperature, max_turn_tokens=config.limits.max_turn_tokens),
+        limits=limits_of(config),
+        isolation=config.environment.isolation,
+    )

@@ -1,0 +1,105 @@
+"""The curriculum's tasks, ledger records and evaluations. All functions are pure, so a successor gets the same results.
+
+The task order is a permutation of the suite, a new one for every pass, derived from the run's seed. A group's place in
+it is the group's ordinal, which the ledger holds. Nothing else is random, so there is no generator state to lose.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from headrace.config import Config
+from headrace.ledger.requests import settings_of
+from headrace.ledger.schedule import IssueGroup, RetrySlot
+from headrace.ledger.seeds import seed_of
+from headrace.messages.evaluation import EvalRequest
+from headrace.messages.ledger import SlotIssued
+from headrace.messages.rollout import PolicyRef
+from headrace.messages.tasks import CANARY, TaskRef
+
+PASS = 4096
+"""Tasks of one shuffled block: a generated suite is far longer than any run."""
+
+
+class TaskOrder:
+    """Task of a group by the group's ordinal."""
+
+    def __init__(self, ids: Sequence[str], seed: int) -> None:
+        """ids: the suite's tasks in order. They are walked in blocks of `PASS` tasks, each block shuffled."""
+        if not len(ids):
+            raise ValueError("a suite without tasks cannot be trained on")
+        self._ids, self._seed = ids, seed
+        self._pass = min(PASS, len(ids))
+        self._made: tuple[int, list[int]] = (-1, [])
+
+    def __getitem__(self, number: int) -> str:
+        """The task of group `number`."""
+        block, at = divmod(number, self._pass)
+        if self._made[0] != block:
+            order = list(range(self._pass))
+            random.Random(seed_of(self._seed, "order", block)).shuffle(order)
+            self._made = (block, order)
+        blocks = len(self._ids) // self._pass
+        return self._ids[(block % blocks) * self._pass + self._made[1][at]]
+
+
+def task(config: Config, order: TaskOrder, number: int) -> TaskRef:
+    """The task of group `number`. [curriculum] canaries is the share of groups that get an unsolvable task instead."""
+    suite = config.tasks.suite
+    if seed_of(config.run.seed, "canary", number) < config.curriculum.canaries * 2**62:
+        suite = CANARY + suite
+    return TaskRef(suite, order[number])
+
+
+def slots_of(config: Config, run: str, decision: IssueGroup | RetrySlot, task: TaskRef, index: int) -> list[SlotIssued]:
+    """The ledger records of a decision. index: the group's number, dropped groups not counted.
+
+    A new attempt gets a new seed: the previous one may have failed because of what it drew.
+    """
+    if isinstance(decision, RetrySlot):
+        attempts, speculative = [(decision.slot, decision.attempt)], decision.speculative
+    else:
+        attempts, speculative = [(slot, 0) for slot in decision.slots], False
+    return [
+        SlotIssued(
+            run=run,
+            lane="train",
+            group=decision.group,
+            index=index,
+            slot=slot,
+            attempt=attempt,
+            group_size=config.curriculum.group_size,
+            task=task,
+            seed=seed_of(config.run.seed, decision.group, slot, attempt),
+            min_version=decision.min_version,
+            speculative=speculative,
+        )
+        for slot, attempt in attempts
+    ]
+
+
+def evaluations(config: Config, run: str, when: Literal["before", "after"], version: int) -> Iterator[EvalRequest]:
+    """The configured evaluations of one version, before or after training."""
+    sizes = config.evaluation
+    suites = (
+        ("heldout", config.tasks.heldout, sizes.heldout_tasks),
+        ("unseen", config.tasks.unseen, sizes.unseen_tasks),
+    )
+    kinds = (("", 1.0),) if when == "before" else (("_t1", 1.0), ("_greedy", 0.0))
+    for name, suite, tasks in suites:
+        for kind, temperature in kinds:
+            if tasks > 0:
+                reason = f"{name}_{when}{kind}"
+                settings = settings_of(config, temperature)
+                yield EvalRequest(
+                    id=reason.replace("_", "-"),
+                    run=run,
+                    suite=suite,
+                    tasks=tasks,
+                    policy=PolicyRef("pinned", version),
+                    sampling=settings.sampling,
+                    limits=settings.limits,
+                    isolation=settings.isolation,
+                    reason=reason,
+                    seed=config.run.seed,
+                )
