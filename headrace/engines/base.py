@@ -27,11 +27,11 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     """With the position, decides every draw: a repeat under the same weights gives the same ids, whatever the batch."""
     lane: Lane = "train"
-    """Who waits for it: where there is not room for all, production goes first."""
+    """The lane of the request: where capacity is short, production goes first."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """What was drawn."""
+    """The sampled tokens of one turn, and how they were computed."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]

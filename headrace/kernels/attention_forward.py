@@ -76,7 +76,7 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @jit
 def _merge(peak, total, out, next_peak, next_total, next_out):  # type: ignore[no-untyped-def]
-    """What was seen so far and the split behind it. A split without a visible key changes no bit."""
+    """The state so far and the split behind it. A split without a visible key changes no bit."""
     top = tl.maximum(peak, next_peak)
     safe = tl.where(top == float("-inf"), 0.0, top)
     old, new = tl.exp(peak - safe), tl.exp(next_peak - safe)

@@ -2,12 +2,13 @@
 
 Idea: a sampler decodes one token of 32 sequences, a trainer scores 12,000 tokens at once. Both are the same sums, but
 a BLAS picks another summation order for another number of rows. Here every reduction has one order, fixed by the row:
- - `linear`: rows padded to a multiple of `pad`, so the library never takes its small-matrix kernels;
+ - `linear`: rows padded to a multiple of `pad`, so the library never takes its small-matrix kernels; for 16-bit types
+   also to `least_rows`, because ATen has a second path for small products;
  - `rms_norm`: a reduction over the last dimension, which torch computes row by row;
  - `swiglu`: x / (1 + exp(-x)) by hand, because torch's silu in float32 treats the last few elements of a buffer
    differently from the others.
-Which `pad` suffices is a property of the CPU and its libraries: `policy.numerics.probe` finds it and refuses where
-none does. Attention has its own file, `block_attention`.
+Which `pad` suffices is a property of the CPU and its libraries: `policy.numerics_probe` finds it and refuses where none
+does. Attention has its own file, `block_attention`.
 
 Trade-off: a few padded rows and unfused activations; docs/kernels.md has the measured cost. Backward passes need no
 fixed order over the batch (one trainer computes them), only determinism, and are written for speed.
@@ -28,11 +29,26 @@ from torch import Tensor
 from headrace.kernels import dispatch
 from headrace.kernels.dispatch import jit, tl
 
+SMALL = 4096
+"""ATen multiplies 16-bit matrices of at most so many multiplications (rows x K x N) by a loop of its own and leaves
+larger ones to oneDNN, which adds in another order (`mkldnn_gemm_min_size` in torch 2.13, 16 cubed)."""
+
+
+def least_rows(cells: int, dtype: torch.dtype) -> int:
+    """Fewest rows with which a product by a matrix of `cells` = K x N numbers takes the path of larger products."""
+    return SMALL // cells + 1 if dtype.itemsize == 2 else 1
+
 
 def linear(x: Tensor, weight: Tensor, pad: int) -> Tensor:
-    """x [M, K] @ weight [N, K].T, rows padded to a multiple of `pad` while multiplied. pad 1 is F.linear."""
+    """x [M, K] @ weight [N, K].T, rows padded while multiplied: to `least_rows`, then to a multiple of `pad`.
+
+    pad 1 is F.linear: ordinary mode.
+    """
     rows = x.shape[0]
-    extra = -rows % pad
+    if pad == 1:
+        return F.linear(x, weight)
+    height = max(rows, least_rows(weight.numel(), x.dtype))
+    extra = height + -height % pad - rows
     if extra:
         return F.linear(F.pad(x, (0, 0, 0, extra)), weight)[:rows]
     return F.linear(x, weight)
@@ -121,12 +137,14 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    parts = (a * cos - b * sin, b * cos + a * sin)
+    return torch.cat((*parts, rest) if rest.shape[-1] else parts, -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: x [N, heads, D] turned by cos, sin [N, 1, D / 2]; halves are the pairs, as in Qwen3."""
+    """Rotary embedding: the first R of x [N, heads, D] turned by cos, sin [N, 1, R / 2]; halves of R are the pairs."""
     if torch.is_grad_enabled():
         out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
         return out

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels import batch_invariant
+
 BLOCK = 64
 """Positions in a KV block: the unit of attention, of the KV cache and of prefix reuse."""
 _STRIDE = 32
@@ -73,7 +75,7 @@ class Packing:
             )
 
 
-def _spread(x: Tensor, bucket: Bucket, heads: int, length: int, places: Tensor) -> Tensor:
+def spread(x: Tensor, bucket: Bucket, heads: int, length: int, places: Tensor) -> Tensor:
     """Packed x [N, heads * g, D] -> [B * heads, length * g, D], token-major rows, zeros where there is no token."""
     dim = x.shape[-1]
     group = x.shape[1] // heads
@@ -83,8 +85,8 @@ def _spread(x: Tensor, bucket: Bucket, heads: int, length: int, places: Tensor) 
     return out.reshape(bucket.sequences * heads, length * group, dim)
 
 
-def _gather(x: Tensor, bucket: Bucket, heads: int, length: int, places: Tensor, into: Tensor) -> None:
-    """The way back of `_spread`."""
+def gather(x: Tensor, bucket: Bucket, heads: int, length: int, places: Tensor, into: Tensor) -> None:
+    """The way back of `spread`."""
     dim = x.shape[-1]
     group = x.shape[1] // length
     flat = x.view(bucket.sequences, heads, length, group, dim).transpose(1, 2).reshape(-1, heads * group, dim)
@@ -135,8 +137,8 @@ class _PackedAttention(torch.autograd.Function):
         g_q, g_k, g_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         delta = (grad.float() * out.float()).sum(-1, keepdim=True)
         for bucket, lse in zip(ctx.packing.buckets, saved, strict=True):
-            qs, gs, ds = (_spread(x, bucket, heads, bucket.queries, bucket.query_places) for x in (q, grad, delta))
-            ks, vs = (_spread(x, bucket, heads, bucket.keys, bucket.key_places) for x in (k, v))
+            qs, gs, ds = (spread(x, bucket, heads, bucket.queries, bucket.query_places) for x in (q, grad, delta))
+            ks, vs = (spread(x, bucket, heads, bucket.keys, bucket.key_places) for x in (k, v))
             b_q = torch.zeros_like(qs, dtype=torch.float32)
             b_k, b_v = torch.empty_like(ks), torch.empty_like(vs)
             for start in range(0, ks.shape[1], BLOCK):
@@ -150,9 +152,9 @@ class _PackedAttention(torch.autograd.Function):
                 dp = dp.sub_(ds[:, at:]).mul_(p).mul_(ctx.scale).to(q.dtype)
                 b_q[:, at:].add_(torch.bmm(dp, kj))
                 b_k[:, start : start + BLOCK] = torch.bmm(dp.transpose(1, 2), qs[:, at:])
-            _gather(b_q.to(q.dtype), bucket, heads, bucket.queries, bucket.query_places, g_q)
-            _gather(b_k, bucket, heads, bucket.keys, bucket.key_places, g_k)
-            _gather(b_v, bucket, heads, bucket.keys, bucket.key_places, g_v)
+            gather(b_q.to(q.dtype), bucket, heads, bucket.queries, bucket.query_places, g_q)
+            gather(b_k, bucket, heads, bucket.keys, bucket.key_places, g_k)
+            gather(b_v, bucket, heads, bucket.keys, bucket.key_places, g_v)
         return g_q, g_k, g_v, None, None
 
 
@@ -160,10 +162,10 @@ def _packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: 
     heads = k.shape[1]
     result, saved = torch.empty_like(q), []
     for bucket in packing.buckets:
-        qs = _spread(q, bucket, heads, bucket.queries, bucket.query_places)
-        ks, vs = (_spread(x, bucket, heads, bucket.keys, bucket.key_places) for x in (k, v))
+        qs = spread(q, bucket, heads, bucket.queries, bucket.query_places)
+        ks, vs = (spread(x, bucket, heads, bucket.keys, bucket.key_places) for x in (k, v))
         out, lse = _causal(qs, ks, vs, scale, q.shape[1] // heads)
-        _gather(out.to(q.dtype), bucket, heads, bucket.queries, bucket.query_places, result)
+        gather(out.to(q.dtype), bucket, heads, bucket.queries, bucket.query_places, result)
         saved.append(lse)
     return result, saved
 
@@ -194,15 +196,24 @@ class Paging(NamedTuple):
     """bool [B, n, 1, rows, 64], keys that lie after a query, where T is 1; else made block by block."""
 
 
-def paging(table: Tensor, positions: Tensor, group: int, pad: int) -> Paging:
-    """table [B, n] of block numbers, any valid number where a sequence has fewer; positions [B, T] of the queries."""
+def paging(table: Tensor, positions: Tensor, group: int, pad: int, least: int = 1) -> Paging:
+    """table [B, n] of block numbers, any valid number where a sequence has fewer; positions [B, T] of the queries.
+
+    Rows T * G are padded to at least `least` and to a multiple of `pad`; see `least_height`.
+    """
     limit = positions if group == 1 else positions.repeat_interleave(group, 1)
-    extra = -limit.shape[1] % pad
+    height = max(limit.shape[1], least)
+    extra = height + -height % pad - limit.shape[1]
     lowest = int(limit.min())
     limit = (F.pad(limit, (0, extra), value=lowest) if extra else limit)[:, None, None, :, None]
     blocks = table.shape[1]
     hidden = _after(limit, 0, blocks) if positions.shape[1] == 1 else None
     return Paging(table.view(-1), blocks, limit, lowest, hidden)
+
+
+def least_height(dim: int, dtype: torch.dtype) -> int:
+    """Fewest query rows for which both products of a block take the path of larger ones; dim: head_dim."""
+    return batch_invariant.least_rows(BLOCK * dim, dtype)
 
 
 def _after(limit: Tensor, first: int, blocks: int) -> Tensor:

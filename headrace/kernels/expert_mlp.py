@@ -1,8 +1,8 @@
 """The experts' SwiGLU: every expert's rows side by side, two plain products each, outputs gathered back by slot.
 
-Idea: sort (token, slot) pairs by expert, give each expert's part a multiple of the row padding, and multiply part by
-part. Each token then gathers its k outputs and adds them in slot order. Nothing is added by atomics or by index, so a
-token's sum depends on nothing but its own row.
+Idea: sort (token, slot) pairs by expert, give each expert's part a multiple of the row padding (and for 16-bit types at
+least `batch_invariant.least_rows`), and multiply part by part. Each token then gathers its k outputs and adds them in
+slot order. Nothing is added by atomics or by index, so a token's sum depends on its own row alone.
 
 Layout: gate_up [E, 2I, D] holds gate above up, down [E, D, I]; a part is a slice of one buffer [P, ...], so no part is
 ever copied together with others. Padding rows repeat token 0 under a gate of 0: rows are independent, nobody gathers
@@ -27,12 +27,13 @@ from headrace.kernels import batch_invariant
 Cast = Callable[[Tensor], Tensor]
 
 
-def _as_is(x: Tensor) -> Tensor:
+def as_is(x: Tensor) -> Tensor:
+    """The cast of experts that are multiplied in the policy's own dtype."""
     return x
 
 
 class Plan(NamedTuple):
-    """Who stands where. parts: (expert, first row, end row) of those that have rows."""
+    """The row of each (token, slot) pair. parts: (expert, first row, end row) of those that have rows."""
 
     parts: list[tuple[int, int, int]]
     rows: int
@@ -42,13 +43,13 @@ class Plan(NamedTuple):
     """int64 [N * k]: row of each (token, slot)."""
 
 
-def plan(experts: Tensor, count: int, pad: int) -> Plan:
-    """experts int64 [N, k], each below `count`."""
+def plan(experts: Tensor, count: int, pad: int, least: int = 1) -> Plan:
+    """experts int64 [N, k], each below `count`. A part has at least `least` rows and a multiple of `pad`."""
     k = experts.shape[1]
     flat = experts.cpu().numpy().reshape(-1)
     order = flat.astype(np.uint16).argsort(kind="stable")  # 16 bits: numpy takes its radix sort
     sizes = np.bincount(flat, minlength=count)
-    padded = -(-sizes // pad) * pad
+    padded = np.where(sizes > 0, -(-np.maximum(sizes, least) // pad) * pad, 0)
     ends = padded.cumsum()
     place = np.arange(len(flat)) + (ends - padded - sizes.cumsum() + sizes).repeat(sizes)
     rows = int(ends[-1])
@@ -117,13 +118,14 @@ class _ExpertMlp(torch.autograd.Function):
 
 
 def expert_mlp(
-    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, cast: Cast = _as_is
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, cast: Cast = as_is
 ) -> Tensor:
     """x [N, D] through the experts int64 [N, k] under gates float32 [N, k] -> [N, D]. Differentiable but in experts.
 
     cast: [N, K] -> [N, K], row by row, on what enters each product.
     """
-    p = plan(experts, gate_up.shape[0], pad)
+    least = batch_invariant.least_rows(down[0].numel(), x.dtype) if pad > 1 else 1  # down is the smaller matrix
+    p = plan(experts, gate_up.shape[0], pad, least)
     if torch.is_grad_enabled():
         out: Tensor = _ExpertMlp.apply(x, gates, gate_up, down, p, cast)  # type: ignore[no-untyped-call]
         return out

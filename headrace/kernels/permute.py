@@ -33,7 +33,7 @@ PAIRS = 128
 
 
 class Places(NamedTuple):
-    """Who stands where, all of it on the device."""
+    """The row of each pair, all of it on the device."""
 
     slots: Tensor
     """int64 [N * k]."""

@@ -27,8 +27,8 @@ class Rule(NamedTuple):
     scale: float = 1.0
     """Factor on the gate scores, after normalising."""
     plausible: float = 0.0
-    """A replayed expert stays only if its score is at least this share of the weakest live choice's; others make room
-    for the best live ones. 0: replay is strict."""
+    """A replayed expert stays only if its score is at least this share of the weakest live choice's; the best live
+    experts take the slots of the others. 0: replay is strict."""
 
 
 SOFTMAX = Rule()

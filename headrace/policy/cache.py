@@ -8,6 +8,7 @@ numbers: a masked position is multiplied by 0, and 0 times NaN would show.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,15 @@ class KVCache:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
 
+class Context(NamedTuple):
+    """The keys of a cached forward in ordinary mode; made by its first layer, used by all."""
+
+    rows: Tensor
+    """int64 [B * V * blocks]: rows of the pool seen as [blocks * V, 64 * D]."""
+    hidden: Tensor
+    """bool [B, T * G, blocks * 64]: keys that a query does not see."""
+
+
 class Step:
     """Where the new tokens of one cached forward stand: sequence b brings lengths[b] tokens from position starts[b] on.
 
@@ -63,7 +73,9 @@ class Step:
         """[B, blocks]; block 0 stands where a sequence is shorter, and is masked."""
         self.batch, self.steps = len(lengths), max(lengths)
         self.pages: Paging | None = None
-        """Made by the first layer of the exact way, used by all."""
+        """Made by the first layer in exact mode, used by all."""
+        self.context: Context | None = None
+        """The same in ordinary mode."""
         first = torch.tensor(starts, device=device)
         self.dense: Tensor | None = None
         if self.steps == min(lengths):

@@ -1,16 +1,13 @@
-"""Shape of a policy. Only what changes the numbers is a field; `policy.hugging_face` reads and writes config.json."""
+"""The shape of a policy. Every field changes the numbers. `policy.layout.hugging_face` reads and writes config.json."""
 
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import torch
 
 from headrace.policy.rope import RopeScaling
 
 if TYPE_CHECKING:
-    from headrace.config import Policy
+    import torch
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -35,7 +32,7 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Dimensions of a decoder: Qwen3-MoE (experts > 0), dense Qwen3 (experts 0), DeepSeek-V3 (`latent`); in elements.
+    """Dimensions of a decoder in elements: dense (experts 0) or a mixture, with grouped or `latent` attention.
 
     With `latent`, kv_heads is heads and head_dim is nope_dim + rope_dim: what the cache holds.
     """
@@ -73,13 +70,25 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Inner width of their MLP; 0 is expert_dim."""
     expert_format: Literal["", "mxfp8"] = ""
     """How experts are served and multiplied; empty is `dtype`. See `kernels.mxfp8`."""
+    model_type: Literal["", "glm4_moe", "llama", "mistral", "qwen2"] = ""
+    """Hugging Face's name of the architecture; empty: qwen3, qwen3_moe or deepseek_v3, as the other fields say."""
+    qk_norm: bool = True
+    """Queries and keys are normalised head by head before they are rotated (grouped attention only)."""
+    qkv_bias: bool = False
+    """A vector is added to queries, keys and values (grouped attention only)."""
+    out_bias: bool = False
+    """A vector is added to what attention returns to the residual stream (grouped attention only)."""
+    rotary_dim: int = 0
+    """Leading part of a query and key that is rotated (grouped attention only); 0 is head_dim."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise CheckpointError(f"{self.heads} query heads cannot share {self.kv_heads} key-value heads evenly")
         if self.experts and not 0 < self.top_k <= self.experts:
             raise CheckpointError(f"top_k {self.top_k} of {self.experts} experts is not possible")
-        turned = self.latent.rope_dim if self.latent else self.head_dim
+        turned = self.turned
+        if turned > self.head_dim:
+            raise CheckpointError(f"rotary_dim {turned} is larger than head_dim {self.head_dim}")
         if turned % 2:
             raise CheckpointError(f"head_dim {turned} is odd: rotary pairs need an even one")
         if self.experts % self.expert_groups or not 0 < self.kept_groups <= self.expert_groups:
@@ -97,8 +106,15 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise CheckpointError(f"mxfp8 needs widths that are multiples of 32, not {self.dim} and {self.expert_dim}")
 
     @property
-    def torch_dtype(self) -> torch.dtype:
+    def turned(self) -> int:
+        """Width of the rotated part of a query or key."""
+        return self.latent.rope_dim if self.latent else self.rotary_dim or self.head_dim
+
+    @property
+    def torch_dtype(self) -> "torch.dtype":
         """dtype of parameters and activations."""
+        import torch  # here, so that a plan or a command reads a shape without torch
+
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
 
     def sparse(self, layer: int) -> bool:
@@ -124,38 +140,6 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     def routed_dtype(self) -> str:
         """numpy dtype of routed experts: |u1 up to 255 experts, <u2 beyond; the largest value means none."""
         return "|u1" if self.experts <= 255 else "<u2"
-
-    @classmethod
-    def from_section(cls, section: "Policy") -> "PolicyConfig":
-        """From the [policy] section; its `checkpoint`, a Hugging Face folder, replaces everything else."""
-        if section.checkpoint:
-            found = cls.read(section.checkpoint)
-            return msgspec.structs.replace(found, expert_format=section.expert_format or found.expert_format)
-        fields = {name: getattr(section, name) for name in section.__struct_fields__ if name != "checkpoint"}
-        return cls(**{name: value for name, value in fields.items() if name in cls.__struct_fields__})
-
-    @classmethod
-    def read(cls, folder: str | Path) -> "PolicyConfig":
-        """From config.json in a folder. CheckpointError when it is missing, broken or asks for something else."""
-        path = Path(folder) / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: {error}") from None
-        return cls.from_hf(raw)
-
-    @classmethod
-    def from_hf(cls, raw: dict[str, Any]) -> "PolicyConfig":
-        """From the content of a Hugging Face config.json; `policy.hugging_face` names the model types."""
-        from headrace.policy import hugging_face  # it needs this class: a circle at import, not in use
-
-        return hugging_face.parse(raw)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Content of config.json, readable by transformers 4 and 5 and by SGLang."""
-        from headrace.policy import hugging_face
-
-        return hugging_face.spelled(self)
 
 
 _FIELDS = msgspec.structs.fields(PolicyConfig)

@@ -31,7 +31,7 @@ def expert_function(config: PolicyConfig) -> moe.ExpertFunction:
 
 
 class Layer(nn.Module):
-    """Attention (grouped with q/k norm, or latent), then the mixture or a dense MLP."""
+    """Attention (grouped or latent), then the mixture or a dense MLP."""
 
     def __init__(self, config: PolicyConfig, index: int = 0) -> None:
         super().__init__()
@@ -50,8 +50,13 @@ class Layer(nn.Module):
                 self.register_parameter(name, parameter)
             self.out = new(c.dim, c.heads * c.latent.value_dim)
         else:
-            self.q_norm, self.k_norm = new(c.head_dim), new(c.head_dim)
+            if c.qk_norm:
+                self.q_norm, self.k_norm = new(c.head_dim), new(c.head_dim)
             self.qkv = new((c.heads + 2 * c.kv_heads) * c.head_dim, c.dim)
+            if c.qkv_bias:
+                self.qkv_bias = new((c.heads + 2 * c.kv_heads) * c.head_dim)
+            if c.out_bias:
+                self.out_bias = new(c.dim)
             self.out = new(c.dim, c.heads * c.head_dim)
         if self.sparse:
             self.router = new(c.experts, c.dim)
@@ -82,7 +87,8 @@ class Layer(nn.Module):
         mixed = attend(q, k, v)
         if c.latent:
             mixed = mixed[..., : c.latent.value_dim]
-        x = x + batch_invariant.linear(mixed.reshape(len(x), -1), self.out, pad)
+        mixed = batch_invariant.linear(mixed.reshape(len(x), -1), self.out, pad)
+        x = x + (mixed + self.out_bias if c.out_bias else mixed)
         h = batch_invariant.rms_norm(x, self.mlp_norm, c.eps)
         if not self.sparse:
             return x + _mlp(h, self.gate_up, self.down, pad)
@@ -101,10 +107,15 @@ class Layer(nn.Module):
         c = self.config
         if c.latent:
             return latent.project(self, h, c.latent, c.heads, cos, sin, pad)
-        h = batch_invariant.linear(h, self.qkv, pad).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
+        h = batch_invariant.linear(h, self.qkv, pad)
+        if c.qkv_bias:
+            h = h + self.qkv_bias
+        h = h.view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
         qk, v = torch.split(h, [c.heads + c.kv_heads, c.kv_heads], 1)
-        scales = torch.cat((self.q_norm.expand(c.heads, -1), self.k_norm.expand(c.kv_heads, -1)))
-        qk = batch_invariant.rotate(batch_invariant.rms_norm(qk, scales, c.eps), cos, sin)
+        if c.qk_norm:
+            scales = torch.cat((self.q_norm.expand(c.heads, -1), self.k_norm.expand(c.kv_heads, -1)))
+            qk = batch_invariant.rms_norm(qk, scales, c.eps)
+        qk = batch_invariant.rotate(qk, cos, sin)
         q, k = torch.split(qk, [c.heads, c.kv_heads], 1)
         return q.contiguous(), k.contiguous(), v.contiguous()
 

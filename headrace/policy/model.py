@@ -1,4 +1,6 @@
-"""The policy's one definition: a decoder that sampler and trainer share (Qwen3, Qwen3-MoE, DeepSeek-V3).
+"""The policy's one definition: a decoder that sampler and trainer share.
+
+The architectures are small variations of it, named in `layout.hugging_face`.
 
 Idea: most of the mismatch between sampling and training comes from two programs computing one model. Here both are
 this class; `forward` sees whole packed sequences, `forward_cached` the new tokens of some sequences over a KV cache,
@@ -19,10 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from headrace.kernels import batch_invariant
 from headrace.kernels.block_attention import Packing
 from headrace.kernels.selected_logprob import selected_logprob
-from headrace.policy import attention, formats, moe, names
+from headrace.policy import attention, moe
 from headrace.policy.cache import KVCache, Step
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layer import Attend, Chosen, Layer
+from headrace.policy.layout import formats, names
 from headrace.policy.numerics import Numerics
 
 __all__ = ["Layer", "Model"]
@@ -40,8 +43,7 @@ class Model(nn.Module):
         self.norm = nn.Parameter(torch.empty(config.dim, dtype=config.torch_dtype))
         if not config.tied:
             self.head = nn.Parameter(torch.empty(config.vocab, config.dim, dtype=config.torch_dtype))
-        turned = config.latent.rope_dim if config.latent else config.head_dim
-        self._rotary = attention.Rotary(turned, config.rope_theta, config.torch_dtype, config.rope)
+        self._rotary = attention.Rotary(config.turned, config.rope_theta, config.torch_dtype, config.rope)
         self._scale = config.head_dim**-0.5 * (config.rope.heat if config.latent and config.rope else 1.0)
         self.recompute = False
         """Keep no activations inside layers; backward computes them again, with the routes of the first time."""
@@ -60,7 +62,7 @@ class Model(nn.Module):
             if kind == "norm" or kind.endswith("_norm"):
                 parameter.fill_(1.0)
                 continue
-            if kind == "correction":
+            if kind == "correction" or kind.endswith("_bias"):
                 parameter.zero_()
                 continue
             std = parameter.shape[-1] ** -0.5

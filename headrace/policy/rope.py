@@ -9,12 +9,15 @@ Scalings that depend on the length of the sequence (dynamic, longrope) are refus
 what comes after it.
 """
 
+from __future__ import annotations
+
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Kind = Literal["linear", "yarn", "llama3"]
 
@@ -36,7 +39,7 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def heat(self) -> float:
-        """What a latent attention multiplies its softmax scale by: squared mscale (DeepSeek-V3, arXiv 2412.19437)."""
+        """The factor on the softmax scale of latent attention: squared mscale (DeepSeek-V3, arXiv 2412.19437)."""
         return _mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
@@ -50,8 +53,6 @@ def parse(raw: dict[str, Any], positions: int) -> tuple[float, RopeScaling | Non
         return theta, None
     if kind not in ("linear", "yarn", "llama3"):
         raise ValueError(f"rope_type {kind!r} is not supported, only default, linear, yarn and llama3")
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor is not supported, only 1.0")
     known = {name: given[name] for name in RopeScaling.__struct_fields__ if given.get(name) is not None}
     known |= {"rope_type": kind, "original_max_position_embeddings": known.get(_ORIGINAL) or positions}
     try:
@@ -72,6 +73,8 @@ def spelled(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
 
 def frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, float]:
     """(inverse frequencies float32 [dim / 2], factor on cos and sin)."""
+    import torch  # here, so that a shape can be read without torch
+
     powers = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     plain = 1.0 / (theta**powers)
     if scaling is None:
@@ -84,6 +87,8 @@ def frequencies(dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Te
 
 
 def _llama3(plain: Tensor, s: RopeScaling) -> Tensor:
+    import torch
+
     length = s.original_max_position_embeddings
     waves = 2 * math.pi / plain
     long, short = length / s.low_freq_factor, length / s.high_freq_factor
@@ -94,6 +99,8 @@ def _llama3(plain: Tensor, s: RopeScaling) -> Tensor:
 
 
 def _yarn(dim: int, theta: float, powers: Tensor, s: RopeScaling) -> tuple[Tensor, float]:
+    import torch
+
     def turns(count: float) -> float:
         """The dimension that turns `count` times over the original length."""
         return dim * math.log(s.original_max_position_embeddings / (count * 2 * math.pi)) / (2 * math.log(theta))

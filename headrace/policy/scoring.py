@@ -35,13 +35,17 @@ def score(
     routed: Tensor | None = None,
     recorder: list[Tensor] | None = None,
 ) -> Tensor:
-    """Log-probabilities float32 [len(targets)] of the tokens at positions `targets` (ascending, none 0) of a segment.
+    """Log-probabilities float32 [len(targets)], on the CPU, of the tokens at positions `targets` (ascending, none 0) of
+    a segment.
 
     models: by version, for every version in `spans`. ids: the whole segment. spans: over its turns, in record order.
     routed [len(ids) or fewer, L, k]: selections to replay by position; None routes live.
     recorder: of a mixture, gets one int64 [positions, L, k]: the experts used in each position's first forward.
     ScoringError as said there.
     """
+    if not models:
+        raise ScoringError("no weights to score with")
+    device = models[max(models)].embedding.device
     tokens = torch.as_tensor(ids, dtype=torch.int64)
     ordered = [span for span in spans if span.end > span.start]
     missing = sorted({span.version for span in ordered} - set(models))
@@ -55,31 +59,32 @@ def score(
         raise ScoringError(f"spans end at {last}; ids are {len(tokens)}, targets {int(wanted[0])} to {int(wanted[-1])}")
     out = torch.full((len(wanted),), torch.nan)
     cache, table, covered = None, [*range((last + BLOCK - 1) // BLOCK)], 0
-    rows: list[Tensor] = []
+    routes: list[Tensor] = []
     with torch.no_grad():
         for span in ordered:
             if span.start > covered:
                 raise ScoringError(f"spans leave positions {covered} to {span.start} without a forward")
             model = models[span.version]
-            cache = cache or KVCache(model.config, len(table))
+            cache = cache or KVCache(model.config, len(table), device)
             layers: list[Tensor] = []
             hidden = model.forward_cached(
-                tokens[span.start : span.end],
+                tokens[span.start : span.end].to(device),
                 [span.end - span.start],
                 [span.start],
                 [table],
                 cache,
-                None if routed is None else routed[span.start : span.end],
+                None if routed is None else routed[span.start : span.end].to(device),
                 layers,
             )
             if layers and span.end > covered:
-                rows.append(torch.stack(layers, 1)[max(covered - span.start, 0) :])
+                routes.append(torch.stack(layers, 1)[max(covered - span.start, 0) :])
             first, end = torch.searchsorted(wanted, torch.tensor([max(span.start, covered) + 1, span.end + 1])).tolist()
             if end > first:
                 chosen = wanted[first:end]
-                logp, _ = model.selected_logprobs(hidden[chosen - 1 - span.start], tokens[chosen], temperature)
-                out[first:end] = logp
+                rows, selected = (chosen - 1 - span.start).to(device), tokens[chosen].to(device)
+                logp, _ = model.selected_logprobs(hidden[rows], selected, temperature)
+                out[first:end] = logp.cpu()
             covered = max(covered, span.end)
-    if recorder is not None and rows:
-        recorder.append(torch.cat(rows))
+    if recorder is not None and routes:
+        recorder.append(torch.cat(routes))
     return out

@@ -16,10 +16,10 @@ def check() -> None:
                 other = rng.integers(bits.min, bits.max, count, dtype=kind, endpoint=True)
                 new = np.where(rng.random(count) < share, other, old)
                 a, b = (torch.from_numpy(x).to(torch.get_default_device()) for x in (old, new))
-                at, folded = delta.changes_triton(a, b)
-                want_at, want_folded = delta.changes(a, b)
-                assert torch.equal(at, want_at) and torch.equal(folded, want_folded), (kind, count, share)
-                assert torch.equal(delta.apply_triton(a, at, folded), b), (kind, count, share)
+                at, zigzagged = delta.changes_triton(a, b)
+                want_at, want_zigzagged = delta.changes(a, b)
+                assert torch.equal(at, want_at) and torch.equal(zigzagged, want_zigzagged), (kind, count, share)
+                assert torch.equal(delta.apply_triton(a, at, zigzagged), b), (kind, count, share)
 
 
 def patterns() -> None:
@@ -27,9 +27,9 @@ def patterns() -> None:
     odd = torch.tensor([0x7FC0, 0x7F81, 0xFFC1 - 65536, -32768, 0, 1, 0x7F, 0x8001 - 65536, 0x7F80, 0xFF80 - 65536])
     old = odd.to(torch.int16).repeat(500)
     new = old.roll(1)
-    at, folded = delta.changes_triton(old, new)
-    assert torch.equal(delta.apply_triton(old, at, folded), new)
-    assert all(torch.equal(a, b) for a, b in zip((at, folded), delta.changes(old, new), strict=True))
+    at, zigzagged = delta.changes_triton(old, new)
+    assert torch.equal(delta.apply_triton(old, at, zigzagged), new)
+    assert all(torch.equal(a, b) for a, b in zip((at, zigzagged), delta.changes(old, new), strict=True))
 
 
 KERNELS = {"delta": check, "delta_patterns": patterns}

@@ -1,4 +1,4 @@
-"""Models people have, against transformers: dense and sparse Qwen3 and DeepSeek-V3, with every rope scaling."""
+"""Models people have, against transformers: logits of random tiny ones of each architecture and rope scaling."""
 
 import json
 from collections.abc import Mapping
@@ -12,13 +12,14 @@ import transformers
 from torch import Tensor
 
 from headrace.messages.base import Array
-from headrace.policy import checkpoint, moe
+from headrace.policy import moe
 from headrace.policy.config import CheckpointError, Latent, PolicyConfig
+from headrace.policy.layout import checkpoint, hugging_face
 from headrace.policy.model import Model
 from headrace.policy.rope import RopeScaling
 from headrace.training.state import TrainerState
-from tests.policy import tiny
 from tests.policy.test_model import decoded
+from tests.support import tiny
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10_000.0}
 ROPES: dict[str, dict[str, Any]] = {
@@ -67,13 +68,17 @@ def theirs(kind: str, fields: Mapping[str, Any]) -> Any:
     kinds: dict[str, Any] = {
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+        "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     }
     config, model = kinds[kind]
     out = model(config(**fields)).eval()
     with torch.no_grad():
         named: dict[str, Tensor] = out.state_dict()
         for name, value in named.items():
-            if "norm" in name or name.endswith("e_score_correction_bias"):
+            if "norm" in name or name.endswith("bias"):
                 value.add_(torch.randn_like(value) * 0.2)
     return out
 
@@ -104,7 +109,92 @@ def compared(folder: Path, model: Any, ids: Tensor) -> None:
 def test_a_dense_qwen3_is_the_degenerate_case(tmp_path: Path, rope: str, tied: bool) -> None:
     model = theirs("qwen3", QWEN | {"rope_parameters": ROPES[rope], "tie_word_embeddings": tied})
     model.save_pretrained(tmp_path)
-    compared(tmp_path, model, tiny.tokens(PolicyConfig.read(tmp_path), 150))
+    compared(tmp_path, model, tiny.tokens(hugging_face.read(tmp_path), 150))
+
+
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama", {"num_key_value_heads": 4}),
+    "llama3": ("llama", {"rope_parameters": ROPES["llama3"], "rms_norm_eps": 1e-5, "head_dim": 12}),
+    "llama_tied": (
+        "llama",
+        {"tie_word_embeddings": True, "head_dim": 12, "num_attention_heads": 3, "num_key_value_heads": 1},
+    ),
+    "llama_biased": ("llama", {"attention_bias": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2_yarn": ("qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+}
+
+
+@pytest.mark.parametrize("case", DENSE)
+def test_dense_architectures_give_their_logits_and_go_out_again(tmp_path: Path, case: str) -> None:
+    kind, changes = DENSE[case]
+    fields = {name: value for name, value in QWEN.items() if name != "head_dim"}
+    model = theirs(kind, fields | changes)
+    model.save_pretrained(tmp_path / "in")
+    config, tensors = checkpoint.load(tmp_path / "in")
+    assert config.model_type == kind
+    ids = tiny.tokens(config, 150)
+    compared(tmp_path / "in", model, ids)
+    mine = Model(config, tiny.numerics(config), seed=None)
+    mine.load_state(tensors)
+    checkpoint.save(tmp_path / "out", mine, config)
+    assert hugging_face.read(tmp_path / "out") == config
+    again: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(again) is type(model)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(ids[None]).logits, model(ids[None]).logits)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_biases_and_missing_norms_keep_the_bits_packed_and_cached_and_learn(dtype: str) -> None:
+    config = tiny.config(dtype, experts=0, top_k=0, qk_norm=False, qkv_bias=True, out_bias=True, model_type="llama")  # type: ignore[arg-type]
+    model = tiny.model(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                assert not parameter.any()
+                parameter.copy_(torch.linspace(-0.5, 0.5, len(parameter)))
+    lengths = [130, 1, 70]
+    ids = tiny.tokens(config, sum(lengths))
+    whole = model(ids, lengths)
+    for got, want in zip(
+        decoded(model, list(torch.split(ids, lengths)), first=90, chunk=37),
+        torch.split(whole.detach(), lengths),
+        strict=True,
+    ):
+        assert torch.equal(got, want)
+    torch.autograd.backward(model.selected_logprobs(whole, ids.flip(0))[0].sum())
+    assert all(p.grad is not None and float(p.grad.abs().max()) > 0 for p in model.parameters())
+
+
+def test_half_precision_is_read_without_loss(tmp_path: Path) -> None:
+    """Llama 2 was published in float16."""
+    model = theirs("llama", {name: value for name, value in QWEN.items() if name != "head_dim"}).half()
+    model.save_pretrained(tmp_path)
+    config, tensors = checkpoint.load(tmp_path)
+    mine = Model(config, tiny.numerics(config), seed=None)
+    mine.load_state(tensors)
+    assert config.dtype == "float32"
+    assert all(torch.equal(value, tensors[name].float()) for name, value in mine.state().items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {"mlp_bias": True}),
+        ("mistral", {"sliding_window": 64}),
+        ("qwen2", {"use_sliding_window": True}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"partial_rotary_factor": 0.5}),
+        ("llama", {"dtype": "float8_e4m3fn"}),
+        ("gemma3_text", {"model_type": "gemma3_text"}),
+    ],
+)
+def test_dense_architectures_are_refused_by_the_name_of_what_is_missing(kind: str, changes: dict[str, Any]) -> None:
+    raw = {**QWEN, "model_type": kind}
+    with pytest.raises(CheckpointError, match=next(iter(changes))):
+        hugging_face.parse(raw | changes)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +210,39 @@ def test_a_dense_qwen3_is_the_degenerate_case(tmp_path: Path, rope: str, tied: b
 def test_a_deepseek_v3_gives_its_logits_and_its_experts(tmp_path: Path, changes: dict[str, Any]) -> None:
     model = theirs("deepseek_v3", DEEPSEEK | changes)
     model.save_pretrained(tmp_path)
-    compared(tmp_path, model, tiny.tokens(PolicyConfig.read(tmp_path), 150))
+    compared(tmp_path, model, tiny.tokens(hugging_face.read(tmp_path), 150))
+
+
+GLM: dict[str, Any] = {
+    name: value
+    for name, value in DEEPSEEK.items()
+    if not name.endswith(("_lora_rank", "_head_dim")) and name != "num_key_value_heads"
+} | {"num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"use_qk_norm": True, "attention_bias": True}, {"rope_parameters": YARN | {"partial_rotary_factor": 0.25}}],
+    ids=["plain", "norms_and_biases", "yarn"],
+)
+def test_a_glm4_moe_gives_its_logits_and_its_experts_and_goes_out_again(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    model = theirs("glm4_moe", GLM | changes)
+    model.save_pretrained(tmp_path / "in")
+    config, tensors = checkpoint.load(tmp_path / "in")
+    assert config.rotary_dim == (4 if "rope_parameters" in changes else 8)
+    ids = tiny.tokens(config, 150)
+    compared(tmp_path / "in", model, ids)
+    checkpoint.save(tmp_path / "out", tensors, config)
+    assert hugging_face.read(tmp_path / "out") == config
+    again: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    compared(tmp_path / "out", again.eval(), ids)
+    whole = Model(config, tiny.numerics(config), seed=3)
+    lengths = [130, 20]
+    hidden = torch.split(whole(ids, lengths).detach(), lengths)
+    for got, want in zip(decoded(whole, list(torch.split(ids, lengths)), first=90, chunk=37), hidden, strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("kind", ["latent", "yarn"])
@@ -129,7 +251,7 @@ def test_our_checkpoint_loads_in_transformers(tmp_path: Path, kind: str) -> None
     config = latent() if kind == "latent" else msgspec.structs.replace(tiny.config(), rope=scaling)
     model = made(config)
     checkpoint.save(tmp_path, model, config)
-    assert PolicyConfig.read(tmp_path) == config
+    assert hugging_face.read(tmp_path) == config
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     compared(tmp_path, loaded.eval(), tiny.tokens(config, 150))
 
@@ -213,10 +335,10 @@ def test_routes_are_of_the_layers_that_route() -> None:
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(changes: dict[str, Any], text: str) -> None:
-    raw = latent().to_hf()
-    assert PolicyConfig.from_hf(raw) == latent()
+    raw = hugging_face.as_json(latent())
+    assert hugging_face.parse(raw) == latent()
     with pytest.raises(CheckpointError, match=text):
-        PolicyConfig.from_hf(raw | changes)
+        hugging_face.parse(raw | changes)
 
 
 def test_fields_that_came_later_do_not_change_how_an_older_config_describes_itself() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.policy.cache import KVCache
 from headrace.policy.config import CheckpointError, Dtype, PolicyConfig
 from headrace.policy.model import Model
-from tests.policy import tiny
+from tests.support import tiny
 
 Changes = Mapping[str, Any]
 LENGTHS = [5, 130, 64, 65, 200, 1, 77]

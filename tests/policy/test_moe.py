@@ -7,7 +7,7 @@ from headrace.kernels import batch_invariant
 from headrace.messages.base import Array
 from headrace.policy import moe
 from headrace.policy.model import Layer, Model
-from tests.policy import tiny
+from tests.support import tiny
 
 
 def recorded(model: Model, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from headrace.kernels import batch_invariant, block_attention, expert_mlp
-from headrace.policy.numerics import PADS, probe
-from tests.policy import tiny
+from headrace.policy.numerics_probe import PADS, probe
+from tests.support import tiny
 
 
 @pytest.mark.parametrize("shape", tiny.SHAPES)

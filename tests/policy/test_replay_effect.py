@@ -8,7 +8,7 @@ import torch
 from benchmarks.numerics import drawn, policy, requests, scored, sides
 from headrace.algorithms.mismatch import mismatch, router_flips
 from headrace.policy.config import Dtype, PolicyConfig
-from tests.policy import tiny
+from tests.support import tiny
 
 
 @pytest.mark.slow

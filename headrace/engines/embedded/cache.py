@@ -1,4 +1,4 @@
-"""Who owns which KV block: sessions, and prefixes that sessions share.
+"""Ownership of KV blocks: sessions, and prefixes that sessions share.
 
 Idea: the unit is the block of 64 positions that exact attention walks anyway. A full block is indexed under a hash of
 its tokens, of everything before it, and of the weights that wrote it; a new session whose context starts alike takes
@@ -21,7 +21,7 @@ from headrace.policy.cache import KVCache
 
 
 class Session:
-    """What the engine knows of one segment: the positions that have keys and values, in order."""
+    """The state of one segment in the engine: the positions that have keys and values, in order."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -101,7 +101,7 @@ class BlockStore:
         """Least recently used first."""
 
     @property
-    def room(self) -> int:
+    def available(self) -> int:
         """Blocks that can be had without taking any from a session."""
         return len(self.free) + (self.limit - self.cache.blocks) + self._idle
 

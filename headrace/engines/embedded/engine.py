@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
-from headrace.engines.embedded_jobs import Job
-from headrace.engines.embedded_stage import Shell, Staging, Weights, read_ahead
-from headrace.engines.embedded_worker import Worker
+from headrace.engines.embedded.jobs import Job
+from headrace.engines.embedded.staging import Shell, Staging, Weights, read_ahead
+from headrace.engines.embedded.worker import Worker
 from headrace.policy.config import PolicyConfig
 from headrace.policy.numerics import Numerics
 
@@ -91,7 +91,7 @@ class EmbeddedEngine:
     async def sample(self, request: SampleRequest) -> Sample:
         """Draw one generation. Cancelling the task drops the request and leaves its session as it was.
 
-        EngineError: no such weights, an id outside the vocabulary, no room for the context, a busy session, the end.
+        EngineError: no such weights, an id outside the vocabulary, no capacity for the context, a busy session, a stop.
         """
         self._check(request)
         future: Future[Sample] = Future()

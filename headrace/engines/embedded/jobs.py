@@ -1,11 +1,11 @@
-"""What the embedded engine's worker handles: requests on their way to a sample."""
+"""Requests of the embedded engine's worker, from their arrival to their sample."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 from headrace.engines.base import EngineError, Sample, SampleRequest
-from headrace.engines.embedded_cache import Session
-from headrace.engines.embedded_stage import Weights
+from headrace.engines.embedded.cache import Session
+from headrace.engines.embedded.staging import Weights
 from headrace.kernels.block_attention import BLOCK
 from headrace.messages.base import Array
 from headrace.messages.rollout import Span

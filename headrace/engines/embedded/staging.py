@@ -26,12 +26,12 @@ from torch import Tensor
 from headrace.engines.base import EngineError
 from headrace.kernels import mxfp8
 from headrace.messages.weights import TensorInfo
-from headrace.policy import formats, names
 from headrace.policy.config import PolicyConfig
+from headrace.policy.layout import formats, names
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
 from headrace.weights import state
-from headrace.weights.precision import SCALE
+from headrace.weights.publishing.precision import SCALE
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import Bits, WeightError
 
@@ -71,8 +71,8 @@ class Weights:
 
 
 def read_ahead(path: str) -> None:
-    """Have the file in memory, so that no step waits for a disk; the interpreter's lock is free meanwhile. What cannot
-    be read is found out later.
+    """Have the file in memory, so that no step waits for a disk; the interpreter's lock is free meanwhile. A file
+    that cannot be read is reported when it is read in earnest.
     """
     try:
         with open(path, "rb", buffering=0) as file:
@@ -122,7 +122,7 @@ class Staging:
         known = {info.name: info for info in file.tensors}
         hashes = bytearray()
         copies: dict[str, Bits] = {}
-        """What was published in other bits than it is served in, until it is written."""
+        """Tensors that are served in other bits than they were published in, until they are written."""
         for info in file.tensors:
             source = file.array(info)
             if info.name in self.shell.bits and _same(info, self.shell.tensors[info.name]):

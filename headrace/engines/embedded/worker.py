@@ -1,12 +1,12 @@
 """The thread in which the embedded engine computes: admission, chunked prefill, decode, flips between two steps.
 
-Idea: one thread owns model, cache and sessions, so none of them needs a lock. Others post commands; the worker obeys
-them between two steps, which is the only moment at which weights change. Each round admits what fits, forwards at most
+Idea: one thread owns model, cache and sessions, so none of them needs a lock. Others post commands; the worker runs
+them between two steps, which is the only moment at which weights change. Each step admits what fits, forwards at most
 `prefill_tokens` of waiting context, and then one token for every request that is decoding, per set of weights.
 
 Admission reserves all blocks that a request can come to need, so a running request never meets a full cache.
 
-After each round comes a slice of staging, when a version is on its way (`embedded_stage`).
+After each step comes a slice of staging when a version is on its way (`staging`).
 """
 
 import math
@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 from headrace.engines.base import EngineError, Swap
-from headrace.engines.embedded_cache import BlockStore, Session, chain_key
-from headrace.engines.embedded_draw import draw, uniform
-from headrace.engines.embedded_jobs import Job, evened
-from headrace.engines.embedded_stage import SHARE, SLICE_S, Shell, Staging, Weights
+from headrace.engines.embedded.cache import BlockStore, Session, chain_key
+from headrace.engines.embedded.jobs import Job, evened
+from headrace.engines.embedded.sampling import draw, uniform
+from headrace.engines.embedded.staging import SHARE, SLICE_S, Shell, Staging, Weights
 from headrace.kernels.block_attention import BLOCK
 from headrace.policy.cache import KVCache
 from headrace.policy.config import PolicyConfig
 
 
 class Worker(threading.Thread):
-    """Owns everything that computes. `post` is the only door."""
+    """Owns everything that computes. Other threads reach it through `post` alone."""
 
     def __init__(self, config: PolicyConfig, max_batch: int, threads: int, prefill_tokens: int, limit: int) -> None:
         super().__init__(name="headrace-engine", daemon=True)
@@ -41,20 +41,20 @@ class Worker(threading.Thread):
         self.pinned: dict[int, Weights] = {}
         self.staging: deque[Staging] = deque()
         self.spare: deque[Shell] = deque(maxlen=1)
-        """A model that nobody serves any more, for whoever stages next."""
+        """A model that is no longer served, for the next staging."""
         self.sessions: dict[str, Session] = {}
         self.waiting: list[Job] = []
         self.running: list[Job] = []
         self.store = BlockStore(KVCache(config), limit)
         self.counts = {"sampled": 0, "forwarded": 0, "reused": 0, "steps": 0, "evicted": 0}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
         self._stopping = self._closed = False
         self._tick = 0
 
     def post(self, command: Callable[[], None]) -> None:
         """Have a command run in this thread between two steps. EngineError when the thread has ended."""
-        with self._door:
+        with self._lock:
             if self._closed:
                 raise EngineError("the engine was stopped")
             self._commands.put(command)
@@ -123,22 +123,22 @@ class Worker(threading.Thread):
         self.staging.append(staging)
 
     def end(self) -> None:
-        """Stop after this round."""
+        """Stop after this step."""
         self._stopping = True
 
     # The loop.
 
     def run(self) -> None:
-        """Obey, admit, forward, until told to end."""
+        """Run commands, admit requests, forward, until told to end."""
         torch.set_num_threads(self.threads)
         cause: BaseException | None = None
         try:
             with torch.inference_mode():
                 while not self._stopping:
-                    self._obey()
+                    self._run_commands()
                     self._admit()
                     began = time.perf_counter()
-                    self._round()
+                    self._step()
                     if self.staging:
                         self._stage_on(time.perf_counter() - began)
         except BaseException as error:
@@ -148,8 +148,8 @@ class Worker(threading.Thread):
             self._shut(cause)
 
     def _shut(self, cause: BaseException | None) -> None:
-        """Let nobody in any more and answer everybody who still waits."""
-        with self._door:
+        """Refuse new commands and answer every request that still waits."""
+        with self._lock:
             self._closed = True
         text = "the engine was stopped" if cause is None else f"the engine failed: {cause!r}"
         while not self._commands.empty():
@@ -162,7 +162,7 @@ class Worker(threading.Thread):
         self.waiting.clear()
         self.running.clear()
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         """Run the commands that wait; sleep for one when there is nothing to compute."""
         while True:
             try:
@@ -178,7 +178,7 @@ class Worker(threading.Thread):
         return weights
 
     def _stage_on(self, step_s: float) -> None:
-        """A slice of staging after a round that took so long; without requests in flight, a slice of any length that
+        """A slice of staging after a step that took `step_s`; without requests in flight, a slice of any length that
         lets commands in."""
         slice_s = max(SLICE_S, SHARE * step_s) if self.running else 20 * SLICE_S
         if self.staging[0].advance(time.perf_counter() + slice_s):
@@ -208,7 +208,7 @@ class Worker(threading.Thread):
                 if key in leading and key not in self.store.index:
                     continue  # another request computes this very prefix now: take it from there in the next round
                 leading.add(key)
-            if not self._make_room(job, promised):
+            if not self._reserve(job, promised):
                 return
             promised += job.missing_blocks
             self._begin(job, weights)
@@ -231,10 +231,10 @@ class Worker(threading.Thread):
         self.waiting.remove(job)
         self.running.append(job)
 
-    def _make_room(self, job: Job, promised: int) -> bool:
-        """Whether all blocks that the request can need can be had beside those promised, evicting idle sessions if
-        need be."""
-        while self.store.room < promised + job.missing_blocks:
+    def _reserve(self, job: Job, promised: int) -> bool:
+        """Whether all blocks that the request may need are available beside those promised; evicts idle sessions if
+        necessary."""
+        while self.store.available < promised + job.missing_blocks:
             idle = [session for session in self.sessions.values() if not session.busy and session.blocks]
             if not idle and not self.running:  # waiting requests may hold KV of earlier turns
                 idle = [other.session for other in self.waiting if other is not job and other.session.blocks]
@@ -245,7 +245,7 @@ class Worker(threading.Thread):
             self.counts["evicted"] += 1
         return True
 
-    def _round(self) -> None:
+    def _step(self) -> None:
         """One prefill call and one decode call per set of weights in use."""
         groups: dict[int, list[Job]] = {}
         for job in self.running:
@@ -253,7 +253,7 @@ class Worker(threading.Thread):
         for jobs in groups.values():
             try:
                 self._serve(self._weights(jobs[0]), jobs)
-            except Exception as error:  # a request must never hang; the cause goes to whoever asked
+            except Exception as error:  # a request must never hang; the cause goes to the caller
                 for job in jobs:
                     if job in self.running:
                         self.running.remove(job)
@@ -328,7 +328,7 @@ class Worker(threading.Thread):
         self.counts["sampled"] += len(jobs)
 
     def _finish(self, job: Job, stop: str) -> None:
-        """Give the session free and the sample out."""
+        """Release the session and return the sample."""
         job.session.calls.append(len(job.context))
         self.abort(job)
         job.answer(stop, self.config, self.row)

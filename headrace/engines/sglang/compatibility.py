@@ -1,4 +1,4 @@
-"""What a server must be before it is used: its own words at /server_info, checked once, refused in one sentence.
+"""Checks of a server before it is used: its reply at /server_info is compared once, and refused in one sentence.
 
 SGLang changes its endpoints between releases; this client was measured against the versions named here and says so,
 where guessing would show as a wrong number much later.
@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 
-from headrace.engines.sglang_sparse import LOADER
+from headrace.engines.sglang.versions import VERSIONS
+from headrace.engines.sglang.weights.sparse import LOADER
 from headrace.policy.config import PolicyConfig
 
-VERSIONS = ("0.5.23",)
-"""Releases whose behaviour was measured; see docs/sglang.md."""
 ARITHMETIC = (
     "version",
     "device",
@@ -30,15 +29,15 @@ ARITHMETIC = (
     "enable_deterministic_inference",
     "rl_on_policy_target",
 )
-"""What decides the bits, as far as the server tells."""
+"""Settings that decide the bits, as far as the server reports them."""
 
 
-class Unfit(Exception):
+class IncompatibleServer(Exception):
     """A server that this client cannot use; the sentence says what to change."""
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server said about itself."""
+    """The settings that a server reports."""
 
     version: str
     device: str
@@ -56,29 +55,37 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def terms(info: Mapping[str, Any], config: PolicyConfig) -> Terms:
-    """Check the reply of GET /server_info. Unfit says what to do."""
+    """Check the reply of GET /server_info. IncompatibleServer says what to do."""
     version = str(info.get("version", "unknown"))
     if version not in VERSIONS:
-        raise Unfit(
+        raise IncompatibleServer(
             f"this is SGLang {version}; headrace was measured with {', '.join(VERSIONS)}: install that one "
-            "(deploy/sglang/requirements.txt), or run `make test-sglang` on yours and add it to sglang_terms.VERSIONS"
+            "(deploy/sglang/requirements.txt), or run `make test-sglang` on yours and add it to VERSIONS"
         )
     if info.get("frontend") != "python":
-        raise Unfit(
+        raise IncompatibleServer(
             f"the server's front end is {info.get('frontend')!r}, which has neither pauses nor routed experts; start "
             "it without SGLANG_RUST_SERVER"
         )
     if config.experts and not info.get("enable_return_routed_experts"):
-        raise Unfit("a mixture needs its routes: start the server with --enable-return-routed-experts")
+        raise IncompatibleServer("a mixture needs its routes: start the server with --enable-return-routed-experts")
     if info.get("incremental_streaming_output"):
-        raise Unfit("start the server without --incremental-streaming-output: each event must hold the whole reply")
+        raise IncompatibleServer(
+            "start the server without --incremental-streaming-output: each event must hold the whole reply"
+        )
     if int(info.get("dp_size") or 1) > 1:
-        raise Unfit("start one server per data-parallel rank (--dp-size 1): pauses and weights are per server")
+        raise IncompatibleServer(
+            "start one server per data-parallel rank (--dp-size 1): pauses and weights are per server"
+        )
     if info.get("speculative_algorithm"):
-        raise Unfit("start the server without speculative decoding: its effect on recorded routes was not measured")
+        raise IncompatibleServer(
+            "start the server without speculative decoding: its effect on recorded routes was not measured"
+        )
     dtype = str(info.get("dtype") or "auto")
     if dtype == "auto" and config.dtype == "float32":
-        raise Unfit("SGLang serves a float32 policy in float16 unless told: start it with --dtype float32 or bfloat16")
+        raise IncompatibleServer(
+            "SGLang serves a float32 policy in float16 unless told: start it with --dtype float32 or bfloat16"
+        )
     device = str(info.get("device", "unknown"))
     said = "\0".join(f"{key}={info.get(key)}" for key in ARITHMETIC)
     return Terms(

@@ -1,16 +1,15 @@
 """The production engine: `engines.base.Engine` over one SGLang server, by HTTP.
 
-Idea: the server keeps the KV and does the arithmetic; this class keeps the laws. Ids go in and come out as they are,
-no text is ever tokenised. A turn is one or more legs (`sglang_turn`), a leg is one request that enters through the
-waiting room (`sglang_load`) and the gate (`sglang_gate`), is decoded and checked at the door (`sglang_reply`), and
-carries the version that serves in the salt of its prefix-cache key. Weights change under running requests
-(`sglang_swap`).
+Idea: the server keeps the KV cache and computes; this class keeps the engine's guarantees. Ids are sent and received
+as they are, and no text is tokenised. A turn is one or more attempts (`generation`). An attempt is one request: it is
+admitted (`load`), takes the weight lock (`weights.lock`), and its reply is decoded and checked (`reply`). The salt of
+its prefix-cache key names the version that serves. Weights change under running requests (`weights.swap`).
 
-What never reaches the server: an id outside the vocabulary. It would end the whole server, and the broker's redelivery
-would end the next one.
+An id outside the vocabulary is refused here: it would end the whole server, and the broker's redelivery would end the
+next one.
 
-What is lost with a server: nothing but time. A leg that broke off is sent again once the server is back with the
-version that it had; a turn under which the server died twice is an EngineError.
+The loss of a server costs time alone. An attempt that broke off is sent again once the server is back with the version
+that it had; a turn under which the server died twice is an EngineError.
 
 Trade-off: draws are the server's own. A repeat gives other ids, unless it runs with deterministic inference.
 """
@@ -23,17 +22,17 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
-from headrace.engines.sglang_gate import Weights
-from headrace.engines.sglang_life import Life
-from headrace.engines.sglang_load import Admission
-from headrace.engines.sglang_metrics import PRIORITY, Requests, outside
-from headrace.engines.sglang_reply import Leg, body, read
-from headrace.engines.sglang_server import Server
-from headrace.engines.sglang_stage import Stage
-from headrace.engines.sglang_swap import Swapper
-from headrace.engines.sglang_terms import Unfit
-from headrace.engines.sglang_turn import Session, Turn
-from headrace.engines.sglang_wire import Reply, ServerError, Wire
+from headrace.engines.sglang.compatibility import IncompatibleServer
+from headrace.engines.sglang.generation import Session, Turn
+from headrace.engines.sglang.http import Reply, ServerError, Wire
+from headrace.engines.sglang.lifecycle import Life
+from headrace.engines.sglang.load import Admission
+from headrace.engines.sglang.metrics import PRIORITY, Requests, outside
+from headrace.engines.sglang.reply import Attempt, body, read
+from headrace.engines.sglang.server import Server
+from headrace.engines.sglang.weights.lock import Weights
+from headrace.engines.sglang.weights.staging import Stage
+from headrace.engines.sglang.weights.swap import Swapper
 from headrace.policy.config import PolicyConfig
 
 DEATHS = 2
@@ -44,8 +43,8 @@ GRACE_S = 5.0
 """How long an aborted request may take to hand over what it has."""
 
 
-class Flight:
-    """A leg under way."""
+class InFlight:
+    """An attempt that was sent and has not ended."""
 
     def __init__(self) -> None:
         self.rid = uuid.uuid4().hex
@@ -94,10 +93,18 @@ class SglangEngine:
         self._keeper: asyncio.Task[None] | None = None
         self._aborting: set[asyncio.Task[Reply]] = set()
         self._sessions: dict[str, Session] = {}
-        self._flights: dict[str, Flight] = {}
+        self._in_flight: dict[str, InFlight] = {}
         self._fingerprint = ""
         self._stopped = False
-        self.counts = {"sampled": 0, "legs": 0, "taken_back": 0, "redrawn": 0, "lost": 0, "cached": 0, "retracted": 0}
+        self.counts = {
+            "sampled": 0,
+            "attempts": 0,
+            "taken_back": 0,
+            "redrawn": 0,
+            "lost": 0,
+            "cached": 0,
+            "retracted": 0,
+        }
 
     @property
     def fingerprint(self) -> str:
@@ -136,18 +143,18 @@ class SglangEngine:
         try:
             await self._wire.get("/ping", 5.0)
         except ServerError as error:
-            return "serving" if error.kind == "late" and self._flights else "down"
+            return "serving" if error.kind == "late" and self._in_flight else "down"
         return "serving"
 
     async def outside(self) -> Requests | None:
-        """What the server does for others than headrace; None when it can't tell whose its requests are. ServerError:
-        no answer now, or it was started without --enable-metrics."""
+        """The requests that the server handles for other clients than headrace; None when it cannot tell them apart.
+        ServerError: no answer now, or it was started without --enable-metrics."""
         if self._life.terms is None or not self._life.terms.priorities:
             return None
         return outside(await self._wire.text("/metrics", 5.0))
 
     async def attach(self) -> None:
-        """Check a server that runs already, before anything depends on it. Unfit or EngineError says what is wrong."""
+        """Check a server that runs already, before anything depends on it. IncompatibleServer, EngineError."""
         if self._server is not None:
             return
         try:
@@ -200,7 +207,7 @@ class SglangEngine:
         for task in (self._watch, self._keeper):
             if task is not None:
                 task.cancel()
-        await asyncio.gather(*(self._abort(rid) for rid in self._flights), return_exceptions=True)
+        await asyncio.gather(*(self._abort(rid) for rid in self._in_flight), return_exceptions=True)
         await asyncio.gather(*self._aborting, return_exceptions=True)
         await self._wire.close()
         if self._server is not None:
@@ -275,9 +282,9 @@ class SglangEngine:
         place = self._admission.place(first=request.lane == "production")
         async with place, self._life.gate.enter(lambda: self._life.wanted(request)) as weights:
             self._keep()
-            start, flight = turn.start(weights.label), Flight()
-            self._flights[flight.rid] = flight
-            self.counts["legs"] += 1
+            start, flight = turn.start(weights.label), InFlight()
+            self._in_flight[flight.rid] = flight
+            self.counts["attempts"] += 1
             try:
                 found = self._life.terms
                 asked = body(
@@ -285,32 +292,32 @@ class SglangEngine:
                     sparse=bool(self._config.experts), seeded=found is not None and found.deterministic,
                     priority=PRIORITY[request.lane] if found is not None and found.priorities else None,
                 )  # fmt: skip
-                reply, late = await self._fly(asked, flight, deadline)
+                reply, late = await self._send(asked, flight, deadline)
             except ServerError as error:
                 if error.kind == "gone":
                     self._life.lost()
                 raise
             finally:
-                del self._flights[flight.rid]
-            leg = read(reply, prompt=len(turn.ids), start=start, config=self._config, stops=request.stop_ids)
-            return self._take(turn, leg, start, weights), late
+                del self._in_flight[flight.rid]
+            attempt = read(reply, prompt=len(turn.ids), start=start, config=self._config, stops=request.stop_ids)
+            return self._take(turn, attempt, start, weights), late
 
-    def _take(self, turn: Turn, leg: Leg, start: int, weights: Weights) -> str:
-        """Add a leg to its turn, unless it was computed with other weights than its prefix."""
-        self.counts["cached"] += leg.cached
-        self.counts["retracted"] += leg.retractions
-        strange = [stretch.label for stretch in leg.stretches if stretch.label not in self._life.versions]
+    def _take(self, turn: Turn, attempt: Attempt, start: int, weights: Weights) -> str:
+        """Add an attempt to its turn, unless it was computed with other weights than its prefix."""
+        self.counts["cached"] += attempt.cached
+        self.counts["retracted"] += attempt.retractions
+        strange = [stretch.label for stretch in attempt.stretches if stretch.label not in self._life.versions]
         if strange:
             self._life.lost(strange=True)
             raise EngineError(f"the server served {strange[0]!r}, which nobody here loaded; it is loaded anew")
-        if leg.stretches and leg.stretches[0].label != weights.label:
+        if attempt.stretches and attempt.stretches[0].label != weights.label:
             # It waited inside the server while weights changed: its prompt may mix both versions' keys and values.
             self.counts["redrawn"] += 1
             return "abort"
-        turn.add(leg, start, weights, self._life.versions)
-        return leg.finish
+        turn.add(attempt, start, weights, self._life.versions)
+        return attempt.finish
 
-    async def _fly(self, asked: Reply, flight: Flight, deadline: float) -> tuple[Reply, bool]:
+    async def _send(self, asked: Reply, flight: InFlight, deadline: float) -> tuple[Reply, bool]:
         """The reply, and whether it had to be cut short. ServerError."""
         work = asyncio.create_task(self._wire.generate(asked, flight.heard))
         try:
@@ -342,11 +349,11 @@ class SglangEngine:
 
     async def _take_back(self) -> None:
         """Before a pause: requests that nobody began to compute, or all of them; they are sent again afterwards."""
-        rids: Sequence[str] = [f.rid for f in self._flights.values() if self._mode == "abort" or not f.started]
+        rids: Sequence[str] = [f.rid for f in self._in_flight.values() if self._mode == "abort" or not f.started]
         self.counts["taken_back"] += len(rids)
         await asyncio.gather(*(self._abort(rid) for rid in rids), return_exceptions=True)
         if self._mode == "abort":
             await self._life.gate.empty()
 
 
-__all__ = ["SglangEngine", "Unfit"]
+__all__ = ["IncompatibleServer", "SglangEngine"]

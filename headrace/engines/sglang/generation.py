@@ -1,9 +1,9 @@
-"""A turn in the making: the legs it took, joined into one sample.
+"""A turn while it is generated: its attempts are joined into one sample.
 
 Idea: a turn may need several requests, because one was taken back for a swap, aborted by the server, or lost with it.
-What earlier legs sampled is kept; the next leg's context is the turn's context and those tokens, and it reports routes
-from where the last one ended. Spans count positions that were forwarded: the token at position i was written by the
-version that forwarded i - 1.
+Tokens of earlier attempts are kept: the next attempt's context is the turn's context and those tokens, and it reports
+routes from where the last one ended. Spans count positions that were forwarded: the token at position i was written by
+the version that forwarded i - 1.
 
 Between turns a session remembers how far it was reported and under which weights. While these serve, the next turn asks
 for new rows only and finds its prefix cached. After a swap the prefix belongs to other weights: the whole context is
@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engines.base import Sample, SampleRequest
-from headrace.engines.sglang_gate import Weights
-from headrace.engines.sglang_reply import Leg
+from headrace.engines.sglang.reply import Attempt
+from headrace.engines.sglang.weights.lock import Weights
 from headrace.messages.base import Array
 from headrace.messages.rollout import Span
 from headrace.policy.config import PolicyConfig
 
 
 class Session(NamedTuple):
-    """What was reported of a session so far."""
+    """The part of a session whose routes were reported."""
 
     ids: tuple[int, ...]
     """Context and sampled tokens of its last turn; all but the last one have rows."""
@@ -50,7 +50,7 @@ class Turn:
         return self.request.sampling.max_turn_tokens - len(self.logprobs)
 
     def start(self, label: str) -> int:
-        """First position whose routes the next leg must report, under the weights of that label."""
+        """First position whose routes the next attempt must report, under the weights of that label."""
         if self._reported is not None:
             return self._reported
         known = self._session
@@ -58,19 +58,19 @@ class Turn:
             return len(known.ids) - 1
         return 0
 
-    def add(self, leg: Leg, start: int, weights: Weights, version_of: dict[str, int]) -> None:
-        """Append a leg that was sent with routes from `start` on; its first token is of `weights`."""
-        if not leg.ids:
+    def add(self, attempt: Attempt, start: int, weights: Weights, version_of: dict[str, int]) -> None:
+        """Append an attempt that was sent with routes from `start` on; its first token is of `weights`."""
+        if not attempt.ids:
             return
         prompt = len(self.ids)
         self._span(start, prompt - 1, weights.version)
-        for stretch in leg.stretches:
+        for stretch in attempt.stretches:
             self._span(prompt - 1 + stretch.start, prompt - 1 + stretch.end, version_of[stretch.label])
             self._labels.add(stretch.label)
-        if leg.rows is not None:
-            self._rows.append(leg.rows)
-        self.ids += leg.ids
-        self.logprobs += leg.logprobs
+        if attempt.rows is not None:
+            self._rows.append(attempt.rows)
+        self.ids += attempt.ids
+        self.logprobs += attempt.logprobs
         self._reported = len(self.ids) - 1
 
     def _span(self, start: int, end: int, version: int) -> None:
@@ -82,7 +82,7 @@ class Turn:
             self._spans.append(Span(start, end, version))
 
     def sample(self, finish: str) -> Sample:
-        """All legs as one sample; with finish `abort` whatever there is."""
+        """All attempts as one sample; with finish `abort` whatever there is."""
         routed = None
         if self._config.experts and self._rows:
             rows = np.concatenate(self._rows)
@@ -96,7 +96,7 @@ class Turn:
         )
 
     def session(self) -> Session | None:
-        """What to remember for the next turn; as before when nothing was sampled."""
+        """The state for the next turn; unchanged when nothing was sampled."""
         if not self.logprobs:
             return self._session
         only = next(iter(self._labels)) if len(self._labels) == 1 else ""

@@ -24,7 +24,7 @@ BUFFER = 1 << 20
 
 
 class ServerError(EngineError):
-    """What a server did instead of answering.
+    """A request that the server did not answer as expected.
 
     kind: `refused` (it said no, `status` is its HTTP code), `gone` (no connection, or it broke off), `late` (no answer
     in time), `garbled` (an answer that can't be used).

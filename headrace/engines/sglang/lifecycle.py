@@ -3,7 +3,7 @@
 Idea: there is one question, "does the server serve what this request wants", and one way to make it so (`_change`):
 have a server that answers, started if it is ours and down; see whether it holds the version already; else stage it and
 change it. First load, next version, pinned version, a server that was killed: all of them take this way, with the gate
-closed. Whoever finds the server gone only says so; the next to enter brings it back, or `restore` does.
+closed. A request that finds the server gone only reports it; the next request brings it back, or `restore` does.
 """
 
 import asyncio
@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from headrace.engines.base import EngineError, SampleRequest
-from headrace.engines.sglang_gate import Gate, NotServed, Weights
-from headrace.engines.sglang_server import Server
-from headrace.engines.sglang_sparse import FOLDER, LOADER
-from headrace.engines.sglang_swap import Swapper
-from headrace.engines.sglang_terms import Terms, Unfit, terms
-from headrace.engines.sglang_wire import Reply, ServerError, Wire
+from headrace.engines.sglang.compatibility import IncompatibleServer, Terms, terms
+from headrace.engines.sglang.http import Reply, ServerError, Wire
+from headrace.engines.sglang.server import Server
+from headrace.engines.sglang.weights.lock import Gate, NotServed, Weights
+from headrace.engines.sglang.weights.sparse import FOLDER, LOADER
+from headrace.engines.sglang.weights.swap import Swapper
 from headrace.policy.config import PolicyConfig
 
 POLL_S = 0.25
@@ -46,7 +46,7 @@ class Life:
         """Version by label, of all weights ever named here."""
         self._latest: Weights | None = None
         self._held: Weights | None = None
-        """What the server is known to hold, to go back to."""
+        """The weights that the server is known to hold, to return to."""
         self._pinned: dict[int, Weights] = {}
         self._strange = False
         self._mixed: Counter[str] = Counter()
@@ -88,7 +88,7 @@ class Life:
         self._pinned.pop(version, None)
 
     def wanted(self, request: SampleRequest) -> Weights:
-        """What a request asks for. EngineError when there is no such thing here."""
+        """The weights that a request asks for. EngineError when this engine does not have them."""
         if request.policy.kind == "pinned":
             pinned = self._pinned.get(request.policy.version)
             if pinned is None:
@@ -116,10 +116,12 @@ class Life:
             await self.gate.turn_to(lambda: self._latest or latest)
 
     async def attach(self) -> None:
-        """Check a server that runs already. sglang_terms.Unfit, EngineError."""
+        """Check a server that runs already. IncompatibleServer, EngineError."""
         self.terms = terms(await self._answer(), self._config)
         if self._swapper.sparse and not self.terms.loader:
-            raise Unfit(f"sparse = true needs --custom-weight-loader {LOADER}, and {FOLDER} on the server's PYTHONPATH")
+            raise IncompatibleServer(
+                f"sparse = true needs --custom-weight-loader {LOADER}, and {FOLDER} on the server's PYTHONPATH"
+            )
 
     async def _change(self, weights: Weights) -> None:
         """Have the server serve `weights`, whatever state it is in."""

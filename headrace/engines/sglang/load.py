@@ -5,7 +5,7 @@ with other weights than its prefix cache key says. So requests wait here. While 
 allowance falls by what the server has waiting, and grows by half when it has nothing waiting and memory to spare.
 
 Production goes first and has the whole allowance to itself: however many training requests are inside, they take none
-of its places. The server makes room for it by priority (`sglang_metrics`).
+of its places. The server retracts training requests for it by priority (`metrics`).
 """
 
 import asyncio
@@ -55,7 +55,7 @@ def allowance(now: int, most: int, load: Load) -> int:
 
 
 class Admission:
-    """The waiting room. `watch` runs for as long as the engine lives."""
+    """Admission of requests. `watch` runs for as long as the engine lives."""
 
     def __init__(self, most: int, ask: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
         """most: requests at once at best. ask: GET /v1/loads; EngineError when the server does not answer."""

@@ -3,7 +3,7 @@
 Idea: a product's own front end may use the same server beside headrace, and asks no actor of ours. With priority
 scheduling the server counts its requests by priority, headrace's have priorities that nobody else uses, and what is
 left of the total is somebody else's. The same priorities make the server itself put training behind: a request of the
-product that finds no room has a training one retracted at once, before anybody decides anything.
+product that finds no free capacity has a training one retracted at once, before anybody decides anything.
 
 Trade-off: the gauges are written every --decode-log-interval steps and when the server becomes idle, so they lag by so
 many steps; a server without priority scheduling cannot tell whose its requests are, and its figures are not used.

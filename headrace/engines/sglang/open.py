@@ -3,21 +3,27 @@
 from pathlib import Path
 
 from headrace.config import Engine as EngineSection
-from headrace.engines.sglang import SglangEngine
-from headrace.engines.sglang_server import Server, free_port
-from headrace.engines.sglang_terms import Unfit
+from headrace.engines.sglang.compatibility import IncompatibleServer
+from headrace.engines.sglang.engine import SglangEngine
+from headrace.engines.sglang.server import Server, free_port
 from headrace.policy.config import PolicyConfig
 
 
 def opened(section: EngineSection, policy: PolicyConfig, run: Path, id: str) -> SglangEngine:
-    """The engine of the rollout actor `id`; nothing is started before its first version. Unfit: what to change.
+    """The engine of the rollout actor `id`; nothing is started before its first version.
+
+    IncompatibleServer says what to change in the configuration.
 
     run: the run's folder, for the tokenizer and the server's log.
     """
     if section.exact:
-        raise Unfit("exact mode is the embedded engine's alone: set [engine] exact = false with kind = 'sglang'")
+        raise IncompatibleServer(
+            "exact mode is the embedded engine's alone: set [engine] exact = false with kind = 'sglang'"
+        )
     if bool(section.url) == bool(section.python):
-        raise Unfit("[engine] kind = 'sglang' needs the url of a server that runs, or the python that starts one")
+        raise IncompatibleServer(
+            "[engine] kind = 'sglang' needs the url of a server that runs, or the python that starts one"
+        )
     server = None
     if section.python:
         args = ["--dtype", policy.dtype, "--max-running-requests", str(section.max_batch), *section.args]

@@ -1,10 +1,10 @@
 """From a reply of /generate to what the trainer needs: ids, log-probabilities, routed experts, versions.
 
-Everything is checked here, at the door, because nothing behind it could tell: a misspelled request key is ignored by
+Everything is checked here, because later code cannot tell: a misspelled request key is ignored by
 the server in silence, so a reply without routed experts means that they were never asked for, or never recorded.
 
 Routes come as base64 of little-endian int32 [rows, all layers, top_k], 2,048 bytes a token for a large model; they
-leave without the dense layers and as one byte an expert (two above 255 experts), the house's compact form. The server's
+leave without the dense layers and as one byte an expert (two above 255 experts), headrace's compact form. The server's
 log-probabilities are those of the whole distribution at the request's temperature (of temperature 1 for greedy draws),
 which is what was sampled from as long as nothing truncates it; `sampling_params` sees to that.
 
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engines.base import SampleRequest
-from headrace.engines.sglang_wire import ServerError
+from headrace.engines.sglang.http import ServerError
 from headrace.policy.config import PolicyConfig
 
 STREAM_INTERVAL = 64
@@ -31,14 +31,14 @@ STREAM_INTERVAL = 64
 
 
 class Stretch(NamedTuple):
-    """Sampled tokens start..end-1 of a leg were written by the weights of that label."""
+    """Sampled tokens start..end-1 of an attempt were written by the weights of that label."""
 
     label: str
     start: int
     end: int
 
 
-class Leg(msgspec.Struct, frozen=True, kw_only=True):
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """One request's share of a turn."""
 
     ids: tuple[int, ...]
@@ -98,8 +98,8 @@ def body(
     }
 
 
-def read(reply: Mapping[str, Any], *, prompt: int, start: int, config: PolicyConfig, stops: Sequence[int]) -> Leg:
-    """The leg in a finished reply to `prompt` context tokens with routes from `start` on.
+def read(reply: Mapping[str, Any], *, prompt: int, start: int, config: PolicyConfig, stops: Sequence[int]) -> Attempt:
+    """The attempt in a finished reply to `prompt` context tokens with routes from `start` on.
 
     ServerError of kind `garbled` says what is missing or contradicts itself.
     """
@@ -137,7 +137,7 @@ def read(reply: Mapping[str, Any], *, prompt: int, start: int, config: PolicyCon
         rows = _rows(meta, prompt + len(ids) - 1 - start, config)
         if retractions and len(stretches) > 1:
             rows[: max(0, prompt - 1 + stretches[-1].start - start)] = _none(config)
-    return Leg(
+    return Attempt(
         ids=ids,
         logprobs=tuple(float(np.float32(pair[0])) for pair in pairs),
         rows=rows,

@@ -6,7 +6,6 @@ empty and give its url.
 """
 
 import asyncio
-import ctypes
 import os
 import shlex
 import signal
@@ -17,16 +16,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.engines.base import EngineError
-from headrace.engines.sglang_sparse import FOLDER, LOADER
-
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+from headrace.engines.sglang.weights.sparse import FOLDER, LOADER
+from headrace.parent_death import die_with
 
 ALWAYS = (
     *("--enable-metrics", "--skip-server-warmup", "--decode-log-interval", "10"),
     *("--enable-priority-scheduling", "--default-priority-value", "0", "--retraction-policy", "priority"),
 )
-"""Whose requests there are shows by priority, every ten steps; what lacks room is taken from training first."""
+"""The server reports its requests by priority every ten steps; where capacity is short, it retracts training requests
+first."""
 CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-overlap-schedule", "--mem-fraction-static", "0.05", "--max-total-tokens", "65536"),
@@ -88,11 +86,6 @@ class Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
 
-        def bind() -> None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)
-
         try:
             with self.log.open("ab") as sink:
                 self.process = await asyncio.create_subprocess_exec(
@@ -102,7 +95,7 @@ class Server:
                     stderr=sink,
                     env=env,
                     start_new_session=True,
-                    preexec_fn=bind,
+                    preexec_fn=lambda: die_with(parent),
                 )
         except OSError as error:
             raise EngineError(f"[engine] python {self.python} cannot be run: {error}") from None

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headrace.policy.config import CheckpointError, PolicyConfig
+from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 
 SHARD_BYTES = 5 << 30
@@ -54,19 +55,19 @@ def save(
     for other in path.glob("model*.safetensors"):
         if other.name not in files:
             other.unlink()
-    _write(path / "config.json", config.to_hf())
+    _write(path / "config.json", hugging_face.as_json(config))
 
 
 def shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
     """Names in their order, cut into parts of at most `limit` bytes; at least one part."""
     parts: list[list[str]] = [[]]
-    room = limit
+    left = limit
     for name, tensor in tensors.items():
-        if parts[-1] and tensor.nbytes > room:
+        if parts[-1] and tensor.nbytes > left:
             parts.append([])
-            room = limit
+            left = limit
         parts[-1].append(name)
-        room -= tensor.nbytes
+        left -= tensor.nbytes
     return parts
 
 
@@ -86,10 +87,10 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def load(folder: str | Path) -> tuple[PolicyConfig, dict[str, Tensor]]:
     """Config and tensors under their Hugging Face names. CheckpointError when a part is missing or broken.
 
-    Layers beyond the decoder's own (multi-token prediction in DeepSeek-V3) are left out.
+    Layers beyond the decoder's own (multi-token prediction in DeepSeek-V3 and GLM-4.5) are left out.
     """
     path = Path(folder)
-    config = PolicyConfig.read(path)
+    config = hugging_face.read(path)
     index = path / _INDEX
     try:
         names = {_SINGLE}
@@ -104,6 +105,6 @@ def load(folder: str | Path) -> tuple[PolicyConfig, dict[str, Tensor]]:
         tensors.pop("lm_head.weight", None)
     layer = re.compile(r"model\.layers\.(\d+)\.")
     beyond = [name for name in tensors if (found := layer.match(name)) and int(found[1]) >= config.layers]
-    for name in beyond if config.latent else ():
+    for name in beyond if config.scores == "sigmoid" else ():
         del tensors[name]
     return config, tensors

@@ -2,47 +2,83 @@
 
     qwen3          dense, q/k norm (experts 0: the degenerate case)
     qwen3_moe      mixture in every layer, softmax scores
+    llama          dense, without q/k norm; Llama 2 and 3, SmolLM2
+    qwen2          the same with a bias on q, k and v; Qwen2 and Qwen2.5
+    mistral        the same as llama; without a sliding window
+    glm4_moe       grouped attention, part of a head rotated, q/k norm and biases as the checkpoint says; the mixture
+                   is that of deepseek_v3
     deepseek_v3    latent attention, leading dense layers, sigmoid scores with a correction, groups, shared experts;
                    kimi_k2 is the same under another name
 
-What a checkpoint asks for and this model does not compute is refused by name, never ignored.
+A checkpoint that asks for something which this model does not compute is refused by the name of that field.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from headrace.config import Policy
 from headrace.policy import rope
 from headrace.policy.config import CheckpointError, Latent, PolicyConfig
 
-QWEN = ("qwen3_moe", "qwen3")
-DEEPSEEK = ("deepseek_v3", "kimi_k2")
-
-_REFUSED: dict[str, dict[str, Any]] = {
-    "qwen": {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "mlp_only_layers": [],
-        "decoder_sparse_step": 1,
-    },
-    "deepseek": {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "moe_layer_freq": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    },
+_QWEN3 = {"attention_bias": False, "use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
+_DEEPSEEK3 = {"attention_bias": False, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_REQUIRED: dict[str, dict[str, Any]] = {
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3,
+    "llama": {"mlp_bias": False},
+    "qwen2": {"use_sliding_window": False},
+    "mistral": {"sliding_window": None},
+    "glm4_moe": {},
+    "deepseek_v3": _DEEPSEEK3,
+    "kimi_k2": _DEEPSEEK3,
 }
-"""What must be so, where config.json says anything about it."""
+"""By model type: values that config.json must have where it has the field at all; `hidden_act` is silu for all."""
+_ARCHITECTURES = {
+    "deepseek_v3": "DeepseekV3",
+    "qwen3_moe": "Qwen3Moe",
+    "qwen3": "Qwen3",
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "mistral": "Mistral",
+    "glm4_moe": "Glm4Moe",
+}
+
+
+def from_section(section: Policy) -> PolicyConfig:
+    """The shape that a [policy] section asks for; its `checkpoint`, a Hugging Face folder, replaces everything else."""
+    if section.checkpoint:
+        config = read(section.checkpoint)
+        return msgspec.structs.replace(config, expert_format=section.expert_format or config.expert_format)
+    fields = {name: getattr(section, name) for name in section.__struct_fields__ if name != "checkpoint"}
+    return PolicyConfig(**{name: value for name, value in fields.items() if name in PolicyConfig.__struct_fields__})
+
+
+def read(folder: str | Path) -> PolicyConfig:
+    """From config.json in a folder. CheckpointError when it is missing, broken or asks for something unsupported."""
+    path = Path(folder) / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return parse(raw)
 
 
 def parse(raw: dict[str, Any]) -> PolicyConfig:
     """The content of a config.json. CheckpointError names what is missing or not supported."""
     kind = raw.get("model_type")
-    if kind not in QWEN + DEEPSEEK:
-        raise CheckpointError(f"model_type {kind!r} is not {', '.join(QWEN)} or {', '.join(DEEPSEEK)}")
-    for key, expected in _REFUSED["qwen" if kind in QWEN else "deepseek"].items():
+    if kind not in _REQUIRED:
+        raise CheckpointError(f"model_type {kind!r} is not supported, only {', '.join(_REQUIRED)}")
+    for key, expected in {"hidden_act": "silu", **_REQUIRED[kind]}.items():
         if raw.get(key, expected) not in (expected, None):
             raise CheckpointError(f"{key} {raw[key]!r} is not supported, only {expected!r}")
+    turned = {**raw, **(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}.get(
+        "partial_rotary_factor"
+    )
+    if turned not in (None, 1.0) and kind != "glm4_moe":
+        raise CheckpointError(f"partial_rotary_factor {turned} is not supported for {kind}, only 1.0")
     quantised = raw.get("quantization_config") or {}
     if quantised and quantised.get("quant_method") != "mxfp8":
         raise CheckpointError(f"quant_method {quantised.get('quant_method')!r} is not supported, only 'mxfp8'")
@@ -57,7 +93,7 @@ def parse(raw: dict[str, Any]) -> PolicyConfig:
             "layers": raw["num_hidden_layers"],
             "heads": raw["num_attention_heads"],
             "vocab": raw["vocab_size"],
-            "dtype": raw.get("dtype") or raw.get("torch_dtype") or "float32",
+            "dtype": _dtype(raw),
             "eps": raw.get("rms_norm_eps", 1e-6),
             "rope_theta": theta,
             "rope": scaling,
@@ -65,9 +101,38 @@ def parse(raw: dict[str, Any]) -> PolicyConfig:
             "max_positions": positions,
             "expert_format": "mxfp8" if quantised else "",
         }
-        return PolicyConfig(**shared, **(_qwen(raw) if kind in QWEN else _deepseek(raw)))
+        return PolicyConfig(**shared, **_READERS[kind](raw))
     except KeyError as error:
         raise CheckpointError(f"config.json has no {error.args[0]!r}") from None
+
+
+def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings, wherever a config.json has them."""
+    return {**raw, **(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+
+
+def _dtype(raw: dict[str, Any]) -> str:
+    """float16 (Llama 2) is read as float32, which holds its numbers exactly; bfloat16 would not."""
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise CheckpointError(f"dtype {name!r} is not supported, only float32, bfloat16 and float16")
+    return "float32" if name == "float16" else name
+
+
+def _dense(raw: dict[str, Any]) -> dict[str, Any]:
+    kind, heads = raw["model_type"], raw["num_attention_heads"]
+    biased = bool(raw.get("attention_bias", False)) and kind == "llama"
+    return {
+        "model_type": kind,
+        "kv_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
+        "experts": 0,
+        "top_k": 0,
+        "expert_dim": raw["intermediate_size"],
+        "qk_norm": False,
+        "qkv_bias": biased or kind == "qwen2",
+        "out_bias": biased,
+    }
 
 
 def _qwen(raw: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +144,36 @@ def _qwen(raw: dict[str, Any]) -> dict[str, Any]:
         "top_k": raw["num_experts_per_tok"] if sparse else 0,
         "expert_dim": raw["moe_intermediate_size"] if sparse else raw["intermediate_size"],
         "normalise_top_k": bool(raw.get("norm_topk_prob", not sparse)),
+    }
+
+
+def _glm(raw: dict[str, Any]) -> dict[str, Any]:
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    return {
+        "model_type": "glm4_moe",
+        "kv_heads": raw["num_key_value_heads"],
+        "head_dim": head_dim,
+        "qk_norm": bool(raw.get("use_qk_norm", False)),
+        "qkv_bias": bool(raw.get("attention_bias", False)),
+        "rotary_dim": int(head_dim * _rope_fields(raw).get("partial_rotary_factor", 0.5)),
+        **_sigmoid_mixture(raw),
+    }
+
+
+def _sigmoid_mixture(raw: dict[str, Any]) -> dict[str, Any]:
+    """Sigmoid scores with a correction, groups, shared experts and leading dense layers."""
+    return {
+        "experts": raw.get("n_routed_experts") or raw["num_local_experts"],
+        "top_k": raw["num_experts_per_tok"],
+        "expert_dim": raw["moe_intermediate_size"],
+        "normalise_top_k": bool(raw.get("norm_topk_prob", True)),
+        "scores": "sigmoid",
+        "expert_groups": raw.get("n_group") or 1,
+        "kept_groups": raw.get("topk_group") or 1,
+        "gate_scale": float(raw.get("routed_scaling_factor", 1.0)),
+        "shared_experts": raw.get("n_shared_experts") or 0,
+        "dense_layers": min(raw.get("first_k_dense_replace") or 0, raw["num_hidden_layers"]),
+        "dense_dim": raw["intermediate_size"],
     }
 
 
@@ -94,25 +189,27 @@ def _deepseek(raw: dict[str, Any]) -> dict[str, Any]:
     return {
         "kv_heads": raw["num_attention_heads"],
         "head_dim": latent.nope_dim + latent.rope_dim,
-        "experts": raw.get("n_routed_experts") or raw["num_local_experts"],
-        "top_k": raw["num_experts_per_tok"],
-        "expert_dim": raw["moe_intermediate_size"],
-        "normalise_top_k": bool(raw.get("norm_topk_prob", True)),
         "latent": latent,
-        "scores": "sigmoid",
-        "expert_groups": raw.get("n_group") or 1,
-        "kept_groups": raw.get("topk_group") or 1,
-        "gate_scale": float(raw.get("routed_scaling_factor", 1.0)),
-        "shared_experts": raw.get("n_shared_experts") or 0,
-        "dense_layers": min(raw.get("first_k_dense_replace") or 0, raw["num_hidden_layers"]),
-        "dense_dim": raw["intermediate_size"],
+        **_sigmoid_mixture(raw),
     }
 
 
-def spelled(c: PolicyConfig) -> dict[str, Any]:
+_READERS = {
+    "qwen3": _qwen,
+    "qwen3_moe": _qwen,
+    "llama": _dense,
+    "qwen2": _dense,
+    "mistral": _dense,
+    "glm4_moe": _glm,
+    "deepseek_v3": _deepseek,
+    "kimi_k2": _deepseek,
+}
+"""By model type: config.json -> the fields of a PolicyConfig that not all of them share."""
+
+
+def as_json(c: PolicyConfig) -> dict[str, Any]:
     """Content of config.json, readable by transformers 4 and 5 and by SGLang."""
-    kind = "deepseek_v3" if c.latent else "qwen3_moe" if c.experts else "qwen3"
-    names = {"deepseek_v3": "DeepseekV3", "qwen3_moe": "Qwen3Moe", "qwen3": "Qwen3"}
+    kind = c.model_type or ("deepseek_v3" if c.latent else "qwen3_moe" if c.experts else "qwen3")
     sparse: dict[str, Any] = {
         "num_experts": c.experts,
         "num_experts_per_tok": c.top_k,
@@ -123,7 +220,7 @@ def spelled(c: PolicyConfig) -> dict[str, Any]:
         "output_router_logits": False,
     }
     out = {
-        "architectures": [f"{names[kind]}ForCausalLM"],
+        "architectures": [f"{_ARCHITECTURES[kind]}ForCausalLM"],
         "model_type": kind,
         "hidden_size": c.dim,
         "num_hidden_layers": c.layers,
@@ -131,7 +228,8 @@ def spelled(c: PolicyConfig) -> dict[str, Any]:
         "num_key_value_heads": c.kv_heads,
         "head_dim": c.head_dim,
         "intermediate_size": c.dense_dim or c.expert_dim,
-        **(_latent(c, c.latent) if c.latent else sparse if c.experts else {}),
+        **(_sigmoid_fields(c) if c.scores == "sigmoid" else sparse if c.experts else {}),
+        **(_latent_fields(c.latent) if c.latent else {}),
         "vocab_size": c.vocab,
         "hidden_act": "silu",
         "rms_norm_eps": c.eps,
@@ -145,6 +243,13 @@ def spelled(c: PolicyConfig) -> dict[str, Any]:
         "torch_dtype": c.dtype,
         "dtype": c.dtype,
     }
+    if kind == "glm4_moe":
+        out |= {"attention_bias": c.qkv_bias, "use_qk_norm": c.qk_norm}
+        out["partial_rotary_factor"] = out["rope_parameters"]["partial_rotary_factor"] = c.turned / c.head_dim
+        del out["use_sliding_window"], out["sliding_window"]
+    if kind == "llama":
+        out |= {"attention_bias": c.qkv_bias, "mlp_bias": False}
+        del out["use_sliding_window"], out["sliding_window"]
     if c.latent:
         del out["head_dim"], out["use_sliding_window"], out["sliding_window"]
     if c.expert_format:
@@ -152,7 +257,7 @@ def spelled(c: PolicyConfig) -> dict[str, Any]:
     return out
 
 
-def _latent(c: PolicyConfig, latent: Latent) -> dict[str, Any]:
+def _sigmoid_fields(c: PolicyConfig) -> dict[str, Any]:
     return {
         "n_routed_experts": c.experts,
         "num_experts_per_tok": c.top_k,
@@ -167,6 +272,11 @@ def _latent(c: PolicyConfig, latent: Latent) -> dict[str, Any]:
         "moe_layer_freq": 1,
         "first_k_dense_replace": c.dense_layers,
         "num_nextn_predict_layers": 0,
+    }
+
+
+def _latent_fields(latent: Latent) -> dict[str, Any]:
+    return {
         "q_lora_rank": latent.q_rank or None,
         "kv_lora_rank": latent.kv_rank,
         "qk_nope_head_dim": latent.nope_dim,

@@ -25,6 +25,8 @@ def views(c: PolicyConfig, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         out[at + "post_attention_layernorm.weight"] = layer["mlp_norm"]
         out |= _latent(layer, c.latent, at) if c.latent else _grouped(layer, c, at)
         out[at + "self_attn.o_proj.weight"] = layer["out"]
+        if c.out_bias:
+            out[at + "self_attn.o_proj.bias"] = layer["out_bias"]
         if not c.sparse(index):
             out |= _mlp(layer["gate_up"], layer["down"], at + "mlp.")
             continue
@@ -45,10 +47,14 @@ def _mlp(gate_up: Tensor, down: Tensor, at: str) -> dict[str, Tensor]:
 
 def _grouped(layer: Mapping[str, Tensor], c: PolicyConfig, at: str) -> dict[str, Tensor]:
     widths = [c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim]
-    parts = zip("qkv", torch.split(layer["qkv"], widths), strict=True)
-    out = {f"{at}self_attn.{name}_proj.weight": part for name, part in parts}
-    out[at + "self_attn.q_norm.weight"] = layer["q_norm"]
-    out[at + "self_attn.k_norm.weight"] = layer["k_norm"]
+    out: dict[str, Tensor] = {}
+    for kind, fused in (("weight", "qkv"), ("bias", "qkv_bias")):
+        if fused in layer:
+            parts = torch.split(layer[fused], widths)
+            out |= {f"{at}self_attn.{name}_proj.{kind}": part for name, part in zip("qkv", parts, strict=True)}
+    if c.qk_norm:
+        out[at + "self_attn.q_norm.weight"] = layer["q_norm"]
+        out[at + "self_attn.k_norm.weight"] = layer["k_norm"]
     return out
 
 

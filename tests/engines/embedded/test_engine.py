@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from headrace.engines.base import Engine, EngineError, Sample, SampleRequest
-from headrace.engines.embedded import EmbeddedEngine
-from headrace.engines.embedded_draw import draw, uniform
+from headrace.engines.embedded.engine import EmbeddedEngine
+from headrace.engines.embedded.sampling import draw, uniform
 from headrace.messages.rollout import PolicyRef, Sampling, Span
 from headrace.policy import moe
 from headrace.weights import snapshot
-from tests.engines.play import LATEST, Versions
-from tests.policy import tiny
+from tests.support import tiny
+from tests.support.engines import LATEST, Versions
 
 pytestmark = pytest.mark.anyio
 

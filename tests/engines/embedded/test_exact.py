@@ -9,8 +9,8 @@ import torch
 from headrace.messages.rollout import Span
 from headrace.policy.config import Dtype
 from headrace.policy.scoring import ScoringError, score
-from tests.engines.play import Record, Versions, prompts, session
-from tests.policy import tiny
+from tests.support import tiny
+from tests.support.engines import Record, Versions, prompts, session
 
 pytestmark = pytest.mark.anyio
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from headrace.engines.base import EngineError
-from headrace.engines.embedded import EmbeddedEngine
+from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.messages.rollout import PolicyRef
 from headrace.policy.config import Dtype
-from headrace.weights import precision, snapshot
-from tests.engines.play import Versions
-from tests.engines.test_embedded import request, until
-from tests.policy import tiny
+from headrace.weights import snapshot
+from headrace.weights.publishing import precision
+from tests.engines.embedded.test_engine import request, until
+from tests.support import tiny
+from tests.support.engines import Versions
 
 pytestmark = pytest.mark.anyio
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from headrace.engines.base import Engine, EngineError
-from headrace.engines.sglang import SglangEngine
-from headrace.engines.sglang_gate import NotServed
+from headrace.engines.sglang.engine import SglangEngine
+from headrace.engines.sglang.weights.lock import NotServed
 from headrace.messages.rollout import PolicyRef, Span
 from headrace.policy import moe
-from tests.engines.play import Record, Versions
-from tests.engines.sglang_double import Double
-from tests.engines.sglang_play import attached, begun, request
-from tests.policy import tiny
+from tests.support import tiny
+from tests.support.engines import Record, Versions
+from tests.support.sglang.double import Double
+from tests.support.sglang.requests import attached, begun, request
 
 pytestmark = pytest.mark.anyio
 

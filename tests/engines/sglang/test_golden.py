@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from headrace.engines.sglang_checksums import fused
-from headrace.engines.sglang_load import load_of
-from headrace.engines.sglang_metrics import Requests, by_priority, outside
-from headrace.engines.sglang_reply import read
-from headrace.engines.sglang_terms import VERSIONS, terms
-from headrace.engines.sglang_wire import ServerError, reason
-from tests.engines.sglang_record import GOLDEN
-from tests.policy import tiny
+from headrace.engines.sglang.compatibility import terms
+from headrace.engines.sglang.http import ServerError, reason
+from headrace.engines.sglang.load import load_of
+from headrace.engines.sglang.metrics import Requests, by_priority, outside
+from headrace.engines.sglang.reply import read
+from headrace.engines.sglang.versions import VERSIONS
+from headrace.engines.sglang.weights.checksums import fused
+from tests.support import tiny
+from tests.support.sglang.record import GOLDEN
 
 CONFIG = tiny.config()
 FILES = sorted(GOLDEN.glob("sglang-*.json"))
@@ -45,18 +46,22 @@ def test_its_replies_are_read(golden: dict[str, Any], name: str, finish: str) ->
     asked, reply = golden[name]["request"], golden[name]["reply"]
     start = asked["routed_experts_start_len"]
     stops = asked["sampling_params"]["stop_token_ids"]
-    leg = read(reply, prompt=len(asked["input_ids"]), start=start, config=CONFIG, stops=stops)
-    assert leg.finish == finish and len(leg.ids) == len(leg.logprobs) > 0
-    assert leg.rows is not None and leg.rows.shape == (len(asked["input_ids"]) + len(leg.ids) - 1 - start, 2, 2)
-    assert leg.rows.max() < CONFIG.experts, "nothing is marked as not recorded"
+    attempt = read(reply, prompt=len(asked["input_ids"]), start=start, config=CONFIG, stops=stops)
+    assert attempt.finish == finish and len(attempt.ids) == len(attempt.logprobs) > 0
+    assert attempt.rows is not None and attempt.rows.shape == (
+        len(asked["input_ids"]) + len(attempt.ids) - 1 - start,
+        2,
+        2,
+    )
+    assert attempt.rows.max() < CONFIG.experts, "nothing is marked as not recorded"
     events = golden[name]["tokens_by_event"]
-    assert events == sorted(events) and events[-1] == len(leg.ids), "an event repeats all before it"
+    assert events == sorted(events) and events[-1] == len(attempt.ids), "an event repeats all before it"
 
 
 def test_a_swap_under_a_request_shows_in_its_stretches(golden: dict[str, Any]) -> None:
     asked, reply = golden["swapped"]["request"], golden["swapped"]["reply"]
-    leg = read(reply, prompt=len(asked["input_ids"]), start=0, config=CONFIG, stops=())
-    assert [stretch.label for stretch in leg.stretches][1:] == ["golden"]
+    attempt = read(reply, prompt=len(asked["input_ids"]), start=0, config=CONFIG, stops=())
+    assert [stretch.label for stretch in attempt.stretches][1:] == ["golden"]
     refused = golden["updated_but_400"]
     assert refused["status"] == 400 and refused["body"]["success"] is False
     assert golden["version_after"] == golden["model_info"]["weight_version"], "it said no, and tells the old version"

@@ -8,32 +8,32 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.actors.environment import Environment
-from headrace.actors.rollout import Rollout
-from headrace.actors.rollout_server import ServerWord
+from headrace.actors.environment.actor import Environment
+from headrace.actors.rollout.actor import Rollout
+from headrace.actors.rollout.server import ServerReports
 from headrace.actors.scavenger import LENT, OWN
 from headrace.config import Config, Production
 from headrace.config import Engine as EngineSection
 from headrace.engines.base import SampleRequest
-from headrace.engines.sglang import SglangEngine
-from headrace.engines.sglang_load import Admission
-from headrace.engines.sglang_metrics import Requests, by_priority, outside
+from headrace.engines.sglang.engine import SglangEngine
+from headrace.engines.sglang.load import Admission
+from headrace.engines.sglang.metrics import Requests, by_priority, outside
 from headrace.messages.codec import decode
 from headrace.messages.product import CapacityLease, Traffic
 from headrace.messages.rollout import Lane
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT, FAIL, TRAFFIC
 from headrace.weights import snapshot
-from tests.actors.living import living
-from tests.actors.test_rollout import event, waiting
-from tests.actors.test_rollout_policies import end_of, issue, prepare, stage
+from tests.actors.rollout.test_actor import event, waiting
+from tests.actors.rollout.test_policies import end_of, issue, prepare, stage
 from tests.conftest import Connect
-from tests.engines.play import Record, Versions
-from tests.engines.sglang_double import Double
-from tests.engines.sglang_play import attached, request
-from tests.engines.sglang_record import asked, raw
-from tests.engines.test_sglang_rollout import POLICY, config
-from tests.policy import tiny
+from tests.engines.sglang.test_rollout import POLICY, config
+from tests.support import tiny
+from tests.support.actors import living
+from tests.support.engines import Record, Versions
+from tests.support.sglang.double import Double
+from tests.support.sglang.record import asked, raw
+from tests.support.sglang.requests import attached, request
 
 pytestmark = pytest.mark.anyio
 
@@ -145,23 +145,23 @@ async def test_what_others_ask_of_the_server_is_traffic(connect: Connect, versio
 
     await reader.listen_raw(TRAFFIC.where(), hear)
     async with attached(versions, tmp_path) as (engine, double):
-        word = ServerWord(Config(production=Production(rollouts=("mine",))), bus, "mine", event, metric)
+        reports = ServerReports(Config(production=Production(rollouts=("mine",))), bus, "mine", event, metric)
         await double.let_go(hold_at=2)
         theirs = asyncio.create_task(raw(double.url, "/generate", asked([1, 2], 4)))
         ours = asyncio.create_task(engine.sample(on("train", "ours")))
         await double.until(lambda: len([one for one in double.running if len(one.out) == 2]) == 2)
-        await word.say(engine)
+        await reports.publish(engine)
         said = await heard.get()
         assert (said.server, said.active, said.waiting, said.region) == ("mine", 1, 0, "local")
         await double.let_go()
         await asyncio.gather(theirs, ours)
-        await word.say(engine)
+        await reports.publish(engine)
         said = await heard.get()
         assert said.active == 0 and said.requests_per_s > 0
         assert figures["server_sampled"] == 8 and not events
         assert {type(value) for value in figures.values()} == {float}, "a metric holds nothing else"
         await double.die()
-        await word.say(engine)
+        await reports.publish(engine)
         assert heard.empty(), "a server that is gone says nothing"
 
 
@@ -186,7 +186,7 @@ async def test_a_lent_server_is_given_back_in_the_middle_of_a_turn_and_nothing_i
 
     section = EngineSection(kind="sglang", exact=False, url=double.url, stage_dir=str(tmp_path))
     settings = config(tmp_path, section)
-    prepare(tmp_path, "s7")
+    await prepare(connect, "s7")
     await stage(observer, "s7", "here", 0, str(file), digest)
     await lend(LENT)
     await double.let_go(hold_at=2)

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from headrace.engines import sglang_checksums, sglang_stage
 from headrace.engines.base import EngineError
-from headrace.engines.sglang_load import Admission, Load, allowance, load_of
-from headrace.engines.sglang_reply import Stretch, read
-from headrace.engines.sglang_stage import Stage
-from headrace.engines.sglang_terms import Unfit, terms
-from headrace.engines.sglang_wire import ServerError, Wire, reason
+from headrace.engines.sglang.compatibility import IncompatibleServer, terms
+from headrace.engines.sglang.http import ServerError, Wire, reason
+from headrace.engines.sglang.load import Admission, Load, allowance, load_of
+from headrace.engines.sglang.reply import Stretch, read
+from headrace.engines.sglang.weights import checksums, staging
+from headrace.engines.sglang.weights.staging import Stage
 from headrace.weights import snapshot
-from tests.engines.sglang_double import Double
-from tests.policy import tiny
+from tests.support import tiny
+from tests.support.sglang.double import Double
 
 pytestmark = pytest.mark.anyio
 
@@ -157,11 +157,11 @@ def reply(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_reply_becomes_ids_logprobs_rows_and_stretches() -> None:
-    leg = read(reply(), prompt=2, start=1, config=CONFIG, stops=())
-    assert leg.ids == (7, 8, 9) and leg.logprobs == (-0.5, -1.5, float(np.float32(-0.1)))
-    assert leg.stretches == (Stretch("a", 0, 2), Stretch("b", 2, 3))
-    assert leg.rows is not None and leg.rows.dtype == np.uint8 and leg.rows.shape == (3, 2, 2)
-    assert leg.rows.reshape(-1).tolist() == [*range(8), 0, 1, 2, 3] and leg.cached == 1
+    attempt = read(reply(), prompt=2, start=1, config=CONFIG, stops=())
+    assert attempt.ids == (7, 8, 9) and attempt.logprobs == (-0.5, -1.5, float(np.float32(-0.1)))
+    assert attempt.stretches == (Stretch("a", 0, 2), Stretch("b", 2, 3))
+    assert attempt.rows is not None and attempt.rows.dtype == np.uint8 and attempt.rows.shape == (3, 2, 2)
+    assert attempt.rows.reshape(-1).tolist() == [*range(8), 0, 1, 2, 3] and attempt.cached == 1
     missing = base64.b64encode(np.full((3, 2, 2), -1, "<i4").tobytes()).decode()
     none = read(reply(routed_experts=missing), prompt=2, start=1, config=CONFIG, stops=()).rows
     assert none is not None and (none == 255).all()
@@ -204,7 +204,7 @@ def test_what_contradicts_itself_is_refused_at_the_door(changes: dict[str, Any],
     ],
 )
 def test_a_server_that_is_unfit_is_told_what_to_change(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(Unfit, match=words):
+    with pytest.raises(IncompatibleServer, match=words):
         terms(INFO | changes, CONFIG)
 
 
@@ -217,7 +217,7 @@ def test_terms_of_a_fit_server() -> None:
 
 
 def test_a_stage_writes_only_what_changed_and_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_stage, "BLOCK", 4096)
+    monkeypatch.setattr(staging, "BLOCK", 4096)
     state = tiny.model(CONFIG, exact=False).state()
     first = snapshot.write(tmp_path / "0", state)
     state["model.norm.weight"] = state["model.norm.weight"] + 1
@@ -240,13 +240,13 @@ def test_a_stage_writes_only_what_changed_and_is_what_it_says(tmp_path: Path, mo
 def test_checksums_name_what_differs(tmp_path: Path) -> None:
     state = tiny.model(CONFIG, exact=False).state()
     snapshot.write(tmp_path / "0", state)
-    wanted = sglang_checksums.expected(tmp_path / "0", CONFIG, "bfloat16")
-    assert sglang_checksums.difference(wanted, wanted | {"model.rope.cos_sin_cache": "00"}) == ""
+    wanted = checksums.expected(tmp_path / "0", CONFIG, "bfloat16")
+    assert checksums.difference(wanted, wanted | {"model.rope.cos_sin_cache": "00"}) == ""
     broken = wanted | {"model.layers.1.mlp.experts.w13_weight": "0" * 16}
-    assert "1 of 21 tensors" in sglang_checksums.difference(wanted, broken)
+    assert "1 of 21 tensors" in checksums.difference(wanted, broken)
     short = {name: value for name, value in wanted.items() if name != "lm_head.weight"}
-    assert "lm_head.weight is missing" in sglang_checksums.difference(wanted, short)
-    assert "such as extra" in sglang_checksums.difference(wanted, wanted | {"extra": "00"})
+    assert "lm_head.weight is missing" in checksums.difference(wanted, short)
+    assert "such as extra" in checksums.difference(wanted, wanted | {"extra": "00"})
 
 
 def test_the_allowance_follows_the_servers_own_figures() -> None:

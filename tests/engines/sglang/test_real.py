@@ -16,22 +16,22 @@ import msgspec
 import pytest
 import torch
 
-from headrace.engines import sglang_checksums
 from headrace.engines.base import EngineError, Sample
-from headrace.engines.sglang import SglangEngine
-from headrace.engines.sglang_metrics import Requests
-from headrace.engines.sglang_reply import read
-from headrace.engines.sglang_wire import ServerError
+from headrace.engines.sglang.engine import SglangEngine
+from headrace.engines.sglang.http import ServerError
+from headrace.engines.sglang.metrics import Requests
+from headrace.engines.sglang.reply import read
+from headrace.engines.sglang.weights import checksums
 from headrace.messages.rollout import Span
 from headrace.policy import scoring
 from headrace.weights import snapshot
-from tests.engines.play import Record, Versions
-from tests.engines.sglang_play import begun, request
-from tests.engines.sglang_record import asked, raw, record_golden
-from tests.engines.sglang_server_fixture import MAX_RUNNING, checked, python, real
-from tests.policy import tiny
-from tests.weights.samples import Chain, step
-from tests.weights.test_shadow import build
+from tests.support import tiny
+from tests.support.engines import Record, Versions
+from tests.support.sglang.record import asked, raw, record_golden
+from tests.support.sglang.requests import begun, request
+from tests.support.sglang.server_fixture import MAX_RUNNING, checked, python, real
+from tests.support.weights import Chain, step
+from tests.weights.receiving.test_staging import build
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
 
@@ -190,22 +190,19 @@ async def test_a_delta_applied_beside_the_server_ends_in_the_trainers_checksums(
     assert (stats["sparse_bytes"] > 0) == (how == "sparse"), "what went wrong was loaded from disk"
     served = await engine._swapper._checksums()
     for tensors, words in ((after, ""), (state, "tensors are not the version's")):
-        wanted = {
-            name: sglang_checksums.digest(tensor)
-            for name, tensor in sglang_checksums.fused(tensors, versions.config).items()
-        }
-        found = sglang_checksums.difference(wanted, served)
+        wanted = {name: checksums.digest(tensor) for name, tensor in checksums.fused(tensors, versions.config).items()}
+        found = checksums.difference(wanted, served)
         assert words in found and bool(found) == bool(words)
     await versions.load(engine, number + 4 - number % 4)
 
 
 async def test_what_a_server_aborts_is_kept_and_resumed(engine: SglangEngine, versions: Versions) -> None:
-    legs = engine.counts["legs"]
+    attempts = engine.counts["attempts"]
     work = asyncio.create_task(engine.sample(request("aborted", ids=(3, 1, 4), tokens=LONG * 8)))
     await begun(engine)
     await engine._wire.post("/abort_request", {"rid": "", "abort_all": True})
     sample = await work
-    assert len(sample.ids) == LONG * 8 and sample.stop == "length" and engine.counts["legs"] == legs + 2
+    assert len(sample.ids) == LONG * 8 and sample.stop == "length" and engine.counts["attempts"] == attempts + 2
     assert sample.spans == (Span(0, 3 + LONG * 8 - 1, engine.version),)
     record = kept([3, 1, 4], sample, versions)
     assert worst(record, versions) < NATS_TOLERANCE

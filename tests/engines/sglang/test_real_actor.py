@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.actors.environment import Environment
-from headrace.actors.rollout import Rollout
+from headrace.actors.environment.actor import Environment
+from headrace.actors.rollout.actor import Rollout
 from headrace.actors.scavenger import LENT, OWN
 from headrace.bus.connection import Bus
 from headrace.config import Config
 from headrace.config import Engine as EngineSection
-from headrace.engines.sglang import SglangEngine
-from headrace.engines.sglang_server import arguments
+from headrace.engines.sglang.engine import SglangEngine
+from headrace.engines.sglang.server import arguments
 from headrace.messages.operations import Event
 from headrace.messages.product import CapacityLease
 from headrace.messages.rollout import Limits, RolloutRequest, Sampling
@@ -25,15 +25,15 @@ from headrace.messages.subjects import EVENT, FAIL, TASK, token
 from headrace.messages.tasks import TaskRef
 from headrace.tasks import open_suite
 from headrace.weights import snapshot
-from tests.actors.living import living
-from tests.actors.test_rollout import event
-from tests.actors.test_rollout_policies import end_of, prepare, stage
+from tests.actors.rollout.test_actor import event
+from tests.actors.rollout.test_policies import end_of, prepare, stage
 from tests.conftest import Connect
-from tests.engines.sglang_play import begun, request
-from tests.engines.sglang_server_fixture import checked, python
-from tests.engines.test_sglang_real import idle
-from tests.engines.test_sglang_rollout import POLICY, config
-from tests.policy import tiny
+from tests.engines.sglang.test_real import idle
+from tests.engines.sglang.test_rollout import POLICY, config
+from tests.support import tiny
+from tests.support.actors import living
+from tests.support.sglang.requests import begun, request
+from tests.support.sglang.server_fixture import checked, python
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
 
@@ -75,7 +75,7 @@ async def test_lent_given_back_lent_again_and_killed_under_its_turns(connect: Co
         kind="sglang", exact=False, python=python(), max_batch=8, args=(*arguments(), "--context-length", "8192")
     )
     settings: Config = config(tmp_path, msgspec.structs.replace(section, stage_dir=str(tmp_path)))
-    prepare(tmp_path, "s8")
+    await prepare(connect, "s8")
     await stage(observer, "s8", "here", 0, str(file), digest)
     await lend(LENT)
     groups = [f"g{index}" for index in range(6)]
@@ -93,7 +93,7 @@ async def test_lent_given_back_lent_again_and_killed_under_its_turns(connect: Co
         print(f"given back {1e3 * (time.perf_counter() - began):.0f} ms after the lease was written")
         await event(observer, "s8", "handed_back")
         user = msgspec.structs.replace(request("user", ids=(5, 6, 7)), lane="production")
-        assert len((await engine.sample(user)).ids) == 8 and not engine._flights
+        assert len((await engine.sample(user)).ids) == 8 and not engine._in_flight
         await lend(LENT)
         for group in groups[4:]:
             await issue(observer, "s8", group)

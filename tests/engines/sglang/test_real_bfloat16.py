@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from headrace.engines.sglang import SglangEngine
+from headrace.engines.sglang.engine import SglangEngine
 from headrace.weights import snapshot
-from tests.engines.play import Record, Versions
-from tests.engines.sglang_play import begun, request
-from tests.engines.sglang_server_fixture import checked, python, real
-from tests.engines.test_sglang_real import routes
-from tests.policy import tiny
+from tests.engines.sglang.test_real import routes
+from tests.support import tiny
+from tests.support.engines import Record, Versions
+from tests.support.sglang.requests import begun, request
+from tests.support.sglang.server_fixture import checked, python, real
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang]
 

@@ -6,26 +6,26 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.actors.environment import Environment
-from headrace.actors.rollout import Rollout
-from headrace.actors.rollout_policies import NoEngine, Policies
+from headrace.actors.environment.actor import Environment
+from headrace.actors.rollout.actor import Rollout
+from headrace.actors.rollout.policies import NoEngine, Policies
 from headrace.bus.connection import Bus
 from headrace.config import Config, Production, Run
 from headrace.config import Engine as EngineSection
 from headrace.config import Environment as Section
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT
-from headrace.policy.config import PolicyConfig
+from headrace.policy.layout import hugging_face
 from headrace.weights import snapshot
-from tests.actors.living import living
-from tests.actors.test_rollout_policies import SHAPE, end_of, first, issue, prepare, stage, swapped
+from tests.actors.rollout.test_policies import SHAPE, end_of, first, issue, prepare, stage, swapped
 from tests.conftest import Connect
-from tests.engines.sglang_double import Double
-from tests.policy import tiny
+from tests.support import tiny
+from tests.support.actors import living
+from tests.support.sglang.double import Double
 
 pytestmark = pytest.mark.anyio
 
-POLICY = PolicyConfig.from_section(SHAPE)
+POLICY = hugging_face.from_section(SHAPE)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ async def test_a_rollout_actor_follows_staged_versions_on_a_server(
         files[version] = (str(file), snapshot.write(file, tiny.model(POLICY, exact=False, seed=version).state()))
     observer = await connect("admin")
     settings = config(tmp_path, EngineSection(kind="sglang", exact=False, url=double.url, stage_dir=str(tmp_path)))
-    prepare(tmp_path, "s1")
+    await prepare(connect, "s1")
     await stage(observer, "s1", "here", 0, *files[0])
     swaps = EVENT.where(run="s1", type="weights_swapped")
     async with (

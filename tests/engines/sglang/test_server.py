@@ -10,19 +10,18 @@ import pytest
 
 from headrace.config import Engine as Section
 from headrace.engines.base import EngineError
-from headrace.engines.sglang import SglangEngine
-from headrace.engines.sglang_gate import NotServed
-from headrace.engines.sglang_open import opened
-from headrace.engines.sglang_server import Server, free_port
-from headrace.engines.sglang_terms import Unfit
+from headrace.engines.sglang.compatibility import IncompatibleServer
+from headrace.engines.sglang.engine import SglangEngine
+from headrace.engines.sglang.open import opened
+from headrace.engines.sglang.server import Server, free_port
+from headrace.engines.sglang.weights.lock import NotServed
 from headrace.messages.rollout import Span
-from tests.engines.play import Versions
-from tests.engines.sglang_play import begun, request
-from tests.policy import tiny
+from tests.support import tiny
+from tests.support.engines import Versions
+from tests.support.paths import ROOT
+from tests.support.sglang.requests import begun, request
 
 pytestmark = pytest.mark.anyio
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def interpreter(folder: Path, command: str) -> str:
@@ -36,7 +35,7 @@ def interpreter(folder: Path, command: str) -> str:
 @pytest.mark.slow
 async def test_it_is_started_on_the_version_it_serves_and_again_when_it_was_killed(tmp_path: Path) -> None:
     versions = Versions(tiny.config(), tmp_path, exact=False)
-    python = interpreter(tmp_path, f"{sys.executable} -m tests.engines.sglang_double_process")
+    python = interpreter(tmp_path, f"{sys.executable} -m tests.support.sglang.double_process")
     server = Server(python, free_port(), ["--device", "cpu"], tmp_path / "logs" / "server.log")
     engine = SglangEngine(versions.config, tmp_path / "stage", server=server, start_s=60.0)
     await versions.load(engine, 0)
@@ -70,10 +69,10 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 def test_a_section_that_cannot_be_meant_is_refused(tmp_path: Path) -> None:
     config = tiny.config()
-    with pytest.raises(Unfit, match="exact = false"):
+    with pytest.raises(IncompatibleServer, match="exact = false"):
         opened(Section(kind="sglang", url="http://x"), config, tmp_path, "r")
     for section in (Section(kind="sglang", exact=False), Section(kind="sglang", exact=False, url="u", python="p")):
-        with pytest.raises(Unfit, match="url of a server that runs, or the python"):
+        with pytest.raises(IncompatibleServer, match="url of a server that runs, or the python"):
             opened(section, config, tmp_path, "r")
     with pytest.raises(EngineError, match="one of both"):
         SglangEngine(config, tmp_path)

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.engines import sglang_sparse
-from headrace.engines.sglang_checksums import digest, fused
-from headrace.engines.sglang_terms import Unfit
+from headrace.engines.sglang.compatibility import IncompatibleServer
+from headrace.engines.sglang.weights import sparse
+from headrace.engines.sglang.weights.checksums import digest, fused
 from headrace.weights import snapshot
-from tests.engines.play import Versions
-from tests.engines.sglang_play import attached
-from tests.policy import tiny
-from tests.weights.samples import step
+from tests.support import tiny
+from tests.support.engines import Versions
+from tests.support.sglang.requests import attached
+from tests.support.weights import step
 
 CONFIG = tiny.config("bfloat16")
 
@@ -38,8 +38,8 @@ class Inside:
 @pytest.fixture(scope="module")
 def apply() -> Any:
     """The loader by its path, as the server finds it: it is no part of the package."""
-    name, _, function = sglang_sparse.LOADER.partition(".")
-    spec = importlib.util.spec_from_file_location(name, sglang_sparse.FOLDER / f"{name}.py")
+    name, _, function = sparse.LOADER.partition(".")
+    spec = importlib.util.spec_from_file_location(name, sparse.FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -48,7 +48,7 @@ def apply() -> Any:
 
 def given(file: Path) -> list[Any]:
     """What arrives in the server's scheduler."""
-    (payload,) = sglang_sparse.body(file, "5-x")["serialized_named_tensors"]
+    (payload,) = sparse.body(file, "5-x")["serialized_named_tensors"]
     found: list[Any] = pickle.loads(base64.b64decode(payload))
     return found
 
@@ -62,7 +62,7 @@ def test_what_differs_turns_one_version_into_the_other(tmp_path: Path, apply: An
     for name, state in (("old", before), ("new", after)):
         snapshot.write(tmp_path / name, state)
     file = tmp_path / "changes"
-    size = sglang_sparse.write(file, tmp_path / "old", tmp_path / "new", CONFIG, "bfloat16")
+    size = sparse.write(file, tmp_path / "old", tmp_path / "new", CONFIG, "bfloat16")
     assert 0 < size == file.stat().st_size < (tmp_path / "new").stat().st_size / 4
     inside = Inside(before)
     ((name, tensor),) = given(file)
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_left_alone(tmp_path: Path, apply: Any, capfd: pyte
     for name, state in (("old", before), ("new", step(before, 3, density=0.01))):
         snapshot.write(tmp_path / name, state)
     file = tmp_path / "changes"
-    assert sglang_sparse.write(file, tmp_path / "old", tmp_path / "new", CONFIG, "bfloat16")
+    assert sparse.write(file, tmp_path / "old", tmp_path / "new", CONFIG, "bfloat16")
     last = list(Inside(before).live)[-1]
     for harm in ("gone", "wide", "precise"):
         inside = Inside(before)
@@ -99,14 +99,14 @@ def test_versions_far_apart_are_loaded_whole(tmp_path: Path) -> None:
     snapshot.write(tmp_path / "3", tiny.model(tiny.config("bfloat16", vocab=384), exact=False).state())
     for other in ("2", "3"):
         file = tmp_path / "changes"
-        assert not sglang_sparse.write(file, tmp_path / "1", tmp_path / other, CONFIG, "bfloat16")
+        assert not sparse.write(file, tmp_path / "1", tmp_path / other, CONFIG, "bfloat16")
         assert not file.exists()
 
 
 @pytest.mark.anyio
 async def test_a_server_without_the_loader_is_refused_and_never_asked_for_it(tmp_path: Path) -> None:
     versions = Versions(tiny.config(), tmp_path, exact=False)
-    with pytest.raises(Unfit, match="--custom-weight-loader"):
+    with pytest.raises(IncompatibleServer, match="--custom-weight-loader"):
         async with attached(versions, tmp_path, sparse=True):
             pass
     async with attached(versions, tmp_path) as (engine, double):

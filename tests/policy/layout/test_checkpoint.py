@@ -11,10 +11,10 @@ import transformers
 from safetensors.torch import save_file
 
 from headrace.config import Policy
-from headrace.policy import checkpoint
-from headrace.policy.config import CheckpointError, PolicyConfig
+from headrace.policy.config import CheckpointError
+from headrace.policy.layout import checkpoint, hugging_face
 from headrace.policy.model import Model
-from tests.policy import tiny
+from tests.support import tiny
 
 
 def theirs(folder: Path) -> torch.nn.Module:
@@ -57,7 +57,7 @@ def test_a_transformers_checkpoint_gives_its_logits(tmp_path: Path, normalise: b
     want = logits_of(model, ids)
     assert float(want.std()) > 0.3
     torch.testing.assert_close(ours(tmp_path, ids), want, rtol=0, atol=1e-4)
-    assert PolicyConfig.read(tmp_path).rope_theta == 50_000.0
+    assert hugging_face.read(tmp_path).rope_theta == 50_000.0
 
 
 @pytest.mark.parametrize("changes", [{}, {"tied": True}, {"experts": 0, "top_k": 0}])
@@ -70,7 +70,7 @@ def test_our_checkpoint_loads_in_transformers(tmp_path: Path, changes: Mapping[s
     torch.testing.assert_close(mine, logits_of(theirs(tmp_path), ids), rtol=0, atol=1e-4)
     with torch.no_grad():
         assert torch.equal(mine, model.logits(model(ids, [150])))
-    assert PolicyConfig.read(tmp_path) == config
+    assert hugging_face.read(tmp_path) == config
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
@@ -102,14 +102,14 @@ def test_what_cannot_be_computed_is_refused_by_name(tmp_path: Path) -> None:
     raw = json.loads((tmp_path / "config.json").read_text())
     for key, value in (("attention_bias", True), ("mlp_only_layers", [0]), ("use_sliding_window", True)):
         with pytest.raises(CheckpointError, match=key):
-            PolicyConfig.from_hf(raw | {key: value})
+            hugging_face.parse(raw | {key: value})
     with pytest.raises(CheckpointError, match="dynamic"):
-        PolicyConfig.from_hf(raw | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}})
-    with pytest.raises(CheckpointError, match="'llama' is not qwen3_moe"):
-        PolicyConfig.from_hf(raw | {"model_type": "llama"})
+        hugging_face.parse(raw | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}})
+    with pytest.raises(CheckpointError, match="model_type 'bert' is not supported, only qwen3, "):
+        hugging_face.parse(raw | {"model_type": "bert"})
     raw.pop("hidden_size")
     with pytest.raises(CheckpointError, match="no 'hidden_size'"):
-        PolicyConfig.from_hf(raw)
+        hugging_face.parse(raw)
 
 
 def test_a_broken_folder_is_one_sentence(tmp_path: Path) -> None:
@@ -124,11 +124,11 @@ def test_a_broken_folder_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_the_policy_section_makes_the_tiny_default(tmp_path: Path) -> None:
-    config = PolicyConfig.from_section(Policy())
+    config = hugging_face.from_section(Policy())
     assert (config.dim, config.layers, config.experts, config.vocab, config.dtype) == (96, 2, 8, 640, "float32")
     other = tiny.odd()
     checkpoint.save(tmp_path, tiny.model(other), other)
-    assert PolicyConfig.from_section(Policy(checkpoint=str(tmp_path))) == other
+    assert hugging_face.from_section(Policy(checkpoint=str(tmp_path))) == other
 
 
 @pytest.mark.parametrize(

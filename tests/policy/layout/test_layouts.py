@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +11,10 @@ from torch import Tensor
 
 from headrace.policy.config import Dtype
 from headrace.policy.model import Layer, Model
-from headrace.policy.numerics import probe
-from tests.policy import tiny
+from headrace.policy.numerics_probe import probe
 from tests.policy.test_families import latent, made
+from tests.support import tiny
+from tests.support.paths import ROOT
 
 LENGTHS = [70, 3, 130, 64]
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
@@ -113,8 +113,8 @@ def threads() -> None:
 def test_two_threads_give_the_bits_of_one() -> None:
     """In a process whose threads sleep while they wait: spinning ones starve each other on a busy machine."""
     subprocess.run(
-        [sys.executable, "-c", "from tests.policy.test_layouts import threads; threads()"],
+        [sys.executable, "-c", "from tests.policy.layout.test_layouts import threads; threads()"],
         check=True,
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=ROOT,
         env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
     )

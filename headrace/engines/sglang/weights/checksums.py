@@ -1,4 +1,4 @@
-"""What a server's own checksums must be, computed from a file whose state hash was verified.
+"""The checksums that a server must report, computed from a file whose state hash was verified.
 
 Idea: /weights_checker hashes the bits that the server computes with, under its fused names. So fuse the file's tensors
 the same way (query, key and value; gate and up of all experts; the vocabulary padded to 64 rows), hash them the same
@@ -25,7 +25,11 @@ VOCAB_PAD = 64
 
 def known(config: PolicyConfig) -> bool:
     """Whether the server's layout of such a model is known here: Qwen3, dense or all layers a mixture."""
-    return config.latent is None and not (config.dense_layers or config.shared_experts or config.expert_format)
+    return (
+        config.model_type == ""
+        and config.latent is None
+        and not (config.dense_layers or config.shared_experts or config.expert_format)
+    )
 
 
 def expected(path: str | Path, config: PolicyConfig, dtype: str) -> dict[str, str]:
@@ -69,7 +73,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def difference(wanted: Mapping[str, str], found: Mapping[str, str]) -> str:
-    """What is not as it should be, in a few words; empty when every tensor is there with its bits."""
+    """The first differences, in a few words; empty when every tensor is there with its bits."""
     wrong = sorted(name for name in wanted if found.get(name) != wanted[name])
     extra = sorted(name for name in found if name not in wanted and not name.endswith("_cache"))
     if wrong:

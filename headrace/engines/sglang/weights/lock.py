@@ -4,7 +4,7 @@ Idea: a server holds one weight set. Requests for it enter together; a request f
 those that run, waits until they are through, has the set changed, and opens again for all who wait for that one. A new
 version of the set in use needs no emptiness: the gate closes for newcomers, the change happens under those inside.
 
-A request is inside for one leg of a turn, never for an episode, so a change waits for a turn at most.
+A request is inside for one attempt of a turn, never for an episode, so a change waits for a turn at most.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ class Weights(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What the server knows it by: its weight version, and the salt of its prefix cache.
+        """Its name in the server: its weight version, and the salt of its prefix cache.
 
         The hash is in it because a version that is trained again after a crash keeps its number.
         """

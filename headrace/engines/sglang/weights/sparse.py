@@ -1,4 +1,4 @@
-"""A version as the few elements that differ, for a loader that runs inside the server (`inside_sglang`).
+"""A version as the few elements that differ, for a loader that runs inside the server (`inside_server`).
 
 Idea: between neighbouring versions one weight in a hundred moves; a reload from disk copies all of them while everybody
 waits. So the differences are taken beside the serving, in the server's own names and layout (`sglang_checksums.fused`),
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from headrace.engines.sglang_checksums import fused
+from headrace.engines.sglang.weights.checksums import fused
 from headrace.policy.config import PolicyConfig
 from headrace.weights import snapshot
 
 LOADER = "headrace_loader.apply"
-FOLDER = Path(__file__).parent / "inside_sglang"
-"""What the server needs on its PYTHONPATH."""
+FOLDER = Path(__file__).parent / "inside_server"
+"""The folder that the server needs on its PYTHONPATH."""
 MOST = 0.25
 """Share of changed elements above which a whole version is less to write: an index is twice as long as a weight."""
 

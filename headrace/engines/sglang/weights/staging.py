@@ -1,12 +1,12 @@
 """The checkpoint that a server loads: one folder in memory, kept current while the server serves.
 
-Idea: the receiver has applied the delta and verified a file on the node's shelf; what a reload needs is the same bits
+Idea: the receiver has applied the delta and verified a file in the node's store; a reload needs the same bits
 where reading costs nothing, in Hugging Face layout. So the folder lies in tmpfs, and a new version rewrites only those
 blocks of model.safetensors that differ from it. It is hashed again afterwards: what the server will read is what the
 trainer published, or the version is refused before anybody was paused.
 
 The path never changes, because the server renames its model after every path that it loads. One copy and not two: going
-back is a rewrite from the shelf, where older versions still lie.
+back is a rewrite from the store, where older versions still lie.
 """
 
 import json
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from headrace.engines.base import EngineError
 from headrace.policy.config import PolicyConfig
+from headrace.policy.layout import hugging_face
 from headrace.weights import snapshot
 from headrace.weights.state import WeightError
 
@@ -52,7 +53,7 @@ class Stage:
     def _describe(self) -> None:
         """The small files beside the weights."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        texts = {"config.json": json.dumps(self._config.to_hf(), indent=2) + "\n"}
+        texts = {"config.json": json.dumps(hugging_face.as_json(self._config), indent=2) + "\n"}
         if self._tokenizer is not None:
             texts["tokenizer.json"] = self._tokenizer.read_text(encoding="utf-8")
             texts["tokenizer_config.json"] = json.dumps(TOKENIZER) + "\n"

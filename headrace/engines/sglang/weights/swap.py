@@ -22,12 +22,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.engines import sglang_checksums, sglang_sparse
 from headrace.engines.base import EngineError
-from headrace.engines.sglang_gate import NotServed, Weights
-from headrace.engines.sglang_stage import Stage
-from headrace.engines.sglang_terms import Terms
-from headrace.engines.sglang_wire import ServerError, Wire
+from headrace.engines.sglang.compatibility import Terms
+from headrace.engines.sglang.http import ServerError, Wire
+from headrace.engines.sglang.weights import checksums
+from headrace.engines.sglang.weights import sparse as sglang_sparse
+from headrace.engines.sglang.weights.lock import NotServed, Weights
+from headrace.engines.sglang.weights.staging import Stage
 from headrace.policy.config import PolicyConfig
 
 LOAD_S = 600.0
@@ -95,7 +96,7 @@ class Swapper:
             self.sparse_bytes = await self._differences(before, terms) if wanted is not None else 0
         except EngineError:
             if before is not None:
-                await self.ready(before)  # whoever restarts the server must find what it served
+                await self.ready(before)  # a later restart of the server must find the weights that it served
             raise
         self.stage_ms = (time.perf_counter() - began) * 1e3
         began = time.perf_counter()
@@ -188,19 +189,19 @@ class Swapper:
         if served != weights.label:
             raise EngineError(f"the server says it serves {served}, not {weights.label}")
         self.checked = wanted is not None
-        if wanted is not None and (wrong := sglang_checksums.difference(wanted, await self._checksums())):
+        if wanted is not None and (wrong := checksums.difference(wanted, await self._checksums())):
             raise EngineError(f"version {weights.version}: {wrong}")
 
     async def _difference(self, weights: Weights, terms: Terms) -> str:
         wanted = await self._wanted(weights, terms)
         self.checked = wanted is not None
-        return "" if wanted is None else sglang_checksums.difference(wanted, await self._checksums())
+        return "" if wanted is None else checksums.difference(wanted, await self._checksums())
 
     async def _wanted(self, weights: Weights, terms: Terms) -> dict[str, str] | None:
         """The checksums of the staged version; None where the server's function is not known here."""
-        if terms.device != "cpu" or terms.tp_size != 1 or not sglang_checksums.known(self._config):
+        if terms.device != "cpu" or terms.tp_size != 1 or not checksums.known(self._config):
             return None
-        return await asyncio.to_thread(sglang_checksums.expected, self._stage.model, self._config, terms.dtype)
+        return await asyncio.to_thread(checksums.expected, self._stage.model, self._config, terms.dtype)
 
     async def _checksums(self) -> dict[str, str]:
         answer = await self._wire.post("/weights_checker", {"action": "checksum"}, LOAD_S)

@@ -1,0 +1,1 @@
+"""The embedded engine: the policy's own model, sampled in a worker thread."""

@@ -1,0 +1,1 @@
+"""The production engine: an SGLang server over HTTP."""

@@ -1,0 +1,1 @@
+"""Weights of an SGLang server: staging, swapping, checking."""

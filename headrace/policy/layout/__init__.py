@@ -1,0 +1,1 @@
+"""Hugging Face layout, in and out."""

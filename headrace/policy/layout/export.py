@@ -1,0 +1,69 @@
+"""A published version as a Hugging Face folder, for transformers and every server that reads its layout.
+
+Idea: tokenizer, chat template and generation settings come from the run's renderer bundle, which the policy was trained
+with, and not from the folder of the checkpoint that the run started with, which may have changed or gone since.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from headrace.messages.rollout import RendererBundle
+from headrace.policy.config import CheckpointError, PolicyConfig
+from headrace.policy.layout import checkpoint
+
+
+class Export(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of an export."""
+
+    config: PolicyConfig
+    tensors: Mapping[str, Tensor]
+    """Under Hugging Face names, float32 or bfloat16."""
+    bundle: RendererBundle
+    card: str
+    """The model card, Markdown."""
+
+
+def export(parts: Export, target: Path, shard_bytes: int = checkpoint.SHARD_BYTES) -> PolicyConfig:
+    """Write config.json, weights, tokenizer files, generation settings and README.md; returns the shape as written.
+
+    The weights keep their dtype; experts are written as plain tensors, whatever format they were served in.
+    CheckpointError when the target is not empty.
+    """
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target} is not empty: expected a new folder")
+    config = msgspec.structs.replace(parts.config, dtype=_dtype(parts.tensors), expert_format="")
+    checkpoint.save(target, parts.tensors, config, shard_bytes=shard_bytes)
+    (target / "tokenizer.json").write_text(parts.bundle.tokenizer_json, encoding="utf-8")
+    for name, content in _settings(parts.bundle, config).items():
+        (target / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (target / "README.md").write_text(parts.card, encoding="utf-8")
+    return config
+
+
+def _settings(bundle: RendererBundle, config: PolicyConfig) -> dict[str, dict[str, Any]]:
+    """File name -> content: tokenizer_config.json and generation_config.json."""
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config.max_positions,
+        **bundle.special_tokens,
+    }
+    if bundle.chat_template:
+        settings["chat_template"] = bundle.chat_template
+    stops = list(bundle.eos_ids)
+    if bundle.renderer == "terse":
+        added = json.loads(bundle.tokenizer_json)["added_tokens"]
+        stops = [token["id"] for token in added if token["content"] == "</turn>"]
+    generation = bundle.generation | ({"eos_token_id": stops} if stops else {})
+    return {"tokenizer_config.json": settings, "generation_config.json": generation}
+
+
+def _dtype(tensors: Mapping[str, Tensor]) -> Literal["float32", "bfloat16"]:
+    """The dtype of the embedding is that of the model; a correction stays float32 beside it."""
+    return "bfloat16" if tensors["model.embed_tokens.weight"].dtype == torch.bfloat16 else "float32"
