@@ -1,4 +1,4 @@
-"""The tools as the policy writes them: names, attributes, bodies; and the tags that this spelling is made of.
+"""The tools as a policy sees them: as tags in the terse format, as JSON Schema in chat formats.
 
     <search query="mean" glob="*.py"/>
     <edit_file path="kit/core.py" lines="4-5">    return total / count</edit_file>
@@ -9,7 +9,9 @@ only its own closing tag. The tags are cut so that a tokenizer can give each one
 lines="``, ``">``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated, Any
 
 import msgspec
 
@@ -23,7 +25,10 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class ToolSchema(msgspec.Struct, frozen=True):
-    """One tool. The first attribute, when there is one, is part of the opening tag, so it comes first."""
+    """One tool: tags of the terse format, JSON Schema for chat templates.
+
+    The first attribute, when there is one, is part of the opening tag, so it comes first.
+    """
 
     name: str
     about: str
@@ -44,6 +49,48 @@ class ToolSchema(msgspec.Struct, frozen=True):
     def empty(self) -> str:
         """``<name/>``: the call without any argument."""
         return f"<{self.name}/>"
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """Attributes and body by name, in their order."""
+        return {p.name: p for p in (*self.attributes, *([self.body] if self.body else []))}
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """The JSON Schema of each argument."""
+        properties: Mapping[str, Any] = _json_schema(self)["properties"]
+        return properties
+
+    def function(self) -> dict[str, Any]:
+        """The tool as chat templates take it: type, name, description, JSON Schema of its arguments."""
+        function = {"name": self.name, "description": self.about, "parameters": _json_schema(self)}
+        return {"type": "function", "function": function}
+
+    def complaint(self, arguments: Mapping[str, str]) -> str:
+        """Why a call with these arguments cannot run; empty when it can."""
+        known = self.parameters
+        for argument in arguments:
+            if argument not in known:
+                return f"{self.name}: no argument {argument}; there are {', '.join(known) or 'none'}"
+        for parameter in known.values():
+            if parameter.required and parameter.name not in arguments:
+                return f"{self.name}: {parameter.name} is missing"
+        return ""
+
+
+@lru_cache(256)
+def _json_schema(tool: ToolSchema) -> dict[str, Any]:
+    """Of a struct with one text field per parameter."""
+    fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
+    for parameter in sorted(tool.parameters.values(), key=lambda parameter: not parameter.required):
+        text = Annotated[str, msgspec.Meta(description=parameter.about)]
+        if parameter.required:
+            fields.append((parameter.name, text))
+        else:
+            fields.append((parameter.name, text | msgspec.UnsetType, msgspec.UNSET))
+    schema = msgspec.json.schema(msgspec.defstruct(tool.name, fields))
+    (arguments,) = schema["$defs"].values()
+    return {key: arguments[key] for key in ("type", "properties", "required")}
 
 
 _PATH = Parameter("path", "path from the repository's root")
@@ -74,7 +121,7 @@ TABLE: tuple[ToolSchema, ...] = (
     ToolSchema("terminal", "run a shell command", (), Parameter("command", "what sh -c runs")),
     ToolSchema("lint", "check Python files for errors", (Parameter("glob", "which files", required=False),)),
     ToolSchema(
-        "semantic_search", "rank pieces of the repository by a description", (Parameter("query", "words to look for"),)
+        "keyword_search", "rank pieces of the repository by a description", (Parameter("query", "words to look for"),)
     ),
     ToolSchema("finish", "end the task", (), Parameter("message", "a word to the user", required=False)),
 )
@@ -83,6 +130,11 @@ TABLE: tuple[ToolSchema, ...] = (
 BY_NAME: dict[str, ToolSchema] = {schema.name: schema for schema in TABLE}
 
 TASK, TURN, RESULT, ERROR, SUMMARY = "task", "turn", "result", "error", "summary"
+
+
+def functions_json(tools: Sequence[ToolSchema] = TABLE) -> dict[str, str]:
+    """The JSON Schema of each tool as text, by name: nodes of a run have to agree on them."""
+    return {tool.name: msgspec.json.encode(tool.function()).decode() for tool in tools}
 
 
 def tags(tools: Sequence[ToolSchema] = TABLE) -> list[str]:

@@ -1,59 +1,25 @@
-"""Between messages and token ids: prompts and results in, tool calls out. Nothing is ever tokenised twice.
+"""The terse format: every tag is one id, there is no system prompt, and each tool has its own tags.
 
-What the policy wrote stays the ids that it sampled; only what comes from outside (the task, results, a summary
-request) is encoded, once, and appended. Two markups: ``terse`` for a policy that was trained on it from nothing
-(every tag one id, no system prompt) and ``chat`` for a big model (its own chat tokens, a system prompt that
-explains the tools).
+It is the format of a policy that headrace made itself and that was trained on it from its first token. What the policy
+wrote stays the ids that it sampled; only what comes from outside (the task, results, a summary request) is encoded,
+once, and appended.
 """
 
 import re
 from collections.abc import Sequence
-from typing import Literal
 
-import msgspec
-
-from headrace.messages.rollout import ToolCall, ToolResult
-from headrace.policy import schemas
-from headrace.policy.schemas import ToolSchema
-from headrace.policy.tokenizer import Tokenizer
-
-Piece = tuple[str, bool]
-"""Text, and whether it is a tag (part of the format) rather than content."""
+from headrace.messages.rollout import RendererBundle, ToolCall, ToolResult
+from headrace.rendering import schemas
+from headrace.rendering.base import Call, Exchange, Parsed, RendererError
+from headrace.rendering.schemas import ToolSchema
+from headrace.rendering.tokenizer import Piece, Tokenizer
 
 _NAME = re.compile(r"<([A-Za-z_][A-Za-z0-9_]*)")
 _ATTRIBUTE = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]*)="([^"]*)"')
-_SILENT = frozenset({"think", "thinking", "turn", "task", "result", "error", "summary", "pad"})
-"""Tags that are no calls: thoughts, and frames that a policy may babble."""
-
-_SYSTEM = """You are a coding agent in a repository. Act by writing tool calls as XML; several calls in one turn run \
-together and are answered in order. The tools:
-
-{tools}
-
-Find the cause, change as little as possible, run the tests, then call <finish/>."""
-
-
-class Markup(msgspec.Struct, frozen=True, kw_only=True):
-    """The frames around what is said. `{tools}` in `system` becomes the list of tools."""
-
-    system: str = ""
-    task: tuple[str, str]
-    turn: tuple[str, str]
-    results: tuple[str, str] = ("", "")
-    summary_request: str
-
-
-TERSE = Markup(task=("<task>", "</task>"), turn=("<turn>", "</turn>"), summary_request="<summary>")
-
-CHAT = Markup(
-    system="<|im_start|>system\n" + _SYSTEM + "<|im_end|>\n",
-    task=("<|im_start|>user\n", "<|im_end|>\n"),
-    turn=("<|im_start|>assistant\n", "<|im_end|>"),
-    results=("\n<|im_start|>user\n", "<|im_end|>\n"),
-    summary_request="The context is nearly full. Write down all that is needed to go on from here, then stop.",
-)
-
-_SPECIAL = re.compile(r"(<\|[a-z_]+\|>)")
+_NO_CALLS = frozenset({"think", "thinking", "turn", "task", "result", "error", "summary", "pad"})
+"""Tags that are not calls: thoughts, and frames that a policy may write by mistake."""
+_TASK, _TURN = ("<task>", "</task>"), ("<turn>", "</turn>")
+_SUMMARY = ("<summary>", "</summary>")
 
 
 def _escape(value: str) -> str:
@@ -62,16 +28,6 @@ def _escape(value: str) -> str:
 
 def _unescape(value: str) -> str:
     return value.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", '"').replace("&amp;", "&")
-
-
-def describe(tool: ToolSchema) -> str:
-    """One line of a system prompt: how the call is written and what it does."""
-    text = f"<{tool.name}"
-    for attribute in tool.attributes:
-        text += f' {attribute.name}="..."' if attribute.required else f' [{attribute.name}="..."]'
-    text += f">{tool.body.name}{tool.closing}" if tool.body else "/>"
-    notes = "; ".join(f"{p.name}: {p.about}" for p in (*tool.attributes, *([tool.body] if tool.body else [])))
-    return f"- {text}  {tool.about}" + (f" ({notes})" if notes else "")
 
 
 def call_pieces(tool: ToolSchema, arguments: dict[str, str]) -> list[Piece]:
@@ -92,132 +48,115 @@ def call_pieces(tool: ToolSchema, arguments: dict[str, str]) -> list[Piece]:
 
 
 class Format:
-    """How an episode is spelled, before any tokenizer: the tools that may be called, and the markup."""
+    """How an episode is spelled, before any tokenizer."""
 
-    def __init__(self, tools: Sequence[str] | None = None, markup: Markup | Literal["terse", "chat"] = "terse") -> None:
-        self.markup = {"terse": TERSE, "chat": CHAT}[markup] if isinstance(markup, str) else markup
-        names = [tool.name for tool in schemas.TABLE] if tools is None else tools
-        self._tools = {name: schemas.BY_NAME[name] for name in names}
+    def __init__(self, tools: Sequence[ToolSchema] = schemas.TABLE) -> None:
+        """tools: those that may be called."""
+        self._tools = {tool.name: tool for tool in tools}
 
     def prompt_pieces(self, task_prompt: str, summary: str = "") -> list[Piece]:
-        """The start of a segment: the task, what the previous segment left behind, and the opened turn."""
-        markup, pieces = self.markup, []
-        if markup.system:
-            listing = "\n".join(describe(tool) for tool in self._tools.values())
-            pieces.append((markup.system.replace("{tools}", listing), True))
-        pieces += [(markup.task[0], True), (task_prompt, False)]
+        """The start of a segment: the task, the summary of the previous segment, and the opened turn."""
+        pieces: list[Piece] = [(_TASK[0], True), (task_prompt, False)]
         if summary:
-            pieces += [("<summary>", True), (summary, False), ("</summary>", True)]
-        return [*pieces, (markup.task[1], True), (markup.turn[0], True)]
+            pieces += [(_SUMMARY[0], True), (summary, False), (_SUMMARY[1], True)]
+        return [*pieces, (_TASK[1], True), (_TURN[0], True)]
 
     def result_pieces(self, results: Sequence[ToolResult], closed: bool = True) -> list[Piece]:
-        """Answers in call order, then the next turn's opening. `closed` is False when the turn hit its token limit and
-        its end has to be written for it."""
-        pieces: list[Piece] = [] if closed else [(self.markup.turn[1], True)]
-        pieces.append((self.markup.results[0], True))
+        """Results in call order, then the opening of the next turn. closed: the policy wrote the end of its turn; else
+        it is written here."""
+        pieces: list[Piece] = [] if closed else [(_TURN[1], True)]
         for result in results:
             frame = schemas.RESULT if result.ok else schemas.ERROR
             pieces += [(f"<{frame}>", True), (result.output, False), (f"</{frame}>", True)]
-        pieces += [(self.markup.results[1], True), (self.markup.turn[0], True)]
-        return [piece for piece in pieces if piece[0]]
+        return [piece for piece in [*pieces, (_TURN[0], True)] if piece[0]]
 
-    def turn_pieces(self, calls: Sequence[tuple[str, dict[str, str]]], thought: str = "") -> list[Piece]:
+    def turn_pieces(self, calls: Sequence[Call], thought: str = "") -> list[Piece]:
         """A whole turn as a policy should write it, its end included: for scripts and traces."""
         pieces: list[Piece] = [(thought, False)] if thought else []
         for name, arguments in calls:
             pieces += call_pieces(self._tools[name], arguments)
-        return [*pieces, (self.markup.turn[1], True)]
+        return [*pieces, (_TURN[1], True)]
 
 
-class Renderer(Format):
-    """The format of one policy: spelling and tokenizer."""
+class TerseRenderer(Format):
+    """The terse format with a tokenizer that was trained for it."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        tools: Sequence[str] | None = None,
-        markup: Markup | Literal["terse", "chat"] = "terse",
-    ) -> None:
-        super().__init__(tools, markup)
-        self.tokenizer = tokenizer
-        stop = tokenizer.tag(self.markup.turn[1])
-        if stop is None:
-            raise ValueError(f"the tokenizer has no token {self.markup.turn[1]!r}, which ends a turn")
+    detailed_results = False
+    parallel = True
+
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[ToolSchema] = schemas.TABLE, bundle: str = "") -> None:
+        """RendererError when the tokenizer lacks one of the format's tags."""
+        super().__init__(tools)
+        self.tokenizer, self.bundle = tokenizer, bundle
+        stop = tokenizer.tag(_TURN[1])
+        if stop is None or tokenizer.tag(_TURN[0]) is None:
+            raise RendererError(
+                f"the tokenizer has no token {_TURN[1]!r}, which ends a turn in the terse format; a checkpoint with a "
+                'chat template needs [policy] renderer = "auto"'
+            )
         self.stop_ids: tuple[int, ...] = (stop,)
 
     def encode(self, pieces: Sequence[Piece]) -> list[int]:
         """Ids of pieces: a tag is its own id where the tokenizer has one, content never is."""
         ids: list[int] = []
         for text, is_tag in pieces:
-            for part in _SPECIAL.split(text) if is_tag else (text,):
-                tag = self.tokenizer.tag(part) if is_tag else None
-                ids += [tag] if tag is not None else self.tokenizer.encode(part) if part else []
+            tag = self.tokenizer.tag(text) if is_tag else None
+            ids += [tag] if tag is not None else self.tokenizer.encode(text) if text else []
         return ids
 
     def prompt(self, task_prompt: str, summary: Sequence[int] = ()) -> list[int]:
-        """The start of a segment. `summary` is what the policy wrote at the end of the last one, taken over as ids."""
+        """The start of a segment. summary: what the policy wrote at the end of the last one, taken over as ids."""
         if not summary:
             return self.encode(self.prompt_pieces(task_prompt))
         pieces = self.prompt_pieces(task_prompt, "\0")
         at = pieces.index(("\0", False))
-        kept = [id for id in summary if id not in self.stop_ids]
-        return [*self.encode(pieces[:at]), *kept, *self.encode(pieces[at + 1 :])]
+        ids = [id for id in summary if id not in self.stop_ids]
+        return [*self.encode(pieces[:at]), *ids, *self.encode(pieces[at + 1 :])]
 
-    def results(self, results: Sequence[ToolResult], closed: bool = True) -> list[int]:
-        """Ids of `result_pieces`."""
-        return self.encode(self.result_pieces(results, closed))
-
-    def turn(self, calls: Sequence[tuple[str, dict[str, str]]], thought: str = "") -> list[int]:
-        """Ids of `turn_pieces`."""
-        return self.encode(self.turn_pieces(calls, thought))
-
-    def summary_request(self, results: Sequence[ToolResult] = (), closed: bool = True) -> list[int]:
-        """What asks the policy for a summary instead of a turn, after the results that it has not read yet."""
+    def delta(self, history: Sequence[Exchange], *, stopped: int | None, summary: bool = False) -> list[int]:
+        """Results of the last turn, then the opening of the next turn or of a summary."""
+        results, closed = history[-1].results, stopped is not None
+        if not summary:
+            return self.encode(self.result_pieces(results, closed))
         pieces = self.result_pieces(results, closed)[:-1] if results or not closed else []
-        request: list[Piece]
-        if self.markup.results[0]:
-            request = [
-                (self.markup.task[0], True),
-                (self.markup.summary_request, False),
-                (self.markup.task[1], True),
-                (self.markup.turn[0], True),
-            ]
-        else:
-            request = [(self.markup.summary_request, True), (self.markup.turn[0], True)]
-        return self.encode([*pieces, *request])
+        return self.encode([*pieces, (_SUMMARY[0], True), (_TURN[0], True)])
+
+    def turn(self, calls: Sequence[Call], thought: str = "", *, before: int = 0) -> list[int]:
+        """Ids of `turn_pieces`; the terse format does not number calls."""
+        return self.encode(self.turn_pieces(calls, thought))
 
     def text(self, ids: Sequence[int]) -> str:
         """What was written, without the token that ended it."""
         return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 
-    def parse(self, ids: Sequence[int]) -> list[ToolCall]:
-        """The calls of a turn in order, never empty: what can't be run carries an `error` that the policy can use.
+    def parse(self, ids: Sequence[int], *, prompt: Sequence[int] = ()) -> Parsed:
+        """The calls of a turn in order; one that cannot run carries an `error` that the policy can use.
 
         Call ids number the calls of this turn; the loop makes them unique in the trajectory.
         """
         text = self.text(ids)
         calls: list[ToolCall] = []
         at = 0
-        while found := _NAME.search(text, at):
-            name = found.group(1)
-            if name in _SILENT:
+        while match := _NAME.search(text, at):
+            name = match.group(1)
+            if name in _NO_CALLS:
                 closing = f"</{name}>"
-                end = text.find(closing, found.end()) if name.startswith("think") else -1
-                at = end + len(closing) if end >= 0 else found.end()
+                end = text.find(closing, match.end()) if name.startswith("think") else -1
+                at = end + len(closing) if end >= 0 else match.end()
                 continue
-            call, at = self._call(text, found, str(len(calls)))
+            call, at = self._call(text, match, str(len(calls)))
             calls.append(call)
         if not calls:
             calls.append(ToolCall(id="0", name="", error=f"no call; write one such as {self._example()}"))
-        return calls
+        return Parsed(calls=tuple(calls), text=text)
 
     def _example(self) -> str:
         tool = next(iter(self._tools.values()))
         return "".join(text for text, _ in call_pieces(tool, {a.name: "..." for a in tool.attributes if a.required}))
 
-    def _call(self, text: str, found: re.Match[str], id: str) -> tuple[ToolCall, int]:
-        """The call that starts at `found`, and where the search for the next one goes on."""
-        name, at = found.group(1), found.end()
+    def _call(self, text: str, match: re.Match[str], id: str) -> tuple[ToolCall, int]:
+        """The call that starts at `match`, and where the search for the next one goes on."""
+        name, at = match.group(1), match.end()
         arguments: dict[str, str] = {}
         while attribute := _ATTRIBUTE.match(text, at):
             arguments[attribute.group(1)] = _unescape(attribute.group(2))
@@ -242,11 +181,13 @@ class Renderer(Format):
                 arguments[tool.body.name] = body.replace(_escape(tool.closing), tool.closing)
             elif body.strip():
                 return failed(f"{name}: takes no text between its tags")
-        known = {p.name: p for p in (*tool.attributes, *([tool.body] if tool.body else []))}
-        for argument in arguments:
-            if argument not in known:
-                return failed(f"{name}: no argument {argument}; there are {', '.join(known) or 'none'}")
-        for parameter in known.values():
-            if parameter.required and parameter.name not in arguments:
-                return failed(f"{name}: {parameter.name} is missing")
+        if complaint := tool.complaint(arguments):
+            return failed(complaint)
         return ToolCall(id=id, name=name, arguments=arguments), at
+
+
+def build(bundle: RendererBundle, tokenizer: Tokenizer, tools: Sequence[ToolSchema]) -> TerseRenderer:
+    """The renderer of a bundle in the terse format. Its tags do not depend on the tools of a task; those of a tool from
+    outside have no ids of their own."""
+    outside = [tool for tool in tools if tool.name not in schemas.BY_NAME]
+    return TerseRenderer(tokenizer, (*schemas.TABLE, *outside), bundle.sha256)

@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as HuggingFace
 
-from headrace.harness.rehearse import answer
-from headrace.policy import schemas
-from headrace.policy.renderer import Format
-from headrace.policy.tokenizer import Tokenizer
-from headrace.tasks import traces
+from headrace.harness.sync_tools import answer
+from headrace.rendering import schemas
+from headrace.rendering.terse import Format
+from headrace.rendering.tokenizer import Tokenizer
+from headrace.tasks.generated import traces
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def test_text_never_becomes_a_tag(tokenizer: Tokenizer) -> None:
 def test_size_and_determinism(tokenizer: Tokenizer, texts: list[str]) -> None:
     assert len(tokenizer) == 640
     assert Tokenizer.train(texts, 640).dump() == tokenizer.dump()
-    with pytest.raises(ValueError, match="no room"):
+    with pytest.raises(ValueError, match="is too small"):
         Tokenizer.train(texts, 256)
 
 
@@ -57,3 +58,46 @@ def test_the_file_is_read_by_hugging_face(tokenizer: Tokenizer, tmp_path: Path) 
     assert again.encode(text) == tokenizer.encode(text) == Tokenizer.parse(tokenizer.dump()).encode(text)
     assert again.tags == tokenizer.tags
     assert HuggingFace.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids == tokenizer.encode(text)
+
+
+@pytest.fixture(scope="module")
+def chat() -> Tokenizer:
+    """With added tokens like Qwen3's: frames are special, ``<think>`` and ``<tool_call>`` are not."""
+    text = "def f(xs):\n    return xs[0] <|x|> user assistant tool_call think\n" * 8
+    backend = HuggingFace.from_str(Tokenizer.train([text], 320, tags=["<|endoftext|>"]).dump())
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "<tool_call>")])
+    return Tokenizer.parse(backend.to_str())
+
+
+HOSTILE = ("<think>", "<tool_call>", "<|im_end|>", "a<|im_start|>user\n<think>", "<|im_", "end|>", "<", "\n")
+
+
+def test_content_never_becomes_an_added_token_even_one_that_is_not_special(chat: Tokenizer) -> None:
+    added = set(chat.tags.values())
+    assert len(added) == 5
+    for text in HOSTILE:
+        assert not added & set(chat.encode(text)) and chat.decode(chat.encode(text)) == text
+    for first in HOSTILE:
+        for second in HOSTILE:
+            pieces = [("<|im_start|>user\n", True), (first, False), (second, False), ("<|im_end|>\n", True)]
+            ids = chat.encode_pieces(pieces)
+            assert [id for id in ids if id in added] == [chat.tags["<|im_start|>"], chat.tags["<|im_end|>"]]
+            assert chat.decode(ids) == "".join(text for text, _ in pieces)
+
+
+def test_pieces_are_encoded_as_hugging_face_encodes_the_whole(chat: Tokenizer) -> None:
+    whole = HuggingFace.from_str(chat.dump())
+    for content in ("def f", " return", "\n    return xs", "", "é🙂"):
+        pieces = [("<|im_start|>user\n", True), (content, False), ("\n<think><|im_end|>", True)]
+        assert chat.encode_pieces(pieces) == whole.encode("".join(text for text, _ in pieces)).ids
+
+
+def test_added_tokens_that_strip_their_neighbours_do_so_in_either_way_of_encoding() -> None:
+    backend = HuggingFace.from_str(Tokenizer.train(["a b c"], 320, tags=["<pad>"]).dump())
+    backend.add_tokens([AddedToken("<l>", lstrip=True, normalized=False), AddedToken("<r>", rstrip=True)])
+    tokenizer = Tokenizer.parse(backend.to_str())
+    pieces = [("<r>", True), ("  a  ", False), ("<l>", True)]
+    assert tokenizer.encode_pieces(pieces) == HuggingFace.from_str(tokenizer.dump()).encode("<r>  a  <l>").ids
+    hostile = tokenizer.encode_pieces([("<r>", True), ("  <pad>  ", False), ("<l>", True)])
+    assert tokenizer.decode(hostile) == "<r><pad><l>" and tokenizer.tags["<pad>"] not in hostile

@@ -1,0 +1,1 @@
+"""Conversations to token ids and back: renderers, tool-call parsers, tokenizers."""

@@ -1,0 +1,85 @@
+"""The renderer protocol: how one policy's conversations become token ids, and its ids become tool calls.
+
+A segment's context is a prompt, then turn by turn the sampled ids and a delta. A renderer encodes what comes from
+outside (task, results, summary request) once and never encodes sampled ids again. Everything it returns follows from
+its arguments alone, so a resumed episode rebuilds the same ids.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from headrace.messages.rollout import ToolCall, ToolResult
+from headrace.rendering.tokenizer import Tokenizer
+
+Call = tuple[str, dict[str, str]]
+"""A call that a script makes: the tool's name and its arguments."""
+
+
+class RendererError(Exception):
+    """This checkpoint's format cannot be used; the text names what is missing and what to set instead."""
+
+
+class Exchange(Protocol):
+    """A turn of the history as a renderer reads it: its calls, and their results in call order. A Turn is one."""
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """As `Renderer.parse` gave them."""
+
+    @property
+    def results(self) -> tuple[ToolResult, ...]:
+        """One per call."""
+
+
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
+    """An Exchange that was not sampled: of a trace, or of a check."""
+
+    calls: tuple[ToolCall, ...]
+    results: tuple[ToolResult, ...]
+
+
+class Parsed(msgspec.Struct, frozen=True, kw_only=True):
+    """A sampled turn in its parts."""
+
+    calls: tuple[ToolCall, ...]
+    """Never empty: a turn without a call is one call with an `error` that says so. Ids number the calls of the turn."""
+    text: str = ""
+    """All text that is neither thinking nor a call."""
+    thinking: str = ""
+
+
+class Renderer(Protocol):
+    """The format of one policy: spelling and tokenizer."""
+
+    tokenizer: Tokenizer
+    stop_ids: tuple[int, ...]
+    """Sampling ends at any of these ids; the id belongs to the turn."""
+    bundle: str
+    """sha256 of the bundle that it was opened from; empty for one that scripts make for themselves."""
+    detailed_results: bool
+    """Whether results carry the messages of failed tests: the tiny policy was not made on them."""
+
+    @property
+    def parallel(self) -> bool:
+        """Whether one turn may hold several calls."""
+
+    def prompt(self, task_prompt: str, summary: Sequence[int] = ()) -> list[int]:
+        """The start of a segment, up to the first turn. summary: ids that the policy wrote at the last one's end."""
+
+    def delta(self, history: Sequence[Exchange], *, stopped: int | None, summary: bool = False) -> list[int]:
+        """The ids after the last turn of the history: its end, its results, and the opening of the next turn.
+
+        history: the turns of this segment. stopped: the stop id that ended the last one, None when it was cut at its
+        token limit. summary: ask for a summary instead of a turn.
+        """
+
+    def parse(self, ids: Sequence[int], *, prompt: Sequence[int] = ()) -> Parsed:
+        """Read a sampled turn. prompt: the ids before it, whose end tells whether thinking was opened already."""
+
+    def turn(self, calls: Sequence[Call], thought: str = "", *, before: int = 0) -> list[int]:
+        """A turn as the policy should write it, its stop id included: for scripts and traces.
+
+        before: calls made earlier in the segment, which some formats number.
+        """

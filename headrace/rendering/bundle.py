@@ -1,0 +1,125 @@
+"""A run's bundle: made once from the checkpoint's files and the configuration.
+
+``auto`` resolves here, where a person who starts a run reads the error: terse tags in the tokenizer mean the terse
+format; else the chat template decides, by writing a call that one of the syntaxes must read back.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.messages.rollout import RendererBundle
+from headrace.rendering import schemas
+from headrace.rendering.base import RendererError
+from headrace.rendering.native.opening import detect
+from headrace.rendering.parsers.registry import SYNTAXES
+from headrace.rendering.registry import Renderers, source_hash
+from headrace.rendering.schemas import ToolSchema
+from headrace.rendering.tokenizer import Tokenizer
+
+SYSTEM = """You are a coding agent in a repository. Use the tools to find the cause of the problem, change as little \
+as possible, run the tests, then call finish."""
+_TEMPLATE = "chat_template.jinja"
+
+
+def terse_bundle(tokenizer_json: str, tools: Sequence[ToolSchema] = schemas.TABLE) -> RendererBundle:
+    """Of a policy that headrace makes itself. tools: all that the run's tasks may offer."""
+    return RendererBundle(renderer="terse", tokenizer_json=tokenizer_json, tools=schemas.functions_json(tools))
+
+
+def checkpoint_bundle(
+    folder: Path,
+    renderer: str = "auto",
+    chat_template: str = "",
+    template_kwargs: Mapping[str, bool | int | float | str] | None = None,
+    date: datetime.date | None = None,
+    tools: Sequence[ToolSchema] = schemas.TABLE,
+) -> RendererBundle:
+    """Of a Hugging Face folder. RendererError says what is missing.
+
+    renderer, chat_template, template_kwargs: as in ``[policy]``. date: what templates see as today; today by default.
+    tools: all that the run's tasks may offer.
+    """
+    try:
+        tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    except OSError as error:
+        raise RendererError(f"{folder / 'tokenizer.json'} cannot be read: {error.strerror}") from None
+    tokenizer = Tokenizer.parse(tokenizer_json)
+    is_terse = tokenizer.tag("<turn>") is not None and tokenizer.tag("</turn>") is not None
+    if renderer == "terse" or (renderer == "auto" and is_terse):
+        bundle = terse_bundle(tokenizer_json, tools)
+    else:
+        bundle = _chat_bundle(folder, tokenizer, tokenizer_json, chat_template)
+        bundle = msgspec.structs.replace(
+            bundle,
+            template_kwargs=dict(template_kwargs or {}),
+            date=(date or datetime.date.today()).isoformat(),
+            tools=schemas.functions_json(tools),
+        )
+        name = detect(bundle, tokenizer, tools) if renderer == "auto" else renderer
+        bundle = msgspec.structs.replace(bundle, renderer=name, plugin=source_hash(name))
+    Renderers(bundle).open(tools)  # fails here rather than on every node
+    return bundle
+
+
+def _chat_bundle(folder: Path, tokenizer: Tokenizer, tokenizer_json: str, chat_template: str) -> RendererBundle:
+    """The files of the folder as a bundle without a renderer's name."""
+    settings = _json(folder / "tokenizer_config.json")
+    generation = _json(folder / "generation_config.json")
+    special = {
+        key: value["content"] if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if key.endswith("_token") and isinstance(value, str | dict)
+    }
+    eos = {*_ids(generation.pop("eos_token_id", None)), *_ids(_json(folder / "config.json").get("eos_token_id"))}
+    if (id := tokenizer.tag(special.get("eos_token", ""))) is not None:
+        eos.add(id)
+    return RendererBundle(
+        renderer="",
+        tokenizer_json=tokenizer_json,
+        chat_template=_template(folder, settings, chat_template),
+        special_tokens=special,
+        eos_ids=tuple(sorted(eos)),
+        generation={key: value for key, value in generation.items() if isinstance(value, bool | int | float | str)},
+        system=SYSTEM,
+    )
+
+
+def _template(folder: Path, settings: Mapping[str, Any], override: str) -> str:
+    """The override, else the folder's own file, else tokenizer_config.json: a text, or a list with one for tools."""
+    for file in [Path(override)] if override else [folder / _TEMPLATE]:
+        if override or file.exists():
+            try:
+                return file.read_text(encoding="utf-8")
+            except OSError as error:
+                raise RendererError(f"the chat template {file} cannot be read: {error.strerror}") from None
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("tool_use") or named.get("default")
+    if not isinstance(template, str):
+        raise RendererError(
+            f"{folder} has no chat template (neither {_TEMPLATE} nor chat_template in tokenizer_config.json) and its "
+            f"tokenizer has no terse tags; set [policy] chat_template to a file in the syntax of the model, one of "
+            f"{', '.join(SYNTAXES)}"
+        )
+    return template
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """A JSON object, empty when there is no such file. RendererError when it cannot be read."""
+    if not file.exists():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RendererError(f"{file} cannot be read: {error}") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _ids(value: Any) -> list[int]:
+    return [id for id in (value if isinstance(value, list) else [value]) if isinstance(id, int)]

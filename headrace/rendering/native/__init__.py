@@ -1,0 +1,1 @@
+"""A checkpoint's own chat format: its template in a sandbox, placeholders for content, encoding by pieces."""

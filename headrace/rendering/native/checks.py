@@ -1,0 +1,132 @@
+"""A chat format is tried before it is used: every assumption of the renderer is checked on the template itself.
+
+A format that fails is refused by name. Nothing is guessed and nothing falls back: a run in a format that is slightly
+wrong would train a policy on it.
+"""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from headrace.messages.rollout import ToolCall
+from headrace.rendering.base import Call, RendererError
+from headrace.rendering.native.conversation import Conversation, Inserter, Traits, answered
+from headrace.rendering.native.renderer import THOUGHT_FIELDS, NativeRenderer
+from headrace.rendering.native.slots import CHANGES, TELLING, Change, Kind, Slots
+from headrace.rendering.native.template import ChatTemplate, Message, TemplateRefused
+from headrace.rendering.parsers.base import Syntax
+from headrace.rendering.schemas import ToolSchema
+
+Build = Callable[[Conversation, Inserter, str], list[Message]]
+"""Messages of a conversation with a given content at one place."""
+
+
+class _AsItIs:
+    """Inserts contents themselves."""
+
+    def add(self, kind: Kind, content: str) -> str:
+        return content
+
+
+def _opening(conversation: Conversation, slots: Inserter, text: str) -> list[Message]:
+    return conversation.opening(slots, text)
+
+
+def _results(conversation: Conversation, slots: Inserter, *outputs: str) -> list[Message]:
+    name = next(iter(conversation.tools))
+    calls = [ToolCall(id=str(index), name=name) for index in range(len(outputs))]
+    turns = [answered(calls, outputs)]
+    return [*conversation.opening(slots, "task"), *conversation.history(slots, turns, "anchor")]
+
+
+def _call(conversation: Conversation, slots: Inserter, text: str) -> list[Message]:
+    written = conversation.written(slots, [sentinel(conversation, text)], "", 0, THOUGHT_FIELDS[0])
+    return [*conversation.opening(slots, "task"), *written]
+
+
+def _thought(conversation: Conversation, slots: Inserter, text: str) -> list[Message]:
+    return [*conversation.opening(slots, "task"), *conversation.written(slots, [], text, 0, THOUGHT_FIELDS[0])]
+
+
+PLACES: dict[Kind, Build] = {"user": _opening, "result": _results, "argument": _call, "thought": _thought}
+
+
+def sentinel(conversation: Conversation, text: str) -> Call:
+    """A call of the first tool that takes an argument; this text is the value of all that it needs."""
+    tool = next((tool for tool in conversation.tools.values() if tool.parameters), None)
+    if tool is None:
+        raise RendererError("a chat format can be checked only with a tool that takes an argument")
+    required = [name for name, parameter in tool.parameters.items() if parameter.required]
+    return tool.name, dict.fromkeys(required or list(tool.parameters)[:1], text)
+
+
+def traits(template: ChatTemplate, syntax: Syntax, tools: Sequence[ToolSchema], system: str) -> Traits:
+    """The abilities of the template. RendererError when it cannot show a task with tools, or a call with its result."""
+
+    def shows(traits: Traits, build: Callable[[Conversation], list[Message]], *words: str) -> str:
+        """Why the rendered messages do not show these words; empty when they do."""
+        conversation = Conversation(template, syntax, tools, system, traits)
+        try:
+            text = conversation.render(build(conversation), generation=True)
+        except TemplateRefused as error:
+            return str(error) or "it raises an exception"
+        return next((f"{word!r} is missing" for word in words if word not in text), "")
+
+    def task(conversation: Conversation) -> list[Message]:
+        return _opening(conversation, _AsItIs(), "task")
+
+    found = Traits(system=not shows(Traits(), task, system), tools=True, parallel=False)
+    names = [tool.name for tool in tools]
+    if shows(found, task, *names):
+        found = msgspec.structs.replace(found, tools=False)
+    if why := shows(found, task, "task", *names):
+        raise RendererError(f"the chat template does not show a task with its tools: {why}")
+    if why := shows(found, lambda conversation: _results(conversation, _AsItIs(), "result-1"), "result-1"):
+        raise RendererError(f"the chat template does not show a call with its result: {why}")
+    both = ("result-1", "result-2")
+    double = msgspec.structs.replace(found, parallel=True)
+    return found if shows(double, lambda conversation: _results(conversation, _AsItIs(), *both), *both) else double
+
+
+def changes(conversation: Conversation) -> dict[Kind, Change]:
+    """The change that the template makes to each kind of content. RendererError when it is none of the known ones."""
+    found: dict[Kind, Change] = {"system": CHANGES["verbatim"], "thought": CHANGES["verbatim"]}
+    for kind, build in PLACES.items():
+        name = next((name for name, change in CHANGES.items() if _explains(conversation, kind, build, change)), None)
+        if name is not None:
+            found[kind] = CHANGES[name]
+        elif kind != "thought":
+            raise RendererError(f"the chat template changes a {kind} in a way that is none of {', '.join(CHANGES)}")
+    return found
+
+
+def _explains(conversation: Conversation, kind: Kind, build: Build, change: Change) -> bool:
+    """Whether filling placeholders through the change gives what the template renders for the texts themselves."""
+    verbatim = CHANGES["verbatim"]
+    every: dict[Kind, Change] = dict.fromkeys(("system", "user", "result", "argument", "thought"), verbatim)
+    for text in TELLING:
+        slots = Slots()
+        try:
+            rendered = conversation.render(build(conversation, slots, text), generation=True)
+            real = conversation.render(build(conversation, _AsItIs(), text), generation=True)
+        except TemplateRefused as error:
+            if kind == "thought":  # an empty turn is refused by some; nobody writes one
+                return False
+            raise RendererError(f"the chat template does not take a {kind} such as {text!r}: {error}") from None
+        if "".join(piece for piece, _ in slots.fill(rendered, {**every, kind: change})) != real:
+            return False
+    return True
+
+
+def round_trip(renderer: NativeRenderer, conversation: Conversation) -> None:
+    """Calls are read as they were written. RendererError names the first that is not."""
+    for text in TELLING:
+        name, arguments = sentinel(conversation, text)
+        prompt = renderer.prompt("task")
+        parsed = renderer.parse(renderer.turn([(name, arguments)]), prompt=prompt)
+        read = [(call.name, call.arguments, call.error) for call in parsed.calls]
+        if read != [(name, arguments, "")]:
+            raise RendererError(
+                f"a call with the argument {text!r} is written by the chat template but read as {read[0]}; "
+                "set [policy] renderer to the syntax that the template has"
+            )

@@ -1,0 +1,163 @@
+"""Conversations of agents that run their own tools, in a policy's own chat format.
+
+The law is that of headrace's own episodes: text from a client is encoded once, sampled ids are never encoded again, and
+no text from outside becomes an added token. A segment is `start`, then turn by turn the sampled ids and a `delta`.
+Tool names and schemas stand in the template's own text, so tools that spell an added token are refused.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.messages.product import ClientCall, ClientMessage, ClientTool
+from headrace.rendering.native.conversation import FILLER
+from headrace.rendering.native.renderer import NativeRenderer
+from headrace.rendering.native.slots import Kind, Slots
+from headrace.rendering.native.template import Message, TemplateRefused
+from headrace.rendering.parsers.base import Completion
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+class UnusableConversation(Exception):
+    """The policy's format cannot render this conversation; the text is for the client."""
+
+
+class ClientRenderer:
+    """One policy's format with the tools of one client."""
+
+    def __init__(self, renderer: NativeRenderer, tools: Sequence[ClientTool]) -> None:
+        """UnusableConversation when the tools cannot stand in a prompt."""
+        self._renderer, self._format = renderer, renderer.format
+        self._functions = [_function(tool) for tool in tools]
+        self._types = {tool.name: _properties(tool) for tool in tools}
+        if tools and not self._format.traits.tools:
+            raise UnusableConversation("the chat template of this policy shows no tools of a client")
+        for tool, function in zip(tools, self._functions, strict=True):
+            self._refuse_added(json.dumps(function, ensure_ascii=False), f"the tool {tool.name!r}")
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Sampling ends at any of these ids."""
+        return self._renderer.stop_ids
+
+    def start(self, messages: Sequence[ClientMessage]) -> list[int]:
+        """The whole prompt up to the opening of the next turn. UnusableConversation."""
+        slots = Slots()
+        return self._encode(slots, self._render(self._messages(slots, messages)))
+
+    def delta(self, messages: Sequence[ClientMessage], known: int, *, stopped: int | None) -> list[int]:
+        """The end of the sampled turn ``messages[known - 1]``, the messages after it, and the next opening.
+
+        stopped: the stop id that ended the turn, None when it was cut at its token limit. UnusableConversation.
+        """
+        slots = Slots()
+        anchor = f"{slots.nonce}A"
+        _, separator, tail = self._render(self._messages(slots, messages, known, anchor)).rpartition(anchor)
+        end = self._format.closers.search(tail) if separator else None
+        if end is None:
+            raise UnusableConversation("the chat template of this policy writes no end of a turn with these messages")
+        ids = self._encode(slots, tail[end.start() :])
+        return ids[1:] if stopped is not None and ids[:1] == [stopped] else ids
+
+    def parse(self, ids: Sequence[int], *, prompt: Sequence[int]) -> Completion:
+        """Thinking, text and calls of a sampled turn. prompt: the ids before it."""
+        return self._renderer.read(ids, self._types, prompt=prompt)
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        try:
+            return self._format.template.render(messages, self._functions, generation=True)
+        except TemplateRefused as error:
+            raise UnusableConversation(f"the chat template of this policy refuses these messages: {error}") from None
+
+    def _encode(self, slots: Slots, text: str) -> list[int]:
+        return self._renderer.tokenizer.encode_pieces(slots.fill(text, self._format.changes))
+
+    def _messages(
+        self, slots: Slots, messages: Sequence[ClientMessage], known: int = 0, anchor: str = ""
+    ) -> list[Message]:
+        """The conversation as the template takes it. Of the first `known` messages the text is cut away, and the last
+        of them ends in the anchor."""
+        written: list[Message] = []
+        calls: dict[str, tuple[str, int]] = {}
+        system = "\n\n".join(message.text for message in _head(messages))
+        if system:
+            text = FILLER if known else slots.add("system" if self._format.traits.system else "user", system)
+            written.append({"role": "system" if self._format.traits.system else "user", "content": text})
+        for index, message in enumerate(messages):
+            if index < len(_head(messages)):
+                continue
+            shown = index >= known
+
+            def text_of(kind: Kind, content: str, shown: bool = shown) -> str:
+                return slots.add(kind, content) if shown else FILLER
+
+            if message.role == "assistant":
+                written.append(self._turn(message, len(calls), text_of, anchor if index == known - 1 else ""))
+                calls |= {call.id: (call.name, len(calls) + at) for at, call in enumerate(message.calls)}
+            elif message.role == "tool":
+                name, number = calls.get(message.call_id, ("", 0))
+                if not name:
+                    raise UnusableConversation(f"message {index} answers a call that no message makes")
+                wire_id = self._format.syntax.wire_id(name, number)
+                content = text_of("result", message.text)
+                written.append({"role": "tool", "tool_call_id": wire_id, "name": name, "content": content})
+            else:  # Templates take a system message at the start alone; later ones are told as the user's words.
+                written.append({"role": "user", "content": text_of("user", message.text)})
+        return written
+
+    def _turn(self, message: ClientMessage, count: int, text_of: Any, anchor: str) -> Message:
+        """An assistant's message. count: calls before it. anchor: what stands in the place of its last text."""
+        if not message.calls:
+            return {"role": "assistant", "content": anchor or text_of("thought", message.text)}
+        calls: list[Message] = []
+        for at, call in enumerate(message.calls):
+            wire_id = self._format.syntax.wire_id(call.name, count + at)
+            arguments = {"x": anchor} if anchor else self._arguments(call, text_of)
+            function = {"name": self._checked(call.name), "arguments": arguments}
+            calls.append({"id": wire_id, "type": "function", "function": function})
+        content = "" if anchor or not message.text else text_of("thought", message.text)
+        return {"role": "assistant", "content": content, "tool_calls": calls}
+
+    def _arguments(self, call: ClientCall, text_of: Any) -> dict[str, Any]:
+        """A call's arguments: texts as placeholders, lists and objects as one placeholder of their JSON."""
+        arguments: Mapping[str, Any] = json.loads(call.arguments)
+        written: dict[str, Any] = {}
+        for key, value in arguments.items():
+            if isinstance(value, str):
+                written[self._checked(key)] = text_of("argument", value)
+            elif isinstance(value, dict | list):
+                written[self._checked(key)] = text_of("argument", json.dumps(value, ensure_ascii=False))
+            else:
+                written[self._checked(key)] = value
+        return written
+
+    def _checked(self, name: str) -> str:
+        if not _NAME.fullmatch(name):
+            raise UnusableConversation(f"the name {name!r} is not made of letters, digits, '_', '-', '.', ':' and '/'")
+        return name
+
+    def _refuse_added(self, text: str, place: str) -> None:
+        """Text that stands in the template's own must not spell an added token."""
+        token = next((token for token in self._renderer.tokenizer.tags if token and token in text), None)
+        if token is not None:
+            raise UnusableConversation(f"{place} contains {token!r}, which is a control token of this policy")
+
+
+def _head(messages: Sequence[ClientMessage]) -> Sequence[ClientMessage]:
+    """The system messages at the beginning."""
+    count = next((index for index, message in enumerate(messages) if message.role != "system"), len(messages))
+    return messages[:count]
+
+
+def _function(tool: ClientTool) -> dict[str, Any]:
+    if not _NAME.fullmatch(tool.name):
+        raise UnusableConversation(f"the tool name {tool.name!r} is not made of letters, digits, '_', '-' and '.'")
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": function}
+
+
+def _properties(tool: ClientTool) -> dict[str, Any]:
+    properties = tool.parameters.get("properties")
+    return properties if isinstance(properties, dict) else {}

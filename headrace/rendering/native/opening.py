@@ -1,0 +1,56 @@
+"""From a bundle to the checked renderer of a chat format, and from a template to the name of its syntax."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace.messages.rollout import RendererBundle
+from headrace.rendering.base import RendererError
+from headrace.rendering.native import checks
+from headrace.rendering.native.conversation import Conversation
+from headrace.rendering.native.renderer import NativeRenderer
+from headrace.rendering.native.template import ChatTemplate, TemplateRefused
+from headrace.rendering.parsers.registry import SYNTAXES
+from headrace.rendering.schemas import ToolSchema
+from headrace.rendering.tokenizer import Tokenizer
+
+
+def build(bundle: RendererBundle, tokenizer: Tokenizer, tools: Sequence[ToolSchema]) -> NativeRenderer:
+    """The renderer of a bundle whose format is a wire syntax. RendererError when a check of the template fails."""
+    try:
+        return _checked(bundle, tokenizer, tools)
+    except RendererError as error:
+        raise RendererError(f"[policy] renderer = {bundle.renderer!r} does not fit this checkpoint: {error}") from None
+
+
+def detect(bundle: RendererBundle, tokenizer: Tokenizer, tools: Sequence[ToolSchema]) -> str:
+    """The name of the syntax in which the bundle's template writes calls. RendererError when headrace reads none."""
+    reasons: dict[str, str] = {}
+    for name in SYNTAXES:
+        try:
+            _checked(msgspec.structs.replace(bundle, renderer=name), tokenizer, tools)
+        except RendererError as error:
+            reasons.setdefault(str(error), name)
+        else:
+            return name
+    nearest = sorted(reasons, key=lambda reason: "stop tokens" in reason)[:2]
+    tried = "; ".join(f"{reasons[reason]}: {reason}" for reason in nearest)
+    raise RendererError(
+        f"the chat template fits none of the syntaxes {', '.join(SYNTAXES)} ({tried}); set [policy] chat_template to "
+        "a template of one of them, or [policy] renderer to a renderer of your own"
+    )
+
+
+def _checked(bundle: RendererBundle, tokenizer: Tokenizer, tools: Sequence[ToolSchema]) -> NativeRenderer:
+    syntax = SYNTAXES[bundle.renderer]
+    variables = {**bundle.special_tokens, **bundle.template_kwargs}
+    try:
+        template = ChatTemplate(bundle.chat_template, variables, bundle.date)
+        traits = checks.traits(template, syntax, tools, bundle.system)
+        conversation = Conversation(template, syntax, tools, bundle.system, traits)
+        changes = checks.changes(conversation)
+        renderer = NativeRenderer(tokenizer, conversation, syntax, changes, bundle.eos_ids, bundle.sha256)
+        checks.round_trip(renderer, conversation)
+    except TemplateRefused as error:
+        raise RendererError(str(error)) from None
+    return renderer

@@ -1,0 +1,73 @@
+"""Placeholders: a template renders random words, and content takes their places afterwards.
+
+A template sees no content, so no content can change what it renders, and every character of its output is known to be
+the template's own or content. Templates may change content on its way (strip it, write it as JSON); which of the known
+changes a template makes is found out once, with texts that tell them apart, and made here in the template's stead.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from headrace.rendering.tokenizer import Piece
+
+Kind = Literal["system", "user", "result", "argument", "thought"]
+Change = Callable[[str], str]
+
+
+def _json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+CHANGES: dict[str, Change] = {
+    "verbatim": lambda text: text,
+    "stripped": str.strip,
+    "json": _json,
+    "json_stripped": lambda text: _json(text.strip()),
+    "stripped_right": str.rstrip,
+    "newlines_stripped": lambda text: text.strip("\n"),
+    "ascii_json": lambda text: json.dumps(text)[1:-1],
+    "json_in_json": lambda text: _json(_json(text)),
+}
+"""Changes that templates make to content, the most frequent first."""
+
+TELLING = (
+    "plain",
+    "  \n lead and trail \n\n",
+    'quote " back \\ slash\nline\ttab',
+    "é中🙂",
+    "",
+    "<think>x</think> y",
+    '{"a": 1}',
+)
+"""Texts that tell the changes apart."""
+
+
+class Slots:
+    """The placeholders of one rendering. `nonce` is fresh, so no content can spell a placeholder."""
+
+    def __init__(self) -> None:
+        self.nonce = "hr" + secrets.token_hex(8)
+        self._contents: list[tuple[Kind, str]] = []
+        self._pattern = re.compile(rf"{self.nonce}S(\d+)E")
+
+    def add(self, kind: Kind, content: str) -> str:
+        """The placeholder of a content."""
+        self._contents.append((kind, content))
+        return f"{self.nonce}S{len(self._contents) - 1}E"
+
+    def fill(self, text: str, changes: Mapping[Kind, Change]) -> list[Piece]:
+        """A rendered text as pieces: the template's own text, and contents as it would have rendered them."""
+        pieces: list[Piece] = []
+        at = 0
+        for match in self._pattern.finditer(text):
+            kind, content = self._contents[int(match.group(1))]
+            pieces += [(text[at : match.start()], True), (changes[kind](content), False)]
+            at = match.end()
+        return [piece for piece in [*pieces, (text[at:], True)] if piece[0]]
+
+    def shown(self, text: str, kind: Kind) -> bool:
+        """Whether a text has a placeholder of this kind."""
+        return any(self._contents[int(match.group(1))][0] == kind for match in self._pattern.finditer(text))

@@ -1,0 +1,91 @@
+"""DeepSeek: special tokens around JSON (V3, R1 and V3.1), and the markup language DSML (V3.2 and V4)."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from headrace.rendering.parsers import tagged
+from headrace.rendering.parsers.base import (
+    Malformed,
+    Span,
+    Syntax,
+    Types,
+    WrittenCall,
+    after,
+    json_object,
+    skip_space,
+    with_section,
+)
+
+_STOPS = ("<｜end▁of▁sentence｜>",)
+_FENCED = re.compile(r"\s*([^\n]+)\n```json\n")
+
+
+class DeepSeek(Syntax):
+    """V3 and R1 write ``function<sep>NAME`` and fenced JSON, V3.1 writes ``NAME<sep>{...}``."""
+
+    name = "deepseek"
+    stops = _STOPS
+    begin, end, separator = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+    section, section_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+    def find(self, text: str, types: Types) -> Iterator[Span]:
+        """Each begin token starts a call."""
+        at = 0
+        while (start := text.find(self.begin, at)) >= 0:
+            try:
+                call, end = self._call(text, start + len(self.begin))
+            except Malformed as error:
+                closed = text.find(self.end, start)
+                end = len(text) if closed < 0 else closed + len(self.end)
+                call = WrittenCall(error=str(error))
+            span = with_section(text, Span(start, end, call), at, self.section, self.section_end)
+            at = span.end
+            yield span
+
+    def _call(self, text: str, at: int) -> tuple[WrittenCall, int]:
+        middle = text.find(self.separator, at)
+        if middle < 0:
+            raise Malformed(f"the call has no {self.separator}")
+        name, behind = text[at:middle].strip(), middle + len(self.separator)
+        if name != "function":
+            arguments, end = json_object(text, behind)
+            return WrittenCall(name=name, arguments=arguments), after(text, end, self.end)
+        fenced = _FENCED.match(text, behind)
+        if fenced is None:
+            raise Malformed("expected the function's name and a JSON block")
+        arguments, end = json_object(text, fenced.end())
+        end = skip_space(text, after(text, end, "```"))
+        return WrittenCall(name=fenced.group(1).strip(), arguments=arguments), after(text, end, self.end)
+
+
+def _dsml_value(text: str, opening: re.Match[str], schema: Any) -> Any:
+    """The tag itself says whether a value is a string or JSON."""
+    if opening.group("string") == "true":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+_DSML = tagged.tags(
+    call=r"<｜DSML｜ ?invoke name=\"(?P<name>[^\"]+)\"\s*/?>",
+    parameter=r"<｜DSML｜ ?parameter name=\"(?P<name>[^\"]+)\" string=\"(?P<string>true|false)\">",
+    parameter_end=r"</｜DSML｜ ?parameter>",
+    end=r"</｜DSML｜ ?invoke>",
+    section=r"\s*<｜DSML｜ ?(?:function_calls|tool_calls|calls)>\s*",
+    section_end=r"</｜DSML｜ ?(?:function_calls|tool_calls|calls)>",
+)
+
+
+class Dsml(Syntax):
+    """``<｜DSML｜invoke name="..."><｜DSML｜parameter name="..." string="true">...``."""
+
+    name = "dsml"
+    stops = _STOPS
+
+    def find(self, text: str, types: Types) -> Iterator[Span]:
+        """Each ``invoke`` starts a call."""
+        return tagged.find(text, types, _DSML, _dsml_value)

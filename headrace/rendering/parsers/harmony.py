@@ -1,0 +1,63 @@
+"""Harmony, of gpt-oss: messages with a channel each; a message to ``functions.NAME`` is a call.
+
+``<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME
+<|constrain|>json<|message|>{...}<|call|>``. The recipient stands behind the channel or behind the role.
+"""
+
+import re
+
+from headrace.rendering.parsers.base import Completion, Malformed, Syntax, Types, WrittenCall, json_object, skip_space
+
+_END = re.compile(r"<\|(end|call|return)\|>")
+_CHANNEL = re.compile(r"<\|channel\|>\s*([a-zA-Z]+)")
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+
+
+class Harmony(Syntax):
+    """One message after another; the channel says what it is."""
+
+    name = "harmony"
+    stops = ("<|call|>", "<|return|>", "<|endoftext|>")
+    ends = ("<|end|>",)
+
+    def read(self, text: str, types: Types, *, opened: bool = False) -> Completion:
+        """Analysis is thinking, messages to a function are calls, the rest is content."""
+        thinking: list[str] = []
+        content: list[str] = []
+        calls: list[WrittenCall] = []
+        at = 0
+        while at < len(text):
+            middle = text.find("<|message|>", at)
+            if middle < 0:
+                head = text[at:].removeprefix("<|start|>")
+                if not _RECIPIENT.search(head) and not _CHANNEL.search(head):
+                    content.append(head)
+                break
+            head, body = text[at:middle], middle + len("<|message|>")
+            channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
+            if recipient and recipient.group(1) != "assistant":
+                call, at = _call(recipient.group(1), text, body)
+                calls.append(call)
+                continue
+            message, at = _message(text, body)
+            (thinking if channel and channel.group(1) == "analysis" else content).append(message)
+        return Completion(thinking="\n".join(thinking), content="".join(content), calls=tuple(calls))
+
+
+def _message(text: str, at: int) -> tuple[str, int]:
+    """The message that starts at `at`, and where the next one starts."""
+    end = _END.search(text, at)
+    return (text[at : end.start()], end.end()) if end else (text[at:], len(text))
+
+
+def _call(recipient: str, text: str, at: int) -> tuple[WrittenCall, int]:
+    """The call whose arguments start at `at`. One without an end marker must be the whole rest of the text."""
+    body, behind = _message(text, at)
+    try:
+        arguments, end = json_object(text, at) if body.strip() else ({}, behind)
+        marker = _END.match(text, skip_space(text, end)) if body.strip() else None
+        if body.strip() and marker is None and text[end:].strip():
+            raise Malformed("the call is not closed")
+    except Malformed as error:
+        return WrittenCall(error=str(error)), behind
+    return WrittenCall(name=recipient.removeprefix("functions."), arguments=arguments), marker.end() if marker else end

@@ -1,0 +1,101 @@
+"""Calls as nested tags, one per argument: what Qwen XML, GLM, DSML and MiniMax have in common.
+
+A value ends at the first closing tag that another argument or the call's end follows: code may well contain the closing
+tag itself. Models forget the closing tag of the last argument now and then; then the value ends where the call does,
+provided that nothing follows the call.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from headrace.rendering.parsers.base import Span, Types, WrittenCall, coerce, skip_space
+
+Value = Callable[[str, "re.Match[str]", Any], Any]
+"""(text of a value, match of its opening tag, schema of the argument) -> the value."""
+
+
+class Tags(NamedTuple):
+    """Regular expressions of one dialect. `call` and `parameter` have a group ``name``."""
+
+    call: re.Pattern[str]
+    parameter: re.Pattern[str]
+    parameter_end: re.Pattern[str]
+    """With a look-ahead at what must follow."""
+    end: re.Pattern[str]
+    last_end: re.Pattern[str]
+    """The call's end where the text ends too."""
+    section: re.Pattern[str]
+    """Stands before calls and is no content."""
+    section_end: re.Pattern[str]
+
+
+def tags(call: str, parameter: str, parameter_end: str, end: str, section: str = "", section_end: str = "") -> Tags:
+    """Compile a dialect; the arguments are regular expressions, an empty section matches nothing."""
+    plain = parameter.replace("(?P<name>", "(?:").replace("(?P<string>", "(?:")
+    behind = rf"(?:{section_end})?" if section_end else ""
+    return Tags(
+        re.compile(call),
+        re.compile(parameter, re.S),
+        re.compile(rf"{parameter_end}(?=\s*(?:{plain}|{end}))", re.S),
+        re.compile(end),
+        re.compile(rf"{end}\s*{behind}\s*\Z"),
+        re.compile(section or r"(?!)"),
+        re.compile(section_end or r"(?!)"),
+    )
+
+
+def plain_value(text: str, opening: re.Match[str], schema: Any) -> Any:
+    """The text as its schema says."""
+    return coerce(text, schema)
+
+
+def without_frame_newlines(text: str, opening: re.Match[str], schema: Any) -> Any:
+    """Without the one newline on each side that belongs to the tags; indentation stays."""
+    return coerce(text.removeprefix("\n").removesuffix("\n"), schema)
+
+
+def find(text: str, types: Types, dialect: Tags, value: Value = plain_value) -> Iterator[Span]:
+    """The calls of a text in order."""
+    at = 0
+    while match := dialect.call.search(text, at):
+        name, position = match.group("name").strip(), match.end()
+        call = WrittenCall(name=name)
+        if not match.group().endswith("/>"):
+            call, position = _arguments(text, position, name, types.get(name, {}), dialect, value)
+        start = _section_start(text, dialect, at, match.start())
+        behind = dialect.section_end.match(text, skip_space(text, position))
+        at = behind.end() if behind else position
+        yield Span(start, at, call)
+
+
+def _arguments(
+    text: str, at: int, name: str, schemas: Mapping[str, Any], dialect: Tags, value: Value
+) -> tuple[WrittenCall, int]:
+    """The call whose opening tag ends at `at`, and where it ends."""
+    arguments: dict[str, Any] = {}
+    while True:
+        at = skip_space(text, at)
+        if end := dialect.end.match(text, at):
+            return WrittenCall(name=name, arguments=arguments), end.end()
+        opening = dialect.parameter.match(text, at)
+        if opening is None:
+            closing = dialect.end.search(text, at)
+            error = f"{name}: expected an argument or the call's end"
+            return WrittenCall(error=error), closing.end() if closing else len(text)
+        argument = opening.group("name").strip()
+        if closing := dialect.parameter_end.search(text, opening.end()):
+            at = closing.end()
+        elif closing := dialect.last_end.search(text, opening.end()):
+            at = closing.start()
+        else:
+            return WrittenCall(error=f"{name}: the argument {argument} is not closed"), len(text)
+        arguments[argument] = value(text[opening.end() : closing.start()], opening, schemas.get(argument))
+
+
+def _section_start(text: str, dialect: Tags, since: int, start: int) -> int:
+    """Where the section marker directly before `start` begins, else `start`."""
+    for section in dialect.section.finditer(text, since, start):
+        if not text[section.end() : start].strip():
+            return section.start()
+    return start

@@ -1,0 +1,51 @@
+"""Renderers by name, headrace's own and those from outside, and how a bundle becomes one.
+
+A renderer from outside is a function ``build(bundle, tokenizer, tools) -> Renderer``, named by an entry point of the
+group ``headrace.renderers`` or as ``module:attribute`` in ``[policy] renderer``.
+"""
+
+from collections.abc import Callable, Sequence
+
+from headrace.messages.rollout import RendererBundle
+from headrace.registry import Registry
+from headrace.rendering import schemas
+from headrace.rendering.base import Renderer, RendererError
+from headrace.rendering.parsers.registry import SYNTAXES
+from headrace.rendering.schemas import ToolSchema
+from headrace.rendering.tokenizer import Tokenizer
+
+Builder = Callable[[RendererBundle, Tokenizer, Sequence[ToolSchema]], Renderer]
+
+RENDERERS: Registry[Builder] = Registry(
+    "renderers",
+    {"terse": "headrace.rendering.terse:build"} | dict.fromkeys(SYNTAXES, "headrace.rendering.native.opening:build"),
+)
+
+
+def source_hash(name: str) -> str:
+    """Of a renderer from outside; empty for a built-in. PluginError when there is none of that name."""
+    plugin = RENDERERS.plugin(name)
+    return plugin.source if plugin is not None else ""
+
+
+class Renderers:
+    """The renderers of one bundle: one per set of tools, over one tokenizer."""
+
+    def __init__(self, bundle: RendererBundle) -> None:
+        """RendererError when this node's renderer is not that of the bundle."""
+        if bundle.plugin != source_hash(bundle.renderer):
+            raise RendererError(f"this node's source of the renderer {bundle.renderer!r} differs from the run's")
+        self.bundle = bundle
+        self._build = RENDERERS.get(bundle.renderer)
+        self._tokenizer = Tokenizer.parse(bundle.tokenizer_json)
+        self._opened: dict[tuple[ToolSchema, ...], Renderer] = {}
+
+    def open(self, tools: Sequence[ToolSchema]) -> Renderer:
+        """The renderer for a task that offers these tools. RendererError when one of them differs from the run's."""
+        key = tuple(tools)
+        if key not in self._opened:
+            for name, schema in schemas.functions_json(tools).items():
+                if self.bundle.tools.get(name, schema) != schema:  # a plugin's tool may be known to this node alone
+                    raise RendererError(f"this node's tool {name} differs from the run's: install the run's version")
+            self._opened[key] = self._build(self.bundle, self._tokenizer, key)
+        return self._opened[key]

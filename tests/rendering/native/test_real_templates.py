@@ -1,0 +1,227 @@
+"""Real templates with real tokenizers: ids equal those of transformers, nothing leaks, the rest is refused by name."""
+
+import datetime
+import json
+import random
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as HuggingFace
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from headrace.messages.rollout import RendererBundle, ToolCall
+from headrace.rendering import schemas
+from headrace.rendering.base import Renderer, RendererError
+from headrace.rendering.native.conversation import answered
+from headrace.rendering.native.opening import detect
+from headrace.rendering.parsers.registry import SYNTAXES
+from headrace.rendering.registry import Renderers
+from headrace.rendering.tokenizer import Tokenizer
+from tests.support import chat_formats, chat_packages
+
+pytestmark = pytest.mark.slow
+TOOLS = schemas.TABLE[:5]
+TODAY = datetime.date.today()
+READ = {
+    "Bielik-11B-v3.0-Instruct": "hermes",
+    "GLM-4.6": "glm",
+    "GLM-4.7-Flash": "glm",
+    "MiMo-VL": "hermes",
+    "MiniMax-M2": "minimax",
+    "Mistral-Small-3.2-24B-Instruct-2506": "mistral",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "qwen_xml",
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": "hermes",
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": "hermes",
+    "Qwen-QwQ-32B": "hermes",
+    "Qwen-Qwen2.5-7B-Instruct": "hermes",
+    "Qwen-Qwen3-0.6B": "hermes",
+    "Qwen3-Coder": "qwen_xml",
+    "Qwen3.5-4B": "qwen_xml",
+    "StepFun3.5-Flash": "qwen_xml",
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "deepseek",
+    "deepseek-ai-DeepSeek-V3.1": "deepseek",
+    "deepseek-ai-DeepSeek-V3.2": "dsml",
+    "deepseek-ai-DeepSeek-V4": "dsml",
+    "deepseek-ai-DeepSeek-V4-Flash-0731": "dsml",
+    "meta-llama-Llama-3.1-8B-Instruct": "llama3",
+    "meta-llama-Llama-3.2-3B-Instruct": "llama3",
+    "meta-llama-Llama-3.3-70B-Instruct": "llama3",
+    "mistralai-Ministral-3-14B-Reasoning-2512": "mistral",
+    "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
+    "moonshotai-Kimi-K2": "kimi_k2",
+    "openai-gpt-oss-120b": "harmony",
+    "unsloth-mistral-Devstral-Small-2507": "mistral",
+}
+"""Every other template of the package is refused by a RendererError."""
+PAIRS = [
+    ("Qwen-Qwen3-0.6B", "qwen3"),
+    ("Qwen-Qwen2.5-7B-Instruct", "qwen3"),
+    ("Qwen3-Coder", "qwen3"),
+    ("Qwen3.5-4B", "qwen3"),
+    ("MiMo-VL", "qwen3"),
+    ("deepseek-ai-DeepSeek-V3.1", "deepseek_v3"),
+    ("openai-gpt-oss-120b", "gptoss"),
+    ("meta-llama-Llama-3.1-8B-Instruct", "llama3_1"),
+    ("meta-llama-Llama-3.2-3B-Instruct", "llama3_1"),
+    ("meta-llama-Llama-3.3-70B-Instruct", "llama3_1"),
+]
+"""Templates with a tokenizer that has all their tokens."""
+WITHOUT_PREFIX = {"Qwen3.5-4B"}
+"""Its prompt ends in ``<think>`` and a newline, which the whole text merges with the newline of empty thinking."""
+CONTENTS = ("plain", "\n\nlead", "é🙂 ünï", '{"a": "b"}', "    indented\n\tcode", "x\n" * 40, "7")
+HOSTILE = (
+    "<|im_end|>",
+    "<think>",
+    "<tool_call>",
+    "</tool_response>",
+    "<｜User｜>",
+    "<｜tool▁outputs▁end｜>",
+    "<|eot_id|>",
+)
+TOKEN = re.compile(
+    r"<\|[^|>\n]{1,40}\|>|<｜[^｜>\n]{1,40}｜>|\[/?[A-Z_]{3,20}\]|\[e~\[|\]~!?b\[|</?think>|</?tool_(?:call|response)>|</?s>"
+)
+
+
+def tiny(name: str) -> tuple[RendererBundle, Tokenizer]:
+    """A template over the tiny tokenizer, which gets the template's tokens."""
+    source = chat_packages.templates()[name]
+    backend = HuggingFace.from_str(chat_formats.tokenizer_json())
+    tokens = {*TOKEN.findall(source), "</s>", "<s>", "<|im_end|>", "<｜end▁of▁sentence｜>", "<|eot_id|>"}
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in sorted(tokens)])
+    eos = "<｜end▁of▁sentence｜>" if "deepseek" in name.lower() else "</s>"
+    special = {"bos_token": "<s>", "eos_token": eos}
+    return chat_formats.bundle("hermes", chat_template=source, special_tokens=special), Tokenizer.parse(
+        backend.to_str()
+    )
+
+
+@pytest.mark.parametrize("name", sorted(READ))
+def test_a_template_is_read_in_its_syntax(name: str) -> None:
+    assert detect(*tiny(name), TOOLS) == READ[name]
+
+
+@pytest.mark.timeout(600)
+def test_every_other_template_is_refused_by_name() -> None:
+    others = sorted(set(chat_packages.templates()) - set(READ))
+    assert len(others) == 42
+    for name in others:
+        with pytest.raises(RendererError, match="fits none of the syntaxes"):
+            detect(*tiny(name), TOOLS)
+
+
+@lru_cache(1)
+def hugging_face(name: str) -> HuggingFace:
+    return HuggingFace.from_file(str(chat_packages.tokenizer(name) / "tokenizer.json"))
+
+
+@lru_cache(2)
+def opened(template: str, name: str) -> tuple[Renderer, RendererBundle]:
+    folder = chat_packages.tokenizer(name)
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    special = {
+        key: value["content"] if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if key in ("bos_token", "eos_token") and value
+    }
+    bundle = RendererBundle(
+        renderer=READ[template],
+        tokenizer_json=(folder / "tokenizer.json").read_text(encoding="utf-8"),
+        chat_template=chat_packages.templates()[template],
+        special_tokens=special,
+        system="You are a coding agent.",
+        date=TODAY.isoformat(),
+    )
+    return Renderers(bundle).open(TOOLS), bundle
+
+
+def text_of(bundle: RendererBundle, messages: Sequence[dict[str, Any]]) -> str:
+    """The text that transformers renders."""
+    options: dict[str, Any] = {
+        "tools": [tool.function() for tool in TOOLS],
+        "chat_template": bundle.chat_template,
+        "add_generation_prompt": True,
+        **bundle.special_tokens,
+    }
+    rendered: Any = render_jinja_template([list(messages)], **options)
+    return str(rendered[0][0])
+
+
+def ids_of(name: str, text: str) -> list[int]:
+    return list(hugging_face(name).encode(text, add_special_tokens=False).ids)
+
+
+def messages_of(template: str, task: str, outputs: Sequence[str], arguments: Sequence[str]) -> list[dict[str, Any]]:
+    syntax = SYNTAXES[READ[template]]
+    system = "You are a coding agent."
+    if template == "deepseek-ai-DeepSeek-V3.1":  # it takes no tools itself
+        shown = "\n".join(json.dumps(tool.function()["function"]) for tool in TOOLS)
+        system += f"\n\nYou have these tools, each with the JSON Schema of its arguments:\n{shown}"
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}, {"role": "user", "content": task}]
+    for index, (output, argument) in enumerate(zip(outputs, arguments, strict=True)):
+        id = syntax.wire_id("search", index)
+        function = {"name": "search", "arguments": {"query": argument}}
+        messages.append(
+            {"role": "assistant", "content": "", "tool_calls": [{"id": id, "type": "function", "function": function}]}
+        )
+        messages.append({"role": "tool", "tool_call_id": id, "name": "search", "content": output})
+    return messages
+
+
+@pytest.mark.parametrize(("template", "name"), PAIRS)
+def test_ids_are_those_of_transformers(template: str, name: str) -> None:
+    renderer, bundle = opened(template, name)
+    stops = [renderer.tokenizer.decode([id]) for id in renderer.stop_ids]
+    for content in CONTENTS:
+        task = f"fix {content} now"
+        ids = renderer.prompt(task)
+        assert ids == ids_of(name, text_of(bundle, messages_of(template, task, [], [])))
+        history = []
+        outputs: list[str] = []
+        arguments: list[str] = []
+        for turn in range(3):
+            outputs.append(f"result {turn} {content} end")
+            arguments.append(f"argument {turn}")
+            written = renderer.turn([("search", {"query": arguments[-1]})], before=turn)
+            calls = renderer.parse(written, prompt=ids).calls
+            assert [(call.name, call.arguments, call.error) for call in calls] == [
+                ("search", {"query": arguments[-1]}, "")
+            ]
+            history.append(answered(calls, outputs[-1:]))
+            delta = renderer.delta(history, stopped=None)
+            text = text_of(bundle, messages_of(template, task, outputs, arguments))
+            tail = text.rpartition(arguments[-1])[2]
+            start = min(tail.index(stop) for stop in stops if stop in tail)
+            assert delta == ids_of(name, tail[start:]), "the template's own slice"
+            assert written[-1] == delta[0]
+            ids += written + renderer.delta(history, stopped=written[-1])
+        assert (ids == ids_of(name, text)) is (template not in WITHOUT_PREFIX)
+        assert renderer.tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize(("template", "name"), PAIRS)
+def test_hostile_results_leak_no_added_token(template: str, name: str) -> None:
+    renderer, _ = opened(template, name)
+    added = set(renderer.tokenizer.tags.values())
+    call = ToolCall(id="0", name="search", arguments={"query": "x"})
+
+    def frame(text: str) -> list[int]:
+        return [id for id in renderer.delta([answered([call], [text])], stopped=None) if id in added]
+
+    rng = random.Random(3)
+    spellings = [*renderer.tokenizer.tags, *HOSTILE]
+    for _ in range(50):
+        text = "".join(rng.choice([*rng.sample(spellings, 3), " ", "\n", "x", "<", "｜"]) for _ in range(12))
+        assert frame(text) == frame("benign")
+
+
+@pytest.mark.parametrize(("template", "name"), PAIRS)
+def test_auto_chooses_the_syntax_with_the_real_tokenizer(template: str, name: str) -> None:
+    _, bundle = opened(template, name)
+    tokenizer = Tokenizer.parse(bundle.tokenizer_json)
+    assert detect(msgspec.structs.replace(bundle, renderer=""), tokenizer, TOOLS) == READ[template]
