@@ -1,9 +1,9 @@
 """From trajectories to versions: batches, the step, mid-training, re-scoring, checkpoints.
 
-What an actor needs is one class, `headrace.training.trainer.Trainer`; every call blocks, so run them in one worker
-thread and let the event loop beat meanwhile:
+What an actor needs is one class, `headrace.training.trainer.PolicyTrainer`; every call blocks, so run them in one
+worker thread and let the event loop beat meanwhile:
 
-    trainer = Trainer.prepare(config, folder, tokenizer_json=text, traces=lambda: ..., progress=callback)
+    trainer = PolicyTrainer.prepare(config, folder, tokenizer_json=text, traces=lambda: ..., progress=callback)
         resumes from <folder>/checkpoint.safetensors, or makes version 0 (mid-training calls `progress` from the
         worker thread); `trainer.resumed`, `trainer.position` (what `save` was last given), `trainer.version`,
         `trainer.numerics.fingerprint`, `trainer.policy_folder` (config.json, tokenizer.json for engines)

@@ -1,22 +1,23 @@
-"""Trajectories and scores into what a step computes on: sequences per segment, token for token as they were sampled.
+"""Trajectories and scores into a batch: one sequence per segment, token for token as it was sampled.
 
 The idea: a segment's context is the concatenation of its turns' (prompt_ids, ids); nothing is tokenised again. The last
-sampled token of a segment was never forwarded, so the inputs of a segment of n tokens are its first n - 1, which is
-also what the routed rows and the spans cover. Loss falls on sampled tokens alone, summaries included: the final reward
-of a trajectory reaches every token it wrote, in all its segments (self-summarisation as in Composer 2).
+sampled token of a segment was never forwarded, so the inputs of a segment of n tokens are its first n - 1, and the
+routed rows and the spans cover the same positions. Only sampled tokens have a loss, summaries included: the final
+reward of a trajectory reaches every token that it sampled, in all its segments (self-summarisation as in Composer 2).
 
 A token's version is that of the span that forwarded the position before it, in the turn that sampled it. When a
-trajectory moved to an engine without its KV, that engine forwarded the whole context again: the first forward of a
-position wrote the token after it, and its routes are the ones to replay.
+trajectory moves to an engine that lacks its KV cache, that engine forwards the whole context again. The first forward
+of a position wrote the token after it, so the routes of that forward are replayed.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from headrace.algorithms.advantages import group_advantages
+from headrace.algorithms.registry import Advantage
 from headrace.messages.base import Array
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Span, Trajectory, Turn
@@ -27,7 +28,7 @@ _DTYPES = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32, "<i8": t
 
 
 class BatchError(ValueError):
-    """A record cannot be trained on as it is; the text names the trajectory and what is wrong with it."""
+    """A record cannot be trained on; the text names the trajectory and what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,20 @@ class Segment:
     behaviour: Tensor
     """float32 [M]: the sampler's log-probabilities."""
     versions: Tensor
-    """int64 [M]: which version wrote each."""
+    """int64 [M]: the version that wrote each."""
     routed: Tensor | None
     """int64 [N, layers, top_k], rows of -1 where no record exists; None for a dense policy."""
     spans: tuple[Span, ...]
-    """Every forward in the order of the record, cut to the N inputs: what re-scoring repeats."""
+    """Every forward in the order of the record, cut to the N inputs; re-scoring repeats them."""
     advantage: float
     temperature: float
+    index: int = 0
+    """Its place among the segments of the batch."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step trains on, in the order of its manifest."""
+    """The records of one step, in the order of its manifest."""
 
     segments: tuple[Segment, ...]
     trajectories: int
@@ -69,14 +72,25 @@ class Batch:
         """Sampled tokens."""
         return sum(len(segment.targets) for segment in self.segments)
 
+    @property
+    def reward(self) -> float:
+        """Mean reward of the trajectories."""
+        return sum(self.rewards) / self.trajectories
+
     def versions(self) -> list[int]:
         """The version of every sampled token."""
         return [version for segment in self.segments for version in segment.versions.tolist()]
 
 
-def build(groups: Sequence[BatchGroup], trajectories: Mapping[int, Trajectory], scores: Mapping[int, Score]) -> Batch:
+def build(
+    groups: Sequence[BatchGroup],
+    trajectories: Mapping[int, Trajectory],
+    scores: Mapping[int, Score],
+    advantage: Advantage = group_advantages,
+) -> Batch:
     """The batch of a manifest. `trajectories` and `scores` are keyed by stream sequence.
 
+    advantage: from the rewards of a group to those of its slots, as in `algorithms.registry`.
     BatchError when a record is missing, belongs to another slot, or contradicts itself.
     """
     segments: list[Segment] = []
@@ -93,9 +107,9 @@ def build(groups: Sequence[BatchGroup], trajectories: Mapping[int, Trajectory], 
             if slot != (score.group, score.slot, score.attempt) or trajectory.group != group.group:
                 raise BatchError(f"trajectory {trajectory.id}: its score belongs to another slot")
             members.append((trajectory, score))
-        advantages = group_advantages([score.reward for _, score in members])
-        for (trajectory, score), advantage in zip(members, advantages, strict=True):
-            segments.extend(segments_of(trajectory, advantage))
+        advantages = advantage([score.reward for _, score in members])
+        for (trajectory, score), value in zip(members, advantages, strict=True):
+            segments.extend(segments_of(trajectory, value, len(segments)))
             fingerprints.add(trajectory.fingerprint)
             rewards.append(score.reward)
             passed += score.passed
@@ -111,13 +125,14 @@ def tensor(array: Array) -> Tensor:
     return torch.frombuffer(bytearray(array.data), dtype=_DTYPES[array.dtype]).reshape(array.shape)
 
 
-def segments_of(trajectory: Trajectory, advantage: float = 0.0) -> list[Segment]:
-    """The segments of one trajectory that hold sampled tokens, in order."""
+def segments_of(trajectory: Trajectory, advantage: float = 0.0, first: int = 0) -> list[Segment]:
+    """The segments of one trajectory that hold sampled tokens, in order. first: index of the first one."""
     turns: dict[int, list[Turn]] = {}
     for turn in trajectory.turns:
         turns.setdefault(turn.segment, []).append(turn)
     built = [_segment(trajectory, turns[number], advantage) for number in sorted(turns)]
-    return [segment for segment in built if segment is not None]
+    sampled = (segment for segment in built if segment is not None)
+    return [replace(segment, index=first + place) for place, segment in enumerate(sampled)]
 
 
 def _segment(trajectory: Trajectory, turns: Sequence[Turn], advantage: float) -> Segment | None:
@@ -158,10 +173,10 @@ def _segment(trajectory: Trajectory, turns: Sequence[Turn], advantage: float) ->
 
 def _versions(trajectory: Trajectory, turn: Turn, start: int, end: int) -> list[int]:
     """The version that forwarded each of the positions start..end-1 in this turn."""
-    found = [span.version for at in range(start, end) for span in turn.spans if span.start <= at < span.end]
-    if len(found) != end - start or min(found) < 0:
+    versions = [span.version for at in range(start, end) for span in turn.spans if span.start <= at < span.end]
+    if len(versions) != end - start or min(versions) < 0:
         raise BatchError(f"trajectory {trajectory.id}: the spans of turn {turn.index} do not cover what it sampled")
-    return found
+    return versions
 
 
 def _routed(trajectory: Trajectory, turns: Sequence[Turn], covered: int) -> Tensor | None:
@@ -170,20 +185,20 @@ def _routed(trajectory: Trajectory, turns: Sequence[Turn], covered: int) -> Tens
     for turn in turns:
         if turn.routed is None or not turn.spans:
             continue
-        found = moe.widen(tensor(turn.routed), *turn.routed.shape[1:])
+        routed = moe.widen(tensor(turn.routed), *turn.routed.shape[1:])
         start, end = turn.spans[0].start, turn.spans[-1].end
-        if found.shape[0] != end - start:
+        if routed.shape[0] != end - start:
             raise BatchError(f"trajectory {trajectory.id}: turn {turn.index} has routes for other positions than spans")
         if rows is None:
-            rows = torch.full((covered, *found.shape[1:]), -1)
+            rows = torch.full((covered, *routed.shape[1:]), -1)
         target = rows[start:end]  # shorter where the segment ends on a turn that sampled nothing
         new = target[:, 0, 0] < 0
-        target[new] = found[: len(target)][new]
+        target[new] = routed[: len(target)][new]
     return rows
 
 
 def _spans(turns: Sequence[Turn], covered: int) -> list[Span]:
-    """Spans of all turns in record order; neighbours of one version become one."""
+    """Spans of all turns in record order; adjacent spans of one version become one."""
     spans: list[Span] = []
     for span in (span for turn in turns for span in turn.spans if span.start < covered):
         if spans and spans[-1].version == span.version and spans[-1].end == span.start:

@@ -1,23 +1,23 @@
-"""What a step must not do to the weights: reasons to refuse one update, and the watch that takes several back.
+"""Reasons to refuse an update, and the guard that takes several updates back.
 
-Refusal: a refused step costs one batch, a poisoned one the run. The check comes before the update, so the old bytes are
-still there.
+Refusal: a refused step costs one batch, a corrupted policy costs the run. The check comes before the update, so the old
+bytes are still there.
 
-The guard: with stale samples at a high learning rate the tiny policy collapsed within ten steps, and k1, how far the
-trainer has moved from whoever wrote its tokens, rose first. So k1 above its limit is the alarm: at once when reward or
-entropy agree, else when it stays there for `guard_patience` steps. Then weights and optimizer go back to the last good
-version, which becomes the next one: numbers are never reused. The StepFailed of that step says so (`restored`). Tokens
+The guard: with stale samples at a high learning rate the tiny policy collapsed within ten steps, and k1, the distance
+of the trainer from the samplers, rose first. So k1 above its limit raises the alarm: at once when reward or entropy
+agree, else when it stays there for `guard_patience` steps. Weights and optimizer then go back to the last good version,
+whose bytes become the next version: numbers are never reused. The StepFailed of that step names it (`restored`). Tokens
 of the versions that were taken back would pull the policy there again, so batches that hold any are refused (at most
-`staleness` of them), and the learning rate is multiplied by `guard_backoff`, or the same would happen again.
+`staleness` of them), and the learning rate is multiplied by `guard_backoff`, because the same would happen again.
 
-Good is what was looked at: a copy is taken now and then and becomes the good one after bound + 1 further batches
-without an alarm. So a rollback goes back by bound + 1 to about twice that. Everything that the guard knows is in the
-checkpoint and follows from recorded steps alone: a restarted trainer and a replay decide the same.
+A version is good when later batches confirmed it: a copy is taken now and then and becomes the good one after bound + 1
+further batches without an alarm. So a rollback goes back by bound + 1 to about twice that. The checkpoint holds all of
+the guard's state, which follows from recorded steps alone: a restarted trainer and a replay decide the same.
 
-`numerics.on_mismatch = "roll_back"` uses the same copies: there a batch is calm while every engine keeps within the
-limits, and one that does not takes back what was learned since, at an unchanged learning rate.
+`numerics.on_mismatch = "roll_back"` uses the same copies: a batch then confirms a version while every engine keeps
+within the limits, and a batch beyond them takes back the updates since, at an unchanged learning rate.
 
-Trade-off: two copies of masters and moments in memory and in every checkpoint, which is why it is off by default.
+Trade-off: two copies of masters and moments in memory and in every checkpoint, so it is off by default.
 """
 
 import math
@@ -52,16 +52,16 @@ def refusal(
     return ""
 
 
-class Reading(NamedTuple):
-    """What one batch said before its update: nats a token, mean reward, nats a token."""
+class BatchMetrics(NamedTuple):
+    """The figures of one batch before its update: nats per token, mean reward, nats per token."""
 
     k1: float
     reward: float
     entropy: float
 
 
-def alarm(now: Reading, calm: Iterable[Reading], over: int, algorithm: Algorithm) -> str:
-    """Why a reading means that the policy collapses; empty when it does not. over: steps before it above the limit."""
+def alarm(now: BatchMetrics, calm: Iterable[BatchMetrics], over: int, algorithm: Algorithm) -> str:
+    """Why these metrics mean that the policy collapses; empty when they do not. over: steps before above the limit."""
     if now.k1 <= algorithm.guard_k1:
         return ""
     said = f"k1 {now.k1:.3g} is above {algorithm.guard_k1:g}"
@@ -77,7 +77,7 @@ def alarm(now: Reading, calm: Iterable[Reading], over: int, algorithm: Algorithm
 
 
 @dataclass(frozen=True)
-class Copy:
+class StateSnapshot:
     """Masters and moments as they were at a version; `step` counts the optimizer's updates."""
 
     version: int
@@ -85,7 +85,7 @@ class Copy:
     tensors: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, state: TrainerState) -> "Copy":
+    def of(cls, state: TrainerState) -> "StateSnapshot":
         """The state as it is now."""
         return cls(state.version, state.step, {name: value.clone() for name, value in state.tensors().items()})
 
@@ -98,24 +98,24 @@ class Guard:
     """One run's watch. Does nothing while `algorithm.guard_k1` is 0 and `numerics.on_mismatch` is not roll_back."""
 
     def __init__(self) -> None:
-        self.calm: list[Reading] = []
+        self.calm: list[BatchMetrics] = []
         self.over = 0
         """Batches in a row above the limit."""
         self.factor = 1.0
-        """What rollbacks have made of the learning rate."""
-        self.good: Copy | None = None
-        self.candidate: Copy | None = None
+        """The factor on the learning rate after all rollbacks."""
+        self.good: StateSnapshot | None = None
+        self.candidate: StateSnapshot | None = None
         self.discarded: list[tuple[int, int]] = []
         """Versions that were taken back, first and last."""
 
     def refuses(self, versions: Iterable[int]) -> str:
-        """Why a batch may not be trained on: a version wrote in it that was taken back."""
+        """Why a batch may not be trained on: it holds tokens of a version that was taken back."""
         for version in sorted(set(versions)):
             if any(first <= version <= last for first, last in self.discarded):
                 return f"version {version} wrote a token and was taken back"
         return ""
 
-    def look(self, state: TrainerState, now: Reading, algorithm: Algorithm, bound: int) -> str:
+    def look(self, state: TrainerState, now: BatchMetrics, algorithm: Algorithm, bound: int) -> str:
         """Judge the state that is about to be updated. Why it must go back, or empty."""
         why = alarm(now, self.calm, self.over, algorithm)
         if why:
@@ -129,11 +129,11 @@ class Guard:
         return ""
 
     def keep(self, state: TrainerState, bound: int) -> None:
-        """A batch spoke for the state that is about to be updated: hold it, or let what is held become the good one."""
+        """A batch confirms the state that is about to be updated: copy it, or make the held copy the good one."""
         if self.candidate is None:
-            self.candidate = Copy.of(state)
+            self.candidate = StateSnapshot.of(state)
         elif state.version - self.candidate.version > bound:
-            self.good, self.candidate = self.candidate, Copy.of(state)
+            self.good, self.candidate = self.candidate, StateSnapshot.of(state)
 
     def roll_back(self, state: TrainerState, algorithm: Algorithm, *, slower: bool = True) -> int:
         """Put the last good version's bytes and optimizer in place; its number, -1 when there is none yet.
@@ -145,12 +145,12 @@ class Guard:
             self.factor *= algorithm.guard_backoff
         if self.good is None:
             return -1
-        found = self.good.version
+        restored = self.good.version
         self.good.restore(state)
-        self.discarded.append((found + 1, state.version))
-        # The next version has these bytes: another rollback need not discard what it writes.
-        self.good = Copy(state.version + 1, self.good.step, self.good.tensors)
-        return found
+        self.discarded.append((restored + 1, state.version))
+        # The next version has these bytes, so a further rollback need not discard its tokens.
+        self.good = StateSnapshot(state.version + 1, self.good.step, self.good.tensors)
+        return restored
 
     def dump(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """For the checkpoint: what JSON can hold, and tensors by flat name."""
@@ -169,17 +169,17 @@ class Guard:
 
     @classmethod
     def load(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "Guard":
-        """What `dump` gave. ValueError when it is not that."""
+        """The guard of a `dump`. ValueError when the data is not one."""
         found = cls()
         try:
-            found.calm = [Reading(*map(float, reading)) for reading in about["calm"]]
+            found.calm = [BatchMetrics(*map(float, reading)) for reading in about["calm"]]
             found.over, found.factor = int(about["over"]), float(about["factor"])
             found.discarded = [(int(first), int(last)) for first, last in about["discarded"]]
             for name in ("good", "candidate"):
                 if name in about:
                     head = f"{name}."
                     own = {key[len(head) :]: value.clone() for key, value in tensors.items() if key.startswith(head)}
-                    setattr(found, name, Copy(int(about[name][0]), int(about[name][1]), own))
+                    setattr(found, name, StateSnapshot(int(about[name][0]), int(about[name][1]), own))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"not a guard's memory: {error}") from None
+            raise ValueError(f"expected the state of a guard: {error}") from None
         return found

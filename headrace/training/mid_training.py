@@ -1,13 +1,14 @@
 """Mid-training: next-token prediction on traces of tool use, before any reinforcement.
 
-The idea: a policy from nothing can't find a reward, so it first reads traces made by scripts against real repository
-content, in exactly the format that it will meet. Many small steps beat few large ones here: with batches of 4,096
-tokens nothing was learned from 1.5 M tokens, with 1,024 the same tokens were enough. Traces are of imperfect quality
-on purpose (they quit early, edit what they have not read, write a wrong fix): reinforcement then has something to do.
+The idea: a randomly initialised policy finds no reward, so it first learns from traces that scripts make against real
+repository content, in exactly the format that it will meet. Many small steps beat few large ones here: with batches of
+4,096 tokens nothing was learned from 1.5 M tokens, with 1,024 the same tokens were enough. Traces are imperfect on
+purpose (they quit early, edit a file that they have not read, write a wrong fix), so that reinforcement has something
+to improve.
 
-Everything is decided by the traces and the recipe: the same inputs give the same weights. So does a trainer that was
-killed in between: weights, moments and the count of steps are kept now and then, and the traces of steps that were
-taken are made again and passed over, in a twentieth of the time that learning from them took.
+The traces and the recipe decide everything: the same inputs give the same weights. This holds for a trainer that was
+killed meanwhile: weights, moments and the count of steps are saved every 20 s, and a restarted trainer makes the traces
+of the steps before again and skips them, in a twentieth of the time that learning from them took.
 """
 
 import math
@@ -21,9 +22,9 @@ import msgspec
 from headrace.config import MidTraining
 from headrace.policy.model import Model
 from headrace.training import checkpoint
-from headrace.training.shards import Shards
-from headrace.training.shards import Text as Trace
-from headrace.training.state import TrainerState
+from headrace.training.parallel.shards import Shards
+from headrace.training.parallel.shards import Text as Trace
+from headrace.training.state import OptimizerSettings, TrainerState
 
 __all__ = ["MidTrainingFailed", "Progress", "Trace", "batches", "learning_rate", "run"]
 
@@ -80,7 +81,7 @@ def run(
     there, and to write every KEEP_S; `traces` begin with the first in any case. MidTrainingFailed when the numbers
     break or the file is of another recipe, CheckpointError when it is damaged.
     """
-    state = TrainerState(model, betas=(0.9, recipe.beta2), weight_decay=recipe.weight_decay)
+    state = TrainerState(model, settings=OptimizerSettings((0.9, recipe.beta2), recipe.weight_decay))
     started = time.perf_counter()
     tokens = _resume(kept, state, recipe) if kept is not None else 0
     saved = started
@@ -94,7 +95,8 @@ def run(
     def prefetch() -> None:
         following.append(next(stream, None))
 
-    with Shards(model, recipe.processes) as shards:
+    on_cpu = model.embedding.device.type == "cpu"
+    with Shards(model, recipe.processes if on_cpu else 1) as shards:
         while members is not None and tokens < recipe.tokens:
             loss = shards.backward(members, prefetch)
             norm = state.gradient_norm()

@@ -1,14 +1,19 @@
-"""How far each engine is from the trainer, measured on the same weights: the first signal of a broken run.
+"""The mismatch of each engine, measured on the same weights (Law 5): the first signal of a broken run.
 
 The idea: k1 and k3 over a batch mix rounding with learning, because the policy has moved since it sampled. Here a
-sample of trajectories is scored again span by span with the very weights that wrote them (see `rescore`), so whatever
-remains is arithmetic: another machine, another engine, a bug. Figures are kept per engine and per fingerprint: one bad
-engine among ten must not drown in a mean, and one of another fingerprint is named even when its numbers look well.
+sample of trajectories is scored again, span by span, with the weights that wrote them. A sampled token depends on the
+weights that forwarded each position before it (the KV cache is carried across a swap), so each span is scored by the
+version that the sampler used there. The remaining difference is arithmetic: another machine, another engine, or a bug.
+In exact mode every log-probability must have the sampler's bits.
 
-flips are found by routing live: in exact mode that is what re-scoring does anyway, elsewhere it costs a second pass.
+Figures are kept per engine and per fingerprint: a mean over ten engines would hide one bad engine, and an engine with
+another fingerprint is named even when its figures are good.
+
+Flips are counted by routing live: in exact mode re-scoring does that anyway; elsewhere it costs a second pass.
 """
 
 import math
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,26 +28,34 @@ from headrace.messages.training import EngineMismatch
 from headrace.policy import scoring
 from headrace.policy.model import Model
 from headrace.training.batch import Batch, Segment
-from headrace.training.rescore import Rescored, drawn
 
 
 class TooFar(Exception):
-    """An engine is above a limit at which the step is refused; the text says which and by how much."""
+    """An engine exceeds a limit at which the step is refused; the text says which limit and by how much."""
+
+
+class Rescored(NamedTuple):
+    """Largest |sampler - trainer| over `tokens` re-scored tokens; NaN when none was."""
+
+    max_abs_dlp: float
+    tokens: int
 
 
 class Measured(NamedTuple):
-    """What a step knows about its samplers."""
+    """The mismatch of a step's samplers."""
 
     rescored: Rescored = Rescored(math.nan, 0)
     engines: tuple[EngineMismatch, ...] = ()
     """In order of engine and fingerprint."""
 
     def alarm(self, limits: Numerics) -> str:
-        """What somebody should hear about; empty when all is well."""
+        """The limits that are exceeded and the foreign fingerprints, in words; empty when there are none."""
         return "; ".join(text for text in (above(self.engines, limits), strangers(self.engines)) if text)
 
 
-class _Compared(NamedTuple):
+class Compared(NamedTuple):
+    """Log-probabilities float32 [M] of one segment's sampled tokens, and the routes that differ."""
+
     trainer: Tensor
     sampler: Tensor
     flips: int
@@ -58,15 +71,16 @@ def measure(
     seed: int,
     fingerprint: str,
 ) -> Measured:
-    """Score `sample` trajectories of a batch again. models: kept versions; fingerprint: the trainer's own.
+    """Score `sample` trajectories of a batch again, drawn by `seed`. models: the current and the kept versions;
+    fingerprint: the trainer's own.
 
-    `policy.scoring.ScoringError` when a trajectory names a version that is not kept.
+    `policy.scoring.ScoringError` when a trajectory names a version that is not kept: the staleness bound was broken.
     """
     origin = {trajectory.id: (trajectory.rollout, trajectory.fingerprint) for trajectory in trajectories}
     chosen = drawn(batch, sample, seed)
-    parts: dict[tuple[str, str], list[_Compared]] = {}
+    parts: dict[tuple[str, str], list[Compared]] = {}
     for name in dict.fromkeys(segment.trajectory for segment in batch.segments):
-        parts.setdefault(origin[name], [])  # an engine that was not drawn is still named
+        parts.setdefault(origin[name], [])  # an engine without a drawn trajectory is still named
     for segment in batch.segments:
         if segment.trajectory in chosen:
             parts[origin[segment.trajectory]].append(compare(models, segment))
@@ -77,22 +91,31 @@ def measure(
     return Measured(Rescored(largest, sum(engine.tokens for engine in measured)), engines)
 
 
-def compare(models: Mapping[int, Model], segment: Segment) -> _Compared:
-    """One segment's sampled tokens, by trainer and by sampler, and where their routes part."""
-    exact = all(model.numerics.exact for model in models.values())
+def drawn(batch: Batch, sample: int, seed: int) -> set[str]:
+    """The trajectories of a batch that are scored again: up to `sample`, chosen by `seed`."""
+    names = list(dict.fromkeys(segment.trajectory for segment in batch.segments))
+    return set(random.Random(f"rescore-{seed}").sample(names, min(sample, len(names))))
+
+
+def compare(models: Mapping[int, Model], segment: Segment) -> Compared:
+    """One segment's sampled tokens, by trainer and by sampler, and how many of their routes differ.
+
+    In exact mode the routes are computed live, which proves them; elsewhere the recorded ones are replayed.
+    """
+    exact = models[max(models)].numerics.exact
     ids = torch.cat([segment.ids, segment.targets[-1:]])
     targets = (segment.positions + 1).tolist()
     live: list[Tensor] = []
-    found = scoring.score(models, ids, segment.spans, targets, segment.temperature, recorder=live)
+    trainer = scoring.score(models, ids, segment.spans, targets, segment.temperature, recorder=live)
     if segment.routed is None or not live:
-        return _Compared(found, segment.behaviour, 0, 0)
+        return Compared(trainer, segment.behaviour, 0, 0)
     if not exact:
-        found = scoring.score(models, ids, segment.spans, targets, segment.temperature, segment.routed)
-    flips, routed = flipped(live[0][: len(segment.routed)], segment.routed[: len(live[0])])
-    return _Compared(found, segment.behaviour, flips, routed)
+        trainer = scoring.score(models, ids, segment.spans, targets, segment.temperature, segment.routed)
+    flips, routed = flipped(live[0][: len(segment.routed)].cpu(), segment.routed[: len(live[0])])
+    return Compared(trainer, segment.behaviour, flips, routed)
 
 
-def _engine(name: str, mark: str, parts: Sequence[_Compared], fingerprint: str) -> EngineMismatch:
+def _engine(name: str, mark: str, parts: Sequence[Compared], fingerprint: str) -> EngineMismatch:
     empty = torch.empty(0)
     trainer = torch.cat([part.trainer for part in parts]) if parts else empty
     sampler = torch.cat([part.sampler for part in parts]) if parts else empty
@@ -112,10 +135,10 @@ def _engine(name: str, mark: str, parts: Sequence[_Compared], fingerprint: str) 
 
 
 def answer(measured: Measured, limits: Numerics, algorithm: Algorithm) -> Algorithm:
-    """The objective of this step, after a look at the limits. TooFar when the step may not be taken.
+    """The objective of this step under the limits of [numerics]. TooFar when the step may not be taken.
 
-    Masked tokens teach nothing beyond a ratio (IcePop, Ling team 2025): whatever the rest of the recipe is, a broken
-    engine's outliers stay out.
+    `mask` leaves tokens beyond a ratio without a gradient (IcePop, Ling team 2025), whatever the rest of the recipe is,
+    so a broken engine's outliers have no effect.
     """
     said = above(measured.engines, limits)
     if not said or limits.on_mismatch == "warn":

@@ -1,44 +1,69 @@
-"""What a trainer owns: the model in the dtype that engines serve, float32 master weights, the optimizer, the counters.
+"""The trainer's state: the model in the dtype that engines serve, float32 master weights, the optimizer, the counters.
 
 The idea: the forward pass runs on exactly the bytes that are published, so the trainer's log-probabilities are those of
 the sampler. The optimizer works on float32 masters, which are rounded into the model after each update; where the
-model is float32 itself, the masters are its own parameters and nothing is copied. AdamW (Loshchilov & Hutter, arXiv
-1711.05101) as torch has it, fused: one pass over the memory, the same bits for the same inputs.
+model is float32 itself, the masters are its own parameters and nothing is copied. Gradients of several micro-batches
+are added in float32 too: in bfloat16 the sum of 16 is off by 5e-3. AdamW (Loshchilov & Hutter, arXiv 1711.05101) as
+torch has it, fused: one pass over the memory, the same bits for the same inputs.
+
+All tensors are on the model's device.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace.policy.model import Model
-from headrace.training import precision
+from headrace.training.served import precision
+from headrace.training.served.versions import Change, Log, change
 from headrace.weights.state import state_hash
+
+
+class OptimizerSettings(NamedTuple):
+    """AdamW's settings besides the learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
 
 
 class TrainerState:
     """Model, masters, optimizer, version and step. `version` is that of the model's current bytes."""
 
-    def __init__(
-        self, model: Model, *, version: int = 0, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.0
-    ) -> None:
+    def __init__(self, model: Model, *, version: int = 0, settings: OptimizerSettings | None = None) -> None:
         """A fresh optimizer over the model's weights."""
         self.model = model
         self.version = version
         self.step = 0
-        """Updates taken by this optimizer; failed steps count as versions, not here."""
+        """Updates made by this optimizer; failed steps count as versions, not here."""
+        self.log: Log | None = None
+        """With a list, every write to the served weights appends its undo entry here (`versions`)."""
         self.master: dict[str, Tensor] = {
             name: precision.master_of(model, name, parameter)
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
+        self._sums: dict[str, Tensor] = {}
+        """float32 gradients of the micro-batches so far, of parameters with another dtype."""
+        settings = settings or OptimizerSettings()
         self.optimizer = torch.optim.AdamW(
-            list(self.master.values()), lr=0.0, betas=betas, eps=1e-8, weight_decay=weight_decay, fused=True
+            list(self.master.values()),
+            lr=0.0,
+            betas=settings.betas,
+            eps=1e-8,
+            weight_decay=settings.weight_decay,
+            fused=True,
         )
 
+    def configure(self, settings: OptimizerSettings) -> None:
+        """Use other settings from the next update on."""
+        for group in self.optimizer.param_groups:
+            group["betas"], group["weight_decay"] = settings.betas, settings.weight_decay
+
     def published(self) -> dict[str, Tensor]:
-        """The served bytes: Hugging Face names to detached tensors of the model's dtype, sharing its memory."""
+        """The served bytes: Hugging Face names to detached tensors of the model's dtype."""
         return {name: value.detach() for name, value in self.model.state().items()}
 
     def hash(self) -> str:
@@ -48,33 +73,67 @@ class TrainerState:
     def zero_grad(self) -> None:
         """Forget the gradients."""
         self.model.zero_grad(set_to_none=True)
+        self._sums.clear()
+
+    def collect_gradients(self) -> None:
+        """Add the model's gradients to the float32 sums, after each micro-batch.
+
+        float32 parameters keep theirs: torch adds them in float32 already.
+        """
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None or parameter.dtype == torch.float32:
+                continue
+            if name in self._sums:
+                self._sums[name].add_(parameter.grad)
+            else:
+                self._sums[name] = parameter.grad.float()
+            parameter.grad = None
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The gradient of every parameter that has one, by name."""
+        for name, parameter in self.model.named_parameters():
+            gradient = self._sums.get(name, parameter.grad)
+            if gradient is not None:
+                yield name, gradient
 
     def gradient_norm(self) -> float:
-        """Euclidean norm over all gradients, summed in float64; NaN or infinite when any of them is."""
-        total = 0.0
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                total += float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)) ** 2
+        """Euclidean norm over all gradients, summed in float64; NaN when any of them is not finite."""
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for _, gradient in self.gradients()]
+        total = sum((norm**2 for norm in torch.stack(norms).cpu().tolist()), 0.0) if norms else 0.0
         return math.sqrt(total) if math.isfinite(total) else math.nan
 
     @torch.no_grad()
     def apply(self, learning_rate: float, scale: float = 1.0) -> None:
-        """One update from the model's gradients times `scale` (for clipping), then round the masters into the model."""
-        own = dict(self.model.named_parameters())
+        """One update from the gradients times `scale` (for clipping), then round the masters into the model."""
+        parameters, gradients = dict(self.model.named_parameters()), dict(self.gradients())
+        served: dict[str, Tensor] = {}
         for name, master in self.master.items():
-            gradient = own[name].grad
-            if gradient is None:  # an expert that no token reached: the moments still decay, in every replica alike
-                gradient = torch.zeros_like(own[name])
-            master.grad = gradient.float() if scale == 1.0 else gradient.float() * scale
+            # An expert that no token reached has no gradient: its moments still decay, in every replica alike.
+            gradient = gradients.get(name)
+            gradient = torch.zeros_like(master) if gradient is None else gradient.float()
+            master.grad = gradient if scale == 1.0 else gradient.mul_(scale)
+            if self.log is not None and master is parameters[name]:
+                served[name] = master.detach().clone()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
         for name, master in self.master.items():
-            if master is not own[name]:
-                precision.cast_into(self.model, name, own[name], master)
+            self._serve(name, parameters[name], master, served.get(name))
             master.grad = None
         self.zero_grad()
         self.step += 1
+
+    def _serve(self, name: str, parameter: Tensor, master: Tensor, before: Tensor | None = None) -> None:
+        """Round a master into the model. before: the served bits, where the master itself was served."""
+        if master is not parameter:
+            before = parameter.detach().clone() if self.log is not None else None
+            precision.cast_into(self.model, name, self.model.get_parameter(name), master)
+        if self.log is not None and before is not None:
+            self._note(name, change(before, parameter.detach()))
+
+    def _note(self, name: str, entry: Change | None) -> None:
+        if self.log is not None and entry is not None:
+            self.log.append((name, entry))
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that an update depends on, by flat name: for checkpoints."""
@@ -93,23 +152,26 @@ class TrainerState:
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], *, version: int, step: int) -> None:
         """Take over what `tensors` gave. KeyError when one is missing, ValueError when a shape differs."""
-        own = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         for name, master in self.master.items():
             saved = tensors[f"master.{name}"]
             if saved.shape != master.shape:
                 raise ValueError(f"{name}: the checkpoint has shape {tuple(saved.shape)}, not {tuple(master.shape)}")
+            same = master is parameters[name] and self.log is not None
+            before = master.detach().clone() if same else None
             master.copy_(saved)
-            if master is not own[name]:
-                precision.cast_into(self.model, name, own[name], master)
+            self._serve(name, parameters[name], master, before)
             self.optimizer.state.pop(master, None)
             if step:
                 self.optimizer.state[master] = {
-                    "step": torch.tensor(float(step)),
-                    "exp_avg": tensors[f"exp_avg.{name}"].clone(),
-                    "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].clone(),
+                    "step": torch.tensor(float(step), device=master.device),
+                    "exp_avg": tensors[f"exp_avg.{name}"].to(master.device, copy=True),
+                    "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(master.device, copy=True),
                 }
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             if not parameter.requires_grad:
+                before = parameter.detach().clone() if self.log is not None else None
                 parameter.copy_(tensors[f"frozen.{name}"])
+                self._note(name, change(before, parameter.detach()) if before is not None else None)
         self.zero_grad()
         self.version, self.step = version, step

@@ -1,47 +1,55 @@
-"""The trainer as a thing to hold: prepared or resumed, stepped, published. The actor around it only talks to the bus.
+"""One run's trainer without the bus: prepared or resumed, stepped, published. `actors.trainer` drives it.
 
 Folder of a run's trainer:
     checkpoint.safetensors   the newest durable state, replaced atomically
-    mid-training.safetensors the same of mid-training, while that goes on
+    mid-training.safetensors the same for mid-training, while it runs
     policy/                  config.json and tokenizer.json of the run, written once
-Nothing here knows streams: manifests and records come in, outcomes and files go out, and `position` is whatever the
-caller wants to find again after a crash. All calls are blocking and belong into one worker thread.
+This module knows no streams: manifests and records come in, outcomes and files go out, and `position` is a mapping that
+the caller finds again after a crash. All calls block and belong into one worker thread.
 """
 
 import copy
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import msgspec
 import torch
 
-from headrace.config import Config
+from headrace.algorithms.registry import ADVANTAGES, LOSSES
+from headrace.config import Algorithm, Config
 from headrace.messages.judging import Score
+from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import StepManifest
-from headrace.policy import checkpoint as huggingface
 from headrace.policy.config import PolicyConfig
+from headrace.policy.layout import checkpoint as huggingface
+from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.policy.moe import RoutesMissing
-from headrace.policy.numerics import Numerics, probe
+from headrace.policy.numerics import Numerics
+from headrace.policy.numerics_probe import probe
 from headrace.policy.scoring import ScoringError
-from headrace.policy.tokenizer import Tokenizer
-from headrace.training import batch, checkpoint, mid_training
+from headrace.registry import PluginError, differing, plugins
+from headrace.rendering.tokenizer import Tokenizer
+from headrace.training import batch, checkpoint, memory_plan, mid_training
+from headrace.training.gradient import Helpers, Recipe
 from headrace.training.guard import Guard
 from headrace.training.mid_training import Progress, Trace
 from headrace.training.mismatch import Measured, TooFar, answer, measure
-from headrace.training.state import TrainerState
-from headrace.training.step import StepOutcome, refuse, take
+from headrace.training.outcome import StepOutcome, refuse
+from headrace.training.served.versions import Versions
+from headrace.training.state import OptimizerSettings, TrainerState
+from headrace.training.step import take
 from headrace.weights import snapshot
 
 
 class TrainerError(Exception):
-    """The trainer cannot start as asked; the text says what is wrong."""
+    """The trainer cannot start, or cannot take a step, as configured; the text says what is wrong."""
 
 
-class Trainer:
+class PolicyTrainer:
     """State, kept versions and recipe of one run."""
 
     def __init__(self, config: Config, folder: Path, state: TrainerState, numerics: Numerics) -> None:
@@ -50,14 +58,15 @@ class Trainer:
         self.folder = folder
         self.state = state
         self.numerics = numerics
-        self.kept: dict[int, Model] = {}
-        """Earlier versions within the staleness bound; together with `state` that is bound + 1 of them."""
+        self.versions = Versions(state.model, state.version)
+        """The current version and the earlier ones within the staleness bound: bound + 1 of them."""
+        self.state.log = []
         self.reference: Model | None = None
         """Version 0, held only while `algorithm.kl_weight` > 0."""
         self.guard = Guard()
-        """Watches for a collapse while `algorithm.guard_k1` > 0, or for engines that are too far off; see `guarded`."""
+        """Watches for a collapse while `algorithm.guard_k1` > 0, or for engines over a limit; see `guarded`."""
         self.position: Mapping[str, int | str] = {}
-        """What the last `save` was given: where in the streams the trainer stood."""
+        """The argument of the last `save`: where in the streams the trainer stood."""
         self.resumed = False
 
     @classmethod
@@ -69,30 +78,36 @@ class Trainer:
         tokenizer_json: str,
         traces: Callable[[], Iterable[Trace]],
         progress: Callable[[Progress], None] = lambda _: None,
-    ) -> "Trainer":
+    ) -> "PolicyTrainer":
         """Resume from the folder's checkpoint, or make version 0: a new policy or a Hugging Face one, mid-trained.
 
         tokenizer_json: the run's tokenizer.json, kept beside config.json; a resumed run must bring the same text.
         traces: called when there is mid-training to do. TrainerError, CheckpointError or MidTrainingFailed say why not.
         """
         torch.set_num_threads(config.trainer.threads)
+        device = device_named(config.trainer.device)
+        plugins_of(config.algorithm)
         policy = _policy(config, folder, tokenizer_json)
+        check_memory(config, policy, available_bytes(device))
         numerics = probe(policy, exact=config.engine.exact)
         if config.engine.exact and not numerics.exact:
             raise TrainerError(f"exact mode was asked for and this machine cannot keep it: {numerics.reason}")
+        settings = optimizer_settings(config.algorithm)
         file = folder / "checkpoint.safetensors"
         if file.exists():
-            trainer = cls(config, folder, TrainerState(Model(policy, numerics, seed=None)), numerics)
+            model = Model(policy, numerics, seed=None).to(device)
+            trainer = cls(config, folder, TrainerState(model, settings=settings), numerics)
             trainer._load(file)
             return trainer
         model = Model(policy, numerics, seed=config.run.seed)
         if config.policy.checkpoint:
             model.load_state(huggingface.load(config.policy.checkpoint)[1])
+        model.to(device)
         if config.mid_training.tokens > 0:
-            model.numerics = probe(policy, exact=False)  # nobody compares these numbers, and it is a fifth faster
+            model.numerics = probe(policy, exact=False)  # these numbers are compared with nothing; a fifth faster
             mid_training.run(model, traces(), config.mid_training, progress, kept=folder / "mid-training.safetensors")
             model.numerics = numerics
-        trainer = cls(config, folder, TrainerState(model), numerics)
+        trainer = cls(config, folder, TrainerState(model, settings=settings), numerics)
         trainer._hold_reference()
         trainer.save({})
         (folder / "mid-training.safetensors").unlink(missing_ok=True)
@@ -105,7 +120,7 @@ class Trainer:
 
     @property
     def policy_folder(self) -> Path:
-        """Where config.json and tokenizer.json of the run lie, for engines."""
+        """The folder with config.json and tokenizer.json of the run, for engines."""
         return self.folder / "policy"
 
     def step(
@@ -114,39 +129,36 @@ class Trainer:
         """Take the step of a manifest; records are keyed by stream sequence. A pure function of state and arguments.
 
         A batch that cannot be trained on gives an outcome with `failed`; the version still moves on, with the old
-        bytes. ValueError when the manifest is of another version: the caller's books are wrong.
+        bytes. ValueError when the manifest is of another version: the caller is out of step. TrainerError when a plugin
+        here differs from the manifest's (Law 4).
         """
         if manifest.version != self.state.version:
             raise ValueError(f"the manifest updates version {manifest.version}, this is {self.state.version}")
-        before = copy.deepcopy(self.state.model)
-        models = {**self.kept, self.state.version: before}
+        if why := differing(manifest.plugins, plugins_of(self.config.algorithm)):
+            raise TrainerError(why)
         self.state.model.recompute = self.config.numerics.recompute
         self.state.model.plausible = self.config.numerics.replay_plausible
+        self.state.configure(optimizer_settings(self.config.algorithm))
         measured = Measured()
         try:
-            made = batch.build(manifest.groups, trajectories, scores)
+            advantage = ADVANTAGES.get(self.config.algorithm.advantage)
+            made = batch.build(manifest.groups, trajectories, scores, advantage)
             measured = measure(
-                models,
+                self.versions,
                 made,
                 trajectories.values(),
                 self.config.trainer.rescore,
                 manifest.seed,
                 self.numerics.fingerprint,
             )
+            self.versions.release()
             algorithm = answer(measured, self.config.numerics, self.config.algorithm)
             if self.guarded and algorithm.guard_k1 == 0.0:
                 self.guard.keep(self.state, self.config.curriculum.staleness)
-            outcome = take(
-                self.state,
-                made,
-                algorithm=algorithm,
-                micro_tokens=self.config.trainer.micro_tokens,
-                bound=self.config.curriculum.staleness,
-                rescored=measured.rescored,
-                exact=self.numerics.exact and made.fingerprints <= {self.numerics.fingerprint},
-                reference=self.reference,
-                guard=self.guard,
-            )
+            recipe = Recipe(algorithm, self.config.trainer.micro_tokens, self.config.curriculum.staleness)
+            outcome = take(self.state, made, recipe, self.guard, Helpers(self.reference))
+            exact = self.numerics.exact and made.fingerprints <= {self.numerics.fingerprint}
+            outcome = msgspec.structs.replace(outcome, exact=exact)
         except batch.BatchError as error:
             outcome = refuse(self.state, "bad_batch", str(error))
         except RoutesMissing as error:
@@ -155,32 +167,49 @@ class Trainer:
             outcome = refuse(self.state, "cannot_rescore", str(error))
         except TooFar as error:
             outcome = self._too_far(str(error))
-        outcome = dataclasses.replace(outcome, engines=measured.engines, alarm=measured.alarm(self.config.numerics))
-        keep = int(manifest.objective.get("keep_versions", 0))  # more than the bound while that is growing
-        oldest = self.state.version - max(keep, self.config.curriculum.staleness)
-        self.kept = {version: model for version, model in models.items() if version >= oldest}
+        keep = int(manifest.objective.get("keep_versions", 0))  # more than the bound while the bound is growing
+        self._advance(max(keep, self.config.curriculum.staleness))
+        return msgspec.structs.replace(
+            outcome,
+            max_abs_dlp=measured.rescored.max_abs_dlp,
+            rescored_tokens=measured.rescored.tokens,
+            engines=measured.engines,
+            alarm=measured.alarm(self.config.numerics),
+        )
+
+    def give_up(self, reason: str, detail: str) -> StepOutcome:
+        """The outcome of a step that raised before it changed the state: the next version, with the old bytes."""
+        outcome = refuse(self.state, reason, detail)
+        self._advance(self.config.curriculum.staleness)
         return outcome
+
+    def _advance(self, bound: int) -> None:
+        """Keep the versions that the next batch may hold tokens of."""
+        self.versions.advance(self.state.version, self.state.log or [])
+        self.state.log = []
+        self.versions.keep(self.state.version - bound)
 
     @property
     def guarded(self) -> bool:
-        """Whether earlier versions are held to go back to."""
+        """Whether earlier states are kept for a rollback."""
         return self.config.algorithm.guard_k1 > 0.0 or self.config.numerics.on_mismatch == "roll_back"
 
     def _too_far(self, said: str) -> StepOutcome:
-        """The outcome of a batch whose engines are above a limit: the old bytes, or those of the last good version."""
+        """The outcome of a batch whose engines exceed a limit: the old bytes, or those of the last good version."""
         if self.config.numerics.on_mismatch != "roll_back":
             return refuse(self.state, "mismatch_over_limit", said)
         restored = self.guard.roll_back(self.state, self.config.algorithm, slower=False)
         where = f"back to version {restored}" if restored >= 0 else "no good version is held yet"
-        return dataclasses.replace(refuse(self.state, "mismatch_over_limit", f"{said}; {where}"), restored=restored)
+        return msgspec.structs.replace(refuse(self.state, "mismatch_over_limit", f"{said}; {where}"), restored=restored)
 
     def publish(self, path: Path) -> str:
         """Write the served bytes as one safetensors file, whole or not at all; returns their state hash."""
         return snapshot.write(path, self.state.published())
 
     def save(self, position: Mapping[str, int | str]) -> None:
-        """Replace the checkpoint durably; after it returned, nothing before `position` is needed again."""
-        kept = {version: model.state() for version, model in self.kept.items()}
+        """Replace the checkpoint durably; after it returns, records before `position` are not needed again."""
+        kept = {version: self.versions[version].state() for version in self.versions.earlier}
+        self.versions.release()
         if self.reference is not None:
             kept[-1] = self.reference.state()
         guard = self.guard if self.guarded else None
@@ -193,27 +222,84 @@ class Trainer:
             self.reference = copy.deepcopy(self.state.model)
 
     def _load(self, file: Path) -> None:
-        found = checkpoint.load(file, self.state)
-        for version, tensors in found.kept.items():
-            model = Model(self.state.model.config, self.numerics, seed=None)
-            model.load_state(tensors)
+        """Take over a checkpoint: state, kept versions, reference, guard, position."""
+        contents = checkpoint.load(file, self.state)
+        self.state.log = []
+        self.versions = Versions(self.state.model, self.state.version)
+        later = self.state.model
+        for version in sorted(contents.kept, reverse=True):
+            model = copy.deepcopy(self.state.model)
+            model.load_state(contents.kept[version])
             if version < 0:
                 self.reference = model
             else:
-                self.kept[version] = model
+                self.versions.restore(version, dict(model.named_parameters()), dict(later.named_parameters()))
+                later = model
         if self.config.algorithm.kl_weight > 0.0 and self.reference is None:
             raise TrainerError(f"{file} holds no reference policy, and kl_weight > 0 needs one")
-        self.guard = found.guard or Guard()
-        self.position, self.resumed = found.position, True
+        self.guard = contents.guard or Guard()
+        self.position, self.resumed = contents.position, True
+
+
+def device_named(name: str) -> torch.device:
+    """The device of `[trainer] device`. TrainerError when this machine does not have it."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise TrainerError(f"[trainer] device: expected auto, cpu, cuda or cuda:N, got {name!r}") from None
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if device.type not in ("cpu", "cuda") or (device.index or 0) >= count:
+        raise TrainerError(
+            f"[trainer] device: this machine has no {name}; it has {torch.cuda.device_count()} CUDA devices"
+        )
+    return device
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free bytes of a device; of the CPU, what the kernel says may be allocated without swapping."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise TrainerError("/proc/meminfo does not say MemAvailable")
+
+
+def check_memory(config: Config, policy: PolicyConfig, available: int) -> None:
+    """TrainerError when the memory plan of this trainer is larger than the available bytes."""
+    found = memory_plan.plan(policy, memory_plan.layout_of(config))
+    if found.total > available:
+        raise TrainerError(
+            f"the trainer needs {found.total / memory_plan.GIB:.1f} GiB and its device has "
+            f"{available / memory_plan.GIB:.1f} GiB free; `headrace trainer plan` shows the causes and what would fit"
+        )
+
+
+def optimizer_settings(algorithm: Algorithm) -> OptimizerSettings:
+    """AdamW's settings of a recipe."""
+    return OptimizerSettings((algorithm.beta1, algorithm.beta2), algorithm.weight_decay)
+
+
+def plugins_of(algorithm: Algorithm) -> tuple[Plugin, ...]:
+    """The plugins that a step uses; built-ins are left out. TrainerError for a name that no registry has."""
+    try:
+        return plugins((ADVANTAGES, [algorithm.advantage]), (LOSSES, [algorithm.weighting]))
+    except PluginError as error:
+        raise TrainerError(str(error)) from None
 
 
 def _policy(config: Config, folder: Path, tokenizer_json: str) -> PolicyConfig:
     """The run's policy config, written with its tokenizer on the first start and compared on later ones."""
-    policy = PolicyConfig.from_section(config.policy)
+    policy = hugging_face.from_section(config.policy)
     size = len(Tokenizer.parse(tokenizer_json))
     if size > policy.vocab:
         raise TrainerError(f"the tokenizer has {size} ids, the policy's vocabulary only {policy.vocab}")
-    wanted = {"config.json": json.dumps(policy.to_hf(), indent=2) + "\n", "tokenizer.json": tokenizer_json}
+    wanted = {
+        "config.json": json.dumps(hugging_face.as_json(policy), indent=2) + "\n",
+        "tokenizer.json": tokenizer_json,
+    }
     target = folder / "policy"
     target.mkdir(parents=True, exist_ok=True)
     for name, text in wanted.items():

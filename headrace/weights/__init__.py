@@ -1,5 +1,5 @@
-"""Weights on the move: the state hash, snapshot files, the lossless delta codec, manifests and the chain of versions.
+"""Published weights: the state hash, snapshot files, the lossless delta codec, manifests and the chain of versions.
 
-The room knows no bus: an actor hands in bytes and gets bytes. Whatever is decoded is verified against hashes that the
-trainer took of the exact bits that engines serve, and nothing is ever unpickled.
+This package knows no bus: an actor passes bytes in and gets bytes back. Every decoded block is verified against hashes
+that the trainer took of the exact bits that engines serve, and nothing is ever unpickled.
 """

@@ -1,13 +1,14 @@
-"""Walking the chain of versions in the stream, and building a version from it: what receivers, a sender that lost its
-base, auditors and late joiners have in common.
+"""The chain of versions in the stream: finding a path to a version, and building the version along it. Receivers, a
+sender that lost its base, auditors and late joiners share this module.
 
-The idea: a head record names its manifest by stream sequence, a manifest names its base's, so the way back needs no
-search and never meets a manifest that no head committed. Versions are places, deltas, folds and anchors are roads
-whose length is their bytes: the way to a version is the shortest one from a file that is here, or from nothing
-(Dijkstra, backwards, reading only the manifests that it passes). Then the deltas are applied forward into one shadow.
+The idea: a head record names its manifest by stream sequence and a manifest names its base's, so the path back needs no
+search and never meets a manifest that no head committed. Versions are graph nodes; deltas, squashed deltas and full
+snapshots are edges weighted by bytes. The path to a version is the shortest one from a local file or from nothing
+(Dijkstra from the version backwards, reading only the manifests on the way). The deltas are then applied forward into
+one staged file.
 
-The bus is handed in (`Source`): this room only asks it for messages by sequence or subject. With a `Trust`, nothing is
-followed that a known publisher did not sign.
+The caller passes the bus as a `StreamSource`, which returns messages by sequence or subject. With a `Trust`, only
+manifests that a known publisher signed are followed.
 """
 
 import asyncio
@@ -21,10 +22,10 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from headrace.messages import subjects
-from headrace.messages.weights import ChunkInfo, WeightChunk, WeightFold, WeightHead, WeightManifest
+from headrace.messages.weights import ChunkInfo, WeightChunk, WeightHead, WeightManifest, WeightSquash
 from headrace.weights import shards as sharding
 from headrace.weights import signing
-from headrace.weights.shadow import Damaged, Refused, Shadow, check_manifest
+from headrace.weights.receiving.staging import BrokenVersion, DamagedChunk, StagedFile, check_manifest
 from headrace.weights.signing import Trust, Untrusted
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import WeightError
@@ -33,7 +34,7 @@ STREAM = "HR_WEIGHTS"
 AHEAD = 8
 """Chunks asked for before they are needed."""
 TRIES = 3
-"""How often a chunk that does not match is fetched."""
+"""Attempts to fetch a chunk that does not match its manifest."""
 
 Find = Callable[[int, str], Path | None]
 """(version, state hash) to the file of exactly that state, or None."""
@@ -55,8 +56,8 @@ class Stored(Protocol):
         """When it was stored, in seconds since the epoch."""
 
 
-class Source(Protocol):
-    """What this room needs of a bus."""
+class StreamSource(Protocol):
+    """The part of a bus that reading the chain needs."""
 
     async def get(self, stream: str, seq: int) -> Stored:
         """One message by sequence; LookupError when it is gone."""
@@ -68,15 +69,15 @@ class Source(Protocol):
         """All messages on the filters so far, in order."""
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """How a version is built: apply `manifests` in order to `base`; None when the first is an anchor."""
+class BuildPlan(msgspec.Struct, frozen=True):
+    """How a version is built: apply `manifests` in order to `base`; None when the first is a full snapshot."""
 
     manifests: tuple[WeightManifest, ...]
     base: Path | None
     shards: frozenset[int] | None = None
     """The shards that are built; None means all."""
-    folded: int = 0
-    """How many of the manifests are folds."""
+    squashed: int = 0
+    """How many of the manifests are squashes."""
 
     @property
     def wire_bytes(self) -> int:
@@ -84,7 +85,7 @@ class Plan(msgspec.Struct, frozen=True):
         return sum(cost(manifest, self.shards) for manifest in self.manifests)
 
     def chunks(self) -> Iterator[tuple[WeightManifest, ChunkInfo]]:
-        """What has to be fetched, in order."""
+        """The chunks to fetch, in order."""
         for manifest in self.manifests:
             for info in manifest.chunks:
                 if self.shards is None or info.shard in self.shards:
@@ -98,40 +99,40 @@ def cost(manifest: WeightManifest, shards: frozenset[int] | None) -> int:
     return sum(info.bytes for info in manifest.chunks if info.shard in shards)
 
 
-async def heads(source: Source, run: str) -> AsyncIterator[tuple[int, WeightHead]]:
+async def heads(source: StreamSource, run: str) -> AsyncIterator[tuple[int, WeightHead]]:
     """Sequence and head record of every commit of a run, oldest first."""
     async for stored in source.history(STREAM, subjects.WEIGHT_HEAD.at(run=run)):
         yield stored.seq, stored.message
 
 
-async def head(source: Source, run: str) -> tuple[int, WeightHead] | None:
+async def head(source: StreamSource, run: str) -> tuple[int, WeightHead] | None:
     """The newest head record and its sequence, None before the first version."""
     stored = await source.last(STREAM, subjects.WEIGHT_HEAD.at(run=run))
     return None if stored is None else (stored.seq, stored.message)
 
 
-async def manifest(source: Source, run: str, seq: int, trust: Trust | None = None) -> WeightManifest:
-    """The manifest at a sequence. Refused when something else lies there, Untrusted when it is not signed as it should
-    be, LookupError when it is gone.
+async def manifest(source: StreamSource, run: str, seq: int, trust: Trust | None = None) -> WeightManifest:
+    """The manifest at a sequence. BrokenVersion when something else lies there, Untrusted when it is not signed as it
+    should be, LookupError when it is gone.
     """
     stored = await source.get(STREAM, seq)
     try:
         found = stored.message
     except ValueError as error:
-        raise Refused(f"sequence {seq} of {STREAM} cannot be read: {error}") from None
+        raise BrokenVersion(f"sequence {seq} of {STREAM} cannot be read: {error}") from None
     if not isinstance(found, WeightManifest) or found.run != run:
-        raise Refused(f"sequence {seq} of {STREAM} is no manifest of run {run}")
+        raise BrokenVersion(f"sequence {seq} of {STREAM} is no manifest of run {run}")
     signing.check(trust, found)
     check_manifest(found)
     return found
 
 
-async def folds(source: Source, run: str, trust: Trust | None = None) -> AsyncIterator[WeightFold]:
-    """The folds of a run, oldest first, without those that cannot be trusted."""
-    async for stored in source.history(STREAM, subjects.WEIGHT_FOLD.at(run=run)):
+async def squashes(source: StreamSource, run: str, trust: Trust | None = None) -> AsyncIterator[WeightSquash]:
+    """The squashed deltas of a run, oldest first, without those that cannot be trusted."""
+    async for stored in source.history(STREAM, subjects.WEIGHT_SQUASH.at(run=run)):
         try:
             found = stored.message
-            if isinstance(found, WeightFold) and found.run == run:
+            if isinstance(found, WeightSquash) and found.run == run:
                 signing.check(trust, found)
                 yield found
         except (Untrusted, ValueError):
@@ -139,94 +140,97 @@ async def folds(source: Source, run: str, trust: Trust | None = None) -> AsyncIt
 
 
 class _Place(NamedTuple):
-    """A version on the way back: how far it is, and the manifests that lead from it to the wanted one."""
+    """A version on the path back: its distance, and the manifests that lead from it to the wanted version."""
 
     far: int
     order: int
     version: int
     state_hash: str
     seq: int
-    """Stream sequence of its manifest; 0 when the way is found: from nothing."""
+    """Stream sequence of its manifest; 0 when the path starts from nothing."""
     way: tuple[WeightManifest, ...]
-    folded: int
+    squashed: int
 
 
 async def plan(
-    source: Source,
+    source: StreamSource,
     commit: WeightHead,
     find: Find = lambda version, state_hash: None,
     *,
     trust: Trust | None = None,
     shards: frozenset[int] | None = None,
-    folded: bool = True,
-) -> Plan:
-    """The cheapest way to a committed version. Refused when the chain is broken, Untrusted when it is not signed.
+    squashed: bool = True,
+) -> BuildPlan:
+    """The cheapest way to a committed version. BrokenVersion when the chain is broken, Untrusted when it is not signed.
 
-    trust: whose manifests are followed; None follows all. shards: build these alone. folded: take short cuts.
+    trust: whose manifests are followed; None follows all. shards: build only these. squashed: also use squashed deltas.
     """
     signing.check(trust, commit)
     try:
-        return await _search(source, commit, find, trust, shards, folded, deep=False)
+        return await _search(source, commit, find, trust, shards, squashed, deep=False)
     except LookupError:
-        # What it was based on is collected. An anchor laid beside it later, which its own head does not name, will do.
+        # Its base is collected. A full snapshot laid beside it later, which its own head does not name,
+        # will do.
         try:
-            return await _search(source, commit, find, trust, shards, folded, deep=True)
+            return await _search(source, commit, find, trust, shards, squashed, deep=True)
         except LookupError as error:
-            raise Refused(f"version {commit.version} of run {commit.run} cannot be built any more: {error}") from None
+            raise BrokenVersion(
+                f"version {commit.version} of run {commit.run} cannot be built any more: {error}"
+            ) from None
 
 
 async def _search(
-    source: Source,
+    source: StreamSource,
     commit: WeightHead,
     find: Find,
     trust: Trust | None,
     shards: frozenset[int] | None,
-    folded: bool,
+    squashed: bool,
     *,
     deep: bool,
-) -> Plan:
-    short: dict[tuple[int, str], list[WeightFold]] = {}
-    if folded and await source.last(STREAM, subjects.WEIGHT_FOLD.at(run=commit.run)) is not None:
-        async for fold in folds(source, commit.run, trust):
-            short.setdefault((fold.version, fold.state_hash), []).append(fold)
+) -> BuildPlan:
+    short: dict[tuple[int, str], list[WeightSquash]] = {}
+    if squashed and await source.last(STREAM, subjects.WEIGHT_SQUASH.at(run=commit.run)) is not None:
+        async for squash in squashes(source, commit.run, trust):
+            short.setdefault((squash.version, squash.state_hash), []).append(squash)
     count = itertools.count()
     heap = [_Place(0, next(count), commit.version, commit.state_hash, commit.manifest_seq, (), 0)]
     seen: set[tuple[int, str]] = set()
     gone: LookupError | None = None
 
-    def go(at: _Place, through: WeightManifest, *, fold: bool = False) -> None:
+    def go(at: _Place, through: WeightManifest, *, squash: bool = False) -> None:
         far, way = at.far + cost(through, shards), (through, *at.way)
         seq = through.base_seq if through.base_version >= 0 else 0
-        place = (through.base_version, through.base_hash, seq, way, at.folded + fold)
+        place = (through.base_version, through.base_hash, seq, way, at.squashed + squash)
         heapq.heappush(heap, _Place(far, next(count), *place))
 
     while heap:
         at = heapq.heappop(heap)
         if at.way and not at.seq:
-            return Plan(at.way, None, shards, at.folded)
+            return BuildPlan(at.way, None, shards, at.squashed)
         if (at.version, at.state_hash) in seen:
             continue
         seen.add((at.version, at.state_hash))
         base = find(at.version, at.state_hash) if at.way and shards is None else None
         if base is not None:
-            return Plan(at.way, base, shards, at.folded)
+            return BuildPlan(at.way, base, shards, at.squashed)
         try:
             found = await manifest(source, commit.run, at.seq, trust)
         except LookupError as error:
-            # Collected: only an anchor or a fold that ends here may still lead on.
+            # Collected: only a full snapshot or a squash that ends here may still lead on.
             gone = gone or error
         else:
             _agree(at, found)
             if at.way and shards is not None:
                 base = find(at.version, sharding.state_hash(found, shards))
                 if base is not None:
-                    return Plan(at.way, base, shards, at.folded)
+                    return BuildPlan(at.way, base, shards, at.squashed)
             go(at, found)
-        if at.version == commit.anchor_version and commit.anchor_seq not in (0, at.seq):
+        if at.version == commit.full_version and commit.full_seq not in (0, at.seq):
             try:
-                anchor = await manifest(source, commit.run, commit.anchor_seq, trust)
-                if anchor.state_hash == at.state_hash and anchor.base_version < 0:
-                    go(at, anchor)
+                full = await manifest(source, commit.run, commit.full_seq, trust)
+                if full.state_hash == at.state_hash and full.base_version < 0:
+                    go(at, full)
             except LookupError as error:
                 gone = gone or error
         if deep:
@@ -234,41 +238,44 @@ async def _search(
             later = await manifest(source, commit.run, beside.seq, trust) if beside is not None else None
             if later is not None and later.state_hash == at.state_hash and later.base_version < 0:
                 go(at, later)
-        for fold in short.get((at.version, at.state_hash), ()):
+        for squash in short.get((at.version, at.state_hash), ()):
             try:
-                straight = await manifest(source, commit.run, fold.manifest_seq, trust)
+                straight = await manifest(source, commit.run, squash.manifest_seq, trust)
             except (LookupError, WeightError):
                 continue
             if (straight.version, straight.state_hash) == (at.version, at.state_hash) and straight.base_version >= 0:
-                go(at, straight, fold=True)
-    raise gone or LookupError("no way leads there")
+                go(at, straight, squash=True)
+    raise gone or LookupError("no path of deltas and full snapshots leads to this version")
 
 
 def _agree(at: _Place, found: WeightManifest) -> None:
     if (found.version, found.state_hash) == (at.version, at.state_hash):
         return
     if not at.way:
-        raise Refused(f"the head of version {at.version} names a manifest of version {found.version}")
-    raise Refused(f"version {at.way[0].version} names a base that is not version {at.version}")
+        raise BrokenVersion(f"the head of version {at.version} names a manifest of version {found.version}")
+    raise BrokenVersion(f"version {at.way[0].version} names a base that is not version {at.version}")
 
 
-async def chunk(source: Source, of: WeightManifest, info: ChunkInfo) -> bytes:
-    """The bytes of a chunk as they lie in the stream; whether they are the right ones is `Shadow.add`'s to say."""
+async def chunk(source: StreamSource, of: WeightManifest, info: ChunkInfo) -> bytes:
+    """The bytes of a chunk as stored; `StagedFile.add` checks them against the manifest."""
     stored = await source.get(STREAM, info.stream_seq)
     try:
         found = stored.message
     except ValueError as error:
-        raise Damaged(f"sequence {info.stream_seq} of {STREAM} cannot be read: {error}") from None
+        raise DamagedChunk(f"sequence {info.stream_seq} of {STREAM} cannot be read: {error}") from None
     if not isinstance(found, WeightChunk):
-        raise Damaged(f"sequence {info.stream_seq} of {STREAM} is no chunk of version {of.version}")
+        raise DamagedChunk(f"sequence {info.stream_seq} of {STREAM} is no chunk of version {of.version}")
     return found.data
 
 
-async def build(source: Source, way: Plan, path: Path, *, on_damage: Callable[[str], None] = lambda text: None) -> str:
+async def build(
+    source: StreamSource, way: BuildPlan, path: Path, *, on_damage: Callable[[str], None] = lambda text: None
+) -> str:
     """Fetch, apply, verify, and leave the file at `path`; returns its state hash.
 
     A chunk that does not match is fetched again, `TRIES` times in all, and `on_damage` is told each time. Decoding runs
-    in a thread: the event loop stays free. Damaged or Refused say why there is no file; a cancellation leaves none.
+    in a thread: the event loop stays free. DamagedChunk or BrokenVersion say why there is no file; a cancellation
+    leaves none.
     """
     last = way.manifests[-1]
     upcoming = way.chunks()
@@ -279,23 +286,23 @@ async def build(source: Source, way: Plan, path: Path, *, on_damage: Callable[[s
             fetching.append(asyncio.create_task(chunk(source, which, info)))
 
     base = Snapshot(way.base) if way.base is not None else None
-    with await asyncio.to_thread(Shadow, path, way.manifests[0], base, way.shards) as shadow:
+    with await asyncio.to_thread(StagedFile, path, way.manifests[0], base, way.shards) as staged:
         try:
             ask(AHEAD)
             for which in way.manifests:
-                shadow.begin(which)
-                for info in filter(shadow.wants, which.chunks):
+                staged.begin(which)
+                for info in filter(staged.wants, which.chunks):
                     for attempt in itertools.count(1):
                         try:
                             data = await (chunk(source, which, info) if attempt > 1 else fetching.popleft())
-                            await asyncio.to_thread(shadow.add, info, data, last=which is last)
+                            await asyncio.to_thread(staged.add, info, data, last=which is last)
                             break
-                        except Damaged as error:
+                        except DamagedChunk as error:
                             on_damage(str(error))
                             if attempt == TRIES:
-                                raise Damaged(f"{error}; fetched {TRIES} times") from None
+                                raise DamagedChunk(f"{error}; fetched {TRIES} times") from None
                     ask(1)
-            return await asyncio.to_thread(shadow.finish)
+            return await asyncio.to_thread(staged.finish)
         finally:
             for task in fetching:
                 task.cancel()
@@ -303,7 +310,7 @@ async def build(source: Source, way: Plan, path: Path, *, on_damage: Callable[[s
 
 
 async def obtain(
-    source: Source,
+    source: StreamSource,
     commit: WeightHead,
     path: Path,
     find: Find,
@@ -311,9 +318,9 @@ async def obtain(
     on_damage: Callable[[str], None] = lambda text: None,
     trust: Trust | None = None,
     shards: frozenset[int] | None = None,
-) -> Plan:
-    """Build a committed version at `path` the cheapest way; when the local base or a fold turns out broken, or what was
-    planned is collected meanwhile, from the anchor. Refused when nothing is left to build it from.
+) -> BuildPlan:
+    """Build a committed version at `path` the cheapest way; when the local base or a squash turns out broken, or what
+    was planned is collected meanwhile, from the full snapshot. BrokenVersion when nothing is left to build it from.
 
     Returns the plan that worked.
     """
@@ -324,14 +331,14 @@ async def obtain(
     except LookupError as error:
         on_damage(f"{error}; looking for another way to version {commit.version}")
     except WeightError as error:
-        if way.base is None and not way.folded:
+        if way.base is None and not way.squashed:
             raise
-        on_damage(f"{error}; building version {commit.version} from its anchor instead")
-    way = await plan(source, commit, trust=trust, shards=shards, folded=False)
+        on_damage(f"{error}; building version {commit.version} from its full snapshot instead")
+    way = await plan(source, commit, trust=trust, shards=shards, squashed=False)
     try:
         await build(source, way, path, on_damage=on_damage)
     except LookupError as error:
-        raise Refused(
+        raise BrokenVersion(
             f"version {commit.version} of run {commit.run} was collected while it was fetched: {error}"
         ) from None
     return way

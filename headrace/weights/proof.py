@@ -1,8 +1,8 @@
-"""Proving a chain from the stream alone: every signature, parent, chunk and slab, version by version.
+"""Proving a chain from the stream alone: every signature, parent, chunk and block, version by version.
 
-The idea: who doubts a run needs nothing but its stream and the publisher's public key. Versions are built one after the
-other in one folder, each from the one before as its delta says, and every slab of every version is hashed on the way;
-anchors are built apart and have to give the state of the version that they stand beside.
+The idea: an auditor needs only the stream and the publisher's public key. Versions are built one after the other in one
+folder, each from the one before as its delta says, and every block of every version is hashed. Full snapshots are built
+separately and must give the state of the version that they belong to.
 """
 
 import tempfile
@@ -13,17 +13,17 @@ import msgspec
 from headrace.messages import subjects
 from headrace.messages.weights import WeightHead, WeightManifest
 from headrace.weights import chain, heads, signing
-from headrace.weights.shadow import Refused, check_chunk
+from headrace.weights.receiving.staging import BrokenVersion, check_chunk
 from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
 
 
 class Proof(msgspec.Struct, kw_only=True):
-    """What was found. `faults` is empty when all of it holds."""
+    """The counts of a proof. `faults` is empty when everything holds."""
 
     versions: int = 0
-    anchors: int = 0
-    folds: int = 0
+    full_snapshots: int = 0
+    squashes: int = 0
     chunks: int = 0
     wire_bytes: int = 0
     collected: int = 0
@@ -35,8 +35,8 @@ class Proof(msgspec.Struct, kw_only=True):
     faults: list[str] = []
 
 
-async def prove(source: chain.Source, run: str, trust: Trust | None = None) -> Proof:
-    """Build every version of a run and check all that can be checked."""
+async def prove(source: chain.StreamSource, run: str, trust: Trust | None = None) -> Proof:
+    """Build every version of a run and check it."""
     proof = Proof(faults=[])
     book = heads.Heads(run, trust)
     with tempfile.TemporaryDirectory(prefix="headrace-verify-") as text:
@@ -49,46 +49,46 @@ async def prove(source: chain.Source, run: str, trust: Trust | None = None) -> P
                 proof.collected += 1
             except WeightError as error:
                 proof.faults.append(str(error))
-        async for fold in chain.folds(source, run, trust):
+        async for squash in chain.squashes(source, run, trust):
             try:
-                manifest = await chain.manifest(source, run, fold.manifest_seq, trust)
+                manifest = await chain.manifest(source, run, squash.manifest_seq, trust)
                 await walk.chunks(manifest)
-                proof.folds += 1
+                proof.squashes += 1
             except LookupError:
                 continue
             except WeightError as error:
-                proof.faults.append(f"fold to version {fold.version}: {error}")
+                proof.faults.append(f"squash to version {squash.version}: {error}")
     return proof
 
 
 class _Walk:
-    """The versions of a run in order, each built beside the one before."""
+    """The versions of a run in order, each built from the one before."""
 
-    def __init__(self, source: chain.Source, run: str, trust: Trust | None, folder: Path, proof: Proof):
+    def __init__(self, source: chain.StreamSource, run: str, trust: Trust | None, folder: Path, proof: Proof):
         self.source, self.run, self.trust, self.folder, self.proof = source, run, trust, folder, proof
         self.before: WeightManifest | None = None
         self.file: Path | None = None
-        self.anchors: set[int] = set()
+        self.full_snapshots: set[int] = set()
 
     async def version(self, head: WeightHead) -> None:
         """Check one committed version. LookupError when it is gone, WeightError says what does not hold."""
         found = await chain.manifest(self.source, self.run, head.manifest_seq, self.trust)
         if (found.version, found.state_hash) != (head.version, head.state_hash):
-            raise Refused(f"the head of version {head.version} names a manifest of version {found.version}")
+            raise BrokenVersion(f"the head of version {head.version} names a manifest of version {found.version}")
         path = self.folder / f"{self.proof.versions % 2}.safetensors"
         if found.base_version >= 0 and self.before is not None and self.before.state_hash == found.base_hash:
             if signing.digest(self.before) != found.parent:
-                raise Refused(
+                raise BrokenVersion(
                     f"version {found.version} names another parent than the manifest of {self.before.version}"
                 )
-            await chain.build(self.source, chain.Plan((found,), self.file), path)
+            await chain.build(self.source, chain.BuildPlan((found,), self.file), path)
         else:
-            way = await chain.plan(self.source, head, trust=self.trust, folded=False)
+            way = await chain.plan(self.source, head, trust=self.trust, squashed=False)
             await chain.build(self.source, way, path)
         if found.base_version < 0:
-            self.anchors.add(head.manifest_seq)
-        if head.anchor_seq not in (0, head.manifest_seq, *self.anchors):
-            await self._anchor(head)
+            self.full_snapshots.add(head.manifest_seq)
+        if head.full_seq not in (0, head.manifest_seq, *self.full_snapshots):
+            await self._full_snapshot(head)
         proof = self.proof
         proof.versions += 1
         proof.chunks += len(found.chunks)
@@ -98,19 +98,19 @@ class _Walk:
         proof.newest, proof.state_hash = head.version, head.state_hash
         self.before, self.file = found, path
 
-    async def _anchor(self, head: WeightHead) -> None:
-        self.anchors.add(head.anchor_seq)
+    async def _full_snapshot(self, head: WeightHead) -> None:
+        self.full_snapshots.add(head.full_seq)
         try:
-            anchor = await chain.manifest(self.source, self.run, head.anchor_seq, self.trust)
+            full = await chain.manifest(self.source, self.run, head.full_seq, self.trust)
         except LookupError:
             return
-        if anchor.base_version >= 0 or anchor.version != head.anchor_version:
-            raise Refused(f"the head of version {head.version} names an anchor that is none")
-        await chain.build(self.source, chain.Plan((anchor,), None), self.folder / "anchor.safetensors")
-        self.proof.anchors += 1
-        self.proof.wire_bytes += anchor.wire_bytes
+        if full.base_version >= 0 or full.version != head.full_version:
+            raise BrokenVersion(f"the head of version {head.version} names a full snapshot that is a delta")
+        await chain.build(self.source, chain.BuildPlan((full,), None), self.folder / "full snapshot.safetensors")
+        self.proof.full_snapshots += 1
+        self.proof.wire_bytes += full.wire_bytes
 
     async def chunks(self, manifest: WeightManifest) -> None:
-        """Check the chunks of a manifest alone."""
+        """Check the chunks of a manifest without building it."""
         for info in manifest.chunks:
             check_chunk(manifest, info, await chain.chunk(self.source, manifest, info))

@@ -1,4 +1,4 @@
-"""What the chain of a run says about itself, as text: `headrace weights log | show | verify | diff`."""
+"""Reports about the chain of a run, as text: `headrace weights log | show | verify | diff`."""
 
 import tempfile
 import time
@@ -6,9 +6,10 @@ from pathlib import Path
 
 from headrace.messages import subjects
 from headrace.messages.weights import WeightHead, WeightManifest
-from headrace.weights import chain, proof, snapshot, sparse, state
-from headrace.weights.codec import CODECS
-from headrace.weights.encoding import Encoding
+from headrace.weights import chain, proof, snapshot, state
+from headrace.weights.codecs import ulp_delta
+from headrace.weights.codecs.codec import CODECS
+from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.signing import Trust, digest
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import WeightError
@@ -27,14 +28,14 @@ def _ratio(found: WeightManifest) -> str:
 
 
 def _base(found: WeightManifest) -> str:
-    return "anchor" if found.base_version < 0 else f"{found.base_version} +"
+    return "full snapshot" if found.base_version < 0 else f"{found.base_version} +"
 
 
 def _changed(found: WeightManifest) -> str:
     return f"{100 * found.changed / max(1, found.elements):.3g} %"
 
 
-async def log(source: chain.Source, run: str) -> str:
+async def log(source: chain.StreamSource, run: str) -> str:
     """A line per committed version: when, from which base, how much changed, bytes, ratio, speed, state."""
     lines = [f"{'version':>7}  {'committed':19}  {'from':>7}  {'changed':>8}  {'wire':>10}  {'ratio':>7}  state"]
     async for stored in source.history(chain.STREAM, subjects.WEIGHT_HEAD.at(run=run)):
@@ -54,7 +55,7 @@ async def log(source: chain.Source, run: str) -> str:
     return "\n".join(lines)
 
 
-async def commit_of(source: chain.Source, run: str, version: int) -> WeightHead:
+async def commit_of(source: chain.StreamSource, run: str, version: int) -> WeightHead:
     """The head record of a version, the newest for -1. WeightError when it was never committed."""
     found: WeightHead | None = None
     async for _, commit in chain.heads(source, run):
@@ -65,8 +66,8 @@ async def commit_of(source: chain.Source, run: str, version: int) -> WeightHead:
     return found
 
 
-async def show(source: chain.Source, run: str, version: int = -1) -> str:
-    """One version in full: its manifest, and how a node that has nothing would build it."""
+async def show(source: chain.StreamSource, run: str, version: int = -1) -> str:
+    """One version in full: its manifest, and the path by which a node without any file would build it."""
     commit = await commit_of(source, run, version)
     found = await chain.manifest(source, run, commit.manifest_seq)
     way = await chain.plan(source, commit)
@@ -74,30 +75,34 @@ async def show(source: chain.Source, run: str, version: int = -1) -> str:
     rows = {
         "version": f"{found.version} of run {run}",
         "state": found.state_hash,
-        "base": f"version {found.base_version}, {found.base_hash}" if found.base_version >= 0 else "none: an anchor",
+        "base": f"version {found.base_version}, {found.base_hash}"
+        if found.base_version >= 0
+        else "none: a full snapshot",
         "manifest": f"sequence {commit.manifest_seq}, sha256 {digest(found)[:16]}, parent {found.parent[:16] or '-'}",
-        "signed by": found.signer or "nobody",
+        "signed by": found.signer or "no publisher",
         "precision": found.precision or "as trained",
         "learning rate": f"{found.learning_rate:g}",
         "tensors": f"{len(found.tensors)}, {found.elements} elements, {_size(found.raw_bytes)}",
-        "slabs": f"{len(found.slab_hashes) // 16}",
+        "blocks": f"{len(found.block_hashes) // 16}",
         "changed": f"{found.changed} elements, {_changed(found)}",
         "wire": f"{_size(found.wire_bytes)} in {len(found.chunks)} chunks, {_ratio(found)}, encoded at {gbs}",
-        "from nothing": f"anchor {way.manifests[0].version} and {len(way.manifests) - 1} deltas, "
+        "from nothing": f"full snapshot {way.manifests[0].version} and {len(way.manifests) - 1} deltas, "
         f"{_size(way.wire_bytes)}",
     }
     return "\n".join(f"{key:>14}  {value}" for key, value in rows.items())
 
 
-async def verify(source: chain.Source, run: str, version: int = -1, *, trust: Trust | None = None) -> tuple[bool, str]:
-    """Build a version from its anchor as a stranger would, and check every chunk, slab, parent and the state; with
-    `trust` also every signature.
+async def verify(
+    source: chain.StreamSource, run: str, version: int = -1, *, trust: Trust | None = None
+) -> tuple[bool, str]:
+    """Build a version from its full snapshot, as a node without any file would, and check every chunk, block, parent
+    and the state; with `trust` also every signature.
 
-    True and a sentence when all of it holds; False and the first thing that does not.
+    True and a sentence when everything holds; False and the first fault otherwise.
     """
     try:
         commit = await commit_of(source, run, version)
-        way = await chain.plan(source, commit, trust=trust, folded=False)
+        way = await chain.plan(source, commit, trust=trust, squashed=False)
         current = await chain.manifest(source, run, commit.manifest_seq)
         while current.base_version >= 0 and current.version > way.manifests[0].version:
             before = await chain.manifest(source, run, current.base_seq)
@@ -113,12 +118,12 @@ async def verify(source: chain.Source, run: str, version: int = -1, *, trust: Tr
     if found != commit.state_hash:
         return False, f"version {commit.version} builds to state {found}, not {commit.state_hash}"
     return True, (
-        f"version {commit.version} of run {run} holds: state {found}, from anchor {way.manifests[0].version} through "
-        f"{len(way.manifests) - 1} deltas, {_size(way.wire_bytes)}"
+        f"version {commit.version} of run {run} holds: state {found}, from full snapshot {way.manifests[0].version} "
+        f"through {len(way.manifests) - 1} deltas, {_size(way.wire_bytes)}"
     )
 
 
-async def verify_all(source: chain.Source, run: str, trust: Trust | None = None) -> tuple[bool, str]:
+async def verify_all(source: chain.StreamSource, run: str, trust: Trust | None = None) -> tuple[bool, str]:
     """The whole chain, hashed again from the stream. True and a sentence, or False and every fault, one a line."""
     found = await proof.prove(source, run, trust)
     if found.faults:
@@ -127,26 +132,27 @@ async def verify_all(source: chain.Source, run: str, trust: Trust | None = None)
         return False, f"run {run} has published no version that is still in the stream"
     text = (
         f"run {run} holds: versions {found.first} to {found.newest}, {found.versions} built and hashed, "
-        f"{found.anchors} anchors beside them, {found.folds} folds, {found.chunks} chunks, {_size(found.wire_bytes)}, "
+        f"{found.full_snapshots} full snapshots beside them, {found.squashes} squashes, {found.chunks} chunks, "
+        f"{_size(found.wire_bytes)}, "
         f"{'all signed' if found.signed else 'not all signed'}; state {found.state_hash}"
     )
     return True, text + (f"; {found.collected} older versions are collected" if found.collected else "")
 
 
 def diff(before: Snapshot, after: Snapshot, *, lines: int = 20) -> str:
-    """What differs between two files: per tensor the share of elements, and the largest step in units of the last place
-    (of the bit patterns); and what a delta between them takes in each codec.
+    """The differences of two files: per tensor the share of elements, and the largest step in units of the last place
+    (of the bit patterns); and the bytes of a delta between them in each codec.
     """
     if before.tensors != after.tensors:
         theirs = {info.name for info in before.tensors} ^ {info.name for info in after.tensors}
         return f"other tensors: {', '.join(sorted(theirs)) or 'the same names with other shapes or dtypes'}"
     rows, total = [], 0
     for info in before.tensors:
-        at, old, new = sparse.changes(before.array(info), after.array(info))
+        at, old, new = ulp_delta.changes(before.array(info), after.array(info))
         total += at.size
         if at.size:
-            folded = sparse.fold(old, new)
-            rows.append((at.size, info, (int(folded.max()) + 1) // 2))
+            zigzagged = ulp_delta.zigzag_difference(old, new)
+            rows.append((at.size, info, (int(zigzagged.max()) + 1) // 2))
     elements = sum(map(state.elements, before.tensors))
     out = [f"{total} of {elements} elements differ ({100 * total / max(1, elements):.3g} %), in {len(rows)} tensors"]
     for count, info, most in sorted(rows, key=lambda row: -row[0])[:lines]:

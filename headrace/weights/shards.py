@@ -1,10 +1,11 @@
-"""Shards of a version: which tensors travel together, so that encoders share the work and a rank fetches its own.
+"""Shards of a version: the tensors that travel together, so that encoders share the work and a rank fetches its own
+part.
 
 The idea: a shard is a part of the tensor list that is fixed before anything is encoded. Chunks, units and streams never
-cross it, so the bytes of a version depend on the number of shards, never on how many encoders made them or in which
-order; and a receiver that needs some tensors fetches the chunks of their shards alone.
+cross it, so the bytes of a version depend on the number of shards and not on how many encoders made them or in which
+order; a receiver that needs some tensors fetches only the chunks of their shards.
 
-Which tensors: neighbours by name stay together (a layer's experts, a rank's part), cut where the bytes are even.
+Neighbours by name stay together (a layer's experts, a rank's part); the cuts are where the bytes are even.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,12 +19,12 @@ from headrace.weights.state import HASH_BYTES, WeightError
 def assign(tensors: Sequence[TensorInfo], count: int) -> tuple[TensorInfo, ...]:
     """The tensors, in their order, each with its shard, 0 to count - 1. WeightError for less than one shard."""
     if count < 1:
-        raise WeightError(f"a version has at least one shard, not {count}")
+        raise WeightError(f"expected at least one shard, got {count}")
     total, before = max(1, sum(map(state.nbytes, tensors))), 0
     out = []
     for info in tensors:
         size = state.nbytes(info)
-        # Where the middle of a tensor falls decides, so a large one is not pushed into the next shard by its end.
+        # The middle of a tensor decides, so that a large one is not moved to the next shard because of its end.
         out.append(
             TensorInfo(info.name, info.dtype, info.shape, min(count - 1, (2 * before + size) * count // (2 * total)))
         )
@@ -60,8 +61,8 @@ def state_hash(manifest: WeightManifest, shards: frozenset[int] | None) -> str:
         return manifest.state_hash
     hashes, at = bytearray(), 0
     for info in manifest.tensors:
-        end = at + state.slab_count(info) * HASH_BYTES
+        end = at + state.block_count(info) * HASH_BYTES
         if info.shard in shards:
-            hashes += manifest.slab_hashes[at:end]
+            hashes += manifest.block_hashes[at:end]
         at = end
     return state.root(chosen(manifest.tensors, shards), bytes(hashes))

@@ -1,13 +1,14 @@
-"""Who published a version: Ed25519 signatures on manifests, heads and folds.
+"""Signatures of published versions: Ed25519 on manifests, heads and squashed deltas.
 
-The idea: whoever may write the stream could publish weights, and a region's mirror is somebody else's disk. So the
-sender signs what commits a version, with a key that lies on its node alone, and a receiver refuses what it cannot
-verify. A manifest names its chunks by sha256 and its state by hash, so one signature covers every byte. A head names
-the sequence of the head before it: replayed at another place it does not fit.
+The idea: any role that may write the stream could publish weights, and another party owns a region's mirror. So the
+sender signs the records that commit a version, with a key that lies on its node alone, and a receiver refuses a record
+that it cannot verify. A manifest names its chunks by sha256 and its state by hash, so one signature covers every byte.
+A head names the sequence of the head before it: stored again at another place, it does not fit.
 
-What is signed: message type, run, version, state root, and the sha256 of the canonical bytes: the message as msgpack
-without its signature, and without fields that came after the first edition while they hold their defaults. So a field
-that is added later changes no old signature, and an old reader that does not know a field refuses what it holds.
+A signature covers the message type, run, version, state root, and the sha256 of the canonical bytes: the message as
+msgpack under its wire names, without its signature, and without fields that were added after the first edition while
+they hold their defaults. So a field that is added later changes no old signature, and an old reader refuses a message
+with a field that it does not know.
 
 Keys are NKEYs (github.com/nats-io/nkeys): base32 of a prefix byte, 32 bytes of key, CRC-16/XMODEM. Ed25519: RFC 8032.
 """
@@ -23,20 +24,20 @@ import msgspec
 from nacl.exceptions import BadSignatureError
 from nacl.signing import VerifyKey
 
-from headrace.messages.weights import WeightFold, WeightHead, WeightManifest
+from headrace.messages.weights import WeightHead, WeightManifest, WeightSquash
 from headrace.weights.state import WeightError
 
 PUBLIC_FILE = "weight_publisher.pub"
-"""Lies in the credentials folder of every node: the publisher's public key, one a line."""
+"""A file in the credentials folder of every node: the publishers' public keys, one per line."""
 _LATER = frozenset({"precision", "source_hash", "after", "signer"})
 _USER = 20 << 3
 
-Signed = WeightManifest | WeightHead | WeightFold
-S = TypeVar("S", WeightManifest, WeightHead, WeightFold)
+Signed = WeightManifest | WeightHead | WeightSquash
+S = TypeVar("S", WeightManifest, WeightHead, WeightSquash)
 
 
 class Untrusted(WeightError):
-    """A manifest, head or fold that nobody signed whom this node knows."""
+    """A manifest, head or squashed delta without a signature by a publisher that this node knows."""
 
 
 class Signer(Protocol):
@@ -51,22 +52,22 @@ class Signer(Protocol):
 
 
 def canonical(message: Signed) -> bytes:
-    """The bytes that stand for a message: the same for every edition of the reader."""
+    """The bytes of a message that are signed and hashed: the same for every edition of the reader."""
     fields = {}
     for field in msgspec.structs.fields(message):
         value = getattr(message, field.name)
         if field.name != "signature" and not (field.name in _LATER and value == field.default):
-            fields[field.name] = value
+            fields[field.encode_name] = value
     return msgspec.msgpack.encode(fields)
 
 
 def digest(manifest: WeightManifest) -> str:
-    """sha256 of a manifest, 64 hex digits: what the next manifest names as its parent."""
+    """sha256 of a manifest, 64 hex digits: the next manifest names it as its parent."""
     return hashlib.sha256(canonical(manifest)).hexdigest()
 
 
 def statement(message: Signed) -> bytes:
-    """What a signature is taken of."""
+    """The bytes that are signed."""
     inside = hashlib.sha256(canonical(message)).hexdigest()
     kind = f"{message.type_name}/{message.type_version}"
     return f"headrace {kind} {message.run} {message.version} {message.state_hash} {inside}".encode()
@@ -87,17 +88,17 @@ def public_key(text: str) -> VerifyKey:
     except (ValueError, binascii.Error):
         raw = b""
     if len(raw) != 35 or raw[0] != _USER or binascii.crc_hqx(raw[:-2], 0) != int.from_bytes(raw[-2:], "little"):
-        raise WeightError(f"{text!r} is no public key (an NKEY of a user begins with U and has 56 characters)")
+        raise WeightError(f"{text!r} is not a public key: expected an NKEY of a user, U and 55 more characters")
     return VerifyKey(raw[1:-2])
 
 
 class Trust:
-    """Whose versions a node takes."""
+    """The publishers whose versions a node accepts."""
 
     def __init__(self, keys: Iterable[str], *, unsigned: bool = False):
-        """keys: public NKEYs. unsigned: take also what nobody signed; a signature that is there has to be right.
+        """keys: public NKEYs. unsigned: also accept unsigned records; a signature that is present must be valid.
 
-        WeightError for a key that is none.
+        WeightError for a malformed key.
         """
         self._keys = {text: public_key(text) for text in keys}
         self._unsigned = unsigned
@@ -116,7 +117,7 @@ class Trust:
         return cls(names, unsigned=unsigned)
 
     def check(self, message: Signed) -> None:
-        """Untrusted, with what to do about it, unless a known key signed exactly this."""
+        """Untrusted, with the setting to change, unless a known key signed exactly this message."""
         what = f"the {message.type_name.removeprefix('weight_')} of version {message.version} of run {message.run}"
         if not message.signature:
             if self._unsigned:
@@ -131,11 +132,12 @@ class Trust:
             )
         key = self._keys.get(message.signer)
         if key is None:
-            raise Untrusted(f"{what} is signed by {message.signer or 'nobody'}, who is not among [weights] publishers")
+            signer = message.signer or "no key"
+            raise Untrusted(f"{what} is signed by {signer}, which is not among [weights] publishers")
         try:
             key.verify(statement(message), message.signature)
         except (BadSignatureError, ValueError):
-            raise Untrusted(f"{what} does not bear out the signature of {message.signer}: it was changed") from None
+            raise Untrusted(f"{what} does not match the signature of {message.signer}: it was changed") from None
 
 
 def check(trust: Trust | None, message: Signed) -> None:

@@ -1,11 +1,11 @@
-"""Snapshot files: the published weights of one version as one safetensors file, mapped by whoever reads it.
+"""Snapshot files: the published weights of one version as one safetensors file, which readers map into memory.
 
-The idea: a version is written once, under its final name only when it is whole (temporary name, fsync, rename), and
-from then on never changed. Trainer and sender, receiver and engine share it by mapping: there is no copy of weights
-through the bus on one node.
+The idea: a version is written once and gets its final name only when it is whole (temporary name, fsync, rename); after
+that it never changes. Trainer and sender, receiver and engine share it by mapping, so weights are not copied through
+the bus on one node.
 
-Layout: plain safetensors, so any other tool reads it. Tensors lie by falling item size, then by name, which keeps
-every one aligned. The state hash stands in the metadata as ``state_hash``: a hint for people, never trusted by code.
+Layout: plain safetensors, so any other tool reads it. Tensors are ordered by falling item size, then by name, which
+keeps every one aligned. The metadata holds the state hash as ``state_hash``: a hint for people that no code trusts.
 """
 
 import itertools
@@ -140,8 +140,8 @@ class Snapshot:
         return [self.array(info) for info in self.tensors]
 
     def hashes(self) -> bytes:
-        """16 bytes per slab, of the bits that are in the file now."""
-        return state.slab_hashes(self.tensors, self.arrays())
+        """16 bytes per block, of the bits that are in the file now."""
+        return state.block_hashes(self.tensors, self.arrays())
 
     def state_hash(self) -> str:
         """The state hash of the bits that are in the file now."""
@@ -173,7 +173,7 @@ def write(path: str | Path, tensors: Mapping[str, Tensor]) -> str:
     """Write named tensors as one file, whole or not at all; returns their state hash. OSError on a full disk."""
     described = state.infos(tensors)
     arrays = state.state_bits(tensors)
-    digest = state.root(described, state.slab_hashes(described, arrays))
+    digest = state.root(described, state.block_hashes(described, arrays))
     with Draft(path, described, {"state_hash": digest}) as draft:
         for tensor, array in enumerate(arrays):
             draft.write(tensor, 0, array)

@@ -1,14 +1,14 @@
 """The identity of a set of weights: one hash over the exact bits of every tensor.
 
-The idea: cut each tensor into slabs of at most 4 Mi elements, hash the raw bits of each slab, and hash the list of
-slab hashes together with names, dtypes and shapes. So a receiver can check slab by slab while it decodes, name the
-slab that is broken, and still end with a single number to compare with the trainer's.
+The idea: cut each tensor into blocks of at most 4 Mi elements, hash the raw bits of each block, and hash the list of
+block hashes together with names, dtypes and shapes. A receiver checks block by block while it decodes, names the block
+that is broken, and still ends with a single hash to compare with the trainer's.
 
-Why xxh3-128 and not a cryptographic hash: it reads 33 GB/s on one core, sixteen times as fast as sha256, and what it
-guards against is corruption. Chunks on the wire carry sha256 besides; they are a hundredth of the size.
+Why xxh3-128 and not a cryptographic hash: it reads 33 GB/s on one core, sixteen times as fast as sha256, and it guards
+against corruption. Chunks on the wire carry sha256 as well; they are a hundredth of the size.
 
-Layout: tensors sorted by name, slabs in flat C order; a slab never crosses a tensor. Bits are hashed little-endian,
-as they lie in memory.
+Layout: tensors sorted by name, blocks in flat C order; a block never crosses a tensor. Bits are hashed little-endian,
+as they are in memory.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from headrace.messages.weights import TensorInfo
 
-SLAB = 4 << 20
-"""Elements of a slab, at most."""
+BLOCK = 4 << 20
+"""Elements of a block, at most."""
 HASH_BYTES = 16
 
 Bits = NDArray[np.unsignedinteger]
@@ -45,7 +45,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""What can be published, as safetensors spells it."""
+"""The dtypes that can be published, in safetensors' spelling."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _UNSIGNED: dict[int, np.dtype[np.unsignedinteger]] = {
     1: np.dtype(np.uint8),
@@ -64,7 +64,7 @@ def itemsize(dtype: str) -> int:
     try:
         return DTYPES[dtype].itemsize
     except KeyError:
-        raise WeightError(f"tensors of dtype {dtype!r} are not published; known: {', '.join(DTYPES)}") from None
+        raise WeightError(f"dtype {dtype!r} cannot be published; expected one of {', '.join(DTYPES)}") from None
 
 
 def unsigned(dtype: str) -> np.dtype[np.unsignedinteger]:
@@ -86,12 +86,13 @@ def nbytes(info: TensorInfo) -> int:
 
 
 def infos(tensors: Mapping[str, Tensor]) -> tuple[TensorInfo, ...]:
-    """What is in a state, sorted by name: the order of slabs and hashes."""
+    """The tensors of a state, sorted by name: the order of blocks and hashes."""
     out = []
     for name in sorted(tensors):
         tensor = tensors[name]
         if tensor.dtype not in _NAMES:
-            raise WeightError(f"{name}: tensors of dtype {tensor.dtype} are not published; known: {', '.join(DTYPES)}")
+            expected = ", ".join(DTYPES)
+            raise WeightError(f"{name}: dtype {tensor.dtype} cannot be published; expected one of {expected}")
         out.append(TensorInfo(name, _NAMES[tensor.dtype], tuple(tensor.shape)))
     return tuple(out)
 
@@ -110,40 +111,40 @@ def state_bits(tensors: Mapping[str, Tensor]) -> list[Bits]:
     return [bits(tensors[name]) for name in sorted(tensors)]
 
 
-def slabs(info: TensorInfo) -> Iterator[tuple[int, int]]:
-    """(start, count) of each slab of a tensor, counted in items of its `unsigned` view. An empty tensor has none."""
+def blocks(info: TensorInfo) -> Iterator[tuple[int, int]]:
+    """(start, count) of each block of a tensor, counted in items of its `unsigned` view. An empty tensor has none."""
     total = nbytes(info) // unsigned(info.dtype).itemsize
-    for start in range(0, total, SLAB):
-        yield start, min(SLAB, total - start)
+    for start in range(0, total, BLOCK):
+        yield start, min(BLOCK, total - start)
 
 
-def slab_count(info: TensorInfo) -> int:
-    """How many slabs a tensor has, whatever size it claims."""
-    return -(-(nbytes(info) // unsigned(info.dtype).itemsize) // SLAB)
+def block_count(info: TensorInfo) -> int:
+    """How many blocks a tensor has, whatever size it claims."""
+    return -(-(nbytes(info) // unsigned(info.dtype).itemsize) // BLOCK)
 
 
 class Part(NamedTuple):
-    """A slab as a part of a unit: its index in the whole state, its tensor, and the items of that tensor it covers."""
+    """A block as a part of a unit: its index in the whole state, its tensor, and the items of that tensor it covers."""
 
-    slab: int
+    block: int
     tensor: int
     start: int
     items: int
 
 
 def units(tensors: Sequence[TensorInfo]) -> list[tuple[Part, ...]]:
-    """The runs of slabs that are coded together: of one dtype and shard, in order, of at most `SLAB` items together.
+    """The runs of blocks that are coded together: of one dtype and shard, in order, of at most `BLOCK` items together.
 
-    A big slab is a unit of its own; the many small tensors of a model share streams, and with them the price of an
-    entropy coder's tables.
+    A large block is a unit of its own; the many small tensors of a model share streams, and so the tables of the
+    entropy coder.
     """
     out: list[tuple[Part, ...]] = []
     running: dict[tuple[str, int], list[Part]] = {}
     index = 0
     for tensor, info in enumerate(tensors):
-        for start, count in slabs(info):
+        for start, count in blocks(info):
             held = running.setdefault((info.dtype, info.shard), [])
-            if held and sum(part.items for part in held) + count > SLAB:
+            if held and sum(part.items for part in held) + count > BLOCK:
                 out.append(tuple(held))
                 held.clear()
             held.append(Part(index, tensor, start, count))
@@ -153,34 +154,34 @@ def units(tensors: Sequence[TensorInfo]) -> list[tuple[Part, ...]]:
 
 
 def unit_hash(unit: Sequence[Part], hashes: bytes | bytearray) -> bytes:
-    """16 bytes that stand for the unit's slabs in a state with these slab hashes."""
-    return joint_hash(bytes(hashes[p.slab * HASH_BYTES : (p.slab + 1) * HASH_BYTES]) for p in unit)
+    """16 bytes that stand for the unit's blocks in a state with these block hashes."""
+    return joint_hash(bytes(hashes[p.block * HASH_BYTES : (p.block + 1) * HASH_BYTES]) for p in unit)
 
 
 def joint_hash(hashes: Iterable[bytes]) -> bytes:
-    """16 bytes that stand for slabs with these hashes."""
+    """16 bytes that stand for blocks with these hashes."""
     return xxhash.xxh3_128_digest(b"".join(hashes))
 
 
-def slab_hash(part: Bits) -> bytes:
-    """16 bytes: xxh3-128 of a slab's bits."""
+def block_hash(part: Bits) -> bytes:
+    """16 bytes: xxh3-128 of a block's bits."""
     return xxhash.xxh3_128_digest(part.data)
 
 
-def slab_hashes(tensors: Sequence[TensorInfo], arrays: Iterable[Bits]) -> bytes:
-    """The hashes of all slabs in order, 16 bytes each."""
+def block_hashes(tensors: Sequence[TensorInfo], arrays: Iterable[Bits]) -> bytes:
+    """The hashes of all blocks in order, 16 bytes each."""
     out = bytearray()
     for info, array in zip(tensors, arrays, strict=True):
-        for start, count in slabs(info):
-            out += slab_hash(array[start : start + count])
+        for start, count in blocks(info):
+            out += block_hash(array[start : start + count])
     return bytes(out)
 
 
 def copied(source: Bits, into: Bits, piece_bytes: int) -> Generator[None, None, bytes]:
-    """Copy a tensor's bits piece by piece, a yield after each; returns the slab hashes of what was written."""
+    """Copy a tensor's bits piece by piece, a yield after each; returns the block hashes of what was written."""
     step, hashes = max(1, piece_bytes // into.itemsize), bytearray()
-    for start in range(0, source.size, SLAB):
-        end, digest = min(start + SLAB, source.size), xxhash.xxh3_128()
+    for start in range(0, source.size, BLOCK):
+        end, digest = min(start + BLOCK, source.size), xxhash.xxh3_128()
         for at in range(start, end, step):
             part = into[at : min(at + step, end)]
             np.copyto(part, source[at : at + part.size])
@@ -191,7 +192,7 @@ def copied(source: Bits, into: Bits, piece_bytes: int) -> Generator[None, None, 
 
 
 def root(tensors: Sequence[TensorInfo], hashes: bytes) -> str:
-    """The state hash (32 hex digits) from names, dtypes, shapes and slab hashes."""
+    """The state hash (32 hex digits) from names, dtypes, shapes and block hashes."""
     head = msgspec.msgpack.encode([(info.name, info.dtype, info.shape) for info in tensors])
     return xxhash.xxh3_128_hexdigest(len(head).to_bytes(8, "little") + head + hashes)
 
@@ -199,4 +200,4 @@ def root(tensors: Sequence[TensorInfo], hashes: bytes) -> str:
 def state_hash(tensors: Mapping[str, Tensor]) -> str:
     """The state hash of named tensors, 32 hex digits: the same for the same bits, names, dtypes and shapes."""
     described = infos(tensors)
-    return root(described, slab_hashes(described, (bits(tensors[info.name]) for info in described)))
+    return root(described, block_hashes(described, (bits(tensors[info.name]) for info in described)))

@@ -8,8 +8,8 @@ from headrace.policy.model import Model
 from headrace.training import checkpoint
 from headrace.training.checkpoint import CheckpointError
 from headrace.training.state import TrainerState
+from tests.support.world import NUMERICS, POLICY, model
 from tests.training.test_state import IDS, backward
-from tests.training.world import NUMERICS, POLICY, model
 
 
 def moved(steps: int = 2) -> TrainerState:

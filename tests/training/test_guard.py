@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from headrace.config import Algorithm, Config
-from headrace.training.guard import Copy, Guard, Reading, alarm, refusal
+from headrace.training.guard import BatchMetrics, Guard, StateSnapshot, alarm, refusal
+from headrace.training.outcome import StepOutcome
 from headrace.training.state import TrainerState
-from headrace.training.step import StepOutcome
-from headrace.training.trainer import Trainer
+from headrace.training.trainer import PolicyTrainer
+from tests.support.world import CONFIG, TOKENIZER, batch, model
 from tests.training.test_mid_training import texts
-from tests.training.world import CONFIG, TOKENIZER, batch, model
 
 WATCHED = Algorithm(guard_k1=0.05, guard_patience=3, guard_reward=0.5, guard_entropy=2.0)
-CALM = [Reading(0.01, 0.8, 2.0), Reading(0.02, 0.6, 2.2)]
+CALM = [BatchMetrics(0.01, 0.8, 2.0), BatchMetrics(0.02, 0.6, 2.2)]
 
 
 @pytest.mark.parametrize(
@@ -41,29 +41,29 @@ def test_zero_is_no_limit() -> None:
 @pytest.mark.parametrize(
     ("now", "over", "said"),
     [
-        (Reading(0.05, 0.0, 0.0), 9, ""),  # k1 alone decides whether anything is wrong at all
-        (Reading(0.06, 0.7, 2.0), 0, ""),
-        (Reading(0.06, 0.7, 2.0), 1, ""),
-        (Reading(0.06, 0.7, 2.0), 2, "k1 0.06 is above 0.05 for 3 steps"),
-        (Reading(0.06, 0.34, 2.0), 0, "the reward fell from 0.7 to 0.34"),
-        (Reading(0.06, 0.36, 2.0), 0, ""),
-        (Reading(0.06, 0.7, 1.0), 0, "the entropy went from 2.1 to 1"),
-        (Reading(0.06, 0.7, 4.3), 0, "the entropy went from 2.1 to 4.3"),
+        (BatchMetrics(0.05, 0.0, 0.0), 9, ""),  # k1 alone decides whether anything is wrong at all
+        (BatchMetrics(0.06, 0.7, 2.0), 0, ""),
+        (BatchMetrics(0.06, 0.7, 2.0), 1, ""),
+        (BatchMetrics(0.06, 0.7, 2.0), 2, "k1 0.06 is above 0.05 for 3 steps"),
+        (BatchMetrics(0.06, 0.34, 2.0), 0, "the reward fell from 0.7 to 0.34"),
+        (BatchMetrics(0.06, 0.36, 2.0), 0, ""),
+        (BatchMetrics(0.06, 0.7, 1.0), 0, "the entropy went from 2.1 to 1"),
+        (BatchMetrics(0.06, 0.7, 4.3), 0, "the entropy went from 2.1 to 4.3"),
     ],
 )
-def test_k1_warns_and_reward_or_entropy_confirm(now: Reading, over: int, said: str) -> None:
+def test_k1_warns_and_reward_or_entropy_confirm(now: BatchMetrics, over: int, said: str) -> None:
     found = alarm(now, CALM, over, WATCHED)
     assert said in found and bool(said) == bool(found)
 
 
 def test_without_anything_calm_only_patience_decides() -> None:
-    assert alarm(Reading(9.0, 0.0, 0.0), [], 1, WATCHED) == ""
-    assert alarm(Reading(9.0, 0.0, 0.0), [], 2, WATCHED)
+    assert alarm(BatchMetrics(9.0, 0.0, 0.0), [], 1, WATCHED) == ""
+    assert alarm(BatchMetrics(9.0, 0.0, 0.0), [], 2, WATCHED)
 
 
 def test_a_copy_is_good_only_after_further_calm_batches() -> None:
     state, guard = TrainerState(model()), Guard()
-    calm, high = Reading(0.0, 0.5, 2.0), Reading(0.06, 0.5, 2.0)
+    calm, high = BatchMetrics(0.0, 0.5, 2.0), BatchMetrics(0.06, 0.5, 2.0)
     for version in range(6):
         state.version = version
         assert guard.look(state, high if version == 1 else calm, WATCHED, bound=1) == ""
@@ -73,7 +73,7 @@ def test_a_copy_is_good_only_after_further_calm_batches() -> None:
 
 def test_a_rollback_puts_weights_and_optimizer_back_and_never_reuses_a_number() -> None:
     state, guard = TrainerState(model()), Guard()
-    guard.good = Copy.of(state)
+    guard.good = StateSnapshot.of(state)
     before = state.hash()
     for parameter in state.model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -100,7 +100,7 @@ def test_nothing_good_is_held_in_the_first_steps() -> None:
 
 
 def test_a_memory_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="not a guard's memory"):
+    with pytest.raises(ValueError, match="expected the state of a guard"):
         Guard.load({"calm": []}, {})
 
 
@@ -117,16 +117,16 @@ def collapsing(guard_k1: float) -> Config:
     )
 
 
-def prepare(folder: Path, config: Config) -> Trainer:
-    return Trainer.prepare(config, folder, tokenizer_json=TOKENIZER, traces=texts)
+def prepare(folder: Path, config: Config) -> PolicyTrainer:
+    return PolicyTrainer.prepare(config, folder, tokenizer_json=TOKENIZER, traces=texts)
 
 
-def steps(trainer: Trainer, until: int) -> list[StepOutcome]:
+def steps(trainer: PolicyTrainer, until: int) -> list[StepOutcome]:
     """Samples begin under the oldest version that is allowed and end under the current one."""
     found = []
     while trainer.version < until:
         now = trainer.version
-        models = {**trainer.kept, now: trainer.state.model}
+        models = dict(trainer.versions)
         old = max(0, now - LAG)
         found.append(trainer.step(*batch(models, now, [old, old, old, now], trainer.config)))
     return found

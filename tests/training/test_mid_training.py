@@ -10,7 +10,7 @@ import torch
 from headrace.config import MidTraining
 from headrace.training.checkpoint import CheckpointError
 from headrace.training.mid_training import MidTrainingFailed, Progress, batches, learning_rate, run
-from tests.training.world import model
+from tests.support.world import model
 
 RECIPE = MidTraining(tokens=6000, batch_tokens=100, learning_rate=1e-2, processes=1)
 

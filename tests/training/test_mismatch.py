@@ -14,9 +14,9 @@ from headrace.messages.rollout import Trajectory
 from headrace.replay.recipe import changed, recipe
 from headrace.training.batch import build, segments_of
 from headrace.training.mismatch import Measured, TooFar, above, answer, compare, measure
-from headrace.training.step import StepOutcome
-from headrace.training.trainer import Trainer
-from tests.training.world import CONFIG, NUMERICS, TOKENIZER, Records, batch, episode, model
+from headrace.training.outcome import StepOutcome
+from headrace.training.trainer import PolicyTrainer
+from tests.support.world import CONFIG, NUMERICS, TOKENIZER, Records, batch, episode, model
 
 
 def spoilt(trajectory: Trajectory, by: float) -> Trajectory:
@@ -59,7 +59,7 @@ def step(tmp_path: Path, by: float = 0.5, **numerics: object) -> StepOutcome:
     config: Config = msgspec.structs.replace(
         CONFIG, numerics=limits, trainer=msgspec.structs.replace(CONFIG.trainer, rescore=16)
     )
-    trainer = Trainer.prepare(config, tmp_path, tokenizer_json=TOKENIZER, traces=tuple)
+    trainer = PolicyTrainer.prepare(config, tmp_path, tokenizer_json=TOKENIZER, traces=tuple)
     trainer.state.model.load_state(model().state())
     return trainer.step(*mixed(by))
 
@@ -129,14 +129,14 @@ def test_roll_back_takes_back_what_was_learned_since_the_last_good_version(tmp_p
         curriculum=msgspec.structs.replace(CONFIG.curriculum, staleness=0, groups_per_step=2),
     )
 
-    def played(trainer: Trainer, by: float = 0.0) -> StepOutcome:
+    def played(trainer: PolicyTrainer, by: float = 0.0) -> StepOutcome:
         now = trainer.version
         manifest, trajectories, scores = batch({now: trainer.state.model}, now, [now] * 4, config)
         if by:
             trajectories = {seq: spoilt(trajectory, by) for seq, trajectory in trajectories.items()}
         return trainer.step(manifest, trajectories, scores)
 
-    trainer = Trainer.prepare(config, tmp_path, tokenizer_json=TOKENIZER, traces=tuple)
+    trainer = PolicyTrainer.prepare(config, tmp_path, tokenizer_json=TOKENIZER, traces=tuple)
     early = played(trainer, by=0.5)
     assert (early.failed, early.restored) == ("mismatch_over_limit", -1) and "no good version" in early.detail
     good = [played(trainer) for _ in range(3)]
@@ -146,7 +146,7 @@ def test_roll_back_takes_back_what_was_learned_since_the_last_good_version(tmp_p
     assert (far.failed, far.restored, far.version) == ("mismatch_over_limit", 2, 5)
     assert far.state_hash == good[0].state_hash and "back to version 2" in far.detail
     assert trainer.guard.factor == 1.0 and trainer.state.step == 1, "the optimizer of that version, at the same rate"
-    restarted = Trainer.prepare(config, tmp_path, tokenizer_json=TOKENIZER, traces=tuple)
+    restarted = PolicyTrainer.prepare(config, tmp_path, tokenizer_json=TOKENIZER, traces=tuple)
     assert played(restarted, by=0.5).state_hash == far.state_hash, "a checkpoint knows where to go back to"
 
 

@@ -7,9 +7,9 @@ import torch
 from headrace.messages.base import Array
 from headrace.policy.model import Model
 from headrace.policy.scoring import ScoringError
-from headrace.training.batch import Batch, build, segments_of
-from headrace.training.rescore import difference, rescore
-from tests.training.world import batch, episode, model
+from headrace.training.batch import Batch, Segment, build, segments_of
+from headrace.training.mismatch import Rescored, compare, measure
+from tests.support.world import batch, episode, model
 
 
 def models() -> dict[int, Model]:
@@ -17,6 +17,17 @@ def models() -> dict[int, Model]:
     with torch.no_grad():
         newer.get_parameter("layers.0.qkv").mul_(1.02)
     return {0: older, 1: newer}
+
+
+def rescore(models: dict[int, Model], data: Batch, sample: int, seed: int) -> Rescored:
+    """As the trainer measures its batches."""
+    _, trajectories, _ = batch(globals()["models"](), 1, [0, 0, 1, 1])
+    return measure(models, data, trajectories.values(), sample, seed, "f").rescored
+
+
+def difference(models: dict[int, Model], segment: Segment) -> float:
+    compared = compare(models, segment)
+    return float((compared.trainer - compared.sampler).abs().max())
 
 
 def made(spans: list[int]) -> Batch:

@@ -3,9 +3,9 @@ import pytest
 import torch
 
 from headrace.policy.model import Model
-from headrace.policy.numerics import probe
+from headrace.policy.numerics_probe import probe
 from headrace.training.state import TrainerState
-from tests.training.world import POLICY, model
+from tests.support.world import POLICY, model
 
 IDS = torch.arange(20) % 7
 

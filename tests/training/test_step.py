@@ -6,9 +6,13 @@ import torch
 
 from headrace.config import Algorithm
 from headrace.training.batch import Batch, build
-from headrace.training.state import TrainerState
-from headrace.training.step import StepOutcome, accumulate, learning_rate, micro_batches, minibatches, take
-from tests.training.world import CONFIG, batch, model
+from headrace.training.gradient import Helpers, Recipe, accumulate, minibatches
+from headrace.training.micro_batch import micro_batches
+from headrace.training.outcome import StepOutcome
+from headrace.training.schedule import learning_rate
+from headrace.training.state import OptimizerSettings, TrainerState
+from headrace.training.step import take
+from tests.support.world import CONFIG, batch, model
 
 
 def made(version: int = 0, **changes: float) -> Batch:
@@ -19,7 +23,7 @@ def made(version: int = 0, **changes: float) -> Batch:
 
 def one_step(state: TrainerState, data: Batch, micro_tokens: int = 64, **changes: object) -> StepOutcome:
     algorithm = msgspec.structs.replace(CONFIG.algorithm, **changes)
-    return take(state, data, algorithm=algorithm, micro_tokens=micro_tokens, bound=1)
+    return take(state, data, Recipe(algorithm, micro_tokens, bound=1))
 
 
 def test_the_same_inputs_give_the_same_bits() -> None:
@@ -53,7 +57,7 @@ def test_stale_samples_are_seen_and_weighed() -> None:
 
 def test_the_gradient_is_that_of_the_objective() -> None:
     state, data = TrainerState(model()), made()
-    figures = accumulate(state, data, CONFIG.algorithm, 10_000)
+    figures = accumulate(state, data, Recipe(CONFIG.algorithm, 10_000))
     nudge = 1e-3 * torch.randn(state.model.head.shape, generator=torch.Generator().manual_seed(1))
     assert state.model.head.grad is not None
     slope = float((state.model.head.grad * nudge).sum())
@@ -77,7 +81,7 @@ def test_micro_batches_change_only_the_rounding() -> None:
     norms = []
     for tokens in (16, 64, 10_000):
         state = TrainerState(model())
-        accumulate(state, made(), CONFIG.algorithm, tokens)
+        accumulate(state, made(), Recipe(CONFIG.algorithm, tokens))
         norms.append(state.gradient_norm())
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
     assert len(list(micro_batches(made().segments, 16))) == 8
@@ -122,7 +126,7 @@ def test_kl_holds_a_policy_to_its_reference() -> None:
     moved, reference = TrainerState(model()), model()
     one_step(moved, made())
     algorithm = msgspec.structs.replace(CONFIG.algorithm, kl_weight=0.5)
-    outcome = take(moved, made(reward=0.0), algorithm=algorithm, micro_tokens=64, bound=9, reference=reference)
+    outcome = take(moved, made(reward=0.0), Recipe(algorithm, 64, bound=9), helpers=Helpers(reference))
     assert outcome.computed_tokens == 64  # without an advantage the KL term still pulls
     assert outcome.grad_norm > 0.0
 
@@ -144,6 +148,26 @@ def test_tokens_far_off_policy_can_be_masked() -> None:
 def test_warm_up() -> None:
     algorithm = Algorithm(learning_rate=1.0, warmup_steps=4)
     assert [learning_rate(algorithm, step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_schedules_fall_from_the_peak_to_their_floor() -> None:
+    linear = Algorithm(schedule="linear", learning_rate=1.0, warmup_steps=2, decay_steps=4, min_rate=0.2)
+    assert [learning_rate(linear, step) for step in range(8)] == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
+    cosine = [learning_rate(msgspec.structs.replace(linear, schedule="cosine"), step) for step in range(8)]
+    assert cosine[:2] == [0.5, 1.0] and cosine[3] == pytest.approx(0.6) and cosine[5:] == pytest.approx([0.2] * 3)
+    with pytest.raises(ValueError, match="decay_steps"):
+        Algorithm(schedule="cosine")
+
+
+def test_weight_decay_and_betas_reach_the_optimizer() -> None:
+    state = TrainerState(model())
+    before = {name: master.clone() for name, master in state.master.items()}
+    state.configure(OptimizerSettings((0.5, 0.6), weight_decay=0.1))
+    for parameter in state.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    state.apply(1e-1)
+    for name, master in state.master.items():  # without a gradient only the decay moves a weight
+        assert torch.equal(master, before[name] * (1.0 - 1e-1 * 0.1)), name
 
 
 WEIGHTINGS = ["truncated", "masked", "clipped", "decoupled", "sequence", "sequence_masked"]

@@ -10,17 +10,18 @@ import pytest
 
 from headrace.config import Config
 from headrace.messages.base import Array
-from headrace.policy.config import PolicyConfig
+from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
-from headrace.training.step import StepOutcome
-from headrace.training.trainer import Trainer, TrainerError
+from headrace.training.outcome import StepOutcome
+from headrace.training.trainer import PolicyTrainer, TrainerError
 from headrace.weights import snapshot
+from tests.support.paths import ROOT
+from tests.support.world import CONFIG, NUMERICS, TOKENIZER, batch
 from tests.training.test_mid_training import texts
-from tests.training.world import CONFIG, NUMERICS, TOKENIZER, batch
 
 
-def prepare(folder: Path, config: Config = CONFIG) -> Trainer:
-    return Trainer.prepare(config, folder, tokenizer_json=TOKENIZER, traces=texts)
+def prepare(folder: Path, config: Config = CONFIG) -> PolicyTrainer:
+    return PolicyTrainer.prepare(config, folder, tokenizer_json=TOKENIZER, traces=texts)
 
 
 def changed(**sections: Mapping[str, object]) -> Config:
@@ -29,11 +30,11 @@ def changed(**sections: Mapping[str, object]) -> Config:
     )
 
 
-def models(trainer: Trainer) -> dict[int, Model]:
-    return {**trainer.kept, trainer.version: trainer.state.model}
+def models(trainer: PolicyTrainer) -> dict[int, Model]:
+    return dict(trainer.versions)
 
 
-def advance(trainer: Trainer, steps: int) -> list[StepOutcome]:
+def advance(trainer: PolicyTrainer, steps: int) -> list[StepOutcome]:
     """Each batch begins under the version before and is finished by the current one."""
     outcomes = []
     for _ in range(steps):
@@ -61,7 +62,7 @@ def test_a_killed_trainer_goes_on_bit_equal(tmp_path: Path) -> None:
     advance(first, 1)  # lost by the kill, and taken again
     second = prepare(tmp_path / "b")
     assert second.resumed
-    assert (second.version, second.position, set(second.kept)) == (3, {"close_seq": 12}, {2})
+    assert (second.version, second.position, set(second.versions.earlier)) == (3, {"close_seq": 12}, {2})
     assert [o.state_hash for o in advance(second, 3)] == whole[3:]
 
 
@@ -77,7 +78,7 @@ def test_publishes_the_served_bytes(tmp_path: Path) -> None:
     trainer = prepare(tmp_path)
     (outcome,) = advance(trainer, 1)
     assert trainer.publish(tmp_path / "v1.safetensors") == outcome.state_hash
-    served = Model(PolicyConfig.read(trainer.policy_folder), NUMERICS, seed=None)
+    served = Model(hugging_face.read(trainer.policy_folder), NUMERICS, seed=None)
     served.load_state(snapshot.read(tmp_path / "v1.safetensors"))
     assert snapshot.file_hash(tmp_path / "v1.safetensors") == outcome.state_hash
 
@@ -85,13 +86,13 @@ def test_publishes_the_served_bytes(tmp_path: Path) -> None:
 def test_mid_training_comes_first_and_is_not_repeated(tmp_path: Path) -> None:
     config = changed(mid_training={"tokens": 500, "batch_tokens": 100})
     seen: list[int] = []
-    made = Trainer.prepare(
+    made = PolicyTrainer.prepare(
         config, tmp_path, tokenizer_json=TOKENIZER, traces=texts, progress=lambda p: seen.append(p.tokens)
     )
     assert seen[-1] >= 500
     assert made.version == 0
     assert made.state.hash() != prepare(tmp_path / "untrained").state.hash()
-    again = Trainer.prepare(config, tmp_path, tokenizer_json=TOKENIZER, traces=lambda: [])
+    again = PolicyTrainer.prepare(config, tmp_path, tokenizer_json=TOKENIZER, traces=lambda: [])
     assert again.resumed
     assert again.state.hash() == made.state.hash()
 
@@ -100,7 +101,7 @@ KILLED = """
 import itertools, os, signal, sys
 from pathlib import Path
 from headrace.training import mid_training
-from headrace.training.trainer import Trainer
+from headrace.training.trainer import PolicyTrainer
 from tests.training.test_mid_training import texts
 from tests.training.test_trainer import MIDDLE
 from tests.training.world import TOKENIZER
@@ -110,21 +111,21 @@ def until(count):
     os.kill(os.getpid(), signal.SIGKILL)
 
 mid_training.KEEP_S = 0.0
-Trainer.prepare(MIDDLE, Path(sys.argv[1]), tokenizer_json=TOKENIZER, traces=lambda: until(int(sys.argv[2])))
+PolicyTrainer.prepare(MIDDLE, Path(sys.argv[1]), tokenizer_json=TOKENIZER, traces=lambda: until(int(sys.argv[2])))
 """
 MIDDLE = changed(mid_training={"tokens": 1500, "batch_tokens": 100, "processes": 2})
 
 
 @pytest.mark.slow
 def test_kill_9_in_the_middle_of_mid_training_changes_no_bit(tmp_path: Path) -> None:
-    never = Trainer.prepare(MIDDLE, tmp_path / "never", tokenizer_json=TOKENIZER, traces=texts)
+    never = PolicyTrainer.prepare(MIDDLE, tmp_path / "never", tokenizer_json=TOKENIZER, traces=texts)
     for texts_read in ("50", "90"):
         line = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), texts_read]
-        killed = subprocess.run(line, cwd=Path(__file__).parents[2])
+        killed = subprocess.run(line, cwd=ROOT)
         assert killed.returncode == -signal.SIGKILL
         assert (tmp_path / "killed" / "mid-training.safetensors").exists()
         assert not (tmp_path / "killed" / "checkpoint.safetensors").exists()
-    again = Trainer.prepare(MIDDLE, tmp_path / "killed", tokenizer_json=TOKENIZER, traces=texts)
+    again = PolicyTrainer.prepare(MIDDLE, tmp_path / "killed", tokenizer_json=TOKENIZER, traces=texts)
     assert again.state.hash() == never.state.hash()
     assert not (tmp_path / "killed" / "mid-training.safetensors").exists()
 
@@ -174,6 +175,6 @@ def test_a_run_keeps_its_policy_and_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match=r"config\.json is of another policy"):
         prepare(tmp_path, changed(policy={"dim": 64}))
     with pytest.raises(TrainerError, match=r"tokenizer\.json is of another policy"):
-        Trainer.prepare(CONFIG, tmp_path, tokenizer_json=TOKENIZER + " ", traces=texts)
+        PolicyTrainer.prepare(CONFIG, tmp_path, tokenizer_json=TOKENIZER + " ", traces=texts)
     with pytest.raises(TrainerError, match="vocabulary only 300"):
         prepare(tmp_path / "b", changed(policy={"vocab": 300}))

@@ -12,15 +12,16 @@ from headrace.bus.connection import Bus
 from headrace.bus.errors import WrongSequence
 from headrace.messages import subjects
 from headrace.messages.weights import WeightChunk, WeightHead
-from headrace.weights import chain, release, report, snapshot
-from headrace.weights.encoding import Encoding
-from headrace.weights.release import Commit
-from headrace.weights.shadow import Damaged, Refused
-from headrace.weights.shelf import Shelf
+from headrace.weights import chain, report, snapshot
+from headrace.weights.publishing import release
+from headrace.weights.publishing.encoding import Encoding
+from headrace.weights.publishing.release import Commit
+from headrace.weights.receiving.staging import BrokenVersion, DamagedChunk
+from headrace.weights.receiving.store import SnapshotStore
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import WeightError
 from tests.conftest import Connect
-from tests.weights.samples import model, step
+from tests.support.weights import model, step
 
 pytestmark = pytest.mark.anyio
 
@@ -78,38 +79,38 @@ class Faulty:
         return received
 
 
-async def test_a_follower_takes_deltas_and_a_late_joiner_the_anchor(run: Run, tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path / "node")
+async def test_a_follower_takes_deltas_and_a_late_joiner_the_full_snapshot(run: Run, tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path / "node")
     for version in range(4):
         head = await run.publish(version)
         assert await chain.head(run.bus, run.id) == (run.commit.seq if run.commit else 0, head)
-        way = await chain.obtain(run.bus, head, shelf.path(version), shelf.find)
-        shelf.put(version, head.state_hash)
-        assert snapshot.file_hash(shelf.path(version)) == head.state_hash == snapshot.file_hash(run.path(version))
+        way = await chain.obtain(run.bus, head, store.path(version), store.find)
+        store.put(version, head.state_hash)
+        assert snapshot.file_hash(store.path(version)) == head.state_hash == snapshot.file_hash(run.path(version))
         assert (len(way.manifests), way.base is None) == (1, version == 0)
-    late = await chain.obtain(run.bus, run.heads[3], tmp_path / "late", Shelf(tmp_path / "empty").find)
+    late = await chain.obtain(run.bus, run.heads[3], tmp_path / "late", SnapshotStore(tmp_path / "empty").find)
     assert [manifest.version for manifest in late.manifests] == [0, 1, 2, 3]
     assert snapshot.file_hash(tmp_path / "late") == run.heads[3].state_hash
-    shelf.drop([1, 2, 3])
-    skipped = await chain.obtain(run.bus, run.heads[3], shelf.path(3), shelf.find)
+    store.drop([1, 2, 3])
+    skipped = await chain.obtain(run.bus, run.heads[3], store.path(3), store.find)
     assert [manifest.version for manifest in skipped.manifests] == [1, 2, 3]
 
 
-async def test_an_anchor_beside_a_delta_shortens_the_way_of_a_joiner_only(run: Run, tmp_path: Path) -> None:
+async def test_a_full_snapshot_beside_a_delta_shortens_the_path_of_a_joiner_only(run: Run, tmp_path: Path) -> None:
     for version in range(3):
         await run.publish(version)
     assert run.commit is not None
-    assert not release.anchor_due(run.commit, 3)
-    assert release.anchor_due(run.commit, 2)
-    run.commit = await release.add_anchor(run.bus, Encoding(Snapshot(run.path(2)), None), run.commit)
-    assert not release.anchor_due(run.commit, 2)
+    assert not release.full_snapshot_due(run.commit, 3)
+    assert release.full_snapshot_due(run.commit, 2)
+    run.commit = await release.add_full_snapshot(run.bus, Encoding(Snapshot(run.path(2)), None), run.commit)
+    assert not release.full_snapshot_due(run.commit, 2)
     head = await run.publish(3)
-    assert (head.anchor_version, run.commit.manifest.base_version) == (2, 2)
+    assert (head.full_version, run.commit.manifest.base_version) == (2, 2)
     way = await chain.plan(run.bus, head)
     assert [(m.version, m.base_version) for m in way.manifests] == [(2, -1), (3, 2)]
     await chain.build(run.bus, way, tmp_path / "late")
     assert snapshot.file_hash(tmp_path / "late") == head.state_hash
-    near, far = Shelf(tmp_path / "near"), Shelf(tmp_path / "far")
+    near, far = SnapshotStore(tmp_path / "near"), SnapshotStore(tmp_path / "far")
     near.put(2, run.heads[2].state_hash)
     near.folder.mkdir()
     near.path(2).hardlink_to(run.path(2))
@@ -127,7 +128,7 @@ async def test_a_chunk_damaged_on_the_way_is_fetched_again(run: Run, tmp_path: P
     assert len(infos) > 3
     told: list[str] = []
     source = Faulty(run.bus, {infos[1].stream_seq: 1, infos[3].stream_seq: 2})
-    await chain.obtain(source, head, tmp_path / "v", Shelf(tmp_path).find, on_damage=told.append)
+    await chain.obtain(source, head, tmp_path / "v", SnapshotStore(tmp_path).find, on_damage=told.append)
     assert snapshot.file_hash(tmp_path / "v") == head.state_hash
     assert [f"chunk {n} of version 0" in text for n, text in zip((1, 3, 3), told, strict=True)] == [True] * 3
     assert source.gets.count(infos[3].stream_seq) == 3
@@ -138,26 +139,28 @@ async def test_a_chunk_that_stays_damaged_is_refused_by_name_and_leaves_no_file(
     assert run.commit is not None
     info = run.commit.manifest.chunks[2]
     source = Faulty(run.bus, {info.stream_seq: 100})
-    with pytest.raises(Damaged, match=rf"chunk 2 of version 0 \(sequence {info.stream_seq}\).*fetched 3 times"):
-        await chain.obtain(source, head, tmp_path / "out" / "v", Shelf(tmp_path).find)
+    with pytest.raises(DamagedChunk, match=rf"chunk 2 of version 0 \(sequence {info.stream_seq}\).*fetched 3 times"):
+        await chain.obtain(source, head, tmp_path / "out" / "v", SnapshotStore(tmp_path).find)
     assert list((tmp_path / "out").iterdir()) == []
 
 
 async def test_a_broken_local_base_is_not_the_end(run: Run, tmp_path: Path) -> None:
     await run.publish(0)
     head = await run.publish(1)
-    shelf = Shelf(tmp_path / "node")
-    shelf.folder.mkdir()
+    store = SnapshotStore(tmp_path / "node")
+    store.folder.mkdir()
     data = bytearray(run.path(0).read_bytes())
     data[-7] ^= 1
-    shelf.path(0).write_bytes(data)
-    shelf.put(0, run.heads[0].state_hash)
+    store.path(0).write_bytes(data)
+    store.put(0, run.heads[0].state_hash)
     told: list[str] = []
-    way = await chain.obtain(run.bus, head, shelf.path(1), shelf.find, on_damage=told.append)
+    way = await chain.obtain(run.bus, head, store.path(1), store.find, on_damage=told.append)
     assert "its base or a frame is broken" in told[0]
     assert way.base is None
-    assert snapshot.file_hash(shelf.path(1)) == head.state_hash
-    assert Shelf(shelf.folder).scan()[0] != run.heads[0].state_hash, "after a restart the broken file does not count"
+    assert snapshot.file_hash(store.path(1)) == head.state_hash
+    assert SnapshotStore(store.folder).scan()[0] != run.heads[0].state_hash, (
+        "after a restart the broken file does not count"
+    )
 
 
 async def test_dying_before_the_head_leaves_nothing_to_see_and_nothing_twice(run: Run) -> None:
@@ -226,7 +229,7 @@ async def test_a_head_that_names_something_else_is_refused(run: Run) -> None:
         ({"state_hash": "0" * 32}, "names a manifest of version 0"),
         ({"run": "other"}, "is no manifest of run other"),
     ):
-        with pytest.raises(Refused, match=text):
+        with pytest.raises(BrokenVersion, match=text):
             await chain.plan(run.bus, msgspec.structs.replace(head, **change))
 
 
@@ -236,7 +239,7 @@ async def test_the_report_tells_the_chain_and_finds_what_is_broken(run: Run) -> 
         await run.publish(version)
     lines = (await report.log(run.bus, run.id)).splitlines()
     assert len(lines) == 4
-    assert "anchor" in lines[1] and "1 +" in lines[3]
+    assert "full snapshot" in lines[1] and "1 +" in lines[3]
     text = await report.show(run.bus, run.id, 1)
     assert run.heads[1].state_hash in text and "version 0" in text
     good, text = await report.verify(run.bus, run.id)

@@ -15,20 +15,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.messages.codec import UnknownType, decode, encode
+from headrace.messages.codec import UnreadableMessage, decode, encode
 from headrace.messages.weights import ChunkInfo, WeightHead, WeightManifest
 from headrace.weights import snapshot
-from headrace.weights.chunks import Packer, frames
-from headrace.weights.codec import CODECS, to_bytes
-from headrace.weights.encoding import describe
+from headrace.weights.codecs.chunks import Packer, frames
+from headrace.weights.codecs.codec import CODECS, to_bytes
 from headrace.weights.heads import Heads
-from headrace.weights.shadow import Shadow
-from headrace.weights.shelf import Shelf
+from headrace.weights.publishing.encoding import describe
+from headrace.weights.receiving.staging import StagedFile
+from headrace.weights.receiving.store import SnapshotStore
 from headrace.weights.signing import canonical, sealed
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import WeightError
-from tests.weights.keys import PUBLISHER, STRANGER, trust
-from tests.weights.samples import Chain, model, step
+from tests.support.keys import PUBLISHER, STRANGER, trust
+from tests.support.weights import Chain, model, step
 
 ROUNDS = int(os.environ.get("HEADRACE_FUZZ", "400"))
 
@@ -89,8 +89,8 @@ class Attack:
         self.heads = [
             sealed(
                 WeightHead(
-                    run="r1", version=at, manifest_seq=10 * at + 5, state_hash=manifest.state_hash, anchor_version=0,
-                    anchor_seq=5, after=max(0, 10 * at - 4),
+                    run="r1", version=at, manifest_seq=10 * at + 5, state_hash=manifest.state_hash, full_version=0,
+                    full_seq=5, after=max(0, 10 * at - 4),
                 ),
                 PUBLISHER,
             )
@@ -123,17 +123,18 @@ class Attack:
         build(self.path, msgspec.structs.replace(manifest, chunks=tuple(infos)), self.base(version), chunks)
 
     def order(self, version: int) -> None:
-        """The right chunks in another order, some twice, perhaps one too few: of the anchor, which has several."""
+        """The right chunks in another order, some twice, perhaps one too few: of the full snapshot, which has
+        several."""
         version = 0
         manifest = self.chain.manifests[version]
         chunks = self.bytes_of(manifest)
         infos = [manifest.chunks[at] for at in self.rng.integers(0, len(chunks), len(chunks) + 2)]
         base = self.base(version)
         self.path.parent.mkdir(exist_ok=True)
-        with Shadow(self.path, manifest, Snapshot(base) if base else None) as shadow:
+        with StagedFile(self.path, manifest, Snapshot(base) if base else None) as staged:
             for info in infos:
-                shadow.add(info, chunks[info.seq])
-            shadow.finish()
+                staged.add(info, chunks[info.seq])
+            staged.finish()
 
     def swap(self, version: int) -> None:
         """Chunks of one version under the manifest of another, and frames of two versions in one chunk."""
@@ -199,16 +200,16 @@ class Attack:
         build(self.path, manifest, base, self.bytes_of(manifest))
 
     def staged(self, version: int) -> None:
-        """A file on the shelf of a node that starts again: what is damaged is not found under its hash."""
-        shelf = Shelf(self.folder / "shelf")
-        shelf.folder.mkdir(exist_ok=True)
+        """A file on the store of a node that starts again: what is damaged is not found under its hash."""
+        store = SnapshotStore(self.folder / "store")
+        store.folder.mkdir(exist_ok=True)
         data = self.chain.path(version).read_bytes()
         broken = self.damage(data, self.chain.path(3 - version).read_bytes())
-        shelf.path(version).write_bytes(broken)
-        shelf.scan()
-        found = shelf.find(version, self.chain.manifests[version].state_hash)
+        store.path(version).write_bytes(broken)
+        store.scan()
+        found = store.find(version, self.chain.manifests[version].state_hash)
         if found is None:
-            raise WeightError("not on the shelf")
+            raise WeightError("not on the store")
         assert snapshot.file_hash(found) == self.chain.manifests[version].state_hash
 
 
@@ -235,7 +236,7 @@ def test_no_damage_is_ever_served(tmp_path: Path, name: str) -> None:
         kind = ATTACKS[number % len(ATTACKS)]
         try:
             kind(attack, attack.draw(4))
-        except (WeightError, UnknownType, MemoryError) as error:
+        except (WeightError, UnreadableMessage, MemoryError) as error:
             refused[kind] += 1
             assert str(error) or isinstance(error, MemoryError)
             assert not list(attack.path.parent.glob("*"))
@@ -255,10 +256,10 @@ def test_no_damage_is_ever_served(tmp_path: Path, name: str) -> None:
 
 def build(path: Path, manifest: WeightManifest, base: Path | None, chunks: dict[int, bytes]) -> None:
     path.parent.mkdir(exist_ok=True)
-    with Shadow(path, manifest, Snapshot(base) if base and manifest.base_version >= 0 else None) as shadow:
+    with StagedFile(path, manifest, Snapshot(base) if base and manifest.base_version >= 0 else None) as staged:
         for info in manifest.chunks:
-            shadow.add(info, chunks.get(info.seq, b""))
-        shadow.finish()
+            staged.add(info, chunks.get(info.seq, b""))
+        staged.finish()
 
 
 def test_a_chunk_info_names_what_it_describes() -> None:

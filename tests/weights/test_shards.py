@@ -6,11 +6,11 @@ import pytest
 
 from headrace.messages.weights import ChunkInfo, TensorInfo
 from headrace.weights import shards, snapshot, state
-from headrace.weights.encoding import Encoding, Figures, ShardEncoding, describe
-from headrace.weights.shadow import Refused, Shadow
+from headrace.weights.publishing.encoding import Encoding, Figures, ShardEncoding, describe
+from headrace.weights.receiving.staging import BrokenVersion, StagedFile
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import WeightError
-from tests.weights.samples import model, step
+from tests.support.weights import model, step
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_encoders(files: tuple[Path, Pa
     for workers in (1, 2, 4):
         encoding = Encoding(target, base, name=name, shards=4, workers=workers)
         pieces = sorted(encoding.pieces(), key=lambda piece: piece[0])
-        results.append((pieces, encoding.slab_hashes, encoding.changed, encoding.wire_bytes))
+        results.append((pieces, encoding.block_hashes, encoding.changed, encoding.wire_bytes))
     assert results[0] == results[1] == results[2]
     apart = [ShardEncoding(target, base, shard, 4, name=name) for shard in (3, 1, 0, 2)]
     found: dict[int, tuple[list[bytes], Figures]] = {one.shard: (list(one.chunks()), one.figures) for one in apart}
@@ -82,19 +82,22 @@ def test_a_rank_builds_its_own_tensors_from_its_own_chunks(files: tuple[Path, Pa
         wanted = shards.holding(manifest.tensors, ["layers.0.[ns]*"])
         assert wanted is not None and len(wanted) < 3
         path = tmp_path / "part"
-        with Shadow(path, manifest, source, wanted) as shadow:
-            for info in filter(shadow.wants, manifest.chunks):
-                shadow.add(info, data[info.shard, info.seq])
-            found = shadow.finish()
+        with StagedFile(path, manifest, source, wanted) as staged:
+            for info in filter(staged.wants, manifest.chunks):
+                staged.add(info, data[info.shard, info.seq])
+            found = staged.finish()
         assert found == snapshot.file_hash(path) == shards.state_hash(manifest, wanted) != manifest.state_hash
         part, whole = snapshot.read(path), snapshot.read(files[1])
         assert set(part) == {info.name for info in manifest.tensors if info.shard in wanted}
         assert {"layers.0.norm", "layers.0.scale"} <= set(part) and len(part) < len(whole)
         assert state.state_hash(part) == state.state_hash({name: whole[name] for name in part})
         other = next(info for info in manifest.chunks if info.shard not in wanted)
-        with Shadow(path, manifest, source, wanted) as shadow, pytest.raises(Refused, match="does not belong to shard"):
-            shadow.add(other, data[other.shard, other.seq])
+        with (
+            StagedFile(path, manifest, source, wanted) as staged,
+            pytest.raises(BrokenVersion, match="does not belong to shard"),
+        ):
+            staged.add(other, data[other.shard, other.seq])
     with pytest.raises(WeightError, match="no published tensor matches"):
         shards.holding(manifest.tensors, ["nothing.*"])
-    with pytest.raises(Refused, match="has no shards"):
-        Shadow(tmp_path / "none", manifest, None if source is None else base, frozenset({9}))
+    with pytest.raises(BrokenVersion, match="has no shards"):
+        StagedFile(tmp_path / "none", manifest, None if source is None else base, frozenset({9}))

@@ -52,34 +52,34 @@ def test_every_change_shows(change: str) -> None:
     assert state.state_hash(tensors) != before
 
 
-def test_slabs_cover_a_tensor_and_never_exceed_the_limit() -> None:
-    info = TensorInfo("w", "BF16", (3, state.SLAB))
-    parts = list(state.slabs(info))
-    assert [start for start, _ in parts] == [0, state.SLAB, 2 * state.SLAB]
+def test_blocks_cover_a_tensor_and_never_exceed_the_limit() -> None:
+    info = TensorInfo("w", "BF16", (3, state.BLOCK))
+    parts = list(state.blocks(info))
+    assert [start for start, _ in parts] == [0, state.BLOCK, 2 * state.BLOCK]
     assert sum(count for _, count in parts) == state.elements(info)
-    assert list(state.slabs(TensorInfo("w", "F32", (0, 4)))) == []
-    assert list(state.slabs(TensorInfo("w", "F64", ()))) == [(0, 2)]
-    for shape in ((3, state.SLAB), (state.SLAB + 1,), (1,), (0, 4), ()):
+    assert list(state.blocks(TensorInfo("w", "F32", (0, 4)))) == []
+    assert list(state.blocks(TensorInfo("w", "F64", ()))) == [(0, 2)]
+    for shape in ((3, state.BLOCK), (state.BLOCK + 1,), (1,), (0, 4), ()):
         info = TensorInfo("w", "F64", shape)
-        assert state.slab_count(info) == len(list(state.slabs(info)))
+        assert state.block_count(info) == len(list(state.blocks(info)))
 
 
-def test_units_hold_every_slab_once_of_one_dtype_and_never_more_than_a_slab() -> None:
+def test_units_hold_every_block_once_of_one_dtype_and_never_more_than_a_block() -> None:
     tensors = [
-        TensorInfo("a", "BF16", (3, state.SLAB // 2)),
+        TensorInfo("a", "BF16", (3, state.BLOCK // 2)),
         TensorInfo("b", "F32", (10,)),
         TensorInfo("c", "BF16", (100,)),
         TensorInfo("d", "BF16", (0,)),
         TensorInfo("e", "F32", (7, 3)),
-        TensorInfo("f", "BF16", (state.SLAB,)),
+        TensorInfo("f", "BF16", (state.BLOCK,)),
     ]
     units = state.units(tensors)
     parts = [part for unit in units for part in unit]
-    assert sorted(part.slab for part in parts) == list(range(6))
+    assert sorted(part.block for part in parts) == list(range(6))
     for unit in units:
         assert len({tensors[part.tensor].dtype for part in unit}) == 1
-        assert sum(part.items for part in unit) <= state.SLAB
-    assert [[part.slab for part in unit] for unit in units] == [[0], [1, 3], [5], [2, 4]]
+        assert sum(part.items for part in unit) <= state.BLOCK
+    assert [[part.block for part in unit] for unit in units] == [[0], [1, 3], [5], [2, 4]]
     hashes = bytes(range(96))
     assert len({state.unit_hash(unit, hashes) for unit in units}) == 4
 

@@ -1,10 +1,10 @@
 """One trainer on several processes: shards of every layer (FSDP2), experts by owner, the update of one process.
 
-Idea: `step.take` with a `World` as its crew. A batch's micro-batches are dealt out in turn, and everything else
-(corrections, parts of a batch, refusals, the guard) is what one process does. FSDP only gathers weights before it
-multiplies, so in exact mode each token's log-probability has the bits that a single process gets,
-and the loss, added up in the order of the micro-batches, is the same number. Gradients are sums over processes: equal
-bit for bit while at most two micro-batches are added (a sum of two has one order), otherwise within rounding.
+Idea: `step.take` with a `ProcessGroup` as its `data_parallel`. A batch's micro-batches are dealt out in turn, and
+everything else (corrections, parts of a batch, refusals, the guard) is what one process does. FSDP only gathers weights
+before it multiplies, so in exact mode each token's log-probability has the bits that a single process gets, and the
+loss, added up in the order of the micro-batches, is the same number. Gradients are sums over processes: equal bit for
+bit while at most two micro-batches are added (a sum of two has one order), otherwise within rounding.
 
 What leaves is independent of the layout: `published` gathers whole tensors, so the same state publishes the same bytes
 from any number of processes, and torch.distributed.checkpoint writes shards that another number of them reads.
@@ -13,7 +13,7 @@ from any number of processes, and torch.distributed.checkpoint writes shards tha
 
     world = start()
     state = ShardedState(shard(model, world, expert_parallel=True))
-    outcome = take(state, batch, algorithm=..., micro_tokens=..., bound=..., crew=world)
+    outcome = take(state, batch, Recipe(...), helpers=Helpers(data_parallel=world))
     publish(state, world, path)
     stop()                                           # at the very end
 
@@ -40,10 +40,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from headrace.policy import formats, names
 from headrace.policy.layer import Layer
+from headrace.policy.layout import formats, names
 from headrace.policy.model import Model
-from headrace.training.distributed_experts import ExpertParallel
+from headrace.training.parallel.experts import ExpertParallel
 from headrace.training.state import TrainerState
 from headrace.weights import snapshot
 
@@ -51,15 +51,15 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class World:
-    """The processes that train one policy: a `step.Crew`."""
+class ProcessGroup:
+    """The processes that train one policy: a `step.DataParallel`."""
 
     mesh: DeviceMesh
     rank: int
     size: int
 
     def each(self, count: int, work: Callable[[int, bool], T]) -> list[T]:
-        """As `step.Crew`: micro-batches are dealt out in turn, and what came of them is told to everybody."""
+        """As `step.DataParallel`: micro-batches are dealt out in turn, and every process gets all results."""
         mine: dict[int, T] = {}
         for first in range(0, count, self.size):
             at = first + self.rank
@@ -74,7 +74,7 @@ class World:
 
 
 class ShardedState(TrainerState):
-    """What every process owns of a model that `shard` has cut."""
+    """The part of a sharded model's state that one process owns."""
 
     def published(self) -> dict[str, Tensor]:
         """As TrainerState, gathered: every process must call it."""
@@ -83,21 +83,19 @@ class ShardedState(TrainerState):
     def gradient_norm(self) -> float:
         """Euclidean norm over all shards of all gradients; the same number in every process."""
         total = torch.zeros((), dtype=torch.float64)
-        for parameter in self.model.parameters():
-            grad = parameter.grad
-            if grad is not None:
-                own = grad.to_local() if isinstance(grad, DTensor) else grad
-                total += torch.linalg.vector_norm(own, dtype=torch.float64).square()
+        for _, gradient in self.gradients():
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            total += torch.linalg.vector_norm(local, dtype=torch.float64).square().cpu()
         dist.all_reduce(total)
         return math.sqrt(total) if math.isfinite(total) else math.nan
 
 
-def start(backend: str = "gloo", device: str = "cpu") -> World:
+def start(backend: str = "gloo", device: str = "cpu") -> ProcessGroup:
     """Join the group that torchrun describes in the environment."""
     if not dist.is_initialized():
         dist.init_process_group(backend)
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
-    return World(mesh, dist.get_rank(), dist.get_world_size())
+    return ProcessGroup(mesh, dist.get_rank(), dist.get_world_size())
 
 
 def stop() -> None:
@@ -111,7 +109,7 @@ def stop() -> None:
     dist.destroy_process_group()
 
 
-def shard(model: Model, world: World, *, expert_parallel: bool = False) -> Model:
+def shard(model: Model, world: ProcessGroup, *, expert_parallel: bool = False) -> Model:
     """Cut a model that is whole and equal in every process; in place. Make the `ShardedState` afterwards.
 
     expert_parallel: experts are owned, not gathered. ValueError when they cannot be dealt out evenly.
@@ -150,7 +148,7 @@ def published(model: Model) -> dict[str, Tensor]:
     return formats.pack(model.config, {name: view.clone() for name, view in names.views(model.config, whole).items()})
 
 
-def publish(state: ShardedState, world: World, path: Path) -> str:
+def publish(state: ShardedState, world: ProcessGroup, path: Path) -> str:
     """Write the served bytes as one file, from the first process; their state hash, in every one."""
     tensors = state.published()
     told = [snapshot.write(path, tensors) if world.rank == 0 else ""]

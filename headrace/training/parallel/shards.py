@@ -1,12 +1,12 @@
-"""A batch's gradient from several processes of one machine: more cores without more threads.
+"""Mid-training's gradient from several processes of one machine: more cores without more threads.
 
-The idea: two torch threads on small matrices gain a third at best, and when another process wants a core they wait for
-each other spinning: fifty times slower was measured. Processes don't spin. A helper maps the very memory in which the
+The idea: two torch threads on small matrices gain a third at best, and when another process needs a core they wait for
+each other spinning: fifty times slower was measured. Processes do not spin. A helper maps the memory in which the
 parent's parameters lie and adds its gradient into memory that both map, so nothing is copied; a batch's share goes
 through a pipe, a few kilobytes. The parent adds the helpers' gradients in their order.
 
-The shares are part of the recipe: who computes one changes no bit, so a helper that dies is replaced by the parent.
-A helper ends when its standard input does; it cannot outlive its parent.
+The shares are part of the recipe: which process computes a share changes no bit, so the parent replaces a helper that
+dies. A helper ends when its standard input does; it cannot outlive its parent.
 
 Layout of the shared file (memfd): all parameters, then one gradient of all parameters per helper, each at a multiple of
 64 bytes.
@@ -47,7 +47,7 @@ class Text(Protocol):
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """What one process computes of a batch: flat ids and weights, and the batch's whole loss weight."""
+    """One process's share of a batch: flat ids and weights, and the batch's whole loss weight."""
 
     lengths: list[int]
     ids: list[int]
@@ -56,7 +56,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Hello(msgspec.Struct, frozen=True):
-    """What a helper has to know."""
+    """The first message to a helper."""
 
     config: PolicyConfig
     numerics: Numerics
@@ -86,9 +86,10 @@ def backward(model: Model, share: Share) -> float:
     """Add the gradient of a share's part of the weighted mean negative log-likelihood; returns that part."""
     if not share.lengths:
         return 0.0
-    flat, weights = torch.tensor(share.ids), torch.tensor(share.weights)
-    inside = torch.ones(len(flat), dtype=torch.bool)
-    inside[torch.tensor(share.lengths).cumsum(0) - 1] = False  # the last token of each is no input
+    device = model.embedding.device
+    flat, weights = torch.tensor(share.ids, device=device), torch.tensor(share.weights, device=device)
+    inside = torch.ones(len(flat), dtype=torch.bool, device=device)
+    inside[torch.tensor(share.lengths, device=device).cumsum(0) - 1] = False  # the last token of each is no input
     targets, weights = flat[1:][inside[:-1]], weights[1:][inside[:-1]]
     hidden = model(flat[inside], [length - 1 for length in share.lengths])
     wanted = weights > 0
@@ -120,7 +121,7 @@ class _Helper:
     def __init__(self, model: Model, fd: int, memory: mmap.mmap, number: int) -> None:
         self.gradients = _views(model, memory, _size(model) * number)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "headrace.training.shards"],
+            [sys.executable, "-m", "headrace.training.parallel.shards"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[fd],

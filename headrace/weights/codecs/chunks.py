@@ -1,4 +1,4 @@
-"""Frames into chunks of at most 0.9 MiB, so that a chunk's message stays under the house limit of 1 MiB.
+"""Frames into chunks of at most 0.9 MiB, so that a chunk's message stays under the bus's limit of 1 MiB.
 
 Layout: a chunk is whole frames, each behind a 4-byte little-endian length. So a chunk can be checked, decoded and
 fetched again without any other.
@@ -6,7 +6,7 @@ fetched again without any other.
 
 from collections.abc import Iterator
 
-from headrace.weights.codec import Frame, from_bytes
+from headrace.weights.codecs.codec import Frame, from_bytes
 from headrace.weights.state import WeightError
 
 LIMIT = 900 << 10
@@ -31,7 +31,7 @@ class Packer:
         return full
 
     def flush(self) -> bytes | None:
-        """What has been collected, or None when nothing has."""
+        """The frames that were collected, or None when there are none."""
         chunk = b"".join(self._parts) if self._parts else None
         self._parts, self._size = [], 0
         return chunk

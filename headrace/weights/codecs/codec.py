@@ -1,6 +1,6 @@
-"""Units to frames and back: which code a unit gets, and how its frames are applied.
+"""Units to frames and back: the choice of a unit's code, and how its frames are applied.
 
-The idea: per unit (`state.units`: a slab, or a run of small ones), count the changes and take the code that makes it
+The idea: per unit (`state.units`: a block, or a run of small ones), count the changes and take the code that makes it
 smallest. An unchanged unit has no frame and costs nothing. Up to one change in twenty the sparse code (`sparse`) always
 wins, or `context`, where the link is dearer than the cores; where changes lie in clumps ``difference`` is run as well,
 and for small units every code. Above that each code is tried on a sample of the unit, drawn across the range from its
@@ -22,13 +22,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from headrace.weights import context, sparse
-from headrace.weights.sparse import Positions, planes, unplanes
+from headrace.weights.codecs import context_delta, ulp_delta
+from headrace.weights.codecs.streams import METHODS, Stream, pack, unpack
+from headrace.weights.codecs.ulp_delta import Positions, planes, unplanes
 from headrace.weights.state import Bits, WeightError
-from headrace.weights.streams import METHODS, Stream, pack, unpack
 
 FULL, SPARSE, DIFFERENCE, CONTEXT = 0, 1, 2, 3
-NAMES = {FULL: "full", SPARSE: "d8", DIFFERENCE: "difference", CONTEXT: "d10"}
+NAMES = {FULL: "full", SPARSE: "ulp_delta", DIFFERENCE: "difference", CONTEXT: "context_delta"}
 
 
 class Recipe(NamedTuple):
@@ -43,7 +43,7 @@ CODECS = {
     "d8-lz4": Recipe(SPARSE, METHODS["lz4"]),
     "d10-zstd": Recipe(CONTEXT, METHODS["zstd"]),
 }
-"""What can be configured."""
+"""The values of `[weights] codec`: d8 is the ULP delta, d10 the context delta."""
 
 _ALWAYS_SPARSE = 0.05
 _FRAME_BYTES = 800 << 10
@@ -57,13 +57,13 @@ _NOWHERE, _NOTHING = np.empty(0, np.int64), np.empty(0, np.uint8)
 _SAMPLES, _SAMPLE = 16, 16384
 """Parts of a unit that are tried, and elements of each."""
 _CONTEXT_GAIN = 0.6
-"""What the exponents leave of a sparse code, at best."""
+"""The smallest share of a sparse code's bytes that the context delta reaches."""
 _CLOSE = 1.03
 """Codes whose estimates lie within this factor of the smallest are run to the end."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A piece of one unit. Positions count items of its slabs, laid one after the other."""
+    """A piece of one unit. Positions count items of its blocks, laid one after the other."""
 
     unit: int
     """Index into `state.units` of the manifest's tensors."""
@@ -71,7 +71,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     count: int
     codec: int
     items: int
-    """Elements that the streams hold: changed ones (d8, d10) or all of `count`."""
+    """Elements that the streams hold: changed ones (ulp_delta, context_delta) or all of `count`."""
     base: bytes
     """`state.unit_hash` before, empty for `full`."""
     target: bytes
@@ -110,15 +110,15 @@ def encode(
 ) -> Iterator[tuple[Frame, int]]:
     """The frames of a unit, each with the number of elements that it changes.
 
-    base, target: the bits of the unit's slabs before and after; base None makes an anchor's frames. Slabs are compared
-    where they lie; only a dense unit of several is copied together.
+    base, target: the bits of the unit's blocks before and after; base None makes a full snapshot's frames. Blocks are
+    compared where they lie; only a dense unit of several is copied together.
     """
     if base is None:
         yield from _dense(place, FULL, None, _joined(target), recipe.method)
         return
     size = sum(part.size for part in target)
     codes: tuple[int, ...] = (SPARSE,)
-    if recipe.sparse == CONTEXT and place.dtype in context.EXPONENTS:
+    if recipe.sparse == CONTEXT and place.dtype in context_delta.EXPONENTS:
         codes = (CONTEXT, SPARSE)
     found: tuple[Positions, Bits, Bits] | None = None
     if size <= _TINY or not _looks_dense(base, target):
@@ -134,11 +134,13 @@ def encode(
     olds, news = base, target
     if found is None and not {SPARSE, CONTEXT}.isdisjoint(codes):
         found = _changes(olds, news)
-    at, folded = (found[0], sparse.fold(found[1], found[2])) if found is not None else (_NOWHERE, _NOTHING)
+    at, zigzagged = (
+        (found[0], ulp_delta.zigzag_difference(found[1], found[2])) if found is not None else (_NOWHERE, _NOTHING)
+    )
 
     def run(code: int) -> Iterator[tuple[Frame, int]]:
         if code in (SPARSE, CONTEXT):
-            return _sparse(place, code, at, folded, olds, recipe.method)
+            return _sparse(place, code, at, zigzagged, olds, recipe.method)
         return _dense(place, code, olds[0], news[0], recipe.method)
 
     if len(codes) == 1:
@@ -177,12 +179,12 @@ def choose(base: Bits, target: Bits, codes: Sequence[int], dtype: str, method: i
     sizes = {code: 0 for code in codes if code != CONTEXT}  # its classes need more changes than a part has
     for first in (parts * _SAMPLE).tolist():
         old, new = base[first : first + _SAMPLE], target[first : first + _SAMPLE]
-        where, before, after = sparse.changes(old, new)
+        where, before, after = ulp_delta.changes(old, new)
         for code in sizes:
             if code == SPARSE:
-                streams = _pack(SPARSE, where, sparse.fold(before, after), [old], dtype, method)
+                streams = _pack(SPARSE, where, ulp_delta.zigzag_difference(before, after), [old], dtype, method)
             else:
-                content = sparse.fold(old, new) if code == DIFFERENCE else new
+                content = ulp_delta.zigzag_difference(old, new) if code == DIFFERENCE else new
                 streams = tuple(pack(plane, method) for plane in planes(content).reshape(content.itemsize, -1))
             sizes[code] += sum(len(stream.data) for stream in streams)
     limit = _CLOSE * min(sizes.values())
@@ -192,7 +194,7 @@ def choose(base: Bits, target: Bits, codes: Sequence[int], dtype: str, method: i
 
 
 def encode_differences(
-    place: Place, at: Positions, folded: Bits, size: int, method: int
+    place: Place, at: Positions, zigzagged: Bits, size: int, method: int
 ) -> Iterator[tuple[Frame, int]]:
     """The frames of a unit of `size` items from its changes alone, where neither base nor target is at hand.
 
@@ -200,12 +202,12 @@ def encode_differences(
     """
     if not at.size:
         return
-    whole = np.zeros(0, folded.dtype)
+    whole = np.zeros(0, zigzagged.dtype)
     if at.size > _ALWAYS_SPARSE * size:
-        whole = np.zeros(size, folded.dtype)
-        whole[at] = folded
-    span = np.broadcast_to(np.zeros(1, folded.dtype), size)
-    thin = list(_sparse(place, SPARSE, at, folded, [span], method))
+        whole = np.zeros(size, zigzagged.dtype)
+        whole[at] = zigzagged
+    span = np.broadcast_to(np.zeros(1, zigzagged.dtype), size)
+    thin = list(_sparse(place, SPARSE, at, zigzagged, [span], method))
     thick = list(_dense_frames(place, DIFFERENCE, whole, method)) if whole.size else []
     yield from min((frames for frames in (thin, thick) if frames), key=_bytes_of)
 
@@ -217,17 +219,17 @@ def _bytes_of(frames: Sequence[tuple[Frame, int]]) -> int:
 def differences(frame: Frame, kind: np.dtype[np.unsignedinteger]) -> tuple[Positions, Bits]:
     """Positions in the unit and differences (new - old mod 2^w) of a frame that needs no base to be read.
 
-    WeightError for one that does (full, d10), or that is damaged.
+    WeightError for one that does (full, context_delta), or that is damaged.
     """
     if frame.codec == SPARSE and len(frame.streams) == 3:
-        at, folded = _read_sparse(frame, kind)
+        at, zigzagged = _read_sparse(frame, kind)
     elif frame.codec == DIFFERENCE and len(frame.streams) == kind.itemsize and frame.items == frame.count:
         whole = _read_dense(frame, kind)
         at = np.flatnonzero(whole)
-        folded = whole[at]
+        zigzagged = whole[at]
     else:
         raise WeightError(f"a frame of codec {NAMES.get(frame.codec, frame.codec)} cannot be composed without its base")
-    return at + frame.start, sparse.unfold(folded)
+    return at + frame.start, ulp_delta.unzigzag(zigzagged)
 
 
 def _joined(parts: Sequence[Bits]) -> Bits:
@@ -235,31 +237,33 @@ def _joined(parts: Sequence[Bits]) -> Bits:
 
 
 def _changes(base: Sequence[Bits], target: Sequence[Bits]) -> tuple[Positions, Bits, Bits]:
-    """Changes of a unit, positions counted through its slabs."""
+    """Changes of a unit, positions counted through its blocks."""
     if len(target) == 1:
-        return sparse.changes(base[0], target[0])
+        return ulp_delta.changes(base[0], target[0])
     found, offset = [], 0
     for before, after in zip(base, target, strict=True):
-        at, old, new = sparse.changes(before, after)
+        at, old, new = ulp_delta.changes(before, after)
         at += offset
         found.append((at, old, new))
         offset += after.size
     return tuple(np.concatenate(column) for column in zip(*found, strict=True))  # type: ignore[return-value]
 
 
-def _pack(codec: int, at: Positions, folded: Bits, base: Sequence[Bits], dtype: str, method: int) -> tuple[Stream, ...]:
+def _pack(
+    codec: int, at: Positions, zigzagged: Bits, base: Sequence[Bits], dtype: str, method: int
+) -> tuple[Stream, ...]:
     """Streams of sparse changes; positions count from the first item of `base`."""
     if codec == SPARSE:
-        return (pack(sparse.gaps_of(at), method), *sparse.pack_values(folded, method))
-    fields = [context.exponents(part, dtype) for part in base]
-    return context.encode(fields[0] if len(fields) == 1 else np.concatenate(fields), at, folded, method)
+        return (pack(ulp_delta.gaps_of(at), method), *ulp_delta.pack_values(zigzagged, method))
+    fields = [context_delta.exponents(part, dtype) for part in base]
+    return context_delta.encode(fields[0] if len(fields) == 1 else np.concatenate(fields), at, zigzagged, method)
 
 
 def _sparse(
-    place: Place, codec: int, at: Positions, folded: Bits, base: Sequence[Bits], method: int
+    place: Place, codec: int, at: Positions, zigzagged: Bits, base: Sequence[Bits], method: int
 ) -> Iterator[tuple[Frame, int]]:
     size = sum(part.size for part in base)
-    most = _FRAME_BYTES // (2 + (folded.itemsize if folded.itemsize > 1 else 0))
+    most = _FRAME_BYTES // (2 + (zigzagged.itemsize if zigzagged.itemsize > 1 else 0))
     if codec == CONTEXT and at.size > most:
         base = [_joined(base)]
     for first in range(0, at.size, most):
@@ -267,8 +271,8 @@ def _sparse(
         start = int(at[first]) if first else 0
         end = int(at[first + most]) if first + most < at.size else size
         span = base if (start, end) == (0, size) or codec == SPARSE else [base[0][start:end]]
-        streams = _pack(codec, at[part] - start, folded[part], span, place.dtype, method)
-        items = len(folded[part])
+        streams = _pack(codec, at[part] - start, zigzagged[part], span, place.dtype, method)
+        items = len(zigzagged[part])
         yield _frame(place, start, end - start, codec, items, streams), items
 
 
@@ -278,7 +282,7 @@ def _dense(place: Place, codec: int, base: Bits | None, target: Bits, method: in
         new = target[start : start + step]
         old = None if base is None else base[start : start + step]
         changed = new.size if old is None else int(np.count_nonzero(old != new))
-        content = sparse.fold(old, new) if old is not None and codec == DIFFERENCE else new
+        content = ulp_delta.zigzag_difference(old, new) if old is not None and codec == DIFFERENCE else new
         yield _plane_frame(place, start, codec, content, method), changed
 
 
@@ -320,18 +324,18 @@ def apply(frame: Frame, base: Bits | None, target: Bits, dtype: str) -> None:
         raise WeightError(f"a frame of elements {start} to {end} in a unit of {target.size}")
     part = target[start:end]
     if frame.codec == SPARSE and len(frame.streams) == 3:
-        at, folded = _read_sparse(frame, target.dtype)
-        part[at] = _base(base, start, end)[at] + sparse.unfold(folded)
-    elif frame.codec == CONTEXT and dtype in context.EXPONENTS and len(frame.streams) > 2:
+        at, zigzagged = _read_sparse(frame, target.dtype)
+        part[at] = _base(base, start, end)[at] + ulp_delta.unzigzag(zigzagged)
+    elif frame.codec == CONTEXT and dtype in context_delta.EXPONENTS and len(frame.streams) > 2:
         if not 0 < frame.items <= frame.count:
             raise WeightError(f"{frame.items} changes in a frame of {frame.count} elements")
         old = _base(base, start, end)
-        fields = context.exponents(old, dtype)
-        at, folded = context.decode(fields, frame.streams, frame.items, target.dtype)
-        part[at] = old[at] + sparse.unfold(folded)
+        fields = context_delta.exponents(old, dtype)
+        at, zigzagged = context_delta.decode(fields, frame.streams, frame.items, target.dtype)
+        part[at] = old[at] + ulp_delta.unzigzag(zigzagged)
     elif frame.codec in (FULL, DIFFERENCE) and len(frame.streams) == target.itemsize and frame.items == frame.count:
         whole = _read_dense(frame, target.dtype)
-        part[:] = whole if frame.codec == FULL else _base(base, start, end) + sparse.unfold(whole)
+        part[:] = whole if frame.codec == FULL else _base(base, start, end) + ulp_delta.unzigzag(whole)
     else:
         raise WeightError(f"a frame of codec {frame.codec} with {len(frame.streams)} streams cannot be read here")
 
@@ -339,11 +343,11 @@ def apply(frame: Frame, base: Bits | None, target: Bits, dtype: str) -> None:
 def _read_sparse(frame: Frame, kind: np.dtype[np.unsignedinteger]) -> tuple[Positions, Bits]:
     if not 0 < frame.items <= frame.count:
         raise WeightError(f"{frame.items} changes in a frame of {frame.count} elements")
-    gaps = unpack(frame.streams[0], frame.items + frame.count // sparse.ESCAPE + 1)
-    at = sparse.positions_of(gaps)
+    gaps = unpack(frame.streams[0], frame.items + frame.count // ulp_delta.ESCAPE + 1)
+    at = ulp_delta.positions_of(gaps)
     if at.size != frame.items or at[-1] >= frame.count:
         raise WeightError(f"gaps name {at.size} positions where {frame.items} below {frame.count} were promised")
-    return at, sparse.unpack_values(frame.streams[1], frame.streams[2], frame.items, kind)
+    return at, ulp_delta.unpack_values(frame.streams[1], frame.streams[2], frame.items, kind)
 
 
 def _read_dense(frame: Frame, kind: np.dtype[np.unsignedinteger]) -> Bits:
@@ -355,5 +359,5 @@ def _read_dense(frame: Frame, kind: np.dtype[np.unsignedinteger]) -> Bits:
 
 def _base(base: Bits | None, start: int, end: int) -> Bits:
     if base is None:
-        raise WeightError("an anchor holds a frame that needs a base")
+        raise WeightError("a full snapshot holds a frame that needs a base")
     return base[start:end]

@@ -19,10 +19,10 @@ Trade-off: a pass per class costs most of the speed of `sparse`; the gain is a q
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.weights import sparse
-from headrace.weights.sparse import ESCAPE, Positions
+from headrace.weights.codecs import ulp_delta
+from headrace.weights.codecs.streams import Bytes, Stream, pack, unpack
+from headrace.weights.codecs.ulp_delta import ESCAPE, Positions
 from headrace.weights.state import Bits, WeightError
-from headrace.weights.streams import Bytes, Stream, pack, unpack
 
 EXPONENTS: dict[str, tuple[int, int]] = {
     "BF16": (7, 0xFF),
@@ -102,19 +102,19 @@ def classes(changed: Bytes) -> list[tuple[int, int]]:
     return out
 
 
-def encode(fields: Bytes, at: Positions, folded: Bits, method: int) -> tuple[Stream, ...]:
+def encode(fields: Bytes, at: Positions, zigzagged: Bits, method: int) -> tuple[Stream, ...]:
     """Streams of the changes at positions `at` of a unit whose old exponents are `fields`."""
     changed = fields[at]
     bounds = classes(changed)
     streams, wide = [], []
     for low, high in bounds:
         mine = np.flatnonzero((changed >= low) & (changed <= high))
-        numbers = folded[mine]
-        streams.append(pack(sparse.gaps_of(_Members(fields, low, high).rank(at[mine])), method))
-        streams.append(pack(sparse.small(numbers), method))
-        wide.append(numbers[numbers >= ESCAPE] if folded.itemsize > 1 else numbers[:0])
+        numbers = zigzagged[mine]
+        streams.append(pack(ulp_delta.gaps_of(_Members(fields, low, high).rank(at[mine])), method))
+        streams.append(pack(ulp_delta.small(numbers), method))
+        wide.append(numbers[numbers >= ESCAPE] if zigzagged.itemsize > 1 else numbers[:0])
     table = pack(np.array(bounds, np.uint8), method)
-    return (table, *streams, pack(sparse.planes(np.concatenate(wide)), method))
+    return (table, *streams, pack(ulp_delta.planes(np.concatenate(wide)), method))
 
 
 def decode(
@@ -129,7 +129,7 @@ def decode(
         if low > high:
             raise WeightError(f"a class of exponents {low} to {high}")
         value = unpack(numbers, items)
-        ranks = sparse.positions_of(unpack(gaps, value.size + fields.size // ESCAPE + 1))
+        ranks = ulp_delta.positions_of(unpack(gaps, value.size + fields.size // ESCAPE + 1))
         if ranks.size != value.size:
             raise WeightError(f"{ranks.size} gaps for {value.size} values")
         places.append(_Members(fields, low, high).select(ranks))
@@ -137,4 +137,4 @@ def decode(
     small = np.concatenate(values) if values else np.empty(0, np.uint8)
     if small.size != items:
         raise WeightError(f"{small.size} values for {items} changes")
-    return np.concatenate(places), sparse.widen(small, streams[-1], kind)
+    return np.concatenate(places), ulp_delta.widen(small, streams[-1], kind)

@@ -1,8 +1,8 @@
-"""One compressed byte stream of a frame, and how to open one that a stranger may have written.
+"""One compressed byte stream of a frame, and how to open one from an untrusted source.
 
 zstd level 1 is the default: its Huffman stage takes a third off gaps and differences that have no repeats to match,
 and it runs on a hundredth of the weights, so its speed hardly counts. lz4 has no entropy stage and is there for links
-that are faster than the cores. What does not shrink is stored.
+that are faster than the cores. A stream that does not shrink is stored as it is.
 """
 
 import threading

@@ -1,9 +1,9 @@
-"""D8: the sparse delta. Which elements changed, as gaps in bytes; by how much, as one byte of units in the last place.
+"""The ULP delta: positions of changed elements as gaps in bytes, changes as one byte of units in the last place.
 
 The idea: at the learning rates of reinforcement learning one weight in a hundred changes per step, nine in ten of
 those by one unit in the last place (ULP). So a change costs two small symbols: the gap to the one before, and the
-difference of the two bit patterns as unsigned numbers modulo 2^w, zig-zag folded so that +-1 become 2 and 1. Taking
-bit patterns for integers makes the code exact for every pattern there is: NaN payloads, minus zero, a changed sign,
+difference of the two bit patterns as unsigned numbers modulo 2^w, zig-zag folded so that +-1 become 2 and 1. Bit
+patterns are treated as integers, so the code is exact for every pattern: NaN payloads, minus zero, a changed sign,
 denormals. An entropy coder (zstd's Huffman stage) then brings a change to about nine bits in bf16.
 
 Why a 255 escape instead of a wider type: gaps are geometric, one long gap would cost a whole tensor its byte width
@@ -12,15 +12,15 @@ Why a 255 escape instead of a wider type: gaps are geometric, one long gap would
 Layout of the streams: gaps (u1, escapes included), values (u1, one per change; 255 says "see exceptions" unless the
 weights are themselves bytes), exceptions (byte planes of the zig-zag numbers that do not fit, low plane first).
 
-Trade-off: gaps do not use that small weights change more often (the exponent tells); that is worth another third of
-the size at half of the speed and is a codec of its own.
+Trade-off: gaps ignore that small weights change more often, as the exponent tells; using it saves another third of the
+size at half of the speed and is a codec of its own (`context_delta`).
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.weights.codecs.streams import Bytes, Stream, pack, unpack
 from headrace.weights.state import Bits, WeightError
-from headrace.weights.streams import Bytes, Stream, pack, unpack
 
 Positions = NDArray[np.int64]
 ESCAPE = 255
@@ -50,7 +50,7 @@ def changes(base: Bits, target: Bits) -> tuple[Positions, Bits, Bits]:
     return at, base[at], target[at]
 
 
-def fold(old: Bits, new: Bits) -> Bits:
+def zigzag_difference(old: Bits, new: Bits) -> Bits:
     """Zig-zag of (new - old) mod 2^w: 0, -1, +1, -2 ... become 0, 1, 2, 3 ..."""
     return zigzag(new - old)
 
@@ -58,13 +58,13 @@ def fold(old: Bits, new: Bits) -> Bits:
 def zigzag(differences: Bits) -> Bits:
     """Differences mod 2^w, zig-zag."""
     signed = differences.view(f"<i{differences.itemsize}")
-    folded: Bits = ((signed << 1) ^ (signed >> (differences.itemsize * 8 - 1))).view(differences.dtype)
-    return folded
+    zigzagged: Bits = ((signed << 1) ^ (signed >> (differences.itemsize * 8 - 1))).view(differences.dtype)
+    return zigzagged
 
 
-def unfold(folded: Bits) -> Bits:
-    """The difference mod 2^w that `fold` was given."""
-    out: Bits = (folded >> 1) ^ np.negative(folded & 1)
+def unzigzag(zigzagged: Bits) -> Bits:
+    """The difference mod 2^w that `zigzag_difference` was given."""
+    out: Bits = (zigzagged >> 1) ^ np.negative(zigzagged & 1)
     return out
 
 
@@ -96,19 +96,19 @@ def positions_of(gaps: Bytes) -> Positions:
     return at if ends.all() else at[ends]
 
 
-def small(folded: Bits) -> Bytes:
+def small(zigzagged: Bits) -> Bytes:
     """Zig-zag numbers as one byte each; 255 where they do not fit, unless they are bytes themselves."""
-    if folded.itemsize == 1:
-        return folded.astype(np.uint8, copy=False)
-    out = folded.astype(np.uint8)
-    out[folded >= ESCAPE] = ESCAPE
+    if zigzagged.itemsize == 1:
+        return zigzagged.astype(np.uint8, copy=False)
+    out = zigzagged.astype(np.uint8)
+    out[zigzagged >= ESCAPE] = ESCAPE
     return out
 
 
-def pack_values(folded: Bits, method: int) -> tuple[Stream, Stream]:
+def pack_values(zigzagged: Bits, method: int) -> tuple[Stream, Stream]:
     """Values and exceptions of zig-zag numbers."""
-    wide = folded[folded >= ESCAPE] if folded.itemsize > 1 else folded[:0]
-    return pack(small(folded), method), pack(planes(wide), method)
+    wide = zigzagged[zigzagged >= ESCAPE] if zigzagged.itemsize > 1 else zigzagged[:0]
+    return pack(small(zigzagged), method), pack(planes(wide), method)
 
 
 def unpack_values(values: Stream, exceptions: Stream, items: int, kind: np.dtype[np.unsignedinteger]) -> Bits:
@@ -123,13 +123,13 @@ def widen(found: Bytes, exceptions: Stream, kind: np.dtype[np.unsignedinteger]) 
     """Zig-zag numbers from their bytes and the exceptions in the same order."""
     if kind.itemsize == 1:
         return found
-    folded = found.astype(kind)
+    zigzagged = found.astype(kind)
     wide = np.flatnonzero(found == ESCAPE)
     rest = unplanes(unpack(exceptions, wide.size * kind.itemsize), kind)
     if rest.size != wide.size:
         raise WeightError(f"{rest.size} exceptions for {wide.size} escapes")
-    folded[wide] = rest
-    return folded
+    zigzagged[wide] = rest
+    return zigzagged
 
 
 def planes(array: Bits) -> Bytes:

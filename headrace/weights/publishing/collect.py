@@ -1,15 +1,16 @@
-"""Garbage collection of HR_WEIGHTS: what no joiner can need any more goes, and nobody is surprised.
+"""Garbage collection of HR_WEIGHTS: versions that no joiner can need any more are removed.
 
-The idea: a joiner starts at the newest anchor, or, where deltas are cheaper, at the file that it has. So the newest few
-chains (an anchor and the deltas after it) stay whole, and with them every version that an evaluation or a promotion has
-pinned, with all that it is built from. What lies before goes version by version, oldest first, so that what is left is
-always a whole tail. Head records and folds stay: they are small, and they are the chain's log.
+The idea: a joiner starts at the newest full snapshot, or, where deltas are cheaper, at the file that it has. So the
+newest few chains (a full snapshot and the deltas after it) stay whole, and with them every version that an evaluation
+or a promotion has pinned, with every version that it is built from. Older versions are removed one by one, oldest
+first, so that the rest is always a whole tail. Head records and squash records stay: they are small, and they are the
+chain's log.
 
-A joiner reads the newest head, and plans with what that names: a collection that runs beside it takes only what lies at
-least one whole chain behind. One that was planning for something older finds a message gone and looks for another way.
+A joiner reads the newest head and plans with the manifests that it names. A concurrent collection removes only versions
+that are at least one whole chain behind; a joiner that planned for an older one finds a message gone and plans again.
 
-`[weights] collect_chains` lets the trainer, whom alone the broker lets purge, do this whenever an anchor was laid.
-Steps are replayed from checkpoints and need no chain. Blobs are never touched: no version names any.
+`[weights] collect_chains` lets the trainer, the only role that may purge, do this whenever a full snapshot was
+published. Steps are replayed from checkpoints and need no chain. Blobs are never removed: no version names any.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -24,20 +25,20 @@ from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
 
 LEAST = 2
-"""Chains that stay at least: the one that joiners take, and the one that those take who began before it."""
+"""Chains that stay at least: the one that new joiners use, and the one that joiners of a moment ago use."""
 
 Purge = Callable[[str], Awaitable[int]]
 """Remove all messages of HR_WEIGHTS on a filter; how many."""
 
 
-class Source(chain.Source, Protocol):
-    """What `follow` needs of a bus."""
+class StreamSource(chain.StreamSource, Protocol):
+    """The part of a bus that `follow` needs."""
 
     def follow(self, stream: str, *filters: str, start: int = 1) -> AsyncIterator[chain.Stored]:
         """History, then live."""
 
 
-async def pinned(source: chain.Source, run: str) -> set[int]:
+async def pinned(source: chain.StreamSource, run: str) -> set[int]:
     """Versions that a promotion or an open evaluation names."""
     asked: dict[str, int] = {}
     kinds = (EvalRequest.type_name, EvalResult.type_name, Promotion.type_name)
@@ -53,23 +54,23 @@ async def pinned(source: chain.Source, run: str) -> set[int]:
 
 
 async def follow(
-    source: Source, purge: Purge, run: str, *, chains: int, trust: Trust | None = None
+    source: StreamSource, purge: Purge, run: str, *, chains: int, trust: Trust | None = None
 ) -> AsyncIterator[dict[int, int]]:
-    """Collect at the start and whenever heads name another anchor, for ever; yields what was removed each time.
+    """Collect at the start and whenever heads name another full snapshot, for ever; yields what was removed each time.
 
-    That is the moment at which a chain falls behind the newest `chains`; until then there is nothing new to collect.
+    At that moment a chain falls behind the newest `chains`; until then there is nothing new to collect.
     """
     where = subjects.WEIGHT_HEAD.at(run=run)
     last = await source.last(chain.STREAM, where)
-    anchor: object = None
+    full: object = None
     done: set[int] = set()
     async for stored in source.follow(chain.STREAM, where, start=last.seq if last is not None else 1):
         try:
             head = stored.message
         except (ValueError, LookupError):
             continue
-        if isinstance(head, WeightHead) and head.anchor_seq != anchor:
-            anchor = head.anchor_seq
+        if isinstance(head, WeightHead) and head.full_seq != full:
+            full = head.full_seq
             pins = await pinned(source, run)
             gone = await collect(source, purge, run, chains=chains, pins=pins, trust=trust, done=done)
             if gone:
@@ -77,7 +78,7 @@ async def follow(
 
 
 async def collect(
-    source: chain.Source,
+    source: chain.StreamSource,
     purge: Purge,
     run: str,
     *,
@@ -96,10 +97,10 @@ async def collect(
     commits: list[WeightHead] = []
     async for _, head in heads.counting(source, heads.Heads(run, trust)):
         commits.append(head)
-    anchors = sorted({head.anchor_version for head in commits})
-    if len(anchors) <= chains:
+    full_snapshots = sorted({head.full_version for head in commits})
+    if len(full_snapshots) <= chains:
         return {}
-    floor = anchors[-chains]
+    floor = full_snapshots[-chains]
     kept = await _pinned(source, commits, frozenset(pins), trust)
     out: dict[int, int] = {}
     # Numbers between committed ones may hold what a sender that died left behind.
@@ -114,14 +115,14 @@ async def collect(
 
 
 async def _pinned(
-    source: chain.Source, commits: list[WeightHead], pins: frozenset[int], trust: Trust | None
+    source: chain.StreamSource, commits: list[WeightHead], pins: frozenset[int], trust: Trust | None
 ) -> set[int]:
-    """The versions that pinned ones are built from. A pin that cannot be built any more keeps nothing."""
+    """The versions that pinned ones are built from. A pinned version that cannot be built any more keeps none."""
     kept: set[int] = set()
     for head in commits:
         if head.version in pins:
             try:
-                way = await chain.plan(source, head, trust=trust, folded=False)
+                way = await chain.plan(source, head, trust=trust, squashed=False)
             except WeightError:
                 continue
             kept |= {manifest.version for manifest in way.manifests}

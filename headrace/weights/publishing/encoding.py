@@ -1,8 +1,8 @@
-"""One version on its way out: chunks from two mapped snapshots, unit by unit, and the manifest that commits them.
+"""Encoding of one version: chunks from two mapped snapshots, unit by unit, and the manifest that commits them.
 
 The idea: chunks come out as a generator, so that a sender publishes the first while the next is made, and memory stays
-at a unit. Encoding is deterministic: the same two snapshots give the same chunks, so a sender that died can publish
-them again and the stream's de-duplication drops what was there.
+at a unit. Encoding is deterministic: the same two snapshots give the same chunks, so the successor of a sender
+that died publishes them again and the stream drops the duplicates.
 
 Shards (`shards`) are encoded apart, each into chunks of its own, by as many threads as there are workers: comparing,
 hashing and compressing leave the interpreter's lock. Or by processes, one `ShardEncoding` each, anywhere the two files
@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from headrace.messages.weights import ChunkInfo, WeightManifest
-from headrace.weights import codec, shards, state
-from headrace.weights.chunks import Packer
-from headrace.weights.codec import CODECS
+from headrace.weights import shards, state
+from headrace.weights.codecs import codec
+from headrace.weights.codecs.chunks import Packer
+from headrace.weights.codecs.codec import CODECS
 from headrace.weights.signing import digest
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import Bits, WeightError
@@ -30,17 +31,17 @@ Piece = tuple[int, bytes]
 
 
 class Figures(msgspec.Struct, kw_only=True):
-    """What encoding a shard found out. `seconds`: processor time of comparing, coding and hashing."""
+    """The figures of one shard. `seconds`: processor time of comparing, coding and hashing."""
 
     changed: int = 0
     wire_bytes: int = 0
     seconds: float = 0.0
     hashes: dict[int, bytes] = {}
-    """Slab index to the hash of the slab as it is now."""
+    """Block index to the hash of the block as it is now."""
 
 
 class ShardEncoding:
-    """One shard of a version: the chunks of its units, and what there is to say about them afterwards."""
+    """One shard of a version: the chunks of its units, and their figures."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class ShardEncoding:
         name: str = "d8-zstd",
         base_hashes: bytes = b"",
     ):
-        """The shard `shard` of `count`. base_hashes: the base's slab hashes where they are known already."""
+        """The shard `shard` of `count`. base_hashes: the base's block hashes where they are known already."""
         self.shard = shard
         self._target, self._base = target, base
         self.tensors = shards.assign(target.tensors, count)
@@ -84,25 +85,25 @@ class ShardEncoding:
             first = self.tensors[unit[0].tensor]
             if first.shard != self.shard:
                 continue
-            new = self._slabs(self._target, unit)
+            new = self._blocks(self._target, unit)
             for part, bits in zip(unit, new, strict=True):
-                hashes[part.slab] = state.slab_hash(bits)
-            after = state.joint_hash(hashes[part.slab] for part in unit)
+                hashes[part.block] = state.block_hash(bits)
+            after = state.joint_hash(hashes[part.block] for part in unit)
             if self._base is None:
                 yield from codec.encode(codec.Place(index, first.dtype, b"", after), None, new, self._recipe)
                 continue
             before = state.unit_hash(unit, self._base_hashes)
             if before != after:
-                old = self._slabs(self._base, unit)
+                old = self._blocks(self._base, unit)
                 yield from codec.encode(codec.Place(index, first.dtype, before, after), old, new, self._recipe)
 
-    def _slabs(self, of: Snapshot, unit: Sequence[state.Part]) -> list[Bits]:
+    def _blocks(self, of: Snapshot, unit: Sequence[state.Part]) -> list[Bits]:
         arrays = (of.array(of.tensors[part.tensor]) for part in unit)
         return [array[part.start : part.start + part.items] for part, array in zip(unit, arrays, strict=True)]
 
 
 class Encoding:
-    """A target snapshot as a delta to a base, or, without a base, as an anchor."""
+    """A target snapshot as a delta to a base, or, without a base, as a full snapshot."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class Encoding:
     ):
         """shards: parts that are encoded and fetched apart; workers: threads that encode them.
 
-        `base_hashes` are the base's slab hashes where they are known already; otherwise they are taken.
+        `base_hashes` are the base's block hashes where they are known already; otherwise they are taken.
         WeightError for an unknown codec, and when base and target do not hold the same tensors.
         """
         if name not in CODECS:
@@ -136,7 +137,7 @@ class Encoding:
         self.raw_bytes = sum(state.nbytes(info) for info in self.tensors)
 
     def pieces(self) -> Iterator[Piece]:
-        """(shard, chunk), a shard's in order. Afterwards the figures and `slab_hashes` are final."""
+        """(shard, chunk), a shard's in order. Afterwards the figures and `block_hashes` are final."""
         if self._workers > 1 and len(self.parts) > 1:
             yield from _parallel(self.parts, self._workers)
             return
@@ -150,7 +151,7 @@ class Encoding:
             yield chunk
 
     def adopt(self, found: Sequence[Figures]) -> None:
-        """Take the figures of shards that were encoded elsewhere, in the order of shards."""
+        """Take the figures of shards that other processes encoded, in the order of shards."""
         for part, figures in zip(self.parts, found, strict=True):
             part.figures = figures
 
@@ -170,15 +171,15 @@ class Encoding:
         return sum(part.figures.seconds for part in self.parts)
 
     @property
-    def slab_hashes(self) -> bytes:
-        """16 bytes per slab, once `pieces` has run."""
-        found = {slab: hash for part in self.parts for slab, hash in part.figures.hashes.items()}
-        return b"".join(found[slab] for slab in sorted(found))
+    def block_hashes(self) -> bytes:
+        """16 bytes per block, once `pieces` has run."""
+        found = {block: hash for part in self.parts for block, hash in part.figures.hashes.items()}
+        return b"".join(found[block] for block in sorted(found))
 
     @property
     def state_hash(self) -> str:
         """The target's state hash, once `pieces` has run."""
-        return state.root(self.tensors, self.slab_hashes)
+        return state.root(self.tensors, self.block_hashes)
 
     def manifest(
         self,
@@ -193,9 +194,9 @@ class Encoding:
         precision: str = "",
         source_hash: str = "",
     ) -> WeightManifest:
-        """The manifest, once all chunks lie in the stream. `base` is None for an anchor."""
+        """The manifest, once all chunks lie in the stream. `base` is None for a full snapshot."""
         if (base is None) != (self.base is None):
-            raise WeightError("a delta's manifest names its base, an anchor's none")
+            raise WeightError("a delta's manifest names its base, a full snapshot's none")
         return WeightManifest(
             run=run,
             version=version,
@@ -204,7 +205,7 @@ class Encoding:
             step=step,
             tensors=self.tensors,
             chunks=tuple(chunks),
-            slab_hashes=self.slab_hashes,
+            block_hashes=self.block_hashes,
             state_hash=self.state_hash,
             base_hash="" if base is None else base.state_hash,
             parent="" if base is None else digest(base),
@@ -270,7 +271,7 @@ def _parallel(parts: Sequence[ShardEncoding], workers: int) -> Iterator[Piece]:
 
 
 def describe(data: bytes, shard: int, seq: int, stream_seq: int) -> ChunkInfo:
-    """What a manifest says about a chunk that lies in the stream at `stream_seq`."""
+    """The entry of a manifest about a chunk that lies in the stream at `stream_seq`."""
     return ChunkInfo(
         shard=shard, seq=seq, stream_seq=stream_seq, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
     )

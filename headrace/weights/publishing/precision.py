@@ -1,8 +1,8 @@
 """Published precision: the trainer's weights become, once and at the sender, the bytes that engines serve.
 
-The idea: whoever publishes bf16 and lets every receiver quantise ships bytes that nobody serves, and two receivers that
-round differently serve two models. So the sender rounds, the delta is taken between rounded versions (in MXFP8 ten
-times fewer bytes change than in bf16: measured), and the state hash is that of the served bytes.
+The idea: any process that publishes bf16 and lets every receiver quantise ships bytes that nobody serves, and two
+receivers that round differently serve two models. So the sender rounds, the delta is taken between rounded versions (in
+MXFP8 ten times fewer bytes change than in bf16: measured), and the state hash is that of the served bytes.
 
 - ``bf16``: every floating tensor rounded to nearest, ties to even.
 - ``mxfp8``: OCP microscaling (OCP MX specification 1.0): e4m3 elements in blocks of 32 along the last dimension, one

@@ -18,18 +18,18 @@ import msgspec
 from headrace.messages import subjects
 from headrace.messages.base import Message
 from headrace.messages.weights import ChunkInfo, WeightChunk, WeightHead, WeightManifest
-from headrace.weights.encoding import Encoding, Piece, describe
+from headrace.weights.publishing.encoding import Encoding, Piece, describe
 from headrace.weights.signing import Signer, sealed
 from headrace.weights.state import WeightError
 
 AHEAD = 8
 """Chunks on their way to the broker at once."""
-ANCHOR_AFTER_BYTES = 4.0
-"""A new anchor is due when the deltas since the last one hold this many times its bytes."""
+FULL_AFTER_BYTES = 4.0
+"""A new full snapshot is due when the deltas since the last one hold this many times its bytes."""
 
 
 class Sink(Protocol):
-    """What this room needs of a bus to write."""
+    """The part of a bus that publishing needs."""
 
     def publish(
         self, subject: str, message: Message, *, msg_id: str | None = None, expect: int | None = None
@@ -43,13 +43,13 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
     head: WeightHead
     manifest: WeightManifest
-    since_anchor: int = 0
-    """Wire bytes of the deltas since the newest anchor."""
-    anchor_bytes: int = 0
+    since_full: int = 0
+    """Wire bytes of the deltas since the newest full snapshot."""
+    full_bytes: int = 0
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """What a version was made of, where that is not the trainer's file as it is."""
+    """The source of a version, where that is not the trainer's file as it is."""
 
     precision: str = ""
     source_hash: str = ""
@@ -112,7 +112,7 @@ async def release(
     after: int = 0,
 ) -> Commit:
     """Publish a version after `before`: as a delta when the encoding has a base (which is `before`'s state), else as an
-    anchor. WeightError when the bits are not what the trainer announced: then nothing was committed.
+    full snapshot. WeightError when the bits are not what the trainer announced: then nothing was committed.
 
     after: without a `before`, the sequence of the last record on the head's subject, should there be one.
     """
@@ -144,8 +144,8 @@ async def release(
             version=version,
             manifest_seq=seq,
             state_hash=state_hash,
-            anchor_version=version if base is None else base.head.anchor_version,
-            anchor_seq=seq if base is None else base.head.anchor_seq,
+            full_version=version if base is None else base.head.full_version,
+            full_seq=seq if base is None else base.head.full_seq,
             after=after,
             source_hash=origin.source_hash,
         ),
@@ -156,32 +156,33 @@ async def release(
         seq=at,
         head=head,
         manifest=manifest,
-        since_anchor=0 if base is None else base.since_anchor + manifest.wire_bytes,
-        anchor_bytes=manifest.wire_bytes if base is None else base.anchor_bytes,
+        since_full=0 if base is None else base.since_full + manifest.wire_bytes,
+        full_bytes=manifest.wire_bytes if base is None else base.full_bytes,
     )
 
 
-def anchor_due(commit: Commit, every: int) -> bool:
-    """Whether an anchor for this version should follow it: by age in versions, or by the bytes of deltas since."""
-    age = commit.head.version - commit.head.anchor_version
-    return age >= every or (age > 0 and commit.since_anchor > ANCHOR_AFTER_BYTES * commit.anchor_bytes > 0)
+def full_snapshot_due(commit: Commit, every: int) -> bool:
+    """Whether a full snapshot for this version should follow it: by age in versions, or by the bytes of deltas
+    since."""
+    age = commit.head.version - commit.head.full_version
+    return age >= every or (age > 0 and commit.since_full > FULL_AFTER_BYTES * commit.full_bytes > 0)
 
 
-async def add_anchor(sink: Sink, encoding: Encoding, commit: Commit, *, signer: Signer | None = None) -> Commit:
-    """Store an anchor of the committed version beside its delta; the next head names it.
+async def add_full_snapshot(sink: Sink, encoding: Encoding, commit: Commit, *, signer: Signer | None = None) -> Commit:
+    """Store a full snapshot of the committed version beside its delta; the next head names it.
 
     It comes after the head, so receivers that are up to date never wait for it. Dying before the next head leaves an
-    orphan and the anchor due again.
+    orphan and the full snapshot due again.
     """
     run, version = commit.head.run, commit.head.version
     chunks = await upload(sink, encoding, run, version, first=len(commit.manifest.chunks))
     if encoding.state_hash != commit.head.state_hash:
-        raise WeightError(f"the anchor of version {version} does not have its state")
+        raise WeightError(f"the full snapshot of version {version} does not have its state")
     made = commit.manifest
     manifest = encoding.manifest(
         run, version, chunks, base=None, step=version, precision=made.precision, source_hash=made.source_hash
     )
     seq = await sink.publish(subjects.WEIGHT_MANIFEST.at(run=run, version=version), sealed(manifest, signer))
-    # Signed again: whoever has to build this version from what we hold checks it like any other.
-    head = sealed(msgspec.structs.replace(commit.head, anchor_version=version, anchor_seq=seq), signer)
-    return msgspec.structs.replace(commit, head=head, since_anchor=0, anchor_bytes=manifest.wire_bytes)
+    # Signed again: a node that builds this version from the held head checks it like any other.
+    head = sealed(msgspec.structs.replace(commit.head, full_version=version, full_seq=seq), signer)
+    return msgspec.structs.replace(commit, head=head, since_full=0, full_bytes=manifest.wire_bytes)

@@ -1,16 +1,17 @@
-"""Folding: several deltas become one, so that who lags reads each changed weight once.
+"""Squashing: several deltas become one, so that a receiver that lags reads each changed weight once.
 
 The idea: a difference modulo 2^w is added to the one before it, and the sum is the difference of both steps. So deltas
-compose without any weights at hand: merge the positions, add the differences, drop what came to nothing. A weight that
-wanders up and down by one unit costs one symbol instead of eight: eight steps of a model of 0.9 M parameters folded to
-0.40 of their bytes (`python -m benchmarks.weight_fold --size 1m`).
-The work goes with the changes, not with the weights, so any node that reads the stream can do it.
+compose without the weights: merge the positions, add the differences, drop the zeros. A weight that wanders up and down
+by one unit costs one symbol instead of eight: eight steps of a model of 0.9 M parameters squash to 0.40 of their bytes
+(`python -m benchmarks.weight_squash --size 1m`). The work grows with the changes, not with the weights, so any node
+that reads the stream can do it.
 
-What is published: a delta's manifest from the older version straight to the newer one, chunks first, then the manifest,
-then a `WeightFold` record that names it; all signed like any other. Its hashes are the chain's own, so a receiver
-checks every slab of what it builds from a fold, and goes the long way when one is broken.
+Published are the chunks, then a delta's manifest from the older version straight to the newer one, then a
+`WeightSquash` record that names it; all signed like any other. Its hashes are the chain's own, so a receiver checks
+every block of a file that it builds from a squashed delta, and takes the longer path when one is broken.
 
-Trade-off: codes that need the base to be read (`full`, d10) do not compose. Then both versions are built and compared.
+Trade-off: codes that need the base to be read (`full`, `context_delta`) do not compose. Then both versions are built
+and compared.
 """
 
 import asyncio
@@ -21,27 +22,30 @@ from pathlib import Path
 import numpy as np
 
 from headrace.messages import subjects
-from headrace.messages.weights import WeightFold, WeightHead, WeightManifest
-from headrace.weights import chain, codec, release, sparse, state
-from headrace.weights.chunks import Packer, frames
-from headrace.weights.codec import CODECS, Frame, Place
-from headrace.weights.encoding import Encoding, Piece
-from headrace.weights.release import Sink
-from headrace.weights.shadow import Refused, check_chunk
+from headrace.messages.weights import WeightHead, WeightManifest, WeightSquash
+from headrace.weights import chain, state
+from headrace.weights.codecs import codec, ulp_delta
+from headrace.weights.codecs.chunks import Packer, frames
+from headrace.weights.codecs.codec import CODECS, Frame, Place
+from headrace.weights.codecs.ulp_delta import Positions
+from headrace.weights.publishing import release
+from headrace.weights.publishing.encoding import Encoding, Piece
+from headrace.weights.publishing.release import Sink
+from headrace.weights.receiving.staging import BrokenVersion, check_chunk
 from headrace.weights.signing import Signer, Trust, digest, sealed
 from headrace.weights.snapshot import Snapshot
-from headrace.weights.sparse import Positions
 from headrace.weights.state import Bits, WeightError
 
 
-class Apart(WeightError):
+class NotComposable(WeightError):
     """These deltas cannot be composed without the weights that they change."""
 
 
 async def span(
-    source: chain.Source, commit: WeightHead, count: int, trust: Trust | None = None
+    source: chain.StreamSource, commit: WeightHead, count: int, trust: Trust | None = None
 ) -> list[WeightManifest]:
-    """The manifests of the last `count` deltas up to a commit, oldest first; fewer where an anchor comes before."""
+    """The manifests of the last `count` deltas up to a commit, oldest first; fewer where a full snapshot comes
+    before."""
     found: list[WeightManifest] = []
     current = await chain.manifest(source, commit.run, commit.manifest_seq, trust)
     while current.base_version >= 0 and len(found) < count:
@@ -51,7 +55,7 @@ async def span(
 
 
 async def publish(
-    bus: chain.Source,
+    bus: chain.StreamSource,
     sink: Sink,
     commit: WeightHead,
     *,
@@ -59,11 +63,11 @@ async def publish(
     name: str = "d8-zstd",
     signer: Signer | None = None,
     trust: Trust | None = None,
-) -> WeightFold:
-    """Fold the last `count` deltas up to a commit and store the result. Refused when there are not even two."""
+) -> WeightSquash:
+    """Squash the last `count` deltas up to a commit and store the result. BrokenVersion when there are not even two."""
     deltas = await span(bus, commit, count, trust)
     if len(deltas) < 2:
-        raise Refused(f"version {commit.version} follows {len(deltas)} deltas: there is nothing to fold")
+        raise BrokenVersion(f"version {commit.version} follows {len(deltas)} deltas: there is nothing to squash")
     first, last = deltas[0], deltas[-1]
     base = await chain.manifest(bus, commit.run, first.base_seq, trust)
     begin = len(last.chunks)
@@ -71,12 +75,12 @@ async def publish(
         pieces, figures = await compose(bus, deltas, base, name)
         infos = await release.store(sink, iter(pieces), commit.run, last.version, first=begin)
         changed, wire = figures
-    except Apart:
-        with tempfile.TemporaryDirectory(prefix="headrace-fold-") as text:
+    except NotComposable:
+        with tempfile.TemporaryDirectory(prefix="headrace-squash-") as text:
             files = Path(text) / "base", Path(text) / "target"
             older = await chain.plan(bus, sealed(_commit_of(base, first.base_seq, commit), signer), trust=trust)
             await chain.build(bus, older, files[0])
-            await chain.build(bus, chain.Plan(tuple(deltas), files[0]), files[1])
+            await chain.build(bus, chain.BuildPlan(tuple(deltas), files[0]), files[1])
             count_of_shards = 1 + max((info.shard for info in last.tensors), default=0)
             encoding = Encoding(Snapshot(files[1]), Snapshot(files[0]), name=name, shards=count_of_shards)
             infos = await release.upload(sink, encoding, commit.run, last.version, first=begin)
@@ -89,7 +93,7 @@ async def publish(
         step=last.step,
         tensors=last.tensors,
         chunks=tuple(infos),
-        slab_hashes=last.slab_hashes,
+        block_hashes=last.block_hashes,
         state_hash=last.state_hash,
         base_hash=base.state_hash,
         parent=digest(base),
@@ -102,7 +106,7 @@ async def publish(
     )
     where = subjects.WEIGHT_MANIFEST.at(run=commit.run, version=last.version)
     seq = await sink.publish(where, sealed(manifest, signer))
-    record = WeightFold(
+    record = WeightSquash(
         run=commit.run,
         version=last.version,
         state_hash=last.state_hash,
@@ -112,33 +116,33 @@ async def publish(
         wire_bytes=wire,
     )
     record = sealed(record, signer)
-    await sink.publish(subjects.WEIGHT_FOLD.at(run=commit.run), record)
+    await sink.publish(subjects.WEIGHT_SQUASH.at(run=commit.run), record)
     return record
 
 
 def _commit_of(manifest: WeightManifest, seq: int, later: WeightHead) -> WeightHead:
-    """What stands for the head record of a version on the way; it is never published."""
+    """A stand-in for the head record of an intermediate version; it is never published."""
     return WeightHead(
         run=manifest.run,
         version=manifest.version,
         manifest_seq=seq,
         state_hash=manifest.state_hash,
-        anchor_version=later.anchor_version,
-        anchor_seq=later.anchor_seq,
+        full_version=later.full_version,
+        full_seq=later.full_seq,
     )
 
 
 async def compose(
-    source: chain.Source, deltas: Sequence[WeightManifest], base: WeightManifest, name: str = "d8-zstd"
+    source: chain.StreamSource, deltas: Sequence[WeightManifest], base: WeightManifest, name: str = "d8-zstd"
 ) -> tuple[list[Piece], tuple[int, int]]:
     """The chunks of the sum of deltas, as (shard, chunk), and how many elements change and bytes they take.
 
-    base: the manifest of the version that the first delta is based on. Apart when a frame does not compose, Refused
-    when a chunk is not what its manifest names.
+    base: the manifest of the version that the first delta is based on. NotComposable when a frame does not compose,
+    BrokenVersion when a chunk is not what its manifest names.
     """
     last = deltas[-1]
     if CODECS[name].sparse != codec.SPARSE or any(delta.tensors != base.tensors for delta in deltas):
-        raise Apart("d10 needs the base's exponents, and other tensors another state")
+        raise NotComposable("a context delta needs the base's exponents, and other tensors need another state")
     units = state.units(last.tensors)
     pieces: list[Piece] = []
     changed = 0
@@ -152,10 +156,10 @@ async def compose(
             if not found:
                 continue
             dtype = last.tensors[unit[0].tensor].dtype
-            before, after = (state.unit_hash(unit, one.slab_hashes) for one in (base, last))
+            before, after = (state.unit_hash(unit, one.block_hashes) for one in (base, last))
             place, kind = Place(index, dtype, before, after), state.unsigned(dtype)
             size = sum(part.items for part in unit)
-            for data, items in await asyncio.to_thread(_folded, place, found, kind, size, CODECS[name].method):
+            for data, items in await asyncio.to_thread(_squashed, place, found, kind, size, CODECS[name].method):
                 changed += items
                 chunk = packer.add(data)
                 if chunk is not None:
@@ -169,13 +173,13 @@ async def compose(
 class _Reader:
     """The frames of one delta's shard, unit by unit in order, as they come out of the stream."""
 
-    def __init__(self, source: chain.Source, of: WeightManifest, shard: int):
+    def __init__(self, source: chain.StreamSource, of: WeightManifest, shard: int):
         self._frames = self._read(source, of, shard)
         self._next: Frame | None = None
         self._ended = False
 
     @staticmethod
-    async def _read(source: chain.Source, of: WeightManifest, shard: int) -> AsyncIterator[Frame]:
+    async def _read(source: chain.StreamSource, of: WeightManifest, shard: int) -> AsyncIterator[Frame]:
         for info in of.chunks:
             if info.shard == shard:
                 data = await chain.chunk(source, of, info)
@@ -198,21 +202,21 @@ class _Reader:
         return out
 
 
-def _folded(
+def _squashed(
     place: Place, found: Sequence[Frame], kind: np.dtype[np.unsignedinteger], size: int, method: int
 ) -> list[tuple[bytes, int]]:
     """The frames of the sum of a unit's frames, as they travel, and how many elements each changes."""
     at, differences = _sum(found, kind)
-    summed = codec.encode_differences(place, at, sparse.zigzag(differences), size, method)
+    summed = codec.encode_differences(place, at, ulp_delta.zigzag(differences), size, method)
     return [(codec.to_bytes(frame), items) for frame, items in summed]
 
 
 def _sum(found: Sequence[Frame], kind: np.dtype[np.unsignedinteger]) -> tuple[Positions, Bits]:
-    """Positions, ascending, and the sum of all differences there, without those that came to nothing."""
+    """Positions, ascending, and the sum of all differences there, without zeros."""
     try:
         parts = [codec.differences(frame, kind) for frame in found]
     except WeightError as error:
-        raise Apart(str(error)) from None
+        raise NotComposable(str(error)) from None
     at = np.concatenate([part[0] for part in parts])
     difference = np.concatenate([part[1] for part in parts])
     order = np.argsort(at, kind="stable")

@@ -1,11 +1,11 @@
 """The readiness ledger: which replica runs which version since when, and what every node holds ready.
 
-The idea: receivers and rollout actors say so already, with WeightsStaged and WeightsSwapped on HR_EVENT, and the stream
-stamps the time. The ledger is a fold over these messages, so curriculum, trainer and operators see the same one, no
-second record can disagree with the first, and the past can be asked too. A replica's region is that of its node.
+The idea: receivers and rollout actors publish WeightsStaged and WeightsSwapped on HR_EVENT, and the stream stamps the
+time. The ledger is computed from these messages alone, so curriculum, trainer and operators agree, no second record can
+disagree with the first, and earlier moments can be queried too. A replica's region is that of its node.
 
-Trade-off: a replica that died stays with its last version; whoever needs to know who lives asks HR_PRESENCE, which the
-caller hands in.
+Trade-off: a replica that died keeps its last version here; a caller that needs the living ones reads HR_PRESENCE and
+passes their names.
 """
 
 from collections.abc import AsyncIterator, Container
@@ -32,8 +32,8 @@ class Stored(Protocol):
         """When it was stored, in seconds since the epoch."""
 
 
-class Source(Protocol):
-    """What the ledger needs of a bus."""
+class StreamSource(Protocol):
+    """The part of a bus that the ledger needs."""
 
     def history(self, stream: str, *filters: str, start: int = 1) -> AsyncIterator[Stored]:
         """All messages on the filters so far, in order."""
@@ -42,7 +42,7 @@ class Source(Protocol):
         """History, then live."""
 
 
-class Copy(msgspec.Struct, frozen=True, kw_only=True):
+class NodeCopy(msgspec.Struct, frozen=True, kw_only=True):
     """A node's newest verified file."""
 
     node: str
@@ -68,23 +68,23 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     pause_ms: float
 
 
-class Ledger:
-    """What the messages so far say; `hear` them in their order."""
+class ReadinessLedger:
+    """The state after the messages so far; `hear` takes them in their order."""
 
     def __init__(self) -> None:
-        self.copies: dict[str, Copy] = {}
+        self.copies: dict[str, NodeCopy] = {}
         """By node."""
         self._swaps: dict[str, tuple[WeightsSwapped, float]] = {}
 
     def hear(self, message: Message, time: float) -> bool:
-        """Take one message in, stored at `time`; whether the ledger now says something else."""
+        """Apply one message, stored at `time`; whether the ledger changed."""
         if isinstance(message, WeightsStaged):
             known = self.copies.get(message.node)
-            # An old version that an evaluation pinned is staged again: the node still holds the newer one.
+            # An evaluation may pin an old version, which is then staged again; the node still holds the newer one.
             if known is not None and message.version < known.version:
                 return False
             same = known is not None and (known.version, known.state_hash) == (message.version, message.state_hash)
-            self.copies[message.node] = Copy(
+            self.copies[message.node] = NodeCopy(
                 node=message.node,
                 region=message.region,
                 version=message.version,
@@ -129,15 +129,16 @@ class Ledger:
 
 
 class Laggards:
-    """Replicas that have served less than was asked of them for too long; each is told once until it has caught up."""
+    """Replicas that have served an older version than required for too long; each is reported once until it catches
+    up."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._since: dict[str, float] = {}
         self._told: set[str] = set()
 
-    def overdue(self, ledger: Ledger, alive: Container[str], wanted: int, now: float) -> list[Replica]:
-        """Those to be told now, of the replicas in `alive`; wanted: the version asked of them; now: seconds."""
+    def overdue(self, ledger: ReadinessLedger, alive: Container[str], wanted: int, now: float) -> list[Replica]:
+        """The replicas in `alive` to report now; wanted: the version required of them; now: seconds."""
         behind = [one for one in ledger.replicas() if one.version < wanted and one.replica in alive]
         self._since = {one.replica: self._since.get(one.replica, now) for one in behind}
         self._told.intersection_update(self._since)
@@ -155,17 +156,17 @@ def _filters(run: str) -> list[str]:
     return [EVENT.where(run=run, type=kind.type_name) for kind in (WeightsStaged, WeightsSwapped)]
 
 
-async def read(source: Source, run: str) -> Ledger:
+async def read(source: StreamSource, run: str) -> ReadinessLedger:
     """The ledger as of now."""
-    ledger = Ledger()
+    ledger = ReadinessLedger()
     async for stored in source.history(STREAM, *_filters(run)):
         ledger.hear(stored.message, stored.time)
     return ledger
 
 
-async def follow(source: Source, run: str) -> AsyncIterator[Ledger]:
-    """The same ledger again after every change, from the first message on, for ever."""
-    ledger = Ledger()
+async def follow(source: StreamSource, run: str) -> AsyncIterator[ReadinessLedger]:
+    """The same ledger after every change, from the first message on, without an end."""
+    ledger = ReadinessLedger()
     async for stored in source.follow(STREAM, *_filters(run)):
         if ledger.hear(stored.message, stored.time):
             yield ledger

@@ -1,18 +1,18 @@
-"""The shadow: a version in the making beside the one that is served, and the checks that let it out.
+"""Staging: a version that is built beside the one that is served, and the checks that it must pass.
 
-The idea: one unit (a slab, or a run of small ones) at a time lies open in a buffer that stays in the processor's
-cache: copied from the base, changed by its frames, hashed, written into a temporary snapshot file. A chain's later
-manifests read it back from there. The file gets the version's name only when every slab's hash equals the manifest's:
-a version is never there in part.
+The idea: one unit (a block, or a run of small ones) at a time is open in a buffer that stays in the processor's cache:
+copied from the base, changed by its frames, hashed, written into a temporary snapshot file. Later manifests of a chain
+read it back from there. The file gets the version's name only when every block's hash equals the manifest's, so a
+partial version never has a name.
 
-What is checked when: a chunk's sha256 before it is opened; a frame's place, and the slab hashes it names, before it is
-applied; every slab of the last version after that. Versions on the way of a chain are not hashed: whatever went wrong
-there shows in the last.
+Checks: a chunk's sha256 before it is opened; a frame's place, and the block hashes that it names, before it is applied;
+every block of the last version after that. Intermediate versions of a chain are not hashed: an error in one of them
+shows in the last.
 
-A node that needs some shards builds a file of their tensors alone, from their chunks alone; every slab in it is checked
+A node that needs some shards builds a file of only their tensors from only their chunks; every block in it is checked
 against the same manifest.
 
-Trade-off: a unit whose frames come scattered is read back each time; senders put them one after the other.
+Trade-off: a unit whose frames arrive scattered is read back each time; senders send them one after the other.
 """
 
 import hashlib
@@ -24,59 +24,62 @@ from typing import Self
 import numpy as np
 
 from headrace.messages.weights import ChunkInfo, WeightManifest
-from headrace.weights import codec, state
 from headrace.weights import shards as sharding
-from headrace.weights.chunks import frames
+from headrace.weights import state
+from headrace.weights.codecs import codec
+from headrace.weights.codecs.chunks import frames
 from headrace.weights.snapshot import Draft, Snapshot
 from headrace.weights.state import HASH_BYTES, Bits, Part, WeightError
 
 
-class Damaged(WeightError):
-    """A chunk is not what its manifest says: fetching it again may help."""
+class DamagedChunk(WeightError):
+    """A chunk differs from its manifest: fetching it again may help."""
 
 
-class Refused(WeightError):
-    """A version cannot be built from what was given: its base, or the version itself, is broken."""
+class BrokenVersion(WeightError):
+    """A version cannot be built: its base, a frame or the version itself is broken."""
 
 
 def check_manifest(manifest: WeightManifest) -> None:
-    """Refused when a manifest contradicts itself."""
+    """BrokenVersion when a manifest contradicts itself."""
     if any(side < 0 for info in manifest.tensors for side in info.shape):
-        raise Refused(f"the manifest of version {manifest.version} has a tensor of negative size")
-    if len(manifest.slab_hashes) != sum(map(state.slab_count, manifest.tensors)) * HASH_BYTES:
-        raise Refused(f"the manifest of version {manifest.version} has hashes for other slabs than its tensors have")
-    if state.root(manifest.tensors, manifest.slab_hashes) != manifest.state_hash:
-        raise Refused(f"the slab hashes of version {manifest.version} do not give its state hash")
+        raise BrokenVersion(f"the manifest of version {manifest.version} has a tensor of negative size")
+    if len(manifest.block_hashes) != sum(map(state.block_count, manifest.tensors)) * HASH_BYTES:
+        raise BrokenVersion(
+            f"the manifest of version {manifest.version} has hashes for other blocks than its tensors have"
+        )
+    if state.root(manifest.tensors, manifest.block_hashes) != manifest.state_hash:
+        raise BrokenVersion(f"the block hashes of version {manifest.version} do not give its state hash")
 
 
 def check_chunk(manifest: WeightManifest, info: ChunkInfo, data: bytes) -> None:
-    """Damaged when a chunk is not the one that the manifest names."""
+    """DamagedChunk when a chunk is not the one that the manifest names."""
     found = hashlib.sha256(data).hexdigest()
     if found != info.sha256:
-        raise Damaged(
+        raise DamagedChunk(
             f"chunk {info.seq} of version {manifest.version} (sequence {info.stream_seq}) does not match its manifest: "
             f"sha256 {found[:12]}, {len(data)} bytes, instead of {info.sha256[:12]}, {info.bytes} bytes"
         )
 
 
-class Shadow:
+class StagedFile:
     """Builds one file by applying manifests in chain order; `finish` verifies and gives it its name."""
 
     def __init__(
         self, path: str | Path, first: WeightManifest, base: Snapshot | None, shards: frozenset[int] | None = None
     ):
-        """`first` is the first manifest that will be applied; its base is `base`, or None when it is an anchor.
+        """`first` is the first manifest that will be applied; its base is `base`, or None when it is a full snapshot.
 
         shards: the file holds the tensors of these shards; None means all. A base may hold more than it needs to.
         """
         check_manifest(first)
         if (base is None) != (first.base_version < 0):
-            raise Refused(f"version {first.version} {'needs a base' if base is None else 'is an anchor'}")
+            raise BrokenVersion(f"version {first.version} {'needs a base' if base is None else 'is a full snapshot'}")
         needed = sharding.chosen(first.tensors, shards)
         if not needed and first.tensors:
-            raise Refused(f"version {first.version} has no shards {sorted(shards or ())}")
+            raise BrokenVersion(f"version {first.version} has no shards {sorted(shards or ())}")
         if base is not None and not (base.tensors == needed if shards is None else set(base.tensors) >= set(needed)):
-            raise Refused(f"{base.path.name} does not hold the tensors of version {first.version}")
+            raise BrokenVersion(f"{base.path.name} does not hold the tensors of version {first.version}")
         self._base, self._manifest, self._shards = base, first, shards
         self._draft = Draft(path, needed)
         self.path = self._draft.path
@@ -92,7 +95,7 @@ class Shadow:
         sizes = (sum(part.items for part in unit) * self._kind(unit[0]).itemsize for unit in self._units)
         self._buffer = np.empty(max(sizes, default=0), np.uint8)
         self._hashes = b""
-        """Slab hashes that the state has by the last manifest; empty before the first delta."""
+        """Block hashes that the state has by the last manifest; empty before the first delta."""
         self._done: set[tuple[int, int]] = set()
         self._last = True
 
@@ -100,7 +103,7 @@ class Shadow:
         return state.unsigned(self._manifest.tensors[part.tensor].dtype)
 
     def begin(self, manifest: WeightManifest) -> None:
-        """Go on to the next manifest of the chain. Refused when it does not follow from the one before."""
+        """Go on to the next manifest of the chain. BrokenVersion when it does not follow from the one before."""
         before = self._manifest
         if manifest is before:
             return
@@ -108,8 +111,8 @@ class Shadow:
         self._complete()
         self._close()
         if manifest.base_hash != before.state_hash or manifest.tensors != before.tensors:
-            raise Refused(f"version {manifest.version} is not a delta to version {before.version}")
-        self._manifest, self._hashes, self._done = manifest, before.slab_hashes, set()
+            raise BrokenVersion(f"version {manifest.version} is not a delta to version {before.version}")
+        self._manifest, self._hashes, self._done = manifest, before.block_hashes, set()
         self._verified = [False] * len(self._units)
 
     def wants(self, info: ChunkInfo) -> bool:
@@ -120,7 +123,7 @@ class Shadow:
         """Apply a chunk of the current manifest. One that is there already is skipped.
 
         last: this manifest is the chain's last, so units are verified as they are written.
-        Damaged when the chunk is not what the manifest names; Refused when its frames do not fit.
+        DamagedChunk when the chunk is not what the manifest names; BrokenVersion when its frames do not fit.
         """
         if (info.shard, info.seq) in self._done:
             return
@@ -129,23 +132,23 @@ class Shadow:
         try:
             for frame in frames(data):
                 self._apply(frame, info.shard)
-        except Refused:
+        except BrokenVersion:
             raise
         except WeightError as error:
-            raise Refused(f"chunk {info.seq} of version {self._manifest.version}: {error}") from None
+            raise BrokenVersion(f"chunk {info.seq} of version {self._manifest.version}: {error}") from None
         self._done.add((info.shard, info.seq))
 
     def _apply(self, frame: codec.Frame, shard: int) -> None:
         manifest = self._manifest
         if not 0 <= frame.unit < len(self._units):
-            raise Refused(f"a frame for unit {frame.unit} of {len(self._units)}")
+            raise BrokenVersion(f"a frame for unit {frame.unit} of {len(self._units)}")
         unit = self._units[frame.unit]
         if manifest.tensors[unit[0].tensor].shard != shard or not self._mine[frame.unit]:
-            raise Refused(f"a frame of {self._name(unit)} does not belong to shard {shard}")
-        if frame.target != state.unit_hash(unit, manifest.slab_hashes):
-            raise Refused(f"a frame of {self._name(unit)} belongs to another version than {manifest.version}")
+            raise BrokenVersion(f"a frame of {self._name(unit)} does not belong to shard {shard}")
+        if frame.target != state.unit_hash(unit, manifest.block_hashes):
+            raise BrokenVersion(f"a frame of {self._name(unit)} belongs to another version than {manifest.version}")
         if frame.base and self._hashes and frame.base != state.unit_hash(unit, self._hashes):
-            raise Refused(f"a frame of {self._name(unit)} was made for another base than {manifest.base_version}")
+            raise BrokenVersion(f"a frame of {self._name(unit)} was made for another base than {manifest.base_version}")
         if self._open != frame.unit:
             self._close()
             self._load(frame.unit)
@@ -163,7 +166,7 @@ class Shadow:
         return self._buffer[: sum(part.items for part in unit) * kind.itemsize].view(kind)
 
     def _parts(self, index: int) -> Iterator[tuple[Part, Bits]]:
-        """The slabs of a unit with their bits in the buffer."""
+        """The blocks of a unit with their bits in the buffer."""
         view, at = self._view(index), 0
         for part in self._units[index]:
             yield part, view[at : at + part.items]
@@ -187,21 +190,21 @@ class Shadow:
             return
         good = self._last
         for part, view in self._parts(index):
-            good = good and state.slab_hash(view) == self._wanted(part)
+            good = good and state.block_hash(view) == self._wanted(part)
             self._draft.write(self._at[part.tensor], part.start, view)
         self._verified[index], self._written[index] = good, True
 
     def _wanted(self, part: Part) -> bytes:
-        return self._manifest.slab_hashes[part.slab * HASH_BYTES : (part.slab + 1) * HASH_BYTES]
+        return self._manifest.block_hashes[part.block * HASH_BYTES : (part.block + 1) * HASH_BYTES]
 
     def _verify(self, index: int) -> None:
         """A unit as it will be in the file: one from the base that nothing touched is written on the way."""
         self._load(index)
         self._open = -1
         for part, view in self._parts(index):
-            if state.slab_hash(view) != self._wanted(part):
-                raise Refused(
-                    f"version {self._manifest.version}: slab {part.slab} ({self._manifest.tensors[part.tensor].name} "
+            if state.block_hash(view) != self._wanted(part):
+                raise BrokenVersion(
+                    f"version {self._manifest.version}: block {part.block} ({self._manifest.tensors[part.tensor].name} "
                     f"from element {part.start}) does not hash to what the manifest says; its base or a frame is broken"
                 )
             if not self._written[index]:
@@ -211,10 +214,10 @@ class Shadow:
         wanted = (info for info in self._manifest.chunks if self.wants(info))
         missing = [info.seq for info in wanted if (info.shard, info.seq) not in self._done]
         if missing:
-            raise Refused(f"version {self._manifest.version} lacks chunks {missing[:8]}")
+            raise BrokenVersion(f"version {self._manifest.version} lacks chunks {missing[:8]}")
 
     def finish(self) -> str:
-        """Verify every slab, give the file its name, return the state hash. Refused leaves no file."""
+        """Verify every block, give the file its name, return the state hash. BrokenVersion leaves no file."""
         self._complete()
         self._close()
         for index, verified in enumerate(self._verified):

@@ -1,7 +1,7 @@
-"""The versions that a node holds as files: verified when they were written, verified again after a restart.
+"""The versions that a node holds as files: verified when they are written and again after a restart.
 
-One folder, one writer: ``<version>.safetensors`` per version. A file whose bits do not give the hash that its builder
-wrote down is not on the shelf.
+One folder, one writer: ``<version>.safetensors`` per version. A file whose bits do not give the recorded hash does not
+count as held.
 """
 
 import os
@@ -13,7 +13,7 @@ from headrace.weights import snapshot
 from headrace.weights.state import WeightError
 
 
-class Shelf:
+class SnapshotStore:
     """Files of versions in one folder, by version and state hash."""
 
     def __init__(self, folder: str | Path):
@@ -22,7 +22,7 @@ class Shelf:
         self._hashes: dict[int, str] = {}
 
     def scan(self) -> dict[int, str]:
-        """Take stock after a start: hash every file, remove half-written and unreadable ones. Version to state hash."""
+        """Hash every file after a start and remove half-written and unreadable ones. Version to state hash."""
         self._hashes = {}
         self.folder.mkdir(parents=True, exist_ok=True)
         for part in self.folder.glob(".*.part"):
@@ -36,23 +36,24 @@ class Shelf:
         return dict(self._hashes)
 
     def path(self, version: int) -> Path:
-        """Where a version's file lies, or would."""
+        """The path of a version's file, whether it exists or not."""
         return self.folder / f"{version}.safetensors"
 
     def find(self, version: int, state_hash: str) -> Path | None:
-        """The file of exactly this state, if it is here."""
+        """The file of exactly this state; None when the node does not hold it."""
         path = self.path(version)
         return path if self._hashes.get(version) == state_hash and path.exists() else None
 
     def put(self, version: int, state_hash: str) -> Path:
-        """Note a verified file that now lies at `path(version)`."""
+        """Record that `path(version)` is a verified file of this state."""
         self._hashes[version] = state_hash
         return self.path(version)
 
     def take(self, source: str | Path, version: int) -> Path:
-        """Another's file under our name: a hard link, so its owner may delete his; a copy across file systems.
+        """Link another owner's file under this store's name, so that the owner may delete its own; copy across file
+        systems.
 
-        The caller verifies it and then says `put`. FileNotFoundError when it is gone.
+        The caller verifies it and then calls `put`. FileNotFoundError when the source is gone.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.path(version)
@@ -71,11 +72,11 @@ class Shelf:
         return path
 
     def versions(self) -> list[int]:
-        """Versions on the shelf, ascending."""
+        """Versions in the store, ascending."""
         return sorted(self._hashes)
 
     def drop(self, versions: Iterable[int]) -> None:
-        """Remove versions; whoever has one mapped keeps it."""
+        """Remove versions; a process that has one mapped keeps its mapping."""
         for version in versions:
             self._hashes.pop(version, None)
             self.path(version).unlink(missing_ok=True)

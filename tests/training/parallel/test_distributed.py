@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 
-from headrace.training import distributed
+from headrace.training.gradient import Recipe
+from headrace.training.micro_batch import micro_batches
+from headrace.training.parallel import distributed
 from headrace.training.state import TrainerState
-from headrace.training.step import micro_batches, take
+from headrace.training.step import take
 from headrace.weights import snapshot
 from headrace.weights.state import state_hash
-from tests.training.distributed_play import ALGORITHM, MICRO_TOKENS, algorithm, data, policy, told
-from tests.training.world import model
+from tests.support.distributed import ALGORITHM, MICRO_TOKENS, algorithm, data, policy, told
+from tests.support.paths import ROOT
+from tests.support.world import model
 
 pytestmark = pytest.mark.timeout(600)
-ROOT = Path(__file__).resolve().parents[2]
 Steps = list[dict[str, Any]]
 
 
@@ -25,7 +27,7 @@ def torchrun(processes: int, folder: Path, *words: str) -> tuple[Steps, str]:
     """The steps that these processes took, and the hash of what they published."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "tests.training.distributed_play", str(folder), *words]
+    command += ["-m", "tests.support.distributed", str(folder), *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((folder / f"steps{int('resume' in words)}.json").read_text())
@@ -37,7 +39,7 @@ def alone(*words: str) -> tuple[Steps, TrainerState]:
     state, made = TrainerState(policy(words)), data()
     steps: Steps = []
     for _ in range(4):
-        out = take(state, made, algorithm=algorithm(words), micro_tokens=MICRO_TOKENS, bound=9)
+        out = take(state, made, Recipe(algorithm(words), MICRO_TOKENS, bound=9))
         steps.append(told(out))
     return steps, state
 
@@ -69,7 +71,7 @@ def test_two_processes_are_one_bit_for_bit(tmp_path: Path) -> None:
     resumed = TrainerState(model(9))
     distributed.load(resumed, tmp_path / "checkpoint")
     assert (resumed.version, resumed.step, resumed.hash()) == (3, 3, want[2]["hash"])
-    again = take(resumed, made, algorithm=ALGORITHM, micro_tokens=MICRO_TOKENS, bound=9)
+    again = take(resumed, made, Recipe(ALGORITHM, MICRO_TOKENS, bound=9))
     assert again.state_hash == want[3]["hash"], "the moments came along too"
 
 
@@ -112,9 +114,9 @@ def test_four_processes_and_another_number_on_resume(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_checkpoint_of_one_process_starts_two(tmp_path: Path) -> None:
     state, made = TrainerState(model()), data()
-    take(state, made, algorithm=ALGORITHM, micro_tokens=MICRO_TOKENS, bound=9)
+    take(state, made, Recipe(ALGORITHM, MICRO_TOKENS, bound=9))
     distributed.save(state, tmp_path / "checkpoint")
     found, _ = torchrun(2, tmp_path, "resume")
     assert found[0]["hash"] == state.hash() == state_hash(state.published())
-    take(state, made, algorithm=ALGORITHM, micro_tokens=MICRO_TOKENS, bound=9)
+    take(state, made, Recipe(ALGORITHM, MICRO_TOKENS, bound=9))
     assert found[1]["hash"] == state.hash()

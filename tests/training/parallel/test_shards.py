@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from headrace.training.shards import Shards, backward, shares
+from headrace.training.parallel.shards import Shards, backward, shares
+from tests.support.world import model
 from tests.training.test_mid_training import Text
-from tests.training.world import model
 
 TEXTS = [Text([300, *range(20 + n, 30 + n)]) for n in range(12)]
 
@@ -80,8 +80,8 @@ def test_weights_survive_the_shared_memory() -> None:
 def test_a_helper_does_not_outlive_its_parent() -> None:
     script = (
         "import sys, time\n"
-        "from headrace.training.shards import Shards\n"
-        "from tests.training.world import model\n"
+        "from headrace.training.parallel.shards import Shards\n"
+        "from tests.support.world import model\n"
         "shards = Shards(model(), 2).__enter__()\n"
         "print(shards._helpers[0]._process.pid, flush=True)\n"
         "time.sleep(60)\n"

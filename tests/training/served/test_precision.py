@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from headrace.config import Policy
-from headrace.policy import checkpoint
 from headrace.policy.config import CheckpointError, Dtype, PolicyConfig
+from headrace.policy.layout import checkpoint, hugging_face
 from headrace.policy.model import Model
 from headrace.training.state import TrainerState
 from headrace.weights import snapshot
 from headrace.weights.state import state_hash
-from tests.engines.play import Versions, prompts, session
-from tests.policy import tiny
 from tests.policy.test_families import latent
+from tests.support import tiny
+from tests.support.engines import Versions, prompts, session
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 
@@ -97,7 +97,7 @@ def test_checkpoints_in_both_precisions(tmp_path: Path) -> None:
     back.load_state(tensors)
     assert state_hash(back.state()) == state_hash(rough.state())
     checkpoint.save(tmp_path / "plain", tiny.model(tiny.config()), tiny.config())
-    asked = PolicyConfig.from_section(Policy(checkpoint=str(tmp_path / "plain"), expert_format="mxfp8"))
+    asked = hugging_face.from_section(Policy(checkpoint=str(tmp_path / "plain"), expert_format="mxfp8"))
     assert asked == config()
     cast = Model(asked, rough.numerics, seed=None)
     cast.load_state(checkpoint.load(tmp_path / "plain")[1])

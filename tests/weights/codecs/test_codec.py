@@ -7,11 +7,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.weights import chunks, codec, context, sparse, state
-from headrace.weights.codec import CODECS, CONTEXT, DIFFERENCE, FULL, SPARSE, Frame, Place, Recipe
+from headrace.weights import state
+from headrace.weights.codecs import chunks, codec, context_delta, ulp_delta
+from headrace.weights.codecs.codec import CODECS, CONTEXT, DIFFERENCE, FULL, SPARSE, Frame, Place, Recipe
+from headrace.weights.codecs.streams import ZSTD
 from headrace.weights.state import Bits, WeightError
-from headrace.weights.streams import ZSTD
-from tests.weights.samples import DENSITIES, stepped, weights
+from tests.support.weights import DENSITIES, stepped, weights
 
 DTYPE = {1: "F8_E4M3", 2: "BF16", 4: "F32"}
 
@@ -27,7 +28,7 @@ def encoded(base: Bits | None, target: Bits, recipe: Recipe = CODECS["d8-zstd"],
 
 
 def halves(bits: Bits) -> list[Bits]:
-    """A unit of two slabs, or of one when it is tiny."""
+    """A unit of two blocks, or of one when it is tiny."""
     return [bits[: bits.size // 3], bits[bits.size // 3 :]] if bits.size > 3 else [bits]
 
 
@@ -77,15 +78,15 @@ def test_special_values_of_bf16_to_each_other() -> None:
 def every_code(base: Bits, target: Bits, dtype: str, method: int) -> dict[int, int]:
     """Bytes of the frames that each code makes of a unit."""
     place = Place(0, dtype, b"b" * 16, b"t" * 16)
-    at, old, new = sparse.changes(base, target)
-    folded = sparse.fold(old, new)
+    at, old, new = ulp_delta.changes(base, target)
+    zigzagged = ulp_delta.zigzag_difference(old, new)
     made = {
         FULL: codec._dense(place, FULL, base, target, method),
         DIFFERENCE: codec._dense(place, DIFFERENCE, base, target, method),
-        SPARSE: codec._sparse(place, SPARSE, at, folded, [base], method),
+        SPARSE: codec._sparse(place, SPARSE, at, zigzagged, [base], method),
     }
-    if dtype in context.EXPONENTS and at.size:
-        made[CONTEXT] = codec._sparse(place, CONTEXT, at, folded, [base], method)
+    if dtype in context_delta.EXPONENTS and at.size:
+        made[CONTEXT] = codec._sparse(place, CONTEXT, at, zigzagged, [base], method)
     return {code: sum(len(codec.to_bytes(frame)) for frame, _ in frames) for code, frames in made.items()}
 
 
@@ -171,7 +172,7 @@ def test_rl_steps_reach_the_ratio_that_was_measured() -> None:
 
 def test_a_unit_that_is_too_full_for_one_frame_is_cut() -> None:
     rng = np.random.default_rng(15)
-    base = weights(rng, state.SLAB)
+    base = weights(rng, state.BLOCK)
     target = stepped(rng, base, 0.1)
     frames = encoded(base, target)
     assert len(frames) > 1

@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.weights import context, sparse
+from headrace.weights.codecs import context_delta, ulp_delta
+from headrace.weights.codecs.streams import ZSTD, Stream, pack
 from headrace.weights.state import Bits, WeightError
-from headrace.weights.streams import ZSTD, Stream, pack
-from tests.weights.samples import weights
+from tests.support.weights import weights
 
 
 def adam(rng: np.random.Generator, base: Bits, rate: float) -> Bits:
@@ -24,8 +24,10 @@ def adam(rng: np.random.Generator, base: Bits, rate: float) -> Bits:
 
 
 def coded(base: Bits, target: Bits, dtype: str = "BF16") -> tuple[tuple[Stream, ...], int]:
-    at, old, new = sparse.changes(base, target)
-    return context.encode(context.exponents(base, dtype), at, sparse.fold(old, new), ZSTD), at.size
+    at, old, new = ulp_delta.changes(base, target)
+    return context_delta.encode(
+        context_delta.exponents(base, dtype), at, ulp_delta.zigzag_difference(old, new), ZSTD
+    ), at.size
 
 
 def test_ranks_and_selection_are_each_others_inverse() -> None:
@@ -33,7 +35,7 @@ def test_ranks_and_selection_are_each_others_inverse() -> None:
     for count in (1, 63, 64, 65, 10_000):
         fields = rng.integers(100, 110, count, dtype=np.uint8)
         for low, high in ((100, 109), (104, 104), (107, 255), (0, 3)):
-            members = context._Members(fields, low, high)
+            members = context_delta._Members(fields, low, high)
             inside = np.flatnonzero((fields >= low) & (fields <= high))
             assert np.array_equal(members.rank(inside), np.arange(inside.size))
             assert np.array_equal(members.select(np.arange(inside.size)), inside)
@@ -47,20 +49,23 @@ def test_it_is_exact_and_smaller_than_the_plain_code(rate: float) -> None:
     base = weights(rng, 600_000)
     target = adam(rng, base, rate)
     streams, items = coded(base, target)
-    at, folded = context.decode(context.exponents(base, "BF16"), streams, items, base.dtype)
+    at, zigzagged = context_delta.decode(context_delta.exponents(base, "BF16"), streams, items, base.dtype)
     out = base.copy()
-    out[at] += sparse.unfold(folded)
+    out[at] += ulp_delta.unzigzag(zigzagged)
     assert np.array_equal(out, target)
-    changed, old, new = sparse.changes(base, target)
-    plain = (pack(sparse.gaps_of(changed), ZSTD), *sparse.pack_values(sparse.fold(old, new), ZSTD))
+    changed, old, new = ulp_delta.changes(base, target)
+    plain = (
+        pack(ulp_delta.gaps_of(changed), ZSTD),
+        *ulp_delta.pack_values(ulp_delta.zigzag_difference(old, new), ZSTD),
+    )
     assert sum(len(s.data) for s in streams) < 0.8 * sum(len(s.data) for s in plain)
 
 
 def test_classes_cover_every_change_and_are_not_too_many() -> None:
     rng = np.random.default_rng(3)
     for changed in (np.array([7], np.uint8), rng.integers(0, 256, 5000, dtype=np.uint8), np.full(900, 3, np.uint8)):
-        bounds = context.classes(changed)
-        assert len(bounds) <= context.MOST_CLASSES
+        bounds = context_delta.classes(changed)
+        assert len(bounds) <= context_delta.MOST_CLASSES
         assert all(low <= high for low, high in bounds)
         assert all(a[1] < b[0] for a, b in itertools.pairwise(bounds))
         assert all(any(low <= value <= high for low, high in bounds) for value in set(changed.tolist()))
@@ -70,7 +75,7 @@ def test_damaged_streams_are_refused() -> None:
     rng = np.random.default_rng(4)
     base = weights(rng, 100_000)
     streams, items = coded(base, adam(rng, base, 3e-6))
-    fields = context.exponents(base, "BF16")
+    fields = context_delta.exponents(base, "BF16")
     for broken in (
         streams[:-1],
         streams[1:],
@@ -80,6 +85,6 @@ def test_damaged_streams_are_refused() -> None:
         (msgspec.structs.replace(streams[0], data=streams[0].data[::-1]), *streams[1:]),
     ):
         with pytest.raises(WeightError):
-            context.decode(fields, broken, items, base.dtype)
+            context_delta.decode(fields, broken, items, base.dtype)
     with pytest.raises(WeightError, match="for"):
-        context.decode(fields, streams, items + 1, base.dtype)
+        context_delta.decode(fields, streams, items + 1, base.dtype)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.weights import precision, snapshot, state
-from headrace.weights.precision import BF16, MXFP8
+from headrace.weights import snapshot, state
+from headrace.weights.publishing import precision
+from headrace.weights.publishing.precision import BF16, MXFP8
 from headrace.weights.state import WeightError
 
 

@@ -1,4 +1,4 @@
-"""Folding: the sum of deltas is the delta between its ends, smaller than they are, and never trusted blindly."""
+"""Squashing: the sum of deltas is the delta between its ends, smaller than they are, and never trusted blindly."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,16 +11,18 @@ import pytest
 
 from headrace.messages import subjects
 from headrace.messages.weights import WeightChunk
-from headrace.weights import chain, codec, fold, proof, snapshot, sparse
-from headrace.weights.codec import CODECS, DIFFERENCE, FULL, SPARSE, Place
-from headrace.weights.shadow import Refused
-from headrace.weights.shelf import Shelf
+from headrace.weights import chain, proof, snapshot
+from headrace.weights.codecs import codec, ulp_delta
+from headrace.weights.codecs.codec import CODECS, DIFFERENCE, FULL, SPARSE, Place
+from headrace.weights.codecs.streams import ZSTD
+from headrace.weights.publishing import squash
+from headrace.weights.receiving.staging import BrokenVersion
+from headrace.weights.receiving.store import SnapshotStore
 from headrace.weights.state import Bits, WeightError
-from headrace.weights.streams import ZSTD
 from tests.conftest import Connect
-from tests.weights.keys import PUBLISHER, trust
-from tests.weights.runs import Run
-from tests.weights.samples import stepped, weights
+from tests.support.chains import Run
+from tests.support.keys import PUBLISHER, trust
+from tests.support.weights import stepped, weights
 
 pytestmark = pytest.mark.anyio
 
@@ -33,9 +35,9 @@ def one_by_one(codes: list[int], count: int, density: float) -> tuple[list[codec
     place = Place(0, "BF16", b"b" * 16, b"t" * 16)
     for code in codes:
         after = stepped(rng, now, density)
-        at, old, new = sparse.changes(now, after)
+        at, old, new = ulp_delta.changes(now, after)
         if code == SPARSE:
-            made = codec._sparse(place, code, at, sparse.fold(old, new), [now], ZSTD)
+            made = codec._sparse(place, code, at, ulp_delta.zigzag_difference(old, new), [now], ZSTD)
         else:
             made = codec._dense(place, code, now, after, ZSTD)
         frames += [frame for frame, _ in made]
@@ -48,7 +50,7 @@ def one_by_one(codes: list[int], count: int, density: float) -> tuple[list[codec
 def test_differences_compose(codes: list[int], density: float) -> None:
     frames, base, after = one_by_one(codes, 200_000, density)
     place = Place(0, "BF16", b"b" * 16, b"t" * 16)
-    made = fold._folded(place, frames, base.dtype, base.size, ZSTD)
+    made = squash._squashed(place, frames, base.dtype, base.size, ZSTD)
     out = base.copy()
     for data, _ in made:
         codec.apply(codec.from_bytes(data), base, out, "BF16")
@@ -68,13 +70,13 @@ def test_a_step_there_and_back_is_no_change() -> None:
         for old, new in ((base, after), (after, base))
         for frame, _ in codec.encode(place, [old], [new], CODECS["d8-zstd"])
     ]
-    assert fold._folded(place, frames, base.dtype, base.size, ZSTD) == []
+    assert squash._squashed(place, frames, base.dtype, base.size, ZSTD) == []
 
 
 def test_what_needs_its_base_does_not_compose() -> None:
     frames, base, _ = one_by_one([FULL], 3000, 0.1)
-    with pytest.raises(fold.Apart, match="full cannot be composed"):
-        fold._folded(Place(0, "BF16", b"", b""), frames, base.dtype, base.size, ZSTD)
+    with pytest.raises(squash.NotComposable, match="full cannot be composed"):
+        squash._squashed(Place(0, "BF16", b"", b""), frames, base.dtype, base.size, ZSTD)
 
 
 @pytest.fixture
@@ -88,42 +90,42 @@ async def test_eight_versions_behind_costs_half_and_the_receiver_chooses(run: Ru
     for version in range(9):
         await run.publish(version, density=0.03)
     head = run.heads[8]
-    record = await fold.publish(run.bus, run.bus, head, count=8, name=name, signer=PUBLISHER, trust=trust())
+    record = await squash.publish(run.bus, run.bus, head, count=8, name=name, signer=PUBLISHER, trust=trust())
     assert (record.base_version, record.version) == (0, 8)
-    assert [found async for found in chain.folds(run.bus, run.id, trust())] == [record]
-    behind, near = Shelf(tmp_path / "behind"), Shelf(tmp_path / "near")
-    for shelf, version in ((behind, 0), (near, 7)):
-        shelf.take(run.path(version), version)
-        shelf.put(version, run.heads[version].state_hash)
-    long = await chain.plan(run.bus, head, behind.find, trust=trust(), folded=False)
+    assert [found async for found in chain.squashes(run.bus, run.id, trust())] == [record]
+    behind, near = SnapshotStore(tmp_path / "behind"), SnapshotStore(tmp_path / "near")
+    for store, version in ((behind, 0), (near, 7)):
+        store.take(run.path(version), version)
+        store.put(version, run.heads[version].state_hash)
+    long = await chain.plan(run.bus, head, behind.find, trust=trust(), squashed=False)
     short = await chain.obtain(run.bus, head, tmp_path / "v", behind.find, trust=trust())
-    assert (len(long.manifests), len(short.manifests), short.folded) == (8, 1, 1)
+    assert (len(long.manifests), len(short.manifests), short.squashed) == (8, 1, 1)
     # Steps of these tests hit other weights each time, so less is saved than in training, where the same ones move.
     assert short.wire_bytes < 0.9 * long.wire_bytes
     assert snapshot.file_hash(tmp_path / "v") == head.state_hash
     assert [m.version for m in (await chain.plan(run.bus, head, near.find, trust=trust())).manifests] == [8]
     found = await proof.prove(run.bus, run.id, trust())
-    assert (found.faults, found.versions, found.folds, found.signed) == ([], 9, 1, True)
-    with pytest.raises(Refused, match="nothing to fold"):
-        await fold.publish(run.bus, run.bus, run.heads[1], count=8)
+    assert (found.faults, found.versions, found.squashes, found.signed) == ([], 9, 1, True)
+    with pytest.raises(BrokenVersion, match="nothing to squash"):
+        await squash.publish(run.bus, run.bus, run.heads[1], count=8)
 
 
-async def test_a_broken_fold_is_left_for_the_long_way_and_a_strangers_is_not_seen(run: Run, tmp_path: Path) -> None:
+async def test_a_broken_squash_is_not_used_and_an_unknown_publishers_is_not_seen(run: Run, tmp_path: Path) -> None:
     run.wide = 1000
     for version in range(4):
         await run.publish(version)
     head = run.heads[3]
-    shelf = Shelf(tmp_path / "node")
-    shelf.take(run.path(0), 0)
-    shelf.put(0, run.heads[0].state_hash)
-    await fold.publish(run.bus, run.bus, head, count=3)
-    assert (await chain.plan(run.bus, head, shelf.find, trust=trust())).folded == 0, "nobody signed it"
-    record = await fold.publish(run.bus, run.bus, head, count=3, signer=PUBLISHER)
+    store = SnapshotStore(tmp_path / "node")
+    store.take(run.path(0), 0)
+    store.put(0, run.heads[0].state_hash)
+    await squash.publish(run.bus, run.bus, head, count=3)
+    assert (await chain.plan(run.bus, head, store.find, trust=trust())).squashed == 0, "nobody signed it"
+    record = await squash.publish(run.bus, run.bus, head, count=3, signer=PUBLISHER)
     manifest = await chain.manifest(run.bus, run.id, record.manifest_seq)
     spoiled = {info.stream_seq for info in manifest.chunks}
 
     class Spoiling:
-        """The real bus, but the fold's chunks are damaged for good."""
+        """The real bus, but the squash's chunks are damaged for good."""
 
         last, history = run.bus.last, run.bus.history
 
@@ -135,11 +137,11 @@ async def test_a_broken_fold_is_left_for_the_long_way_and_a_strangers_is_not_see
             return received
 
     told: list[str] = []
-    way = await chain.obtain(Spoiling(), head, tmp_path / "v", shelf.find, on_damage=told.append, trust=trust())
-    assert way.folded == 0 and "from its anchor instead" in told[-1]
+    way = await chain.obtain(Spoiling(), head, tmp_path / "v", store.find, on_damage=told.append, trust=trust())
+    assert way.squashed == 0 and "from its full snapshot instead" in told[-1]
     assert snapshot.file_hash(tmp_path / "v") == head.state_hash
     found = await proof.prove(Spoiling(), run.id, trust())
-    assert len(found.faults) == 1 and "fold to version 3" in found.faults[0]
+    assert len(found.faults) == 1 and "squash to version 3" in found.faults[0]
 
 
 async def test_the_whole_chain_is_proved_or_every_fault_is_named(run: Run) -> None:
@@ -147,28 +149,28 @@ async def test_the_whole_chain_is_proved_or_every_fault_is_named(run: Run) -> No
     for version in range(4):
         await run.publish(version)
         if version == 2:
-            await run.anchor()
+            await run.full()
     found = await proof.prove(run.bus, run.id, trust())
-    assert (found.faults, found.versions, found.anchors, found.first, found.newest) == ([], 4, 1, 0, 3)
+    assert (found.faults, found.versions, found.full_snapshots, found.first, found.newest) == ([], 4, 1, 0, 3)
     assert found.state_hash == run.heads[3].state_hash
     forged = msgspec.structs.replace(run.heads[1], state_hash="f" * 32)
     await run.bus.publish(subjects.WEIGHT_HEAD.at(run=run.id), forged)
     await run.bus.publish(subjects.WEIGHT_HEAD.at(run=run.id), run.heads[2])
     found = await proof.prove(run.bus, run.id, trust())
     assert found.versions == 4
-    assert ["it was changed" in found.faults[0], "stored an old head again" in found.faults[1]] == [True, True]
+    assert ["it was changed" in found.faults[0], "an old head was stored again" in found.faults[1]] == [True, True]
 
 
 async def test_who_joins_while_old_versions_are_collected_is_served(run: Run, tmp_path: Path, connect: Connect) -> None:
-    from headrace.weights import collect
+    from headrace.weights.publishing import collect
 
     run.wide = 1000
     trainer = await connect("trainer")
     for version in range(10):
         await run.publish(version)
         if version % 2 and version < 9:
-            await run.anchor()
-    chains = sorted({head.anchor_version for head in run.heads})
+            await run.full()
+    chains = sorted({head.full_version for head in run.heads})
     assert chains == [0, 1, 3, 5, 7]
     with pytest.raises(WeightError, match="at least 2 chains"):
         await collect.collect(run.bus, lambda subject: trainer.purge("HR_WEIGHTS", subject=subject), run.id, chains=1)
@@ -202,7 +204,7 @@ async def test_who_joins_while_old_versions_are_collected_is_served(run: Run, tm
         path = tmp_path / str(version)
         await chain.obtain(run.bus, run.heads[version], path, lambda version, hash: None, trust=trust())
         assert snapshot.file_hash(path) == run.heads[version].state_hash
-    with pytest.raises(Refused, match="cannot be built any more"):
+    with pytest.raises(BrokenVersion, match="cannot be built any more"):
         await chain.plan(run.bus, run.heads[2], trust=trust())
     found = await proof.prove(run.bus, run.id, trust())
     assert (found.faults, found.collected, found.newest) == ([], 1, 9)

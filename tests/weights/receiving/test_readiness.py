@@ -7,14 +7,17 @@ from secrets import token_hex
 
 import pytest
 
-from headrace.launch import region_commands
+from headrace.cli.weights import regions
+from headrace.cli.weights.session import Chain
+from headrace.config import Weights
 from headrace.launch.runs import RunDir
 from headrace.messages.base import Message
-from headrace.messages.operations import Beat
+from headrace.messages.operations import Heartbeat
 from headrace.messages.subjects import EVENT
 from headrace.messages.weights import WeightHead, WeightsStaged, WeightsSwapped
-from headrace.weights import readiness
-from headrace.weights.readiness import Ledger
+from headrace.weights.receiving import readiness
+from headrace.weights.receiving.readiness import ReadinessLedger
+from headrace.weights.signing import Trust
 from tests.conftest import Connect
 
 pytestmark = pytest.mark.anyio
@@ -31,7 +34,7 @@ def swapped(version: int, rollout: str = "a", node: str = "n1", *, run: str = "r
 
 
 def test_a_replica_has_its_nodes_region_and_the_time_of_its_swap() -> None:
-    ledger = Ledger()
+    ledger = ReadinessLedger()
     assert ledger.oldest() is None and not ledger.copies
     assert ledger.hear(staged(3), 10.0)
     assert ledger.hear(swapped(3), 11.0)
@@ -45,7 +48,7 @@ def test_a_replica_has_its_nodes_region_and_the_time_of_its_swap() -> None:
 
 def test_the_same_news_twice_keeps_the_first_time() -> None:
     """A restarted receiver announces again what it finds; a restarted engine loads the same version."""
-    ledger = Ledger()
+    ledger = ReadinessLedger()
     ledger.hear(staged(3), 10.0)
     ledger.hear(swapped(3), 11.0)
     assert not ledger.hear(staged(3), 20.0)
@@ -55,7 +58,7 @@ def test_the_same_news_twice_keeps_the_first_time() -> None:
 
 
 def test_an_old_version_staged_for_an_evaluation_is_not_a_step_back() -> None:
-    ledger = Ledger()
+    ledger = ReadinessLedger()
     ledger.hear(staged(5), 10.0)
     assert not ledger.hear(staged(1), 11.0)
     assert ledger.copies["n1"].version == 5
@@ -64,7 +67,7 @@ def test_an_old_version_staged_for_an_evaluation_is_not_a_step_back() -> None:
 
 
 def test_a_laggard_is_told_once_until_it_has_caught_up() -> None:
-    ledger, laggards = Ledger(), readiness.Laggards(30.0)
+    ledger, laggards = ReadinessLedger(), readiness.Laggards(30.0)
     ledger.hear(swapped(4, "a"), 0.0)
     ledger.hear(swapped(3, "b"), 0.0)
     ledger.hear(swapped(2, "dead"), 0.0)
@@ -106,25 +109,27 @@ async def test_curriculum_and_trainer_see_it_and_an_operator_gets_table_and_json
             if ledger.oldest() == 0 and len(ledger.replicas()) == 2:
                 break
         assert seen == 4
-    head = WeightHead(run=run, version=1, manifest_seq=1, state_hash="h1", anchor_version=0)
+    head = WeightHead(run=run, version=1, manifest_seq=1, state_hash="h1", full_version=0)
     await receiver.publish(f"hr.weights.{run}.head", head)
-    beat = Beat(actor="rollout", id="rollout-a", node="n1", pid=1, state="running")
+    beat = Heartbeat(actor="rollout", id="rollout-a", node="n1", pid=1, state="running")
     await (await rollout.kv("HR_PRESENCE")).put("rollout.rollout-a", beat)
-    operator, folder = await connect("operator"), RunDir(tmp_path / run)
-    assert await region_commands.execute(operator, folder, Namespace(json=True)) == 0
+    operator, trust = await connect("operator"), Trust((), unsigned=True)
+    chain = Chain(operator, RunDir(tmp_path / run), Weights(), trust)
+    assert await regions.regions(chain, Namespace(json=True)) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["newest"], sorted(found["regions"])) == (1, ["eu", "us"])
     eu, us = found["regions"]["eu"], found["regions"]["us"]
     assert (eu["staged"], eu["serving_oldest"], eu["replicas"][0]["behind"]) == (0, 0, 1)
     assert (us["staged"], us["serving_oldest"], us["replicas"][0]["alive"]) == (1, -1, False)
-    assert await region_commands.execute(operator, folder, Namespace(json=False)) == 0
+    assert await regions.regions(chain, Namespace(json=False)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("newest version 1")
     assert [line.split()[:4] for line in lines[2:4]] == [["eu", "n1", "(holds)", "0"], ["eu", "n1", "rollout-a", "0"]]
     assert "rollout-b (gone)" in lines[5]
-    assert region_commands.summary(found) == [
+    assert regions.summary(found) == [
         "version 1 in eu: held by 0 of 1 nodes, served by 0 of 1 replicas, the oldest served is 0",
         "version 1 in us: held by 1 of 1 nodes",
     ]
-    assert await region_commands.execute(operator, RunDir(tmp_path / "none"), Namespace(json=False)) == 0
+    no_run = chain._replace(folder=RunDir(tmp_path / "none"))
+    assert await regions.regions(no_run, Namespace(json=False)) == 0
     assert "no node has staged" in capsys.readouterr().out

@@ -8,22 +8,22 @@ import pytest
 
 from headrace.messages.weights import WeightManifest
 from headrace.weights import signing, snapshot
-from headrace.weights.chunks import Packer, frames
-from headrace.weights.codec import to_bytes
-from headrace.weights.encoding import Encoding, describe
-from headrace.weights.shadow import Damaged, Refused, Shadow
+from headrace.weights.codecs.chunks import Packer, frames
+from headrace.weights.codecs.codec import to_bytes
+from headrace.weights.publishing.encoding import Encoding, describe
+from headrace.weights.receiving.staging import BrokenVersion, DamagedChunk, StagedFile
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import WeightError
-from tests.weights.samples import Chain, model, step
+from tests.support.weights import Chain, model, step
 
 
 def build(chain: Chain, manifests: list[WeightManifest], base: Path | None, path: Path) -> str:
-    with Shadow(path, manifests[0], Snapshot(base) if base else None) as shadow:
+    with StagedFile(path, manifests[0], Snapshot(base) if base else None) as staged:
         for manifest in manifests:
-            shadow.begin(manifest)
+            staged.begin(manifest)
             for info in manifest.chunks:
-                shadow.add(info, chain.chunks[info.stream_seq], last=manifest is manifests[-1])
-        return shadow.finish()
+                staged.add(info, chain.chunks[info.stream_seq], last=manifest is manifests[-1])
+        return staged.finish()
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def chain(tmp_path: Path) -> Chain:
 
 
 @pytest.mark.parametrize("codec", ["d8-zstd", "d8-lz4"])
-def test_an_anchor_and_each_delta_give_the_trainers_file(tmp_path: Path, codec: str) -> None:
+def test_a_full_snapshot_and_each_delta_give_the_trainers_file(tmp_path: Path, codec: str) -> None:
     chain = Chain(tmp_path / "trainer", codec)
     tensors, before = model(), None
     for version in range(4):
@@ -51,7 +51,7 @@ def test_an_anchor_and_each_delta_give_the_trainers_file(tmp_path: Path, codec: 
         before, tensors = path, step(tensors, version)
 
 
-def test_a_late_joiner_goes_from_the_anchor_through_the_chain(tmp_path: Path, chain: Chain) -> None:
+def test_a_late_joiner_goes_from_the_full_snapshot_through_the_chain(tmp_path: Path, chain: Chain) -> None:
     path = tmp_path / "late.safetensors"
     assert build(chain, chain.manifests, None, path) == snapshot.file_hash(chain.path(4))
     assert build(chain, chain.manifests[3:], chain.path(2), path) == snapshot.file_hash(chain.path(4))
@@ -73,20 +73,20 @@ def test_a_damaged_chunk_is_named_and_may_be_repaired(tmp_path: Path, chain: Cha
     manifest = chain.manifests[1]
     (info,) = manifest.chunks
     data = chain.chunks[info.stream_seq]
-    with Shadow(tmp_path / "v", manifest, Snapshot(chain.path(0))) as shadow:
+    with StagedFile(tmp_path / "v", manifest, Snapshot(chain.path(0))) as staged:
         for at in (0, 5, len(data) // 2, len(data) - 1):
             broken = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-            with pytest.raises(Damaged, match=rf"chunk 0 of version 1 \(sequence {info.stream_seq}\)"):
-                shadow.add(info, broken)
-        with pytest.raises(Refused, match="lacks chunks"):
-            shadow.finish()
-        shadow.add(info, data, last=True)
-        shadow.add(info, data, last=True)
-        assert shadow.finish() == manifest.state_hash
+            with pytest.raises(DamagedChunk, match=rf"chunk 0 of version 1 \(sequence {info.stream_seq}\)"):
+                staged.add(info, broken)
+        with pytest.raises(BrokenVersion, match="lacks chunks"):
+            staged.finish()
+        staged.add(info, data, last=True)
+        staged.add(info, data, last=True)
+        assert staged.finish() == manifest.state_hash
 
 
 def refusal(chain: Chain, manifest: WeightManifest, base: Path | None, path: Path) -> str:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(BrokenVersion) as caught:
         build(chain, [manifest], base, path)
     assert not list(path.parent.glob("*v*")), "nothing is left, under no name"
     return str(caught.value)
@@ -95,7 +95,7 @@ def refusal(chain: Chain, manifest: WeightManifest, base: Path | None, path: Pat
 def test_the_wrong_base_is_refused(tmp_path: Path, chain: Chain) -> None:
     path = tmp_path / "out" / "v"
     assert "its base or a frame is broken" in refusal(chain, chain.manifests[3], chain.path(1), path)
-    assert "is an anchor" in refusal(chain, chain.manifests[0], chain.path(1), path)
+    assert "is a full snapshot" in refusal(chain, chain.manifests[0], chain.path(1), path)
     assert "needs a base" in refusal(chain, chain.manifests[3], None, path)
 
 
@@ -128,17 +128,17 @@ def test_a_dropped_frame_is_refused(tmp_path: Path, chain: Chain) -> None:
 
 def test_a_manifest_that_contradicts_itself_is_refused(tmp_path: Path, chain: Chain) -> None:
     good, path = chain.manifests[1], tmp_path / "out" / "v"
-    flipped = bytes([good.slab_hashes[0] ^ 1]) + good.slab_hashes[1:]
+    flipped = bytes([good.block_hashes[0] ^ 1]) + good.block_hashes[1:]
     huge = tuple(msgspec.structs.replace(info, shape=(1 << 60, 1 << 20)) for info in good.tensors)
     negative = tuple(msgspec.structs.replace(info, shape=(-1, -64)) for info in good.tensors)
     for tensors in (huge, negative):
         refusal(chain, msgspec.structs.replace(good, tensors=tensors), chain.path(0), path)
-    for change in ({"slab_hashes": flipped}, {"slab_hashes": good.slab_hashes[16:]}, {"state_hash": "0" * 32}):
+    for change in ({"block_hashes": flipped}, {"block_hashes": good.block_hashes[16:]}, {"state_hash": "0" * 32}):
         refusal(chain, msgspec.structs.replace(good, **change), chain.path(0), path)
 
 
 def test_a_chain_with_a_hole_is_refused(tmp_path: Path, chain: Chain) -> None:
-    with pytest.raises(Refused, match="not a delta to version 1"):
+    with pytest.raises(BrokenVersion, match="not a delta to version 1"):
         build(chain, [chain.manifests[1], chain.manifests[3]], chain.path(0), tmp_path / "v")
 
 

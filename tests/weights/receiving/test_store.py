@@ -1,4 +1,4 @@
-"""The shelf: what lies on it is what it was, and others' files are linked, not copied."""
+"""The store: what lies on it is what it was, and others' files are linked, not copied."""
 
 from pathlib import Path
 
@@ -6,31 +6,31 @@ import pytest
 import torch
 
 from headrace.weights import snapshot
-from headrace.weights.shelf import Shelf
+from headrace.weights.receiving.store import SnapshotStore
 
 
-def put(shelf: Shelf, version: int) -> str:
-    digest = snapshot.write(shelf.path(version), {"w": torch.full((4,), float(version))})
-    shelf.put(version, digest)
+def put(store: SnapshotStore, version: int) -> str:
+    digest = snapshot.write(store.path(version), {"w": torch.full((4,), float(version))})
+    store.put(version, digest)
     return digest
 
 
 def test_versions_are_found_by_number_and_state_and_pruned_but_for_pins(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path / "node")
-    digests = [put(shelf, version) for version in range(6)]
-    assert shelf.find(3, digests[3]) == shelf.path(3)
-    assert shelf.find(3, digests[2]) is None
-    assert shelf.find(7, digests[2]) is None
-    assert shelf.keep(2, pinned=[0, 9]) == [1, 2, 3]
-    assert shelf.versions() == [0, 4, 5]
-    assert sorted(path.name for path in shelf.folder.iterdir()) == [f"{v}.safetensors" for v in (0, 4, 5)]
-    assert shelf.find(1, digests[1]) is None
-    assert shelf.keep(9) == []
-    assert shelf.keep(0, [5]) == [0, 4]
+    store = SnapshotStore(tmp_path / "node")
+    digests = [put(store, version) for version in range(6)]
+    assert store.find(3, digests[3]) == store.path(3)
+    assert store.find(3, digests[2]) is None
+    assert store.find(7, digests[2]) is None
+    assert store.keep(2, pinned=[0, 9]) == [1, 2, 3]
+    assert store.versions() == [0, 4, 5]
+    assert sorted(path.name for path in store.folder.iterdir()) == [f"{v}.safetensors" for v in (0, 4, 5)]
+    assert store.find(1, digests[1]) is None
+    assert store.keep(9) == []
+    assert store.keep(0, [5]) == [0, 4]
 
 
 def test_a_start_takes_stock_and_clears_what_is_half(tmp_path: Path) -> None:
-    first = Shelf(tmp_path)
+    first = SnapshotStore(tmp_path)
     digests = [put(first, version) for version in range(3)]
     (tmp_path / ".7.safetensors.99.0.part").write_bytes(b"half")
     first.path(1).write_bytes(first.path(1).read_bytes()[:-3])
@@ -38,7 +38,7 @@ def test_a_start_takes_stock_and_clears_what_is_half(tmp_path: Path) -> None:
     data[-1] ^= 1
     first.path(2).write_bytes(data)
     (tmp_path / "notes.safetensors").write_bytes(b"someone else's")
-    second = Shelf(tmp_path)
+    second = SnapshotStore(tmp_path)
     assert set(second.scan()) == {0, 2}
     assert second.find(0, digests[0]) is not None
     assert second.find(2, digests[2]) is None, "its bits are not what they were"
@@ -47,12 +47,12 @@ def test_a_start_takes_stock_and_clears_what_is_half(tmp_path: Path) -> None:
 
 def test_a_file_is_taken_by_link_and_outlives_its_owner(tmp_path: Path) -> None:
     digest = snapshot.write(tmp_path / "trainer" / "a", {"w": torch.ones(3)})
-    shelf = Shelf(tmp_path / "node")
+    store = SnapshotStore(tmp_path / "node")
     for _ in range(2):
-        path = shelf.take(tmp_path / "trainer" / "a", 4)
+        path = store.take(tmp_path / "trainer" / "a", 4)
         assert path.samefile(tmp_path / "trainer" / "a")
-        assert [file.name for file in shelf.folder.iterdir()] == ["4.safetensors"]
+        assert [file.name for file in store.folder.iterdir()] == ["4.safetensors"]
     (tmp_path / "trainer" / "a").unlink()
     assert snapshot.file_hash(path) == digest
     with pytest.raises(FileNotFoundError):
-        shelf.take(tmp_path / "trainer" / "a", 5)
+        store.take(tmp_path / "trainer" / "a", 5)

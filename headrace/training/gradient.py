@@ -1,0 +1,169 @@
+"""The gradient of a batch, or of a part of it, and the figures that come with it.
+
+Micro-batches are packed and summed in a fixed order, nothing is drawn at random, and routes are replayed from the
+sampler (R3, arXiv 2510.11370: the selection is forced, the gate is recomputed, so the gradient still reaches the
+router). After each micro-batch the state adds its gradient to float32 sums, whatever the dtype of the weights.
+
+Sums stay on the device until the batch's end: one read by the host per part instead of three per micro-batch.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.algorithms.corrections import Band, Correction, SampledTokens
+from headrace.algorithms.losses import Objective, batch_divisor, policy_gradient
+from headrace.config import Algorithm
+from headrace.policy.model import Model
+from headrace.training.batch import Batch, Segment
+from headrace.training.micro_batch import MicroBatch, device_of, forward, micro_batches
+from headrace.training.parallel.interface import SINGLE_PROCESS, DataParallel
+from headrace.training.state import TrainerState
+
+
+class Recipe(NamedTuple):
+    """The settings that decide a step's bits, besides the state and the batch."""
+
+    algorithm: Algorithm
+    micro_tokens: int
+    """Inputs of a micro-batch, at most, unless one segment has more."""
+    bound: int = 0
+    """Staleness that no token may exceed (Law 2)."""
+
+
+class Helpers(NamedTuple):
+    """Parts of a step besides its own state."""
+
+    reference: Model | None = None
+    """The policy of the KL term, needed when `algorithm.kl_weight` > 0."""
+    data_parallel: DataParallel = SINGLE_PROCESS
+
+
+class Part(NamedTuple):
+    """The segments of one of several updates."""
+
+    segments: Sequence[Segment]
+    parts: int = 1
+    """Into how many updates the batch is split."""
+    proximal: Mapping[int, Tensor] | None = None
+    """As `proximal_logprobs` returns; None while the model still is as it was before the step."""
+
+
+class Gradient(NamedTuple):
+    """Sums over the computed tokens of a part."""
+
+    loss: float
+    trainer: Tensor
+    """float32 [M], on the CPU: log-probabilities by the trainer."""
+    sampler: Tensor
+    """float32 [M], on the CPU."""
+    entropy: float
+    clipped: int
+
+
+class _Sums(NamedTuple):
+    """As `Gradient`, of one micro-batch, on the device: 0-dim tensors."""
+
+    loss: Tensor
+    trainer: Tensor
+    sampler: Tensor
+    entropy: Tensor
+    clipped: Tensor
+
+
+def computed(batch: Batch, algorithm: Algorithm) -> list[Segment]:
+    """Segments that have a gradient."""
+    return [s for s in batch.segments if s.advantage != 0.0 or algorithm.kl_weight > 0.0]
+
+
+def minibatches(segments: Sequence[Segment], parts: int) -> list[list[Segment]]:
+    """Segments of each update: whole trajectories in their order, of nearly equal number; one update if none is."""
+    names = list(dict.fromkeys(segment.trajectory for segment in segments))
+    cuts = [len(names) * part // parts for part in range(parts + 1)]
+    members = [set(names[start:end]) for start, end in itertools.pairwise(cuts) if end > start]
+    return [[segment for segment in segments if segment.trajectory in part] for part in members] or [[]]
+
+
+@torch.no_grad()
+def proximal_logprobs(
+    model: Model, segments: Sequence[Segment], micro_tokens: int, data_parallel: DataParallel = SINGLE_PROCESS
+) -> dict[int, Tensor]:
+    """The trainer's own log-probabilities float32 [M] (CPU) of some segments before the step, by `Segment.index`."""
+    members = list(micro_batches(segments, micro_tokens))
+
+    def one(at: int, _: bool) -> Tensor:
+        return forward(model, MicroBatch.of(members[at], device_of(model)))[0].cpu()
+
+    out: dict[int, Tensor] = {}
+    for part, logp in zip(members, data_parallel.each(len(members), one), strict=True):
+        pieces = torch.split(logp, [len(segment.targets) for segment in part])
+        out.update({segment.index: piece for segment, piece in zip(part, pieces, strict=True)})
+    return out
+
+
+def accumulate(
+    state: TrainerState, batch: Batch, recipe: Recipe, part: Part | None = None, helpers: Helpers | None = None
+) -> Gradient:
+    """The gradient of a batch's loss, or of one part of it, into the state."""
+    helpers = helpers or Helpers()
+    part = part or Part(computed(batch, recipe.algorithm))
+    objective = _objective(recipe.algorithm, batch, part.parts)
+    members = list(micro_batches(part.segments, recipe.micro_tokens))
+    device = device_of(state.model)
+    state.zero_grad()
+
+    def one(at: int, contributes: bool) -> _Sums:
+        micro = MicroBatch.of(members[at], device)
+        own = objective if contributes else objective._replace(divisor=math.inf)
+        sums = _backward(state.model, micro, own, part.proximal, helpers.reference)
+        state.collect_gradients()
+        return sums
+
+    return _total(helpers.data_parallel.each(len(members), one))
+
+
+def _objective(algorithm: Algorithm, batch: Batch, parts: int) -> Objective:
+    band = Band(algorithm.ratio_low, algorithm.ratio_high)
+    return Objective(
+        Correction(algorithm.weighting, algorithm.tis_clip, algorithm.mask_low, band),
+        algorithm.kl_weight,
+        batch_divisor(batch.trajectories, algorithm.constant_tokens, batch.tokens) / parts,
+    )
+
+
+def _backward(
+    model: Model, micro: MicroBatch, objective: Objective, proximal: Mapping[int, Tensor] | None, other: Model | None
+) -> _Sums:
+    """One micro-batch's gradient into the model."""
+    logp, entropy = forward(model, micro)
+    reference = None
+    if objective.kl_weight > 0.0 and other is not None:
+        with torch.no_grad():
+            reference = forward(other, micro)[0]
+    before = None
+    if proximal is not None:
+        before = torch.cat([proximal[segment.index] for segment in micro.segments]).to(logp.device)
+    tokens = SampledTokens(logp, micro.behaviour, micro.advantage, before, reference, micro.sampled)
+    token_loss = policy_gradient(tokens, objective)
+    torch.autograd.backward(token_loss.loss)
+    total = entropy.detach().double().sum()
+    return _Sums(token_loss.loss.detach(), logp.detach(), micro.behaviour, total, token_loss.clipped)
+
+
+def _total(parts: Sequence[_Sums]) -> Gradient:
+    """The sums of all micro-batches, in their order, read by the host once."""
+    if not parts:
+        return Gradient(0.0, torch.empty(0), torch.empty(0), 0.0, 0)
+    columns = [torch.stack([getattr(sums, name).double() for sums in parts]) for name in ("loss", "entropy", "clipped")]
+    losses, entropies, clipped = torch.stack(columns).cpu().tolist()
+    return Gradient(
+        sum(losses, 0.0),
+        torch.cat([sums.trainer for sums in parts]).cpu(),
+        torch.cat([sums.sampler for sums in parts]).cpu(),
+        sum(entropies, 0.0),
+        int(sum(clipped)),
+    )

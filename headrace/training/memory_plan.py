@@ -1,0 +1,205 @@
+"""Bytes that a trainer needs per device, by cause, in closed form: nothing is allocated and torch is not imported.
+
+The idea: parameters are counted from the policy's shape; activations are the tensors that one layer's autograd graph
+saves, written down term by term (`activation_bytes`). A test compares both with the model on the meta device. The
+trainer actor refuses to start when its plan is larger than the device's memory, instead of failing hours later.
+
+Of two phases the larger one counts: re-scoring, when rebuilt versions are in memory and gradients are not; and
+backward, with activations, the head's chunk of logits and the gradients.
+
+Not counted: buffers of the communication library, fragmentation, imbalance between experts, the CUDA context. Leave a
+fifth of the memory free for them.
+"""
+
+from typing import NamedTuple
+
+from headrace.config import Config
+from headrace.policy.config import PolicyConfig
+
+GIB = 1 << 30
+_CHUNK = 1024
+"""Rows of logits at once, `kernels.selected_logprob.CHUNK`."""
+
+
+class Layout(NamedTuple):
+    """How the work is spread and what is kept."""
+
+    devices: int = 1
+    """Devices that share parameters, masters, moments and gradients (FSDP)."""
+    context: int = 1
+    """Devices that share the tokens of a sequence (context parallelism); it divides `devices`."""
+    tokens: int = 8192
+    """Inputs of a micro-batch, or of the longest sequence if that is longer."""
+    recompute: bool = False
+    """Only the inputs of layers are kept; backward computes the rest of one layer at a time again."""
+    moment_bytes: int = 4
+    """Bytes of one of AdamW's two moments: 4, 2 or 1."""
+    offload: bool = False
+    """Masters and moments are in the host's memory."""
+    versions: int = 1
+    """Earlier versions that re-scoring may rebuild: the staleness bound."""
+    reference: bool = False
+    """A reference policy for the KL term."""
+    snapshots: int = 0
+    """Copies of masters and moments: 2 with the guard, 1 more with several minibatches."""
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes on each device, by cause."""
+
+    weights: int
+    masters: int
+    moments: int
+    gradients: int
+    """Of one micro-batch, and their float32 sums."""
+    gathered: int
+    """Layers that several devices put together for one forward or backward pass."""
+    activations: int
+    head: int
+    versions: int
+    reference: int
+    snapshots: int
+
+    @property
+    def total(self) -> int:
+        """The larger of the two phases."""
+        state = self.weights + self.masters + self.moments + self.gathered + self.reference + self.snapshots
+        return state + max(self.versions, self.gradients + self.activations + self.head)
+
+
+class Parameters(NamedTuple):
+    """Counts of elements."""
+
+    total: int
+    frozen: int
+    """Corrections of routers: no gradient, no master."""
+    experts: int
+    """In mixtures, without shared experts."""
+    largest_layer: int
+
+
+def parameters(config: PolicyConfig) -> Parameters:
+    """Elements of a policy, as `policy.model.Model` has them."""
+    layers = [_layer(config, index) for index in range(config.layers)]
+    outside = config.vocab * config.dim * (1 if config.tied else 2) + config.dim
+    frozen = config.experts * config.sparse_layers if config.scores == "sigmoid" else 0
+    experts = 3 * config.experts * config.expert_dim * config.dim * config.sparse_layers
+    return Parameters(sum(layers) + outside, frozen, experts, max(layers, default=0))
+
+
+def _layer(c: PolicyConfig, index: int) -> int:
+    count = 2 * c.dim
+    if c.latent:
+        low, width = c.latent, c.heads * (c.latent.nope_dim + c.latent.rope_dim)
+        count += low.q_rank * (c.dim + 1 + width) if low.q_rank else width * c.dim
+        count += (low.kv_rank + low.rope_dim) * c.dim + low.kv_rank
+        count += c.heads * (low.nope_dim + low.value_dim) * low.kv_rank + c.dim * c.heads * low.value_dim
+    else:
+        width = (c.heads + 2 * c.kv_heads) * c.head_dim
+        count += width * c.dim + c.dim * c.heads * c.head_dim + (2 * c.head_dim if c.qk_norm else 0)
+        count += (width if c.qkv_bias else 0) + (c.dim if c.out_bias else 0)
+    if not c.sparse(index):
+        return count + 3 * (c.dense_dim or c.expert_dim) * c.dim
+    count += c.experts * c.dim + 3 * c.experts * c.expert_dim * c.dim + 3 * c.shared_experts * c.expert_dim * c.dim
+    return count + (c.experts if c.scores == "sigmoid" else 0)
+
+
+def element_bytes(config: PolicyConfig) -> int:
+    """Bytes of one served weight and of one activation."""
+    return {"float32": 4, "bfloat16": 2}[config.dtype]
+
+
+def activation_bytes(config: PolicyConfig, sparse: bool) -> int:
+    """Bytes per token that one layer saves for backward, with fused attention.
+
+    Each term is a saved tensor: inputs of norms and products, rotated queries and keys, values, attention's output and
+    log-sum-exp, the MLP's inner width, and in float32 what norms and routing keep per row.
+    """
+    c, size = config, element_bytes(config)
+    wide, row = 4 * c.dim, 2  # both norms' inputs and outputs; both norms' scales
+    if c.latent:
+        low, head = c.latent, c.latent.nope_dim + c.latent.rope_dim
+        wide += 4 * c.heads * head + c.heads * low.value_dim + 2 * low.kv_rank + 2 * low.q_rank
+        row += 1 + c.heads + (1 if low.q_rank else 0)
+    else:
+        wide += 2 * (c.heads + c.kv_heads) * c.head_dim  # queries, keys, values, the output
+        row += c.heads
+        if c.qk_norm:  # normalising queries and keys keeps the whole product
+            wide += (c.heads + 2 * c.kv_heads) * c.head_dim
+            row += c.heads + c.kv_heads
+    if not sparse:
+        return size * (wide + 3 * (c.dense_dim or c.expert_dim)) + 4 * row
+    wide += c.top_k * 2 * c.expert_dim + 3 * c.shared_experts * c.expert_dim
+    row += c.experts + 4 * c.top_k + 1  # scores; experts as int64, two tensors of gates; their sum
+    if c.scores == "sigmoid":
+        row += 3 * c.experts + (c.dim if c.dtype != "float32" else 0)  # the router's product is float32
+    if c.expert_format == "mxfp8":
+        wide += c.dim  # the rounded input of the experts
+    return size * wide + 4 * row
+
+
+def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
+    """The plan of one device. ValueError for a layout that is not possible."""
+    if layout.devices % layout.context:
+        raise ValueError(f"context parallelism of {layout.context} does not divide {layout.devices} devices")
+    if config.kv_heads % layout.context:
+        raise ValueError(f"context parallelism of {layout.context} does not divide {config.kv_heads} key-value heads")
+    count, size = parameters(config), element_bytes(config)
+    share = -(-count.total // layout.devices)
+    trained = -(-(count.total - count.frozen) // layout.devices)
+    same = config.dtype == "float32"  # masters are the weights themselves, but for experts on the eight-bit grid
+    mastered = -(-count.experts // layout.devices) if same and config.expert_format == "mxfp8" else trained
+    masters = 0 if same and config.expert_format != "mxfp8" else 4 * mastered
+    moments = 2 * layout.moment_bytes * trained
+    kept = [activation_bytes(config, config.sparse(index)) for index in range(config.layers)]
+    tokens = -(-layout.tokens // layout.context)
+    activations = tokens * sum(kept)
+    if layout.recompute:
+        activations = tokens * (config.layers * config.dim * size + max(kept, default=0))
+    head = min(tokens, _CHUNK) * config.vocab * 4 * 3 + 4 * config.vocab * config.dim + tokens * config.dim * size * 3
+    gathered = 0
+    if layout.devices > 1:  # two layers ahead and one's gradient, and the embedding and the head
+        gathered = 3 * size * count.largest_layer + size * config.vocab * config.dim * (1 if config.tied else 2)
+    return MemoryPlan(
+        weights=size * share,
+        masters=0 if layout.offload else masters,
+        moments=0 if layout.offload else moments,
+        gradients=(4 if same else 4 + size) * trained,
+        gathered=gathered,
+        activations=activations,
+        head=head,
+        versions=layout.versions * size * share,
+        reference=size * share if layout.reference else 0,
+        snapshots=layout.snapshots * (masters + moments + (4 * trained if same else 0)),
+    )
+
+
+def fitting(config: PolicyConfig, layout: Layout, available: int, spare: float = 0.2) -> Layout | None:
+    """The layout with the fewest measures whose plan leaves `spare` of the available bytes free; None when none does.
+
+    Measures in order of their cost: recompute, context parallelism, smaller moments, offloading.
+    """
+    degrees = [n for n in range(1, layout.devices + 1) if layout.devices % n == 0 and config.kv_heads % n == 0]
+    for offload in (False, True):
+        for moment_bytes in (4, 2, 1):
+            for context in degrees:
+                for recompute in (False, True):
+                    tried = layout._replace(
+                        recompute=recompute, context=context, moment_bytes=moment_bytes, offload=offload
+                    )
+                    if plan(config, tried).total <= (1.0 - spare) * available:
+                        return tried
+    return None
+
+
+def layout_of(config: Config) -> Layout:
+    """The layout of the trainer actor under a configuration: one device."""
+    algorithm, numerics = config.algorithm, config.numerics
+    guarded = algorithm.guard_k1 > 0.0 or numerics.on_mismatch == "roll_back"
+    return Layout(
+        tokens=config.trainer.micro_tokens,
+        recompute=numerics.recompute,
+        versions=config.curriculum.staleness,
+        reference=algorithm.kl_weight > 0.0,
+        snapshots=(2 if guarded else 0) + (1 if algorithm.minibatches > 1 else 0),
+    )

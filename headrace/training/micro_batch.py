@@ -1,0 +1,87 @@
+"""Micro-batches: some segments of a batch as the tensors that one forward pass takes, on the model's device.
+
+The idea: a batch stays on the CPU, whatever the device, because it comes from messages. Each micro-batch is put
+together there and moved once, so neither the forward nor the backward pass mixes devices. Segments are packed by token
+budget, and one micro-batch has one temperature.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.algorithms.packing import pack
+from headrace.policy.model import Model
+from headrace.policy.moe import RoutesMissing
+from headrace.training.batch import Segment
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """N inputs of several segments laid end to end, M sampled tokens among them; all tensors on one device."""
+
+    segments: tuple[Segment, ...]
+    ids: Tensor
+    """int64 [N]"""
+    lengths: tuple[int, ...]
+    """Inputs of each segment, in order."""
+    routed: Tensor | None
+    """int64 [N, layers, top_k], None for a dense policy."""
+    rows: Tensor
+    """int64 [M]: inputs whose next token was sampled."""
+    targets: Tensor
+    """int64 [M]"""
+    behaviour: Tensor
+    """float32 [M]: the sampler's log-probabilities."""
+    advantage: Tensor
+    """float32 [M]"""
+    temperature: float
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], device: torch.device) -> "MicroBatch":
+        """Segments of one temperature as tensors on a device."""
+        lengths = [len(segment.ids) for segment in segments]
+        starts = [sum(lengths[:index]) for index in range(len(lengths))]
+        routed = [segment.routed for segment in segments if segment.routed is not None]
+        return cls(
+            segments=tuple(segments),
+            ids=torch.cat([segment.ids for segment in segments]).to(device),
+            lengths=tuple(lengths),
+            routed=torch.cat(routed).to(device) if routed else None,
+            rows=torch.cat([s.positions + start for s, start in zip(segments, starts, strict=True)]).to(device),
+            targets=torch.cat([segment.targets for segment in segments]).to(device),
+            behaviour=torch.cat([segment.behaviour for segment in segments]).to(device),
+            advantage=torch.cat([torch.full((len(s.targets),), s.advantage) for s in segments]).to(device),
+            temperature=segments[0].temperature,
+        )
+
+    @property
+    def sampled(self) -> list[int]:
+        """Sampled tokens of each segment, in order."""
+        return [len(segment.targets) for segment in self.segments]
+
+
+def micro_batches(segments: Sequence[Segment], budget: int) -> Iterator[list[Segment]]:
+    """Segments packed by token budget, in one fixed order; those of one micro-batch have one temperature."""
+    for temperature in sorted({segment.temperature for segment in segments}):
+        equal = [segment for segment in segments if segment.temperature == temperature]
+        for members in pack([len(segment.ids) for segment in equal], budget):
+            yield [equal[index] for index in members]
+
+
+def device_of(model: Model) -> torch.device:
+    """The device of a model's parameters."""
+    return model.embedding.device
+
+
+def forward(model: Model, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy float32 [M] of the sampled tokens, with the recorded routes.
+
+    RoutesMissing when a segment of a mixture has no record of its routes: live routes would not be the sampler's.
+    """
+    bare = [segment.trajectory for segment in micro.segments if segment.routed is None]
+    if bare and model.config.experts:
+        raise RoutesMissing(f"trajectory {bare[0]} carries no routed experts")
+    hidden = model(micro.ids, micro.lengths, micro.routed)
+    return model.selected_logprobs(hidden[micro.rows], micro.targets, micro.temperature)

@@ -1,0 +1,23 @@
+"""The learning rate of a step: linear warm-up, then constant, linear decay or cosine decay.
+
+The rate depends on the number of updates that the optimizer has made and on the recipe alone, so a replayed step gets
+the rate of the recorded one. Cosine decay: Loshchilov & Hutter, arXiv 1608.03983, without restarts.
+"""
+
+import math
+
+from headrace.config import Algorithm
+
+
+def learning_rate(algorithm: Algorithm, step: int) -> float:
+    """The rate of update number `step`, counted from 0.
+
+    Warm-up rises over `warmup_steps`. After it, `linear` and `cosine` fall over `decay_steps` to `min_rate` times the
+    peak and stay there.
+    """
+    peak = algorithm.learning_rate
+    if algorithm.schedule == "constant" or step < algorithm.warmup_steps:
+        return peak * min(1.0, (step + 1) / max(1, algorithm.warmup_steps))
+    done = min(1.0, (step - algorithm.warmup_steps + 1) / algorithm.decay_steps)
+    share = 1.0 - done if algorithm.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2.0
+    return peak * (algorithm.min_rate + (1.0 - algorithm.min_rate) * share)

@@ -1,0 +1,121 @@
+"""Earlier versions of the served weights, kept as the differences from one version to the next.
+
+The idea: the trainer scores sampled tokens again with the versions that wrote them (Law 5), so it needs the last
+`bound` of them. A copy of the model for each would cost as much memory as the model; instead the state logs every write
+to the served weights as an undo entry: the positions that changed and the values before. In bfloat16 at the learning
+rates of reinforcement learning about one weight in a hundred changes. A version is rebuilt from the current weights by
+undoing the entries since, newest first, when it is asked for, and freed after the measurement.
+
+Trade-off: float32 weights all change with every update, so their entries are whole tensors and save nothing.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.policy.model import Model
+
+_SPARSE = 1 / 4
+"""Above this share of changed elements the whole tensor is kept: a position takes up to four times an element."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Change(NamedTuple):
+    """The values of one parameter before a write."""
+
+    positions: Tensor | None
+    """int32 or int64 [M], flat; None when `before` is the whole parameter."""
+    before: Tensor
+
+
+Log = list[tuple[str, Change]]
+"""Undo entries in the order of the writes: the parameter's name and its change."""
+
+
+def change(before: Tensor, after: Tensor) -> Change | None:
+    """The undo entry of a write; None when no bit changed. Tensors of one shape; bits are compared, not values."""
+    old, new = before.reshape(-1), after.reshape(-1)
+    kind = _INTEGERS[old.element_size()]
+    positions = (old.view(kind) != new.view(kind)).nonzero().view(-1)
+    if not len(positions):
+        return None
+    if len(positions) > _SPARSE * old.numel():
+        return Change(None, before)
+    narrow = positions if old.numel() > 2**31 - 1 else positions.int()
+    return Change(narrow, old.index_select(0, positions))
+
+
+@torch.no_grad()
+def undo(model: Model, log: Log) -> None:
+    """Take the writes of a log back, newest first, in place."""
+    parameters = dict(model.named_parameters())
+    for name, (positions, before) in reversed(log):
+        if positions is None:
+            parameters[name].copy_(before)
+        else:
+            parameters[name].view(-1).index_copy_(0, positions.long(), before)
+
+
+class Versions(Mapping[int, Model]):
+    """The weights of the current version and of the earlier ones that are kept, by version.
+
+    Rebuilt versions stay in memory until `release`.
+    """
+
+    def __init__(self, model: Model, version: int) -> None:
+        """model: the current weights, which change in place; version: their number."""
+        self._model, self._current = model, version
+        self._logs: dict[int, Log] = {}
+        """By version: the writes that made the next kept version of it."""
+        self._rebuilt: dict[int, Model] = {}
+
+    def advance(self, version: int, log: Log) -> None:
+        """The current weights are `version` now; log: the writes since the version before."""
+        self.release()
+        self._logs[self._current] = log
+        self._current = version
+
+    def restore(self, version: int, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        """Take an older version in, from a checkpoint: its parameters, and those of the next newer kept one."""
+        entries = ((name, change(before[name].detach(), after[name].detach())) for name in before)
+        self._logs[version] = [(name, entry) for name, entry in entries if entry is not None]
+
+    def keep(self, oldest: int) -> None:
+        """Forget the versions before `oldest`."""
+        self._logs = {version: log for version, log in self._logs.items() if version >= oldest}
+
+    def release(self) -> None:
+        """Free the memory of rebuilt versions."""
+        self._rebuilt.clear()
+
+    @property
+    def earlier(self) -> list[int]:
+        """The kept versions without the current one, ascending."""
+        return sorted(self._logs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the undo entries."""
+        tensors = (tensor for log in self._logs.values() for _, entry in log for tensor in entry if tensor is not None)
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def __getitem__(self, version: int) -> Model:
+        if version == self._current:
+            return self._model
+        if version not in self._logs:
+            raise KeyError(version)
+        if version not in self._rebuilt:
+            later = min(v for v in (*self._logs, self._current) if v > version)
+            model = copy.deepcopy(self[later])
+            undo(model, self._logs[version])
+            self._rebuilt[version] = model
+        return self._rebuilt[version]
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (*self.earlier, self._current)
+
+    def __len__(self) -> int:
+        return len(self._logs) + 1

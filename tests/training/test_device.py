@@ -1,0 +1,105 @@
+"""A whole step on another device: nothing mixes devices, and the state hash is that of the CPU."""
+
+import copy
+
+import msgspec
+import pytest
+import torch
+
+from headrace.config import Algorithm
+from headrace.messages.rollout import Span
+from headrace.policy.config import Latent, PolicyConfig
+from headrace.policy.model import Model
+from headrace.policy.numerics_probe import probe
+from headrace.training.batch import Batch, Segment
+from headrace.training.gradient import Helpers, Recipe
+from headrace.training.mismatch import compare
+from headrace.training.outcome import StepOutcome
+from headrace.training.served.versions import Versions
+from headrace.training.state import TrainerState
+from headrace.training.step import take
+from headrace.training.trainer import TrainerError, device_named
+from tests.support import other_device
+
+SHAPE = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "expert_dim": 32, "vocab": 64}
+MIXTURE = PolicyConfig(**SHAPE, experts=4, top_k=2)  # type: ignore[arg-type]
+POLICIES = {
+    "dense": PolicyConfig(**SHAPE, experts=0, top_k=0),  # type: ignore[arg-type]
+    "mixture": MIXTURE,
+    "bfloat16": msgspec.structs.replace(MIXTURE, dtype="bfloat16"),
+    "mxfp8": msgspec.structs.replace(MIXTURE, expert_format="mxfp8"),
+    "latent": msgspec.structs.replace(
+        MIXTURE,
+        kv_heads=2,
+        head_dim=24,
+        latent=Latent(q_rank=16, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=16),
+        scores="sigmoid",
+        shared_experts=1,
+        dense_layers=1,
+    ),
+}
+ALGORITHM = Algorithm(learning_rate=1e-2, kl_weight=0.1, minibatches=2, weighting="decoupled", grad_clip=0.05)
+
+
+def batch(config: PolicyConfig) -> Batch:
+    generator = torch.Generator().manual_seed(3)
+    segments = []
+    for index, length in enumerate((9, 5, 17, 12)):
+        rows = (length, config.sparse_layers, config.experts)
+        routed = torch.rand(rows, generator=generator).argsort(-1)[..., : config.top_k] if config.experts else None
+        positions = torch.arange(2, length)
+        segment = Segment(
+            trajectory=f"t{index}",
+            ids=torch.randint(0, config.vocab, (length,), generator=generator),
+            positions=positions,
+            targets=torch.randint(0, config.vocab, positions.shape, generator=generator),
+            behaviour=-4.0 + torch.rand(positions.shape, generator=generator),
+            versions=torch.zeros_like(positions),
+            routed=routed,
+            spans=(Span(0, length, 0),),
+            advantage=0.5 - index % 2,
+            temperature=1.0,
+            index=index,
+        )
+        segments.append(segment)
+    return Batch(tuple(segments), 4, (1.0, 0.0, 1.0, 0.0), 2, ("g",), frozenset({"f"}))
+
+
+def two_steps(model: Model, reference: Model, data: Batch) -> list[StepOutcome]:
+    state, helpers = TrainerState(model), Helpers(reference)
+    state.log = []
+    versions, outcomes = Versions(model, 0), []
+    for _ in range(2):
+        for segment in data.segments[:2]:
+            compare(versions, segment)  # re-scoring by the version that wrote it
+        outcomes.append(take(state, data, Recipe(ALGORITHM, 24, bound=1), helpers=helpers))
+        versions.advance(state.version, state.log)
+        state.log = []
+    return outcomes
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_another_device_gives_the_cpus_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = POLICIES[name]
+    numerics, data = probe(config), batch(config)
+    model = Model(config, numerics, seed=1)
+    model.recompute = name == "mixture"
+    reference = Model(config, numerics, seed=2)
+    here = two_steps(copy.deepcopy(model), copy.deepcopy(reference), data)
+    assert not here[0].failed and here[0].grad_norm > 0.0, here[0].detail
+    other_device.moved(model)
+    other_device.moved(reference)
+    with other_device.installed(monkeypatch):
+        there = two_steps(model, reference, data)
+    same = [msgspec.structs.replace(outcome, seconds=0.0) for outcome in here]
+    assert [str(msgspec.structs.replace(outcome, seconds=0.0)) for outcome in there] == [str(one) for one in same]
+    per_batch = [site for site in other_device.READS if site.startswith("training/micro_batch")]
+    assert not per_batch, "a micro-batch is moved to the device once and read by the host never"
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    assert device_named("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert device_named("cpu").type == "cpu"
+    for name, says in (("tpu9", "expected auto"), ("cuda:99", "has no cuda:99"), ("mps", "has no mps")):
+        with pytest.raises(TrainerError, match=says):
+            device_named(name)

@@ -1,0 +1,134 @@
+"""The closed form against the model on the meta device, and the figures of three published shapes."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.kernels import expert_mlp
+from headrace.policy.config import Latent, PolicyConfig
+from headrace.policy.layer import Chosen, Layer
+from headrace.policy.model import Model
+from headrace.policy.numerics import Numerics
+from headrace.training.memory_plan import GIB, Layout, activation_bytes, fitting, parameters, plan
+from headrace.training.trainer import TrainerError, check_memory
+from tests.support.world import CONFIG, POLICY
+
+QWEN = {
+    "0.6B": PolicyConfig(
+        dim=1024, layers=28, heads=16, kv_heads=8, head_dim=128, experts=0, top_k=0, expert_dim=3072, vocab=151936,
+        dtype="bfloat16", tied=True,
+    ),
+    "4B": PolicyConfig(
+        dim=2560, layers=36, heads=32, kv_heads=8, head_dim=128, experts=0, top_k=0, expert_dim=9728, vocab=151936,
+        dtype="bfloat16", tied=True,
+    ),
+    "30B-A3B": PolicyConfig(
+        dim=2048, layers=48, heads=32, kv_heads=4, head_dim=128, experts=128, top_k=8, expert_dim=768, vocab=151936,
+        dtype="bfloat16",
+    ),
+}  # fmt: skip
+LATENT = PolicyConfig(
+    dim=2048, layers=4, heads=16, kv_heads=16, head_dim=192, experts=64, top_k=6, expert_dim=1408, vocab=1000,
+    dtype="bfloat16", scores="sigmoid", shared_experts=2, dense_layers=1,
+    latent=Latent(q_rank=512, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+)  # fmt: skip
+BIASED = msgspec.structs.replace(QWEN["0.6B"], qkv_bias=True, qk_norm=False, out_bias=True, tied=False)
+SHAPES = {**QWEN, "latent": LATENT, "biased": BIASED, "float32": POLICY}
+
+
+class Fused(torch.autograd.Function):
+    """The tensors that a fused attention keeps: q, k, v, its output and a log-sum-exp per head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:2], dtype=torch.float32))
+        return out
+
+
+def saved(config: PolicyConfig, layer: Layer, tokens: int, patch: pytest.MonkeyPatch) -> int:
+    """Bytes per token that a layer's autograd graph saves."""
+
+    def balanced(experts: Tensor, count: int, pad: int, least: int = 1) -> expert_mlp.Plan:
+        rows = experts.numel()
+        each = rows // count
+        index = torch.empty(rows, dtype=torch.int64, device=experts.device)
+        return expert_mlp.Plan([(e, e * each, (e + 1) * each) for e in range(count)], rows, index, index)
+
+    patch.setattr(expert_mlp, "plan", balanced)
+    truth: Callable[[Tensor], bool] = torch.Tensor.__bool__
+    patch.setattr(torch.Tensor, "__bool__", lambda t: False if t.device.type == "meta" else truth(t))
+    dtype = config.torch_dtype
+    with torch.device("meta"):
+        x = torch.empty(tokens, config.dim, dtype=dtype, requires_grad=True)
+        half = (config.latent.rope_dim if config.latent else config.head_dim) // 2
+        cos = torch.empty(tokens, 1, half, dtype=dtype)
+        replay = torch.empty(tokens, config.top_k, dtype=torch.int64) if config.experts else None
+    known = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
+    known |= {tensor.untyped_storage()._cdata for tensor in (cos, replay) if tensor is not None}
+    storages: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            storages[storage._cdata] = storage.nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x, cos, cos, Fused.apply, 1, replay, Chosen())
+    return sum(size for size, _ in storages.values()) // tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_closed_form_is_within_five_percent_of_the_meta_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SHAPES[name]
+    with torch.device("meta"):
+        model = Model(config, Numerics(exact=False, row_pad=1, reason="", fingerprint=""), seed=None)
+    assert parameters(config).total == sum(parameter.numel() for parameter in model.parameters())
+    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    assert parameters(config).frozen == frozen
+    for index in {0, config.layers - 1}:
+        layer = model.layers[index]
+        assert isinstance(layer, Layer)
+        told = activation_bytes(config, config.sparse(index))
+        assert told == pytest.approx(saved(config, layer, 16384, monkeypatch), rel=0.05)
+
+
+def test_published_shapes_on_eight_devices_of_80_gib() -> None:
+    long = Layout(devices=8, tokens=65536)
+    for name, total in (("0.6B", 0.596e9), ("4B", 4.02e9), ("30B-A3B", 30.5e9)):
+        assert parameters(QWEN[name]).total == pytest.approx(total, rel=0.01)
+        layout = fitting(QWEN[name], long, 80 * GIB)
+        assert layout is not None and layout.recompute, name
+        assert plan(QWEN[name], layout).total <= 0.8 * 80 * GIB
+    assert fitting(QWEN["30B-A3B"], long._replace(devices=1), 80 * GIB) is None
+    with pytest.raises(ValueError, match="does not divide 4 key-value heads"):
+        plan(QWEN["30B-A3B"], long._replace(context=8))
+
+
+def test_the_trainer_refuses_a_plan_that_does_not_fit() -> None:
+    check_memory(CONFIG, POLICY, 1 * GIB)
+    with pytest.raises(TrainerError, match=r"needs .* GiB and its device has 16.0 GiB free"):
+        check_memory(CONFIG, QWEN["4B"], 16 * GIB)
+
+
+def test_the_command_needs_no_torch(tmp_path: Any) -> None:
+    (tmp_path / "run.toml").write_text("[policy]\ndim = 64\n")
+    code = (
+        "import sys; from headrace.cli.main import main; "
+        "code = main(['trainer', 'plan', sys.argv[1], '--gpus', '8', '--gpu-gib', sys.argv[2]]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    for gib, expected, says in (("80", 0, "fits 8 x 80 GiB"), ("0.01", 1, "does not fit 8 x 0.01 GiB")):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "run.toml"), gib], capture_output=True, text=True
+        )
+        assert done.returncode == expected, done.stderr
+        assert says in done.stdout and "activations" in done.stdout
