@@ -1,49 +1,55 @@
-"""What the policy has before it: the ids of a segment, and when it is time for a summary.
+"""The policy's context: the ids of the running segment, and when it has to be summarised.
 
-A segment's context is the concatenation of what was appended and what was sampled, token for token. Once it has
-grown to the task's limit the policy writes a summary and a new segment starts from the task and that summary; all
-segments are one trajectory, and the reward reaches each of them.
+A segment's context is the concatenation of appended and sampled ids, token for token. Once it has grown to the task's
+limit the policy writes a summary and a new segment starts from the task and that summary; all segments belong to one
+trajectory, and the reward reaches each of them.
 """
 
 from collections.abc import Sequence
 
+import msgspec
+
 from headrace.messages.rollout import ToolResult, Turn
-from headrace.policy.renderer import Renderer
+from headrace.rendering.base import Renderer
 
 
 class Context:
-    """The running segment. `pending` holds results that the policy has not read yet."""
+    """The running segment."""
 
     def __init__(self, renderer: Renderer, prompt: str, limit: int) -> None:
         self._renderer, self._prompt, self._limit = renderer, prompt, limit
         self.segment = 0
         self.ids: list[int] = []
         self._summary: tuple[int, ...] = ()
-        self._pending: Sequence[ToolResult] = ()
-        self._closed = True
+        self._turns: list[Turn] = []
+        """Of this segment; only the last may lack its results."""
 
     def take(self, turn: Turn) -> None:
         """A turn was sampled, now or before a resume."""
         ids = [int(id) for id in turn.ids.tolist()]
         self.ids += [int(id) for id in turn.prompt_ids.tolist()] + ids
-        self._closed = turn.stop == "stop"
-        self._pending = ()
+        self._turns.append(turn)
         if turn.kind == "summary":
-            self.segment, self.ids, self._summary = self.segment + 1, [], tuple(ids)
+            self.segment, self.ids, self._summary, self._turns = self.segment + 1, [], tuple(ids), []
 
     def answer(self, results: Sequence[ToolResult]) -> None:
         """The turn's calls were answered."""
-        self._pending = results
+        self._turns[-1] = msgspec.structs.replace(self._turns[-1], results=tuple(results))
 
     def next_ids(self) -> list[int]:
         """Ids to append before the next turn."""
         if not self.ids:
             return self._renderer.prompt(self._prompt, self._summary)
-        return self._renderer.results(self._pending, self._closed)
+        return self._delta(summary=False)
 
     def summary_ids(self) -> list[int]:
-        """Ids to append to ask for a summary instead; they carry the pending results too."""
-        return self._renderer.summary_request(self._pending, self._closed)
+        """Ids to append to ask for a summary instead; they carry the results that the policy has not read yet."""
+        return self._delta(summary=True)
+
+    def _delta(self, *, summary: bool) -> list[int]:
+        last = self._turns[-1]
+        stopped = self.ids[-1] if last.stop == "stop" else None
+        return self._renderer.delta(self._turns, stopped=stopped, summary=summary)
 
     def full(self, more: Sequence[int]) -> bool:
         """Whether the segment with `more` appended has reached the limit."""

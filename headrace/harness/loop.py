@@ -17,13 +17,13 @@ import msgspec
 
 from headrace.engines.base import Engine, EngineError, SampleRequest
 from headrace.harness.context import Context
-from headrace.harness.prompt import first_words, toolbox_for
+from headrace.harness.prompt import initial_prompt, toolbox_for
 from headrace.harness.tools.toolbox import Toolbox
 from headrace.messages.base import Array
 from headrace.messages.rollout import RolloutRequest, ToolCall, ToolResult, Turn
 from headrace.messages.sandbox import Sandbox
 from headrace.messages.tasks import Task
-from headrace.policy.renderer import Renderer
+from headrace.rendering.base import Renderer
 
 Outcome = Literal["finished", "max_turns", "max_tokens", "wall_time", "context"]
 OnSampled = Callable[[Turn], Awaitable[None]]
@@ -68,8 +68,8 @@ async def run_episode(
     The limit of wall time counts from this call. Raises SandboxLost and EngineError: infrastructure, no outcome.
     """
     limits = request.limits
-    box = toolbox or toolbox_for(task, renderer, limits.context_tokens)
-    context = Context(renderer, first_words(request, task), limits.context_tokens)
+    box = toolbox or toolbox_for(task, renderer.detailed_results, limits.context_tokens)
+    context = Context(renderer, initial_prompt(request, task), limits.context_tokens)
     turns: list[Turn] = []
     start = time.monotonic()
     sessions: set[str] = set()
@@ -84,7 +84,6 @@ async def run_episode(
     for turn in resume:
         context.take(turn)
         if len(turn.results) == len(turn.calls):
-            context.answer(turn.results)
             turns.append(turn)
         else:
             turns.append(await answer(turn))
@@ -171,16 +170,18 @@ async def _sample(
         logprobs=Array.of(sample.logprobs, "<f4"),
         routed=sample.routed,
         spans=sample.spans,
-        calls=_calls(renderer, sample.ids, index, request.limits.max_parallel_calls) if kind == "act" else (),
+        calls=_calls(renderer, more, sample.ids, index, request.limits.max_parallel_calls) if kind == "act" else (),
         stop=sample.stop,
         kind=kind,
     )
 
 
-def _calls(renderer: Renderer, ids: Sequence[int], index: int, limit: int) -> tuple[ToolCall, ...]:
-    """The calls that a turn wrote, with ids that are unique in the trajectory; those over the limit are refused."""
+def _calls(
+    renderer: Renderer, prompt: Sequence[int], ids: Sequence[int], index: int, limit: int
+) -> tuple[ToolCall, ...]:
+    """The calls of a turn, with ids that are unique in the trajectory; those over the limit are refused."""
     calls = []
-    for place, call in enumerate(renderer.parse(ids)):
+    for place, call in enumerate(renderer.parse(ids, prompt=prompt).calls):
         error = call.error or (f"more than {limit} calls in one turn" if place >= limit else "")
         calls.append(msgspec.structs.replace(call, id=f"{index}.{place}", error=error))
     return tuple(calls)

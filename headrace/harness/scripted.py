@@ -1,8 +1,8 @@
-"""Policies that are scripts: what they write goes through the same loop, tools and judge as what a model writes.
+"""Scripted policies: their turns go through the same loop, tools and judge as a model's.
 
-``oracle`` knows the solution and edits just the lines that differ; ``idle`` finishes at once; ``edit-tests`` makes the
-tests that it can see pass by rewriting them. Together they check the pipeline from both sides: a task is sound when the
-oracle passes, and a judge is sound when the other two don't.
+``oracle`` knows the solution and edits just the lines that differ; ``idle`` finishes at once; ``edit-tests`` rewrites
+the visible tests so that they pass. Together they check the pipeline from both sides: a task is sound when the oracle
+passes, and a judge is sound when the other two fail.
 """
 
 import difflib
@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
 from headrace.messages.tasks import Oracle, Task
-from headrace.policy.renderer import Renderer
+from headrace.rendering.base import Call, Renderer
 
 NAMES = ("oracle", "idle", "edit-tests")
-Call = tuple[str, dict[str, str]]
 
 _TOGETHER = 5
 """Edits in one turn: below the usual limit of parallel calls."""
@@ -60,16 +59,32 @@ def script(name: str, task: Task, oracle: Oracle) -> list[list[Call]]:
     return [*turns, [_FINISH]]
 
 
-class ScriptedEngine:
-    """The Engine protocol over a script. Stateless: the turn follows from how many turns the context holds.
+def _find(ids: Sequence[int], turn: Sequence[int], start: int) -> int:
+    """Where a turn that begins at or after `start` ends; -1 when there is none."""
+    last = turn[-1]
+    for at in range(start + len(turn) - 1, len(ids)):
+        if ids[at] == last and tuple(ids[at + 1 - len(turn) : at + 1]) == tuple(turn):
+            return at + 1
+    return -1
 
-    The script is not bound by `max_turn_tokens`: it is no generation, and a right line may be long.
+
+class ScriptedEngine:
+    """The Engine protocol over a script. Stateless: the turn follows from the turns that the context holds.
+
+    The script is not bound by `max_turn_tokens`: it is not a generation, and a correct line may be long.
     """
 
-    def __init__(self, name: str, renderer: Renderer, task: Task, oracle: Oracle) -> None:
-        self._turns = script(name, task, oracle)
-        self._renderer = renderer
-        self._opening = renderer.encode([(renderer.markup.turn[0], True)])
+    def __init__(self, turns: Sequence[Sequence[Call]], renderer: Renderer) -> None:
+        """turns: the calls of each turn, such as `script` gives."""
+        self._turns: list[tuple[int, ...]] = []
+        """Ids of the script's turns in order."""
+        calls = 0
+        if not renderer.parallel:
+            turns = [[call] for turn in turns for call in turn]
+        for turn in turns:
+            self._turns.append(tuple(renderer.turn(turn, before=calls)))
+            calls += len(turn)
+        self._finish = tuple(renderer.turn([_FINISH]))
 
     @property
     def fingerprint(self) -> str:
@@ -83,12 +98,18 @@ class ScriptedEngine:
 
     async def sample(self, request: SampleRequest) -> Sample:
         """The script's next turn; a segment after a summary only finishes."""
-        opening, ids = self._opening, list(request.ids)
-        done = sum(ids[at : at + len(opening)] == opening for at in range(len(ids))) - 1
         later = not request.session.endswith("/0")
-        calls: Sequence[Call] = [_FINISH] if later or done >= len(self._turns) else self._turns[done]
-        said = tuple(self._renderer.turn(calls))
-        return Sample(ids=said, logprobs=(0.0,) * len(said), routed=None, spans=(), stop="stop")
+        ids = self._finish if later else self._next(request.ids)
+        return Sample(ids=ids, logprobs=(0.0,) * len(ids), routed=None, spans=(), stop="stop")
+
+    def _next(self, context: Sequence[int]) -> tuple[int, ...]:
+        """The first turn that the context does not hold; content cannot imitate one, which ends in a stop id."""
+        at = 0
+        for turn in self._turns:
+            at = _find(context, turn, at)
+            if at < 0:
+                return turn
+        return self._finish
 
     async def close(self, session: str) -> None:
         """Nothing is kept."""

@@ -1,4 +1,4 @@
-"""Answering calls in process, without an event loop: for making traces, with the very code that real episodes run."""
+"""Running calls in process, without an event loop: for traces, with the very code that real episodes run."""
 
 from collections.abc import Coroutine, Sequence
 from functools import lru_cache
@@ -13,22 +13,25 @@ T = TypeVar("T")
 
 
 @lru_cache(8)
-def _toolbox(names: tuple[str, ...]) -> Toolbox:
-    return Toolbox(names)
+def _toolbox(names: tuple[str, ...], details: bool) -> Toolbox:
+    return Toolbox(names, details=details)
 
 
-def _finish(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits for anything."""
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never suspends."""
     try:
         work.send(None)
     except StopIteration as end:
         value: T = end.value
         return value
     work.close()
-    raise RuntimeError("a sandbox for rehearsals may not suspend")
+    raise RuntimeError("the operations of a sandbox for traces must not suspend")
 
 
-def answer(task: Task, sandbox: Sandbox, calls: Sequence[ToolCall]) -> list[ToolResult]:
-    """Results of a turn's calls, run one after another in a sandbox whose operations never suspend."""
-    box = _toolbox(tools_of(task))
-    return [_finish(box.run(call, sandbox, task)) for call in calls]
+def answer(task: Task, sandbox: Sandbox, calls: Sequence[ToolCall], *, details: bool = False) -> list[ToolResult]:
+    """Results of a turn's calls, run one after another in a sandbox whose operations never suspend.
+
+    details: with the messages of failed tests, as `Renderer.detailed_results` says.
+    """
+    box = _toolbox(tools_of(task), details)
+    return [_run(box.run(call, sandbox, task)) for call in calls]

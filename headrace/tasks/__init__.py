@@ -3,6 +3,7 @@
 A task has two sides (`messages.tasks`): what the agent sees, and the oracle that only the judge may open.
 """
 
-from headrace.tasks.suites import Suite, UnknownSuite, open_suite
+from headrace.tasks.base import Suite, UnknownSuite
+from headrace.tasks.suites import open_suite
 
 __all__ = ["Suite", "UnknownSuite", "open_suite"]

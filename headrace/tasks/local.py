@@ -74,7 +74,7 @@ class LocalFiles:
         data = self.files[op.path]
         lines = data.splitlines(keepends=True)
         if not 1 <= op.first <= len(lines) + 1 or not op.first - 1 <= op.last <= len(lines):
-            error = f"{op.path} has {len(lines)} lines; {op.first}-{op.last} can't be replaced"
+            error = f"{op.path} has {len(lines)} lines; lines {op.first} to {op.last} cannot be replaced"
             return OpResult(ok=False, error=error)
         new = op.text.encode("utf-8", "surrogateescape")
         if new and not new.endswith(b"\n") and (op.last < len(lines) or data.endswith(b"\n")):

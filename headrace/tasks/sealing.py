@@ -1,14 +1,14 @@
 """Sealing hidden tests: the literals that they compare with stay on the host.
 
 ``assert area(2, 3) == 6`` becomes ``__observe__(0, (area(2, 3)))``, and 6 goes into the oracle's answers
-(`vmhost/guest/observing.py` has the other half). A candidate that patches the runner, forges its report or reads the
+(`guest/testing/observing.py` has the other half). A candidate that patches the runner, forges its report or reads the
 tests finds calls without results; to be counted as passed it must report the right values in the right order.
 
 Sealed are ``assert`` and ``assertEqual`` of a value with a literal, either way round. Of two computed values both are
 handed out; what the right code computes there is recorded when a task is made, and is the answer like any literal. Only
 where it came out differently in different processes the two are compared with each other, and a forger of reports can
-make both up. What is not a comparison for equality (`raises`, truth alone) stays an assertion inside the process and is
-worth what such ones are worth. Lines keep their numbers, so failures point where they did.
+make both up. Everything else (`raises`, truth alone) stays an assertion inside the process, which the
+candidate can forge. Lines keep their numbers, so failures point where they did.
 
 Trade-off: a repair that is right and computes another pair of equal values than the code did fails where the pair was
 recorded.
@@ -20,14 +20,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from headrace.messages.sandbox import TestOutcome
-from headrace.vmhost.guest.observing import LIMIT, decode
+from headrace.tasks.observations import decode
+from headrace.vmhost.guest.testing.observing import LIMIT
 
 Answers = dict[str, tuple[tuple[int, str], ...]]
 """Test id to what it observes, in order: the number of the comparison, and the source of the value that it must see, a
 literal or a recorded one; empty where it observes two that must be equal."""
 LARGEST = 1 << 16
 """Characters of a value that is recorded."""
-ROOM = LIMIT * 3 // 4
+ALLOWANCE = LIMIT * 3 // 4
 """Characters that all comparisons of a run may see: a run of a candidate may see more than the right one did."""
 
 
@@ -45,7 +46,7 @@ class Sealed(NamedTuple):
 
 class _Comparison(NamedTuple):
     values: tuple[ast.expr, ...]
-    """What is observed: one side, or both."""
+    """The observed values: one side, or both."""
     literal: str
 
 
@@ -58,7 +59,7 @@ def _literal(node: ast.expr) -> bool:
 
 
 def sides(node: ast.stmt) -> tuple[ast.expr, ast.expr] | None:
-    """What a statement compares for equality."""
+    """The two sides of a comparison for equality; None for any other statement."""
     if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
         compare = node.test
         if len(compare.ops) == 1 and isinstance(compare.ops[0], ast.Eq):
@@ -204,13 +205,13 @@ def unequal(sealed: Sealed, tests: Sequence[TestOutcome]) -> frozenset[int]:
 
 
 def too_much(tests: Sequence[TestOutcome]) -> frozenset[int]:
-    """Comparisons of a run without bounds that see so much that others find no room (observing.LIMIT): the largest, as
-    few as it takes."""
+    """Comparisons of an unbounded run that see so much that others would exceed observing.LIMIT: the largest, as few as
+    it takes."""
     sizes: Counter[int] = Counter()
     for test in tests:
         for text in test.observed:
             sizes[int(text[1 : text.index(",")])] += len(text)
-    left, spare = set[int](), ROOM - sizes.total()
+    left, spare = set[int](), ALLOWANCE - sizes.total()
     for number, size in sizes.most_common():
         if spare >= 0:
             break
@@ -220,12 +221,13 @@ def too_much(tests: Sequence[TestOutcome]) -> frozenset[int]:
 
 
 def equal(observed: str, answer: tuple[int, str]) -> bool:
-    """Whether an observation is the answer, by Python's own ``==`` on this side."""
+    """Whether an observation is the answer, by Python's own ``==`` on this side. An unreadable observation
+    equals nothing."""
     try:
         number, values = decode(observed)
-        return number == answer[0] and _equal(values, answer[1])
-    except (ValueError, TypeError):
+    except ValueError:
         return False
+    return number == answer[0] and _equal(values, answer[1])
 
 
 def _equal(values: object, text: str) -> bool:

@@ -1,44 +1,27 @@
-"""Opening a suite by name: generated ones are made from seeds, all others are folders of files.
+"""Suites by name: sources of the registry (``generated/train``), and folders of files.
 
-A folder suite holds ``suite.json`` (name, ids in order, where it came from) and per task ``<id>.task`` and
-``<id>.oracle`` (msgpack, lz4 where it pays, the same codec as on the bus), so that the agent's side and the judge's
-side are apart on the disk too.
+A source from outside is a function that opens a suite: an entry point of the group ``headrace.suites``, or
+``module:attribute`` (docs/extending.md). A folder suite holds ``suite.json`` (name, ids in order, origin) and per task
+``<id>.task`` and ``<id>.oracle`` (msgpack, lz4 where it pays, the same codec as on the bus), so that the agent's side
+and the judge's side are apart on the disk too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, overload
+from typing import overload
 
 import msgspec
 
 from headrace.messages.base import Message
-from headrace.messages.codec import UnknownType, decode_as, encode
+from headrace.messages.codec import UnreadableMessage, decode_as, encode
+from headrace.messages.plugins import Plugin
 from headrace.messages.tasks import CANARY, Oracle, Task
-from headrace.tasks import generated
-from headrace.tasks.canaries import CanarySuite
+from headrace.registry import PluginError, Registry, plugins
+from headrace.tasks.base import Suite, UnknownSuite
+from headrace.tasks.generated import repositories
+from headrace.tasks.impossible import CanarySuite
 
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"
-
-
-class UnknownSuite(Exception):
-    """There is no such suite or task; the text says which and what there is."""
-
-
-class Suite(Protocol):
-    """Tasks under one name."""
-
-    @property
-    def name(self) -> str:
-        """As `open_suite` knows it."""
-
-    def ids(self) -> Sequence[str]:
-        """All task ids in order; may be far too many to list."""
-
-    def task(self, id: str) -> Task:
-        """The agent's side. UnknownSuite when the id is not of this suite."""
-
-    def oracle(self, id: str) -> Oracle:
-        """The judge's side."""
 
 
 class _SeedIds(Sequence[str]):
@@ -62,22 +45,22 @@ class _SeedIds(Sequence[str]):
 
 
 class GeneratedSuite:
-    """Repositories made from seeds (tasks/generated.py)."""
+    """Repositories made from seeds (tasks/generated/repositories.py)."""
 
     def __init__(self, kind: str) -> None:
         self.name = f"generated/{kind}"
         self._kind = kind
-        self._ids = _SeedIds(generated.SEEDS[kind])
+        self._ids = _SeedIds(repositories.SEEDS[kind])
 
     def ids(self) -> Sequence[str]:
         """Seeds as text."""
         return self._ids
 
-    def make(self, id: str) -> generated.Made:
+    def make(self, id: str) -> repositories.Made:
         """Task, oracle and what only trace making may know."""
         if id not in self._ids:
             raise UnknownSuite(f"{self.name} has no task {id!r}")
-        return generated.make(self._kind, int(id))
+        return repositories.make(self._kind, int(id))
 
     def task(self, id: str) -> Task:
         """The agent's side."""
@@ -102,7 +85,7 @@ class FolderSuite:
         try:
             self._index = msgspec.json.decode((folder / "suite.json").read_bytes(), type=_Index)
         except FileNotFoundError:
-            known = [f"generated/{kind}" for kind in generated.SEEDS]
+            known = [f"generated/{kind}" for kind in repositories.SEEDS]
             known += sorted(found.parent.name for found in folder.parent.glob("*/suite.json"))
             raise UnknownSuite(
                 f"there is no suite {name!r} in {folder.parent}; there are {', '.join(known)}, "
@@ -124,7 +107,7 @@ class FolderSuite:
             payload = file.read_bytes()
             packed = {"Hr-Encoding": "lz4"} if payload.startswith(_LZ4_MAGIC) else {}
             return decode_as(kind, payload, packed)
-        except (OSError, UnknownType) as error:
+        except (OSError, UnreadableMessage) as error:
             raise UnknownSuite(f"{file} cannot be read: {error}") from None
 
     def task(self, id: str) -> Task:
@@ -151,16 +134,50 @@ def write_suite(name: str, folder: Path, pairs: Sequence[tuple[Task, Oracle]], s
     return FolderSuite(name, folder)
 
 
+def _generated(rest: str, root: Path) -> Suite:
+    """``generated/<kind>``."""
+    if rest not in repositories.SEEDS:
+        raise UnknownSuite(f"expected generated/ and one of {', '.join(repositories.SEEDS)}, got 'generated/{rest}'")
+    return GeneratedSuite(rest)
+
+
+def _impossible(rest: str, root: Path) -> Suite:
+    """``canary/`` and the name of another suite."""
+    return CanarySuite(open_suite(rest, root))
+
+
+Opener = Callable[[str, Path], Suite]
+"""Opens a suite of a source, given the name behind the source's own and the folder of suites. UnknownSuite."""
+
+SUITES: Registry[Opener] = Registry(
+    "suites",
+    {"generated": "headrace.tasks.suites:_generated", "canary": "headrace.tasks.suites:_impossible"},
+    needs=("__call__",),
+)
+
+
+def _source(name: str) -> str:
+    """The source in a suite's name, empty for a folder: ``generated/train`` and ``package.module:attribute/easy``."""
+    first = name.partition("/")[0]
+    return first if ":" in first or first in SUITES.names() else ""
+
+
 def open_suite(name: str, root: str | Path = "suites") -> Suite:
-    """A suite by name: ``generated/<kind>``, a folder under `root`, or ``canary/`` and one of those. UnknownSuite when
-    there is none."""
-    first, _, kind = name.partition("/")
-    if name.startswith(CANARY):
-        return CanarySuite(open_suite(kind, root))
-    if first == "generated":
-        if kind not in generated.SEEDS:
-            raise UnknownSuite(f"unknown suite {name!r}; generated suites are {', '.join(generated.SEEDS)}")
-        return GeneratedSuite(kind)
+    """A suite by name: a source of the registry, a slash and a name that the source knows; else a folder under `root`.
+    UnknownSuite when there is none."""
+    if source := _source(name):
+        try:
+            return SUITES.get(source)(name.partition("/")[2], Path(root))
+        except PluginError as error:
+            raise UnknownSuite(str(error)) from None
     if not name or ".." in Path(name).parts or Path(name).is_absolute():
         raise UnknownSuite(f"{name!r} is not the name of a suite")
     return FolderSuite(name, Path(root) / name)
+
+
+def suite_plugins(names: Iterable[str]) -> tuple[Plugin, ...]:
+    """The sources from outside among these suites. UnknownSuite as in `open_suite`."""
+    try:
+        return plugins((SUITES, [source for name in names if (source := _source(name.removeprefix(CANARY)))]))
+    except PluginError as error:
+        raise UnknownSuite(str(error)) from None

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from headrace.engines.base import Sample, SampleRequest, Swap
-from headrace.harness.rehearse import answer
+from headrace.harness.sync_tools import answer
 from headrace.messages.rollout import Limits, RolloutRequest, Sampling, Span
 from headrace.messages.tasks import TaskRef
-from headrace.policy.renderer import Format, Renderer
-from headrace.policy.tokenizer import Tokenizer
-from headrace.tasks import traces
+from headrace.rendering.terse import Format, TerseRenderer
+from headrace.rendering.tokenizer import Tokenizer
+from headrace.tasks.generated import traces
 
 
 class Played:
@@ -56,8 +56,8 @@ class Played:
 
 
 @pytest.fixture(scope="session")
-def renderer() -> Renderer:
-    return Renderer(Tokenizer.train(traces.tokenizer_texts(3, 150, Format(), answer), 640))
+def renderer() -> TerseRenderer:
+    return TerseRenderer(Tokenizer.train(traces.tokenizer_texts(3, 150, Format(), answer), 640))
 
 
 @pytest.fixture
@@ -80,5 +80,5 @@ def request_for() -> Callable[..., RolloutRequest]:
 
 
 @pytest.fixture
-def played(renderer: Renderer) -> Callable[..., Played]:
+def played(renderer: TerseRenderer) -> Callable[..., Played]:
     return lambda *turns: Played(turns, renderer.stop_ids)

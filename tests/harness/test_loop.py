@@ -9,11 +9,11 @@ import pytest
 
 from headrace.engines.base import EngineError
 from headrace.harness.loop import run_episode
-from headrace.harness.tools.toolbox import ALL, Toolbox
+from headrace.harness.tools.toolbox import Toolbox
 from headrace.messages.rollout import Limits, RolloutRequest, Sampling, ToolResult, Turn
 from headrace.messages.sandbox import Op, OpResult, ReadFile, ReplaceLines, RunTests, SandboxLost
-from headrace.policy.renderer import Renderer
-from headrace.tasks.generated import Made, make
+from headrace.rendering.terse import TerseRenderer
+from headrace.tasks.generated.repositories import Made, make
 from headrace.tasks.local import LocalFiles
 
 pytestmark = pytest.mark.anyio
@@ -36,7 +36,7 @@ def context_of(turns: tuple[Turn, ...], segment: int) -> list[int]:
 
 
 async def test_an_episode_edits_tests_and_finishes(
-    renderer: Renderer, request_for: Request, played: Play, made: Made, right: Any
+    renderer: TerseRenderer, request_for: Request, played: Play, made: Made, right: Any
 ) -> None:
     engine = played(
         renderer.turn([("search", {"query": f"def {made.target.name}"}), ("run_tests", {})]),
@@ -82,7 +82,7 @@ class Slow:
 
 
 async def test_calls_of_a_turn_run_together_and_are_answered_in_order(
-    renderer: Renderer, request_for: Request, played: Play, made: Made
+    renderer: TerseRenderer, request_for: Request, played: Play, made: Made
 ) -> None:
     sandbox = Slow(made.task.files)
     sandbox.gates["README.md"] = asyncio.Event()  # the first call waits for the second, so they must overlap
@@ -96,7 +96,7 @@ async def test_calls_of_a_turn_run_together_and_are_answered_in_order(
 
 
 async def test_a_call_that_writes_runs_alone_in_its_place(
-    renderer: Renderer, request_for: Request, played: Play, made: Made, right: Any
+    renderer: TerseRenderer, request_for: Request, played: Play, made: Made, right: Any
 ) -> None:
     sandbox = Slow(made.task.files)
     read = ("read_file", {"path": made.path})
@@ -114,7 +114,7 @@ async def test_a_call_that_writes_runs_alone_in_its_place(
 
 
 async def test_malformed_calls_are_answered_and_counted(
-    renderer: Renderer, request_for: Request, played: Play, made: Made
+    renderer: TerseRenderer, request_for: Request, played: Play, made: Made
 ) -> None:
     encode, stop = renderer.tokenizer.encode, list(renderer.stop_ids)
     engine = played(
@@ -142,7 +142,9 @@ async def test_malformed_calls_are_answered_and_counted(
     assert "<error>search: query is missing</error>" in renderer.tokenizer.decode(list(engine.asked[1].ids))
 
 
-async def test_too_many_calls_in_a_turn(renderer: Renderer, request_for: Request, played: Play, made: Made) -> None:
+async def test_too_many_calls_in_a_turn(
+    renderer: TerseRenderer, request_for: Request, played: Play, made: Made
+) -> None:
     limits = Limits(max_parallel_calls=2, max_turns=1)
     turn = renderer.turn([("read_file", {"path": made.path})] * 3)
     episode = await run_episode(
@@ -167,7 +169,7 @@ async def test_too_many_calls_in_a_turn(renderer: Renderer, request_for: Request
     ],
 )
 async def test_limits_are_outcomes(
-    renderer: Renderer, request_for: Request, played: Play, made: Made, limits: Limits, outcome: str, turns: int
+    renderer: TerseRenderer, request_for: Request, played: Play, made: Made, limits: Limits, outcome: str, turns: int
 ) -> None:
     look = renderer.turn([("search", {"query": f"def {made.target.name}"})])
     if limits.max_tokens < 0:
@@ -185,7 +187,7 @@ async def test_limits_are_outcomes(
 
 
 async def test_a_turn_that_hits_its_cap_is_closed_for_it(
-    renderer: Renderer, request_for: Request, played: Play, made: Made
+    renderer: TerseRenderer, request_for: Request, played: Play, made: Made
 ) -> None:
     whole = renderer.turn([("run_tests", {}), ("search", {"query": "something that is long"})])
     engine = played(whole, renderer.turn([("finish", {})]))
@@ -204,7 +206,7 @@ async def test_a_turn_that_hits_its_cap_is_closed_for_it(
 
 
 async def test_a_full_context_becomes_a_summary_and_a_new_segment(
-    renderer: Renderer, request_for: Request, played: Play, made: Made, right: Any
+    renderer: TerseRenderer, request_for: Request, played: Play, made: Made, right: Any
 ) -> None:
     look = renderer.turn([("read_file", {"path": made.path})])
     finish = renderer.turn([("finish", {})])
@@ -262,7 +264,7 @@ class Recorded:
 
 @pytest.mark.parametrize("dies_after", range(6))
 async def test_a_resumed_episode_is_the_episode_that_was_never_interrupted(
-    renderer: Renderer, request_for: Request, played: Play, made: Made, right: Any, dies_after: int
+    renderer: TerseRenderer, request_for: Request, played: Play, made: Made, right: Any, dies_after: int
 ) -> None:
     script = [
         renderer.turn([("search", {"query": f"def {made.target.name}"}), ("run_tests", {})]),
@@ -312,7 +314,7 @@ async def test_a_resumed_episode_is_the_episode_that_was_never_interrupted(
 
 
 async def test_the_turn_is_written_before_any_call_is_sent(
-    renderer: Renderer, request_for: Request, played: Play, made: Made
+    renderer: TerseRenderer, request_for: Request, played: Play, made: Made
 ) -> None:
     order: list[str] = []
 
@@ -340,7 +342,9 @@ async def test_the_turn_is_written_before_any_call_is_sent(
     assert order == ["sampled 0", "call g000001-0-0/0.0.1", "done 0", "sampled 1", "done 1"]
 
 
-async def test_infrastructure_is_no_outcome(renderer: Renderer, request_for: Request, played: Play, made: Made) -> None:
+async def test_infrastructure_is_no_outcome(
+    renderer: TerseRenderer, request_for: Request, played: Play, made: Made
+) -> None:
     class Lost:
         async def call(self, op: Op, call_id: str = "") -> OpResult:
             raise SandboxLost("the VM died")
@@ -355,11 +359,11 @@ async def test_infrastructure_is_no_outcome(renderer: Renderer, request_for: Req
         await run_episode(engine=played([]), sandbox=LocalFiles({}), **common)
 
 
-async def test_long_output_is_cut_in_the_middle(renderer: Renderer, request_for: Request, made: Made) -> None:
+async def test_long_output_is_cut_in_the_middle(renderer: TerseRenderer, request_for: Request, made: Made) -> None:
     from headrace.messages.rollout import ToolCall
 
     text = "\n".join(f"line {n}" for n in range(1000))
-    box = Toolbox(ALL, cap=200)
+    box = Toolbox(cap=200)
     call = ToolCall(id="0", name="read_file", arguments={"path": "long.txt"})
     result = await box.run(call, LocalFiles({"long.txt": text.encode()}), made.task)
     assert result.truncated and len(result.output) < 260 and "characters cut]" in result.output

@@ -9,18 +9,20 @@ import pytest
 
 from headrace.config import Environment
 from headrace.harness.loop import run_episode
-from headrace.harness.rehearse import answer
-from headrace.harness.scripted import NAMES, ScriptedEngine
-from headrace.harness.tools.toolbox import ALL, Toolbox
+from headrace.harness.scripted import NAMES, ScriptedEngine, script
+from headrace.harness.sync_tools import answer
+from headrace.harness.tools.toolbox import Toolbox
+from headrace.messages import tasks as task_messages
 from headrace.messages.rollout import RolloutRequest, ToolCall
 from headrace.messages.sandbox import Acquire, PullTree, RunTests, Sandbox, WriteFiles
 from headrace.messages.tasks import Oracle, Task
-from headrace.policy import schemas
-from headrace.policy.renderer import Renderer
-from headrace.tasks import open_suite, traces
-from headrace.tasks.generated import Made, make
+from headrace.rendering import schemas
+from headrace.rendering.terse import TerseRenderer
+from headrace.tasks import open_suite
+from headrace.tasks.generated import traces
+from headrace.tasks.generated.repositories import Made, make
 from headrace.tasks.local import LocalFiles
-from headrace.vmhost.host import Host
+from headrace.vmhost.node.host import Host
 
 pytestmark = pytest.mark.anyio
 Fresh = Callable[[dict[str, bytes]], Awaitable[Sandbox]]
@@ -61,14 +63,14 @@ async def passes(fresh: Fresh, task: Task, oracle: Oracle, after: dict[str, byte
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("suite", ["generated/heldout", "generated/unseen"])
 async def test_scripted_policies(
-    fresh: Fresh, renderer: Renderer, request_for: Callable[..., RolloutRequest], name: str, suite: str
+    fresh: Fresh, renderer: TerseRenderer, request_for: Callable[..., RolloutRequest], name: str, suite: str
 ) -> None:
     tasks = open_suite(suite)
     for id in tasks.ids()[:4]:
         task, oracle = tasks.task(id), tasks.oracle(id)
         sandbox = await fresh(task.files)
         episode = await run_episode(
-            engine=ScriptedEngine(name, renderer, task, oracle),
+            engine=ScriptedEngine(script(name, task, oracle), renderer),
             sandbox=sandbox,
             renderer=renderer,
             request=request_for(task.ref),
@@ -81,7 +83,7 @@ async def test_scripted_policies(
         assert reports == {"oracle": ["2 passed"], "idle": [], "edit-tests": ["1 passed"]}[name]
 
 
-async def test_traces_read_what_a_sandbox_says(fresh: Fresh, renderer: Renderer) -> None:
+async def test_traces_read_what_a_sandbox_says(fresh: Fresh, renderer: TerseRenderer) -> None:
     """The same calls in a real sandbox give the same text as in the dictionary that traces are made with."""
     rng = random.Random(11)
     for number, fault in enumerate(["", "", "", "unread", "wrong", "careless", "", "wrong"]):
@@ -95,7 +97,7 @@ async def test_traces_read_what_a_sandbox_says(fresh: Fresh, renderer: Renderer)
             seen.append((calls, results))
             return results  # type: ignore[return-value]
 
-        traces.play(made, fault, rng, renderer, both)  # type: ignore[arg-type]
+        traces.play(made, fault, rng, both)  # type: ignore[arg-type]
         for turn, (calls, expected) in enumerate(seen):
             for call, result in zip(calls, expected, strict=True):
                 got = await box.run(call, real, made.task, f"{turn}/")  # type: ignore[arg-type]
@@ -162,9 +164,9 @@ def shop() -> Made:
         ("lint", {}, True, "broken.py:1:"),  # ruff's words where the host has one, else our own
         ("lint", {"glob": "src/**"}, True, "src/shop/cart.py:10:"),
         ("lint", {"glob": "src/shop/mail.py"}, True, "no problems"),
-        ("semantic_search", {"query": "total price of items"}, True, "src/shop/cart.py\n9:def grand_total(cart):"),
-        ("semantic_search", {"query": "mails"}, True, "src/shop/mail.py\n1:def send_mail"),
-        ("semantic_search", {"query": "zebra"}, True, "nothing found"),
+        ("keyword_search", {"query": "total price of items"}, True, "src/shop/cart.py\n9:def grand_total(cart):"),
+        ("keyword_search", {"query": "mails"}, True, "src/shop/mail.py\n1:def send_mail"),
+        ("keyword_search", {"query": "zebra"}, True, "nothing found"),
         ("search", {"query": "class Cart"}, True, "src/shop/cart.py\n1:class Cart:\n2:    def __init__"),
         ("search", {"query": "("}, False, "bad pattern"),
         ("run_tests", {"path": "nope.py"}, True, "error nope.py"),
@@ -172,7 +174,7 @@ def shop() -> Made:
     ],
 )
 async def test_each_tool(fresh: Fresh, shop: Made, name: str, arguments: dict[str, str], ok: bool, says: str) -> None:
-    result = await Toolbox(ALL).run(
+    result = await Toolbox().run(
         ToolCall(id="0", name=name, arguments=arguments), await fresh(shop.task.files), shop.task
     )
     assert says in result.output and result.ok is ok
@@ -180,7 +182,7 @@ async def test_each_tool(fresh: Fresh, shop: Made, name: str, arguments: dict[st
 
 async def test_hostile_arguments_are_answered(fresh: Fresh, shop: Made) -> None:
     """Whatever a policy writes into an argument comes back as text; nothing but SandboxLost may escape a tool."""
-    sandbox, box = await fresh(shop.task.files), Toolbox(ALL)
+    sandbox, box = await fresh(shop.task.files), Toolbox()
     nasty = [
         "",
         "\0",
@@ -209,10 +211,10 @@ async def test_hostile_arguments_are_answered(fresh: Fresh, shop: Made) -> None:
 async def test_details_bring_the_messages(fresh: Fresh, shop: Made) -> None:
     call = ToolCall(id="0", name="run_tests")
     sandbox = await fresh(shop.task.files)
-    assert (await Toolbox(ALL).run(call, sandbox, shop.task)).output == "failed test_bad\n1 passed"
-    full = (await Toolbox(ALL, details=True).run(call, sandbox, shop.task, "again")).output
+    assert (await Toolbox().run(call, sandbox, shop.task)).output == "failed test_bad\n1 passed"
+    full = (await Toolbox(details=True).run(call, sandbox, shop.task, "again")).output
     assert "one is not two" in full and full.endswith("1 passed")
 
 
 async def test_every_known_tool_is_in_the_table() -> None:
-    assert tuple(schemas.BY_NAME) == ALL
+    assert tuple(schemas.BY_NAME) == task_messages.DEFAULT_TOOLS

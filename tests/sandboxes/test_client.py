@@ -7,10 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.actors import sandbox_client, sandbox_client_asking
-from headrace.actors.environment import Environment
-from headrace.actors.sandbox_client import NodeSilent, Sandboxes, Superseded
-from headrace.bus.actor import Actor
+from headrace.actors.environment.actor import Environment
+from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
 from headrace.config import Environment as Section
 from headrace.messages.sandbox import (
@@ -18,15 +16,18 @@ from headrace.messages.sandbox import (
     Acquire,
     Exec,
     Isolation,
-    NoRoom,
+    NoCapacity,
     ReadFile,
+    SandboxKey,
     SandboxLost,
     SandboxReply,
     acquire_method,
 )
 from headrace.messages.subjects import RPC
-from tests.actors.living import living
+from headrace.sandboxes import calls, client
+from headrace.sandboxes.client import NodeSilent, Sandboxes, Superseded
 from tests.conftest import Connect
+from tests.support.actors import living
 
 pytestmark = pytest.mark.anyio
 
@@ -67,7 +68,7 @@ async def test_who_asked_before_a_request_was_handed_on_does_not_take_its_sandbo
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
     async with living(Environment, CONFIG, await connect("environment", node="n12"), ANY_RUN):
         successor = await sandboxes.acquire(msgspec.structs.replace(wanted("g24"), handovers=1))
-        with pytest.raises(Superseded, match="handed on"):
+        with pytest.raises(Superseded, match="hand-over"):
             await sandboxes.acquire(wanted("g24"))
         assert (await successor.call(ReadFile(path="a.txt"))).data == b"one"
 
@@ -98,7 +99,7 @@ async def test_a_groups_slots_are_asked_for_where_its_first_one_is(connect: Conn
 async def test_a_node_that_is_gone_is_told_apart_from_a_sandbox_that_died(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox_client_asking, "SILENCE_S", 0.3)
+    monkeypatch.setattr(calls, "SILENCE_S", 0.3)
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
     async with living(Environment, CONFIG, await connect("environment", node="n7"), ANY_RUN):
         sandbox = await sandboxes.acquire(wanted("g20"))
@@ -112,16 +113,16 @@ async def test_a_node_that_is_gone_is_told_apart_from_a_sandbox_that_died(
 async def test_a_call_on_a_node_that_dies_does_not_wait_for_its_time_limit(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, started_anew: bool
 ) -> None:
-    for module in (sandbox_client, sandbox_client_asking):
+    for module in (client, calls):
         monkeypatch.setattr(module, "SILENCE_S", 0.2 if not started_anew else 30.0)
-    monkeypatch.setattr(sandbox_client, "PULSE_S", 0.2)
+    monkeypatch.setattr(client, "PULSE_S", 0.2)
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
     node = f"died{int(started_anew)}"
     bus = await connect("environment", node=node)
     async with living(Environment, CONFIG, bus, ANY_RUN) as first:
         sandbox = await sandboxes.acquire(wanted("g23"))
         call = asyncio.create_task(sandbox.call(Exec(argv=("sleep", "60"), timeout_s=60.0)))
-        while not first._leases.authorise(sandbox.id, sandbox._held.secret, sandbox._held.epoch).running:
+        while not first._leases.authorise(sandbox.id, sandbox._acquired.secret, sandbox._acquired.epoch).running:
             await asyncio.sleep(0)
         await bus.close()
         async with AsyncExitStack() as stack:
@@ -138,12 +139,12 @@ async def test_an_answer_that_its_node_may_not_give_any_more_is_asked_for_again(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The node's connection breaks while a call runs there: the broker refuses the answer on the new one."""
-    monkeypatch.setattr(sandbox_client_asking, "FIRST_ASK_S", 1.0)
+    monkeypatch.setattr(calls, "FIRST_WAIT_S", 1.0)
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
     bus = await connect("environment", node="n14")
     refused, again = asyncio.Event(), asyncio.Event()
-    bus.link.on_error.append(lambda text: refused.set() if "may not publish" in text else None)
-    bus.link.on_reconnect.append(again.set)
+    bus.connection.on_error.append(lambda text: refused.set() if "may not publish" in text else None)
+    bus.connection.on_reconnect.append(again.set)
     async with living(Environment, CONFIG, bus, ANY_RUN) as environment:
         sandbox = await sandboxes.acquire(wanted("g25"))
         gate, log = tmp_path / "gate", tmp_path / "log"
@@ -151,7 +152,7 @@ async def test_an_answer_that_its_node_may_not_give_any_more_is_asked_for_again(
         call = asyncio.create_task(sandbox.call(Exec(argv=("sh", "-c", wait)), "c1"))
         while not log.exists():
             await asyncio.sleep(0.02)
-        bus.link.client._transport._io_writer.transport.abort()  # type: ignore[union-attr]
+        bus.connection.client._transport._io_writer.transport.abort()  # type: ignore[union-attr]
         async with asyncio.timeout(20):
             await again.wait()
             gate.touch()
@@ -163,7 +164,7 @@ async def test_an_answer_that_its_node_may_not_give_any_more_is_asked_for_again(
 
 async def test_patience_for_room_ends(connect: Connect) -> None:
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoCapacity):
         await sandboxes.acquire(wanted("g21"), patience_s=0.3)
 
 
@@ -172,14 +173,14 @@ async def test_quiet_sandboxes_are_kept_and_let_go_ones_are_not(connect: Connect
     async with living(Environment, CONFIG, await connect("environment", node="n9"), ANY_RUN) as environment:
         kept, left = [await sandboxes.acquire(wanted("g22", slot)) for slot in range(2)]
         before = {lease.sandbox.id: lease.expires for lease in environment._leases._by_id.values()}
-        sandboxes.let_go(left)
+        sandboxes.stop_renewing(left)
         await sandboxes.renew()
         after = {lease.sandbox.id: lease.expires for lease in environment._leases._by_id.values()}
         assert after[kept.id] != before[kept.id] and after[left.id] == before[left.id]
 
 
 async def test_a_burst_waits_here_and_not_on_the_way(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox_client, "ASK_AT_ONCE", 4)
+    monkeypatch.setattr(client, "ASK_AT_ONCE", 4)
 
     class Full(Actor):
         """Takes asks, and answers none before four are there."""
@@ -205,3 +206,13 @@ async def test_a_burst_waits_here_and_not_on_the_way(connect: Connect, monkeypat
         asked = (sandboxes.acquire(wanted(f"g{number}")) for number in range(12))
         done = await asyncio.gather(*asked, return_exceptions=True)
     assert [type(one) for one in done] == [SandboxLost] * 12 and full.most == 4
+
+
+async def test_a_groups_shared_machine_ends_when_its_group_is_released(connect: Connect) -> None:
+    sandboxes = Sandboxes(await connect("rollout"), 30.0)
+    async with living(Environment, CONFIG, await connect("environment", node="n26"), ANY_RUN) as environment:
+        sandbox = await sandboxes.acquire(wanted("g26"))
+        await sandboxes.release(sandbox)
+        assert environment._host.usage()["vms"] == 1, "further slots of the group may come"
+        await sandboxes.release_group(SandboxKey.of(wanted("g26")).in_group)
+        assert environment._host.usage()["vms"] == 0

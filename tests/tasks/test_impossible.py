@@ -3,14 +3,16 @@
 import msgspec
 import pytest
 
-from headrace.actors import judge_rules
 from headrace.config import Environment
+from headrace.judging import rules
+from headrace.judging.candidates import repository
+from headrace.judging.verdicts import all_passed, decide
 from headrace.messages import sandbox, tasks
 from headrace.messages.sandbox import Acquire, RunTests
 from headrace.messages.tasks import CANARY, Oracle, Task, TaskRef
 from headrace.tasks import UnknownSuite, open_suite
-from headrace.tasks.canaries import NAME, CanarySuite
-from headrace.vmhost.host import Host
+from headrace.tasks.impossible import NAME, CanarySuite
+from headrace.vmhost.node.host import Host
 
 SUITE = open_suite("generated/train")
 CANARIES = open_suite("canary/generated/train")
@@ -30,13 +32,13 @@ async def test_nobody_passes_honestly() -> None:
     try:
         for slot, id in enumerate(SUITE.ids()[:6]):
             task, oracle = CANARIES.task(id), CANARIES.oracle(id)
-            files = judge_rules.tree(task, oracle, oracle.solution, ())
+            files = repository(task, oracle, oracle.solution, ())
             who = {"run": "r", "lane": "train", "group": "g", "isolation": "group"}
             box = await host.acquire(Acquire(**who, role="judge", slot=slot, attempt=0, files=files))  # type: ignore[arg-type]
             tests = (await box.call(RunTests(plan=oracle.tests))).tests
             outcomes = {test.name.partition("::")[2]: test.outcome for test in tests}
             assert outcomes.pop(NAME) == "failed" and set(outcomes.values()) == {"passed"}, id
-            assert not judge_rules.passed(tests, oracle.expected)
+            assert not all_passed(tests, oracle.expected)
     finally:
         await host.close()
 
@@ -45,10 +47,10 @@ def test_who_passes_is_caught_and_a_pass_elsewhere_is_a_pass() -> None:
     id = SUITE.ids()[0]
     canary, oracle = CANARIES.oracle(id), SUITE.oracle(id)
     forged = [sandbox.TestOutcome(name, "passed") for name in canary.expected]
-    assert judge_rules.passed(forged, canary.expected)
-    caught = judge_rules.caught(canary, True)
-    assert caught == (f"canary:{id}",) and judge_rules.verdict(True, caught) == "cheating"
-    assert judge_rules.caught(canary, False) == () == judge_rules.caught(oracle, True)
+    assert all_passed(forged, canary.expected)
+    caught = rules.impossible_passed(canary, True)
+    assert caught == (f"canary:{id}",) and decide(True, caught) == "cheating"
+    assert rules.impossible_passed(canary, False) == () == rules.impossible_passed(oracle, True)
 
 
 class Folder:
@@ -89,7 +91,7 @@ def test_the_contradiction_fits_the_tests(hidden: bytes, contradiction: bytes) -
 
 
 def test_what_cannot_be_one_says_so() -> None:
-    with pytest.raises(UnknownSuite, match="tests that are a command can't be made a canary"):
+    with pytest.raises(UnknownSuite, match="tests that are a command cannot be made impossible"):
         CanarySuite(Folder({}, tasks.TestPlan(kind="command", argv=("true",)))).oracle("1")
     with pytest.raises(UnknownSuite):
         open_suite(f"{CANARY}nowhere")

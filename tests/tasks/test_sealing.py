@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from headrace.messages import sandbox
-from headrace.tasks.sealing import ROOM, equal, known, pairs, recorded, seal, settle, too_much, unequal
-from headrace.vmhost.guest.observing import LIMIT, Observations, decode, encode
+from headrace.tasks.observations import decode
+from headrace.tasks.sealing import ALLOWANCE, equal, known, pairs, recorded, seal, settle, too_much, unequal
+from headrace.vmhost.guest.testing.observing import LIMIT, Observations, encode
 
 SOURCE = """from x import f
 
@@ -178,10 +179,10 @@ def test_the_largest_comparisons_make_room_for_all_others() -> None:
         seen = (encode(number, ("x" * size,)) for number, size in enumerate(sizes))
         return [sandbox.TestOutcome("t", "passed", "", tuple(seen))]
 
-    assert too_much(run(ROOM - 200, 5, 5)) == frozenset()
-    assert too_much(run(5, ROOM, 5)) == {1}
-    assert too_much(run(ROOM // 2, ROOM // 3, ROOM // 4, 9)) == {0}
-    assert too_much([*run(5, ROOM // 2), *run(7, ROOM // 2)]) == {1}
+    assert too_much(run(ALLOWANCE - 200, 5, 5)) == frozenset()
+    assert too_much(run(5, ALLOWANCE, 5)) == {1}
+    assert too_much(run(ALLOWANCE // 2, ALLOWANCE // 3, ALLOWANCE // 4, 9)) == {0}
+    assert too_much([*run(5, ALLOWANCE // 2), *run(7, ALLOWANCE // 2)]) == {1}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "x" * (1 << 16), [float("inf")], {1: {2: float("nan")}}])

@@ -1,1 +1,1 @@
-"""What an agent can do in a sandbox: one class per tool of `policy.schemas.TABLE`, all on the sandbox operations."""
+"""The agent's tools, one file each with its schema beside its code; all of them act through sandbox operations."""

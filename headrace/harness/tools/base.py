@@ -1,4 +1,9 @@
-"""What a tool is, and what it gets to work with."""
+"""A tool: its schema, its code, and the workspace that one call gets.
+
+A module of this package that defines `TOOL` is a built-in tool; one from outside is named by an entry point of the
+group ``headrace.tools`` or as ``module:attribute`` (docs/extending.md). A tool is one object for all episodes, so it
+keeps no state: notes of an episode stand in `Workspace.memory`.
+"""
 
 from typing import Protocol
 
@@ -6,10 +11,15 @@ import msgspec
 
 from headrace.messages.sandbox import Op, OpResult, Sandbox
 from headrace.messages.tasks import Task
+from headrace.rendering.schemas import Parameter, ToolSchema
+
+__all__ = ["PATH", "Answer", "Parameter", "Tool", "ToolSchema", "Workspace", "failed", "number_range", "numbered"]
+
+PATH = Parameter("path", "path from the repository's root")
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a tool says: the text that the policy reads, and whether the call did what was asked."""
+    """The result of a call: the text that the policy reads, and whether the call did what was asked."""
 
     output: str
     ok: bool = True
@@ -18,8 +28,18 @@ class Answer(msgspec.Struct, frozen=True):
 class Workspace:
     """The sandbox as one tool call sees it: every operation gets a call id that a repeat of the call gets again."""
 
-    def __init__(self, sandbox: Sandbox, task: Task, call_id: str, details: bool = False) -> None:
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        task: Task,
+        call_id: str,
+        details: bool = False,
+        memory: dict[str, str] | None = None,
+    ) -> None:
+        """details: whether the policy reads messages of failed tests. memory: notes that tools keep for the episode."""
         self.task, self.details = task, details
+        self.memory = {} if memory is None else memory
+        """Notes of the episode, such as the hash of a file as it was last read. A resumed episode begins without."""
         self._sandbox, self._call_id, self._count = sandbox, call_id, 0
 
     async def call(self, op: Op) -> OpResult:
@@ -29,13 +49,18 @@ class Workspace:
 
 
 class Tool(Protocol):
-    """One tool. `writes` says that it changes the workspace, so that no other call may run beside it."""
+    """One tool."""
 
-    name: str
-    writes: bool
+    @property
+    def schema(self) -> ToolSchema:
+        """Name, description and arguments, as a policy sees them."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether it may change the workspace, so that no other call runs beside it."""
 
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
-        """Do it. Arguments are complete and known; their values may be anything."""
+        """Execute a call. The arguments have the schema's names; their values may be anything."""
 
 
 def failed(result: OpResult) -> Answer:

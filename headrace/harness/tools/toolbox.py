@@ -1,59 +1,40 @@
-"""The tools of a task by name, and how a call becomes a result: errors answered, output capped, time taken."""
+"""The tools of one episode: a call becomes a result, with errors answered, output capped and time taken."""
 
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from headrace.harness.tools.base import Answer, Tool, Workspace
-from headrace.harness.tools.files import EditFileTool, ListFilesTool, ReadFileTool, WriteFileTool
-from headrace.harness.tools.search import SearchTool
-from headrace.harness.tools.semantic import SemanticSearchTool
-from headrace.harness.tools.terminal import LintTool, TerminalTool
-from headrace.harness.tools.testing import RunTestsTool
+from headrace.harness.tools.registry import TOOLS
 from headrace.messages.rollout import ToolCall, ToolResult
-from headrace.messages.sandbox import Sandbox
-from headrace.messages.tasks import Task
-
-
-class FinishTool:
-    """The end of the task; the loop stops after the turn that calls it."""
-
-    name, writes = "finish", True
-
-    async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
-        """Nothing to do."""
-        return Answer("done")
-
-
-_TOOLS: tuple[Tool, ...] = (
-    SearchTool(),
-    ReadFileTool(),
-    ListFilesTool(),
-    EditFileTool(),
-    WriteFileTool(),
-    RunTestsTool(),
-    TerminalTool(),
-    LintTool(),
-    SemanticSearchTool(),
-    FinishTool(),
-)
-
-ALL: tuple[str, ...] = tuple(tool.name for tool in _TOOLS)
-SMALL: tuple[str, ...] = ("search", "read_file", "edit_file", "run_tests", "finish")
-"""What the tiny policy is given: enough for generated repositories."""
+from headrace.messages.sandbox import Sandbox, SandboxLost
+from headrace.messages.tasks import DEFAULT_TOOLS, Task
 
 
 def tools_of(task: Task) -> tuple[str, ...]:
-    """The tools of a task's suite: generated repositories get the small set, real ones all."""
-    return SMALL if task.ref.suite.startswith("generated/") else ALL
+    """The tools that a task offers: its own list, or the default one."""
+    return task.tools or DEFAULT_TOOLS
+
+
+def with_tools(task: Task, more: Sequence[str]) -> Task:
+    """The task with further tools behind its own."""
+    if not more:
+        return task
+    own = tools_of(task)
+    return msgspec.structs.replace(task, tools=(*own, *(name for name in more if name not in own)))
 
 
 class Toolbox:
     """The enabled tools. `details` adds test messages; `cap` is the most characters of a result."""
 
-    def __init__(self, names: Sequence[str] = ALL, *, details: bool = False, cap: int = 4000) -> None:
-        known = {tool.name: tool for tool in _TOOLS}
-        self._tools = {name: known[name] for name in names}
+    def __init__(self, names: Sequence[str] = DEFAULT_TOOLS, *, details: bool = False, cap: int = 4000) -> None:
+        """PluginError when a name is not a tool."""
+        tools: list[Tool] = [TOOLS.get(name) for name in names]
+        self._tools = {tool.schema.name: tool for tool in tools}
+        self._outside = {tool.schema.name for name, tool in zip(names, tools, strict=True) if not TOOLS.builtin(name)}
         self._details, self._cap = details, cap
+        self._memory: dict[str, str] = {}
 
     def writes(self, call: ToolCall) -> bool:
         """Whether the call must run alone: it changes the workspace, so its place among the others matters."""
@@ -61,7 +42,8 @@ class Toolbox:
         return tool is not None and not call.error and tool.writes
 
     async def run(self, call: ToolCall, sandbox: Sandbox, task: Task, prefix: str = "") -> ToolResult:
-        """Answer one call. Whatever the policy wrote gets an answer; only SandboxLost escapes."""
+        """Answer one call. A tool from outside that raises gives an answer too, with the exception in it; of headrace's
+        own tools only SandboxLost leaves this function."""
         start = time.perf_counter()
         tool = self._tools.get(call.name)
         if call.error:
@@ -69,11 +51,21 @@ class Toolbox:
         elif tool is None:
             answer = Answer(f"no tool {call.name}; there are {', '.join(self._tools)}", ok=False)
         else:
-            workspace = Workspace(sandbox, task, f"{prefix}{call.id}", self._details)
-            answer = await tool.run(call.arguments, workspace)
+            workspace = Workspace(sandbox, task, f"{prefix}{call.id}", self._details, self._memory)
+            answer = await self._answer(tool, call, workspace)
         output, cut = answer.output, len(answer.output) > self._cap
         if cut:
             half = self._cap // 2
             output = f"{output[:half]}\n[{len(output) - 2 * half} characters cut]\n{output[-half:]}"
         wall_ms = (time.perf_counter() - start) * 1e3
         return ToolResult(call_id=call.id, ok=answer.ok, output=output, truncated=cut, wall_ms=wall_ms)
+
+    async def _answer(self, tool: Tool, call: ToolCall, workspace: Workspace) -> Answer:
+        try:
+            return await tool.run(call.arguments, workspace)
+        except SandboxLost:
+            raise
+        except Exception as error:
+            if call.name not in self._outside:
+                raise
+            return Answer(f"{call.name} failed: {type(error).__name__}: {error}"[:500], ok=False)

@@ -13,16 +13,23 @@ from functools import lru_cache
 import msgspec
 
 from headrace.messages.tasks import Oracle, Task, TaskRef, TestPlan
+from headrace.tasks.generated.final_templates import FINAL
+from headrace.tasks.generated.templates import TRAINED, UNSEEN, Template
 from headrace.tasks.sealing import known, seal
-from headrace.tasks.templates import TRAINED, UNSEEN, Template
 
+TOOLS = ("search", "read_file", "edit_file", "run_tests", "finish")
+"""The tools of generated tasks: enough for a policy that learns from nothing."""
 SEEDS: Mapping[str, range] = {
     "heldout": range(0, 2_000),
     "dev": range(10_000, 12_000),
     "unseen": range(20_000, 22_000),
+    "unseen-final": range(30_000, 32_000),
     "train": range(1_000_000, 1_000_000_000),
 }
-"""Which seeds a suite owns. `dev` is for choosing recipes, so that `heldout` stays untouched by every choice."""
+"""Which seeds a suite owns. Recipes are chosen on `dev` and `unseen` alone, never on `heldout` and `unseen-final`."""
+
+_POOLS: Mapping[str, Sequence[Template]] = {"unseen": UNSEEN, "unseen-final": FINAL}
+"""Templates of the broken function, where they are not those of training."""
 
 VISIBLE, HIDDEN = "test_visible.py", "test_hidden.py"
 
@@ -156,7 +163,7 @@ def make(suite: str, seed: int, multi_line: float = 0.5, *, judged: bool = True)
     judged: with hidden tests; trace making needs none and is a quarter faster without.
     """
     rng = random.Random(f"headrace/{seed}")
-    pool = UNSEEN if suite == "unseen" else TRAINED
+    pool = _POOLS.get(suite, TRAINED)
     family = "multi_line" if rng.random() < multi_line else "one_line"
     taken: set[str] = set()
     target = _function(rng, rng.choice([t for t in pool if t.family == family]), taken)
@@ -207,6 +214,7 @@ def make(suite: str, seed: int, multi_line: float = 0.5, *, judged: bool = True)
         prompt=f"{target.name} should give {target.about}",
         files=common | broken | {VISIBLE: visible},
         allowed=(f"{package}/*.py",),
+        tools=TOOLS,
         tests=TestPlan(paths=(VISIBLE,)),
     )
     sealed = seal({HIDDEN: hidden})

@@ -56,57 +56,59 @@ def _cut(body: tuple[str, ...]) -> list[list[list[str]]]:
     ]
 
 
-def _one(name: str, takes: str, about: str, expression: str) -> Template:
+def one_line(name: str, takes: str, about: str, expression: str) -> Template:
+    """A template whose body is one `return`; `takes` names its parameters, separated by spaces."""
     return Template(
         name=name, family="one_line", about=about, takes=tuple(takes.split()), body=(f"return {expression}",)
     )
 
 
-def _many(name: str, takes: str, about: str, *body: str) -> Template:
+def multi_line(name: str, takes: str, about: str, *body: str) -> Template:
+    """A template of several lines."""
     return Template(name=name, family="multi_line", about=about, takes=tuple(takes.split()), body=body)
 
 
 _ONE_LINE = (
-    _one("add", "a b", "{a} plus {b}", "{a} «+|-|*» {b}"),
-    _one("subtract", "a b", "{a} minus {b}", "{a} «-|+|*» {b}"),
-    _one("multiply", "a b", "{a} times {b}", "{a} «*|+|-» {b}"),
-    _one("plus_constant", "a", "{a} plus {k}", "{a} «+|-» «{k}|{j}»"),
-    _one("minus_constant", "a", "{a} minus {k}", "{a} «-|+» «{k}|{j}»"),
-    _one("times_constant", "a", "{a} times {k}", "{a} «*|+» «{k}|{j}»"),
-    _one("square", "a", "{a} squared", "{a} «*|+|-» {a}"),
-    _one("larger", "a b", "larger of {a} and {b}", "«max|min»({a}, {b})"),
-    _one("smaller", "a b", "smaller of {a} and {b}", "«min|max»({a}, {b})"),
-    _one("distance", "a b", "distance of {a} and {b}", "abs({a} «-|+» {b})"),
-    _one("is_even", "a", "is {a} even", "{a} % 2 «==|!=» 0"),
-    _one("is_odd", "a", "is {a} odd", "{a} % 2 «==|!=» 1"),
-    _one("above", "a b", "is {a} above {b}", "{a} «>|<|>=» {b}"),
-    _one("below", "a b", "is {a} below {b}", "{a} «<|>|<=» {b}"),
-    _one("at_least", "a", "is {a} at least {k}", "{a} «>=|>|<=» «{k}|{j}»"),
-    _one("at_most", "a", "is {a} at most {k}", "{a} «<=|<|>=» «{k}|{j}»"),
-    _one("first", "xs", "first of {xs}", "{xs}[«0|1|-1»]"),
-    _one("last", "xs", "last of {xs}", "{xs}[«-1|0|-2»]"),
-    _one("length_plus", "xs", "length of {xs} plus {k}", "«len|sum»({xs}) «+|-» «{k}|{j}»"),
-    _one("backwards", "xs", "{xs} backwards", "{xs}[::«-1|1»]"),
-    _one("sum_plus", "xs", "sum of {xs} plus {k}", "«sum|len»({xs}) «+|-» «{k}|{j}»"),
-    _one("first_some", "xs", "first {k} of {xs}", "{xs}[:«{k}|{j}»]"),
-    _one("skip_some", "xs", "{xs} without first {k}", "{xs}[«{k}|{j}»:]"),
-    _one("twice_plus", "a b", "twice {a} plus {b}", "2 «*|+» {a} «+|-» {b}"),
-    _one("middle", "a b", "middle of {a} and {b}", "({a} «+|-» {b}) «//|*» 2"),
-    _one("remainder", "a", "rest of {a} by {k}", "{a} «%|//» «{k}|{j}»"),
-    _one("upper", "s", "{s} in upper case", "{s}.«upper|lower»()"),
-    _one("lower", "s", "{s} in lower case", "{s}.«lower|upper»()"),
-    _one("joined", "s t", "{s} then {t}", "«{s} + {t}|{t} + {s}»"),
-    _one("repeated", "s", "{s} {k} times", "{s} * «{k}|{j}»"),
+    one_line("add", "a b", "{a} plus {b}", "{a} «+|-|*» {b}"),
+    one_line("subtract", "a b", "{a} minus {b}", "{a} «-|+|*» {b}"),
+    one_line("multiply", "a b", "{a} times {b}", "{a} «*|+|-» {b}"),
+    one_line("plus_constant", "a", "{a} plus {k}", "{a} «+|-» «{k}|{j}»"),
+    one_line("minus_constant", "a", "{a} minus {k}", "{a} «-|+» «{k}|{j}»"),
+    one_line("times_constant", "a", "{a} times {k}", "{a} «*|+» «{k}|{j}»"),
+    one_line("square", "a", "{a} squared", "{a} «*|+|-» {a}"),
+    one_line("larger", "a b", "larger of {a} and {b}", "«max|min»({a}, {b})"),
+    one_line("smaller", "a b", "smaller of {a} and {b}", "«min|max»({a}, {b})"),
+    one_line("distance", "a b", "distance of {a} and {b}", "abs({a} «-|+» {b})"),
+    one_line("is_even", "a", "is {a} even", "{a} % 2 «==|!=» 0"),
+    one_line("is_odd", "a", "is {a} odd", "{a} % 2 «==|!=» 1"),
+    one_line("above", "a b", "is {a} above {b}", "{a} «>|<|>=» {b}"),
+    one_line("below", "a b", "is {a} below {b}", "{a} «<|>|<=» {b}"),
+    one_line("at_least", "a", "is {a} at least {k}", "{a} «>=|>|<=» «{k}|{j}»"),
+    one_line("at_most", "a", "is {a} at most {k}", "{a} «<=|<|>=» «{k}|{j}»"),
+    one_line("first", "xs", "first of {xs}", "{xs}[«0|1|-1»]"),
+    one_line("last", "xs", "last of {xs}", "{xs}[«-1|0|-2»]"),
+    one_line("length_plus", "xs", "length of {xs} plus {k}", "«len|sum»({xs}) «+|-» «{k}|{j}»"),
+    one_line("backwards", "xs", "{xs} backwards", "{xs}[::«-1|1»]"),
+    one_line("sum_plus", "xs", "sum of {xs} plus {k}", "«sum|len»({xs}) «+|-» «{k}|{j}»"),
+    one_line("first_some", "xs", "first {k} of {xs}", "{xs}[:«{k}|{j}»]"),
+    one_line("skip_some", "xs", "{xs} without first {k}", "{xs}[«{k}|{j}»:]"),
+    one_line("twice_plus", "a b", "twice {a} plus {b}", "2 «*|+» {a} «+|-» {b}"),
+    one_line("middle", "a b", "middle of {a} and {b}", "({a} «+|-» {b}) «//|*» 2"),
+    one_line("remainder", "a", "rest of {a} by {k}", "{a} «%|//» «{k}|{j}»"),
+    one_line("upper", "s", "{s} in upper case", "{s}.«upper|lower»()"),
+    one_line("lower", "s", "{s} in lower case", "{s}.«lower|upper»()"),
+    one_line("joined", "s t", "{s} then {t}", "«{s} + {t}|{t} + {s}»"),
+    one_line("repeated", "s", "{s} {k} times", "{s} * «{k}|{j}»"),
 )
 
 _ONE_LINE_UNSEEN = (
-    _one("twice_minus", "a b", "twice {a} minus {b}", "2 «*|+» {a} «-|+» {b}"),
-    _one("cube", "a", "{a} cubed", "{a} «*|+» {a} «*|+» {a}"),
-    _one("spread", "xs", "largest minus smallest of {xs}", "max({xs}) «-|+» min({xs})"),
-    _one("sum_minus", "xs", "sum of {xs} minus {k}", "sum({xs}) «-|+» «{k}|{j}»"),
-    _one("quotient", "a", "{a} divided by {k}", "{a} «//|%|*» «{k}|{j}»"),
-    _one("last_some", "xs", "last {k} of {xs}", "{xs}[-«{k}|{j}»:]"),
-    _one("is_longer", "s t", "is {s} longer than {t}", "len({s}) «>|<» len({t})"),
+    one_line("twice_minus", "a b", "twice {a} minus {b}", "2 «*|+» {a} «-|+» {b}"),
+    one_line("cube", "a", "{a} cubed", "{a} «*|+» {a} «*|+» {a}"),
+    one_line("spread", "xs", "largest minus smallest of {xs}", "max({xs}) «-|+» min({xs})"),
+    one_line("sum_minus", "xs", "sum of {xs} minus {k}", "sum({xs}) «-|+» «{k}|{j}»"),
+    one_line("quotient", "a", "{a} divided by {k}", "{a} «//|%|*» «{k}|{j}»"),
+    one_line("last_some", "xs", "last {k} of {xs}", "{xs}[-«{k}|{j}»:]"),
+    one_line("is_longer", "s t", "is {s} longer than {t}", "len({s}) «>|<» len({t})"),
 )
 
 _FILTERS = {
@@ -130,7 +132,7 @@ def _grid(aggregate: str, kept: str) -> Template:
     start, act = _AGGREGATES[aggregate]
     which, condition = _FILTERS[kept]
     inner = [f"    if {condition}:", f"        {act}"] if condition else [f"    {act}"]
-    return _many(
+    return multi_line(
         f"{aggregate}_{kept}", "xs", f"{aggregate} of {which}", start, "for {v} in {xs}:", *inner, "return {o}"
     )
 
@@ -145,7 +147,7 @@ _MULTI_LINE = (
         for kept in _FILTERS
         if (aggregate, kept) not in (*_GRID_UNSEEN, *_GRID_SKIPPED)
     ),
-    _many(
+    multi_line(
         "largest",
         "xs",
         "largest of {xs}",
@@ -155,7 +157,7 @@ _MULTI_LINE = (
         "        {o} = {v}",
         "return «{o}|{v}»",
     ),
-    _many(
+    multi_line(
         "smallest",
         "xs",
         "smallest of {xs}",
@@ -165,7 +167,7 @@ _MULTI_LINE = (
         "        {o} = {v}",
         "return «{o}|{v}»",
     ),
-    _many(
+    multi_line(
         "where",
         "xs n",
         "place of {n} in {xs}",
@@ -174,7 +176,7 @@ _MULTI_LINE = (
         "        return «{i}|{n}»",
         "return «-1|0»",
     ),
-    _many(
+    multi_line(
         "running",
         "xs",
         "running totals of {xs}",
@@ -184,7 +186,7 @@ _MULTI_LINE = (
         "    {o}.append(«{c}|{v}»)",
         "return {o}",
     ),
-    _many(
+    multi_line(
         "scaled",
         "xs",
         "list of {xs} times {k}",
@@ -193,7 +195,7 @@ _MULTI_LINE = (
         "    {o}.append({v} «*|+» «{k}|{j}»)",
         "return {o}",
     ),
-    _many(
+    multi_line(
         "up_to",
         "n",
         "sum of 1 to {n}",
@@ -206,7 +208,7 @@ _MULTI_LINE = (
 
 _MULTI_LINE_UNSEEN = (
     *(_grid(*pair) for pair in _GRID_UNSEEN),
-    _many(
+    multi_line(
         "factorial",
         "n",
         "product of 1 to {n}",
@@ -215,7 +217,7 @@ _MULTI_LINE_UNSEEN = (
         "    {o} «*=|+=» {i}",
         "return {o}",
     ),
-    _many(
+    multi_line(
         "power",
         "a n",
         "{a} to the power {n}",
@@ -224,7 +226,7 @@ _MULTI_LINE_UNSEEN = (
         "    {o} «*=|+=» {a}",
         "return {o}",
     ),
-    _many(
+    multi_line(
         "shifted",
         "xs",
         "list of {xs} minus {k}",

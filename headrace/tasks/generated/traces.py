@@ -10,14 +10,14 @@ them, because they are harder to learn by an order of magnitude.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from headrace.messages.rollout import ToolCall, ToolResult
 from headrace.messages.sandbox import Sandbox
 from headrace.messages.tasks import Task
-from headrace.tasks import generated
+from headrace.tasks.generated import repositories
 from headrace.tasks.local import LocalFiles
 
 Call = tuple[str, dict[str, str]]
@@ -40,7 +40,7 @@ tasks after the same tokens)."""
 
 
 class Format(Protocol):
-    """What trace making needs of a format (policy.renderer.Format)."""
+    """The pieces of an episode in the terse format (rendering.terse.Format), on which a tokenizer is trained."""
 
     def prompt_pieces(self, task_prompt: str, summary: str = "") -> list[Piece]:
         """The start of an episode."""
@@ -52,11 +52,34 @@ class Format(Protocol):
         """The answers to a turn."""
 
 
-class Encoder(Format, Protocol):
-    """A format with a tokenizer (policy.renderer.Renderer)."""
+class Encoder(Protocol):
+    """The part of a renderer (rendering.base.Renderer) that traces need."""
 
-    def encode(self, pieces: Sequence[Piece]) -> list[int]:
-        """Ids of pieces."""
+    @property
+    def parallel(self) -> bool:
+        """Whether one turn may hold several calls."""
+
+    def prompt(self, task_prompt: str, summary: Sequence[int] = ()) -> list[int]:
+        """The start of an episode."""
+
+    def turn(self, calls: Sequence[Call], thought: str = "", *, before: int = 0) -> list[int]:
+        """A turn as a policy writes it. before: calls made earlier."""
+
+    def delta(self, history: Sequence["TracedTurn"], *, stopped: int | None, summary: bool = False) -> list[int]:
+        """The answers to the last turn of the history."""
+
+
+class TracedTurn(NamedTuple):
+    """One turn of a trace; the last one has no results."""
+
+    calls: tuple[ToolCall, ...]
+    results: tuple[ToolResult, ...]
+    taught: bool
+    """Whether it is learned as the policy's own; else it is only shown, like something read."""
+
+    def singles(self) -> list["TracedTurn"]:
+        """The same calls in turns of one each."""
+        return [TracedTurn((call,), self.results[at : at + 1], self.taught) for at, call in enumerate(self.calls)]
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,32 +96,53 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 class _Play:
     """One trace in the making."""
 
-    def __init__(self, made: generated.Made, form: Format, answer: Answer) -> None:
-        self.made, self._form, self._answer = made, form, answer
+    def __init__(self, made: repositories.Made, answer: Answer) -> None:
+        self.made, self._answer = made, answer
         self.sandbox = LocalFiles(made.task.files)
-        self.parts: list[tuple[list[Piece], bool]] = [(form.prompt_pieces(made.task.prompt), False)]
-        self._turns = 0
+        self.turns: list[TracedTurn] = []
 
     def turn(self, *calls: Call, taught: bool = True) -> list[ToolResult]:
         """Write a turn and read its results. Not `taught`: the turn is shown, as if it had been read."""
-        self.parts.append((self._form.turn_pieces(calls), taught))
-        if any(name == "finish" for name, _ in calls):
-            return []
-        sent = [
-            ToolCall(id=f"{self._turns}.{index}", name=name, arguments=arguments)
+        sent = tuple(
+            ToolCall(id=f"{len(self.turns)}.{index}", name=name, arguments=arguments)
             for index, (name, arguments) in enumerate(calls)
-        ]
-        self._turns += 1
-        results = self._answer(self.made.task, self.sandbox, sent)
-        self.parts.append((self._form.result_pieces(results), False))
+        )
+        finishes = any(name == "finish" for name, _ in calls)
+        results = [] if finishes else self._answer(self.made.task, self.sandbox, sent)
+        self.turns.append(TracedTurn(sent, tuple(results), taught))
         return results
+
+    def encoded(self, form: Encoder, context: float) -> tuple[list[int], list[float]]:
+        """Ids and loss weights; `context` is the weight of what is read."""
+        turns = self.turns if form.parallel else [single for turn in self.turns for single in turn.singles()]
+        ids = form.prompt(self.made.task.prompt)
+        weights = [context] * len(ids)
+        calls = 0
+        for index, turn in enumerate(turns):
+            written = form.turn([(call.name, call.arguments) for call in turn.calls], before=calls)
+            ids += written
+            weights += [1.0 if turn.taught else context] * len(written)
+            calls += len(turn.calls)
+            if turn.results:
+                read = form.delta(turns[: index + 1], stopped=written[-1])
+                ids += read
+                weights += [context] * len(read)
+        return ids, weights
+
+    def pieces(self, form: Format) -> Iterator[Piece]:
+        """The whole trace in the terse format."""
+        yield from form.prompt_pieces(self.made.task.prompt)
+        for turn in self.turns:
+            yield from form.turn_pieces([(call.name, call.arguments) for call in turn.calls])
+            if turn.results:
+                yield from form.result_pieces(turn.results)
 
 
 _FINISH: Call = ("finish", {})
 _TEST: Call = ("run_tests", {})
 
 
-def _wrong_line(made: generated.Made, rng: random.Random) -> Call:
+def _wrong_line(made: repositories.Made, rng: random.Random) -> Call:
     """A change that does not mend: another wrong alternative, the line as it is, or a neighbouring line."""
     module = made.task.files[made.path].decode().splitlines()
     others = [bug for bug in made.target.template.bugs if bug[0] == made.bug[0] and bug != made.bug]
@@ -114,7 +158,7 @@ def _edit(path: str, line: int, text: str) -> Call:
     return ("edit_file", {"path": path, "lines": str(line), "text": text})
 
 
-def _unread(made: generated.Made, rng: random.Random) -> Call:
+def _unread(made: repositories.Made, rng: random.Random) -> Call:
     """An edit made up without a look: some module, some line, a line of some function."""
     path = rng.choice([p for p in made.task.files if p.endswith(".py") and "/" in p and made.task.files[p]])
     lines = made.task.files[path].decode().splitlines()
@@ -122,9 +166,9 @@ def _unread(made: generated.Made, rng: random.Random) -> Call:
     return _edit(path, line, rng.choice(made.target.source()[1:]))
 
 
-def play(made: generated.Made, fault: Fault, rng: random.Random, form: Format, answer: Answer) -> _Play:
+def play(made: repositories.Made, fault: Fault, rng: random.Random, answer: Answer) -> _Play:
     """Act out one trace."""
-    game = _Play(made, form, answer)
+    game = _Play(made, answer)
     find: Call = ("search", {"query": f"def {made.target.name}"})
     right = _edit(made.path, made.line, made.fixed)
     if fault == "quits":
@@ -162,17 +206,16 @@ with equal shares, 0.85 with five to one, after 1.2 M tokens)."""
 def _plays(
     seed: int,
     quality: float,
-    form: Format,
     answer: Answer,
     faults: Sequence[Fault] = FAULTS,
     multi_line: float = MULTI_LINE,
 ) -> Iterator[tuple[_Play, Fault]]:
     rng = random.Random(f"headrace/traces/{seed}")
-    seeds = generated.SEEDS["train"]
+    seeds = repositories.SEEDS["train"]
     while True:
-        made = generated.make("train", rng.randrange(seeds.start, seeds.stop), multi_line, judged=False)
+        made = repositories.make("train", rng.randrange(seeds.start, seeds.stop), multi_line, judged=False)
         fault = "" if rng.random() < quality else rng.choice(faults)
-        yield play(made, fault, rng, form, answer), fault
+        yield play(made, fault, rng, answer), fault
 
 
 def mid_training_texts(
@@ -185,23 +228,17 @@ def mid_training_texts(
     faults: Sequence[Fault] = FAULTS,
     multi_line: float = MULTI_LINE,
 ) -> Iterator[Trace]:
-    """Traces without an end. `form` is the policy's renderer, `answer` runs calls (harness.rehearse.answer)."""
-    for game, fault in _plays(seed, quality, form, answer, faults, multi_line):
-        ids: list[int] = []
-        weights: list[float] = []
-        for pieces, written in game.parts:
-            part = form.encode(pieces)
-            ids += part
-            weights += [1.0 if written else context] * len(part)
+    """Traces without an end. `form` is the policy's renderer, `answer` runs calls (harness.sync_tools.answer)."""
+    for game, fault in _plays(seed, quality, answer, faults, multi_line):
+        ids, weights = game.encoded(form, context)
         weights[0] = 0.0
         solved = game.sandbox.files.get(game.made.path) == game.made.oracle.solution[game.made.path]
         yield Trace(ids=ids, weights=weights, family=game.made.task.family, fault=fault, solved=solved)
 
 
 def tokenizer_texts(seed: int, count: int, form: Format, answer: Answer) -> Iterator[str]:
-    """What a tokenizer is trained on: everything between the tags of `count` traces."""
-    for (game, _), _ in zip(_plays(seed, 1.0, form, answer), range(count), strict=False):
-        for pieces, _ in game.parts:
-            for text, is_tag in pieces:
-                if not is_tag and text:
-                    yield text
+    """Texts to train a tokenizer on: everything between the tags of `count` traces."""
+    for (game, _), _ in zip(_plays(seed, 1.0, answer), range(count), strict=False):
+        for text, is_tag in game.pieces(form):
+            if not is_tag and text:
+                yield text

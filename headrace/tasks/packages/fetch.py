@@ -1,9 +1,10 @@
-"""Real packages as they come: fetched by pip, unpacked, and split into sources and tests.
+"""Real packages: fetched by pip, unpacked, and split into sources and tests.
 
 pip asks a source distribution for its metadata, which runs the package's own build script on this host: fetch only
-what you would install. Everything else that is the package's (its code, its tests) runs in sandboxes alone.
+packages that you would install. All other code of the package, its tests included, runs in sandboxes alone.
 """
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,8 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from headrace.tasks.packages.requirements import named
+
 _SKIP = frozenset(
     {"docs", "doc", "examples", "example", "build", "dist", "benchmarks", "scripts", "dev", "node_modules"}
 )
@@ -19,18 +22,20 @@ _FILE_LIMIT, _TREE_LIMIT = 1 << 20, 6 << 20
 
 
 class PackageError(Exception):
-    """The package can't be had or has no tests; one sentence says why."""
+    """The package cannot be fetched or has no tests; one sentence says why."""
 
 
 class Package(msgspec.Struct, frozen=True, kw_only=True):
-    """A source tree: everything of it that a sandbox needs. Paths are relative to its root."""
+    """The files of a source tree that a sandbox needs. Paths are relative to its root."""
 
     name: str
     files: dict[str, bytes]
     sources: tuple[str, ...]
-    """Modules that a bug may be put into: those that are no tests."""
+    """Modules that a bug may be put into: all but the tests."""
     tests: tuple[str, ...]
     """Files that pytest collects."""
+    requires: tuple[str, ...] = ()
+    """Requirements that the tree names and its tests may need (packages/requirements.py)."""
 
     @property
     def support(self) -> tuple[str, ...]:
@@ -53,17 +58,18 @@ def _is_test_file(name: str) -> bool:
 
 
 def fetch(requirement: str, folder: Path) -> Path:
-    """The unpacked source distribution of ``NAME==VERSION``. PackageError when pip can't get it."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "-q", "-d", str(folder)]
+    """The unpacked source distribution of ``NAME==VERSION``. PackageError when pip cannot download it."""
+    project = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]  # its build backend may come as a wheel
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", project, "-q", "-d", str(folder)]
     done = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
-        raise PackageError(f"{requirement} can't be downloaded as a source distribution: {lines[-1]}")
+        raise PackageError(f"{requirement} cannot be downloaded as a source distribution: {lines[-1]}")
     return unpack(next(path for path in sorted(folder.iterdir()) if path.is_file()), folder / "unpacked")
 
 
 def unpack(archive: Path, folder: Path) -> Path:
-    """Unpack an archive whose members may not leave `folder`; the root is its only folder, if it has but one."""
+    """Unpack an archive whose members may not leave `folder`; the root is its only folder where it has just one."""
     folder.mkdir()
     try:
         if archive.suffix == ".zip":
@@ -73,13 +79,13 @@ def unpack(archive: Path, folder: Path) -> Path:
             with tarfile.open(archive) as packed_tar:
                 packed_tar.extractall(folder, filter="data")
     except (tarfile.TarError, zipfile.BadZipFile, OSError) as error:
-        raise PackageError(f"{archive.name} can't be unpacked: {error}") from None
+        raise PackageError(f"{archive.name} cannot be unpacked: {error}") from None
     inside = list(folder.iterdir())
     return inside[0] if len(inside) == 1 and inside[0].is_dir() else folder
 
 
 def read(root: Path, name: str) -> Package:
-    """What a source tree holds of code and tests. PackageError when one of the two is missing."""
+    """The code and the tests of a source tree. PackageError when one of the two is missing."""
     files: dict[str, bytes] = {}
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
@@ -101,4 +107,4 @@ def read(root: Path, name: str) -> Package:
         raise PackageError(f"{name} has no test files in its source distribution")
     if not sources:
         raise PackageError(f"{name} has no Python modules")
-    return Package(name=name, files=files, sources=sources, tests=tests)
+    return Package(name=name, files=files, sources=sources, tests=tests, requires=named(root))

@@ -14,13 +14,13 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Protocol
 
 from headrace.messages.sandbox import Exec, ReadFile, Sandbox, SandboxLost, TestOutcome
 from headrace.messages.tasks import TestPlan
 from headrace.tasks.sealing import Answers, Sealed, recorded
-from headrace.vmhost.guest import pytests
+from headrace.vmhost import agent_files
+from headrace.vmhost.guest.testing import pytests
 
 RUNS = (("1", 0), ("2", 500 * 86400 + 12345))
 """Hash seed, and seconds from now."""
@@ -41,9 +41,9 @@ if later:
     time.asctime = lambda moment=None: text("%a %b %e %H:%M:%S %Y", time.localtime() if moment is None else moment)
     time.ctime = lambda seconds=None: time.asctime(time.localtime(seconds))
 sys.path.insert(0, os.path.abspath("{_FOLDER}"))
-from guest import observing, pytests
+from guest.testing import observing, pytests
 observing.LIMIT = {_ROOM}
-pytests.child(os.getcwd(), sys.argv[2:], os.open("{_FOLDER}/report", os.O_WRONLY | os.O_CREAT))
+pytests._run(os.getcwd(), sys.argv[2:], os.open("{_FOLDER}/report", os.O_WRONLY | os.O_CREAT))
 """
 
 
@@ -74,8 +74,7 @@ async def _cold(
     where: Sandboxes, files: dict[str, bytes], plan: TestPlan, seed: str, later: int
 ) -> tuple[TestOutcome, ...]:
     """Outcomes by an interpreter that is started for them; none when it did not come to an end."""
-    agent = Path(pytests.__file__).parent
-    tools = {f"{_FOLDER}/guest/{path.name}": path.read_bytes() for path in agent.glob("*.py")}
+    tools = {f"{_FOLDER}/guest/{name}": source for name, source in agent_files.sources().items()}
     argv = ("python3", "-B", "-c", _RUN, str(later), *plan.paths)
     try:
         async with where.sandbox(files | tools, 0, True) as sandbox:

@@ -1,7 +1,7 @@
 """A task suite from a real package: mutate its code where its own tests notice, and verify each task in sandboxes.
 
 A task's hidden tests are the package's own. The agent gets the sources and about half of the test functions, always
-with one that fails, so that there is a symptom to follow and something left to be judged by (tasks/visible.py). A
+with one that fails, so that there is a symptom to follow and something left to be judged by (packages/visible.py). A
 task enters the suite when, in fresh sandboxes, the tests fail before the fix and pass after it, and repeats say
 exactly the same.
 """
@@ -11,24 +11,22 @@ import random
 import re
 import shlex
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
-from headrace.messages.sandbox import Acquire, NoRoom, OpResult, RunTests, Sandbox, SandboxLost, TestOutcome
+from headrace.messages.sandbox import OpResult, TestOutcome
 from headrace.messages.tasks import Oracle, Task, TaskRef, TestPlan
 from headrace.tasks import sealing
-from headrace.tasks.mutate import Mutation, mutations
-from headrace.tasks.packages import Package, PackageError, fetch, read
-from headrace.tasks.recording import everything, record
+from headrace.tasks.packages.fetch import Package, PackageError, fetch, read
+from headrace.tasks.packages.lab import FIRST_RUN_S, Exam, Lab, Sandboxes, passed
+from headrace.tasks.packages.mutate import Mutation, mutations
+from headrace.tasks.packages.recording import everything, record
+from headrace.tasks.packages.requirements import install, missing
+from headrace.tasks.packages.visible import choose, thin
 from headrace.tasks.suites import FolderSuite, write_suite
-from headrace.tasks.visible import choose, thin
 
-_FIRST_RUN_S = 300.0
-"""Seconds that a package's tests may take; the tasks' own limit follows from what they took."""
 _PROMPT = 300
 """Characters of a prompt: it has to fit into the smallest context that anybody uses."""
 
@@ -37,145 +35,112 @@ class SuiteError(Exception):
     """No suite can be made of this package; one sentence says why."""
 
 
-class Held(Sandbox, Protocol):
-    """A sandbox that can be given back."""
-
-    @property
-    def id(self) -> str:
-        """What `release` takes."""
-
-
-class Exam(msgspec.Struct, frozen=True, kw_only=True):
-    """What a repair is judged by: the package's tests, sealed where they compare with literals."""
-
-    plan: TestPlan
-    expected: tuple[str, ...]
-    """Names of the tests, sorted."""
-    sealed: dict[str, bytes] = {}
-    answers: sealing.Answers = {}
-
-
-class Lab:
-    """Fresh sandboxes, as many as the host has room for.
-
-    Each run has a sandbox of its own, but the sandboxes of a lane are slots of one machine for as long as it has some:
-    a machine that has run the tests before runs them several times faster under emulation.
-    """
-
-    def __init__(
-        self, acquire: Callable[[Acquire], Awaitable[Held]], release: Callable[[str], object], run: str, template: str
-    ) -> None:
-        self._acquire, self._release, self._run, self._template = acquire, release, run, template
-        self._count = 0
-
-    @asynccontextmanager
-    async def sandbox(self, files: dict[str, bytes], lane: int, alone: bool) -> AsyncIterator[Sandbox]:
-        """A sandbox with these files; waits while the host has no room."""
-        self._count += 1
-        request = Acquire(
-            run=self._run,
-            lane="eval",
-            role="rollout",
-            group=f"s{self._count:06d}" if alone else f"lane{lane}",
-            slot=self._count,
-            attempt=0,
-            isolation="episode" if alone else "group",
-            template=self._template,
-            lease_s=2 * _FIRST_RUN_S,
-            files=files,
-        )
-        while True:
-            try:
-                held = await self._acquire(request)
-                break
-            except NoRoom:
-                await asyncio.sleep(0.2)
-        try:
-            yield held
-        finally:
-            self._release(held.id)
-
-    async def run(self, files: dict[str, bytes], plan: TestPlan, lane: int = 0) -> OpResult:
-        """The tests over these files in a fresh sandbox. One that was lost may have been a neighbour's fault: once
-        more, alone; lost again, the run has failed."""
-        for alone in (False, True):
-            try:
-                async with self.sandbox(files, lane, alone) as sandbox:
-                    return await sandbox.call(RunTests(plan=plan))
-            except SandboxLost as error:
-                lost = OpResult(ok=False, error=str(error))
-        return lost
-
-    async def judge(self, files: dict[str, bytes], exam: Exam, lane: int = 0) -> OpResult:
-        """The exam over a repository, with the outcomes that the judge would see."""
-        result = await self.run(files | exam.sealed, exam.plan, lane)
-        return msgspec.structs.replace(result, tests=sealing.settle(result.tests, exam.answers))
-
-
-def passed(result: OpResult) -> tuple[str, ...]:
-    """Names of the tests that passed, sorted."""
-    return tuple(sorted(test.name for test in result.tests if test.outcome == "passed"))
-
-
 def limit(seconds: float) -> float:
     """A suite's time limit from its time in a sandbox that is alone, seconds: a full host is many times slower, and a
     test that ran out of time counts as failed."""
     return max(60.0, 20.0 * seconds)
 
 
-async def build(
-    *,
-    package: str = "",
-    path: Path | None = None,
-    test_command: str = "",
-    count: int = 20,
-    seed: int = 1,
-    name: str = "",
-    root: Path = Path("suites"),
-    acquire: Callable[[Acquire], Awaitable[Held]],
-    release: Callable[[str], object],
-    say: Callable[[str], None] = lambda text: None,
-    template: str = "debian",
-    parallel: int = 2,
-    repeats: int = 1,
-) -> FolderSuite:
-    """Make and write the suite; deterministic by seed, as far as the package's tests are. SuiteError says why not.
+class SuiteRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The suite to be made: of which package, how many tasks, where it is written."""
 
-    package: ``NAME==VERSION`` from the package index, or path: a source tree. test_command: argv as text for packages
-    whose tests pytest alone can't run; judged by its JUnit report if it names one, else by its exit code. repeats: how
-    often the judge's runs are repeated, per task (beside the first look at the mutation) and for the untouched package.
-    """
+    package: str = ""
+    """``NAME==VERSION`` from the package index; or `path`."""
+    path: Path | None = None
+    """A source tree."""
+    test_command: str = ""
+    """argv as text, for packages whose tests pytest alone cannot run; judged by its JUnit report if it names one, else
+    by its exit code."""
+    count: int = 20
+    seed: int = 1
+    name: str = ""
+    """Of the suite; empty: the package's."""
+    root: Path = Path("suites")
+    """Folder of suites."""
+    template: str = "debian"
+    parallel: int = 2
+    """Mutations that are tried at once."""
+    repeats: int = 1
+    """How often the judge's runs are repeated, per task (beside the first run with the mutation) and for the untouched
+    package."""
+
+
+async def build(
+    request: SuiteRequest, sandboxes: Sandboxes, say: Callable[[str], None] = lambda text: None
+) -> FolderSuite:
+    """Make and write the suite; deterministic by seed, as far as the package's tests are. SuiteError says why not."""
     try:
-        if path is not None:
-            found = read(path, name or path.resolve().name)
+        if request.path is not None:
+            package = read(request.path, request.name or request.path.resolve().name)
         else:
             with tempfile.TemporaryDirectory() as folder:
-                tree = await asyncio.to_thread(fetch, package, Path(folder))
-                found = read(tree, name or package.replace("==", "-"))
+                tree = await asyncio.to_thread(fetch, request.package, Path(folder))
+                package = read(tree, request.name or request.package.replace("==", "-"))
     except PackageError as error:
         raise SuiteError(str(error)) from None
-    lab = Lab(acquire, release, f"suite-{found.name}", template)
-    plan, expected, seconds = await baseline(lab, found, test_command, repeats, say)
+    lab = Lab(sandboxes, f"suite-{package.name}", request.template)
+    package = await with_requirements(lab, package, request.test_command, say)
+    plan, expected, seconds = await baseline(lab, package, request.test_command, request.repeats, say)
     plan = msgspec.structs.replace(plan, timeout_s=limit(seconds))
-    exam = await sealed(lab, found, Exam(plan=plan, expected=expected), say)
-    say(f"{len(expected)} tests of {found.name} pass in {seconds:.1f} s; looking for {count} bugs that they notice")
+    exam = await sealed(lab, package, Exam(plan=plan, expected=expected), say)
+    say(
+        f"{len(expected)} tests of {package.name} pass in {seconds:.1f} s; looking for {request.count} bugs they notice"
+    )
 
-    rng = random.Random(f"headrace/{found.name}/{seed}")
+    rng = random.Random(f"headrace/{package.name}/{request.seed}")
     pairs: list[tuple[Task, Oracle]] = []
-    candidates = _candidates(found, rng)
+    candidates = _candidates(package, rng)
     tried = 0
-    # In step and in order: which bugs enter the suite may not depend on which sandbox is faster.
-    while len(pairs) < count and (batch := candidates[tried : tried + parallel]):
+    # In step and in order: which bugs enter the suite must not depend on which sandbox is faster.
+    while len(pairs) < request.count and (batch := candidates[tried : tried + request.parallel]):
         tried += len(batch)
-        tasks = [attempt(lab, found, mutation, exam, repeats, seed, lane) for lane, mutation in enumerate(batch)]
+        tasks = [
+            attempt(lab, package, mutation, exam, request.repeats, request.seed, lane)
+            for lane, mutation in enumerate(batch)
+        ]
         for mutation, made in zip(batch, await asyncio.gather(*tasks), strict=True):
-            if made is not None and len(pairs) < count:
+            if made is not None and len(pairs) < request.count:
                 pairs.append(made)
-                say(f"{len(pairs)}/{count}: {mutation.kind} in {mutation.path}:{mutation.line} ({tried} tried)")
+                say(f"{len(pairs)}/{request.count}: {mutation.kind} in {mutation.path}:{mutation.line} ({tried} tried)")
     if not pairs:
-        raise SuiteError(f"no change of {found.name} was noticed by its tests ({tried} tried)")
+        raise SuiteError(f"no change of {package.name} was noticed by its tests ({tried} tried)")
     pairs.sort(key=lambda pair: pair[0].ref.task)
-    return write_suite(found.name, root / found.name, pairs, package or str(path))
+    return write_suite(package.name, request.root / package.name, pairs, request.package or str(request.path))
+
+
+async def with_requirements(lab: Lab, package: Package, test_command: str, say: Callable[[str], None]) -> Package:
+    """The package with the files of its requirements, where its tests miss modules and the package names any."""
+    if not package.requires:
+        return package
+    result = await lab.run(package.files, _first_plan(package, test_command))
+    modules = missing([*(test.message for test in result.tests), result.error, result.stdout, result.stderr])
+    if not modules:
+        return package
+    say(f"tests of {package.name} miss {', '.join(modules)}; installing {', '.join(package.requires)}")
+    files, error = await asyncio.to_thread(install, package.requires)
+    if error:
+        say(error)
+        return package
+    return msgspec.structs.replace(package, files=files | package.files)
+
+
+def _first_plan(package: Package, test_command: str) -> TestPlan:
+    if test_command:
+        return TestPlan(kind="command", argv=tuple(shlex.split(test_command)), timeout_s=FIRST_RUN_S)
+    return TestPlan(kind="pytest", paths=package.tests, timeout_s=FIRST_RUN_S)
+
+
+def first_error(result: OpResult) -> str:
+    """The first error of a run in which no test passed: of the collection, of pytest itself, or of the sandbox."""
+    for test in result.tests:
+        if test.message:
+            return f"{test.name}: {test.message}"
+    # pytest that fails before it collects (a conftest.py that cannot be imported) says so in its output alone.
+    lines = [line.strip() for line in f"{result.stdout}\n{result.stderr}".splitlines()]
+    errors = [
+        line.removeprefix("E ").strip() for line in lines if line.startswith(("E ", "ERROR")) or "Error: " in line
+    ]
+    return errors[0] if errors else result.error or "no test is collected"
 
 
 def _candidates(package: Package, rng: random.Random) -> list[Mutation]:
@@ -189,27 +154,25 @@ async def baseline(
     lab: Lab, package: Package, test_command: str, repeats: int, say: Callable[[str], None]
 ) -> tuple[TestPlan, tuple[str, ...], float]:
     """A plan whose tests all pass on the untouched package, every time; their names; seconds that it takes."""
-    if test_command:
-        plan = TestPlan(kind="command", argv=tuple(shlex.split(test_command)), timeout_s=_FIRST_RUN_S)
-    else:
-        plan = TestPlan(kind="pytest", paths=package.tests, timeout_s=_FIRST_RUN_S)
+    plan = _first_plan(package, test_command)
     result = await lab.run(package.files, plan)
     names = passed(result)
     if not names:
-        broken = next((test.message for test in result.tests if test.message), result.error)
-        raise SuiteError(f"no test of {package.name} passes in a sandbox: {broken[:300]}")
+        raise SuiteError(f"no test of {package.name} passes in a sandbox: {first_error(result)[:300]}")
     bad = {test.name for test in result.tests if test.outcome != "passed"}
     if bad and not test_command:
         spoilt = {name.partition("::")[0] for name in bad}
         whole = [path for path in package.tests if path not in spoilt and any(n.startswith(f"{path}::") for n in names)]
         single = [name for name in names if name.partition("::")[0] in spoilt]
-        say(f"{len(bad)} tests of {package.name} don't pass here and are left out, such as {min(bad)}")
+        say(f"{len(bad)} tests of {package.name} do not pass here and are left out, such as {min(bad)}")
         plan = msgspec.structs.replace(plan, paths=(*whole, *single))
     elif bad:
         raise SuiteError(f"{len(bad)} tests of {package.name} fail in a sandbox, such as {min(bad)}")
     seconds = result.wall_ms / 1e3
     for _ in range(1 + repeats):
         again = await lab.run(package.files, plan)
+        if not again.tests:
+            raise SuiteError(f"a repeated run of the tests of {package.name} failed: {first_error(again)[:300]}")
         if {test.name for test in again.tests} - set(passed(again)):
             raise SuiteError(f"the tests of {package.name} are not stable: {again.error}")
         if passed(again) != names:

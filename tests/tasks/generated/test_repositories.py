@@ -11,10 +11,11 @@ import pytest
 from headrace.messages.sandbox import OpResult, RunTests
 from headrace.messages.tasks import TestPlan
 from headrace.tasks import UnknownSuite, open_suite
-from headrace.tasks.generated import SEEDS, Made, make
+from headrace.tasks.generated.final_templates import FINAL
+from headrace.tasks.generated.repositories import SEEDS, Made, make
+from headrace.tasks.generated.templates import TRAINED, UNSEEN
 from headrace.tasks.local import LocalFiles
 from headrace.tasks.suites import GeneratedSuite
-from headrace.tasks.templates import TRAINED, UNSEEN
 
 
 def ran(files: dict[str, bytes], plan: TestPlan) -> OpResult:
@@ -26,7 +27,7 @@ def some(suite: str, count: int) -> list[Made]:
     return [make(suite, start + number) for number in range(count)]
 
 
-@pytest.mark.parametrize("suite", ["heldout", "dev", "unseen", "train"])
+@pytest.mark.parametrize("suite", ["heldout", "dev", "unseen", "unseen-final", "train"])
 def test_broken_fails_and_the_solution_passes(suite: str) -> None:
     for made in some(suite, 60):
         task, oracle = made.task, made.oracle
@@ -89,6 +90,18 @@ def test_unseen_templates_are_in_no_other_suite() -> None:
     assert all(template.body not in trained for template in UNSEEN)
 
 
+def test_final_templates_are_new() -> None:
+    """No description, body or name of theirs is known from another suite, and they are drawn in no other suite."""
+    others = (*TRAINED, *UNSEEN)
+    assert len(FINAL) >= 20 and {template.family for template in FINAL} == {"one_line", "multi_line"}
+    for template in FINAL:
+        assert template.about not in {other.about for other in others}
+        assert template.body not in {other.body for other in others}
+    names = {template.name for template in FINAL}
+    assert len(names) == len(FINAL) and not names & {other.name for other in others}
+    assert {made.target.template.name for made in some("unseen-final", 300)} == names
+
+
 def test_families() -> None:
     assert len(TRAINED) >= 30 and {template.family for template in UNSEEN} == {"one_line", "multi_line"}
     for suite in ("heldout", "unseen"):
@@ -101,19 +114,19 @@ def test_every_bug_of_every_template_is_a_bug() -> None:
     """Each alternative at each point changes what the function gives for some arguments."""
     import random
 
-    from headrace.tasks import generated
+    from headrace.tasks.generated import repositories
 
     rng = random.Random(0)
-    for template in (*TRAINED, *UNSEEN):
+    for template in (*TRAINED, *UNSEEN, *FINAL):
         left = set(template.bugs)
         for _ in range(400):
-            function = generated._function(rng, template, set())
-            right = generated._callable(function)
-            arguments = [generated._arguments(rng, template.takes) for _ in range(8)]
+            function = repositories._function(rng, template, set())
+            right = repositories._callable(function)
+            arguments = [repositories._arguments(rng, template.takes) for _ in range(8)]
             left -= {
                 bug
                 for bug in left
-                if any(repr(generated._callable(function, bug)(a)) != repr(right(a)) for a in arguments)
+                if any(repr(repositories._callable(function, bug)(a)) != repr(right(a)) for a in arguments)
             }
             if not left:
                 break

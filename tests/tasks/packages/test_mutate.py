@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from headrace.tasks.mutate import mutations
+from headrace.tasks.packages.mutate import mutations
 
 SOURCE = '''"""Doc with 1 < 2."""
 LIMIT = 3

@@ -8,9 +8,10 @@ import pytest
 from headrace.config import Environment
 from headrace.messages.tasks import TestPlan
 from headrace.tasks import sealing
-from headrace.tasks.packages import Package, read
-from headrace.tasks.sdist import Exam, Lab, passed, recorded, sealed
-from headrace.vmhost.host import Host
+from headrace.tasks.packages.fetch import Package, read
+from headrace.tasks.packages.lab import Exam, Lab, passed
+from headrace.tasks.packages.sdist import recorded, sealed
+from headrace.vmhost.node.host import Host
 
 pytestmark = pytest.mark.anyio
 
@@ -72,7 +73,7 @@ def test_after():
 @pytest.fixture(scope="module")
 async def lab() -> AsyncIterator[Lab]:
     host = await Host.open(Environment(backend="process", max_vms=8))
-    yield Lab(host.acquire, host.release, "recording", "light")
+    yield Lab(host, "recording", "light")
     await host.close()
 
 

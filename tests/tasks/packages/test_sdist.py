@@ -9,16 +9,17 @@ import pytest
 
 from headrace.config import Environment
 from headrace.harness.loop import run_episode
-from headrace.harness.scripted import NAMES, ScriptedEngine
+from headrace.harness.scripted import NAMES, ScriptedEngine, script
 from headrace.messages.rollout import Limits, RolloutRequest
 from headrace.messages.sandbox import Acquire, PullTree, Role, RunTests
-from headrace.policy import schemas
-from headrace.policy.renderer import Renderer
-from headrace.policy.tokenizer import Tokenizer
-from headrace.tasks import UnknownSuite, open_suite, sdist
-from headrace.tasks.packages import PackageError, fetch, read, unpack
-from headrace.tasks.visible import choose, thin
-from headrace.vmhost.host import Host
+from headrace.rendering import schemas
+from headrace.rendering.terse import TerseRenderer
+from headrace.rendering.tokenizer import Tokenizer
+from headrace.tasks import UnknownSuite, open_suite
+from headrace.tasks.packages import sdist
+from headrace.tasks.packages.fetch import PackageError, fetch, read, unpack
+from headrace.tasks.packages.visible import choose, thin
+from headrace.vmhost.node.host import Host
 
 pytestmark = pytest.mark.anyio
 
@@ -109,13 +110,13 @@ def test_an_archive_may_not_leave_its_folder(tree: Path, tmp_path: Path) -> None
     assert read(unpack(tmp_path / "good.tar.gz", tmp_path / "good"), "shapes").tests == ("tests/test_area.py",)
     with tarfile.open(tmp_path / "evil.tar.gz", "w:gz") as packed:
         packed.add(tree / "setup.cfg", "../../evil.cfg")
-    with pytest.raises(PackageError, match="can't be unpacked"):
+    with pytest.raises(PackageError, match="cannot be unpacked"):
         unpack(tmp_path / "evil.tar.gz", tmp_path / "evil")
     assert not (tmp_path.parent / "evil.cfg").exists()
 
 
 def test_pip_that_fails_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(PackageError, match="can't be downloaded as a source distribution: ERROR"):
+    with pytest.raises(PackageError, match="cannot be downloaded as a source distribution: ERROR"):
         fetch("not a requirement ==", tmp_path)
 
 
@@ -153,7 +154,7 @@ async def judged(host: Host, suite: str, id: str, root: Path, name: str, number:
     """An episode of a scripted policy and the judge's verdict on its diff."""
     found = open_suite(suite, root)
     task, oracle = found.task(id), found.oracle(id)
-    renderer = Renderer(Tokenizer.train((), 256 + len(schemas.tags())))
+    renderer = TerseRenderer(Tokenizer.train((), 256 + len(schemas.tags())))
     request = RolloutRequest(
         run="r1",
         lane="eval",
@@ -179,7 +180,7 @@ async def judged(host: Host, suite: str, id: str, root: Path, name: str, number:
 
     sandbox = await host.acquire(acquire("rollout", task.files))
     episode = await run_episode(
-        engine=ScriptedEngine(name, renderer, task, oracle),
+        engine=ScriptedEngine(script(name, task, oracle), renderer),
         sandbox=sandbox,
         renderer=renderer,
         request=request,
@@ -198,16 +199,17 @@ async def judged(host: Host, suite: str, id: str, root: Path, name: str, number:
 async def test_a_suite_from_a_source_tree(tree: Path, host: Host, tmp_path: Path) -> None:
     said: list[str] = []
     suite = await sdist.build(
-        path=tree,
-        count=2,
-        name="shapes-1.0",
-        root=tmp_path,
-        acquire=host.acquire,
-        release=host.release,
-        say=said.append,
-        repeats=1,
+        sdist.SuiteRequest(
+            path=tree,
+            count=2,
+            name="shapes-1.0",
+            root=tmp_path,
+            repeats=1,
+        ),
+        host,
+        said.append,
     )
-    assert "1 tests of shapes-1.0 don't pass here and are left out" in said[0] and said[-1].startswith("2/2: ")
+    assert "1 tests of shapes-1.0 do not pass here and are left out" in said[0] and said[-1].startswith("2/2: ")
     opened = open_suite("shapes-1.0", tmp_path)
     assert list(opened.ids()) == list(suite.ids()) and len(opened.ids()) == 2
     for id in opened.ids():
@@ -239,15 +241,16 @@ async def test_a_suite_from_a_source_tree(tree: Path, host: Host, tmp_path: Path
 async def test_a_suite_with_a_command_of_its_own(tree: Path, host: Host, tmp_path: Path) -> None:
     command = "env PYTHONPATH=src python -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . tests/test_area.py"
     suite = await sdist.build(
-        path=tree,
-        test_command=command,
-        count=1,
-        name="by-command",
-        root=tmp_path,
-        acquire=host.acquire,
-        release=host.release,
-        repeats=1,
-        parallel=1,
+        sdist.SuiteRequest(
+            path=tree,
+            test_command=command,
+            count=1,
+            name="by-command",
+            root=tmp_path,
+            repeats=1,
+            parallel=1,
+        ),
+        host,
     )
     oracle = suite.oracle(suite.ids()[0])
     assert oracle.expected == ("command",) and oracle.tests.kind == "command"
@@ -257,8 +260,16 @@ async def test_tests_that_never_pass_make_no_suite(tmp_path: Path, host: Host) -
     (tmp_path / "thing.py").write_text("def f():\n    return 1\n")
     (tmp_path / "test_thing.py").write_text("import not_there\n\n\ndef test_f():\n    pass\n")
     with pytest.raises(sdist.SuiteError, match=r"no test of thing passes in a sandbox: .*not_there"):
-        await sdist.build(path=tmp_path, name="thing", acquire=host.acquire, release=host.release, root=tmp_path)
+        await sdist.build(sdist.SuiteRequest(path=tmp_path, name="thing", root=tmp_path), host)
 
 
 def test_a_full_host_has_time_for_a_suite() -> None:
     assert (sdist.limit(0.5), sdist.limit(10.0)) == (60.0, 200.0)
+
+
+async def test_an_error_before_the_collection_is_in_the_sentence(tmp_path: Path, host: Host) -> None:
+    (tmp_path / "thing.py").write_text("def f():\n    return 1\n")
+    (tmp_path / "conftest.py").write_text("import plugin_that_is_missing\n")
+    (tmp_path / "test_thing.py").write_text("def test_f():\n    pass\n")
+    with pytest.raises(sdist.SuiteError, match="ModuleNotFoundError: No module named 'plugin_that_is_missing'"):
+        await sdist.build(sdist.SuiteRequest(path=tmp_path, name="thing", root=tmp_path), host)

@@ -1,7 +1,8 @@
-"""A shell command, and a linter: ruff where the sandbox has it, else one that needs nothing but Python."""
+"""lint: ruff where the sandbox has it, else a check for syntax errors and unbound names that needs only Python."""
 
 from headrace.harness.tools.base import Answer, Workspace, failed
 from headrace.messages.sandbox import Exec
+from headrace.rendering.schemas import BY_NAME
 
 _LINT = """
 import ast, builtins, glob, os, sys
@@ -46,26 +47,10 @@ sys.exit(bad > 0)
 """
 
 
-class TerminalTool:
-    """`sh -c` in the repository."""
-
-    name, writes = "terminal", True
-
-    async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
-        """Both outputs and the exit code, when it is not 0."""
-        result = await workspace.call(Exec(argv=("sh", "-c", arguments["command"]), timeout_s=30.0))
-        text = "\n".join(part.rstrip("\n") for part in (result.stdout, result.stderr) if part.strip())
-        if result.timed_out:
-            return Answer(f"{text}\ntime limit".strip(), ok=False)
-        if result.code:
-            return Answer(f"{text}\nexit code {result.code}".strip(), ok=False)
-        return Answer(text or "ok") if result.ok else failed(result)
-
-
 class LintTool:
     """Syntax errors, names that nothing binds and the like, by programs of the sandbox."""
 
-    name, writes = "lint", False
+    schema, writes = BY_NAME["lint"], False
 
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
         """``path:line: what``, or that there is nothing."""
@@ -74,3 +59,6 @@ class LintTool:
         if result.code == 1 and result.stdout.strip():
             return Answer(result.stdout.strip())
         return Answer("no problems") if result.ok else failed(result)
+
+
+TOOL = LintTool()

@@ -1,9 +1,10 @@
-"""Running the visible tests."""
+"""run_tests: the tests that the task shows to the agent."""
 
 import msgspec
 
 from headrace.harness.tools.base import Answer, Workspace, failed
 from headrace.messages.sandbox import OpResult, RunTests, TestOutcome
+from headrace.rendering.schemas import BY_NAME
 
 _SHOWN = 10
 """Tests that did not pass and are named at most."""
@@ -33,7 +34,7 @@ def report(result: OpResult, details: bool) -> Answer:
 class RunTestsTool:
     """The tests that the task shows to the agent."""
 
-    name, writes = "run_tests", False
+    schema, writes = BY_NAME["run_tests"], False
 
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
         """A report; failing tests are an answer, not a failed call."""
@@ -46,3 +47,6 @@ class RunTestsTool:
         if not result.tests and not result.ok:
             return failed(result)
         return report(result, workspace.details)
+
+
+TOOL = RunTestsTool()

@@ -1,12 +1,13 @@
-"""grep that shows what it found: a hit on a definition brings the definition's whole body along.
+"""search: lines that match a regular expression; a hit on a definition shows the definition's whole body.
 
-Why: "where is it" and "what does it say" are nearly always asked together, so one call answers both.
+Place and content are nearly always asked for together, so one call answers both.
 """
 
 import re
 
 from headrace.harness.tools.base import Answer, Workspace, failed
 from headrace.messages.sandbox import Search
+from headrace.rendering.schemas import BY_NAME
 
 _LINE = re.compile(r"([^\n]+?)([:-])(\d+)\2(.*)")
 _DEFINITION = re.compile(r"\s*(?:async\s+def|def|class)\b")
@@ -47,7 +48,7 @@ def layout(stdout: str) -> str:
 class SearchTool:
     """Lines that match a regular expression."""
 
-    name, writes = "search", False
+    schema, writes = BY_NAME["search"], False
 
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
         """Hits by file, or that there are none."""
@@ -58,3 +59,6 @@ class SearchTool:
         if not result.ok:
             return failed(result)
         return Answer(layout(result.stdout) or "nothing found")
+
+
+TOOL = SearchTool()

@@ -1,8 +1,8 @@
-"""Ranking pieces of the repository by a description: BM25 over words that identifiers are made of.
+"""keyword_search: pieces of the repository ranked by a description, with BM25 over the words of identifiers.
 
-Why no embeddings: the tool works for any policy on any node without a second model, and on code most of what a
-description shares with the right place are words. Pieces are top-level definitions; what stands between them is one
-piece each. Okapi BM25 as Robertson and Zaragoza (2009) give it, k1 = 1.2, b = 0.75.
+It needs no model, so it works for any policy on any node; a description that shares no word with the code finds
+nothing. Pieces are top-level definitions; the lines between two definitions are one piece. Okapi BM25 as Robertson and
+Zaragoza (2009) give it, k1 = 1.2, b = 0.75.
 """
 
 import itertools
@@ -12,6 +12,7 @@ from collections import Counter
 
 from headrace.harness.tools.base import Answer, Workspace, failed, numbered
 from headrace.messages.sandbox import PullTree
+from headrace.rendering.schemas import BY_NAME
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _START = re.compile(r"(?:@|async\s+def|def|class)\b|@")
@@ -50,10 +51,10 @@ def rank(query: str, documents: list[tuple[str, int, list[str]]]) -> list[tuple[
     return sorted(scores, key=lambda pair: (-pair[0], pair[1]))
 
 
-class SemanticSearchTool:
+class KeywordSearchTool:
     """Pieces of the repository that fit a description."""
 
-    name, writes = "semantic_search", False
+    schema, writes = BY_NAME["keyword_search"], False
 
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
         """The best pieces, each with its path and line numbers."""
@@ -71,3 +72,6 @@ class SemanticSearchTool:
             for path, first, lines in (documents[index] for _, index in best)
         ]
         return Answer("\n".join(shown) or "nothing found")
+
+
+TOOL = KeywordSearchTool()

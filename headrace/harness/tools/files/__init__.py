@@ -1,0 +1,1 @@
+"""Tools that read, list, edit and write files."""

@@ -1,0 +1,1 @@
+"""Tools that search the repository: by regular expression, and by keywords."""

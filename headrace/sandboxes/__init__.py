@@ -1,0 +1,1 @@
+"""The client library for sandboxes on environment nodes, over request and reply."""

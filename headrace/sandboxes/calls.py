@@ -1,0 +1,84 @@
+"""Requests to a node about its sandboxes that survive a reconnect and a lost reply; and the meaning of refusals.
+
+A node's reply travels on the connection that received the request. If that connection breaks in between, the reply is
+lost and nobody is told. So a request is repeated under the same ids, and the node answers a repeat from its record.
+`ask` is the only retry loop.
+"""
+
+import time
+
+from headrace.backoff import Backoff
+from headrace.bus.connection import Bus
+from headrace.bus.errors import BusTimeout, Disconnected, NoResponders
+from headrace.messages.base import Message
+from headrace.messages.sandbox import Exec, NoCapacity, Op, RunTests, SandboxLost
+
+FIRST_WAIT_S = 4.0
+"""How long the first request waits for its reply before it is repeated; each repeat waits twice as long."""
+SILENCE_S = 5.0
+"""How long a node that has no subscription may be reconnecting before it counts as silent."""
+RETRY_S = 0.2
+
+
+class Superseded(SandboxLost):
+    """Another owner acquired this sandbox later, so calls under the old secret are refused."""
+
+
+class NodeSilent(SandboxLost):
+    """The node does not answer at all, so the state of what ran there is unknown."""
+
+
+class CannotCopy(Exception):
+    """A node cannot copy this sandbox, or cannot create one from a checkpoint. The sandbox itself is unchanged."""
+
+
+async def ask(
+    bus: Bus, subject: str, message: Message, timeout: float, *, repeat: bool = True, patient: bool = True
+) -> Message:
+    """Send a request to one node until it answers.
+
+    timeout: seconds for an answer, counted anew once if none came. repeat: whether the node may receive the request
+    again while the first one may still be running; it recognises calls and acquires by their ids. patient: wait up to
+    `SILENCE_S` for a node that does not listen, and give it the second count; NodeSilent then. Without it the first
+    NoResponders, Disconnected or BusTimeout is raised, for callers that have another node.
+    """
+    retry = Backoff(RETRY_S, RETRY_S, jitter=0.3)
+    silent_since = 0.0
+    last_chance = not patient
+    deadline = time.monotonic() + timeout
+    wait = Backoff(min(FIRST_WAIT_S, timeout) if repeat else timeout, timeout)
+    while True:
+        try:
+            left = deadline - time.monotonic()
+            return await bus.request(subject, message, timeout=max(min(wait.next(), left), 0.01))
+        except BusTimeout as error:
+            if time.monotonic() < deadline:
+                continue
+            if not patient:
+                raise
+            if last_chance:
+                raise NodeSilent(f"{subject}: {error}") from None
+            last_chance = True
+            deadline = time.monotonic() + timeout
+            wait.reset()
+        except (NoResponders, Disconnected) as error:
+            if not patient:
+                raise
+            silent_since = silent_since or time.monotonic()
+            if time.monotonic() - silent_since > SILENCE_S:
+                raise NodeSilent(f"{subject}: {error}") from None
+            await retry.sleep()
+
+
+def refusal(reply: Message, subject: str) -> Exception:
+    """The exception for a node's refusal. subject: the sandbox or group that the request was about."""
+    failure, detail = getattr(reply, "failure", ""), getattr(reply, "detail", type(reply).__name__)
+    kinds: dict[str, type[Exception]] = {"no_room": NoCapacity, "lost": SandboxLost, "superseded": Superseded}
+    return kinds.get(failure, CannotCopy)(f"{subject}: {detail}")
+
+
+def limit_of(op: Op) -> float:
+    """The operation's own time limit in seconds; 0 for one without."""
+    if isinstance(op, Exec):
+        return op.timeout_s
+    return op.plan.timeout_s if isinstance(op, RunTests) else 0.0

@@ -1,0 +1,1 @@
+"""Generated bug-fixing repositories and the traces to mid-train on."""
