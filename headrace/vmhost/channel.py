@@ -1,7 +1,7 @@
-"""The host's end of a guest's port: calls go out, answers come back in any order, and everything has a deadline.
+"""The host's end of a slot's port: calls go out, answers come back in any order, and every call has a deadline.
 
-The guest is believed in nothing. An answer that nobody asked for, a frame that is too large or can't be read, an
-answer that does not come in time: each ends this channel, and with it only what hangs on it.
+The guest is not trusted. An answer without a call, a frame that is too large or unreadable, and an answer that misses
+its deadline each end this channel, and with it only the sandbox that uses it.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ from headrace.vmhost.guest.frames import Garbage, Reader, pack, start
 
 
 class Channel(asyncio.Protocol):
-    """One port. Use `connect`."""
+    """One port. Create it by `connect`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.hung_up = False
-        """Whether the other side closed it, not we."""
+        """Whether the guest's side closed the channel."""
         self._transport: asyncio.Transport | None = None
         self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], list[bytes]]]] = {}
         self._reader = Reader()
@@ -29,7 +29,7 @@ class Channel(asyncio.Protocol):
 
     @classmethod
     async def connect(cls, end: socket.socket, name: str) -> "Channel":
-        """Take over a connected Unix stream socket."""
+        """A channel over a connected Unix stream socket, which it owns from then on."""
         end.setblocking(False)
         loop = asyncio.get_running_loop()
         _, channel = await loop.create_unix_connection(lambda: cls(name), sock=end)
@@ -47,14 +47,14 @@ class Channel(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Part of asyncio's protocol."""
         if not self._waiting:
-            self.close("it spoke without being asked")
+            self.close("it sent data although no call was open")
             return
         try:
             for header, bodies in self._reader.feed(data):
                 number = header.pop("i", None)
                 future = self._waiting.pop(number, None) if isinstance(number, int) else None
                 if future is None:
-                    raise Garbage("an answer that nobody asked for")
+                    raise Garbage("an answer without a call")
                 if not future.done():
                     future.set_result((header, bodies))
         except Garbage as garbage:
@@ -68,7 +68,7 @@ class Channel(asyncio.Protocol):
             self.ended.set_result(None)
 
     def close(self, reason: str) -> None:
-        """End the channel; all waiting calls hear the reason. Idempotent: the first reason stays."""
+        """End the channel; all open calls fail with the reason. Idempotent: the first reason stays."""
         if self.lost.done():
             return
         self.lost.set_result(reason)
@@ -78,26 +78,26 @@ class Channel(asyncio.Protocol):
         for future in waiting.values():
             if not future.done():
                 future.set_exception(SandboxLost(f"{self.name}: {reason}"))
-                future.exception()  # whoever waited may be gone; that is no news
+                future.exception()  # marks it as retrieved: the caller may have given up
 
     async def call(
         self, header: dict[str, Any], bodies: Sequence[bytes] = (), timeout: float = 30.0
     ) -> tuple[dict[str, Any], list[bytes]]:
-        """Send a frame and wait for its answer. SandboxLost when none can come any more."""
+        """Send a frame and wait `timeout` seconds for its answer. SandboxLost when the channel has ended or ends."""
         self._next += 1
         return await self._send(self._next, pack({"i": self._next} | header, bodies), timeout)
 
     async def start(self, nanoseconds: int, entropy: bytes, timeout: float) -> dict[str, Any]:
-        """A clone's first words; one such call at a time. SandboxLost like `call`."""
+        """Send START, a clone's first message: the time, and entropy or b"". One such call at a time. SandboxLost."""
         return (await self._send(0, start(nanoseconds, entropy), timeout))[0]
 
-    async def _send(self, number: int, words: bytes, timeout: float) -> tuple[dict[str, Any], list[bytes]]:
+    async def _send(self, number: int, message: bytes, timeout: float) -> tuple[dict[str, Any], list[bytes]]:
         if self.lost.done():
             raise SandboxLost(f"{self.name}: {self.lost.result()}")
         assert self._transport is not None
         future: asyncio.Future[tuple[dict[str, Any], list[bytes]]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
-        self._transport.write(words)
+        self._transport.write(message)
         try:
             async with asyncio.timeout(timeout):
                 return await asyncio.shield(future)

@@ -2,4 +2,4 @@
 
 
 class VmhostError(Exception):
-    """This machine can't serve sandboxes as asked; the text says why, and what to change."""
+    """This machine cannot provide the sandbox; the text says why, and what to change."""

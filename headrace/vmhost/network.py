@@ -1,12 +1,12 @@
-"""The host's side of a sandbox's way out: an allow-list, a log line per request, and nothing else.
+"""The host's side of a sandbox's network access: an allow-list, and an event per request.
 
-A task may ask for names and ports (`Acquire.network`, such as ``pypi.org:443`` or ``*.debian.org:80``). The guest has
-no network card and no resolver; its proxy (guest/tunnel.py) hands over a name and a port, and this side decides,
-resolves and connects. What is not on the list is refused and logged like what is. An allowed name that leads to an
-address of the host's own or of a private network is refused too, unless the list names that very address: who controls
-a name does not get to choose a target behind the firewall.
+A task may list destinations (`Acquire.network`, such as ``pypi.org:443`` or ``*.debian.org:80``). The guest has no
+network card and no resolver; its proxy (guest/tunnel.py) sends a name and a port, and this side decides, resolves and
+connects. Requests are logged whether they are allowed or refused. A listed name that resolves to an address of the host
+or of a private network is refused too, unless the list contains that address: the owner of a name must not choose
+targets behind the firewall.
 
-Not seen here: what is said inside TLS. A server that forwards for others is as wide as what it forwards.
+The content of TLS connections is not inspected. A listed server that forwards requests extends the list to its targets.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 
 from headrace.messages.sandbox import SandboxLost
+from headrace.vmhost.backend import OnEvent
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.guest.tunnel import (
@@ -34,28 +35,27 @@ from headrace.vmhost.guest.tunnel import (
     Records,
     record,
 )
-from headrace.vmhost.machine import OnEvent
 
 _CONNECT_S, _WAIT_S = 20.0, 25.0
 _PLACE = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([\w*.-]+)):(\d{1,5}|\*)", re.ASCII)
 
 
 def check(places: Sequence[str]) -> None:
-    """VmhostError for an entry that is not ``name:port``, with ``*`` in either."""
+    """VmhostError unless every entry is ``name:port``, with ``*`` allowed in either."""
     for place in places:
         if not _PLACE.fullmatch(place):
-            raise VmhostError(f"network: {place!r} is not name:port, such as pypi.org:443 or *.debian.org:80")
+            raise VmhostError(f"network: expected name:port, such as pypi.org:443 or *.debian.org:80, got {place!r}")
 
 
 def _split(place: str) -> tuple[str, str]:
-    found = _PLACE.fullmatch(place)
-    if found is None:
-        raise ValueError(f"{place!r} is not name:port")
-    return (found[1] or found[2]).lower().rstrip("."), found[3]
+    match = _PLACE.fullmatch(place)
+    if match is None:
+        raise ValueError(f"expected name:port, got {place!r}")
+    return (match[1] or match[2]).lower().rstrip("."), match[3]
 
 
 class Gate:
-    """Serves one sandbox. `allowed` are ``name:port`` patterns; `events` gets a line per request."""
+    """Network access of one sandbox. `allowed` are ``name:port`` patterns; `events` receives each request."""
 
     def __init__(self, channel: Channel, name: str, allowed: Sequence[str], events: OnEvent) -> None:
         check(allowed)
@@ -64,18 +64,18 @@ class Gate:
         self._job = 0
         self._records = Records()
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._room: dict[int, int] = {}
+        self._window: dict[int, int] = {}
         self._more = asyncio.Condition()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._feeding = asyncio.Lock()
 
     async def start(self) -> None:
-        """Return when the sandbox's proxy listens; serve until the channel ends. SandboxLost."""
+        """Start the sandbox's proxy and return when it listens; it is served until the channel ends. SandboxLost."""
         answer, _ = await self._channel.call({"op": "network"}, (), _WAIT_S)
         if not answer.get("ok", True):
             raise SandboxLost(f"{self._name}: the sandbox's proxy did not start: {answer.get('error')}")
         self._job = int(answer["job"])
-        while not await self._turn():
+        while not await self._receive():
             pass
         self._serving = asyncio.get_running_loop().create_task(self._serve())
 
@@ -83,13 +83,13 @@ class Gate:
         try:
             with suppress(SandboxLost):
                 while True:
-                    await self._turn()
+                    await self._receive()
         finally:
             for task in self._tasks.values():
                 task.cancel()
 
-    async def _turn(self) -> bool:
-        """One piece of the proxy's output; whether it held anything."""
+    async def _receive(self) -> bool:
+        """Handle the next piece of the proxy's output; False when there was none within the wait."""
         header = {"op": "follow_job", "job": self._job, "wait_s": _WAIT_S / 2, "limit": LIMIT}
         answer, bodies = await self._channel.call(header, (), _WAIT_S + 30.0)
         if not answer.get("running"):
@@ -117,7 +117,7 @@ class Gate:
         elif kind == TAKEN:
             (count,) = struct.unpack("!I", payload)
             async with self._more:
-                self._room[stream] = min(WINDOW, self._room.get(stream, 0) + count)
+                self._window[stream] = min(WINDOW, self._window.get(stream, 0) + count)
                 self._more.notify_all()
         elif kind == CLOSE and stream in self._tasks:
             self._tasks[stream].cancel()
@@ -131,46 +131,48 @@ class Gate:
             self._log(place, False, reason)
             await self._feed(record(stream, REFUSED, reason.encode()[:1000]))
             return
-        self._writers[stream], self._room[stream] = writer, WINDOW
+        self._writers[stream], self._window[stream] = writer, WINDOW
         self._log(place, True, "")
         try:
             await self._feed(record(stream, OPENED))
             while data := await reader.read(32768):
                 received += len(data)
                 async with self._more:
-                    await self._more.wait_for(lambda: self._room[stream] >= len(data))
-                    self._room[stream] -= len(data)
+                    await self._more.wait_for(lambda: self._window[stream] >= len(data))
+                    self._window[stream] -= len(data)
                 await self._feed(record(stream, DATA, data))
             await self._feed(record(stream, CLOSE))
         except (OSError, SandboxLost):
             with suppress(SandboxLost):
                 await self._feed(record(stream, CLOSE))
         finally:
-            del self._writers[stream], self._room[stream]
+            del self._writers[stream], self._window[stream]
             writer.close()
 
     async def _connect(self, place: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection to an allowed place. ValueError when it is not one; OSError, TimeoutError."""
+        """A connection to a listed destination. ValueError when it is not listed; OSError, TimeoutError."""
         name, port = _split(place)
-        if not any(fnmatchcase(name, known) and door in ("*", port) for known, door in self._allowed):
+        if not any(
+            fnmatchcase(name, pattern) and allowed_port in ("*", port) for pattern, allowed_port in self._allowed
+        ):
             raise ValueError(f"{place} is not on this task's list")
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
-        for *_, pair in found:
+        addresses = await loop.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
+        for *_, pair in addresses:
             address = str(pair[0])
-            meant = name in ("localhost", address) and any(known == name for known, _ in self._allowed)
-            if meant or ipaddress.ip_address(address.partition("%")[0]).is_global:
+            named = name in ("localhost", address) and any(pattern == name for pattern, _ in self._allowed)
+            if named or ipaddress.ip_address(address.partition("%")[0]).is_global:
                 async with asyncio.timeout(_CONNECT_S):
                     return await asyncio.open_connection(address, int(port))
-        raise ValueError(f"{place} leads to an address inside, which the list does not name")
+        raise ValueError(f"{place} resolves to a private address that the list does not contain")
 
     async def _feed(self, data: bytes) -> None:
         header = {"op": "feed_job", "job": self._job, "last": False}
         async with self._feeding:
             answer, _ = await self._channel.call(header, (data,), _WAIT_S + 30.0)
         if not answer.get("ok", True):
-            raise SandboxLost(f"{self._name}: the sandbox's proxy takes nothing: {answer.get('error')}")
+            raise SandboxLost(f"{self._name}: the sandbox's proxy does not accept data: {answer.get('error')}")
 
     def _log(self, place: str, allowed: bool, why: str) -> None:
-        text = f"{self._name}: {place} {'let through' if allowed else f'refused: {why}'}"
+        text = f"{self._name}: {place} {'allowed' if allowed else f'refused: {why}'}"
         self._events("network_request", text, {"sandbox": self._name, "place": place, "allowed": allowed})

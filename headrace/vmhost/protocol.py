@@ -1,20 +1,20 @@
-"""Operations and results of `messages.sandbox` as frames for the guest.
+"""Operations and results of `messages.sandbox` as frames for the slot agent.
 
-The guest is not trusted: whatever it answers is read through one strict struct, and a reply that does not fit it is
-`Garbage`, which costs the guest its sandbox.
+The guest is not trusted: its answers are decoded into one strict struct, and an answer that does not fit it is
+`Garbage`, which ends the sandbox.
 """
 
 import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from headrace.messages.sandbox import (
     Cancel,
+    CheckIntegrity,
     Exec,
     FeedJob,
     FollowJob,
-    Inspect,
     ListFiles,
     Op,
     OpResult,
@@ -35,10 +35,14 @@ from headrace.vmhost.guest.frames import Garbage
 Frame = tuple[dict[str, Any], list[bytes]]
 
 
+# What the answer is sent on as (msgpack) holds no larger integer.
+_Integer = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
+
+
 class _Reply(msgspec.Struct):
     ok: bool = True
     error: str = ""
-    code: int = 0
+    code: _Integer = 0
     stdout: int = -1
     stderr: int = -1
     data: int = -1
@@ -47,7 +51,7 @@ class _Reply(msgspec.Struct):
     digest: str = ""
     timed_out: bool = False
     truncated: bool = False
-    job: int = 0
+    job: _Integer = 0
     running: bool = False
 
 
@@ -89,21 +93,21 @@ def to_frame(op: Op) -> Frame:
             return {"op": "push_tar", "path": op.path}, [op.data]
         case PullTar():
             return {"op": "pull_tar", "path": op.path, "limit": op.limit}, []
-        case Inspect():
-            raise ValueError("the host looks by itself: a guest is not asked")
+        case CheckIntegrity():
+            raise ValueError("integrity is checked by the host; the guest is not asked")
 
 
 def open_frame(files: dict[str, bytes], seed: int) -> Frame:
-    """The first frame of a slot: its repository, the seed of its test processes, and the time, for which it waits."""
+    """The first frame of a slot: its repository, the seed of its test processes, and the time that it waits for."""
     return {"op": "open", "seed": seed, "time": time.time_ns(), "paths": list(files)}, list(files.values())
 
 
 def to_result(header: dict[str, Any], bodies: list[bytes], wall_ms: float) -> OpResult:
-    """The result that a guest answered. Garbage when it is none."""
+    """Decode a guest's answer. Garbage when it is not a result."""
     try:
         reply = msgspec.convert(header, _Reply)
-    except msgspec.ValidationError as error:
-        raise Garbage(f"an answer that can't be read: {error}") from None
+    except (msgspec.ValidationError, UnicodeError) as error:  # msgspec cannot quote a lone surrogate in its message
+        raise Garbage(f"an unreadable answer: {str(error)!a}") from None
     if len(reply.paths) > len(bodies):
         raise Garbage("an answer with more paths than contents")
 
@@ -122,7 +126,7 @@ def to_result(header: dict[str, Any], bodies: list[bytes], wall_ms: float) -> Op
             TestOutcome(_text(name), outcome, _text(message), tuple(map(_text, observed)))
             for name, outcome, message, observed in reply.tests
         ),
-        digest=reply.digest,
+        digest=_text(reply.digest),
         timed_out=reply.timed_out,
         truncated=reply.truncated,
         wall_ms=wall_ms,
@@ -132,12 +136,12 @@ def to_result(header: dict[str, Any], bodies: list[bytes], wall_ms: float) -> Op
 
 
 def _text(text: str) -> str:
-    """Lone surrogates can't leave this process as UTF-8."""
+    """Replace lone surrogates, which cannot be encoded as UTF-8."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def deadline_s(op: Op) -> float:
-    """Seconds after which the host stops believing that an answer will come: the guest's own limit, and slack."""
+    """Seconds until the host gives up on an answer: the operation's own limit, and slack."""
     match op:
         case Exec():
             return op.timeout_s + SLACK_S
@@ -149,4 +153,4 @@ def deadline_s(op: Op) -> float:
 
 
 SLACK_S = 30.0
-"""A guest under emulation on a busy host may be late by seconds; a dead one is noticed at once, by its channel."""
+"""A guest under emulation on a busy host may be late by seconds. The end of a machine is noticed by its channel."""

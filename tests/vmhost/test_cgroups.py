@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from headrace.vmhost import groups
-from headrace.vmhost.groups import Places
+from headrace.vmhost import cgroups
+from headrace.vmhost.cgroups import Places
 
 HOG = "kept = [bytearray(1 << 20) for _ in range(1 << 10)]; print('took all')"
 
 
 @pytest.fixture
 def places() -> Iterator[Places]:
-    found = groups.places()
+    found = cgroups.places()
     if found is None:
         pytest.skip("no control groups can be had here")
     yield found
@@ -30,7 +30,7 @@ def waiting(code: str) -> "subprocess.Popen[str]":
 
 def test_who_takes_more_than_its_memory_is_killed_alone(places: Places) -> None:
     one, two = waiting(HOG), waiting("print('fine')")
-    held = [groups.enclose(process.pid, 64) for process in (one, two)]
+    held = [cgroups.enclose(process.pid, 64) for process in (one, two)]
     assert one.communicate("\n")[0] == "" and one.returncode == -9
     assert two.communicate("\n")[0] == "fine\n" and two.returncode == 0
     for group in held:
@@ -43,7 +43,7 @@ def test_who_takes_more_than_its_memory_is_killed_alone(places: Places) -> None:
 def test_one_that_is_gone_already_leaves_no_folder(places: Places) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    group = groups.enclose(gone.pid, 64)
+    group = cgroups.enclose(gone.pid, 64)
     assert group is not None
     group.close()
     assert not [path for place in places.folders for path in place.glob(f"headrace-*/{gone.pid}")]
@@ -55,15 +55,15 @@ def test_what_a_killed_process_left_is_swept(places: Places) -> None:
     left = [place / f"headrace-{gone.pid}" for place in places.folders]
     for folder in left:
         (folder / "77").mkdir(parents=True)
-    groups.places.cache_clear()
-    assert groups.places() == places
+    cgroups.places.cache_clear()
+    assert cgroups.places() == places
     assert not any(folder.exists() for folder in left)
 
 
 def test_a_machine_without_groups_is_said_to_have_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(groups, "_mounted", lambda kind, controller: None)
-    groups.places.cache_clear()
+    monkeypatch.setattr(cgroups, "_mount_point", lambda kind, controller: None)
+    cgroups.places.cache_clear()
     try:
-        assert groups.places() is None and groups.enclose(os.getpid(), 64) is None
+        assert cgroups.places() is None and cgroups.enclose(os.getpid(), 64) is None
     finally:
-        groups.places.cache_clear()
+        cgroups.places.cache_clear()

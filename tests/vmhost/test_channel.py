@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.messages.sandbox import Exec, SandboxLost
-from headrace.vmhost import wire
+from headrace.vmhost import protocol
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.guest.frames import Garbage, Reader, pack
 
@@ -69,7 +69,7 @@ async def test_garbage_ends_the_channel(wire_bytes: bytes) -> None:
 async def test_a_guest_that_speaks_unasked_is_cut_off() -> None:
     channel, guest = await connected()
     guest.send(b"hello")
-    assert await channel.lost == "it spoke without being asked"
+    assert await channel.lost == "it sent data although no call was open"
     await channel.ended
     guest.close()
 
@@ -94,16 +94,16 @@ async def test_a_closed_guest_is_lost_at_once() -> None:
 
 
 def test_answers_are_read_strictly() -> None:
-    assert wire.to_result({"stdout": 0}, [b"\xffx"], 1.0).stdout == "�x"
-    assert wire.to_result({"stdout": 9}, [], 1.0).stdout == ""
+    assert protocol.to_result({"stdout": 0}, [b"\xffx"], 1.0).stdout == "�x"
+    assert protocol.to_result({"stdout": 9}, [], 1.0).stdout == ""
     for lie in ({"ok": "yes"}, {"code": 1.5}, {"tests": [["a", "great", ""]]}, {"paths": ["a"]}, {"stdout": "x"}):
         with pytest.raises(Garbage):
-            wire.to_result(lie, [], 1.0)
-    assert wire.to_result({"error": "\ud800"}, [], 1.0).error.encode()
+            protocol.to_result(lie, [], 1.0)
+    assert protocol.to_result({"error": "\ud800"}, [], 1.0).error.encode()
 
 
 def test_deadlines_outlast_the_guests_own_limits() -> None:
-    assert wire.deadline_s(Exec(argv=("x",), timeout_s=100.0)) > 100.0
+    assert protocol.deadline_s(Exec(argv=("x",), timeout_s=100.0)) > 100.0
 
 
 async def test_a_caller_that_gave_up_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:

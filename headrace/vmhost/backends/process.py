@@ -1,10 +1,11 @@
-"""The `process` backend: the guest's own keeper in a local process. Not isolated; only for who asks for it by name.
+"""The `process` backend: the slot agent of the guests in a local process. It is not isolated and must be asked for.
 
-A warm process per host forks a keeper for every sandbox (`guest/local.py`), so a sandbox costs a fork. Folders lie
-under one temporary folder that carries the host's pid; those of dead hosts are swept when the next one starts.
+One warm process per host forks an agent for every sandbox (`guest/local.py`), so a sandbox costs one fork. Folders lie
+under one temporary folder that carries the host's pid; the next host to start removes those of hosts that have ended.
 """
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -13,22 +14,27 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, NoReturn
 
+from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
+from headrace.vmhost import agent_files, cgroups
+from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent
+from headrace.vmhost.cgroups import Group
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.guest.frames import LIMIT
-
-if TYPE_CHECKING:
-    from headrace.vmhost.snapshot import Snapshot
-    from headrace.vmhost.template import Template
+from headrace.vmhost.guest.local import PROCESSES
 
 _START = "import sys; sys.path.insert(0, sys.argv[2]); from guest import local; local.main(int(sys.argv[1]))"
 
 
+def _lacks(capability: str) -> NoReturn:
+    raise VmhostError(f"the process backend lacks the capability {capability}; use a backend that has it, such as qemu")
+
+
 class ProcessMachine:
-    """A folder per slot; each slot is a keeper of its own."""
+    """Slots that are folders, each with an agent of its own."""
 
     def __init__(self, backend: "ProcessBackend", slots: int) -> None:
         self.slots = slots
@@ -39,32 +45,32 @@ class ProcessMachine:
 
     @property
     def lost(self) -> "asyncio.Future[str]":
-        """Done once the machine was killed or the backend's process ended."""
+        """Done once the machine was killed."""
         return self._lost
 
     async def open(self, slot: int) -> Channel:
-        """Fork a keeper over a new folder."""
-        channel = await self._backend.fork(f"process slot {slot}")
+        """Fork an agent over a new folder. SandboxLost."""
+        channel = await self._backend.fork_agent(f"process slot {slot}")
         self._channels.append(channel)
         return channel
 
     async def ready(self) -> None:
-        """It is."""
+        """Processes use the host's clock and entropy."""
 
     async def name(self, slot: int, hostname: str) -> None:
-        """It is the host's."""
-        raise VmhostError("the process backend has no host names of its own: use backend = qemu")
+        """Processes share the host's name. VmhostError."""
+        _lacks("hostname")
 
-    async def inspect(self, thorough: bool) -> tuple[str, ...]:
-        """There is no machine of its own."""
-        raise VmhostError("the process backend can't tell what was touched: use backend = qemu")
+    async def check_integrity(self, thorough: bool) -> tuple[str, ...]:
+        """There is no machine besides the host. VmhostError."""
+        _lacks("inspect")
 
     def leave(self, channel: Channel) -> None:
-        """The keeper ends with its channel, and takes everything along."""
+        """Close the channel: the agent ends and kills everything that it started."""
         channel.close("released")
 
     def kill(self) -> None:
-        """Close the channels: keepers end, kill what they started, and remove their folders."""
+        """Close the channels: agents end, kill everything that they started, and remove their folders."""
         for channel in self._channels:
             channel.close("released")
         if not self._lost.done():
@@ -72,79 +78,116 @@ class ProcessMachine:
 
 
 class ProcessBackend:
-    """Local keepers behind the Backend protocol."""
+    """Local agents behind the Backend protocol."""
 
     name = "process"
+    capabilities: ClassVar[Capabilities] = Capabilities(network_list=True)
 
     def __init__(self, slots: int) -> None:
+        """slots: sandboxes of a machine in group isolation."""
         self.slots = slots
         self._count = 0
+        self._groups: list[Group] = []
+        """Control groups of ended sandboxes, to be removed once their last process is gone."""
         sweep()
         self._folder = tempfile.mkdtemp(prefix=f"headrace-{os.getpid()}-")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _START, str(theirs.fileno()), str(Path(__file__).parent)],
+                [sys.executable, "-I", "-c", _START, str(theirs.fileno()), str(agent_files.FOLDER.parent)],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
             )
         self._control = ours
 
-    async def fork(self, name: str) -> Channel:
-        """A keeper's channel."""
+    @classmethod
+    async def open(cls, environment: Environment, on_event: OnEvent) -> "ProcessBackend":
+        """Start the warm process."""
+        return cls(environment.slots_per_vm)
+
+    async def fork_agent(self, name: str) -> Channel:
+        """The channel of a new agent, which runs in a folder and a control group of its own. SandboxLost."""
         self._count += 1
         root = f"{self._folder}/{self._count}"
         os.mkdir(root)
+        self._groups = [group for group in self._groups if not group.close()]
+        group = cgroups.create(f"sandbox-{self._count}", processes=PROCESSES)
+        request = {"root": root, "join": group.join if group else []}
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                socket.send_fds(self._control, [b'{"root": "%s"}' % root.encode()], [theirs.fileno()])
+                socket.send_fds(self._control, [json.dumps(request).encode()], [theirs.fileno()])
             except OSError as error:
                 ours.close()
-                raise SandboxLost(f"{name}: the process backend is gone: {error}") from None
-        return await Channel.connect(ours, name)
+                raise SandboxLost(f"{name}: the process backend's process has ended: {error}") from None
+        channel = await Channel.connect(ours, name)
+        if group is not None:
+            channel.ended.add_done_callback(lambda _: self._groups.append(group))
+        return channel
 
     async def machine(self, template: str) -> ProcessMachine:
-        """A set of slots; nothing runs until one is opened."""
+        """A set of slots; nothing runs until one is opened. VmhostError when the warm process has ended."""
         if self._process.poll() is not None:
             raise VmhostError(f"the process backend ended with code {self._process.returncode}; start the actor again")
         return ProcessMachine(self, self.slots)
 
     def slots_of(self, template: str) -> int:
-        """Every machine has the same."""
+        """Every machine has the same number."""
         return self.slots
 
-    async def template(self, name: str) -> "Template":
-        """There are none."""
-        raise VmhostError("the process backend has no templates: use backend = qemu")
+    async def fork(self, machine: Machine) -> MakeMachine:
+        """Processes cannot be copied. VmhostError."""
+        _lacks("fork")
 
-    async def again(self, template: "Template", begin: "Snapshot") -> ProcessMachine:
-        """Processes can't be stopped and copied."""
-        raise VmhostError("the process backend can't go on from a snapshot: use backend = qemu")
+    async def checkpoint(self, machine: Machine, slot: int, whole: bool) -> bytes:
+        """Processes cannot be copied. VmhostError."""
+        _lacks("checkpoint")
 
-    def short_of(self, template: str) -> str:
-        """Processes are small: max_vms alone decides."""
+    async def restore(self, data: bytes) -> tuple[MakeMachine, int]:
+        """Processes cannot be copied. VmhostError."""
+        _lacks("checkpoint")
+
+    def shortage(self, template: str) -> str:
+        """Processes are small: max_vms alone bounds them."""
         return ""
 
+    def reserve(self, template: str) -> None:
+        """Nothing is counted."""
+
+    def free_idle(self, template: str) -> None:
+        """Nothing waits unused."""
+
     def busy(self) -> str:
-        """Nor do they say what they use."""
+        """Their processor time is not measured."""
         return ""
 
     def facts(self) -> dict[str, Any]:
-        """What this backend is."""
-        return {"backend": self.name, "isolated": False, "python": sys.version.split()[0]}
+        """Description for reports."""
+        limited = cgroups.places() is not None or os.geteuid() != 0
+        processes = PROCESSES if limited else "without limit"
+        return {
+            "backend": self.name,
+            "isolated": False,
+            "processes": processes,
+            "python": sys.version.split()[0],
+        }
 
     def cpu_ms(self) -> float:
-        """Unknown: the keepers are not this process's children."""
+        """Unknown: agents are not children of this process."""
         return 0.0
 
     async def settle(self) -> None:
-        """Nothing to wait for: keepers end with their channels."""
+        """Agents end with their channels."""
 
     async def close(self) -> None:
-        """End the warm process; keepers end with their channels."""
+        """End the warm process and remove folders and control groups; agents end with their channels."""
         self._control.close()
         await asyncio.to_thread(self._process.wait)
+        for _ in range(100):
+            self._groups = [group for group in self._groups if not group.close()]
+            if not self._groups:
+                break
+            await asyncio.sleep(0.01)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -1,4 +1,6 @@
-"""What runs inside a sandbox. Standard library alone: these files are copied into the guest image as they are.
+"""The slot agent: the code that runs inside a sandbox. It uses the standard library alone, because these files are
+copied into the guest image as they are.
 
-init (root, pid 1 of the machine) opens the slots; a keeper (pid 1 of a slot) serves its port; a worker runs tests.
+boot/init.py (root, pid 1 of the machine) opens the slots; agent.py (pid 1 of a slot) serves the slot's port;
+testing/process.py runs tests.
 """

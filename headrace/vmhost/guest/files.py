@@ -1,7 +1,7 @@
-"""File operations of a slot, done by its keeper under the tools' effective user: nothing is spawned for them.
+"""File operations of a slot, run by its agent under the tools' effective user, without a process of their own.
 
-Only regular files are ever opened, and never so that the open itself could block: a tool may leave fifos, devices and
-loops behind. Paths are relative to the workspace, or absolute inside it.
+Only regular files are opened, and never in a way that could block: a tool may leave fifos, devices and loops behind.
+Paths are relative to the workspace, or absolute inside it.
 """
 
 import os
@@ -18,28 +18,28 @@ from .globs import matches
 
 Answer = tuple[dict[str, Any], list[bytes]]
 SEARCH_S = 10.0
-"""Seconds after which a search gives up: a pattern can take exponential time."""
+"""Time limit of a search in seconds: a pattern can take exponential time."""
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_ /:=,<>!@#%&;\"'~`-")
 
 
 class Refused(Exception):
-    """The operation can't be done; the text is one line that a policy can use."""
+    """The operation is not possible; the text is one line that a policy can use."""
 
 
 def shown(path: str) -> str:
-    """A path as text for one line: control characters and undecodable bytes are escaped."""
+    """A path as text in one line: control characters and undecodable bytes are escaped."""
     if path.isprintable():
         return path
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in path)
 
 
 def new_digest() -> blake2b:
-    """Of a tree; `add_entry` for everything that is no folder, in sorted order."""
+    """The digest of a tree: call `add_entry` for every entry that is no folder, in sorted order."""
     return blake2b(digest_size=16)
 
 
 def add_entry(digest: blake2b, path: str, mode: int, data: bytes) -> None:
-    """Path, mode and content of a file, or where a link leads."""
+    """Add path, mode and content of a file, or the target of a link."""
     digest.update(b"%s\0%o\0%d\0" % (os.fsencode(path), mode, len(data)))
     digest.update(data)
 
@@ -60,7 +60,7 @@ class Workspace:
         return "/".join([self.root, *parts])
 
     def paths(self, git: bool = False) -> Iterator[tuple[str, os.stat_result]]:
-        """Every entry that is not a folder, relative path and status, in sorted order; .git only when asked for."""
+        """Relative path and status of every entry that is no folder, sorted. git: whether .git is included."""
         pending = [""]
         found = []
         while pending:
@@ -171,7 +171,7 @@ class Workspace:
             raise Refused(f"{shown(path)}: too large to edit by lines")
         lines = data.splitlines(keepends=True)
         if not 1 <= first <= len(lines) + 1 or not first - 1 <= last <= len(lines):
-            raise Refused(f"{shown(path)} has {len(lines)} lines; {first}-{last} can't be replaced")
+            raise Refused(f"{shown(path)} has {len(lines)} lines; lines {first} to {last} cannot be replaced")
         new = text.encode("utf-8", "surrogateescape")
         if new and not new.endswith(b"\n") and (last < len(lines) or data.endswith(b"\n")):
             new += b"\n"
@@ -182,8 +182,8 @@ class Workspace:
 
     def names(self, pattern: str, limit: int) -> Answer:
         """ListFiles."""
-        found = [path for path, _ in self.paths() if matches(pattern, path)]
-        return {"truncated": len(found) > limit, "stdout": 0}, ["\n".join(map(shown, found[:limit])).encode()]
+        names = [path for path, _ in self.paths() if matches(pattern, path)]
+        return {"truncated": len(names) > limit, "stdout": 0}, ["\n".join(map(shown, names[:limit])).encode()]
 
     def search(self, pattern: str, glob: str, context: int, limit: int) -> Answer:
         """Search: ``path:line:text`` for hits, ``path-line-text`` for context."""
@@ -233,7 +233,7 @@ class Workspace:
         return {"truncated": hits > limit, "stdout": 0}, ["\n".join(lines).encode("utf-8", "replace")]
 
     def pull(self, patterns: list[str], limit: int) -> Answer:
-        """PullTree: contents of matching regular files, and a digest of everything there is: path, mode, content."""
+        """PullTree: contents of matching regular files, and a digest of the whole tree: paths, modes, contents."""
         digest = new_digest()
         paths: list[str] = []
         bodies: list[bytes] = []

@@ -1,10 +1,10 @@
 """Frames between host and guest: one JSON header and raw bodies, so that file contents are never escaped.
 
-Layout: u32 length of what follows, u32 length of the header, the header (JSON, UTF-8), then the bodies end to end;
-their lengths stand in the header under ``#``. Big-endian. Both sides use this file.
+Layout: u32 length of the rest, u32 length of the header, the header (JSON, UTF-8), then the bodies, concatenated; the
+header's field ``#`` lists their lengths. Big-endian. Both sides use this file.
 
-A clone's first words are no frame but START: a mark that no frame can begin with, the time, and entropy as the kernel
-takes it. An emulator translates whatever runs for the first time, and reading and writing JSON was a third of that.
+The first message to a clone is not a frame but START: a mark that no frame can begin with, the time, and entropy in the
+kernel's format. The emulator translates code when it first runs, and JSON was a third of the first answer's cost.
 """
 
 import json
@@ -13,21 +13,21 @@ from collections.abc import Sequence
 from typing import Any
 
 _LENGTHS = struct.Struct("!II")
-# The C scanner and encoder themselves: what json.loads and json.dumps wrap around them (regular expressions, an encoder
-# made per call) is more than the work itself, and under emulation its first use costs milliseconds in every clone.
+# The C scanner and encoder, without the wrappers of json.loads and json.dumps: those (regular expressions, an encoder
+# per call) cost more than the work, and under emulation their first use costs milliseconds in every clone.
 _scan: Any = json.scanner.make_scanner(json.JSONDecoder())  # type: ignore[attr-defined]
 _SHAPE = (None, ":", ",", False, False, False)  # indent, separators, sort keys, skip keys, allow NaN
 _encode: Any = json.encoder.c_make_encoder(None, None, json.encoder.encode_basestring_ascii, *_SHAPE)  # type: ignore[attr-defined]
 LIMIT = 80 << 20
-"""Largest frame that either side accepts, in bytes."""
+"""Largest frame that a side accepts, in bytes."""
 START = b"hr:start"
-"""As a frame's length 1.7 GiB: beyond LIMIT."""
+"""Read as a frame's length it is 1.7 GiB, which exceeds LIMIT."""
 _START = struct.Struct("<8sqii32s")
 START_SIZE = _START.size
 
 
 class Garbage(ValueError):
-    """The bytes on the wire are not frames: the other side is broken or hostile."""
+    """The received bytes are not frames: the other side is broken or hostile."""
 
 
 def pack(header: dict[str, Any], bodies: Sequence[bytes] = ()) -> bytes:
@@ -37,16 +37,16 @@ def pack(header: dict[str, Any], bodies: Sequence[bytes] = ()) -> bytes:
 
 
 def start(nanoseconds: int, entropy: bytes) -> bytes:
-    """START with the time since the epoch, and 32 random bytes or none."""
+    """START with nanoseconds since the epoch, and 32 random bytes or none."""
     return _START.pack(START, nanoseconds, 8 * len(entropy), len(entropy), entropy)
 
 
 STARTED = pack({"i": 0})
-"""The answer: that of call 0."""
+"""The answer to START: that of call 0."""
 
 
 class Reader:
-    """Turns a stream of bytes into frames. `limit` bounds what one frame may hold."""
+    """Splits a stream of bytes into frames of at most `limit` bytes."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._buffer = bytearray()
@@ -54,11 +54,11 @@ class Reader:
 
     @property
     def pending(self) -> int:
-        """Bytes received and not yet given out."""
+        """Bytes received that are not yet part of a returned frame."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[tuple[dict[str, Any], list[bytes]]]:
-        """All frames that are complete now. Garbage when the stream can't be one of frames."""
+        """The frames that are complete with this data. Garbage when the stream does not consist of frames."""
         self._buffer += data
         frames = []
         buffer = self._buffer
@@ -80,7 +80,7 @@ class Reader:
                     bodies.append(bytes(buffer[at : at + length]))
                     at += length
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StopIteration) as error:
-                raise Garbage(f"a frame that can't be read: {error}") from None
+                raise Garbage(f"an unreadable frame: {error}") from None
             del buffer[: 4 + size]
             frames.append((header, bodies))
         return frames

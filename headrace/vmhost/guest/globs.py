@@ -6,7 +6,7 @@ file's name at any depth unless `anchored` is asked for.
 
 
 def segment(pattern: str, text: str) -> bool:
-    """Whether one segment matches: the usual greedy two-pointer walk, linear in practice."""
+    """Whether one path segment matches: the greedy two-pointer algorithm, linear in practice."""
     p = t = mark = 0
     star = -1
     while t < len(text):

@@ -1,7 +1,7 @@
-"""Processes that a keeper runs for its slot: commands, and forks that run pytest.
+"""Processes that the agent runs for its slot: commands, and forks that run pytest.
 
-A job's output is read as it comes, kept up to a cap and counted beyond it, so a writer without end costs time, never
-memory. Each job is a session of its own; at its time limit the whole session is killed.
+The agent reads a job's output as it comes, keeps it up to a cap and discards the rest, so a writer without end costs
+time and never memory. Each job is a session of its own; at its time limit the whole session is killed.
 """
 
 import os
@@ -11,39 +11,55 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+Body = Callable[[dict[str, int]], None]
+"""What a forked process runs; it receives the write ends of its pipes by name and does not return."""
 Done = Callable[["Job"], None]
+
+
+class ProcessLimit(Exception):
+    """The slot holds as many processes as it may, so no other one can be forked."""
+
+
+def fork() -> int:
+    """os.fork(). ProcessLimit when the slot's control group or the user's limit refuses another process."""
+    try:
+        return os.fork()
+    except BlockingIOError:
+        raise ProcessLimit from None
 
 
 class Job:
     """One running process with its captured streams."""
 
     def __init__(self, pid: int, streams: dict[int, str], stdin: tuple[int, bytes], cap: int, timeout: float) -> None:
+        """streams: read ends and their names; stdin: write end (-1: none) and what goes into it; cap: bytes kept of a
+        stream; timeout: seconds."""
         self.pid = pid
         self.streams = streams
         self.stdin, self._unwritten = stdin
-        self.kept: dict[str, bytearray] = {name: bytearray() for name in streams.values()}
+        self.output: dict[str, bytearray] = {name: bytearray() for name in streams.values()}
         self.cap = cap
         self.caps = {"report": 8 << 20}
         self.truncated = False
         self.deadline = time.monotonic() + timeout
         self.timed_out = False
         self.call = ""
-        """What its caller calls it, to cancel it."""
+        """Id of the call that started it, by which it can be cancelled."""
         self.cancelled = False
         self.status: int | None = None
         self.done: Done = lambda job: None
 
     def fds(self) -> list[tuple[int, bool]]:
-        """Descriptors to wait for: (fd, for writing)."""
+        """Descriptors to poll: (fd, for writing)."""
         reading = [(fd, False) for fd in self.streams]
         return [*reading, (self.stdin, True)] if self.stdin >= 0 else reading
 
-    def held(self) -> list[int]:
+    def open_fds(self) -> list[int]:
         """All descriptors that are open."""
         return [*self.streams, self.stdin] if self.stdin >= 0 else list(self.streams)
 
     def ready(self, fd: int) -> None:
-        """Move what can be moved on one descriptor."""
+        """Read or write what is possible on one descriptor."""
         if fd == self.stdin:
             try:
                 self._unwritten = self._unwritten[os.write(fd, self._unwritten) :]
@@ -66,9 +82,9 @@ class Job:
             os.close(fd)
             del self.streams[fd]
             return
-        room = self.caps.get(name, self.cap) - len(self.kept[name])
-        self.kept[name] += data[: max(room, 0)]
-        self.truncated |= len(data) > room
+        capacity = self.caps.get(name, self.cap) - len(self.output[name])
+        self.output[name] += data[: max(capacity, 0)]
+        self.truncated |= len(data) > capacity
 
     def kill(self) -> None:
         """End the job's session."""
@@ -77,28 +93,36 @@ class Job:
                 kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Let go of descriptors that are still open; background children may hold the other ends."""
-        for fd in self.held():
+        """Close the descriptors that are still open; background children of the job may hold the other ends."""
+        for fd in self.open_fds():
             os.close(fd)
         self.streams, self.stdin = {}, -1
 
     @property
     def code(self) -> int:
-        """Exit code; minus the signal's number when one ended it."""
+        """Exit code; a signal counts as its negative number."""
         return os.waitstatus_to_exitcode(self.status) if self.status is not None else -signal.SIGKILL
 
     def text(self, name: str) -> bytes:
         """What was kept of a stream."""
-        return bytes(self.kept.get(name, b""))
+        return bytes(self.output.get(name, b""))
 
 
-def start(
-    body: Callable[[dict[str, int]], None], names: tuple[str, ...], stdin: bytes, cap: int, timeout: float
-) -> Job:
-    """Fork a process that runs `body(write ends by name)` with stdin, stdout and stderr set up, and never returns."""
+def start(body: Body, names: tuple[str, ...], stdin: bytes, cap: int, timeout: float) -> Job:
+    """Fork a process that runs `body` with stdin, stdout and stderr connected. ProcessLimit.
+
+    names: streams to capture, ``stdout`` and ``stderr`` among them; stdin: what the process reads (empty: /dev/null);
+    cap: bytes kept of each stream; timeout: seconds.
+    """
     pipes = {name: os.pipe() for name in names}
     source = os.pipe() if stdin else None
-    pid = os.fork()
+    try:
+        pid = fork()
+    except ProcessLimit:
+        for pair in (*pipes.values(), source or ()):
+            for fd in pair:
+                os.close(fd)
+        raise
     if pid == 0:
         try:
             os.setsid()
@@ -125,10 +149,8 @@ def start(
     return Job(pid, streams, (target, stdin), cap, timeout)
 
 
-def command(
-    argv: list[str], folder: str, environment: dict[str, str], become: Callable[[], None]
-) -> Callable[..., None]:
-    """The body of a job that becomes another program, under the tools' user."""
+def command(argv: list[str], folder: str, environment: dict[str, str], become: Callable[[], None]) -> Body:
+    """The body of a job that becomes another program, as the user that `become` selects."""
 
     def body(_ends: dict[str, int]) -> None:
         become()

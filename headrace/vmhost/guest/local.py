@@ -1,41 +1,112 @@
-"""The `process` backend's side: a warm process that forks a keeper for every sandbox. It isolates nothing.
+"""The agents of the `process` backend: a warm process that forks one for every sandbox. It isolates nothing.
 
-Started with one end of a socket pair. Each request is a message ``{"root": folder}`` that carries the keeper's channel
-as a passed descriptor. A sandbox ends when its channel closes: the keeper is the subreaper of what it started, kills
-all of it on its way out, and removes its folder.
+The host starts it with one end of a socket pair. Each request is a message ``{"root": folder, "join": files}`` with the
+agent's channel as a passed descriptor. ``join`` names the cgroup.procs files of the sandbox's control group; without
+one, and without root's rights, a limit on the user's processes bounds what a sandbox may fork.
+
+A sandbox ends when its channel closes. Its agent is the subreaper of all that it started; it kills them on its way out
+and removes its folder.
 """
 
 import ctypes
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 
-from . import keeper
+from . import agent
 
 _PDEATHSIG, _SUBREAPER = 1, 36
+PROCESSES = 256
+"""Processes that a sandbox may have at one time, its agent included."""
 
 
-def _children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(pid) for pid in file.read().split()]
+def _children(pid: int) -> list[int]:
+    """Pids of a process's children, of all of its threads."""
+    pids: list[int] = []
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                pids += [int(child) for child in file.read().split()]
+    return pids
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    pending = _children(pid)
+    while pending:
+        child = pending.pop()
+        yield child
+        pending += _children(child)
+
+
+def _kill_descendants() -> None:
+    """Kill everything that this agent started. They are stopped first, round by round until no new one appears, because
+    processes that fork faster than they are found would survive a single round of kills."""
+    stopped: set[int] = set()
+    while new := set(_descendants(os.getpid())) - stopped:
+        for pid in new:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGSTOP)
+        stopped |= new
+    for pid in stopped:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+class Descendants:
+    """The processes that an agent of this backend has started."""
+
+    def full(self) -> bool:
+        """Unknown: the fork itself fails at the limit."""
+        return False
+
+    def kill(self) -> None:
+        """Kill all of them."""
+        _kill_descendants()
+
+    def enter(self) -> None:
+        """A fork of the agent is its descendant already."""
 
 
 def _end() -> None:
-    """Kill everything that this keeper started, until nothing is left to inherit."""
-    while pids := _children():
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        for _ in pids:
-            os.waitpid(-1, 0)
+    """Kill and reap everything that this agent started, until nothing is left to inherit."""
+    while True:
+        _kill_descendants()
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
 
 
-def _keep(channel: socket.socket, root: str, libc: ctypes.CDLL) -> None:
+def _limit(join: list[str]) -> None:
+    """Bound the number of processes of this sandbox: by its control group, or by the user's limit."""
+    for path in join:
+        with open(path, "w") as file:
+            file.write("0")
+    if not join and os.geteuid() != 0:
+        threads = 0
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                if os.stat(f"/proc/{pid}").st_uid == os.getuid():
+                    threads += len(os.listdir(f"/proc/{pid}/task"))
+        _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+        wanted = threads + PROCESSES
+        resource.setrlimit(resource.RLIMIT_NPROC, (wanted if hard < 0 else min(wanted, hard), hard))
+
+
+def _serve_slot(channel: socket.socket, root: str, join: list[str], libc: ctypes.CDLL) -> None:
     libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_SUBREAPER, 1, 0, 0, 0)
+    _limit(join)
     channel.setblocking(True)
     environment = {
         "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
@@ -48,14 +119,14 @@ def _keep(channel: socket.socket, root: str, libc: ctypes.CDLL) -> None:
         libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     try:
-        keeper.Keeper(channel.fileno(), root, environment, become).serve()
+        agent.SlotAgent(channel.fileno(), root, environment, become, Descendants()).serve()
     finally:
         _end()
         shutil.rmtree(root, ignore_errors=True)
 
 
 def main(descriptor: int) -> None:
-    """Serve requests that come over a descriptor (a SOCK_SEQPACKET socket) until the host goes away."""
+    """Serve requests that come over a descriptor (a SOCK_SEQPACKET socket) until the host closes it."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -72,7 +143,8 @@ def main(descriptor: int) -> None:
             try:
                 control.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _keep(channel, json.loads(data)["root"], libc)
+                request = json.loads(data)
+                _serve_slot(channel, request["root"], request["join"], libc)
             finally:
                 os._exit(0)
         channel.close()

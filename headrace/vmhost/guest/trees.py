@@ -1,7 +1,7 @@
-"""Whole trees in and out as tar archives: exact modes, times and links. Loaded when first asked for.
+"""Trees as tar archives, in both directions, with exact modes, times and links. Loaded on first use.
 
-The keeper unpacks under the tools' effective user, so an archive can reach what a tool could reach and nothing else.
-Owners in it are ignored: whatever is written is the tools' user's.
+The agent unpacks under the tools' effective user, so an archive can reach the files that a tool could reach and no
+others. Owners in the archive are ignored: all files belong to the tools' user.
 """
 
 import io
@@ -12,7 +12,7 @@ from typing import Any
 
 from .files import Answer, Refused, Workspace, shown
 
-# Names of owners are not wanted, and looking them up would load whatever libraries an image's own configuration names.
+# Names of owners are not used, and looking them up would load the libraries that an image's configuration names.
 tarfile.pwd = tarfile.grp = None  # type: ignore[attr-defined]
 
 
@@ -24,7 +24,7 @@ def operate(space: Workspace, header: dict[str, Any], bodies: Sequence[bytes]) -
 
 
 def push(space: Workspace, path: str, data: bytes) -> Answer:
-    """Unpack over what is there."""
+    """Unpack an archive; existing files are replaced. Refused."""
     root = space.resolve(path)
     try:
         os.makedirs(root, exist_ok=True)
@@ -33,32 +33,32 @@ def push(space: Workspace, path: str, data: bytes) -> Answer:
             for member in tar:
                 parts = [part for part in member.name.split("/") if part not in ("", ".")]
                 if ".." in parts or member.name.startswith("/"):
-                    raise Refused(f"{shown(member.name)}: an archive may not leave its folder")
+                    raise Refused(f"{shown(member.name)}: a path in an archive may not leave its folder")
                 target = "/".join([root, *parts])
-                _one(tar, member, root, target)
+                _extract(tar, member, root, target)
                 if member.isdir():
                     folders.append((target, member))
-        for target, member in reversed(folders):  # last, for a folder may forbid what has to go into it
+        for target, member in reversed(folders):  # last, because a folder's mode may forbid writing into it
             os.chmod(target, member.mode & 0o7777)
             os.utime(target, (member.mtime, member.mtime))
-    except (tarfile.TarError, EOFError, ValueError) as error:
-        raise Refused(f"this is no tar archive, or a damaged one: {error}") from None
+    except (tarfile.TarError, EOFError, ValueError):
+        raise Refused("expected a tar archive (plain, gzip, bzip2 or xz), got damaged or other data") from None
     except OSError as error:
         raise Refused(f"{shown(str(error.filename or path))}: {error.strerror}") from None
     return {}, []
 
 
-def _one(tar: tarfile.TarFile, member: tarfile.TarInfo, root: str, target: str) -> None:
+def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, root: str, target: str) -> None:
     parent = os.path.dirname(target)
     if target != root and not os.path.isdir(parent):
         os.makedirs(parent, exist_ok=True)
     if member.isdir():
         if os.path.islink(target) or not os.path.isdir(target):
-            _away(target)
+            _remove(target)
             os.mkdir(target, 0o755)
-        os.chmod(target, 0o755)  # until everything is in it
+        os.chmod(target, 0o755)  # until its content is complete
         return
-    _away(target)
+    _remove(target)
     if member.issym():
         os.symlink(member.linkname, target)
     elif member.islnk():
@@ -76,13 +76,13 @@ def _one(tar: tarfile.TarFile, member: tarfile.TarInfo, root: str, target: str) 
         os.utime(target, (member.mtime, member.mtime))
 
 
-def _away(target: str) -> None:
+def _remove(target: str) -> None:
     if os.path.lexists(target):
         os.unlink(target)
 
 
 def pull(space: Workspace, path: str, limit: int) -> Answer:
-    """A file or a folder's whole content, paths relative to it. Sockets and devices stay."""
+    """A file, or the content of a folder with relative paths, as an archive. Sockets and devices are left out."""
     root = space.resolve(path)
     out = io.BytesIO()
     total = 0

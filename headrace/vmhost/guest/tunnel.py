@@ -1,10 +1,10 @@
-"""The way out of a sandbox that may have one: an HTTP proxy on its loopback, whose far side is on the host.
+"""Network access of a sandbox that has some: an HTTP proxy on its loopback, whose other side is on the host.
 
 There is no network card. A process of the tools' user listens on loopback, understands CONNECT and absolute URLs, and
-passes bytes through the slot's own channel (its standard input and output are a job's). Names are not
-resolved here and nothing is decided here: the host does both (vmhost/network.py), and what it refuses is answered 403.
+passes bytes through the slot's channel (its standard input and output are those of a job). The host resolves names and
+decides (vmhost/network.py); a refused request is answered with status 403.
 
-Layout of a record: u32 stream, u8 kind, u32 length, payload; big-endian, the same both ways.
+Layout of a record: u32 stream, u8 kind, u32 length, payload; big-endian, the same in both directions.
 """
 
 import os
@@ -16,12 +16,12 @@ from contextlib import suppress
 
 PORT = 3128
 OPEN, OPENED, REFUSED, DATA, TAKEN, CLOSE = range(6)
-"""open: ``name:port`` (guest); opened, refused with a reason (host); data; taken: u32 bytes that were passed on, so
-that the other side may send as many more (guest); close."""
+"""open: ``name:port`` (guest); opened, refused with a reason (host); data; taken: u32 number of delivered bytes, so
+that the host may send as many more (guest); close."""
 WINDOW = 64 << 10
-"""Bytes of a stream that may be under way to the guest."""
+"""Bytes of a stream that may be on their way to the guest."""
 STREAMS = 12
-"""At once: together they never fill a job's input, which holds a MiB."""
+"""Concurrent streams: together they never fill a job's input, which holds 1 MiB."""
 _HEAD = struct.Struct("!IBI")
 _LONGEST_HEAD = 16 << 10
 LIMIT = 256 << 10
@@ -33,13 +33,13 @@ def record(stream: int, kind: int, payload: bytes = b"") -> bytes:
 
 
 class Records:
-    """Bytes to records."""
+    """Splits a stream of bytes into records."""
 
     def __init__(self) -> None:
         self._buffer = b""
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, bytes]]:
-        """Records that are complete now. ValueError when they can't be any."""
+        """The records that are complete with this data. ValueError when it does not consist of records."""
         self._buffer += data
         while len(self._buffer) >= _HEAD.size:
             stream, kind, length = _HEAD.unpack_from(self._buffer)
@@ -53,8 +53,8 @@ class Records:
 
 
 def target(head: bytes) -> tuple[str, bytes]:
-    """Where a request wants to go as ``name:port``, and what the server gets of its head (nothing of a CONNECT).
-    ValueError when it is none that a proxy gets."""
+    """A request's destination as ``name:port``, and the head for the server (empty for CONNECT). ValueError when it is
+    no request to a proxy."""
     first, _, rest = head.partition(b"\r\n")
     try:
         method, place, version = first.decode("ascii").split(" ")
@@ -64,7 +64,7 @@ def target(head: bytes) -> tuple[str, bytes]:
         return place, b""
     scheme, separator, place = place.partition("://")
     if not separator or scheme.lower() != "http":
-        raise ValueError("a proxy is asked with a whole http:// address, or CONNECT")
+        raise ValueError("expected an absolute http:// URL or CONNECT")
     name, _, path = place.partition("/")
     lines = [line for line in rest.split(b"\r\n") if not line.lower().startswith((b"proxy-", b"connection:"))]
     # One server per connection: the next request may be for another one.
@@ -77,13 +77,13 @@ class _Stream:
         self.client = client
         self.head = b""
         self.rest: bytes | None = None
-        """What the server gets first; None until the head is whole."""
+        """Bytes that the server gets first; None until the request's head is complete."""
         self.opened = self.connect = self.ended = False
         self.unsent = b""
 
 
 class Tunnel:
-    """Serves until standard input ends."""
+    """The proxy's event loop; it ends with standard input."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -92,7 +92,7 @@ class Tunnel:
         self._records = Records()
 
     def serve(self) -> None:
-        """The loop."""
+        """Serve until standard input ends."""
         while True:
             poll = select.poll()
             poll.register(0, select.POLLIN)
@@ -207,16 +207,16 @@ class Tunnel:
 
 
 def listen() -> socket.socket:
-    """Where programs find the proxy; under the process backend, which shares its loopback, wherever there is room."""
+    """The proxy's listening socket: on `PORT`, or on a free port where other sandboxes share the loopback."""
     try:
-        found = socket.create_server(("127.0.0.1", PORT))
+        listener = socket.create_server(("127.0.0.1", PORT))
     except OSError:
-        found = socket.create_server(("127.0.0.1", 0))
-    found.setblocking(False)
-    return found
+        listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
+    return listener
 
 
 def serve(listener: socket.socket) -> None:
-    """In a fork of the keeper, as the tools' user: say that it is up, and pass on."""
+    """In a fork of the agent, as the tools' user: report that the proxy listens, then serve."""
     os.write(1, record(0, OPENED))
     Tunnel(listener).serve()

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.config import Environment
-from headrace.vmhost import imported, levels, packages, probe, qemu, template
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.qemu import Hardware
-from headrace.vmhost.template import Refused, Template
-from headrace.vmhost.verifying import verify
+from headrace.vmhost.images import imported, packages
+from headrace.vmhost.qemu import probe, process
+from headrace.vmhost.qemu.process import Hardware
+from headrace.vmhost.templates import task_templates, template
+from headrace.vmhost.templates.template import Refused, Template
+from headrace.vmhost.templates.validation import verify
 
 DEBIAN_MB = 768
 """Memory of the full image: its root alone takes 100 MB."""
@@ -46,7 +48,7 @@ def ensure(
         try:
             for left in cache.glob("making-*"):  # of a process that died: whoever makes something holds the lock
                 shutil.rmtree(left, ignore_errors=True)
-            version = qemu.version()
+            version = process.version()
             base = packages.base(cache, say)
             accel, machine, _ = probe.choose(base, cache, version, environment.accel)
             parts = Parts(cache, base, version, accel, machine, say)
@@ -61,8 +63,8 @@ class Parts(NamedTuple):
     cache: Path
     base: Path
     version: str
-    accel: qemu.Accel
-    machine: qemu.MachineType
+    accel: process.Accel
+    machine: process.MachineType
     say: Callable[[str], None]
 
 
@@ -73,17 +75,17 @@ class Plan(NamedTuple):
     memory_mb: int
     slots: int
     image: imported.Image | None = None
-    recipe: levels.Recipe | None = None
+    recipe: task_templates.Recipe | None = None
     below: Any = None
 
-    def hardware(self, accel: qemu.Accel, machine: qemu.MachineType) -> Hardware:
+    def hardware(self, accel: process.Accel, machine: process.MachineType) -> Hardware:
         """Its machine."""
         return Hardware(accel=accel, machine=machine, memory_mb=self.memory_mb, ports=1 + self.slots)
 
     def key(self, parts: Parts) -> str:
         """Its content address here."""
         if self.recipe is not None:
-            return levels.key(self.recipe, self.below.key(parts))
+            return task_templates.key(self.recipe, self.below.key(parts))
         hardware = self.hardware(parts.accel, parts.machine)
         return template.key(self.name, parts.base, parts.version, hardware, self.slots, self.image)
 
@@ -99,12 +101,12 @@ def plan(environment: Environment, name: str, depth: int = 0) -> Plan:
     image = imported.find(cache, name)
     if image is not None:
         return Plan(name, max(environment.memory_mb, image.memory_mb), 1, image)
-    recipe = levels.find(cache, name)
+    recipe = task_templates.find(cache, name)
     if recipe is None:
-        known = [*packages.FLAVOURS, *imported.names(cache), *levels.names(cache)]
+        known = [*packages.FLAVOURS, *imported.names(cache), *task_templates.names(cache)]
         raise VmhostError(f"there is no template {name!r}; known are {', '.join(known)}")
-    if depth == levels.DEPTH:
-        raise VmhostError(f"{name}: more than {levels.DEPTH} levels of templates, or a circle of them")
+    if depth == task_templates.DEPTH:
+        raise VmhostError(f"{name}: more than {task_templates.DEPTH} levels of templates, or a circle of them")
     below = plan(environment, recipe.base, depth + 1)
     return Plan(name, below.memory_mb, below.slots, None, recipe, below)
 
@@ -121,7 +123,7 @@ def _one(wanted: Plan, parts: Parts) -> Template:
     if wanted.recipe is not None:
         below = _one(wanted.below, parts)
         say(f"template {wanted.name}: preparing {below.manifest.slots} slots of {below.manifest.name}")
-        work = levels.build(wanted.recipe, below, folder)
+        work = task_templates.build(wanted.recipe, below, folder)
     else:
         how = f"({parts.accel}, {parts.machine}; under a minute)"
         say(f"template {wanted.name}: booting once, opening {wanted.slots} slots, freezing {how}")

@@ -19,10 +19,10 @@ from typing import IO
 
 import msgspec
 
-from headrace.vmhost import cpio, oci
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.packages import FLAVOURS
-from headrace.vmhost.rootfs import BadImage, Tree
+from headrace.vmhost.images import cpio, oci
+from headrace.vmhost.images.packages import FLAVOURS
+from headrace.vmhost.images.rootfs import BadImage, Tree
 
 LARGEST = 2 << 30
 """Unpacked bytes of the largest image that is taken."""
@@ -78,7 +78,7 @@ def _take(cache: Path, path: Path, name: str, tag: str) -> Image:
             settings = _read(path, stack, outer, tree, tag)
             named = name or _name(settings.tags[0] if settings.tags else path.name)
             if not NAME.match(named) or named in FLAVOURS:
-                raise BadImage(f"an image can't be called {named!r}: give it another with --name")
+                raise BadImage(f"an image cannot have the name {named!r}: choose another with --name")
             image = _describe(named, path, tree, settings)
             _write(making / "root.cpio", tree)
         return _keep(cache, making, image)

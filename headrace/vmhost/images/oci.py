@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 import msgspec
 import zstandard
 
-from headrace.vmhost.rootfs import BadImage, Tree
+from headrace.vmhost.images.rootfs import BadImage, Tree
 
 _BLOB_JSON = 16 << 20
 """Largest manifest or configuration, in bytes."""

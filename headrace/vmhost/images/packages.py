@@ -23,8 +23,8 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from headrace.vmhost import cpio
 from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.images import cpio
 
 Say = Callable[[str], None]
 

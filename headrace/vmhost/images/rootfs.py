@@ -19,8 +19,8 @@ from typing import IO, BinaryIO
 
 import msgspec
 
-from headrace.vmhost import cpio
 from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.images import cpio
 
 _HIDE, _OPAQUE = ".wh.", ".wh..wh..opq"
 PAGE = 4096

@@ -1,8 +1,9 @@
-"""What a node has left for another machine: memory, processors, disk. Nothing is promised that it does not have.
+"""The capacity of a node for another machine: memory, processors, disk.
 
-Memory: every machine may grow to its full size, so what those that run have not taken yet counts as taken. Processors:
-what all machines used lately, measured; a node whose machines keep it busy starts no further one for training, which
-can wait or go elsewhere, while users and the judge are let in. Disk: machines use none; templates that must be made do.
+Memory: every machine may grow to its full size, so the part that running machines have not used yet counts as used.
+Processors: the recent use by all machines is measured; a node whose machines keep it busy starts no further machine for
+training, which can wait or go elsewhere, but still starts machines for users and the judge. Disk: machines use none;
+templates that must be built do.
 """
 
 import os
@@ -11,34 +12,34 @@ from collections import deque
 from pathlib import Path
 
 OVERHEAD_MB = 96
-"""What a QEMU takes beside its guest's memory: translated code, tables, heap."""
+"""Memory of a QEMU besides its guest's: translated code, tables, heap."""
 RESERVE_MB = 256
 """Memory that stays free for everything else on the node."""
-LOOK_S = 1.0
-LOOKS = 5
-"""Seconds between two looks at the processors, and looks that count."""
+SAMPLE_S = 1.0
+SAMPLES = 5
+"""Seconds between two samples of processor time, and number of samples that count."""
 
 
 class Processors:
-    """How busy machines keep the node. limit: the share from which it is too much; 0 for never."""
+    """How busy the machines keep the node. limit: share of the processors from which it counts as busy; 0: never."""
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._looks: deque[tuple[float, float]] = deque(maxlen=LOOKS)
+        self._samples: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
 
-    def look(self, at: float, cpu_ms: float) -> None:
-        """CPU-ms that all machines have ever used, at a time in seconds."""
-        self._looks.append((at, cpu_ms))
+    def sample(self, at: float, cpu_ms: float) -> None:
+        """Record the CPU-ms that all machines have used so far, at a time in seconds."""
+        self._samples.append((at, cpu_ms))
 
     def busy(self) -> float:
-        """Share of the node's processors; 0 before as many looks as count."""
-        if len(self._looks) < LOOKS:
+        """Share of the node's processors that the machines use; 0 until there are enough samples."""
+        if len(self._samples) < SAMPLES:
             return 0.0
-        (begun, before), (ended, after) = self._looks[0], self._looks[-1]
-        return (after - before) / 1000 / max(ended - begun, 1e-3) / len(os.sched_getaffinity(0))
+        (first, before), (last, after) = self._samples[0], self._samples[-1]
+        return (after - before) / 1000 / max(last - first, 1e-3) / len(os.sched_getaffinity(0))
 
     def short(self) -> str:
-        """Why no further machine should start; empty when one may."""
+        """Why no further machine should start; empty when it may."""
         busy = self.busy()
         if not self._limit or busy < self._limit:
             return ""
@@ -46,14 +47,14 @@ class Processors:
 
 
 def memory_short(size_mb: float, growth_mb: float) -> str:
-    """Why a machine of that size does not fit beside others that may yet grow so much; empty when it does."""
+    """Why a machine of this size does not fit beside others that may still grow by `growth_mb`; empty when it does."""
     left = free_mb() - growth_mb - RESERVE_MB
     needs = size_mb + OVERHEAD_MB
     return "" if left >= needs else f"too little memory is free: {needs:.0f} MB are needed, {max(left, 0):.0f} are left"
 
 
 def disk_short(place: Path, size_mb: float) -> str:
-    """Why something of that size can't be made there; empty when it can."""
+    """Why something of this size cannot be created at that path; empty when it can."""
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free / 2**20
@@ -61,7 +62,7 @@ def disk_short(place: Path, size_mb: float) -> str:
 
 
 def free_mb() -> float:
-    """Memory that could be used now: what the kernel says, and what our cgroup leaves."""
+    """MB of memory that could be used now: the kernel's estimate, or less if the control group's limit leaves less."""
     free = 0.0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

@@ -1,12 +1,12 @@
-"""The fact sheet of a sandbox, as the tools inside it can see it.
+"""The fact sheet of a sandbox: everything that stays the same while it lives, as its tools can see it.
 
-A policy must not be able to tell a training sandbox from a production one. The sheet is taken from inside, under the
-tools' user, by the same operations that a policy has; `differences` of two sheets from two lanes must be empty. A slot
-of a machine has numbers of its own (user, devices, inodes, start times), so sheets of one slot are compared, and which
-slot a sandbox gets says nothing (see placing).
+A policy must not be able to tell a training sandbox from a production one. The sheet is taken from inside, as the
+tools' user, by the operations that a policy has; `differences` of two sheets from two lanes must be empty. Slots differ
+in user, devices, inodes and start times, so sheets of the same slot number are compared; the number itself says nothing
+about the lane (see slot_assignment).
 
-Left out is what changes from one moment to the next, such as free memory, load, uptime and counters of the kernel's.
-Siblings that share a machine move these; who can't have that takes isolation ``episode`` for training as well.
+Values that change from moment to moment are left out: free memory, load, uptime, kernel counters. Siblings that share a
+machine influence them; use isolation ``episode`` for training if that matters.
 """
 
 from headrace.messages.sandbox import Exec, Sandbox
@@ -50,13 +50,13 @@ say network cat /proc/net/dev /proc/net/route /proc/net/tcp /etc/resolv.conf /et
 
 
 async def sheet(sandbox: Sandbox) -> dict[str, str]:
-    """Fact to value."""
+    """Names of facts and their values."""
     result = await sandbox.call(Exec(argv=("sh", "-c", _SHEET), timeout_s=60.0))
     rows = (row.partition("\037") for row in result.stdout.split("\036")[1:])
     return {name: "; ".join(value.split("\n")).strip("; ") for name, _, value in rows}
 
 
 def differences(one: dict[str, str], other: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """Facts that tell two sandboxes apart."""
+    """Facts that differ between two sandboxes, with both values."""
     names = sorted(one.keys() | other.keys())
     return {name: (one.get(name, ""), other.get(name, "")) for name in names if one.get(name) != other.get(name)}

@@ -1,11 +1,11 @@
-"""How many clones of a template should wait ready: as many as were lately taken at one time.
+"""How many clones of a template should be parked: as many as a recent burst acquired.
 
-What a burst took once the next one takes: the eight machines of a batch's groups, the judge's after them. So the stock
-of a template follows the most clones that were taken within SPAN_S, about what making them anew would last, and
-forgets a burst after MEMORY_S. A template that nobody asks for any more keeps what the configuration says, or nothing.
+The next burst is expected to need as many clones as the last: the machines of a batch's groups, then the judge's. So
+the number for a template follows the most clones that were acquired within SPAN_S, about as long as making them would
+take, and a burst is forgotten after MEMORY_S. A template without demand keeps the number that the configuration gives.
 
-Trade-off: a clone that waits costs 25 MiB and the CPU time of its making, which whoever takes it would have spent. So
-the stock is bounded (`warm_most`), and makes way whenever its memory is wanted.
+Trade-off: a parked clone costs 25 MiB, and the CPU time that its acquire would have spent. So the number is bounded
+(`warm_most`), and parked clones are ended whenever their memory is needed.
 """
 
 import time
@@ -17,7 +17,7 @@ MEMORY_S = 60.0
 
 
 class Demand:
-    """least: clones that always wait, by template. most: of a template, however large its bursts."""
+    """least: clones that are always parked, by template; most: bound for a template, however large its bursts."""
 
     def __init__(self, least: Mapping[str, int], most: int, now: Callable[[], float] = time.monotonic) -> None:
         self._least = least
@@ -26,16 +26,16 @@ class Demand:
         self._taken: dict[str, deque[float]] = {}
 
     def took(self, template: str) -> None:
-        """A clone was taken now, whether one waited or not."""
+        """Record that a clone is acquired now, parked or not."""
         self._taken.setdefault(template, deque()).append(self._now())
 
     def wanted(self, template: str) -> int:
-        """How many should wait."""
+        """How many clones of a template should be parked."""
         least = self._least.get(template, 0)
         return max(least, min(self._most, self._burst(template)))
 
     def templates(self) -> Iterable[str]:
-        """Those of which any should wait."""
+        """Templates of which any clone should be parked."""
         return [name for name in {**self._least, **self._taken} if self.wanted(name)]
 
     def _burst(self, template: str) -> int:

@@ -1,19 +1,18 @@
-"""One sandbox: a slot of a machine, with a record of what it was asked."""
+"""One sandbox: a slot of a machine, with a record of its answers for repeated calls."""
 
 import asyncio
 import time
 from collections import OrderedDict
 from typing import Any
 
-from headrace.messages.sandbox import Acquire, Exec, Inspect, Op, OpResult, RunTests, SandboxLost
-from headrace.vmhost import wire
+from headrace.messages.sandbox import Acquire, CheckIntegrity, Exec, Op, OpResult, RunTests, SandboxKey, SandboxLost
+from headrace.vmhost import protocol
+from headrace.vmhost.backend import Machine, OnEvent
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.guest.frames import Garbage
-from headrace.vmhost.machine import Machine, OnEvent
 from headrace.vmhost.network import Gate
 
-Key = tuple[str, str, str, str, int, int]
 RECORD = 256
 """Answers that a sandbox remembers for repeated call ids."""
 
@@ -21,7 +20,7 @@ RECORD = 256
 class VmSandbox:
     """One slot of one machine."""
 
-    def __init__(self, id: str, key: Key, backend: str, slot: int = 0) -> None:
+    def __init__(self, id: str, key: SandboxKey, backend: str, slot: int = 0) -> None:
         self.id = id
         self.key = key
         self.slot = slot
@@ -30,17 +29,18 @@ class VmSandbox:
         self._gate: Gate | None = None
         self._answers: OrderedDict[str, asyncio.Task[OpResult]] = OrderedDict()
         self._machine: Machine | None = None
-        self._gone = ""
+        self._ended = ""
+        """Why it ended; empty while it lives."""
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def alive(self) -> bool:
         """Whether calls can still be answered."""
-        return not self._gone and (self._channel is None or not self._channel.lost.done())
+        return not self._ended and (self._channel is None or not self._channel.lost.done())
 
     async def begin(self, request: Acquire, events: OnEvent) -> None:
-        """Push the repository into a slot that was just adopted, and open what it may reach."""
-        result = await self._do(*wire.open_frame(request.files, request.seed), wire.SLACK_S)
+        """Push the repository into a slot that was just adopted, and open its network access. SandboxLost."""
+        result = await self._send(*protocol.open_frame(request.files, request.seed), protocol.SLACK_S)
         if not result.ok:
             raise SandboxLost(f"{self.id}: the repository could not be pushed: {result.error}")
         if request.network:
@@ -49,16 +49,16 @@ class VmSandbox:
             await self._gate.start()
 
     def adopt(self, channel: Channel, machine: Machine) -> None:
-        """Take a slot of a machine."""
+        """Use a slot of a machine."""
         self._channel, self._machine = channel, machine
 
     def knows(self, call_id: str) -> bool:
-        """Whether a call was asked for before: it gets that one's answer, also while it runs."""
+        """Whether a call with this id was made before: a repeat gets its answer, also while it runs."""
         return call_id in self._answers
 
     @property
-    def reaches_out(self) -> bool:
-        """Whether it has a way out, with connections that no copy of it could go on with."""
+    def has_network(self) -> bool:
+        """Whether it has network access, with connections that a copy could not continue."""
         return self._gate is not None
 
     @property
@@ -67,49 +67,49 @@ class VmSandbox:
         return self._channel is not None and self._channel.busy
 
     async def call(self, op: Op, call_id: str = "") -> OpResult:
-        """Run one operation. SandboxLost when the sandbox is gone. A repeated call_id gets the first answer."""
-        if self._gone:
-            raise SandboxLost(f"{self.id}: {self._gone}")
-        if isinstance(op, Inspect):
-            return await self._inspect(op.thorough)
+        """Run one operation. A repeated `call_id` gets the first answer. SandboxLost when the sandbox has ended."""
+        if self._ended:
+            raise SandboxLost(f"{self.id}: {self._ended}")
+        if isinstance(op, CheckIntegrity):
+            return await self._check_integrity(op.thorough)
         task = self._answers.get(call_id) if call_id else None
         if task is None:
-            header, bodies = wire.to_frame(op)
+            header, bodies = protocol.to_frame(op)
             if call_id and isinstance(op, Exec | RunTests):
                 header["call"] = call_id
-            task = asyncio.get_running_loop().create_task(self._do(header, bodies, wire.deadline_s(op)))
+            task = asyncio.get_running_loop().create_task(self._send(header, bodies, protocol.deadline_s(op)))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             if call_id:
                 self._answers[call_id] = task
                 if len(self._answers) > RECORD:
                     self._answers.popitem(last=False)
-        # A caller that gives up must not take the answer from one who asks again.
+        # A caller that is cancelled must not cancel the answer for one that repeats the call.
         return await asyncio.shield(task)
 
-    async def _inspect(self, thorough: bool) -> OpResult:
+    async def _check_integrity(self, thorough: bool) -> OpResult:
         assert self._machine is not None
         started = time.perf_counter()
         try:
-            touched = await self._machine.inspect(thorough)
+            tampered = await self._machine.check_integrity(thorough)
         except VmhostError as error:
             return OpResult(ok=False, error=str(error))
-        return OpResult(touched=touched, wall_ms=(time.perf_counter() - started) * 1000)
+        return OpResult(tampered=tampered, wall_ms=(time.perf_counter() - started) * 1000)
 
-    async def _do(self, header: dict[str, Any], bodies: list[bytes], timeout: float) -> OpResult:
+    async def _send(self, header: dict[str, Any], bodies: list[bytes], timeout: float) -> OpResult:
         assert self._channel is not None and self._machine is not None
         if sum(map(len, bodies)) > self._machine.limit_bytes:
             return OpResult(ok=False, error=f"No space left: a workspace holds {self._machine.limit_bytes >> 20} MiB")
         started = time.perf_counter()
         answer, parts = await self._channel.call(header, bodies, timeout)
         try:
-            return wire.to_result(answer, parts, (time.perf_counter() - started) * 1000)
+            return protocol.to_result(answer, parts, (time.perf_counter() - started) * 1000)
         except Garbage as garbage:
             self._channel.close(f"it broke the protocol: {garbage}")
             raise SandboxLost(f"{self.id}: {self._channel.lost.result()}") from None
 
     def end(self, reason: str, machine: Machine | None = None) -> None:
-        """Refuse calls from now on. The slot's channel closes, or stays with a machine that will live on."""
-        self._gone = self._gone or reason
+        """Refuse calls from now on. With `machine`, which goes on, the slot's channel is left to it if it is idle."""
+        self._ended = self._ended or reason
         if self._channel is None:
             return
         if machine is None or self._channel.busy:

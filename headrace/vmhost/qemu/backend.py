@@ -1,34 +1,49 @@
-"""The `qemu` backend: copy-on-write clones, made on demand or kept ready, as many as memory holds."""
+"""The `qemu` backend: copy-on-write clones, made on demand or parked ahead of need, as many as memory holds."""
 
 import asyncio
 import fcntl
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
+from headrace.backoff import Backoff
 from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
-from headrace.vmhost import image, room
-from headrace.vmhost.clone import Clone
-from headrace.vmhost.demand import MEMORY_S, Demand
+from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.machine import OnEvent
-from headrace.vmhost.memory import Memory
-from headrace.vmhost.room import OVERHEAD_MB
-from headrace.vmhost.snapshot import Snapshot
-from headrace.vmhost.template import Template
+from headrace.vmhost.images import base
+from headrace.vmhost.node import capacity
+from headrace.vmhost.node.capacity import OVERHEAD_MB
+from headrace.vmhost.node.prewarming import MEMORY_S, Demand
+from headrace.vmhost.qemu import snapshot
+from headrace.vmhost.qemu.clone import Clone
+from headrace.vmhost.qemu.memory import Memory
+from headrace.vmhost.qemu.snapshot import Snapshot
+from headrace.vmhost.templates.template import Template
 
 WARM = "light"
 """The template of which clones are always kept ready, beside those that the configuration names."""
 FILL_AFTER_S, FILL_BY_S = 0.05, 0.5
-"""Whoever takes clones has the processors for itself: the next ones are made when nobody has taken any for a moment, or
-a longer one after the first."""
+"""Prewarming waits until acquires pause for the first time, at most the second, so that it does not compete with them
+for the processor."""
+REPLACE_FIRST_S, REPLACE_MOST_S = 0.5, 30.0
+"""Delay before a clone that died while it was parked is replaced. It grows while replacements die as well."""
 
 
 class CloneBackend:
     """Clones behind the Backend protocol."""
 
     name = "qemu"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        isolated=True,
+        fork=True,
+        checkpoint=True,
+        inspect=True,
+        hostname=True,
+        network_list=True,
+        kernel_private=True,
+    )
 
     def __init__(self, environment: Environment, templates: dict[str, Template], on_event: OnEvent) -> None:
         self.slots = environment.slots_per_vm
@@ -38,22 +53,24 @@ class CloneBackend:
         self._alive: set[Clone] = set()
         self._spent_ms = 0.0
         self._making = asyncio.Lock()
-        self._held: list[TextIO] = []
+        self._locks: list[TextIO] = []
         self._memories: dict[str, Memory] = {}
         self._parked: list[Clone] = []
-        self._promised = 0
+        self._reserved = 0
         least = dict.fromkeys((WARM, *environment.also_warm), environment.warm)
         self._demand = Demand(least, environment.warm_most if environment.warm else 0)
         self._filling: asyncio.Task[None] | None = None
         self._later: asyncio.TimerHandle | None = None
+        self._replacing: asyncio.TimerHandle | None = None
+        self._replace = Backoff(REPLACE_FIRST_S, REPLACE_MOST_S)
         self._fill_by = 0.0
-        self._processors = room.Processors(environment.max_busy)
-        self._looking = asyncio.get_running_loop().create_task(self._look())
+        self._processors = capacity.Processors(environment.max_busy)
+        self._measuring = asyncio.get_running_loop().create_task(self._measure())
         self._closed = False
 
     @classmethod
     async def open(cls, environment: Environment, on_event: OnEvent) -> "CloneBackend":
-        """Templates ready. VmhostError."""
+        """A backend whose warm templates are ready. VmhostError."""
         backend = cls(environment, {}, on_event)
         try:
             for name in (WARM, *environment.also_warm):
@@ -65,37 +82,35 @@ class CloneBackend:
         return backend
 
     async def template(self, name: str) -> Template:
-        """A template by name, made where it is missing or was touched. VmhostError."""
+        """A template by name, built where it is missing or its files were changed. VmhostError."""
         async with self._making:
-            known = self._templates.get(name)
-            if known is not None and not known.intact:
-                self._event(
-                    "vm_template", f"template {name}: its files were touched behind our back: looked at again", {}
-                )
-                for clone in [clone for clone in self._parked if clone.template is known]:
+            template = self._templates.get(name)
+            if template is not None and not template.intact:
+                self._event("vm_template", f"the files of template {name} were changed; it is checked again", {})
+                for clone in [clone for clone in self._parked if clone.template is template]:
                     clone.kill()
                     self._parked.remove(clone)
-                known = None
-            if known is None:
+                template = None
+            if template is None:
                 loop = asyncio.get_running_loop()
 
                 def say(text: str) -> None:
                     loop.call_soon_threadsafe(self._event, "vm_template", text, {})
 
-                self._templates |= await asyncio.to_thread(image.ensure, self._environment, say, (name,))
-                # Read it here once, and not in the middle of a clone's start.
+                self._templates |= await asyncio.to_thread(base.ensure, self._environment, say, (name,))
+                # Read it now, not while a clone starts.
                 self._memories[name] = await asyncio.to_thread(lambda: self._templates[name].memory)
-                held = (self._templates[name].folder / "manifest.json").open()
-                fcntl.flock(held, fcntl.LOCK_SH)  # so that no other process throws it away as an old one
-                self._held.append(held)
+                lock = (self._templates[name].folder / "manifest.json").open()
+                fcntl.flock(lock, fcntl.LOCK_SH)  # keeps the cache's garbage collection from removing it
+                self._locks.append(lock)
             return self._templates[name]
 
     async def machine(self, template: str) -> Clone:
-        """A clone that answers or is about to (`Clone.ready`), parked ahead or made now. SandboxLost, VmhostError."""
+        """A parked clone, or a new one, which answers once it is `ready`. SandboxLost, VmhostError."""
         try:
             made = await self.template(template)
         finally:
-            self._promised = max(0, self._promised - 1)
+            self._reserved = max(0, self._reserved - 1)
         self._demand.took(template)
         try:
             while (clone := self._waiting(template)) is not None:
@@ -112,9 +127,38 @@ class CloneBackend:
         finally:
             self._fill()
 
-    async def again(self, template: Template, begin: Snapshot) -> Clone:
-        """A clone that begins at a snapshot of another clone of that template. SandboxLost."""
-        self._promised = max(0, self._promised - 1)
+    async def fork(self, machine: Machine) -> MakeMachine:
+        """Copies of a clone; see `Backend.fork`."""
+        clone = _clone(machine)
+        return partial(self._copy, clone.template, await clone.freeze())
+
+    async def checkpoint(self, machine: Machine, slot: int, whole: bool) -> bytes:
+        """A clone as bytes; see `Backend.checkpoint`."""
+        clone = _clone(machine)
+        manifest = clone.template.manifest
+        taken = await clone.freeze(whole)
+        parts = {"template": manifest.name, "key": manifest.key, "ram_hash": manifest.ram_hash}
+        checkpoint = snapshot.Checkpoint(**parts, slot=slot, whole=whole, snapshot=taken)
+        return await asyncio.to_thread(snapshot.pack, checkpoint)
+
+    async def restore(self, data: bytes) -> tuple[MakeMachine, int]:
+        """A clone from bytes; see `Backend.restore`."""
+        checkpoint = await asyncio.to_thread(snapshot.unpack, data)
+        template = await self.template(checkpoint.template)
+        if template.manifest.key != checkpoint.key:
+            raise VmhostError(f"the checkpoint's template {checkpoint.template} differs from this node's")
+        if not checkpoint.whole and template.manifest.ram_hash != checkpoint.ram_hash:
+            raise VmhostError(
+                f"this node built its own {checkpoint.template}, so it needs a whole checkpoint and this one is not"
+            )
+        taken = checkpoint.snapshot
+        if checkpoint.whole:
+            taken = await asyncio.to_thread(snapshot.rebase, taken, template.ram)
+        return partial(self._copy, template, taken), checkpoint.slot
+
+    async def _copy(self, template: Template, begin: Snapshot) -> Clone:
+        """A clone that begins at a snapshot of another clone of the template. SandboxLost."""
+        self._reserved = max(0, self._reserved - 1)
         clone = Clone(self, template, begin)
         clone.used = True
         self._alive.add(clone)
@@ -123,11 +167,11 @@ class CloneBackend:
 
     def slots_of(self, template: str) -> int:
         """Slots of a machine of that template: an imported image has its machine for itself."""
-        known = self._templates.get(template)
-        return known.manifest.slots if known else image.plan(self._environment, template).slots
+        ready = self._templates.get(template)
+        return ready.manifest.slots if ready else base.plan(self._environment, template).slots
 
     def _fill(self, after: float = FILL_AFTER_S) -> None:
-        """Soon, have as many clones ready as will be asked for, if there is room; and let go of what nobody will."""
+        """Schedule prewarming: park as many clones as demand suggests, and end those that it no longer needs."""
         if self._closed or (self._filling is not None and not self._filling.done()):
             return
         loop = asyncio.get_running_loop()
@@ -143,22 +187,33 @@ class CloneBackend:
             self._later = None
         self._filling = asyncio.get_running_loop().create_task(self._park())
 
+    def _fill_again(self) -> None:
+        """Schedule prewarming after a clone died while it was parked or being parked."""
+        if self._closed or self._replacing is not None:
+            return
+
+        def fill() -> None:
+            self._replacing = None
+            self._fill(0.0)
+
+        self._replacing = asyncio.get_running_loop().call_later(self._replace.next(), fill)
+
     def _waiting(self, template: str) -> Clone | None:
         """A parked clone of that template."""
         return next((clone for clone in reversed(self._parked) if clone.template is self._templates[template]), None)
 
     def _surplus(self, name: str) -> list[Clone]:
-        """Parked clones of a template beyond what should wait, the oldest first."""
+        """Parked clones of a template beyond those that should wait, the oldest first."""
         waiting = [clone for clone in self._parked if clone.template is self._templates.get(name)]
         return waiting[: max(0, len(waiting) - self._demand.wanted(name))]
 
     def _missing(self) -> str:
-        """A template of which fewer clones wait than should; empty when none is missing or none more fits."""
+        """A template of which fewer clones wait than should; empty when none is missing or no further one fits."""
         if self._closed or len(self._alive) >= self._environment.max_vms:
             return ""
         for name in self._demand.templates():
             waiting = sum(clone.template is self._templates[name] for clone in self._parked)
-            if waiting < self._demand.wanted(name) and not self._memory_short(name):
+            if waiting < self._demand.wanted(name) and not self._memory_shortage(name):
                 return name
         return ""
 
@@ -176,81 +231,83 @@ class CloneBackend:
             except SandboxLost as lost:
                 clone.kill()
                 self._event("warm_clone_lost", str(lost), {})
+                self._fill_again()
                 return
             self._parked.append(clone)
 
     async def filled(self) -> None:
-        """Wait until as many clones are parked as there is room for."""
+        """Wait until as many clones are parked as demand and memory allow."""
         if self._filling is None or self._filling.done():
             self._fill_now()
         assert self._filling is not None
         await asyncio.shield(self._filling)
 
-    async def _look(self) -> None:
-        """Every second: how busy machines keep the node; now and then: whether clones wait for a burst long past."""
+    async def _measure(self) -> None:
+        """Every `SAMPLE_S` sample the processor time of all machines; every `MEMORY_S` look for parked clones that no
+        recent burst calls for."""
         loop = asyncio.get_running_loop()
         filled = loop.time()
         while True:
-            await asyncio.sleep(room.LOOK_S)
-            self._processors.look(loop.time(), self.cpu_ms())
+            await asyncio.sleep(capacity.SAMPLE_S)
+            self._processors.sample(loop.time(), self.cpu_ms())
             if loop.time() - filled > MEMORY_S:
                 filled = loop.time()
+                self._replace.reset()
                 self._fill()
 
     def alive(self) -> list[Clone]:
-        """All clones whose process is there."""
+        """All clones whose process exists."""
         return list(self._alive)
 
     def busy(self) -> str:
-        """Whether machines use more of the processors than they should."""
+        """Why no machine that can wait should start: the machines use too much of the processors."""
         return self._processors.short()
 
-    def short_of(self, template: str) -> str:
-        """Why there can't be another machine now; empty when a parked clone waits, or memory and disk have room for
-        one. Parked ones make way for another template. Room that was found is promised: it counts as taken until
-        `machine` or `again` takes it."""
-        short = self._short_of(template)
-        if not short:
-            self._promised += 1
-        return short
-
-    def _short_of(self, template: str) -> str:
-        if sum(clone.template is self._templates.get(template) for clone in self._parked) > self._promised:
+    def shortage(self, template: str) -> str:
+        """Why there cannot be another machine now; empty when a parked clone waits, or memory and disk suffice."""
+        if sum(clone.template is self._templates.get(template) for clone in self._parked) > self._reserved:
             return ""
         if template not in self._templates:
-            size = image.plan(self._environment, template).memory_mb
-            if short := room.disk_short(Path(self._environment.cache_dir).absolute(), size):
+            size = base.plan(self._environment, template).memory_mb
+            if short := capacity.disk_short(Path(self._environment.cache_dir).absolute(), size):
                 return short
-        short = self._memory_short(template)
-        if short:
+        return self._memory_shortage(template)
+
+    def reserve(self, template: str) -> None:
+        """Count one machine as present until `machine` or a copy starts it."""
+        self._reserved += 1
+
+    def free_idle(self, template: str) -> None:
+        """End the parked clones if the template lacks memory."""
+        if self._memory_shortage(template):
             for clone in self._parked:
                 clone.kill()
             self._parked.clear()
-        return short
 
-    def _memory_short(self, template: str) -> str:
-        """Why this one, and all that are alive at their largest, do not fit into the memory that is free."""
-        known = self._templates.get(template)
-        # What nobody uses yet comes into memory itself, beside its first clone.
-        size = known.manifest.hardware.memory_mb if known else 2 * image.plan(self._environment, template).memory_mb
+    def _memory_shortage(self, template: str) -> str:
+        """Why this machine, and all that are alive at their full size, do not fit into the memory that is free."""
+        ready = self._templates.get(template)
+        # The first clone of a template in a process also brings the template's memory file into memory.
+        size = ready.manifest.hardware.memory_mb if ready else 2 * base.plan(self._environment, template).memory_mb
         growth = sum(
             max(0.0, clone.template.manifest.hardware.memory_mb + OVERHEAD_MB - clone.private_mb())
             for clone in self._alive
         )
-        return room.memory_short(size, growth + self._promised * (size + OVERHEAD_MB))
+        return capacity.memory_short(size, growth + self._reserved * (size + OVERHEAD_MB))
 
     def ended(self, clone: Clone, cpu_ms: float) -> None:
-        """Book a clone's end. One that was in use makes room for one that waits ready; one that died waiting does not
-        call for the next, which might die as well."""
+        """Record a clone's end. A used one makes capacity for a parked one; one that died while it was parked is
+        replaced after a delay, because the next one may die as well."""
         self._alive.discard(clone)
         self._spent_ms += cpu_ms
         if clone in self._parked:
             self._parked.remove(clone)
+            self._fill_again()
         if clone.used:
             self._fill()
 
     def facts(self) -> dict[str, Any]:
-        """What serves here."""
+        """Description for reports."""
         manifest = next(iter(self._templates.values())).manifest
         return {
             "backend": self.name,
@@ -264,7 +321,7 @@ class CloneBackend:
         }
 
     def cpu_ms(self) -> float:
-        """CPU time of all clones, dead and alive."""
+        """CPU time of all clones, ended ones included."""
         return self._spent_ms + sum(clone.cpu_ms() for clone in self._alive)
 
     async def settle(self) -> None:
@@ -276,15 +333,23 @@ class CloneBackend:
     async def close(self) -> None:
         """End every clone and wait until no process is left."""
         self._closed = True
-        self._looking.cancel()
-        await asyncio.wait([self._looking])
-        if self._later is not None:
-            self._later.cancel()
+        self._measuring.cancel()
+        await asyncio.wait([self._measuring])
+        for timer in (self._later, self._replacing):
+            if timer is not None:
+                timer.cancel()
         if self._filling is not None:
             self._filling.cancel()
             await asyncio.wait([self._filling])
         for clone in list(self._alive):
             clone.kill()
         await self.settle()
-        for held in self._held:
-            held.close()
+        for lock in self._locks:
+            lock.close()
+
+
+def _clone(machine: Machine) -> Clone:
+    """This backend makes clones alone."""
+    if not isinstance(machine, Clone):
+        raise VmhostError(f"expected a machine of the qemu backend, got {type(machine).__name__}")
+    return machine

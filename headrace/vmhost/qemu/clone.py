@@ -1,8 +1,8 @@
 """One clone: a QEMU with the template's devices that maps the template's memory privately.
 
-Its device state comes from an inherited descriptor. All monitor commands and the guest's first frame (clock and
-entropy) are written before QEMU has even started; then there is one thing to wait for, the guest's answer. A clone that
-begins at a snapshot of another one gets that one's pages first, which is the only wait more.
+Its device state comes from an inherited descriptor. All monitor commands and the guest's first message (clock and
+entropy) are written before QEMU has started, so the guest's answer is the only thing to wait for. A clone that begins
+at a snapshot of another clone gets that one's pages first, which adds one wait.
 """
 
 import asyncio
@@ -16,24 +16,25 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.messages.sandbox import SandboxLost
-from headrace.vmhost import groups, snapshot
+from headrace.vmhost import cgroups
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.memory import Memory
-from headrace.vmhost.qemu import Monitor, Qemu
-from headrace.vmhost.room import OVERHEAD_MB
-from headrace.vmhost.snapshot import Snapshot
-from headrace.vmhost.template import Template
+from headrace.vmhost.node.capacity import OVERHEAD_MB
+from headrace.vmhost.qemu import snapshot
+from headrace.vmhost.qemu.memory import Memory
+from headrace.vmhost.qemu.process import Monitor, Qemu
+from headrace.vmhost.qemu.snapshot import Snapshot
+from headrace.vmhost.templates.template import Template
 
 START_S = 60.0
 """Deadline of a clone's first answer; 0.15 s on a quiet machine."""
-_STAGE = (".rehearsal/b/c", ".rehearsal/b", ".rehearsal")
+_REHEARSAL = (".rehearsal/b/c", ".rehearsal/b", ".rehearsal")
 QUIET_S = 5.0
-"""Seconds after which a slot that was left is made quiet, if its machine still lives."""
+"""Delay before the processes of a released slot are ended, if its machine still lives."""
 
 
 class Owner(Protocol):
-    """Who hears that a clone is gone, and what it took."""
+    """Receives the end of a clone and the CPU time that it used."""
 
     def ended(self, clone: "Clone", cpu_ms: float) -> None:
         """The process was reaped."""
@@ -51,10 +52,11 @@ class Clone:
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.used = False
         self._reason = ""
-        self._words = ""
-        """How QEMU ended, and what it said on its way out."""
+        self._exit_text = ""
+        """How QEMU ended, with the last line that it wrote."""
         self._low = 0
-        self._odd = False
+        self._unlike_template = False
+        """Whether it began with other pages than its template's where none may differ."""
         self._channels: dict[int, Channel] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -76,7 +78,7 @@ class Clone:
         self._control: Channel | None = None
         self._monitor: Monitor | None = None
         self._resuming: asyncio.Task[None] | None = None
-        self._group = groups.enclose(self.pid, template.manifest.hardware.memory_mb + OVERHEAD_MB)
+        self._group = cgroups.enclose(self.pid, template.manifest.hardware.memory_mb + OVERHEAD_MB)
         self._watch = os.pidfd_open(self.pid)
         asyncio.get_running_loop().add_reader(self._watch, self._exited)
 
@@ -86,21 +88,21 @@ class Clone:
         return self._lost
 
     async def park(self) -> None:
-        """Rehearse an acquire and stop: it takes no CPU time until `resume`. SandboxLost.
+        """Rehearse an acquire and stop: the clone uses no CPU time until `resume`. SandboxLost.
 
-        An emulator translates the guest's code when it first runs, and a clone begins with nothing translated. What
-        was rehearsed is there when somebody waits for it: 4 ms instead of 14 for an acquire.
+        The emulator translates guest code when it first runs, and a clone begins with nothing translated. After the
+        rehearsal the code of an acquire is translated: an acquire takes 4 ms instead of 14.
         """
         slot = await self.open(0)
         await self._identify(b"")
-        # One that may not write there says so, and has rehearsed that.
-        await slot.call({"op": "open", "seed": 0, "time": 0, "paths": [_STAGE[0]]}, [b"1"], START_S)
-        await slot.call({"op": "write_files", "paths": [], "delete": _STAGE}, [], START_S)
+        # If the slot's user may not write there, the refusal rehearses the same code.
+        await slot.call({"op": "open", "seed": 0, "time": 0, "paths": [_REHEARSAL[0]]}, [b"1"], START_S)
+        await slot.call({"op": "write_files", "paths": [], "delete": _REHEARSAL}, [], START_S)
         assert self._monitor is not None
         await self._monitor.send("stop")
 
     def resume(self) -> None:
-        """Let a parked machine go on; it is `ready` with the time of now. SandboxLost."""
+        """Continue a parked machine; it is `ready` once its clock is set. SandboxLost."""
         if self._lost.done():
             raise SandboxLost(self._lost.result())
         assert self._monitor is not None
@@ -108,13 +110,13 @@ class Clone:
         self._resuming = asyncio.get_running_loop().create_task(self._identify(b""))
 
     async def ready(self) -> None:
-        """Wait for `resume`; at once where the machine was started. SandboxLost."""
+        """Wait until a resumed machine has set its clock; a started one has. SandboxLost."""
         if self._resuming is not None:
             await asyncio.shield(self._resuming)
 
     async def freeze(self, whole: bool = False) -> Snapshot:
-        """This moment of the machine, which stops for it and goes on: the pages that it wrote, or with `whole` all
-        that are not empty. SandboxLost, VmhostError.
+        """A snapshot: the pages that the machine wrote, or with `whole` all that are not empty. The machine stops
+        meanwhile and continues afterwards. SandboxLost, VmhostError.
         """
         if self._lost.done() or self._monitor is None:
             raise SandboxLost(self._reason or "the machine has not started")
@@ -142,7 +144,7 @@ class Clone:
             raise SandboxLost(f"vm {self.pid}: {self._reason}")
 
     async def start(self) -> None:
-        """Load, run, and set the clock. SandboxLost when the guest does not answer."""
+        """Load the state, run, set the clock. SandboxLost when the guest does not answer."""
         try:
             self._monitor = await Monitor.connect(self._qemu.monitor)
             self._monitor.broken.add_done_callback(lambda broken: self._end(broken.result()))
@@ -150,7 +152,7 @@ class Clone:
                 await self._monitor.send("query-status")  # once it answers, its memory is mapped
                 if not self._lost.done():
                     await asyncio.to_thread(snapshot.put_pages, self.pid, self._memory.mapped, self._begin)
-                    self._odd = bool(self._look())
+                    self._unlike_template = bool(self._changed_pages())
                 self._begin = None
             on = [{"capability": "x-ignore-shared", "state": True}]
             self._monitor.send("migrate-set-capabilities", {"capabilities": on})
@@ -158,25 +160,27 @@ class Clone:
             self._control = await Channel.connect(self._qemu.ports[0], f"vm {self.pid}")
             await self._identify(secrets.token_bytes(32))
         except (SandboxLost, VmhostError, OSError) as error:
-            by_itself = self._qemu.process.returncode is not None or self._hung_up()
+            ended_by_itself = self._qemu.process.returncode is not None or self._hung_up()
             self._end(str(error))
             await self.gone
-            raise SandboxLost(f"a clone did not start: {self._words if by_itself else self._reason}") from None
+            raise SandboxLost(
+                f"a clone did not start: {self._exit_text if ended_by_itself else self._reason}"
+            ) from None
 
     def _hung_up(self) -> bool:
-        """Whether QEMU closed a socket of ours, which only one that ends does."""
+        """Whether QEMU closed one of its sockets, which happens only when it ends."""
         closed = self._monitor is not None and self._monitor.ended.done()
         return closed or (self._control is not None and self._control.hung_up)
 
     async def open(self, slot: int) -> Channel:
-        """The slot's port; its keeper waits behind it."""
+        """The channel to a slot's agent. SandboxLost."""
         if self._lost.done():
             raise SandboxLost(self._lost.result())
-        known = self._channels.get(slot)
-        if known is not None and not known.lost.done():
-            return known
+        open_channel = self._channels.get(slot)
+        if open_channel is not None and not open_channel.lost.done():
+            return open_channel
         channel = await Channel.connect(self._qemu.ports[slot + 1], f"vm {self.pid} slot {slot}")
-        # Only a QEMU that is ending closes this socket, and the socket tells it first.
+        # QEMU closes this socket only when it ends, and the socket reports that before the process has exited.
         channel.lost.add_done_callback(lambda lost: self._end("QEMU is gone") if channel.hung_up else None)
         self._channels[slot] = channel
         return channel
@@ -186,50 +190,50 @@ class Clone:
         assert self._control is not None
         answer, _ = await self._control.call({"op": "name", "slot": slot, "name": hostname}, (), START_S)
         if not answer.get("ok", True):
-            raise SandboxLost(f"vm {self.pid}: the guest could not take its name: {answer.get('error')}")
+            raise SandboxLost(f"vm {self.pid}: the guest could not set its host name: {answer.get('error')}")
 
     def leave(self, channel: Channel) -> None:
-        """Nothing at first: a machine mostly ends soon after, and every word to a slot costs it CPU time. What still
-        runs in a slot when the machine lives on for long is ended then; the slot's namespaces stay, for taking them
-        down one by one costs more than killing the machine.
+        """End the processes of a released slot after `QUIET_S`, if the machine still lives. Usually it has ended by
+        then, and every message to a slot costs CPU time. The slot's namespaces stay: removing them one by one would
+        cost more than the end of the machine.
         """
 
-        async def quiet() -> None:
+        async def end_processes() -> None:
             await asyncio.sleep(QUIET_S)
             with suppress(SandboxLost):
                 await channel.call({"op": "end"})
 
-        task = asyncio.get_running_loop().create_task(quiet())
+        task = asyncio.get_running_loop().create_task(end_processes())
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
     async def ask(self, header: dict[str, Any]) -> dict[str, Any]:
-        """A question to the guest's root agent: facts, clock."""
+        """Ask the guest's first process: facts, clock, condition. SandboxLost."""
         if self._control is None:
             raise SandboxLost("the machine has not started")
         return (await self._control.call(header, (), START_S))[0]
 
-    async def inspect(self, thorough: bool = False) -> tuple[str, ...]:
-        """What was touched here that nothing honest writes (see integrity). `thorough`: the machine's first process is
-        asked as well, which costs tens of milliseconds. SandboxLost; VmhostError when it can't be told."""
+    async def check_integrity(self, thorough: bool = False) -> tuple[str, ...]:
+        """What was changed here that no legitimate work changes (see integrity). `thorough` also asks the machine's
+        first process, which costs tens of milliseconds. SandboxLost; VmhostError when it cannot be checked."""
         if self._lost.done():
             raise SandboxLost(self._lost.result())
-        if self._odd:
-            raise VmhostError("it can't be told what was touched: the machine did not begin as its template")
+        if self._unlike_template:
+            raise VmhostError("integrity cannot be checked: the machine did not begin as its template")
         try:
-            touched = self._look()
+            tampered = self._changed_pages()
         except VmhostError:
             if select.select([self._watch], [], [], 0)[0]:
-                raise SandboxLost(f"vm {self.pid}: it ended before it was looked at") from None
+                raise SandboxLost(f"vm {self.pid}: it ended before its integrity was checked") from None
             raise
         if not thorough:
-            return touched
-        return touched + self.template.watch.differences(await self.ask({"op": "condition"}))
+            return tampered
+        return tampered + self.template.integrity.differences(await self.ask({"op": "condition"}))
 
-    def _look(self) -> tuple[str, ...]:
+    def _changed_pages(self) -> tuple[str, ...]:
         if not self._low:
             self._low, _ = snapshot.mapping(self.pid, self._memory.mapped)
-        return self.template.watch.look(self.pid, self._low, self._memory.fd)
+        return self.template.integrity.check(self.pid, self._low, self._memory.fd)
 
     def kill(self) -> None:
         """End it now."""
@@ -244,7 +248,7 @@ class Clone:
         return (int(fields[11]) + int(fields[12])) * 1000.0 / os.sysconf("SC_CLK_TCK")
 
     def private_mb(self) -> float:
-        """Anonymous memory of the process: what the clone takes beyond the template."""
+        """Anonymous memory of the process: the clone's memory beyond its template's."""
         try:
             for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
                 if line.startswith("RssAnon:"):
@@ -258,21 +262,21 @@ class Clone:
             return
         self._reason = reason
         if self._qemu.process.returncode is None:
-            # Popen.kill would reap a machine that has just died, and `_exited` find no child.
+            # Popen.kill would reap a machine that has just died, and `_exited` would find no child.
             signal.pidfd_send_signal(self._watch, signal.SIGKILL)
         if not self._lost.done():
             self._lost.set_result(reason)
 
     def _exited(self) -> None:
-        """The process ended, by us or by itself."""
+        """Runs when the process has ended: reap it, close everything, tell the owner."""
         asyncio.get_running_loop().remove_reader(self._watch)
         os.close(self._watch)
         _, status, usage = os.wait4(self.pid, 0)
         self._qemu.process.returncode = os.waitstatus_to_exitcode(status)
         code = self._qemu.process.returncode
         how = f"was ended by signal {-code}" if code < 0 else "ended"
-        self._words = f"QEMU {how}: {self._qemu.complaint()}"
-        self._end(self._words)
+        self._exit_text = f"QEMU {how}: {self._qemu.complaint()}"
+        self._end(self._exit_text)
         for task in self._leaving:
             task.cancel()
         for channel in (self._control, *self._channels.values()):
@@ -289,8 +293,8 @@ class Clone:
 
 
 def _in_memory(data: bytes) -> int:
-    """A descriptor of a file that exists nowhere, at its beginning."""
-    held = Memory("headrace-state", 0)
-    with open(held.path, "wb") as file:
+    """A descriptor of an anonymous file with this content, positioned at its beginning."""
+    memory = Memory("headrace-state", 0)
+    with open(memory.path, "wb") as file:
         file.write(data)
-    return os.dup(held.fd)
+    return os.dup(memory.fd)

@@ -1,18 +1,19 @@
-"""Was a machine touched where nothing honest writes? The host looks at its memory; the guest takes no part.
+"""The integrity check: was a machine changed where no legitimate work writes? The host reads its memory from outside.
 
-A digest that the guest makes is blind to what its maker is blind to, and worth as much as the guest. But the kernel of
-the host knows which pages a clone has written (`/proc/PID/pagemap`: present, and not of a file any more), and a
-template knows which of its pages must never be written: the root lies in memory, so the page cache is every file of it,
-and the kernel's text and read-only data lie in one place (guest/pages.py finds them once, when a template is made). A
-look is the intersection of the two. Whoever takes over the guest's kernel can write any page; not without its becoming
-the clone's own. That a page was written is enough: putting it back does not help.
+A digest made by the guest is worth no more than the guest. But the host's kernel knows which pages a clone has written
+(`/proc/PID/pagemap`: present, and no longer backed by the file), and a template knows which of its pages must never be
+written: the root is a tmpfs, so the page cache holds every file of it, and the kernel's text and read-only data are
+contiguous (guest/boot/pages.py finds them once, while the template is built). The check intersects the two. An attacker
+who controls the guest's kernel can write any page, but then that page becomes the clone's own. Restoring its content
+does not hide the write.
 
-One thing honest changes the kernel's text: branches that are switched at run time (Documentation/staging/static-keys,
-here those of packet time stamps and socket filters, and many more could). Where they are stands in the kernel's own
-jump table, in its read-only memory: at such a place the two forms of that branch are right, and nothing else.
+There is one legitimate change of the kernel's text: branches that are switched at run time (Linux
+Documentation/staging/static-keys; here those of packet time stamps and socket filters). The kernel's jump table, in its
+read-only memory, lists their addresses. At such an address the two forms of that branch are accepted, and nothing else.
 
-Not seen: memory that honest work writes too (heaps and stacks of running processes, the kernel's data, its modules).
-What root could do with that without such a page, `differences` finds in the answer of the machine's first process.
+Not covered: memory that legitimate work writes too, such as heaps and stacks of running processes, the kernel's data
+and its modules. What root can change there without writing a fixed page, `differences` finds in the report of the
+machine's first process.
 """
 
 import os
@@ -25,26 +26,27 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headrace.vmhost import agent_files
 from headrace.vmhost.errors import VmhostError
 
 PAGE = 4096
 KERNEL = "kernel"
 SHOWN = 8
-"""Names in the answer of a look."""
+"""Largest number of names that a check reports."""
 _AGENT = "/opt/headrace/guest/"
 _4_GIB = 1 << 20
 """In pages."""
 _NEAR = 64
-"""Pages between two ranges that are read along rather than left out."""
+"""Ranges closer than this many pages are read together."""
 _NO_OPS = {5: bytes.fromhex("0f1f440000"), 2: bytes.fromhex("6690")}
 _ENTRY = struct.Struct("<iiq")
 
 
 class Fixed(msgspec.Struct, frozen=True, kw_only=True):
-    """The pages of a template that nothing honest writes, and where honest code changes the kernel's text."""
+    """The pages of a template that no legitimate work writes, and where the kernel changes its own text."""
 
     names: tuple[str, ...]
-    """Whose they are: paths of files, `KERNEL` first."""
+    """Owners of pages: `KERNEL` first, then paths of files."""
     ranges: bytes
     """First page, number of pages, index of the name: little-endian u32, in order of pages."""
     text: tuple[int, int]
@@ -52,7 +54,7 @@ class Fixed(msgspec.Struct, frozen=True, kw_only=True):
     sites: bytes
     """Switched branches: offset in memory and offset of their target, little-endian i64, ascending."""
     condition: dict[str, str]
-    """What the first process says of all that only root could change (guest/condition.py)."""
+    """The first process's report of what only root can change (guest/boot/condition.py)."""
 
 
 class _Report(msgspec.Struct):
@@ -66,22 +68,22 @@ Survey = tuple[dict[str, Any], dict[str, Any]]
 
 
 async def survey(ask: Ask) -> Survey:
-    """What a template that is about to be frozen has to say: its fixed pages, and its condition."""
+    """The fixed pages and the condition of a machine that is about to be frozen."""
     return await ask({"op": "pages"}), await ask({"op": "condition"})
 
 
 def write(folder: Path, surveyed: Survey) -> None:
-    """``fixed`` beside the memory of a template. VmhostError when the survey and the memory do not fit."""
+    """Write ``fixed`` beside the memory of a template. VmhostError when survey and memory do not fit each other."""
     (folder / "fixed").write_bytes(msgspec.msgpack.encode(fixed(*surveyed, folder / "ram")))
 
 
 def fixed(pages: dict[str, Any], condition: dict[str, Any], ram: Path) -> Fixed:
-    """The survey in terms of the memory file. VmhostError when the agent's own files are not where it says."""
+    """The survey in page numbers of the memory file. VmhostError when the agent's files are not where it says."""
     try:
         report = msgspec.convert(pages, _Report)
         memory = np.memmap(ram, np.uint8, "r")
         areas = [_area(line) for line in report.memory]
-        # What does not fit below the devices lies above 4 GiB, and last in the file.
+        # Memory that does not fit below the device addresses lies above 4 GiB, and last in the file.
         shift = max(end for _, end, name in areas if name == "System RAM") - len(memory)
         names, ranges = [KERNEL], []
         for path, frames in report.files:
@@ -95,7 +97,7 @@ def fixed(pages: dict[str, Any], condition: dict[str, Any], ram: Path) -> Fixed:
         table = np.array(sorted(ranges), "<u4")
         _check(memory, names, table)
     except (msgspec.ValidationError, ValueError, LookupError, OSError, OverflowError) as error:
-        raise VmhostError(f"the template's memory can't be told apart: {error or type(error).__name__}") from None
+        raise VmhostError(f"the template's memory cannot be mapped to files: {error or type(error).__name__}") from None
     return Fixed(
         names=tuple(names),
         ranges=table.tobytes(),
@@ -106,18 +108,18 @@ def fixed(pages: dict[str, Any], condition: dict[str, Any], ram: Path) -> Fixed:
 
 
 def _check(memory: Any, names: list[str], table: Any) -> None:
-    """ValueError when the agent is not where it should be: then nothing else is."""
+    """ValueError when the agent's files are not at their pages: then no other file is either."""
     if int((table[:, 0].astype(np.int64) + table[:, 1]).max()) * PAGE > len(memory):
-        raise ValueError("a page beyond its end")
+        raise ValueError("a page lies beyond the end of the memory")
     begins = {names[name]: int(first) * PAGE for first, _, name in table[::-1]}
-    for path in (Path(__file__).parent / "guest").glob("*.py"):
-        at, known = begins.get(f"{_AGENT}{path.name}"), path.read_bytes()[:PAGE]
-        if at is not None and memory[at : at + len(known)].tobytes() != known:
-            raise ValueError(f"{path.name} is not where it should be")
+    for name, source in agent_files.sources().items():
+        at, expected = begins.get(f"{_AGENT}{name}"), source[:PAGE]
+        if at is not None and memory[at : at + len(expected)].tobytes() != expected:
+            raise ValueError(f"{name} is not where it should be")
 
 
 def _area(line: str) -> tuple[int, int, str]:
-    """First byte, last plus one, name."""
+    """A line of /proc/iomem as first byte, last byte plus one, name."""
     numbers, _, name = line.partition(" : ")
     first, _, last = numbers.partition("-")
     return int(first, 16), int(last, 16) + 1, name
@@ -135,15 +137,15 @@ def _sites(memory: Any, code: tuple[int, int, str], symbols: dict[str, int]) -> 
     shift = symbols["_text"] - code[0]
     first, last = (symbols[f"__{end}___jump_table"] - shift for end in ("start", "stop"))
     raw = memory[first:last].tobytes()
-    found = []
+    sites = []
     for at, (where, target, _) in zip(range(first, last, _ENTRY.size), _ENTRY.iter_unpack(raw), strict=True):
         if code[0] <= at + where < code[1]:
-            found.append((at + where, at + 4 + target))
-    return sorted(found)
+            sites.append((at + where, at + 4 + target))
+    return sorted(sites)
 
 
-class Watch:
-    """A template's fixed pages, ready to be looked at."""
+class IntegrityCheck:
+    """Compares machines with their template's fixed pages and condition."""
 
     def __init__(self, pages: Fixed) -> None:
         ranges = np.frombuffer(pages.ranges, "<u4").reshape(-1, 3).astype(np.int64)
@@ -162,46 +164,46 @@ class Watch:
         self._spans = [(int(part[0, 0]), int(part[-1, 0] + part[-1, 1] - part[0, 0])) for part in parts]
 
     def differences(self, answer: dict[str, Any]) -> tuple[str, ...]:
-        """Names under which a machine's condition is another than its template's."""
+        """Names of the entries in which a machine's condition differs from its template's."""
         names = self._condition.keys() | answer.keys()
         return tuple(sorted(name for name in names if self._condition.get(name) != answer.get(name)))[:SHOWN]
 
-    def look(self, pid: int, low: int, memory: int) -> tuple[str, ...]:
-        """What of a machine was touched: paths, `KERNEL`. low: where its process maps its memory; memory: a descriptor
-        of the template's. VmhostError when the process is gone."""
+    def check(self, pid: int, low: int, memory: int) -> tuple[str, ...]:
+        """Names of changed files, and `KERNEL`. pid: the machine's process; low: address at which it maps its memory;
+        memory: a descriptor of the template's memory. VmhostError when the process has ended."""
         try:
             written = self._written(pid, low)
-            touched = {self._names[owner] for page, owner in written if owner >= 0}
+            tampered = {self._names[owner] for page, owner in written if owner >= 0}
             patched = [page for page, owner in written if owner == -1]
-            # Twice: a branch that is being switched at this moment has been by then.
-            if patched and not any(self._right(pid, low, memory, patched) for _ in range(2)):
-                touched.add(KERNEL)
+            # Twice: the kernel may be switching a branch at this moment.
+            if patched and not any(self._only_switched_branches(pid, low, memory, patched) for _ in range(2)):
+                tampered.add(KERNEL)
         except OSError as error:
-            raise VmhostError(f"the machine's memory can't be looked at: {error.strerror}") from None
-        return tuple(sorted(touched))[:SHOWN]
+            raise VmhostError(f"the machine's memory cannot be read: {error.strerror}") from None
+        return tuple(sorted(tampered))[:SHOWN]
 
     def _written(self, pid: int, low: int) -> list[tuple[int, int]]:
-        """Fixed pages that the machine has written, and whose they are."""
-        found: list[tuple[int, int]] = []
+        """Fixed pages that the machine has written: (page, index of the owner)."""
+        written: list[tuple[int, int]] = []
         table = os.open(f"/proc/{pid}/pagemap", os.O_RDONLY)
         try:
             for first, count in self._spans:
                 raw = os.pread(table, 8 * count, (low // PAGE + first) * 8)
                 if len(raw) != 8 * count:
                     raise OSError(3, "No such process")
-                # The uppermost byte: present, swapped, of a file.
+                # The highest byte of an entry: present, swapped, backed by a file.
                 kind = np.frombuffer(raw, np.uint8)[7::8] & 0xE0
                 pages = first + np.flatnonzero((kind == 0x80) | (kind & 0x40 != 0))
                 if len(pages):
                     owners = self._owner[pages]
-                    mine = owners > -2
-                    found += zip(pages[mine].tolist(), owners[mine].tolist(), strict=True)
+                    fixed_pages = owners > -2
+                    written += zip(pages[fixed_pages].tolist(), owners[fixed_pages].tolist(), strict=True)
         finally:
             os.close(table)
-        return found
+        return written
 
-    def _right(self, pid: int, low: int, memory: int, pages: list[int]) -> bool:
-        """Whether pages of the kernel's text differ from the template's in branches alone, each in one of its forms."""
+    def _only_switched_branches(self, pid: int, low: int, memory: int, pages: list[int]) -> bool:
+        """Whether these pages of the kernel's text differ from the template's only in accepted forms of branches."""
         now = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
         try:
             for page in pages:
@@ -220,8 +222,8 @@ class Watch:
 
 
 def _forms(was: bytes, distance: int) -> tuple[bytes, ...]:
-    """The five bytes of a branch as they may be: taken or not; and, while it is switched, with a breakpoint first
-    (text_poke_bp). Short ones are two bytes, and the rest stays."""
+    """The accepted forms of a branch's five bytes: taken, not taken, and each with a breakpoint first while it is being
+    switched (text_poke_bp). A short branch has two bytes, and the others stay."""
     if was[:1] == b"\xe9" or was == _NO_OPS[5]:
         jump, plain = b"\xe9" + struct.pack("<i", distance - 5), _NO_OPS[5]
     elif was[:1] == b"\xeb" or was[:2] == _NO_OPS[2]:
@@ -233,9 +235,9 @@ def _forms(was: bytes, distance: int) -> tuple[bytes, ...]:
 
 
 @lru_cache(16)
-def watch(path: Path, stamp: tuple[int, ...]) -> Watch:
-    """A template's, from its file; `stamp` tells one state of it from another. VmhostError when it can't be read."""
+def load(path: Path, stamp: tuple[int, ...]) -> IntegrityCheck:
+    """The check of a template, from its ``fixed`` file; `stamp` identifies the file's state. VmhostError."""
     try:
-        return Watch(msgspec.msgpack.decode(path.read_bytes(), type=Fixed))
+        return IntegrityCheck(msgspec.msgpack.decode(path.read_bytes(), type=Fixed))
     except (OSError, msgspec.DecodeError) as error:
-        raise VmhostError(f"{path} can't be read: {error}; build the template again") from None
+        raise VmhostError(f"{path} cannot be read: {error}; build the template again") from None

@@ -1,12 +1,12 @@
-"""A machine's memory as QEMU gets it: an anonymous file, handed over as a descriptor.
+"""A machine's memory as QEMU gets it: an anonymous file, passed as a descriptor.
 
-Why not the template's own file: QEMU opens it for writing even where it maps it privately, so a QEMU without
-privileges would need write permission on the memory that all clones share. A sealed memfd may be opened for writing by
-anyone and is written by nobody (memfd_create(2), F_SEAL_WRITE); private mappings copy on write as ever. Nor does QEMU
-need to see a single path of the host's: `/proc/self/fd` leads to what it was given and nowhere else.
+QEMU opens its memory file for writing even if it maps it privately. With the template's own file, a QEMU without
+privileges would need write permission on the memory that all clones share. A sealed memfd can be opened for writing and
+never be written (memfd_create(2), F_SEAL_WRITE); private mappings of it copy on write as usual. QEMU also needs no path
+of the host's file system: `/proc/self/fd` leads to inherited descriptors and nowhere else.
 
-Trade-off: a template in use lies in RAM once per process that runs clones of it (204 MiB for the light one, copied in
-0.14 s), where the page cache could have let go of it. What happens to its file meanwhile no longer reaches its clones.
+Trade-off: a template in use occupies RAM once per process that runs clones of it (204 MiB for the light one, copied in
+0.14 s), while the page cache could drop a file. In return, later changes of the file do not reach its clones.
 """
 
 import fcntl
@@ -24,20 +24,20 @@ _PIECE = 16 << 20
 
 
 class Memory:
-    """An anonymous file of a size. It closes with its last user."""
+    """An anonymous file of a fixed size. It is closed when its last user drops it."""
 
     def __init__(self, name: str, size: int) -> None:
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.close = weakref.finalize(self, os.close, self.fd)
-        """Now; or when nobody holds it any more."""
+        """Close it now instead."""
         os.ftruncate(self.fd, size)
         self.path = descriptor(self.fd)
-        """What a process that inherits it opens."""
+        """The path under which a process that inherits the descriptor opens it."""
         self.mapped = f"/memfd:{name} (deleted)"
-        """As which it shows in /proc/PID/maps."""
+        """Its name in /proc/PID/maps."""
 
     def save(self, target: Path) -> None:
-        """Its content as a file with holes. OSError."""
+        """Write its content to a sparse file. OSError."""
         with target.open("wb") as out:
             os.ftruncate(out.fileno(), os.fstat(self.fd).st_size)
             _copy(self.fd, out.fileno())
@@ -52,30 +52,29 @@ _sealed: "WeakValueDictionary[tuple[Path, tuple[int, ...]], Memory]" = WeakValue
 
 
 def sealed(ram: Path, stamp: tuple[int, ...], name: str) -> Memory:
-    """A template's memory, read once and never changed again; `stamp` tells one state of its file from another.
-    VmhostError when it can't be had."""
-    known = _sealed.get((ram, stamp))
-    if known is not None:
-        return known
+    """A template's memory, read once and never changed; `stamp` identifies the state of its file. VmhostError."""
+    cached = _sealed.get((ram, stamp))
+    if cached is not None:
+        return cached
     try:
         with ram.open("rb") as source:
             made = Memory(f"headrace-{name}", os.fstat(source.fileno()).st_size)
             _copy(source.fileno(), made.fd)
         fcntl.fcntl(made.fd, _ADD_SEALS, _SEALS)
     except OSError as error:
-        raise VmhostError(f"the memory of template {name} can't be taken from {ram}: {error.strerror}") from None
+        raise VmhostError(f"the memory of template {name} cannot be read from {ram}: {error.strerror}") from None
     _sealed[ram, stamp] = made
     return made
 
 
 def _copy(source: int, target: int) -> None:
-    """What is data; holes stay holes."""
+    """Copy the data; holes stay holes."""
     for begin, end in _data(source):
         os.lseek(target, begin, os.SEEK_SET)
         while begin < end:
             moved = os.sendfile(target, source, begin, min(_PIECE, end - begin))
             if not moved:
-                raise OSError(5, "it became shorter while it was read")
+                raise OSError(5, "the file became shorter while it was read")
             begin += moved
 
 
@@ -84,7 +83,7 @@ def _data(fd: int) -> Iterator[tuple[int, int]]:
     while at < size:
         try:
             begin = os.lseek(fd, at, os.SEEK_DATA)
-        except OSError:  # nothing but a hole
+        except OSError:  # only a hole is left
             return
         at = os.lseek(fd, begin, os.SEEK_HOLE)
         yield begin, at

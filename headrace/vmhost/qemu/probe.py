@@ -1,7 +1,7 @@
-"""Which accelerator and machine work here: found by booting, because an open /dev/kvm proves nothing.
+"""Chooses accelerator and machine type by booting them, because a /dev/kvm that opens does not prove that KVM works.
 
-Each candidate boots the kernel with a root of one program that prints a marker. kvm before tcg, microvm before q35;
-the first that says the marker in time is taken, and remembered until the machine, its kernel or QEMU changes.
+Each candidate boots the kernel with one program that prints a marker. The order is kvm before tcg, microvm before q35;
+the first candidate that prints the marker in time is chosen, and remembered until the host, its kernel or QEMU changes.
 """
 
 import json
@@ -13,10 +13,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.vmhost import cpio, qemu
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.memory import Memory, descriptor
-from headrace.vmhost.qemu import Accel, Hardware, MachineType
+from headrace.vmhost.images import cpio
+from headrace.vmhost.qemu import process
+from headrace.vmhost.qemu.memory import Memory, descriptor
+from headrace.vmhost.qemu.process import Accel, Hardware, MachineType
 
 _MARKER = b"headrace-is-up"
 _LIMIT_S = {"kvm": 8.0, "tcg": 60.0}
@@ -26,7 +27,7 @@ _LIMIT_S = {"kvm": 8.0, "tcg": 60.0}
 def choose(base: Path, cache: Path, version: str, wanted: str = "auto") -> tuple[Accel, MachineType, str]:
     """Accelerator, machine type, and why in one sentence. VmhostError when nothing boots."""
     remembered = cache / "probe.json"
-    conditions = [version, os.uname().release, _cpu(), _boot_id(), base.name, wanted, qemu.no_kvm()]
+    conditions = [version, os.uname().release, _cpu(), _boot_id(), base.name, wanted, process.no_kvm()]
     try:
         before = json.loads(remembered.read_text())
         if before["conditions"] == conditions:
@@ -37,23 +38,23 @@ def choose(base: Path, cache: Path, version: str, wanted: str = "auto") -> tuple
     accels: tuple[Accel, ...] = ("kvm", "tcg") if wanted == "auto" else (wanted,)  # type: ignore[assignment]
     machines: tuple[MachineType, ...] = ("microvm", "q35")
     for accel in accels:
-        if accel == "kvm" and (reason := qemu.no_kvm()):
+        if accel == "kvm" and (reason := process.no_kvm()):
             notes.append(reason)
             continue
         for machine in machines:
             failure = boots(base, accel, machine)
             if not failure:
                 why = f"{accel} with {machine}" + (f" ({'; '.join(notes)})" if notes else "")
-                found = {"conditions": conditions, "accel": accel, "machine": machine, "why": why}
-                with suppress(OSError):  # of another user, or of nobody on a read-only disk: then it is found again
-                    remembered.write_text(json.dumps(found))
+                choice = {"conditions": conditions, "accel": accel, "machine": machine, "why": why}
+                with suppress(OSError):  # a cache of another user or on a read-only disk: the next run probes again
+                    remembered.write_text(json.dumps(choice))
                 return accel, machine, why
             notes.append(f"{accel} with {machine}: {failure}")
     raise VmhostError(f"no virtual machine boots here: {'; '.join(notes)}")
 
 
 def boots(base: Path, accel: Accel, machine: MachineType) -> str:
-    """Boot to the marker: empty when it works, else why it does not."""
+    """Boot to the marker: why that failed; empty when it worked."""
     hardware = Hardware(accel=accel, machine=machine, memory_mb=128, ports=1)
     with tempfile.TemporaryDirectory(prefix="headrace-probe-") as folder:
         initrd = Path(folder, "initrd")
@@ -63,14 +64,14 @@ def boots(base: Path, accel: Accel, machine: MachineType) -> str:
             entries = [cpio.folder("bin"), cpio.folder("dev"), cpio.file("bin/busybox", busybox, 0o755)]
             entries += [cpio.device("dev/console", 5, 1, 0o600), cpio.device("dev/ttyS0", 4, 64)]
             cpio.write(out, [*entries, cpio.file("init", script, 0o755)])
-        line = qemu.kernel_line(hardware, (), qemu.tsc_khz())
+        line = process.kernel_line(hardware, (), process.tsc_khz())
         ours, theirs = socket.socketpair()
         with ours, theirs, (base / "vmlinuz").open() as kernel, initrd.open() as root:
             given = [file.fileno() for file in (kernel, root, theirs)]
             extra = ["-kernel", descriptor(given[0]), "-initrd", descriptor(given[1]), "-append", line]
             extra += ["-chardev", f"socket,id=tty,fd={given[2]}"]
             memory = Memory("headrace-probe", hardware.memory_mb << 20)
-            child = qemu.Qemu(hardware, memory, share=False, serial="chardev:tty", extra=extra, inherit=given)
+            child = process.Qemu(hardware, memory, share=False, serial="chardev:tty", extra=extra, inherit=given)
             theirs.close()
             try:
                 return _listen(ours, child, _LIMIT_S[accel])
@@ -80,22 +81,22 @@ def boots(base: Path, accel: Accel, machine: MachineType) -> str:
                 child.close()
 
 
-def _listen(serial: socket.socket, child: qemu.Qemu, limit: float) -> str:
-    said, until = b"", time.monotonic() + limit
+def _listen(serial: socket.socket, child: process.Qemu, limit: float) -> str:
+    output, until = b"", time.monotonic() + limit
     while (left := until - time.monotonic()) > 0 and select.select([serial], [], [], left)[0]:
         data = serial.recv(4096)
         if not data:
             child.process.wait()
             return child.complaint()
-        said += data
-        if _MARKER in said:
+        output += data
+        if _MARKER in output:
             return ""
-    lines = [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
-    return f"no sign of life in {limit:g} s" + (f", last said: {lines[-1][:200]}" if lines else "")
+    lines = [line.strip() for line in output.decode("utf-8", "replace").splitlines() if line.strip()]
+    return f"no output within {limit:g} s" + (f"; the last line was: {lines[-1][:200]}" if lines else "")
 
 
 def _busybox(base: Path) -> bytes:
-    """busybox out of the light root; our own archives are simple enough to be read in a few lines."""
+    """The busybox of the light root. Archives that this package writes can be read in a few lines."""
     data = (base / "light.cpio").read_bytes()
     at = 0
     while data[at : at + 6] == b"070701":

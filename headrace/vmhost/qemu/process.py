@@ -1,15 +1,15 @@
 """QEMU children: the command line, the process, and the few monitor commands that a clone needs.
 
-The device list of a template and of its clones is made here once, because a snapshot only loads into the machine that
-it was taken from. No disk, no network card, no entropy device: the root is in RAM, shared copy-on-write with the
-template's file, and each slot has one serial port of its own.
+The device list of a template and of its clones comes from one function, because a snapshot only loads into the machine
+that it was taken from. There is no disk, no network card and no entropy device: the root is in RAM, shared
+copy-on-write with the template's file, and each slot has one serial port.
 
-A QEMU dies with whoever started it (PR_SET_PDEATHSIG, set by setpriv before the exec), also on kill -9 of the parent.
-The signal belongs to the starting *thread*, so clones are started from the event loop's own.
+A QEMU ends with the process that started it (PR_SET_PDEATHSIG, set by setpriv before the exec), also after a SIGKILL.
+The signal belongs to the starting *thread*, so clones are started from the event loop's thread.
 
-Started by root, each has a user of its own that nothing belongs to, no capability and no way to gain any, beside QEMU's
-own seccomp sandbox. All that it opens it inherits: memory, kernel, state, sockets (see memory). A guest that broke out
-would find a process that may read what everybody may read, and can't reach its neighbours.
+A QEMU that root starts runs as a user of its own without files, without capabilities and without a way to gain any, and
+inside QEMU's seccomp sandbox. It inherits everything that it opens: memory, kernel, state, sockets (see memory). An
+attacker who escapes from the guest controls a process that may read public files and cannot reach other machines.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.memory import Memory
+from headrace.vmhost.qemu.memory import Memory
 
 Accel = Literal["kvm", "tcg"]
 MachineType = Literal["microvm", "q35"]
@@ -54,10 +54,10 @@ def version() -> str:
     if shutil.which(BINARY) is None:
         raise VmhostError(f"{BINARY} is not installed: {INSTALL}")
     text = subprocess.run([BINARY, "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"version (.*)", text)
-    if not found:
+    match = re.search(r"version (.*)", text)
+    if not match:
         raise VmhostError(f"{BINARY} does not run: reinstall it ({INSTALL})")
-    return found[1]
+    return match[1]
 
 
 def argv(
@@ -88,7 +88,7 @@ _users = itertools.count()
 
 
 def _nobody(accel: Accel) -> list[str]:
-    """Words for setpriv: a user that nobody else is. Who is not root has no privileges to give up."""
+    """Arguments of setpriv that select an unused user; none without root's rights, which there are none to drop."""
     if os.geteuid() != 0:
         return []
     user = str(1 << 30 | (os.getpid() & 0x3FFF) << 16 | next(_users) & 0xFFFF)
@@ -97,15 +97,16 @@ def _nobody(accel: Accel) -> list[str]:
 
 
 def no_kvm(device: str = KVM) -> str:
-    """Why a QEMU of ours could not even open the device, and what to change; empty when it can."""
+    """Why a QEMU could not open the KVM device, and what to change; empty when it can."""
     try:
         mode = os.stat(device).st_mode
     except OSError:
         return f"no {device}"
-    if os.geteuid() == 0:  # then its QEMUs are not
+    if os.geteuid() == 0:  # its QEMUs run as other users
         allowed = mode & 0o006 == 0o006 or mode & 0o060 == 0o060
-        return "" if allowed else f"{device} is root's alone and QEMU does not run as root: chgrp kvm and chmod 660 it"
-    return "" if os.access(device, os.R_OK | os.W_OK) else f"{device} is not for this user: add it to the group kvm"
+        fix = "chgrp kvm and chmod 660 it"
+        return "" if allowed else f"only root may open {device} and QEMU does not run as root: {fix}"
+    return "" if os.access(device, os.R_OK | os.W_OK) else f"this user may not open {device}: add it to the group kvm"
 
 
 def _on(value: bool) -> str:
@@ -115,9 +116,9 @@ def _on(value: bool) -> str:
 def kernel_line(hardware: Hardware, modules: Sequence[str], tsc_khz: int) -> str:
     """The guest kernel's command line.
 
-    The TSC words: a microVM under TCG has nothing to calibrate its clock against and hangs, or runs slow, without them.
-    No mitigations, SMAP, SMEP or five-level paging: under emulation they cost 5 to 7 % and the boundary that counts is
-    the emulator's; under KVM they stay as the kernel likes them.
+    The TSC options: a microVM under TCG has no reference to calibrate its clock against; without them it hangs or runs
+    slow. Under emulation mitigations, SMAP, SMEP and five-level paging are off: they cost 5 to 7 %, and the emulator is
+    the boundary. Under KVM the kernel's defaults stay.
     """
     words = ["console=ttyS0", "8250.nr_uarts=1", "quiet", "loglevel=4", "reboot=t", "panic=-1", "random.trust_cpu=on"]
     words += ["net.ifnames=0", f"headrace.ports={hardware.ports}", f"headrace.modules={','.join(modules)}"]
@@ -136,7 +137,7 @@ def tsc_khz() -> int:
     counter = ctypes.CFUNCTYPE(ctypes.c_uint64)(ctypes.addressof(anchor))
 
     def sample() -> tuple[int, int]:
-        """A (nanoseconds, ticks) pair taken close together: the tightest of some tries."""
+        """A pair (nanoseconds, ticks) read close together: the closest of 20 attempts."""
         best = (1 << 62, 0, 0)
         for _ in range(20):
             before = time.monotonic_ns()
@@ -153,7 +154,7 @@ def tsc_khz() -> int:
 
 
 class Qemu:
-    """One QEMU process. `ports` are our ends of its serial ports."""
+    """One QEMU process. `ports` are the host's ends of its serial ports."""
 
     def __init__(
         self,
@@ -175,12 +176,12 @@ class Qemu:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                process_group=0,  # Ctrl-C in our terminal is for us to answer
+                process_group=0,  # Ctrl-C in the terminal must not reach it
             )
         except OSError as error:
             for ours, _ in pairs:
                 ours.close()
-            raise VmhostError(f"{error.filename} can't be started: {error.strerror}; {INSTALL} util-linux") from None
+            raise VmhostError(f"{error.filename} cannot be started: {error.strerror}; {INSTALL} util-linux") from None
         finally:
             for _, end in pairs:
                 end.close()
@@ -189,15 +190,15 @@ class Qemu:
         self.pid = self.process.pid
 
     def complaint(self) -> str:
-        """What the ended process said on its way out, in one line."""
+        """The last line that the ended process wrote to stderr."""
         assert self.process.stderr is not None
         os.set_blocking(self.process.stderr.fileno(), False)
-        said = self.process.stderr.read() or b""
-        lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
-        return lines[-1][-300:] if lines else "no word"
+        text = self.process.stderr.read() or b""
+        lines = [line for line in text.decode("utf-8", "replace").splitlines() if line.strip()]
+        return lines[-1][-300:] if lines else "it wrote no message"
 
     def close(self) -> None:
-        """Let go of our ends."""
+        """Close the host's ends."""
         for end in (self.monitor, *self.ports):
             end.close()
         assert self.process.stderr is not None
@@ -205,7 +206,7 @@ class Qemu:
 
 
 class Monitor(asyncio.Protocol):
-    """The raw monitor: commands are written at once and answered in order; no polling, no negotiation round trips."""
+    """A QMP monitor that writes commands at once and matches answers by order, without negotiation round trips."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -216,7 +217,7 @@ class Monitor(asyncio.Protocol):
 
     @classmethod
     async def connect(cls, end: socket.socket) -> "Monitor":
-        """Take over the socket and enable commands."""
+        """A monitor over this socket, which it owns from then on; commands are enabled."""
         end.setblocking(False)
         _, monitor = await asyncio.get_running_loop().create_unix_connection(cls, sock=end)
         monitor.send("qmp_capabilities")
@@ -253,7 +254,7 @@ class Monitor(asyncio.Protocol):
                 future.set_result({"error": {"desc": reason}})
 
     def send(self, command: str, arguments: Mapping[str, Any] | None = None) -> "asyncio.Future[Any]":
-        """Write a command; the future holds the raw answer. An error also breaks the monitor, as its owner hears."""
+        """Write a command; the future gets the raw answer. An error also sets `broken`."""
         assert self._transport is not None
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(future)

@@ -1,13 +1,13 @@
-"""A running clone as what makes it differ from its template: the pages it wrote, and the state of its devices.
+"""A running clone as its difference from the template: the pages that it wrote, and the state of its devices.
 
-A clone maps its template's memory privately, so the kernel knows which pages are its own (`/proc/PID/pagemap`,
-Documentation/admin-guide/mm/pagemap.rst: present, and not of a file). Those are a few MiB where the whole memory is
-hundreds. Device state comes from QEMU's ``xen-save-devices-state``, which despite its name saves every device of any
-machine and leaves memory out; an ordinary migration stream would carry all of it. What that stream lacks, its preamble
-with the machine's name and the read-only memories, is the template's own and is taken from there.
+A clone maps its template's memory privately, so the kernel knows which pages are its own (`/proc/PID/pagemap`, Linux
+Documentation/admin-guide/mm/pagemap.rst: present, and not backed by a file). Those are a few MiB of hundreds. Device
+state comes from QEMU's ``xen-save-devices-state``, which despite its name saves every device of any machine and leaves
+memory out; an ordinary migration stream would carry all of the memory. That stream lacks a preamble with the machine's
+name and the read-only memories, which is taken from the template's state.
 
-A child gets the pages written into its memory before it has run a single instruction, and loads that state: a fork
-costs what a clone costs, and shares with its siblings what the template shares.
+A copy gets the pages written into its memory before it runs its first instruction, and then loads that state. A fork
+therefore costs as much as a clone, and copies share the template's memory.
 """
 
 import os
@@ -25,14 +25,14 @@ _PRESENT, _SWAPPED, _FILE = 1 << 63, 1 << 62, 1 << 61
 LARGEST = 8 << 30
 """Bytes of the largest checkpoint that is unpacked."""
 _RUN = 256
-"""Pages that are read at once."""
+"""Largest number of pages that are read at once."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment of a machine, relative to its template."""
+    """The state of a machine at one moment, relative to its template."""
 
     state: bytes
-    """What a clone loads: the template's preamble and these devices."""
+    """The stream that a clone loads: the template's preamble and the devices."""
     numbers: bytes
     """Page numbers, little-endian u32, ascending."""
     pages: bytes
@@ -45,27 +45,27 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A snapshot that travels: which template it belongs to, and where in it a sandbox lives."""
+    """A snapshot that can be restored elsewhere, with its template and the sandbox's slot."""
 
     template: str
     key: str
     ram_hash: str
     slot: int
     whole: bool
-    """Whether all of the memory is in it, so that any template of the same key will do."""
+    """Whether it holds all of the memory, so that any template of the same key suffices."""
     snapshot: Snapshot
 
 
 def pack(checkpoint: Checkpoint) -> bytes:
-    """As a blob."""
+    """Encode and compress a checkpoint."""
     return zstandard.ZstdCompressor(level=1, write_checksum=True).compress(msgspec.msgpack.encode(checkpoint))
 
 
 def unpack(blob: bytes) -> Checkpoint:
-    """From a blob. VmhostError when it is none, or damaged."""
+    """Decode a checkpoint. VmhostError when the data is none, or damaged."""
     try:
         if not 0 < zstandard.frame_content_size(blob) <= LARGEST:
-            raise VmhostError("this is no checkpoint, or a damaged one: its size can't be right")
+            raise VmhostError("this is no checkpoint, or a damaged one: it claims an impossible size")
         checkpoint = msgspec.msgpack.decode(zstandard.decompress(blob), type=Checkpoint)
     except (zstandard.ZstdError, msgspec.DecodeError) as error:
         raise VmhostError(f"this is no checkpoint, or a damaged one: {error}") from None
@@ -76,14 +76,14 @@ def unpack(blob: bytes) -> Checkpoint:
 
 
 def compose(template_state: bytes, devices: bytes) -> bytes:
-    """The device state as a stream that clones of that template load. VmhostError when the two do not belong together.
+    """The device state as a stream that clones of that template load. VmhostError when the two do not match.
 
     Both begin with magic and version; the first device's section has the same header in both.
     """
     length = devices[13] if len(devices) > 14 else 0
     first = devices[8 : 14 + length]
     if len(first) < 7 or first[0] != 4 or devices[:8] != template_state[:8] or first not in template_state:
-        raise VmhostError("QEMU's device state has another form than the template's: this QEMU can't fork machines")
+        raise VmhostError("QEMU's device state does not match its template's: this QEMU version cannot fork")
     return template_state[: template_state.index(first)] + devices[8:]
 
 
@@ -97,7 +97,7 @@ def mapping(pid: int, name: str) -> tuple[int, int]:
                     low, _, high = fields[0].partition("-")
                     return int(low, 16), int(high, 16)
     except OSError as error:
-        raise VmhostError(f"the machine's memory can't be seen: {error.strerror}") from None
+        raise VmhostError(f"the machine's memory map cannot be read: {error.strerror}") from None
     raise VmhostError("the machine does not map its template's memory")
 
 
@@ -108,28 +108,28 @@ def own_pages(pid: int, name: str) -> tuple[bytes, bytes]:
         with open(f"/proc/{pid}/pagemap", "rb") as table:
             table.seek(low // PAGE * 8)
             entries = np.frombuffer(table.read((high - low) // PAGE * 8), "<u8")
-        own = ((entries & _PRESENT != 0) & (entries & _FILE == 0)) | (entries & _SWAPPED != 0)
-        numbers = np.flatnonzero(own).astype("<u4")
+        written = ((entries & _PRESENT != 0) & (entries & _FILE == 0)) | (entries & _SWAPPED != 0)
+        numbers = np.flatnonzero(written).astype("<u4")
         return numbers.tobytes(), _read(pid, low, numbers)
     except OSError as error:
-        raise VmhostError(f"the machine's memory can't be read: {error.strerror}") from None
+        raise VmhostError(f"the machine's memory cannot be read: {error.strerror}") from None
 
 
 def all_pages(pid: int, name: str) -> tuple[bytes, bytes]:
     """Numbers and contents of every page that is not empty."""
     low, high = mapping(pid, name)
-    found: list[int] = []
+    filled: list[int] = []
     out = bytearray()
     try:
         for first in range(0, (high - low) // PAGE, _RUN):
             count = min(_RUN, (high - low) // PAGE - first)
             pages = np.frombuffer(_read(pid, low, np.arange(first, first + count)), np.uint8).reshape(-1, PAGE)
             full = pages.any(axis=1)
-            found += [first + int(at) for at in np.flatnonzero(full)]
+            filled += [first + int(at) for at in np.flatnonzero(full)]
             out += pages[full].tobytes()
     except OSError as error:
-        raise VmhostError(f"the machine's memory can't be read: {error.strerror}") from None
-    return np.array(found, "<u4").tobytes(), bytes(out)
+        raise VmhostError(f"the machine's memory cannot be read: {error.strerror}") from None
+    return np.array(filled, "<u4").tobytes(), bytes(out)
 
 
 def _read(pid: int, low: int, numbers: "np.ndarray[Any, np.dtype[Any]]") -> bytes:
@@ -164,11 +164,11 @@ def put_pages(pid: int, name: str, snapshot: Snapshot) -> None:
         finally:
             os.close(memory)
     except OSError as error:
-        raise VmhostError(f"the machine's memory can't be written: {error.strerror}") from None
+        raise VmhostError(f"the machine's memory cannot be written: {error.strerror}") from None
 
 
 def rebase(whole: Snapshot, ram: Path) -> Snapshot:
-    """A whole snapshot as what it changes in another memory file: pages that differ, empty ones included."""
+    """A whole snapshot as its difference from another memory file: the pages that differ, empty ones included."""
     below = np.memmap(ram, np.uint8, "r").reshape(-1, PAGE)
     numbers = np.frombuffer(whole.numbers, "<u4")
     if len(numbers) and int(numbers[-1]) >= len(below):
@@ -176,19 +176,19 @@ def rebase(whole: Snapshot, ram: Path) -> Snapshot:
     pages = np.frombuffer(whole.pages, np.uint8).reshape(-1, PAGE)
     place = np.full(len(below), -1, np.int64)
     place[numbers] = np.arange(len(numbers))
-    kept: list[int] = []
+    differing: list[int] = []
     out = bytearray()
     for first in range(0, len(below), _RUN):
         here = place[first : first + _RUN]
         wanted = np.where((here >= 0)[:, None], pages[np.maximum(here, 0)] if len(pages) else 0, 0).astype(np.uint8)
         differ = np.flatnonzero((wanted != below[first : first + _RUN]).any(axis=1))
-        kept += [first + int(at) for at in differ]
+        differing += [first + int(at) for at in differ]
         out += wanted[differ].tobytes()
-    return Snapshot(state=whole.state, numbers=np.array(kept, "<u4").tobytes(), pages=bytes(out))
+    return Snapshot(state=whole.state, numbers=np.array(differing, "<u4").tobytes(), pages=bytes(out))
 
 
 def write_ram(target: Path, size: int, snapshot: Snapshot) -> None:
-    """Lay a snapshot's pages into a memory file, which is made (with holes for empty pages) if it is not there."""
+    """Write a snapshot's pages into a memory file, which is created (sparse) where it is missing."""
     view, at = memoryview(snapshot.pages), 0
     fd = os.open(target, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
@@ -203,7 +203,7 @@ def write_ram(target: Path, size: int, snapshot: Snapshot) -> None:
 
 
 def _runs(numbers: "np.ndarray[Any, np.dtype[Any]]") -> list[tuple[int, int]]:
-    """(first, count) of pages that follow one another, at most _RUN at once."""
+    """(first, count) of consecutive pages, at most `_RUN` each."""
     if not len(numbers):
         return []
     wide = numbers.astype(np.int64)

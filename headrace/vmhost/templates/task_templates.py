@@ -1,12 +1,12 @@
-"""Task templates: a template, one repository pushed into every slot, preparation steps run there, frozen again.
+"""Task templates: a template with a repository pushed into every slot and preparation steps run there, frozen again.
 
-What a task needs before its first call (its files, what was installed, servers that run, byte code and caches that are
-warm) is done once; its clones begin where that ended. The level below is not booted again: one of its clones is
-prepared, and what that clone wrote is laid over a copy of the memory file it came from (see snapshot). The copy makes a
-task template stand alone, so its clones share it whole and the level below may be collected.
+The preparation of a task (files, installed packages, running servers, warm caches) runs once, and the clones begin
+where it ended. The base template is not booted again: one of its clones is prepared, and the pages that this clone
+wrote are written over a copy of its memory file (see qemu/snapshot.py). The copy makes the task template independent,
+so its clones share all of it and the base template may be removed from the cache.
 
-A recipe is kept beside the images in the cache, by name: whoever finds its template missing, damaged or of other parts
-makes it again from there.
+A recipe is stored by name beside the images in the cache. A template that is missing, damaged or made of other parts is
+built again from its recipe.
 """
 
 import asyncio
@@ -23,18 +23,19 @@ from pathlib import Path
 import msgspec
 
 from headrace.messages.sandbox import Exec, OpResult, PushTar, SandboxLost
-from headrace.vmhost import integrity, snapshot, wire
+from headrace.vmhost import protocol
 from headrace.vmhost.channel import Channel
-from headrace.vmhost.clone import Clone
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.imported import NAME
-from headrace.vmhost.packages import FLAVOURS
-from headrace.vmhost.template import FORMAT, Template, hash_of, shelve
+from headrace.vmhost.images.imported import NAME
+from headrace.vmhost.images.packages import FLAVOURS
+from headrace.vmhost.qemu import integrity, snapshot
+from headrace.vmhost.qemu.clone import Clone
+from headrace.vmhost.templates.template import FORMAT, Template, hash_of, publish
 
 LARGEST = 48 << 20
-"""Bytes of a recipe's tree as an archive: one frame must hold it."""
+"""Largest size of a recipe's archive in bytes: it must fit into one frame."""
 DEPTH = 8
-"""Levels that may stand on one another."""
+"""Largest number of task templates that are built on one another."""
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +43,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     base: str
-    """The template below: ``light``, ``debian``, an imported image, another task."""
+    """The base template: ``light``, ``debian``, an imported image, another task template."""
     tree: bytes = b""
     """A tar archive, unpacked in the workspace of every slot."""
     steps: tuple[Exec, ...] = ()
@@ -50,7 +51,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def archive(folder: Path) -> bytes:
-    """A folder's tree as a recipe carries it: modes and links as they are, owners and times left out. VmhostError."""
+    """A folder as a recipe's archive: with modes and links, without owners and times. VmhostError."""
 
     def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.uid = member.gid = member.mtime = 0
@@ -63,16 +64,16 @@ def archive(folder: Path) -> bytes:
             for path in sorted(folder.iterdir()):
                 tar.add(path, arcname=path.name, filter=plain)
     except OSError as error:
-        raise VmhostError(f"{folder} can't be read: {error.strerror}") from None
+        raise VmhostError(f"{folder} cannot be read: {error.strerror}") from None
     if out.tell() > LARGEST:
-        raise VmhostError(f"{folder} is {out.tell() >> 20} MiB; a task template takes {LARGEST >> 20}")
+        raise VmhostError(f"{folder} has {out.tell() >> 20} MiB; a task template holds at most {LARGEST >> 20}")
     return out.getvalue()
 
 
 def save(cache: Path, recipe: Recipe) -> None:
-    """Keep a recipe under its name. VmhostError."""
+    """Store a recipe under its name. VmhostError."""
     if not NAME.match(recipe.name) or recipe.name in FLAVOURS or (cache / f"image-{recipe.name}").exists():
-        raise VmhostError(f"a task template can't be called {recipe.name!r}: give it another name")
+        raise VmhostError(f"a task template cannot have the name {recipe.name!r}: it is in use or not allowed")
     making = cache / f"making-task-{recipe.name}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -81,7 +82,7 @@ def save(cache: Path, recipe: Recipe) -> None:
     except OSError as error:
         with suppress(OSError):
             making.unlink(missing_ok=True)
-        raise VmhostError(f"the recipe of {recipe.name} can't be kept in {cache}: {error.strerror}") from None
+        raise VmhostError(f"the recipe of {recipe.name} cannot be stored in {cache}: {error.strerror}") from None
 
 
 def find(cache: Path, name: str) -> Recipe | None:
@@ -106,30 +107,30 @@ def names(cache: Path) -> list[str]:
 
 
 def key(recipe: Recipe, below: str) -> str:
-    """The content address: the key of the level below, the tree, the steps."""
+    """A hash of the base template's key, the tree and the steps."""
     content = msgspec.msgpack.encode([FORMAT, below, recipe.tree, recipe.steps])
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-class Nobody:
-    """Owns a clone that is nobody's: one that is made to be frozen or looked at."""
+class NoOwner:
+    """The owner of a clone outside any pool: one that is frozen or examined."""
 
     def ended(self, clone: Clone, cpu_ms: float) -> None:
-        """It may go."""
+        """Nothing is recorded."""
 
 
 async def build(recipe: Recipe, below: Template, folder: Path) -> Template:
-    """Prepare a clone of the level below and freeze it. VmhostError with the output of the step that failed."""
+    """Prepare a clone of the base template and freeze it. VmhostError with the output of the step that failed."""
     started = time.monotonic()
     making = Path(tempfile.mkdtemp(dir=folder.parent, prefix="making-"))
-    clone = Clone(Nobody(), below)
+    clone = Clone(NoOwner(), below)
     try:
         await clone.start()
         for slot in range(below.manifest.slots):
             await _prepare(await clone.open(slot), recipe)
         surveyed = await integrity.survey(clone.ask)
         taken = await clone.freeze()
-        await asyncio.to_thread(_lay, below, making, taken)
+        await asyncio.to_thread(_write_over, below, making, taken)
         integrity.write(making, surveyed)
         manifest = msgspec.structs.replace(
             below.manifest,
@@ -142,7 +143,7 @@ async def build(recipe: Recipe, below: Template, folder: Path) -> Template:
             push_mb=below.push_mb,
             levels=(below.manifest.key, *below.manifest.levels),
         )
-        return shelve(making, folder, manifest)
+        return publish(making, folder, manifest)
     except SandboxLost as lost:
         raise VmhostError(f"the task template {recipe.name} could not be prepared: {lost}") from None
     finally:
@@ -159,27 +160,28 @@ async def _prepare(channel: Channel, recipe: Recipe) -> None:
     for number, step in enumerate(recipe.steps, 1):
         done = await _do(channel, step)
         if not done.ok:
-            said = " | ".join((done.stdout + done.stderr).strip().splitlines()[-5:])[-900:]
-            what = " ".join(step.argv)[:200]
+            output = " | ".join((done.stdout + done.stderr).strip().splitlines()[-5:])[-900:]
+            command = " ".join(step.argv)[:200]
             raise VmhostError(
-                f"the task template {recipe.name} could not be prepared: step {number} ({what}): {done.error}: {said}"
+                f"the task template {recipe.name} could not be prepared: "
+                f"step {number} ({command}): {done.error}: {output}"
             )
 
 
 async def _do(channel: Channel, op: Exec | PushTar) -> OpResult:
-    header, bodies = wire.to_frame(op)
-    answer, parts = await channel.call(header, bodies, wire.deadline_s(op))
-    return wire.to_result(answer, parts, 0.0)
+    header, bodies = protocol.to_frame(op)
+    answer, parts = await channel.call(header, bodies, protocol.deadline_s(op))
+    return protocol.to_result(answer, parts, 0.0)
 
 
-def _lay(below: Template, making: Path, taken: snapshot.Snapshot) -> None:
+def _write_over(below: Template, making: Path, taken: snapshot.Snapshot) -> None:
     copied = subprocess.run(
         ["cp", "--sparse=always", "--reflink=auto", "--", str(below.ram), str(making / "ram")],
         capture_output=True,
         text=True,
     )
     if copied.returncode != 0:
-        raise VmhostError(f"the level below could not be copied: {copied.stderr.strip()[-300:]}")
+        raise VmhostError(f"the base template could not be copied: {copied.stderr.strip()[-300:]}")
     (making / "ram").chmod(0o644)
     snapshot.write_ram(making / "ram", below.manifest.ram_bytes, taken)
     (making / "state").write_bytes(taken.state)

@@ -1,9 +1,9 @@
-"""A template: a machine booted once, its slots opened and exercised, frozen into two files that clones share.
+"""A template: a machine that is booted once, with its slots open and exercised, and frozen into files for its clones.
 
 ``ram`` is the guest's memory, mapped privately by every clone; ``state`` is the rest of the machine (64 KiB on a
-microVM); ``fixed`` says which pages of the memory no clone may write (see integrity). All are immutable and named by
-what they were made from: kernel, root, agent, QEMU, hardware. The manifest says so, with hashes; what does not match is
-refused and made again.
+microVM); ``fixed`` lists the pages of the memory that no clone may write (see qemu/integrity.py). They are immutable,
+and their folder's name is a hash of everything that they are made from: kernel, root, agent, QEMU, hardware. The
+manifest holds that list and hashes of the files; a template that does not match is refused and built again.
 """
 
 import asyncio
@@ -23,27 +23,30 @@ from qemu.qmp import QMPClient
 
 from headrace.messages.sandbox import PullTree, ReadFile, ReplaceLines, RunTests, SandboxLost, Search
 from headrace.messages.tasks import TestPlan
-from headrace.vmhost import cpio, integrity, packages, qemu, wire
+from headrace.vmhost import agent_files, protocol
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.imported import Image
-from headrace.vmhost.memory import Memory, descriptor, sealed
-from headrace.vmhost.qemu import Hardware, Qemu
+from headrace.vmhost.images import cpio, packages
+from headrace.vmhost.images.imported import Image
+from headrace.vmhost.qemu import integrity, process
+from headrace.vmhost.qemu.integrity import IntegrityCheck
+from headrace.vmhost.qemu.integrity import load as load_integrity
+from headrace.vmhost.qemu.memory import Memory, descriptor, sealed
+from headrace.vmhost.qemu.process import Hardware, Qemu
 
 FORMAT = 3
 FILES = ("ram", "state", "fixed")
 MODULES = (*packages.MODULES, packages.CONSOLE)
-GUEST = Path(__file__).parent / "guest"
 BOOT_S = {"kvm": 30.0, "tcg": 180.0}
 """Deadline of a template's boot and warm-up; 5 and 15 s on a quiet machine."""
 SIZE_MB = {"light": 16, "debian": 192}
-"""Workspace and /tmp of a slot, each."""
+"""Capacity of a slot's workspace, and of its /tmp."""
 IMAGE_MB = 64
-"""What may be pushed into an imported image at once, and its /dev/shm; its files lie in the machine's memory."""
+"""Largest push into a sandbox of an imported image, and capacity of its /dev/shm. Files use memory."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a template is made of, and how its files must look."""
+    """The parts of a template, and the hashes of its files."""
 
     format: int
     name: str
@@ -61,7 +64,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     built_s: float
     facts: dict[str, Any]
     push_mb: int = 0
-    """The largest frame that a slot takes."""
+    """The largest frame that a slot accepts, in MiB; 0: as the flavour says."""
     levels: tuple[str, ...] = ()
     """Keys of the templates that this one was made from, the nearest first."""
 
@@ -72,11 +75,11 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     manifest: Manifest
     stamp: tuple[int, ...] = ()
-    """Of the files when their contents were known to be right."""
+    """State of the files when their hashes were checked."""
 
     @property
     def intact(self) -> bool:
-        """Whether the files are still those: a look at each, not a reading."""
+        """Whether the files are unchanged, by inode, size and times."""
         return self.stamp == _stamp(self.folder)
 
     @property
@@ -95,29 +98,30 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
         return self.folder / "state"
 
     @property
-    def watch(self) -> integrity.Watch:
-        """Its pages that nothing honest writes. VmhostError."""
-        return integrity.watch(self.folder / "fixed", self.stamp)
+    def integrity(self) -> IntegrityCheck:
+        """The check of machines against its fixed pages. VmhostError."""
+        return load_integrity(self.folder / "fixed", self.stamp)
 
     @property
     def push_mb(self) -> int:
-        """The largest frame that a slot takes, in MiB."""
+        """The largest frame that a slot accepts, in MiB."""
         return self.manifest.push_mb or SIZE_MB.get(self.manifest.name, IMAGE_MB)
 
 
 class Refused(Exception):
-    """A template on disk can't be used; it is made again."""
+    """A template on disk cannot be used; it is built again."""
 
 
 def agent_archive() -> bytes:
-    """The agent as an initramfs archive of its own, appended to the base."""
+    """The agent as an initramfs archive, which is appended to the root's."""
     import io
 
     entries = [cpio.folder("opt"), cpio.folder("opt/headrace"), cpio.folder("opt/headrace/guest")]
-    for path in sorted(GUEST.glob("*.py")):
-        if path.name != "local.py":
-            entries.append(cpio.file(f"opt/headrace/guest/{path.name}", path.read_bytes()))
-    boot = b"import sys\nsys.path.insert(0, '/opt/headrace')\nfrom guest import init\ninit.main()\n"
+    entries += [cpio.folder(f"opt/headrace/guest/{name}") for name in agent_files.folders()]
+    for name, source in agent_files.sources().items():
+        if name != "local.py":
+            entries.append(cpio.file(f"opt/headrace/guest/{name}", source))
+    boot = b"import sys\nsys.path.insert(0, '/opt/headrace')\nfrom guest.boot import init\ninit.main()\n"
     entries.append(cpio.file("opt/headrace/boot.py", boot))
     entries.append(cpio.file("init", b"#!/usr/bin/python3 -IB\n" + boot, 0o755))
     entries.append(cpio.device("dev/console", 5, 1, 0o600))
@@ -131,19 +135,19 @@ def key(name: str, base: Path, version: str, hardware: Hardware, slots: int, ima
     root: list[Any] = [name, SIZE_MB[name]] if image is None else [image.digest, IMAGE_MB]
     parts = [FORMAT, base.name, root[0], version, msgspec.to_builtins(hardware), slots, root[1]]
     parts.append(hashlib.sha256(agent_archive()).hexdigest())
-    parts.append(qemu.kernel_line(hardware, MODULES, 0))
-    words = qemu.argv(hardware, "ram", share=False, monitor=0, ports=range(hardware.ports))
-    parts.append(words[words.index(qemu.BINARY) :])  # before it stands who it runs as
+    parts.append(process.kernel_line(hardware, MODULES, 0))
+    words = process.argv(hardware, "ram", share=False, monitor=0, ports=range(hardware.ports))
+    parts.append(words[words.index(process.BINARY) :])  # the words before it name the user
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def load(folder: Path, expected: str) -> Template:
-    """A template from disk. Refused when it is not what it should be: other parts, other bytes, another clock."""
+    """A template from disk. Refused when its parts, its files or the host's clock rate differ from the manifest's."""
     try:
         manifest = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=Manifest)
         ram, state, stamp = folder / "ram", folder / "state", _stamp(folder)
         if manifest.format != FORMAT or manifest.key != expected:
-            raise Refused("it was made from other parts")
+            raise Refused("it was built from other parts")
         if ram.stat().st_size != manifest.ram_bytes or hash_of(ram) != manifest.ram_hash:
             raise Refused("its memory image was changed")
         if hash_of(state) != manifest.state_hash:
@@ -151,9 +155,9 @@ def load(folder: Path, expected: str) -> Template:
         if hash_of(folder / "fixed") != manifest.fixed_hash:
             raise Refused("its list of fixed pages was changed")
     except (OSError, msgspec.DecodeError) as error:
-        raise Refused(f"it can't be read: {error}") from None
+        raise Refused(f"it cannot be read: {error}") from None
     if manifest.hardware.accel == "tcg":
-        rate = qemu.tsc_khz()
+        rate = process.tsc_khz()
         if abs(rate - manifest.tsc_khz) > 1e-3 * rate:
             raise Refused(f"the host's clock counts {rate} kHz and the template's {manifest.tsc_khz}")
     return Template(folder=folder, manifest=manifest, stamp=stamp)
@@ -162,14 +166,14 @@ def load(folder: Path, expected: str) -> Template:
 def _stamp(folder: Path) -> tuple[int, ...]:
     """Inode, size and times of a template's files; empty when one is missing."""
     try:
-        found = [os.stat(folder / name) for name in FILES]
+        statuses = [os.stat(folder / name) for name in FILES]
     except OSError:
         return ()
-    return tuple(n for status in found for n in (status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(n for status in statuses for n in (status.st_ino, status.st_size, status.st_mtime_ns))
 
 
 def hash_of(path: Path) -> str:
-    """XXH3-128 of a file: damage is what it finds, not intent."""
+    """XXH3-128 of a file, as hex: it detects damage, not attacks."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while piece := file.read(1 << 22):
@@ -182,7 +186,7 @@ async def build(
 ) -> Template:
     """Boot, open the slots, exercise them, freeze. VmhostError with the end of the serial log when it does not boot.
 
-    With an image, its root lies beside the light one, and the machine's one slot lives in it.
+    With an image, its root is unpacked beside the light one, and the machine's only slot uses it.
     """
     started = time.monotonic()
     making = Path(tempfile.mkdtemp(dir=folder.parent, prefix="making-"))
@@ -193,10 +197,10 @@ async def build(
                 with part.open("rb") as root:
                     shutil.copyfileobj(root, out)
             out.write(agent_archive())
-        rate = qemu.tsc_khz()
-        line = qemu.kernel_line(hardware, MODULES, rate)
+        rate = process.tsc_khz()
+        line = process.kernel_line(hardware, MODULES, rate)
         serial.touch()
-        serial.chmod(0o666)  # QEMU is nobody, and the folder is ours alone
+        serial.chmod(0o666)  # QEMU runs as another user; nobody else can enter the folder
         memory = Memory(f"headrace-{name}", hardware.memory_mb << 20)
         with (base / "vmlinuz").open() as kernel, initrd.open() as root, serial.open("a") as log:
             given = [file.fileno() for file in (kernel, root, log)]
@@ -237,13 +241,13 @@ async def build(
             facts=facts,
             push_mb=SIZE_MB[name] if image is None else IMAGE_MB,
         )
-        return shelve(making, folder, manifest)
+        return publish(making, folder, manifest)
     finally:
         shutil.rmtree(making, ignore_errors=True)
 
 
-def shelve(making: Path, folder: Path, manifest: Manifest) -> Template:
-    """From the place where it was made to where it is found: whole or not at all, and read-only from then on."""
+def publish(making: Path, folder: Path, manifest: Manifest) -> Template:
+    """Move a finished template to its place: whole or not at all, and read-only from then on."""
     (making / "manifest.json").write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     for file in (*FILES, "manifest.json"):
         (making / file).chmod(0o444)
@@ -263,16 +267,16 @@ def _words(hardware: Hardware) -> str:
 
 
 def _tail(serial: Path) -> str:
-    """The last lines of the serial log: what the kernel or the agent complained about."""
+    """The last lines of the serial log, errors of the kernel and the agent first."""
     try:
         text = serial.read_text(errors="replace")
     except OSError:
         return "no serial log"
-    kept = serial.parent.parent / "last-failed-boot.log"
-    kept.write_text(text)
+    copy = serial.parent.parent / "last-failed-boot.log"
+    copy.write_text(text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    telling = [line for line in lines if "headrace:" in line or "panic" in line or "Error" in line]
-    return f"serial log ({kept}): " + (" | ".join(telling[-4:] or lines[-4:])[-900:] or "empty")
+    errors = [line for line in lines if "headrace:" in line or "panic" in line or "Error" in line]
+    return f"serial log ({copy}): " + (" | ".join(errors[-4:] or lines[-4:])[-900:] or "empty")
 
 
 _WARM = {
@@ -287,8 +291,8 @@ _WARM = {
 async def _freeze(
     machine: Qemu, name: str, slots: int, state: Path, image: Image | None
 ) -> tuple[dict[str, Any], integrity.Survey]:
-    """Boot to frozen: facts, and what must never change. The snapshot must find every port's host side connected, so
-    our ends stay open until the end."""
+    """From boot to the saved state: the machine's facts, and its fixed pages. The snapshot needs every port's host side
+    connected, so the channels stay open until the end."""
     channels = [await Channel.connect(end, f"port {number}") for number, end in enumerate(machine.ports)]
     try:
         opened = await _ask(channels[0], _opening(name, slots, image))
@@ -298,7 +302,7 @@ async def _freeze(
         if opened["pytest"]:
             await _ask(channels[1], *_files())
             plan = TestPlan(kind="pytest", paths=("tests/test_pytest.py",), timeout_s=120.0)
-            await _ask(channels[1], *wire.to_frame(RunTests(plan=plan)))
+            await _ask(channels[1], *protocol.to_frame(RunTests(plan=plan)))
             await _ask(channels[1], {"op": "reset"})
         surveyed = await integrity.survey(partial(_ask, channels[0]))
         await _save(machine, state)
@@ -313,21 +317,21 @@ def _opening(name: str, slots: int, image: Image | None) -> dict[str, Any]:
     header: dict[str, Any] = {"op": "open_slots", "count": slots, "size_mb": SIZE_MB.get(name, IMAGE_MB)}
     if image is None:
         return header
-    who = {"uid": image.uid, "gid": image.gid, "groups": image.groups}
-    return header | {"image": who | {"env": image.env, "workdir": image.workdir}}
+    user = {"uid": image.uid, "gid": image.gid, "groups": image.groups}
+    return header | {"image": user | {"env": image.env, "workdir": image.workdir}}
 
 
 async def _greet(channel: Channel) -> None:
-    """An image is exercised by whoever prepares a task on it; here its slot must answer."""
-    await _ask(channel, *wire.to_frame(Search(pattern="headrace", glob="headrace")))
+    """The slot of an image only has to answer here; preparing a task on it exercises it."""
+    await _ask(channel, *protocol.to_frame(Search(pattern="headrace", glob="headrace")))
 
 
-def _files() -> wire.Frame:
+def _files() -> protocol.Frame:
     return {"op": "write_files", "paths": list(_WARM), "delete": []}, list(_WARM.values())
 
 
 async def _exercise(channel: Channel) -> None:
-    """Take a slot through an episode, so that its pages and caches are those of one that worked; then clear it."""
+    """Run an episode in a slot, so that its pages and caches are warm; then clear its workspace."""
     plan = TestPlan(paths=("tests/test_warm.py",), timeout_s=120.0)
     await _ask(channel, *_files())
     for operation, fine in (
@@ -339,7 +343,7 @@ async def _exercise(channel: Channel) -> None:
         (RunTests(plan=plan), True),
         (PullTree(), True),
     ):
-        header, bodies = wire.to_frame(operation)
+        header, bodies = protocol.to_frame(operation)
         answer, _ = await channel.call(header, bodies, 120.0)
         if answer.get("ok", True) is not fine:
             raise SandboxLost(f"{channel.name} does not work: {header['op']}: {answer}")
@@ -354,8 +358,8 @@ async def _ask(channel: Channel, header: dict[str, Any], bodies: list[bytes] | N
 
 
 async def _save(machine: Qemu, state: Path) -> None:
-    """Write the device state; the memory is in its file already. The machine is not stopped first: it ends stopped
-    either way, but a state that says ``running`` lets clones run on without another command.
+    """Write the device state; the memory is in its file already. The machine is not stopped first: saving stops it, and
+    a state that says ``running`` lets clones run without another command.
     """
     client = QMPClient("template")
     machine.monitor.setblocking(False)

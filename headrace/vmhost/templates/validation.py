@@ -1,27 +1,27 @@
-"""Is a template what its clones need it to be? Two clones answer for it before anybody gets one.
+"""Validates a template by booting two clones before it is used.
 
-They must answer, run at the host's rate, and not draw the same random numbers. The clock is compared by bounds: the
-guest's reading lies between sending and hearing, so a busy host widens the bounds and never makes a good clock bad.
+They must answer, keep the host's time, and draw different random numbers. The clock is compared by bounds: the guest
+reads it between the host's sending and receiving, so a busy host widens the bounds and never fails a correct clock.
 """
 
 import asyncio
 import time
 
 from headrace.messages.sandbox import SandboxLost
-from headrace.vmhost.clone import Clone
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.levels import Nobody
-from headrace.vmhost.template import Template
+from headrace.vmhost.qemu.clone import Clone
+from headrace.vmhost.templates.task_templates import NoOwner
+from headrace.vmhost.templates.template import Template
 
-WATCH_S = 0.3
-"""How long the clock is watched."""
+MEASURE_S = 0.3
+"""Seconds over which the clock's rate is measured."""
 RATE = 5e-3
-"""Largest error of the guest's clock: a timeout that is off by half a per cent harms nobody."""
+"""Largest relative error of the guest's clock: a timeout may be off by half a per cent."""
 
 
 async def verify(template: Template) -> float:
-    """The clock's rate as far as it could be told (1.0 is right). VmhostError when clones of it would misbehave."""
-    clones = [Clone(Nobody(), template) for _ in range(2)]
+    """The measured rate of the clock (1.0 is exact). VmhostError when clones of the template would not work."""
+    clones = [Clone(NoOwner(), template) for _ in range(2)]
     try:
         for clone in clones:
             await clone.start()
@@ -39,7 +39,7 @@ async def verify(template: Template) -> float:
 
 async def _rate(clone: Clone, name: str) -> float:
     sent, read, heard = await _reading(clone)
-    await asyncio.sleep(WATCH_S)
+    await asyncio.sleep(MEASURE_S)
     sent2, read2, heard2 = await _reading(clone)
     guest = read2 - read
     slowest, fastest = guest / (heard2 - sent), guest / (sent2 - heard)
@@ -49,7 +49,7 @@ async def _rate(clone: Clone, name: str) -> float:
 
 
 async def _reading(clone: Clone) -> tuple[int, int, int]:
-    """Host before, guest, host after, in nanoseconds: the tightest of five."""
+    """Host before, guest, host after, in nanoseconds: the closest of five readings."""
     best: tuple[int, int, int] | None = None
     for _ in range(5):
         sent = time.monotonic_ns()

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from headrace.vmhost import cpio
 from headrace.vmhost.guest import frames as wire
 from headrace.vmhost.guest.frames import Garbage, Reader, pack
 from headrace.vmhost.guest.globs import matches
+from headrace.vmhost.images import cpio
 
 
 @pytest.mark.parametrize(

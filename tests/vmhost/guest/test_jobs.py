@@ -5,7 +5,6 @@ import io
 import os
 import tarfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -24,12 +23,13 @@ from headrace.messages.sandbox import (
     StartJob,
     StopJob,
 )
-from headrace.vmhost.host import Host, VmSandbox
-from tests.vmhost.archives import file, folder, layer, link
+from headrace.vmhost.node.host import Host, VmSandbox
+from tests.support.archives import file, folder, layer, link
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.anyio
 
-CACHE = str(Path(__file__).parents[2] / ".cache" / "headrace")
+CACHE = str(ROOT / ".cache" / "headrace")
 
 
 @pytest.fixture(scope="module", params=["process", pytest.param("qemu", marks=pytest.mark.vm)])
@@ -121,7 +121,7 @@ async def test_a_call_under_way_is_cancelled_by_its_id(sandbox: VmSandbox) -> No
     ended = await running
     assert (ended.ok, ended.error, ended.code, ended.timed_out) == (False, "it was cancelled", -9, False)
     late = await sandbox.call(Cancel(call_id="long"))
-    assert late.error == "nothing runs under 'long'"
+    assert late.error == "nothing runs under call id 'long'"
     other = await sandbox.call(Exec(argv=("id",), user="somebody"))
     assert other.error == "there is no user 'somebody' here"
 
@@ -165,7 +165,7 @@ async def test_trees_keep_modes_and_links(sandbox: VmSandbox) -> None:
     [
         (layer([file("../x", b"x")]), "may not leave its folder"),
         (layer([file("/x", b"x")]), "may not leave its folder"),
-        (b"nonsense" * 100, "no tar archive"),
+        (b"nonsense" * 100, "expected a tar archive"),
         (layer([file("a", b"x" * 5000)])[:2000], "damaged"),
     ],
 )

@@ -2,20 +2,21 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
-from headrace.actors.rollout_episode_diff import diff
+from headrace.actors.rollout.diff import diff
 from headrace.config import Environment
-from headrace.messages.sandbox import Acquire, Exec, Inspect, PullTree, Role, RunTests, WriteFiles
+from headrace.messages.sandbox import Acquire, CheckIntegrity, Exec, PullTree, Role, RunTests, WriteFiles
 from headrace.messages.tasks import TestPlan
-from headrace.vmhost import image, imported, levels, packages
-from headrace.vmhost.host import Host, VmSandbox
+from headrace.vmhost.images import base, imported, packages
+from headrace.vmhost.node.host import Host, VmSandbox
+from headrace.vmhost.templates import task_templates
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-CACHE = Path(__file__).parents[2] / ".cache" / "headrace"
+CACHE = ROOT / ".cache" / "headrace"
 LEAVE_OUT = (
     "/usr/share/doc/*",
     "/usr/share/man/*",
@@ -51,7 +52,7 @@ alter table users drop column name;
 async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
     own = CACHE.parent / "headrace-postgres"
     own.mkdir(exist_ok=True)
-    image.ensure(Environment(cache_dir=str(CACHE)))
+    base.ensure(Environment(cache_dir=str(CACHE)))
     for source in (*CACHE.glob("base-*"), CACHE / "probe.json"):
         (own / source.name).unlink(missing_ok=True)
         (own / source.name).symlink_to(source)
@@ -61,7 +62,7 @@ async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
         await asyncio.to_thread(packages.download, root, ("postgresql",), "--variant=minbase", *words)
         imported.take(own, root, "pg")
     prepare = Exec(argv=("sh", "-c", STEP), timeout_s=600.0)
-    levels.save(own, levels.Recipe(name="pg-live", base="pg", steps=(prepare,)))
+    task_templates.save(own, task_templates.Recipe(name="pg-live", base="pg", steps=(prepare,)))
     opened = await Host.open(Environment(backend="qemu", cache_dir=str(own), warm=0, max_vms=6))
     yield opened
     await opened.close()
@@ -110,8 +111,8 @@ async def test_it_survives_fork_and_restore(host: Host) -> None:
     seen = [await query(sandbox, names) for sandbox in (first, fork, restored)]
     assert seen == ["Alan,Grace", "Alan,Grace,Only", "Ada,Alan,Grace"]
     for sandbox in (first, fork, restored):
-        looked = await sandbox.call(Inspect())
-        assert looked.ok and looked.touched == ()
+        looked = await sandbox.call(CheckIntegrity())
+        assert looked.ok and looked.tampered == ()
         host.release(sandbox.id)
 
 
@@ -130,7 +131,7 @@ async def test_a_migration_is_judged_in_a_fresh_clone(host: Host) -> None:
         judge = await host.acquire(request)
         await judge.call(WriteFiles(files={**files, "check.sh": CHECK.encode()}))
         verdicts.append((await judge.call(RunTests(plan=plan))).ok)
-        looked = await judge.call(Inspect(thorough=True))
-        assert looked.ok and looked.touched == ()
+        looked = await judge.call(CheckIntegrity(thorough=True))
+        assert looked.ok and looked.tampered == ()
         host.release(judge.id)
     assert verdicts == [True, False, False]

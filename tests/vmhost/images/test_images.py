@@ -11,8 +11,9 @@ import pytest
 from headrace.config import Environment
 from headrace.messages.sandbox import (
     Acquire,
+    CheckIntegrity,
     Exec,
-    Inspect,
+    GroupKey,
     ListFiles,
     OpResult,
     PullTar,
@@ -22,20 +23,23 @@ from headrace.messages.sandbox import (
     WriteFiles,
 )
 from headrace.messages.tasks import TestPlan
-from headrace.vmhost import collecting, image, imported, levels, packages, probe, qemu, template
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.host import Host, VmSandbox
-from tests.vmhost.archives import Layout, Members, file, folder, link
+from headrace.vmhost.images import base, imported, packages
+from headrace.vmhost.node.host import Host, VmSandbox
+from headrace.vmhost.qemu import probe, process
+from headrace.vmhost.templates import cache_gc, task_templates, template
+from tests.support.archives import Layout, Members, file, folder, link
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm]
 
-CACHE = Path(__file__).parents[2] / ".cache" / "headrace"
+CACHE = ROOT / ".cache" / "headrace"
 
 
 @pytest.fixture(scope="module")
 def cache() -> Path:
     """A cache of the tests' own that borrows the base image; what is made in it is found again by its contents."""
-    image.ensure(Environment(cache_dir=str(CACHE)))
+    base.ensure(Environment(cache_dir=str(CACHE)))
     own = CACHE.parent / "headrace-tests"
     own.mkdir(exist_ok=True)
     for source in (*CACHE.glob("base-*"), CACHE / "probe.json"):
@@ -120,8 +124,8 @@ async def test_an_image_runs_as_its_configuration_says(host: Host, busybox: str)
     assert (await other.call(ReadFile(path="pushed"))).data == b"yes"
     assert (await other.call(ListFiles())).stdout.split() == ["main.txt", "pushed"]
     for taken in (box, other):
-        looked = await taken.call(Inspect(thorough=True))
-        assert looked.ok and looked.touched == ()
+        looked = await taken.call(CheckIntegrity(thorough=True))
+        assert looked.ok and looked.tampered == ()
         host.release(taken.id)
 
 
@@ -135,7 +139,9 @@ async def test_a_task_is_prepared_once_and_its_clones_begin_there(host: Host, ca
         ),
         Exec(argv=("sh", "-c", "test -s made")),
     )
-    levels.save(cache, levels.Recipe(name="chore", base="light", tree=levels.archive(tmp_path), steps=steps))
+    task_templates.save(
+        cache, task_templates.Recipe(name="chore", base="light", tree=task_templates.archive(tmp_path), steps=steps)
+    )
     one, two = [await host.acquire(ask("chore", "c", slot)) for slot in range(2)]
     for sandbox in (one, two):
         state = await sh(
@@ -147,19 +153,19 @@ async def test_a_task_is_prepared_once_and_its_clones_begin_there(host: Host, ca
     assert (await fresh.call(ReadFile(path="made"))).data == b"ran\n"
     assert (await fresh.call(ReadFile(path="task.py"))).ok
     for taken in (one, two, fresh):
-        looked = await taken.call(Inspect(thorough=taken is fresh))
-        assert looked.ok and looked.touched == ()
+        looked = await taken.call(CheckIntegrity(thorough=taken is fresh))
+        assert looked.ok and looked.tampered == ()
         host.release(taken.id)
     for group in "cd":
-        host.release_group("r", "train", "rollout", group)
+        host.release_group(GroupKey("r", "train", "rollout", group))
     made = host._backend._templates["chore"].manifest  # type: ignore[attr-defined]
-    below = image.ensure(environment(cache))["light"].manifest
+    below = base.ensure(environment(cache))["light"].manifest
     assert made.levels == (below.key,) and made.hardware == below.hardware and made.key != below.key
 
 
 async def test_what_a_template_is_made_of_decides_its_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = image.Parts(cache, next(cache.glob("base-*")), "7", "tcg", "microvm", print)
-    recipe = levels.Recipe(name="k", base="light", tree=b"t", steps=(Exec(argv=("true",)),))
+    parts = base.Parts(cache, next(cache.glob("base-*")), "7", "tcg", "microvm", print)
+    recipe = task_templates.Recipe(name="k", base="light", tree=b"t", steps=(Exec(argv=("true",)),))
     keys = set()
     for change in (
         {},
@@ -168,34 +174,36 @@ async def test_what_a_template_is_made_of_decides_its_name(cache: Path, monkeypa
         {"steps": (Exec(argv=("true",), env={"A": "1"}),)},
         {"base": "debian"},
     ):
-        levels.save(cache, msgspec.structs.replace(recipe, **change))
-        keys.add(image.plan(environment(cache), "k").key(parts))
-    keys.add(image.plan(environment(cache), "k").key(parts._replace(version="8")))
-    assert image.plan(environment(cache), "k").key(parts) in keys
-    monkeypatch.setitem(qemu._ACCEL, "tcg", ("-accel", "tcg,tb-size=16", "-cpu", "max"))
-    keys.add(image.plan(environment(cache), "k").key(parts))
+        task_templates.save(cache, msgspec.structs.replace(recipe, **change))
+        keys.add(base.plan(environment(cache), "k").key(parts))
+    keys.add(base.plan(environment(cache), "k").key(parts._replace(version="8")))
+    assert base.plan(environment(cache), "k").key(parts) in keys
+    monkeypatch.setitem(process._ACCEL, "tcg", ("-accel", "tcg,tb-size=16", "-cpu", "max"))
+    keys.add(base.plan(environment(cache), "k").key(parts))
     assert len(keys) == 7
     (cache / "task-k").unlink()
 
 
 async def test_a_preparation_that_fails_says_what_it_said(cache: Path) -> None:
-    levels.save(cache, levels.Recipe(name="bad", base="light", steps=(Exec(argv=("sh", "-c", "echo oh; exit 7")),)))
-    levels.save(cache, levels.Recipe(name="circle", base="circle"))
+    task_templates.save(
+        cache, task_templates.Recipe(name="bad", base="light", steps=(Exec(argv=("sh", "-c", "echo oh; exit 7")),))
+    )
+    task_templates.save(cache, task_templates.Recipe(name="circle", base="circle"))
     with pytest.raises(VmhostError, match=r"step 1 \(sh -c echo oh; exit 7\): exit code 7: oh"):
         await _made(cache, "bad")
     with pytest.raises(VmhostError, match="a circle of them"):
         await _made(cache, "circle")
     with pytest.raises(VmhostError, match=r"no template 'nobody'; known are light, debian, .*circle"):
         await _made(cache, "nobody")
-    with pytest.raises(VmhostError, match=r"can't be called 'box/\.\.'"):
-        levels.save(cache, levels.Recipe(name="box/..", base="light"))
+    with pytest.raises(VmhostError, match=r"cannot have the name 'box/\.\.'"):
+        task_templates.save(cache, task_templates.Recipe(name="box/..", base="light"))
     for name in ("bad", "circle"):
         (cache / f"task-{name}").unlink()
     assert not list(cache.glob("template-bad-*")) and not list(cache.glob("making-*"))
 
 
 async def _made(cache: Path, name: str) -> template.Template:
-    return (await asyncio.to_thread(image.ensure, environment(cache), print, (name,)))[name]
+    return (await asyncio.to_thread(base.ensure, environment(cache), print, (name,)))[name]
 
 
 async def test_an_unknown_template_is_refused_and_costs_nothing(host: Host) -> None:
@@ -211,29 +219,31 @@ async def test_what_nothing_refers_to_is_collected(host: Host, cache: Path, busy
     stale.mkdir(exist_ok=True)
     (stale / "manifest.json").write_text("{}")
     (cache / "making-dead").mkdir(exist_ok=True)
-    held = {Path(one.path).name: one.why for one in collecting.holdings(config)}
+    held = {Path(one.path).name: one.why for one in cache_gc.holdings(config)}
     assert held[stale.name] == held["making-dead"] == ""
     assert "a host has it open" in held.values()
-    with pytest.raises(VmhostError, match="no image or recipe 'nobody' to forget"):
-        collecting.collect(config, ("nobody",))
-    levels.save(cache, levels.Recipe(name="upon", base=busybox))
-    with pytest.raises(VmhostError, match="is what upon stands on"):
-        collecting.collect(config, (busybox,))
+    with pytest.raises(VmhostError, match="no image or recipe 'nobody'"):
+        cache_gc.collect(config, ("nobody",))
+    task_templates.save(cache, task_templates.Recipe(name="upon", base=busybox))
+    with pytest.raises(VmhostError, match="upon is based on"):
+        cache_gc.collect(config, (busybox,))
     with stale.joinpath("manifest.json").open() as manifest:
         fcntl.flock(manifest, fcntl.LOCK_SH)
-        collecting.collect(config, ("upon",))
+        cache_gc.collect(config, ("upon",))
         assert stale.exists(), "a template that a host has open stays"
-    gone = {Path(one.path).name for one in collecting.collect(config)}
+    gone = {Path(one.path).name for one in cache_gc.collect(config)}
     assert stale.name in gone and not stale.exists() and not (cache / "making-dead").exists()
     assert imported.find(cache, busybox) is not None
-    kept = {Path(one.path).name for one in collecting.holdings(config)}
+    kept = {Path(one.path).name for one in cache_gc.holdings(config)}
     assert any(name.startswith("template-light-") for name in kept)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["truncated", "changed", "gone"])
 async def test_a_template_damaged_under_a_living_host_is_made_again(cache: Path, damage: str) -> None:
-    levels.save(cache, levels.Recipe(name="frail", base="light", steps=(Exec(argv=("sh", "-c", "echo made > a")),)))
+    task_templates.save(
+        cache, task_templates.Recipe(name="frail", base="light", steps=(Exec(argv=("sh", "-c", "echo made > a")),))
+    )
     said: list[str] = []
     host = await Host.open(environment(cache), on_event=lambda kind, text, data: said.append(text))
     try:
@@ -251,6 +261,8 @@ async def test_a_template_damaged_under_a_living_host_is_made_again(cache: Path,
                 file.truncate(1 << 20) if damage == "truncated" else file.write(b"changed" * 5000)
         second = await host.acquire(ask("frail", "two"))
         assert (await second.call(ReadFile(path="a"))).data == b"made\n"
-        assert any("touched behind our back" in text for text in said) and any("made again" in text for text in said)
+        assert any("were changed; it is checked again" in text for text in said) and any(
+            "made again" in text for text in said
+        )
     finally:
         await host.close()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.vmhost import imported
 from headrace.vmhost.errors import VmhostError
-from tests.vmhost.archives import Layout, Members, docker_save, file, folder, layer, link, member
+from headrace.vmhost.images import imported
+from tests.support.archives import Layout, Members, docker_save, file, folder, layer, link, member
 
 BASE: Members = [
     folder("bin"),
@@ -237,7 +237,7 @@ def test_a_tag_chooses_and_a_name_moves(tmp_path: Path) -> None:
     assert Path(one.folder).exists()
     with pytest.raises(VmhostError, match="no image 'v3' for linux/amd64; it has v1, v2"):
         imported.take(tmp_path / "cache", path, "mine", "v3")
-    with pytest.raises(VmhostError, match="can't be called 'debian'"):
+    with pytest.raises(VmhostError, match="cannot have the name 'debian'"):
         imported.take(tmp_path / "cache", path, "debian", "v1")
 
 

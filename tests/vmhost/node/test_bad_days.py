@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 
 from headrace.config import Environment
-from headrace.messages.sandbox import Acquire, Exec, ListFiles, PullTree, ReadFile, SandboxLost, WriteFiles
-from headrace.vmhost import imported
-from headrace.vmhost.clone import Clone
+from headrace.messages.sandbox import Acquire, Exec, GroupKey, ListFiles, PullTree, ReadFile, SandboxLost, WriteFiles
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.host import Host
-from tests.vmhost.archives import docker_save, file, folder
+from headrace.vmhost.images import imported
+from headrace.vmhost.node.host import Host
+from headrace.vmhost.qemu.clone import Clone
+from tests.support.archives import docker_save, file, folder
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.anyio
 
-ROOT = Path(__file__).parents[2]
 CACHE = str(ROOT / ".cache" / "headrace")
 
 
@@ -46,14 +46,14 @@ async def test_a_guest_that_closes_its_port_is_lost_alone(host: Host, monkeypatc
     machine = host.machine(one.id)
     assert isinstance(machine, Clone)
     await machine.ask({"op": "kill", "slot": one.slot})
-    monkeypatch.setattr("headrace.vmhost.wire.SLACK_S", 0.5)
+    monkeypatch.setattr("headrace.vmhost.protocol.SLACK_S", 0.5)
     with pytest.raises(SandboxLost, match="no answer within"):
         await one.call(ReadFile(path="a.txt"))
     monkeypatch.undo()
     assert not one.alive and (await two.call(ReadFile(path="a.txt"))).ok
     for sandbox in (one, two):
         host.release(sandbox.id)
-    host.release_group("r1", "train", "rollout", "g0")
+    host.release_group(GroupKey("r1", "train", "rollout", "g0"))
 
 
 STEALS = """
@@ -96,7 +96,7 @@ async def test_a_sandbox_without_memory_harms_itself_alone(host: Host) -> None:
     assert (await one.call(ReadFile(path="a.txt"))).data == b"one\n"
     for sandbox in (one, two):
         host.release(sandbox.id)
-    host.release_group("r1", "train", "rollout", "oom")
+    host.release_group(GroupKey("r1", "train", "rollout", "oom"))
 
 
 NAMES = ("new\nline", "tab\tand 'quote\"", "-rf", "ünïcode", "*", "a" * 255, "back\\slash", "\x01")
@@ -104,7 +104,7 @@ NAMES = ("new\nline", "tab\tand 'quote\"", "-rf", "ünïcode", "*", "a" * 255, "
 
 @pytest.mark.parametrize("backend", ["process", pytest.param("qemu", marks=pytest.mark.vm)])
 async def test_strange_names_go_in_and_come_out(backend: str) -> None:
-    here = await Host.open(Environment(backend=backend, cache_dir=CACHE, warm=0))  # type: ignore[arg-type]
+    here = await Host.open(Environment(backend=backend, cache_dir=CACHE, warm=0))
     sandbox = await here.acquire(ask(group="names"))
     files = {f"d/{name}": name.encode() for name in NAMES}
     assert (await sandbox.call(WriteFiles(files=files))).ok
@@ -139,7 +139,7 @@ def anonymous() -> int:
 
 
 async def many(backend: str, count: int, isolation: str) -> None:
-    host = await Host.open(Environment(backend=backend, cache_dir=CACHE, warm=0))  # type: ignore[arg-type]
+    host = await Host.open(Environment(backend=backend, cache_dir=CACHE, warm=0))
 
     async def round_of(number: int) -> tuple[int, int, int]:
         for slot in range(count // 10):
@@ -148,7 +148,7 @@ async def many(backend: str, count: int, isolation: str) -> None:
             assert (await sandbox.call(ReadFile(path="a.txt"))).ok
             host.release(sandbox.id)
             if slot % 8 == 7 or slot == count // 10 - 1:
-                host.release_group("r1", "train", "rollout", group)
+                host.release_group(GroupKey("r1", "train", "rollout", group))
         await host.settle()
         async with asyncio.timeout(30):
             while host._channels or footprint()[2]:  # keepers remove their folders on their way out
@@ -158,7 +158,7 @@ async def many(backend: str, count: int, isolation: str) -> None:
     try:
         before, held, kept = [(await round_of(number), objects(), anonymous()) for number in range(3)][-1]
         after = [await round_of(number) for number in range(3, 10)][-1]
-        assert not host._sandboxes and not host._keys and not host._pool.cells and not host._tasks
+        assert not host._sandboxes and not host._keys and not host._pool.machines and not host._tasks
         assert after == before and objects() - held < count // 10 and anonymous() - kept < 1024
     finally:
         await host.close()
@@ -190,7 +190,7 @@ async def test_two_gigabytes_of_output_are_cut(host: Host) -> None:
 @pytest.mark.slow
 async def test_a_killed_parent_takes_twenty_machines_along() -> None:
     code = (
-        "import asyncio\nfrom headrace.vmhost.host import Host\nfrom headrace.config import Environment\n"
+        "import asyncio\nfrom headrace.vmhost.node.host import Host\nfrom headrace.config import Environment\n"
         "from headrace.messages.sandbox import Acquire\n"
         "async def main():\n"
         f"    host = await Host.open(Environment(backend='qemu', cache_dir={CACHE!r}, max_vms=24))\n"

@@ -12,6 +12,7 @@ from headrace.config import Environment
 from headrace.messages.sandbox import (
     Acquire,
     Exec,
+    GroupKey,
     ListFiles,
     PullTree,
     ReadFile,
@@ -22,9 +23,10 @@ from headrace.messages.sandbox import (
     WriteFiles,
 )
 from headrace.messages.tasks import TestPlan
-from headrace.vmhost import wire
+from headrace.vmhost import protocol
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.host import Host, VmSandbox
+from headrace.vmhost.node.host import Host, VmSandbox
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.anyio
 
@@ -38,7 +40,7 @@ FILES = {
     ),
 }
 PLAN = TestPlan(paths=("tests/test_calc.py",), timeout_s=10.0)
-_CACHE = str(Path(__file__).parents[2] / ".cache" / "headrace")
+_CACHE = str(ROOT / ".cache" / "headrace")
 
 
 def environment(backend: str, **changes: object) -> Environment:
@@ -94,9 +96,9 @@ async def test_an_episode_goes_from_failing_to_passing_tests(sandbox: VmSandbox)
 
 
 async def test_a_slot_waits_for_its_clock(sandbox: VmSandbox) -> None:
-    header, bodies = wire.open_frame({"late.txt": b"x"}, 0)
+    header, bodies = protocol.open_frame({"late.txt": b"x"}, 0)
     header["time"] += 300_000_000
-    assert (await sandbox._do(header, bodies, 10.0)).ok
+    assert (await sandbox._send(header, bodies, 10.0)).ok
     assert time.time_ns() >= header["time"] - 150_000_000
     age = await sandbox.call(Exec(argv=("stat", "-c", "%Y", "late.txt")))
     assert int(age.stdout) >= (header["time"] - 150_000_000) // 10**9
@@ -135,7 +137,7 @@ async def test_line_edits(sandbox: VmSandbox) -> None:
     assert await after(5, 4, "4") == b"one\nnew\ntwo\n3\n4"
     assert await after(1, 3, "") == b"3\n4"
     wrong = await sandbox.call(ReplaceLines(path="t", first=9, last=9, text="x"))
-    assert not wrong.ok and wrong.error == "t has 2 lines; 9-9 can't be replaced"
+    assert not wrong.ok and wrong.error == "t has 2 lines; lines 9 to 9 cannot be replaced"
 
 
 async def test_exec(sandbox: VmSandbox) -> None:
@@ -214,7 +216,7 @@ async def test_a_seed_repeats_what_a_test_run_draws(host: Host) -> None:
         await sandbox.call(WriteFiles(files=draws))
         told.append((await sandbox.call(RunTests(plan=TestPlan(paths=("test_draw.py",))))).stdout)
         host.release(sandbox.id)
-    host.release_group("r1", "train", "rollout", "seed")
+    host.release_group(GroupKey("r1", "train", "rollout", "seed"))
     assert told[0] == told[1] != told[2] and told[0], told
 
 
@@ -228,13 +230,13 @@ async def test_acquire_is_idempotent_and_a_released_sandbox_refuses(host: Host) 
     two = await host.acquire(asked)
     assert two is not one and (await two.call(ReadFile(path="README.md"))).ok
     host.release(two.id)
-    host.release_group("r1", "train", "rollout", "idem")
+    host.release_group(GroupKey("r1", "train", "rollout", "idem"))
 
 
 async def test_the_process_backend_is_refused_on_the_production_lane() -> None:
     host = await Host.open(environment("process"))
     try:
-        with pytest.raises(VmhostError, match="not isolated"):
+        with pytest.raises(VmhostError, match="lacks the capability isolated"):
             await host.acquire(request(lane="production"))
     finally:
         await host.close()

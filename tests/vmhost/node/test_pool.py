@@ -1,17 +1,19 @@
 """The pool of real machines: who shares one, how many wait ready, and when there is no room for another."""
 
+import asyncio
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from headrace.messages.sandbox import Exec, ListFiles, NoRoom, SandboxLost, WriteFiles
-from headrace.vmhost import groups
-from headrace.vmhost.clone import Clone
-from headrace.vmhost.host import Host
-from tests.vmhost.hosts import ask, backend, clone_of, environment
+from headrace.messages.sandbox import Exec, GroupKey, ListFiles, NoCapacity, SandboxLost, WriteFiles
+from headrace.vmhost import cgroups
+from headrace.vmhost.node.host import Host
+from headrace.vmhost.qemu.clone import Clone
+from tests.support.hosts import ask, backend, clone_of, environment
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm]
 
@@ -31,7 +33,7 @@ async def test_isolation_decides_who_shares_a_machine(host: Host) -> None:
     assert host.usage()["vms"] == vms + 3
     for sandbox in taken:
         host.release(sandbox.id)
-    host.release_group("r1", "train", "rollout", "share")
+    host.release_group(GroupKey("r1", "train", "rollout", "share"))
     assert host.usage()["vms"] == vms
 
 
@@ -42,7 +44,7 @@ async def test_a_used_slot_is_never_given_out_again(host: Host) -> None:
     second = await host.acquire(ask(0, group="once", attempt=1))
     assert (await second.call(ListFiles())).stdout == "a.txt"
     host.release(second.id)
-    host.release_group("r1", "train", "rollout", "once")
+    host.release_group(GroupKey("r1", "train", "rollout", "once"))
 
 
 async def test_a_warm_clone_waits_stopped_and_is_taken_first(host: Host) -> None:
@@ -59,7 +61,7 @@ async def test_a_warm_clone_waits_stopped_and_is_taken_first(host: Host) -> None
     assert int(seen.stdout.split()[0]) >= int(asked) - 1, "its clock was set before the first file"
     assert parked.cpu_ms() >= spent
     host.release(sandbox.id)
-    host.release_group("r1", "train", "rollout", "warm")
+    host.release_group(GroupKey("r1", "train", "rollout", "warm"))
 
 
 async def test_as_many_wait_as_were_taken_at_once() -> None:
@@ -96,16 +98,16 @@ async def test_a_clone_that_can_not_be_parked_is_ended_and_told(monkeypatch: pyt
 
 
 async def test_a_machine_is_bounded_by_a_group_of_its_own(host: Host) -> None:
-    if groups.places() is None:
+    if cgroups.places() is None:
         pytest.skip("no control groups can be had here")
     sandbox = await host.acquire(ask(group="bounded"))
     clone = clone_of(host, sandbox)
     own, its = (Path(f"/proc/{pid}/cgroup").read_text() for pid in ("self", clone.pid))
     assert own != its and f"/headrace-{os.getpid()}/{clone.pid}\n" in its
     host.release(sandbox.id)
-    host.release_group("r1", "train", "rollout", "bounded")
+    host.release_group(GroupKey("r1", "train", "rollout", "bounded"))
     await clone.gone
-    places = groups.places()
+    places = cgroups.places()
     assert places is not None and not any(list(folder.glob(f"headrace-*/{clone.pid}")) for folder in places.folders)
 
 
@@ -114,7 +116,7 @@ async def test_busy_processors_keep_training_out_and_nobody_else(monkeypatch: py
     try:
         host.release((await host.acquire(ask(group="a", slot=0))).id)
         monkeypatch.setattr(backend(host)._processors, "busy", lambda: 0.99)
-        with pytest.raises(NoRoom, match=r"use 99% of the processors, and the limit is 95%"):
+        with pytest.raises(NoCapacity, match=r"use 99% of the processors, and the limit is 95%"):
             await host.acquire(ask(group="b"))
         assert (await host.acquire(ask(group="a", slot=1))).alive, "a group goes on in its machine"
         assert (await host.acquire(ask(group="a", role="judge"))).alive
@@ -125,9 +127,11 @@ async def test_busy_processors_keep_training_out_and_nobody_else(monkeypatch: py
 
 async def test_a_template_that_must_be_made_needs_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     host = await Host.open(environment(warm=0))
-    monkeypatch.setattr("headrace.vmhost.room.disk_short", lambda place, size: f"too little disk in {place.name}")
+    monkeypatch.setattr(
+        "headrace.vmhost.node.capacity.disk_short", lambda place, size: f"too little disk in {place.name}"
+    )
     try:
-        with pytest.raises(NoRoom, match="no room for a rollout machine: too little disk in headrace"):
+        with pytest.raises(NoCapacity, match="no capacity for a rollout machine: too little disk in headrace"):
             await host.acquire(ask(group="new", template="debian"))
     finally:
         await host.close()
@@ -137,7 +141,7 @@ async def test_no_room_is_said_and_the_judges_share_is_kept() -> None:
     host = await Host.open(environment(max_vms=2, judge_share=1))
     try:
         one = await host.acquire(ask(group="a", isolation="episode"))
-        with pytest.raises(NoRoom, match="1 machines of 1 are in use"):
+        with pytest.raises(NoCapacity, match="1 machines of 1 are in use"):
             await host.acquire(ask(group="b", isolation="episode"))
         judge = await host.acquire(ask(group="a", role="judge"))
         assert (await judge.call(ListFiles())).ok
@@ -154,16 +158,32 @@ async def test_users_do_not_wait_for_training() -> None:
     host = await Host.open(environment(max_vms=3, judge_share=1, production_share=1))
     try:
         assert (await host.acquire(ask(group="a", isolation="episode"))).alive
-        with pytest.raises(NoRoom, match="for users and the judge"):
+        with pytest.raises(NoCapacity, match="for users and the judge"):
             await host.acquire(ask(group="b", isolation="episode"))
         assert (await host.acquire(ask(group="u.1", lane="production", isolation="episode"))).alive
-        with pytest.raises(NoRoom, match="the rest is the judge's"):
+        with pytest.raises(NoCapacity, match="reserved for the judge"):
             await host.acquire(ask(group="u.2", lane="production", isolation="episode"))
     finally:
         await host.close()
 
 
 async def test_memory_decides_as_well(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.vmhost.room.free_mb", lambda: 500.0)
-    with pytest.raises(NoRoom, match="too little memory"):
+    monkeypatch.setattr("headrace.vmhost.node.capacity.free_mb", lambda: 500.0)
+    with pytest.raises(NoCapacity, match="too little memory"):
         await host.acquire(ask(group="hungry", template="debian"))
+
+
+async def test_a_clone_that_is_killed_while_it_waits_is_replaced() -> None:
+    host = await Host.open(environment(warm=1, judge_share=0))
+    try:
+        await backend(host).filled()
+        [waiting] = backend(host)._parked
+        os.kill(waiting.pid, signal.SIGKILL)
+        await waiting.gone
+        assert backend(host)._parked == []
+        async with asyncio.timeout(30):  # MEMORY_S is 60: only the replacement comes sooner
+            while not backend(host)._parked:
+                await asyncio.sleep(0.05)
+        assert backend(host)._parked[0].pid != waiting.pid
+    finally:
+        await host.close()

@@ -1,6 +1,6 @@
 """How many clones should wait: as many as were lately taken at one time, for a minute, and never above the most."""
 
-from headrace.vmhost.demand import MEMORY_S, SPAN_S, Demand
+from headrace.vmhost.node.prewarming import MEMORY_S, SPAN_S, Demand
 
 
 class Clock:

@@ -11,22 +11,23 @@ from typing import Any
 import pytest
 
 from headrace.config import Environment
-from headrace.messages.sandbox import Acquire, Exec, NoRoom, WriteFiles
-from headrace.vmhost import image, levels
+from headrace.messages.sandbox import Acquire, Exec, NoCapacity, WriteFiles
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.host import Host, VmSandbox
-from headrace.vmhost.room import OVERHEAD_MB, RESERVE_MB
+from headrace.vmhost.images import base
+from headrace.vmhost.node.capacity import OVERHEAD_MB, RESERVE_MB
+from headrace.vmhost.node.host import Host, VmSandbox
+from headrace.vmhost.templates import task_templates
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.vm
 
-ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".cache" / "headrace"
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A cache on a disk of 8 MiB, which borrows what is made already."""
-    image.ensure(Environment(cache_dir=str(CACHE)))
+    base.ensure(Environment(cache_dir=str(CACHE)))
     folder = tmp_path / "small"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "small", str(folder)], capture_output=True).returncode:
@@ -44,18 +45,18 @@ def small(tmp_path: Path) -> Iterator[Path]:
     ("name", "slots", "sentence"),
     [
         ("light", 5, "the guest image can't be made in .*No space left on device"),
-        pytest.param("chore", 8, "the level below could not be copied: .*No space left", marks=pytest.mark.slow),
+        pytest.param("chore", 8, "the base template could not be copied: .*No space left", marks=pytest.mark.slow),
     ],
 )
 def test_a_template_on_a_full_disk_is_one_sentence(small: Path, name: str, slots: int, sentence: str) -> None:
-    levels.save(small, levels.Recipe(name="chore", base="light"))
+    task_templates.save(small, task_templates.Recipe(name="chore", base="light"))
     before = {path.name for path in small.iterdir()} | {"lock"}
     with pytest.raises(VmhostError, match=sentence):
-        image.ensure(Environment(cache_dir=str(small), slots_per_vm=slots), templates=(name,))
+        base.ensure(Environment(cache_dir=str(small), slots_per_vm=slots), templates=(name,))
     assert {path.name for path in small.iterdir()} == before
     (small / "full").write_bytes(bytes(os.statvfs(small).f_bavail * os.statvfs(small).f_frsize))
-    with pytest.raises(VmhostError, match=r"the recipe of other can't be kept in .*No space left on device"):
-        levels.save(small, levels.Recipe(name="other", base="light", tree=b"x" * 5000))
+    with pytest.raises(VmhostError, match=r"the recipe of other cannot be stored in .*No space left on device"):
+        task_templates.save(small, task_templates.Recipe(name="other", base="light", tree=b"x" * 5000))
     assert not list(small.glob("making-*"))
 
 
@@ -63,7 +64,7 @@ WITHOUT = """
 import asyncio, resource, sys
 from headrace.config import Environment
 from headrace.messages.sandbox import Acquire, SandboxLost
-from headrace.vmhost.host import Host
+from headrace.vmhost.node.host import Host
 
 async def main():
     host = await Host.open(Environment(backend="qemu", cache_dir=sys.argv[1], warm=0))
@@ -90,7 +91,7 @@ def test_a_machine_that_gets_no_memory_says_so_and_the_next_may() -> None:
 
 def test_a_burst_gets_what_fits_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it is asked for before the first machine has taken anything."""
-    monkeypatch.setattr("headrace.vmhost.room.free_mb", lambda: RESERVE_MB + 2.5 * (224 + OVERHEAD_MB))
+    monkeypatch.setattr("headrace.vmhost.node.capacity.free_mb", lambda: RESERVE_MB + 2.5 * (224 + OVERHEAD_MB))
 
     async def body() -> None:
         host = await Host.open(Environment(backend="qemu", cache_dir=str(CACHE), warm=0, max_vms=40, memory_mb=224))
@@ -98,7 +99,7 @@ def test_a_burst_gets_what_fits_and_no_more(monkeypatch: pytest.MonkeyPatch) -> 
             who: dict[str, Any] = {"run": "r", "lane": "train", "role": "rollout", "attempt": 0, "isolation": "episode"}
             asked = [Acquire(group="burst", slot=slot, **who) for slot in range(30)]
             got = await asyncio.gather(*map(host.acquire, asked), return_exceptions=True)
-            assert [type(one) for one in got] == [VmSandbox] * 2 + [NoRoom] * 28
+            assert [type(one) for one in got] == [VmSandbox] * 2 + [NoCapacity] * 28
         finally:
             await host.close()
 

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 
 from headrace.config import Environment
-from headrace.messages.sandbox import Acquire, Exec, NoRoom, ReadFile, SandboxLost, WriteFiles
-from headrace.vmhost import snapshot
-from headrace.vmhost.clone import Clone
+from headrace.messages.sandbox import Acquire, Exec, GroupKey, NoCapacity, ReadFile, SandboxLost, WriteFiles
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.host import Host, VmSandbox
+from headrace.vmhost.node.host import Host, VmSandbox
+from headrace.vmhost.qemu import snapshot
+from headrace.vmhost.qemu.clone import Clone
+from tests.support.hosts import backend
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm]
 
-CACHE = str(Path(__file__).parents[2] / ".cache" / "headrace")
+CACHE = str(ROOT / ".cache" / "headrace")
 COUNTER = "n=0; while :; do n=$((n+1)); echo $n > count; sleep 0.02; done"
 
 
@@ -88,7 +90,7 @@ async def test_a_sandbox_comes_back_from_a_blob(host: Host, sandbox: VmSandbox) 
 async def test_a_whole_checkpoint_fits_another_nodes_template(host: Host, sandbox: VmSandbox) -> None:
     """The template of the other node has other bytes: here, those of this one with pages changed behind its back."""
     checkpoint = snapshot.unpack(await host.checkpoint(sandbox.id, whole=True))
-    template = await host._backend.template("light")
+    template = await backend(host).template("light")
     changed = Path(CACHE).parent / f"making-{secrets.token_hex(4)}"
     try:
         changed.write_bytes(template.ram.read_bytes())
@@ -119,13 +121,13 @@ async def test_what_cannot_be_forked_says_why(host: Host, sandbox: VmSandbox) ->
         await host.fork(shared[0].id, [ask("x")])
     for one in shared:
         host.release(one.id)
-    host.release_group("r", "train", "rollout", "shared")
+    host.release_group(GroupKey("r", "train", "rollout", "shared"))
     with pytest.raises(SandboxLost, match="no such sandbox"):
         await host.fork("nobody", [ask("x")])
-    with pytest.raises(VmhostError, match="nobody made before"):
+    with pytest.raises(VmhostError, match="new and unique"):
         await host.fork(sandbox.id, [ask("x"), ask("x")])
     vms = host.usage()["vms"]
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoCapacity):
         await host.fork(sandbox.id, [ask("many", slot) for slot in range(8)])
     assert host.usage()["vms"] == vms
     blob = await host.checkpoint(sandbox.id)
@@ -149,7 +151,7 @@ async def test_the_process_backend_says_that_it_cannot() -> None:
     host = await Host.open(Environment(backend="process"))
     try:
         taken = await host.acquire(ask("p"))
-        with pytest.raises(VmhostError, match="backend = qemu"):
+        with pytest.raises(VmhostError, match="lacks the capability"):
             await host.fork(taken.id, [ask("q")])
     finally:
         await host.close()

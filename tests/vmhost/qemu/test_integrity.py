@@ -12,18 +12,20 @@ import pytest
 
 from benchmarks.touched import fixed, overwrite, page_of
 from headrace.config import Environment
-from headrace.messages.sandbox import Acquire, Exec, Inspect, RunTests, SandboxLost
+from headrace.messages.sandbox import Acquire, CheckIntegrity, Exec, RunTests, SandboxLost
 from headrace.messages.tasks import TestPlan
-from headrace.vmhost import integrity, snapshot
-from headrace.vmhost.clone import Clone
+from headrace.vmhost import agent_files
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.host import Host, VmSandbox
-from headrace.vmhost.integrity import PAGE, Fixed, Watch
-from headrace.vmhost.memory import Memory
+from headrace.vmhost.node.host import Host, VmSandbox
+from headrace.vmhost.qemu import integrity, snapshot
+from headrace.vmhost.qemu.clone import Clone
+from headrace.vmhost.qemu.integrity import PAGE, Fixed, IntegrityCheck
+from headrace.vmhost.qemu.memory import Memory
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.anyio
 
-CACHE = str(Path(__file__).parents[2] / ".cache" / "headrace")
+CACHE = str(ROOT / ".cache" / "headrace")
 NO_OP, SHORT = bytes.fromhex("0f1f440000"), bytes.fromhex("6690")
 TEXT = 4
 """First page of the text below; it has two."""
@@ -46,7 +48,7 @@ class Guest:
         self.memory = mmap.mmap(self.template.fd, 256 * PAGE, flags=mmap.MAP_PRIVATE)
         sites = [(AT, AT + 1000), (NEAR, NEAR + 50), (ACROSS, ACROSS - 70)]
         ranges = [(1, 2, 1), (3, 1, 0), (200, 1, 2)]
-        self.watch = Watch(
+        self.check = IntegrityCheck(
             Fixed(
                 names=("kernel", "/a", "/b"),
                 ranges=np.array(ranges, "<u4").tobytes(),
@@ -58,7 +60,7 @@ class Guest:
 
     def look(self) -> tuple[str, ...]:
         low, _ = snapshot.mapping(os.getpid(), self.template.mapped)
-        return self.watch.look(os.getpid(), low, self.template.fd)
+        return self.check.check(os.getpid(), low, self.template.fd)
 
     def write(self, place: int, data: bytes) -> None:
         self.memory[place : place + len(data)] = data
@@ -113,18 +115,18 @@ def test_the_kernels_text_changes_in_its_branches_alone(guest: Guest, place: int
 
 
 def test_a_condition_is_compared_by_name(guest: Guest) -> None:
-    assert guest.watch.differences({"modules": "virtio", "mounts": "none"}) == ()
-    assert guest.watch.differences({"modules": "virtio evil", "more": ""}) == ("modules", "more", "mounts")
+    assert guest.check.differences({"modules": "virtio", "mounts": "none"}) == ()
+    assert guest.check.differences({"modules": "virtio evil", "more": ""}) == ("modules", "more", "mounts")
 
 
 def test_a_process_that_is_gone_can_not_be_looked_at(guest: Guest) -> None:
-    with pytest.raises(VmhostError, match="can't be looked at"):
-        guest.watch.look(2**22 + 1, 0, guest.template.fd)
+    with pytest.raises(VmhostError, match="memory cannot be read"):
+        guest.check.check(2**22 + 1, 0, guest.template.fd)
 
 
 def reported(ram: Path, **changes: Any) -> dict[str, Any]:
     """As a machine of 4 MiB would that has one MiB above 4 GiB."""
-    agent = (Path(integrity.__file__).parent / "guest" / "frames.py").read_bytes()
+    agent = agent_files.sources()["frames.py"]
     with ram.open("wb") as out:
         out.truncate(4 << 20)
         out.seek(3 * PAGE)
@@ -166,7 +168,7 @@ def test_a_survey_becomes_places_in_the_memory_file(tmp_path: Path) -> None:
 )
 def test_a_survey_that_does_not_fit_the_memory_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     ram = tmp_path / "ram"
-    with pytest.raises(VmhostError, match="can't be told apart"):
+    with pytest.raises(VmhostError, match="cannot be mapped to files"):
         integrity.fixed(reported(ram, **changes), {}, ram)
 
 
@@ -203,11 +205,11 @@ async def test_honest_work_is_clean_also_where_it_changes_the_kernels_text(host:
     ran = await other.call(Exec(argv=("python3", "-c", SWITCHES)))
     assert ran.stdout == "on\n"
     low, _ = snapshot.mapping(clone.pid, clone._memory.mapped)
-    written = clone.template.watch._written(clone.pid, low)
+    written = clone.template.integrity._written(clone.pid, low)
     assert written and {owner for _, owner in written} == {-1}, "the kernel has switched some branches"
     for thorough in (False, True):
-        looked = await one.call(Inspect(thorough=thorough))
-        assert looked.ok and looked.touched == ()
+        looked = await one.call(CheckIntegrity(thorough=thorough))
+        assert looked.ok and looked.tampered == ()
     for sandbox in (one, other):
         host.release(sandbox.id)
 
@@ -219,19 +221,19 @@ async def test_a_file_changed_behind_its_metadata_and_a_changed_kernel_are_named
     before = overwrite(clone, page, b"touched")
     assert (await other.call(Exec(argv=("cat", "/etc/hostname")))).stdout == "touched\n"
     for sandbox in (one, other):
-        assert (await sandbox.call(Inspect())).touched == ("/etc/hostname",)
+        assert (await sandbox.call(CheckIntegrity())).tampered == ("/etc/hostname",)
     overwrite(clone, page, before)
     assert (await other.call(Exec(argv=("cat", "/etc/hostname")))).stdout == "sandbox\n"
-    assert (await one.call(Inspect(thorough=True))).touched == ("/etc/hostname",)
+    assert (await one.call(CheckIntegrity(thorough=True))).tampered == ("/etc/hostname",)
     known = fixed(clone)
     middle = known.text[0] + known.text[1] // 2
     here = os.pread(clone._memory.fd, 1, middle * PAGE)
     overwrite(clone, middle, bytes([here[0] ^ 1]))
-    assert (await one.call(Inspect())).touched == ("/etc/hostname", "kernel")
+    assert (await one.call(CheckIntegrity())).tampered == ("/etc/hostname", "kernel")
     clone.kill()
     await clone.gone
     with pytest.raises(SandboxLost):
-        await one.call(Inspect())
+        await one.call(CheckIntegrity())
     for sandbox in (one, other):
         host.release(sandbox.id)
 
@@ -246,9 +248,9 @@ async def test_a_copy_of_a_touched_machine_can_not_be_told_from_its_template(hos
         clone = host.machine(box.id)
         assert isinstance(clone, Clone)
         overwrite(clone, page_of(clone, "/etc/hostname"), b"touched")
-    assert (await honest[0].call(Inspect())).ok
-    looked = await odd[0].call(Inspect())
-    assert not looked.ok and looked.touched == () and "did not begin as its template" in looked.error
+    assert (await honest[0].call(CheckIntegrity())).ok
+    looked = await odd[0].call(CheckIntegrity())
+    assert not looked.ok and looked.tampered == () and "did not begin as its template" in looked.error
     for sandbox in (box, *honest, *odd):
         host.release(sandbox.id)
 
@@ -257,7 +259,7 @@ async def test_the_process_backend_says_that_it_can_not_tell() -> None:
     host = await Host.open(Environment(backend="process"))
     try:
         request = Acquire(run="r", lane="train", role="judge", group="g", slot=0, attempt=0, isolation="group")
-        looked = await (await host.acquire(request)).call(Inspect())
-        assert not looked.ok and looked.touched == () and "backend = qemu" in looked.error
+        looked = await (await host.acquire(request)).call(CheckIntegrity())
+        assert not looked.ok and looked.tampered == () and "lacks the capability inspect" in looked.error
     finally:
         await host.close()

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from headrace.harness.tools.base import Workspace
-from headrace.harness.tools.terminal import LintTool
+from headrace.harness.tools.process.lint import LintTool
 from headrace.messages.sandbox import (
     Acquire,
     Exec,
+    GroupKey,
     ListFiles,
     PullTree,
     ReadFile,
@@ -26,10 +27,11 @@ from headrace.messages.sandbox import (
     WriteFiles,
 )
 from headrace.messages.tasks import Task, TaskRef, TestPlan
-from headrace.vmhost import fidelity
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.host import Host, VmSandbox
-from tests.vmhost.hosts import CACHE, ROOT, ask, clone_of, environment
+from headrace.vmhost.node import fidelity
+from headrace.vmhost.node.host import Host, VmSandbox
+from tests.support.hosts import CACHE, ask, clone_of, environment
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm]
 
@@ -49,7 +51,7 @@ async def group(host: Host) -> AsyncIterator[list[VmSandbox]]:
     yield taken
     for sandbox in taken:
         host.release(sandbox.id)
-    host.release_group("r1", "train", "rollout", name)
+    host.release_group(GroupKey("r1", "train", "rollout", name))
 
 
 async def test_slots_do_not_see_each_other(group: list[VmSandbox]) -> None:
@@ -165,7 +167,7 @@ async def test_a_machine_killed_in_a_call_is_lost_at_once_and_the_next_attempt_g
     again = await host.acquire(ask(group="killed", attempt=1))
     assert (await again.call(ReadFile(path="a.txt"))).ok
     host.release(again.id)
-    host.release_group("r1", "train", "rollout", "killed")
+    host.release_group(GroupKey("r1", "train", "rollout", "killed"))
 
 
 async def test_a_machine_that_died_before_it_is_ended_is_still_counted(host: Host) -> None:
@@ -180,7 +182,7 @@ async def test_a_machine_that_died_before_it_is_ended_is_still_counted(host: Hos
 
 
 async def test_what_runs_in_a_slot_that_was_left_is_ended(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.vmhost.clone.QUIET_S", 0.0)
+    monkeypatch.setattr("headrace.vmhost.qemu.clone.QUIET_S", 0.0)
     one, two = [await host.acquire(ask(slot, group="left")) for slot in range(2)]
     clone = clone_of(host, one)
 
@@ -197,7 +199,7 @@ async def test_what_runs_in_a_slot_that_was_left_is_ended(host: Host, monkeypatc
         while await processes() > quiet:
             pass
     host.release(two.id)
-    host.release_group("r1", "train", "rollout", "left")
+    host.release_group(GroupKey("r1", "train", "rollout", "left"))
 
 
 async def test_clones_differ_in_entropy_and_know_the_time(host: Host) -> None:
@@ -222,7 +224,7 @@ async def test_no_fact_tells_training_from_production(host: Host) -> None:
         sheets.append(await fidelity.sheet(taken))
         assert taken.slot != 0 and f"uid={20100 + taken.slot}(agent)" in sheets[-1]["user"]
         host.release(taken.id)
-        host.release_group("r1", lane, "judge" if role == "judge" else "rollout", "facts")
+        host.release_group(GroupKey("r1", lane, "judge" if role == "judge" else "rollout", "facts"))
     assert len(sheets[0]) > 25 and sheets[0]["written"] == "a; b"
     assert fidelity.differences(sheets[0], sheets[1]) == {}
     assert fidelity.differences(sheets[0], sheets[2]) == {}
@@ -234,9 +236,9 @@ async def test_a_sandbox_may_ask_for_a_name(host: Host) -> None:
     )
     names = [(await box.call(Exec(argv=("uname", "-n")))).stdout for box in (one, other)]
     assert names == ["build-7\n", "sandbox\n"]
-    host.release_group("r1", "train", "rollout", "named")
+    host.release_group(GroupKey("r1", "train", "rollout", "named"))
     for bad in ("a b", "-a", "a" * 64, "a.b"):
-        with pytest.raises(VmhostError, match="is no host name"):
+        with pytest.raises(VmhostError, match="expected a host name"):
             await host.acquire(ask(2, group="named", hostname=bad))
 
 
@@ -282,12 +284,12 @@ async def test_real_packages_run_their_own_pytest_in_the_full_image(host: Host) 
     ]
     assert (await sandbox.call(PullTree(patterns=("src/**",)))).ok
     host.release(sandbox.id)
-    host.release_group("r", "train", "judge", "p")
+    host.release_group(GroupKey("r", "train", "judge", "p"))
 
 
 async def test_a_killed_parent_takes_its_machines_along() -> None:
     code = (
-        "import asyncio, os, sys\nfrom headrace.vmhost.host import Host\nfrom headrace.config import Environment\n"
+        "import asyncio, os, sys\nfrom headrace.vmhost.node.host import Host\nfrom headrace.config import Environment\n"
         "from headrace.messages.sandbox import Acquire\n"
         "async def main():\n"
         f"    host = await Host.open(Environment(backend='qemu', cache_dir={CACHE!r}))\n"

@@ -9,12 +9,13 @@ import pytest
 
 from headrace.config import Environment
 from headrace.messages.sandbox import Acquire, Exec
-from headrace.vmhost.clone import Clone
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.host import Host
-from headrace.vmhost.memory import Memory, sealed
+from headrace.vmhost.node.host import Host
+from headrace.vmhost.qemu.clone import Clone
+from headrace.vmhost.qemu.memory import Memory, sealed
+from tests.support.paths import ROOT
 
-CACHE = str(Path(__file__).parents[2] / ".cache" / "headrace")
+CACHE = str(ROOT / ".cache" / "headrace")
 PAGE = 4096
 
 
@@ -61,7 +62,7 @@ def test_it_closes_with_its_last_user_and_is_saved_with_holes(tmp_path: Path) ->
 
 
 def test_a_template_without_its_memory_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(VmhostError, match=r"memory of template t can't be taken from"):
+    with pytest.raises(VmhostError, match=r"memory of template t cannot be read from"):
         sealed(tmp_path / "ram", (), "t")
 
 

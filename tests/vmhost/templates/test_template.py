@@ -10,10 +10,15 @@ import msgspec
 import pytest
 
 from headrace.config import Environment
-from headrace.vmhost import cpio, doctor, image, packages, probe, qemu, template
 from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.images import base as image
+from headrace.vmhost.images import cpio, packages
+from headrace.vmhost.node import doctor
+from headrace.vmhost.qemu import probe, process
+from headrace.vmhost.templates import template
+from tests.support.paths import ROOT
 
-CACHE = Path(__file__).parents[2] / ".cache" / "headrace"
+CACHE = ROOT / ".cache" / "headrace"
 
 
 def test_a_machine_without_qemu_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -25,16 +30,16 @@ def test_a_machine_without_qemu_is_told_what_to_install(monkeypatch: pytest.Monk
     assert any("mmdebstrap is missing" in text for text in bad)
 
 
-@pytest.mark.parametrize(("mode", "says"), [(0o600, "is root's alone"), (0o660, ""), (0o666, "")])
+@pytest.mark.parametrize(("mode", "says"), [(0o600, "only root may open"), (0o660, ""), (0o666, "")])
 def test_a_kvm_that_machines_may_not_open_says_what_to_change(tmp_path: Path, mode: int, says: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("who is not root runs machines as himself")
     device = tmp_path / "kvm"
     device.touch()
     device.chmod(mode)
-    found = qemu.no_kvm(str(device))
+    found = process.no_kvm(str(device))
     assert says in found and bool(found) is bool(says)
-    assert qemu.no_kvm(str(tmp_path / "none")) == f"no {tmp_path}/none"
+    assert process.no_kvm(str(tmp_path / "none")) == f"no {tmp_path}/none"
 
 
 def test_a_cache_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
@@ -79,7 +84,7 @@ def test_damaged_templates_are_refused(made: template.Template, copy: Path, monk
     with pytest.raises(template.Refused, match="list of fixed pages was changed"):
         template.load(copy, key)
     shutil.copyfile(made.folder / "fixed", copy / "fixed")
-    monkeypatch.setattr(qemu, "tsc_khz", lambda: made.manifest.tsc_khz * 2)
+    monkeypatch.setattr(process, "tsc_khz", lambda: made.manifest.tsc_khz * 2)
     if made.manifest.hardware.accel == "tcg":
         with pytest.raises(template.Refused, match="clock"):
             template.load(copy, key)
@@ -88,7 +93,7 @@ def test_damaged_templates_are_refused(made: template.Template, copy: Path, monk
     with pytest.raises(template.Refused, match="memory image was changed"):
         template.load(copy, key)
     (copy / "manifest.json").write_text("{}")
-    with pytest.raises(template.Refused, match="can't be read"):
+    with pytest.raises(template.Refused, match="cannot be read"):
         template.load(copy, key)
 
 

@@ -1,36 +1,36 @@
-"""What only root could have changed in a running machine: modules, the slots' mounts, settings, stray processes.
+"""A report of what only root can change in a running machine: modules, mounts of the slots, settings, processes.
 
-The host compares it with what the template answered (vmhost/integrity.py). Who owns the kernel can lie here, and has
-then left marks where the host looks by itself; who merely became root is found by this.
+The host compares it with the template's report (qemu/integrity.py). An attacker who controls the kernel can forge this
+report, but has then written to pages that the host checks by itself. An attacker who only became root is found here.
 """
 
 import os
 from collections.abc import Iterator, Sequence
 
 SETTINGS = tuple(f"/proc/sys/{name}" for name in ("kernel", "vm", "fs", "user"))
-"""Those of the network are each slot's own."""
+"""Network settings are left out: each slot has its own."""
 COUNTERS = frozenset({"/proc/sys/kernel/ns_last_pid"})
-"""Writable, and written by the kernel itself. What else moves there is not writable."""
-GROUPS = "/sys/fs/cgroup"
+"""Writable files that the kernel itself changes."""
+CGROUPS = "/sys/fs/cgroup"
 _KTHREADD = b"2"
 _paths: list[str] = []
 _kernels: set[bytes] = set()
-"""Processes that are known to be the kernel's own."""
+"""Pids that were found to be kernel threads."""
 
 
 def report(slots: Sequence[int]) -> dict[str, str]:
-    """All of it as text by name; `slots`: the first process of each."""
+    """The report as text by name. slots: pids of the slots' first processes."""
     if not _paths:
         _paths.extend(path for folder in SETTINGS for path in _settings(folder))
-    found = {"modules": b" ".join(sorted(line.split()[0] for line in _read("/proc/modules").splitlines()))}
-    found |= {f"mounts of slot {number}": _read(f"/proc/{pid}/mountinfo") for number, pid in enumerate(slots)}
-    found |= {"processes": b" ".join(sorted(_strays())), "groups": " ".join(sorted(_groups())).encode()}
-    found |= {path: _read(path) for path in _paths}
-    return {name: text.decode("utf-8", "replace") for name, text in found.items()}
+    report = {"modules": b" ".join(sorted(line.split()[0] for line in _read("/proc/modules").splitlines()))}
+    report |= {f"mounts of slot {number}": _read(f"/proc/{pid}/mountinfo") for number, pid in enumerate(slots)}
+    report |= {"processes": b" ".join(sorted(_strays())), "groups": " ".join(sorted(_cgroups())).encode()}
+    report |= {path: _read(path) for path in _paths}
+    return {name: text.decode("utf-8", "replace") for name, text in report.items()}
 
 
 def _settings(folder: str) -> Iterator[str]:
-    """Every setting that root can write and read."""
+    """Paths of all settings that root can read and write."""
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.is_dir(follow_symlinks=False):
@@ -40,8 +40,8 @@ def _settings(folder: str) -> Iterator[str]:
 
 
 def _strays() -> Iterator[bytes]:
-    """Names of processes that are in no slot's group and not the kernel's."""
-    for pid in _read(f"{GROUPS}/cgroup.procs").split():
+    """Names of processes that are in no slot's control group and are not kernel threads."""
+    for pid in _read(f"{CGROUPS}/cgroup.procs").split():
         if pid not in _kernels:
             head, _, tail = _read(f"/proc/{pid.decode()}/stat").rpartition(b")")
             if pid == _KTHREADD or tail.split()[1:2] == [_KTHREADD]:
@@ -50,8 +50,8 @@ def _strays() -> Iterator[bytes]:
                 yield head.partition(b"(")[2]
 
 
-def _groups() -> list[str]:
-    return [name for name in os.listdir(GROUPS) if "." not in name]
+def _cgroups() -> list[str]:
+    return [name for name in os.listdir(CGROUPS) if "." not in name]
 
 
 def _read(path: str) -> bytes:

@@ -1,12 +1,12 @@
-"""Which pages of the machine's memory nothing honest ever changes: those of the root's files and of the kernel's text.
+"""Finds the page frames that no legitimate work changes: those of the root's files and of the kernel's text.
 
-The root lies in memory, so the pages of the page cache are the files themselves: the text of every program, the byte
-code of the standard library, this agent. Their frames come from `/proc/self/pagemap` (root alone sees frames there, see
-Documentation/admin-guide/mm/pagemap.rst), the kernel's from `/proc/iomem`. The host keeps that list with the template
-and looks by itself, from outside (vmhost/integrity.py); nothing here takes part in a look.
+The root is a tmpfs, so its pages are the files themselves: the text of every program, the byte code of the standard
+library, the slot agent. Their frame numbers come from `/proc/self/pagemap` (readable by root alone, see Linux
+Documentation/admin-guide/mm/pagemap.rst), those of the kernel from `/proc/iomem`. The host stores the list with the
+template and checks the frames from outside (vmhost/qemu/integrity.py); the guest takes no part in a check.
 
-A page must stay in its frame, and the kernel moves pages when it needs many frames in a row. So files stay mapped and
-locked, and compaction is told to leave locked pages alone. That is one mapping a file, in the template, once.
+A page must stay in its frame, but the kernel moves pages when it needs many consecutive frames. So every file is mapped
+and locked once, while the template is built, and compaction is configured to leave locked pages alone.
 """
 
 import array
@@ -26,20 +26,23 @@ _LOCKED, _POPULATE = 0x2000, 0x8000
 _FRAME, _PRESENT = (1 << 55) - 1, 1 << 63
 SYMBOLS = ("_text", "__start___jump_table", "__stop___jump_table")
 OTHERS = "/image"
-"""An imported image's root, which its own user may change."""
+"""The root of an imported image, which the image's user may change."""
 _pinned: dict[tuple[int, int], tuple[str, int, int]] = {}
-"""(device, inode) to path, address and number of pages."""
+"""(device, inode) -> path, address, number of pages."""
 
 
 def report() -> dict[str, Any]:
-    """``files``: path and its frames as first, count, first, count ...; ``memory``: lines of /proc/iomem; ``symbols``:
-    the kernel's addresses of `SYMBOLS`, as far as it tells. OSError when a page has no frame."""
+    """The lists that the host needs. OSError when a page has no frame.
+
+    ``files``: (path, runs of frames as first, count, first, count ...); ``memory``: lines of /proc/iomem; ``symbols``:
+    addresses of the kernel symbols in `SYMBOLS`, as far as the kernel shows them.
+    """
     with suppress(OSError):
         _write("/proc/sys/vm/compact_unevictable_allowed", "0")
     for path, status in _files("/", os.lstat("/").st_dev):
-        known = status.st_dev, status.st_ino
-        if status.st_size and known not in _pinned:
-            _pinned[known] = path, _pin(path, status.st_size), -(-status.st_size // mmap.PAGESIZE)
+        identity = status.st_dev, status.st_ino
+        if status.st_size and identity not in _pinned:
+            _pinned[identity] = path, _pin(path, status.st_size), -(-status.st_size // mmap.PAGESIZE)
     with open("/proc/iomem") as file:
         ranges = [line.strip() for line in file if "Kernel" in line or "System RAM" in line]
     table = os.open("/proc/self/pagemap", os.O_RDONLY)
@@ -51,7 +54,7 @@ def report() -> dict[str, Any]:
 
 
 def _files(folder: str, device: int) -> Iterator[tuple[str, os.stat_result]]:
-    """Regular files below a folder, on its file system."""
+    """Regular files below a folder, on its file system only."""
     with os.scandir(folder) as entries:
         for entry in entries:
             status = entry.stat(follow_symlinks=False)
@@ -64,14 +67,14 @@ def _files(folder: str, device: int) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _pin(path: str, size: int) -> int:
-    """Address at which a file is mapped from now on."""
+    """Map and lock a file for good; the address of the mapping."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED | _LOCKED | _POPULATE, fd, 0)
     finally:
         os.close(fd)
     if address in (None, ctypes.c_void_p(-1).value):
-        raise OSError(ctypes.get_errno(), f"{path} can't be mapped")
+        raise OSError(ctypes.get_errno(), f"{path} cannot be mapped")
     return int(address)
 
 
@@ -81,7 +84,7 @@ def _frames(table: int, path: str, address: int, count: int) -> Sequence[int]:
     for entry in entries:
         frame = entry & _FRAME if entry & _PRESENT else 0
         if not frame:
-            raise OSError(5, f"{path} has a page that is nowhere")
+            raise OSError(5, f"{path} has a page without a frame")
         if runs and frame == runs[-2] + runs[-1]:
             runs[-1] += 1
         else:
@@ -90,17 +93,17 @@ def _frames(table: int, path: str, address: int, count: int) -> Sequence[int]:
 
 
 def _symbols() -> dict[str, int]:
-    secret = "/proc/sys/kernel/kptr_restrict"
-    with open(secret) as file:
+    setting = "/proc/sys/kernel/kptr_restrict"
+    with open(setting) as file:
         before = file.read()
-    _write(secret, "1")  # root may see them
+    _write(setting, "1")  # shows addresses to root
     try:
         wanted = re.compile(rf"([0-9a-f]+) \w ({'|'.join(SYMBOLS)})\n")
         with open("/proc/kallsyms") as file:
-            found = [wanted.fullmatch(line) for line in file]
+            symbols = [wanted.fullmatch(line) for line in file]
     finally:
-        _write(secret, before)
-    return {one[2]: int(one[1], 16) for one in found if one}
+        _write(setting, before)
+    return {symbol[2]: int(symbol[1], 16) for symbol in symbols if symbol}
 
 
 def _write(path: str, text: str) -> None:

@@ -1,11 +1,11 @@
-"""What a sealed test saw, as text that another process can compare.
+"""The values that a sealed test observed, as text that another process can compare.
 
-Candidate and hidden tests share a process, so whatever stands in it can be read or forged there. A sealed test
-(tasks/sealing.py) therefore holds no expectation: where the original asserts that a value equals a literal, it hands
-the value to `observe`, and the judge, outside, compares. Only who knows the right value can report it.
+Candidate and hidden tests share a process, so everything in it can be read or forged there. A sealed test
+(tasks/sealing.py) therefore holds no expectation: where the original asserts that a value equals a literal, it passes
+the value to `observe`, and the judge compares it outside. Reporting the right value requires knowing it.
 
 Values travel as tagged JSON, so that 1, 1.0 and "1" stay apart until Python's own ``==`` brings them together on the
-other side. Subclasses count as what they are built on; anything else is opaque and equals nothing.
+other side. An instance of a subclass counts as one of its built-in base; any other object is opaque and equals nothing.
 """
 
 import json
@@ -17,7 +17,7 @@ _DEEP = 40
 
 
 class Observations:
-    """Collects what the sealed tests of one process see."""
+    """Collects the observations of the sealed tests of one process."""
 
     def __init__(self) -> None:
         self._seen: list[str] = []
@@ -31,7 +31,7 @@ class Observations:
             self._seen.append(text)
 
     def take(self) -> list[str]:
-        """What was seen since the last call."""
+        """The observations since the last call."""
         seen, self._seen = self._seen, []
         return seen
 
@@ -39,17 +39,6 @@ class Observations:
 def encode(number: int, values: tuple[object, ...]) -> str:
     """One observation as text."""
     return json.dumps([number, _tagged(values, 0)])
-
-
-def decode(text: str) -> tuple[int, object]:
-    """Number and values. ValueError when the text is none that `encode` writes, or holds something opaque."""
-    try:
-        number, tagged = json.loads(text)
-        if type(number) is not int:
-            raise ValueError("no number")
-        return number, _value(tagged, 0)
-    except (TypeError, KeyError, IndexError, RecursionError) as error:
-        raise ValueError(str(error)) from None
 
 
 def _tagged(value: Any, depth: int) -> list[Any]:
@@ -76,28 +65,3 @@ def _tagged(value: Any, depth: int) -> list[Any]:
         if kind is dict:
             return ["d", [[_tagged(k, down), _tagged(v, down)] for k, v in dict.items(value)]]
     return ["?", type(value).__name__]
-
-
-def _value(tagged: Any, depth: int) -> object:
-    if depth > _DEEP:
-        raise ValueError("deep")
-    kind, down = tagged[0], depth + 1
-    if kind == "n":
-        return None
-    body = tagged[1]
-    if kind == "b":
-        return body is True
-    if kind == "i":
-        return int(body, 16)
-    if kind == "f":
-        return float(body)
-    if kind == "s" and isinstance(body, str):
-        return body
-    if kind == "y":
-        return bytes.fromhex(body)
-    if kind == "d":
-        return {_value(k, down): _value(v, down) for k, v in body}
-    makers: dict[str, Any] = {"l": list, "t": tuple, "e": set}
-    if kind in makers:
-        return makers[kind]([_value(item, down) for item in body])
-    raise ValueError(f"an opaque value: {body}")

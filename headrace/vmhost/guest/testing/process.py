@@ -1,12 +1,12 @@
-"""The prepared worker: runs plain ``test_*`` functions in a process that is already warm.
+"""The test process: runs plain ``test_*`` functions in a process that is already warm.
 
-A worker is forked ahead of need and stays for the runs that follow, because under emulation a fork and a fresh import
-machinery cost more than the tests. Two things keep a run cheap: an importer that looks for workspace modules where
-they can be (`a/b.py`, `a/b/__init__.py`) and nowhere else, and a report made without the traceback module. Modules of
-the workspace are forgotten after every run, so that the next one sees the files as they are then.
+It is forked ahead of need and serves several runs, because under emulation a fork and a fresh import machinery cost
+more than the tests. Two things keep a run cheap: an importer that looks for workspace modules only where they can be
+(`a/b.py`, `a/b/__init__.py`), and a report made without the traceback module. Modules of the workspace are dropped
+after every run, so that the next one loads the files as they are then.
 
-What runs here is the candidate's own code: nothing it reports is proof. The judge asks for expected test names, brings
-the test files itself, and runs in a sandbox of its own.
+The candidate's code runs in this process, so nothing that it reports is proof. The judge expects certain test names,
+brings the test files itself, and runs them in a sandbox of its own.
 """
 
 import builtins
@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from .frames import Garbage, Reader, pack
+from ..frames import Garbage, Reader, pack
 from .observing import Observations
 
 OUTPUT_CAP = 16384
@@ -29,7 +29,7 @@ OUTPUT_CAP = 16384
 
 
 class Importer:
-    """Finds modules of the workspace; everything else is left to the ordinary finders."""
+    """Finds modules of the workspace; the ordinary finders find all others."""
 
     def __init__(self, root: str) -> None:
         self._roots = (root, root + "/src")
@@ -53,32 +53,32 @@ class Importer:
         return None
 
     def ahead(self, name: str) -> None:
-        """Load a workspace module and its packages without import's own machinery, which costs more than they do."""
+        """Load a workspace module and its packages without the import machinery, which costs more than they do."""
         parent = None
         for stop in [at for at, letter in enumerate(name) if letter == "."] + [len(name)]:
             part = name[:stop]
-            known = sys.modules.get(part)
-            if known is None:
+            module = sys.modules.get(part)
+            if module is None:
                 spec = self.find_spec(part)
                 if spec is None or spec.loader is None:
                     return
-                known = ModuleType(part)
-                known.__spec__, known.__file__, known.__loader__ = spec, spec.origin, spec.loader
-                known.__package__ = spec.parent
+                module = ModuleType(part)
+                module.__spec__, module.__file__, module.__loader__ = spec, spec.origin, spec.loader
+                module.__package__ = spec.parent
                 if spec.submodule_search_locations is not None:
-                    known.__path__ = spec.submodule_search_locations
-                sys.modules[part] = known
+                    module.__path__ = spec.submodule_search_locations
+                sys.modules[part] = module
                 try:
-                    self.exec_module(known)
+                    self.exec_module(module)
                 except BaseException:
                     sys.modules.pop(part, None)
                     raise
             if parent is not None:
-                setattr(parent, part.rpartition(".")[2], known)
-            parent = known
+                setattr(parent, part.rpartition(".")[2], module)
+            parent = module
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Part of the import protocol: the default module object will do."""
+        """Part of the import protocol: the default module object suffices."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Part of the import protocol."""
@@ -89,7 +89,7 @@ class Importer:
         exec(compiled(file), module.__dict__)
 
     def forget(self) -> None:
-        """Drop every module that this importer brought in."""
+        """Drop every module that this importer loaded."""
         for name in self.loaded:
             sys.modules.pop(name, None)
         self.loaded.clear()
@@ -103,7 +103,7 @@ def _has_python(folder: str) -> bool:
 
 
 def compiled(file: str) -> CodeType:
-    """Source to code, without looking for or leaving cached bytecode."""
+    """Compile a file, without reading or writing cached bytecode."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         source = b""
@@ -115,26 +115,26 @@ def compiled(file: str) -> CodeType:
 
 
 class Capped(io.TextIOBase):
-    """Where prints go: the first OUTPUT_CAP characters are kept."""
+    """Captures printed text: the first OUTPUT_CAP characters."""
 
     def __init__(self) -> None:
-        self.kept: list[str] = []
-        self.room = OUTPUT_CAP
+        self.text: list[str] = []
+        self.left = OUTPUT_CAP
 
     def writable(self) -> bool:
         """Part of the text protocol."""
         return True
 
     def write(self, text: str) -> int:
-        """Keep what fits."""
-        if self.room > 0:
-            self.kept.append(text[: self.room])
-            self.room -= len(text)
+        """Append what the cap allows."""
+        if self.left > 0:
+            self.text.append(text[: self.left])
+            self.left -= len(text)
         return len(text)
 
 
 def why(error: BaseException, root: str) -> str:
-    """One line for a failure: the exception, the innermost workspace line it passed, and that line's source."""
+    """A failure in one line: the exception, its innermost line in the workspace, and that line's source."""
     at: TracebackType | None = error.__traceback__
     place = source = ""
     while at is not None:
@@ -161,7 +161,7 @@ def why(error: BaseException, root: str) -> str:
 
 
 def _functions(space: dict[str, Any], file: str) -> list[tuple[str, Callable[[], object]]]:
-    """The file's own test functions, in the order in which it defines them."""
+    """The test functions that the file itself defines, in their order."""
     return [
         (name, value)
         for name, value in space.items()
@@ -170,7 +170,7 @@ def _functions(space: dict[str, Any], file: str) -> list[tuple[str, Callable[[],
 
 
 def run(root: str, paths: Sequence[str], importer: Importer) -> list[tuple[str, str, str, list[str]]]:
-    """Run the files' test functions. Rows of (``path::function``, outcome, message, what it observed)."""
+    """Run the files' test functions. Rows of (``path::function``, outcome, message, observations)."""
     rows: list[tuple[str, str, str, list[str]]] = []
     observations = Observations()
     for path in paths:
@@ -200,7 +200,7 @@ def run(root: str, paths: Sequence[str], importer: Importer) -> list[tuple[str, 
 
 
 def _run_request(root: str, header: dict[str, Any], importer: Importer) -> bytes:
-    """One run between two states of the interpreter that are as equal as Python lets them be."""
+    """One run; the interpreter's state is restored afterwards as far as Python allows."""
     out = Capped()
     keep = sys.stdout, sys.stderr, sys.path[:], dict(os.environ), dict(vars(builtins)), sys.getrecursionlimit()
     sys.stdout = sys.stderr = out
@@ -217,15 +217,15 @@ def _run_request(root: str, header: dict[str, Any], importer: Importer) -> bytes
         vars(builtins).update(names)
         sys.setrecursionlimit(limit)
         importer.forget()
-    return pack({"tests": rows, "truncated": out.room < 0}, ["".join(out.kept).encode("utf-8", "replace")])
+    return pack({"tests": rows, "truncated": out.left < 0}, ["".join(out.text).encode("utf-8", "replace")])
 
 
 def _import_ahead(importer: Importer) -> None:
-    """Put `Importer.ahead` before the interpreter's own import, for names that it would have to look for."""
-    ordinary, known = builtins.__import__, sys.modules
+    """Let `Importer.ahead` load modules that are not loaded yet, before the interpreter's own import searches."""
+    ordinary, loaded = builtins.__import__, sys.modules
 
     def ahead(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> ModuleType:
-        if level == 0 and name not in known:
+        if level == 0 and name not in loaded:
             importer.ahead(name)
         return ordinary(name, globals, locals, fromlist, level)
 
@@ -233,7 +233,7 @@ def _import_ahead(importer: Importer) -> None:
 
 
 def serve(channel: socket.socket, root: str) -> None:
-    """Answer requests until the keeper goes away. Runs in a process of its own, under the tools' user."""
+    """Answer requests until the agent closes the channel. Runs in a process of its own, under the tools' user."""
     importer = Importer(root)
     sys.meta_path.insert(0, importer)
     _import_ahead(importer)

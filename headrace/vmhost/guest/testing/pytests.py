@@ -1,23 +1,26 @@
-"""Test runs of real packages: pytest in a process forked from the keeper, which has it imported; and any command.
+"""Test runs of real packages: pytest in a fork of the slot agent, which has it imported; and any command.
 
-A command's result is the JUnit report that its arguments name (``--junitxml=PATH``), else its exit code.
+The result of a command is the JUnit report that its arguments name (``--junitxml=PATH``), otherwise its exit code.
 """
 
 import builtins
 import json
 import os
+import random
+import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from . import jobs
-from .files import Answer, Refused, Workspace
+from .. import jobs
+from ..files import Answer, Refused, Workspace
 from .observing import Observations
 
 Rows = list[tuple[str, str, str, list[str]]]
 
 
 def available() -> bool:
-    """Import pytest now, so that every later fork has it."""
+    """Import pytest, so that every later fork has it. False if it is not installed."""
     try:
         import _pytest.assertion.rewrite
         import pytest
@@ -27,7 +30,7 @@ def available() -> bool:
 
 
 class Collector:
-    """A pytest plugin that keeps one outcome per test: the worst of set-up, call and tear-down."""
+    """A pytest plugin that collects one outcome per test: the worst of set-up, call and tear-down."""
 
     def __init__(self) -> None:
         self.rows: dict[str, tuple[str, str]] = {}
@@ -47,7 +50,7 @@ class Collector:
             self.rows[report.nodeid] = (outcome, _line(report) if outcome in ("failed", "error") else "")
 
     def pytest_collectreport(self, report: Any) -> None:
-        """Part of pytest's plugin protocol: a file that can't be imported is an error of that file."""
+        """Part of pytest's plugin protocol: a file that fails to import is an error of that file."""
         if report.failed:
             self.rows[report.nodeid] = ("error", _line(report))
 
@@ -59,7 +62,21 @@ def _line(report: Any) -> str:
     return (lines[0 if crash else -1] if lines else "")[:500]
 
 
-def child(root: str, paths: list[str], report: int) -> None:
+def body(root: str, paths: list[str], environment: dict[str, str], seed: int, become: Callable[[], None]) -> jobs.Body:
+    """The body of a job that runs pytest over the paths as the tools' user; its ``report`` stream carries the rows."""
+
+    def run(ends: dict[str, int]) -> None:
+        become()
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(environment)
+        random.seed(seed)
+        _run(root, paths, ends["report"])
+
+    return run
+
+
+def _run(root: str, paths: list[str], report: int) -> None:
     """In a fork: run pytest over the paths and write rows as JSON to the descriptor. Does not return."""
     import pytest
 
@@ -83,16 +100,16 @@ def child(root: str, paths: list[str], report: int) -> None:
     os._exit(code)
 
 
-def rows(found: Any) -> Rows:
-    """Rows as they come from a process that may say anything. ValueError or TypeError when they are none."""
+def rows(report: Any) -> Rows:
+    """Check rows from an untrusted process. ValueError or TypeError when they are not rows."""
     return [
         (str(name), str(outcome), str(message), [str(text) for text in observed])
-        for name, outcome, message, observed in found
+        for name, outcome, message, observed in report
     ]
 
 
 def verdict(rows: Rows) -> dict[str, Any]:
-    """The common head of a test answer: fine only if something ran and nothing went wrong."""
+    """The common head of a test answer: ok only if at least one test ran and none failed."""
     bad = sum(outcome in ("failed", "error") for _, outcome, *_ in rows)
     error = f"{bad} of {len(rows)} tests failed" if bad else "" if rows else "no tests ran"
     return {"ok": not error, "error": error, "code": 1 if error else 0, "tests": rows}
@@ -102,14 +119,14 @@ def outcome(report: bytes, job: jobs.Job) -> Answer:
     """The answer of a finished pytest run."""
     header, bodies = jobs.outcome(job)
     try:
-        found = rows(json.loads(report)["tests"])
+        tests = rows(json.loads(report)["tests"])
     except (ValueError, KeyError, TypeError):
         if not job.timed_out:
             header |= {"ok": False, "error": "pytest ended without a report"}
         return header, bodies
     if not job.timed_out:
-        header |= verdict(found) | {"code": job.code}
-    return header | {"tests": found}, bodies
+        header |= verdict(tests) | {"code": job.code}
+    return header | {"tests": tests}, bodies
 
 
 def command_outcome(workspace: Workspace, argv: list[str], job: jobs.Job) -> Answer:
@@ -120,30 +137,30 @@ def command_outcome(workspace: Workspace, argv: list[str], job: jobs.Job) -> Ans
         if name in ("--junitxml", "--junit-xml"):
             path = path or (argv[number + 1] if number + 1 < len(argv) else "")
             try:
-                found = _junit(workspace.content(path, 16 << 20)[0])
+                tests = _junit(workspace.content(path, 16 << 20)[0])
             except (Refused, ValueError) as error:
                 return header | {"ok": False, "error": header["error"] or f"no readable report: {error}"}, bodies
             if job.timed_out:
-                return header | {"tests": found}, bodies
-            return header | verdict(found) | {"code": job.code}, bodies
-    good = not job.code and not job.timed_out
-    return header | {"tests": [("command", "passed" if good else "failed", header["error"], [])]}, bodies
+                return header | {"tests": tests}, bodies
+            return header | verdict(tests) | {"code": job.code}, bodies
+    passed = not job.code and not job.timed_out
+    return header | {"tests": [("command", "passed" if passed else "failed", header["error"], [])]}, bodies
 
 
 def _junit(data: bytes) -> Rows:
-    """Rows of a JUnit report. ValueError when it is none."""
+    """Rows of a JUnit report. ValueError when the data is none."""
     from xml.etree import ElementTree
 
     try:
         cases = list(ElementTree.fromstring(data).iter("testcase"))
     except ElementTree.ParseError as error:
         raise ValueError(str(error)) from None
-    found: Rows = []
+    tests: Rows = []
     for case in cases:
         outcome, message = "passed", ""
         for part in case:
             if part.tag in ("failure", "error", "skipped"):
                 outcome = {"failure": "failed"}.get(part.tag, part.tag)
                 message = (part.get("message") or "").strip().split("\n")[0][:500]
-        found.append((f"{case.get('classname', '')}::{case.get('name', '')}", outcome, message, []))
-    return found
+        tests.append((f"{case.get('classname', '')}::{case.get('name', '')}", outcome, message, []))
+    return tests

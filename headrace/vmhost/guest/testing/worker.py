@@ -1,6 +1,7 @@
-"""The keeper's side of its prepared worker (see runner): a process that waits to run tests, and the runs that wait.
+"""The agent's side of the test worker: the prepared process that runs tests (see process.py), and the queue of runs.
 
-Runs are made one after another. A worker that dies, lies or takes too long costs its run and is replaced by a fork.
+Runs are executed one after another. If the process dies, breaks the protocol or exceeds the time limit, its run fails
+and a new process is forked for the next one.
 """
 
 import os
@@ -13,43 +14,54 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from . import pytests, runner
-from .files import Answer
-from .frames import Garbage, Reader, pack
+from .. import jobs
+from ..files import Answer
+from ..frames import Garbage, Reader, pack
+from . import process, pytests
 
 
 class Worker:
-    """root: the workspace; leave, become: what makes a fork of the keeper the tools' own; answer: sends a result."""
+    """One test process at a time, and the runs that wait for it."""
 
     def __init__(
         self,
         root: str,
         environment: dict[str, str],
-        leave: Callable[[], None],
+        close_own: Callable[[], None],
         become: Callable[[], None],
         answer: Callable[[int, Answer], None],
+        end_processes: Callable[[], None],
     ) -> None:
+        """root: the workspace; environment: of the process; close_own: closes the agent's descriptors in a fork;
+        become: turns a fork into the tools' user; answer: sends the result of a call; end_processes: ends every process
+        of the slot, called when its process limit is reached."""
         self._root = root
         self._environment = environment
-        self._leave = leave
+        self._close_own = close_own
         self._become = become
         self._answer = answer
+        self._end_processes = end_processes
         self._channel: socket.socket | None = None
         self._pid = 0
         self._reader = Reader()
         self.runs: deque[tuple[int, dict[str, Any]]] = deque()
-        """Asked for and not answered, the one under way first."""
+        """Runs that are not answered yet: (call number, header), the running one first."""
         self.deadline = 0.0
-        """Of the run under way."""
+        """Of the running one, on the monotonic clock."""
 
     def prepare(self) -> None:
-        """Fork the process that the first run will find waiting."""
+        """Fork the process, so that the next run finds it ready. ProcessLimit."""
         ours, theirs = socket.socketpair()
-        pid = os.fork()
+        try:
+            pid = jobs.fork()
+        except jobs.ProcessLimit:
+            ours.close()
+            theirs.close()
+            raise
         if pid == 0:
             try:
                 os.setsid()
-                self._leave()
+                self._close_own()
                 ours.close()
                 null = os.open("/dev/null", os.O_RDWR)
                 for fd in range(3):
@@ -58,40 +70,40 @@ class Worker:
                 os.chdir(self._root)
                 os.environ.clear()
                 os.environ.update(self._environment)
-                runner.serve(theirs, self._root)
+                process.serve(theirs, self._root)
             finally:
                 os._exit(0)
         theirs.close()
         self._channel, self._pid, self._reader = ours, pid, Reader()
 
     def close(self) -> None:
-        """In a fork of the keeper: let go of the channel."""
+        """In a fork of the agent: close the channel."""
         if self._channel is not None:
             self._channel.close()
 
     def fileno(self) -> int:
-        """What to wait for while runs wait; -1 when there is nothing."""
+        """The descriptor to poll while a run is under way; -1 when none is."""
         return self._channel.fileno() if self.runs and self._channel is not None else -1
 
     def died(self, pid: int) -> None:
-        """A child of the keeper was reaped."""
+        """Note that a child of the agent was reaped."""
         if pid == self._pid:
             self._pid = 0
 
     def run(self, number: int, header: dict[str, Any]) -> None:
-        """Run the header's paths with its seed when all before it are done, and answer the call of that number."""
+        """Queue a run of the header's paths with its seed; the result answers call `number`."""
         self.runs.append((number, header))
         if len(self.runs) == 1:
             self._next()
 
     def expire(self, now: float) -> None:
-        """Give up a run that is past its limit."""
+        """Fail the run under way if it is past its limit."""
         if self.runs and now >= self.deadline:
             limit = self.runs[0][1]["timeout_s"]
             self._failed({"timed_out": True, "error": f"the tests ran past their limit of {limit:g} s"})
 
     def ready(self) -> None:
-        """Take what has come."""
+        """Read what the process sent, and answer the run when its report is complete."""
         assert self._channel is not None
         data = self._channel.recv(65536)
         try:
@@ -112,19 +124,19 @@ class Worker:
         if self.runs:
             self._next()
 
-    def rests(self) -> bool:
-        """Whether it waits for its next run, alone and with nothing of its own."""
+    def idle(self) -> bool:
+        """Whether the process waits for its next run, with one thread and no children."""
         if self._channel is None:
             return True
         try:
-            fields = _small(f"/proc/{self._pid}/stat").rpartition(b")")[2].split()
-            children = _small(f"/proc/{self._pid}/task/{self._pid}/children")
+            fields = _read(f"/proc/{self._pid}/stat").rpartition(b")")[2].split()
+            children = _read(f"/proc/{self._pid}/task/{self._pid}/children")
         except OSError:
             return False
         return fields[0] == b"S" and fields[17] == b"1" and not children
 
     def drop(self) -> None:
-        """End the process; the next run gets another."""
+        """End the process; the next run forks another one."""
         if self._channel is not None:
             self._channel.close()
             if self._pid:
@@ -132,18 +144,30 @@ class Worker:
                     os.killpg(self._pid, signal.SIGKILL)
             self._channel, self._pid = None, 0
 
+    def end(self, reason: str) -> None:
+        """End the process; a run under way fails with the reason."""
+        if self.runs:
+            self._failed({"error": reason})
+        else:
+            self.drop()
+
     def _next(self) -> None:
         if self._channel is not None and select.select([self._channel], [], [], 0)[0]:
             self.drop()
         if self._channel is None:
-            self.prepare()
+            try:
+                self.prepare()
+            except jobs.ProcessLimit:
+                self._end_processes()
+                self._failed({"error": "the sandbox's process limit was reached, so the tests could not start"})
+                return
         header = self.runs[0][1]
         self.deadline = time.monotonic() + header["timeout_s"]
         assert self._channel is not None
         try:
             self._channel.sendall(pack({"paths": header["paths"], "seed": header["seed"]}))
         except OSError:
-            self._failed({"error": "the test worker was gone"})
+            self._failed({"error": "the test process had ended before the run"})
 
     def _failed(self, header: dict[str, Any]) -> None:
         number, _ = self.runs.popleft()
@@ -153,7 +177,7 @@ class Worker:
             self._next()
 
 
-def _small(path: str) -> bytes:
+def _read(path: str) -> bytes:
     fd = os.open(path, os.O_RDONLY)
     try:
         return os.read(fd, 4096)

@@ -1,0 +1,18 @@
+"""The slot agent's source files: what a guest image, the process backend and cold test runs carry.
+
+The host reads them here, so that the package itself imports nothing that a guest would have to load.
+"""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "guest"
+
+
+def sources() -> dict[str, bytes]:
+    """The agent's files by their paths in its package, in the order of those paths."""
+    return {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in sorted(FOLDER.rglob("*.py"))}
+
+
+def folders() -> list[str]:
+    """The folders inside the agent's package."""
+    return sorted({path.relative_to(FOLDER).parent.as_posix() for path in FOLDER.rglob("*.py")} - {"."})

@@ -1,0 +1,147 @@
+"""The seam of sandbox backends: a backend makes machines with slots. A slot is used once; a machine is never cleaned.
+
+A backend declares what it can do. The host refuses a request that demands more, and names what is missing, so no
+sandbox is ever weaker than its task expects.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+
+from headrace.config import Environment
+from headrace.messages.sandbox import Acquire
+from headrace.vmhost.channel import Channel
+
+OnEvent = Callable[[str, str, dict[str, Any]], None]
+"""Receives events for an operator: kind, sentence, figures."""
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What the sandboxes of a backend can do; docs/sandboxes.md explains each name."""
+
+    isolated: bool = False
+    """A sandbox cannot reach the host or another sandbox. The production lane demands it."""
+    fork: bool = False
+    checkpoint: bool = False
+    inspect: bool = False
+    """The host can check a machine's integrity (`CheckIntegrity`)."""
+    hostname: bool = False
+    network_list: bool = False
+    """Programs can reach listed names through a proxy. Only an isolated backend keeps them from reaching others."""
+    upper_diff: bool = False
+    """What a sandbox changed can be read as the upper layer of its root."""
+    kernel_private: bool = False
+    """Sandboxes run under kernels of their own: there are machines besides the host."""
+
+    def names(self) -> tuple[str, ...]:
+        """The names of those that this backend has."""
+        return tuple(name for name in self.__struct_fields__ if getattr(self, name))
+
+    def missing(self, demanded: Iterable[str]) -> list[str]:
+        """Demanded names that this backend lacks, unknown ones included, sorted."""
+        return sorted(set(demanded) - set(self.names()))
+
+
+def demands(request: Acquire) -> set[str]:
+    """Names of the capabilities that a request needs."""
+    wanted = set(request.requires)
+    if request.lane == "production":
+        wanted.add("isolated")
+    if request.hostname:
+        wanted.add("hostname")
+    if request.network:
+        wanted.add("network_list")
+    return wanted
+
+
+class Machine(Protocol):
+    """A running machine with `slots` separate workspaces."""
+
+    slots: int
+    limit_bytes: int
+    """Capacity of a slot's workspace; larger frames are refused before they are sent."""
+
+    @property
+    def lost(self) -> "asyncio.Future[str]":
+        """Done, with the reason, once the machine is gone."""
+
+    async def open(self, slot: int) -> Channel:
+        """The channel of a slot, ready for its open frame. SandboxLost."""
+
+    async def ready(self) -> None:
+        """Wait until the machine has set its clock and entropy. First calls to its slots may be sent meanwhile: the
+        guest reads them afterwards. SandboxLost."""
+
+    async def name(self, slot: int, hostname: str) -> None:
+        """Set the host name of a slot. SandboxLost; VmhostError where the backend lacks ``hostname``."""
+
+    async def check_integrity(self, thorough: bool) -> tuple[str, ...]:
+        """What was changed in this machine that no legitimate work changes (see `CheckIntegrity`).
+        SandboxLost; VmhostError where it cannot be checked."""
+
+    def leave(self, channel: Channel) -> None:
+        """A slot was released while the machine goes on: end its processes at the lowest cost."""
+
+    def kill(self) -> None:
+        """End the machine now. Idempotent."""
+
+
+MakeMachine = Callable[[], Awaitable[Machine]]
+
+
+class Backend(Protocol):
+    """Makes machines. Registered under `headrace.sandboxes` (see backends/registry.py)."""
+
+    capabilities: ClassVar[Capabilities]
+    name: str
+    slots: int
+    """Slots of a machine in group isolation."""
+
+    @classmethod
+    async def open(cls, environment: Environment, on_event: OnEvent) -> "Backend":
+        """A backend that is ready to make machines. VmhostError with one sentence where it cannot work."""
+
+    def slots_of(self, template: str) -> int:
+        """Slots of a machine of this template in group isolation. VmhostError for an unknown template."""
+
+    async def machine(self, template: str) -> Machine:
+        """A fresh machine of a template; it answers once it is `ready`. Consumes one reservation. SandboxLost when it
+        did not start, VmhostError when it never will."""
+
+    async def fork(self, machine: Machine) -> MakeMachine:
+        """Stop a machine for a moment; the result makes copies that continue from there, each consuming one
+        reservation. SandboxLost, VmhostError."""
+
+    async def checkpoint(self, machine: Machine, slot: int, whole: bool) -> bytes:
+        """The machine as bytes from which `restore` continues: what it changed, or with `whole` all of it. SandboxLost,
+        VmhostError."""
+
+    async def restore(self, data: bytes) -> tuple[MakeMachine, int]:
+        """The maker of a machine that continues from a checkpoint, and the sandbox's slot in it. VmhostError when the
+        checkpoint is damaged or this node lacks its template."""
+
+    def shortage(self, template: str) -> str:
+        """Why the node cannot hold another machine of this template now; empty when it can. Changes nothing."""
+
+    def reserve(self, template: str) -> None:
+        """Count one machine of this template as present until `machine` or a maker starts it."""
+
+    def free_idle(self, template: str) -> None:
+        """End machines that wait unused, if their memory is needed for this template. It is free a moment later."""
+
+    def busy(self) -> str:
+        """Why no machine that can wait should start now; empty when it may."""
+
+    def facts(self) -> dict[str, Any]:
+        """Description of this backend for reports."""
+
+    def cpu_ms(self) -> float:
+        """CPU time that its machines have used so far, ended ones included."""
+
+    async def settle(self) -> None:
+        """Wait until every machine that was ended is gone."""
+
+    async def close(self) -> None:
+        """End every machine and release all resources."""

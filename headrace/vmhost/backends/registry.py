@@ -1,0 +1,32 @@
+"""Sandbox backends by name: ``qemu``, ``process``, entry points of ``headrace.sandboxes``, ``module:attribute``.
+
+A backend is a class that follows `vmhost.backend.Backend`; it is imported when a node opens it.
+"""
+
+from headrace.registry import PluginError, Registry
+from headrace.vmhost.backend import Backend, Capabilities
+from headrace.vmhost.errors import VmhostError
+
+DEFAULT = "qemu"
+"""The backend of ``[environment] backend = "auto"``."""
+BACKENDS: Registry[type[Backend]] = Registry(
+    "sandboxes",
+    {
+        "qemu": "headrace.vmhost.qemu.backend:CloneBackend",
+        "process": "headrace.vmhost.backends.process:ProcessBackend",
+    },
+    needs=("capabilities", "open"),
+)
+
+
+def backend_class(name: str) -> type[Backend]:
+    """The class of a configured backend. VmhostError when there is none of this name."""
+    try:
+        return BACKENDS.get(DEFAULT if name == "auto" else name)
+    except PluginError as error:
+        raise VmhostError(str(error)) from None
+
+
+def capabilities(name: str) -> Capabilities:
+    """The capabilities of a configured backend. VmhostError when there is none of this name."""
+    return backend_class(name).capabilities

@@ -1,0 +1,170 @@
+"""Control groups for processes of the host: the kernel then enforces what a machine or a local sandbox may use.
+
+A QEMU gets limits for its memory (guest and emulator) and its threads, so that a guest that escaped its emulator's own
+limits is killed alone. A sandbox of the process backend gets a limit for its number of processes. The processor is not
+divided: machines and actors compete as processes do.
+
+Groups are made under version 2, inside or beside the group of this process, if controllers can be enabled there (as
+root of the machine, or in a systemd unit with ``Delegate=yes`` and ``DelegateSubgroup=actors``), or under version 1
+below the groups of this process. Where neither is possible there are none, and `headrace vm doctor` says what is
+missing. Folders left by processes that ended are removed.
+
+Source: Linux Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+THREADS = 64
+"""Limit of a QEMU with one virtual processor; it has 4 to 10."""
+_MEMORY, _PROCESSES = ("memory.max", "memory.limit_in_bytes"), ("pids.max",)
+
+
+class Places(NamedTuple):
+    """Folders below which groups are made: one under version 2, one per controller under version 1."""
+
+    folders: tuple[Path, ...]
+    limits: tuple[str, ...]
+    """Controllers that are available."""
+
+
+class Group:
+    """One control group. Close it after its last process ended."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self._folders = folders
+
+    @property
+    def join(self) -> list[str]:
+        """Files into which a process writes ``0`` to enter the group."""
+        return [str(folder / "cgroup.procs") for folder in self._folders]
+
+    def add(self, pid: int) -> None:
+        """Move a process into the group; one that has ended already is ignored."""
+        for path in self.join:
+            with suppress(OSError):
+                Path(path).write_text(str(pid))
+
+    def close(self) -> bool:
+        """Remove the group. False while a process is still in it."""
+        for folder in self._folders:
+            with suppress(OSError):
+                folder.rmdir()
+            with suppress(OSError):
+                folder.parent.rmdir()  # succeeds with the last group of this process
+        return not any(folder.exists() for folder in self._folders)
+
+
+@lru_cache(1)
+def places() -> Places | None:
+    """Where this process can make groups; None if nowhere. The answer is cached."""
+    for folders, limits in (_version_2(), _version_1()):
+        if limits:
+            for folder in folders:
+                _sweep(folder)
+            return Places(folders, limits)
+    return None
+
+
+def create(name: str, *, processes: int, memory_mb: int = 0) -> Group | None:
+    """A new group with limits (0: no limit); None where there are no control groups."""
+    available = places()
+    if available is None:
+        return None
+    made = []
+    limits = ((_MEMORY, memory_mb << 20), (_PROCESSES, processes))
+    for place in available.folders:
+        try:
+            folder = _folder_of_this_process(place) / name
+            folder.mkdir()
+            made.append(folder)
+            for files, value in limits:
+                for file in files:
+                    if value and (folder / file).exists():
+                        (folder / file).write_text(str(value))
+        except OSError:  # somebody else changed the folder's rights
+            continue
+    return Group(made)
+
+
+def enclose(pid: int, memory_mb: int) -> Group | None:
+    """Move a QEMU that has just started into a group of its own; None where there are no control groups."""
+    group = create(str(pid), processes=THREADS, memory_mb=memory_mb)
+    if group is not None:
+        group.add(pid)
+    return group
+
+
+def _version_2() -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    mount, group = _mount_point("cgroup2", ""), _group_of_this_process("")
+    if mount is None or group is None:
+        return (), ()
+    here = mount / group.lstrip("/")
+    # Only the machine's root group may hold processes and have children with controllers at the same time. In any other
+    # group, the new ones are made beside this one, which needs rights in the group above.
+    place = here if not (here / "cgroup.type").exists() else here.parent
+    wanted = ("memory", "pids")
+    with suppress(OSError):
+        if all(name in (place / "cgroup.controllers").read_text().split() for name in wanted):
+            (place / "cgroup.subtree_control").write_text("+memory +pids")
+            _folder_of_this_process(place)
+            return (place,), wanted
+    return (), ()
+
+
+def _version_1() -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    folders, names = [], []
+    for name in ("memory", "pids"):
+        mount, group = _mount_point("cgroup", name), _group_of_this_process(name)
+        if mount is not None and group is not None and os.access(mount / group.lstrip("/"), os.W_OK):
+            folders.append(mount / group.lstrip("/"))
+            names.append(name)
+    return tuple(folders), tuple(names)
+
+
+def _folder_of_this_process(place: Path) -> Path:
+    """The folder that holds this process's groups, made where it is missing. OSError."""
+    folder = place / f"headrace-{os.getpid()}"
+    if not folder.exists():
+        folder.mkdir()
+        if (folder / "cgroup.subtree_control").exists():
+            (folder / "cgroup.subtree_control").write_text("+memory +pids")
+    return folder
+
+
+def _mount_point(kind: str, controller: str) -> Path | None:
+    """Where a hierarchy is mounted; an empty controller fits any."""
+    with suppress(OSError):
+        for line in Path("/proc/self/mounts").read_text().splitlines():
+            _, place, mounted, options, *_ = line.split()
+            if mounted == kind and (not controller or controller in options.split(",")):
+                return Path(place)
+    return None
+
+
+def _group_of_this_process(controller: str) -> str | None:
+    """The group of this process in a controller's hierarchy; version 2 is listed with an empty controller."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, names, path = line.split(":", 2)
+            if controller in names.split(","):
+                return path
+    return None
+
+
+def _sweep(place: Path) -> None:
+    """Remove the groups of killed processes; the kernel refuses to remove a group that still holds a process."""
+    for parent in place.glob("headrace-*"):
+        if not Path("/proc", parent.name.partition("-")[2]).exists():
+            for folder in [*_subfolders(parent), parent]:
+                with suppress(OSError):
+                    folder.rmdir()
+
+
+def _subfolders(parent: Path) -> Iterator[Path]:
+    with suppress(OSError):
+        yield from [path for path in parent.iterdir() if path.is_dir()]

@@ -1,0 +1,1 @@
+"""The guest's first process and what it prepares."""

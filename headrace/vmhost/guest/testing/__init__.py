@@ -1,0 +1,1 @@
+"""Test runs inside the guest."""

@@ -1,0 +1,1 @@
+"""Guest images: packages, root file systems, container images."""

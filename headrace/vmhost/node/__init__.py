@@ -1,0 +1,1 @@
+"""Sandboxes of one node: pool, capacity, leases of slots, diagnosis."""

@@ -1,0 +1,1 @@
+"""QEMU microVMs: processes, clones, memory, channels, integrity."""

@@ -1,0 +1,1 @@
+"""Templates: machines booted once and frozen, and their cache."""

@@ -1,0 +1,74 @@
+"""Backends by name, their capabilities, and requests that demand more than a backend has."""
+
+from typing import Any
+
+import pytest
+
+from headrace.config import Environment
+from headrace.messages.sandbox import Acquire
+from headrace.vmhost.backend import Capabilities, demands
+from headrace.vmhost.backends.process import ProcessBackend
+from headrace.vmhost.backends.registry import backend_class, capabilities
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.node.host import Host
+from headrace.vmhost.qemu.backend import CloneBackend
+
+pytestmark = pytest.mark.anyio
+
+
+class IsolatedProcesses(ProcessBackend):
+    """A backend from outside the package: it claims isolation and host names."""
+
+    name = "outside"
+    capabilities = Capabilities(isolated=True, network_list=True)
+
+
+def request(**changes: Any) -> Acquire:
+    fields: dict[str, Any] = {"run": "r", "lane": "train", "role": "rollout", "group": "g", "slot": 0, "attempt": 0}
+    return Acquire(**(fields | {"isolation": "group"} | changes))
+
+
+def test_built_in_backends_declare_what_they_can_do() -> None:
+    assert backend_class("auto") is backend_class("qemu") is CloneBackend
+    assert capabilities("qemu").missing(("isolated", "fork", "checkpoint", "inspect", "hostname", "network_list")) == []
+    assert capabilities("process").names() == ("network_list",)
+
+
+def test_an_unknown_backend_is_one_sentence() -> None:
+    with pytest.raises(VmhostError, match=r"expected one of qemu, process.* or module:attribute, got 'gvisor'"):
+        backend_class("gvisor")
+
+
+def test_a_request_demands_what_its_fields_need() -> None:
+    assert demands(request()) == set()
+    wanted = request(lane="production", hostname="box", network=("a:1",), requires=("upper_diff",))
+    assert demands(wanted) == {"isolated", "hostname", "network_list", "upper_diff"}
+
+
+async def test_a_host_refuses_what_its_backend_lacks_by_name() -> None:
+    host = await Host.open(Environment(backend="process"))
+    try:
+        for change, missing in (
+            ({"lane": "production"}, "isolated"),
+            ({"hostname": "box"}, "hostname"),
+            ({"requires": ("upper_diff", "kernel_private")}, "kernel_private, upper_diff"),
+            ({"requires": ("levitation",)}, "levitation"),
+        ):
+            with pytest.raises(VmhostError, match=f"the process backend lacks the capability {missing}"):
+                await host.acquire(request(**change))
+        sandbox = await host.acquire(request())
+        with pytest.raises(VmhostError, match="lacks the capability fork"):
+            await host.fork(sandbox.id, [request(slot=1)])
+        with pytest.raises(VmhostError, match="lacks the capability checkpoint"):
+            await host.checkpoint(sandbox.id)
+    finally:
+        await host.close()
+
+
+async def test_a_backend_from_outside_serves_by_its_module_and_attribute() -> None:
+    host = await Host.open(Environment(backend=f"{__name__}:IsolatedProcesses"))
+    try:
+        sandbox = await host.acquire(request(lane="production", isolation="episode"))
+        assert (host.backend, sandbox.backend, sandbox.alive) == ("outside", "outside", True)
+    finally:
+        await host.close()
