@@ -1,28 +1,32 @@
-"""The curriculum: which task next, to whom credit is given, how groups end. It keeps the run's books.
+"""The curriculum: it issues groups while there is credit, closes or drops them, and asks for evaluations.
 
-What it knows is a fold over the streams (`replay.books`), what it does follows from that (`replay.decisions`). So there
-is nothing to save: after a crash it reads the streams again and goes on.
+Its state is a fold over the streams (`ledger.state`), and its decisions follow from that state (`ledger.schedule`). So
+it saves nothing: after a crash it reads the streams again and continues.
 
-A zombie is refused twice. Whoever starts writes a fence into the ledger, and every SlotIssued names that record as the
-last on its subject: the broker takes no write from a holder whose fence is not the newest. Closings are written on top
-of the last closing of the run, whose place a fence takes as well.
+A stale curriculum, one that was paused while a successor took over, is refused twice. Every curriculum writes a fence
+into the ledger when it starts, and the broker refuses a SlotIssued that does not name the newest fence
+(`ledger.issuer`). Closings are written on top of the run's last closing, and a new curriculum writes a fence there too.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from headrace.actors import curriculum_requests as requests
 from headrace.algorithms.staleness import batch_of, first_batch_of
-from headrace.bus.actor import Actor
 from headrace.bus.errors import BusError, WrongSequence
-from headrace.bus.received import Received
+from headrace.bus.nats.received import Received
+from headrace.bus.runtime.actor import Actor
+from headrace.ledger import lost_attempts, training
+from headrace.ledger.issuer import Issuer
+from headrace.ledger.requests import settings_of
+from headrace.ledger.schedule import Decision, IssueGroup, RetrySlot, Rules, bounds_of, decide, finished
+from headrace.ledger.state import RunState
 from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.ledger import (
+    LARGEST_BOUND,
     Admission,
     BoundAsked,
-    Fence,
     GroupClosed,
     GroupDropped,
     SlotIssued,
@@ -30,24 +34,19 @@ from headrace.messages.ledger import (
     admission_key,
 )
 from headrace.messages.operations import DeadLetter
-from headrace.messages.subjects import CLOSE, DLQ, EVENT, FAIL, LEDGER, SCORE, STEP, TASK, token
-from headrace.messages.tasks import TaskRef
+from headrace.messages.subjects import CLOSE, DLQ, EVENT, FAIL, LEDGER, SCORE, STEP
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
-from headrace.replay import letters
-from headrace.replay.books import Book
-from headrace.replay.decisions import Again, Decision, Issue, Rules, bounds_of, decide, finished
 from headrace.tasks import open_suite
-from headrace.weights import readiness
+from headrace.weights.receiving import readiness
 
 FENCE = "curriculum"
-"""Stands for a group in the subjects of fences."""
+"""Takes the place of a group in the subjects of fences."""
 
 BOUND = "bound"
-"""Stands for a group in the subjects of staleness bounds."""
+"""Takes the place of a group in the subjects of staleness bounds."""
 
-LARGEST_BOUND = 64
 LAGGARD_S = 30.0
-"""A replica that has served too old a version for this long is told of."""
+"""A replica that serves a version below `min_version` for this long causes an event."""
 
 
 class Curriculum(Actor):
@@ -56,24 +55,27 @@ class Curriculum(Actor):
     role: ClassVar[str] = "curriculum"
 
     async def start(self) -> None:
-        """Take over the books, read them, then follow the streams and act on them."""
+        """Fence off earlier curricula, read the streams, then follow them and act."""
         own = self.config.curriculum
         self.rules = Rules(
             own.group_size, own.groups_per_step, own.staleness, own.steps, own.attempts, own.on_stale, own.speculate
         )
         suite = self.config.tasks.suite
-        self.tasks = requests.TaskOrder(open_suite(suite, self.config.tasks.dir).ids(), self.config.run.seed)
-        self.book = Book(self.run)
-        self._told_problems = 0
+        self.tasks = training.TaskOrder(open_suite(suite, self.config.tasks.dir).ids(), self.config.run.seed)
+        self.state = RunState(self.run)
+        self._issuer = Issuer(
+            self.bus, self.state, settings_of(self.config, self.config.curriculum.temperature).request
+        )
+        self._reported_problems = 0
         self._admission: Admission | None = None
         self._news = asyncio.Event()
         self._evaluations: dict[str, bool] = {}
-        """Asked for so far, by id: whether the answer is there."""
+        """By the id of every evaluation that was asked for: whether its result is there."""
         self._asked: tuple[int, BoundAsked] | None = None
-        """The newest wish for another staleness bound, with its sequence."""
+        """The newest BoundAsked, with its sequence."""
         self._served = -1
-        """The newest version that is on the wire: some node has staged or serves it."""
-        self._ledger, self._laggards = readiness.Ledger(), readiness.Laggards(LAGGARD_S)
+        """The newest version that some node has staged or serves."""
+        self._ledger, self._laggards = readiness.ReadinessLedger(), readiness.Laggards(LAGGARD_S)
         await self._take_over()
         live = {
             "HR_LEDGER": (LEDGER.where(run=self.run), FAIL.where(run=self.run)),
@@ -91,39 +93,37 @@ class Curriculum(Actor):
         for stream, filters in live.items():
             last = 0
             async for received in self.bus.history(stream, *filters):
-                self._enter(received)
+                self._apply(received)
                 last = received.seq
-            own_words = {LEDGER.where(run=self.run), CLOSE.where(run=self.run)}
-            others = [filter for filter in filters if filter not in own_words]
+            written_here = {LEDGER.where(run=self.run), CLOSE.where(run=self.run)}
+            others = [filter for filter in filters if filter not in written_here]
             self.spawn(self._follow(stream, others, last + 1), f"following {stream}")
-        self.book.close_seq = max(self.book.close_seq, self._close_fence)
-        await self._tell_problems()
+        self.state.close_seq = max(self.state.close_seq, self._close_fence)
+        await self._report_problems()
         self.spawn(self._work(), "issuing")
         self.every(2.0, self._measure, "metrics")
 
     async def _take_over(self) -> None:
-        """From here on no earlier holder's write is accepted, so what the streams hold now is all there is."""
-        fence = Fence(run=self.run, actor=self.name(), id=self.id)
-        self._fence_subject = LEDGER.at(run=self.run, group=FENCE)
-        self._fence = await self.bus.publish(self._fence_subject, fence)
+        """Refuse the writes of earlier curricula from now on, so that the streams hold all there is to read."""
+        fence = await self._issuer.fence(FENCE, self.name(), self.id)
         self._close_fence = await self.bus.publish(CLOSE.at(run=self.run, group=FENCE), fence)
 
     async def _follow(self, stream: str, filters: Sequence[str], start: int) -> None:
         async for received in self.bus.follow(stream, *filters, start=start):
-            if self._enter(received):
+            if self._apply(received):
                 self._news.set()
 
-    def _enter(self, received: Received[Any]) -> bool:
-        """Enter a record into the book; True when it changed something."""
-        message = self.message_of(received)
-        if message is None or getattr(message, "lane", "train") != "train":
+    def _apply(self, received: Received[Any]) -> bool:
+        """Apply a record to the state; True when it changed anything."""
+        message = received.message
+        if getattr(message, "lane", "train") != "train":
             return False
         match message:
             case DeadLetter():
-                lost = letters.lost(message)
+                lost = lost_attempts.lost_attempt(message)
                 if lost is None or lost.run != self.run:
                     return False
-                return self.book.fail(lost.group, lost.slot, lost.attempt, letters.REASON)
+                return self.state.fail(lost.group, lost.slot, lost.attempt, lost_attempts.REASON)
             case EvalRequest():
                 self._evaluations.setdefault(message.id, False)
                 return True
@@ -137,67 +137,79 @@ class Curriculum(Actor):
                 self._served = max(self._served, message.version)
                 self._ledger.hear(message, received.time)
                 return True
-        return self.book.apply(message, received.seq)
+        return self.state.apply(message, received.seq)
 
     async def _work(self) -> None:
         try:
-            await self._through()
+            await self._run()
         except WrongSequence as error:
-            # Another curriculum has taken over: the books are its own now, and nothing of ours is accepted any more.
+            # Another curriculum has taken over the run: the broker accepts nothing from this one any more.
             self.status = "superseded"
             await self.event("superseded", str(error), "error")
 
-    async def _through(self) -> None:
-        """The run from version 0 to its last evaluation."""
-        if not self.book.groups:
+    async def _run(self) -> None:
+        """The whole run, from version 0 to its last evaluation."""
+        if not self.state.groups:
             await self._first_version()
         if self.config.evaluation.before:
             await self._evaluate("before", 0)
         await self.event("phase", "reinforcement learning")
-        await self._request([a.issued for g in self.book.open.values() for slot in g.slots.values() for a in slot.live])
+        open_slots = [slot for group in self.state.open.values() for slot in group.slots.values()]
+        await self._issuer.request([attempt.issued for slot in open_slots for attempt in slot.live])
         while True:
             await self._set_bound()
-            while decisions := decide(self.book, self.rules):
-                await self._carry_out(decisions)
-            await self._tell_problems()
-            if finished(self.book, self.rules):
+            await self._decide()
+            await self._report_problems()
+            if finished(self.state, self.rules):
                 break
             await self._wait()
         await self.event("phase", "final evaluation")
         if self.config.evaluation.after:
-            await self._evaluate("after", self.book.steps)
+            await self._evaluate("after", self.state.steps)
         while not all(self._evaluations.get(id) for id in self._own_evaluations()):
             await self._wait()
-        while self._served < self.book.steps:  # whoever stops the run stops the sender too
+        while self._served < self.state.steps:  # the end of the run also ends the weight sender
             await self._wait()
         self.status = "finished"
-        await self.event("run_finished", f"{self.book.steps} steps", steps=self.book.steps, groups=self.book.issued)
+        await self.event("run_finished", f"{self.state.steps} steps", steps=self.state.steps, groups=self.state.issued)
+
+    async def _decide(self) -> None:
+        """Carry out decisions until there are none. The same ones twice in a row mean that the ledger holds records
+        which no honest run writes: say so and wait for news, instead of writing the same for ever."""
+        before: Sequence[Decision] = ()
+        while decisions := decide(self.state, self.rules):
+            if decisions == before:
+                text = f"{decisions[0]} changed nothing: the ledger of {self.run} holds forged or contradictory records"
+                await self.event("no_progress", text, "error")
+                return
+            await self._carry_out(decisions)
+            before = decisions
 
     async def _wait(self) -> None:
-        open_, steps = len(self.book.open), self.book.steps
+        open_, steps = len(self.state.open), self.state.steps
         self.status = f"step {steps} of {self.rules.steps}, {open_} groups open"
         with self.waiting():
             await self._news.wait()
         self._news.clear()
 
     async def _set_bound(self) -> None:
-        """Say the staleness bound where the closings are: the configured one at first, then what an operator asks."""
-        book, own = self.book, self.config.curriculum
-        if book.bounds is None:
-            first = batch_of(len(book.closings) + own.groups_per_step - 1, own.groups_per_step)
+        """Write the staleness bound among the closings: first the configured one, then what an operator asks for."""
+        state, own = self.state, self.config.curriculum
+        if state.bounds is None:
+            first = batch_of(len(state.closings) + own.groups_per_step - 1, own.groups_per_step)
             await self._close(StalenessBound(run=self.run, bound=own.staleness, first_batch=first))
-        answered = max((record.asked_seq for record, _ in book.bound_records), default=0)
+        answered = max((record.asked_seq for record, _ in state.bound_records), default=0)
         if self._asked is None or self._asked[0] <= answered:
             return
         seq, asked = self._asked
-        bounds = bounds_of(book, self.rules)
+        bounds = bounds_of(state, self.rules)
         if not 0 <= asked.bound <= LARGEST_BOUND:
-            text = f"a staleness bound is 0 to {LARGEST_BOUND}, not {asked.bound}"
+            text = f"expected a staleness bound from 0 to {LARGEST_BOUND}, got {asked.bound}"
             await self.event("bound_refused", text, "warning")
             self._asked = None
             return
         first = first_batch_of(
-            bounds, asked.bound, len(book.closings), book.index, own.groups_per_step, drop=own.on_stale == "drop"
+            bounds, asked.bound, len(state.closings), state.index, own.groups_per_step, drop=own.on_stale == "drop"
         )
         await self._close(StalenessBound(run=self.run, bound=asked.bound, first_batch=first, asked_seq=seq))
         text = f"staleness bound {asked.bound} from batch {first} on"
@@ -211,25 +223,20 @@ class Curriculum(Actor):
                 return
 
     async def _carry_out(self, decisions: Sequence[Decision]) -> None:
-        """Write decisions down, in the ledger first, and enter them into the book."""
+        """Write decisions to the streams and apply them to the state."""
         for decision in decisions:
             match decision:
-                case Issue():
-                    task = requests.task(self.config, self.tasks, decision.number)
-                    known = self.book.groups.get(decision.group)
-                    await self._issue(
-                        [
-                            self._slot(decision, slot, 0, known.first.task if known else task, decision.index)
-                            for slot in decision.slots
-                        ]
-                    )
-                case Again():
-                    first = self.book.groups[decision.group].first
-                    await self._issue([self._slot(decision, decision.slot, decision.attempt, first.task, first.index)])
+                case IssueGroup():
+                    group = self.state.groups.get(decision.group)
+                    task = group.first.task if group else training.task(self.config, self.tasks, decision.number)
+                    await self._issue(training.slots_of(self.config, self.run, decision, task, decision.index))
+                case RetrySlot():
+                    first = self.state.groups[decision.group].first
+                    await self._issue(training.slots_of(self.config, self.run, decision, first.task, first.index))
                     await self.event(
                         "slot_reissued",
                         f"{decision.group} slot {decision.slot}: {decision.reason}",
-                        "info" if decision.beside else "warning",
+                        "info" if decision.speculative else "warning",
                         attempt=decision.attempt,
                         reason=decision.reason,
                     )
@@ -240,51 +247,13 @@ class Curriculum(Actor):
                     text = f"{decision.group}: {decision.reason}: {decision.detail}"
                     await self.event("group_dropped", text, "warning", reason=decision.reason)
 
-    def _slot(self, decision: Issue | Again, slot: int, attempt: int, task: TaskRef, index: int) -> SlotIssued:
-        beside = isinstance(decision, Again) and decision.beside
-        oldest = decision.min_version
-        return requests.slot(self.config, self.run, decision.group, index, slot, attempt, task, oldest, beside)
-
     async def _issue(self, slots: Sequence[SlotIssued]) -> None:
-        """Say what engines must serve, write the slots down, then ask for them."""
+        """Announce which version rollouts must serve, then issue the slots."""
         await self._admit(max(issued.min_version for issued in slots))
-        where = [LEDGER.at(run=self.run, group=issued.group) for issued in slots]
-        seqs = await asyncio.gather(
-            *(
-                self.bus.publish(
-                    subject,
-                    issued,
-                    msg_id=f"{self.run}.{issued.group}-{issued.slot}-{issued.attempt}",
-                    expect=self._fence,
-                    expect_filter=self._fence_subject,
-                )
-                for subject, issued in zip(where, slots, strict=True)
-            )
-        )
-        for issued, seq in zip(slots, seqs, strict=True):
-            self.book.apply(issued, seq)
-        await self._request(slots)
-
-    async def _request(self, slots: Sequence[SlotIssued]) -> None:
-        """Ask for recorded attempts. The broker drops what it has seen; a rollout finds what is finished."""
-        asked = [requests.request(self.config, issued) for issued in slots if not self._scored(issued)]
-        await asyncio.gather(
-            *(
-                self.bus.publish(
-                    TASK.at(run=self.run, lane=request.lane, suite=token(request.task.suite)),
-                    request,
-                    msg_id=f"{self.run}.{request.trajectory}",
-                )
-                for request in asked
-            )
-        )
-
-    def _scored(self, issued: SlotIssued) -> bool:
-        found = self.book.attempt(issued.group, issued.slot, issued.attempt)
-        return found is not None and (found.score is not None or bool(found.failed))
+        await self._issuer.issue(slots)
 
     async def _close(self, record: GroupClosed | GroupDropped | StalenessBound) -> None:
-        """Write a group's end, or another bound, on top of the last such record of the run."""
+        """Write a group's end, or a staleness bound, on top of the last such record of the run."""
         if isinstance(record, StalenessBound):
             place, id = BOUND, f"{self.run}.bound.{record.asked_seq}"
         else:
@@ -293,59 +262,60 @@ class Curriculum(Actor):
             CLOSE.at(run=self.run, group=place),
             record,
             msg_id=id,
-            expect=self.book.close_seq,
+            expect=self.state.close_seq,
             expect_filter=CLOSE.where(run=self.run),
         )
-        self.book.apply(record, seq)
+        self.state.apply(record, seq)
 
     async def _admit(self, min_version: int) -> None:
-        """Keep in HR_STATE what a rollout must serve to take from the train lane."""
+        """Keep in HR_STATE the version that a rollout actor must serve to pull the train lane."""
         last = self._admission.min_version if self._admission else -1
         if min_version > last:
             state = await self.bus.kv("HR_STATE")
             self._admission = Admission(
-                run=self.run, min_version=min_version, issued=self.book.issued, retired=self.book.retired
+                run=self.run, min_version=min_version, issued=self.state.issued, retired=self.state.retired
             )
             await state.put(admission_key(self.run), self._admission)
 
     def _own_evaluations(self) -> list[str]:
         own = self.config.evaluation
-        wanted = [when for when, asked in (("before", own.before), ("after", own.after)) if asked]
-        return [ask.id for when in wanted for ask in requests.evaluations(self.config, self.run, when, 0)]
+        before = list(training.evaluations(self.config, self.run, "before", 0)) if own.before else []
+        after = list(training.evaluations(self.config, self.run, "after", 0)) if own.after else []
+        return [request.id for request in (*before, *after)]
 
-    async def _evaluate(self, when: str, version: int) -> None:
-        """Ask the evaluator, unless that was done before."""
-        for ask in requests.evaluations(self.config, self.run, when, version):
+    async def _evaluate(self, when: Literal["before", "after"], version: int) -> None:
+        """Ask for the evaluations that were not asked for before."""
+        for ask in training.evaluations(self.config, self.run, when, version):
             if ask.id not in self._evaluations:
                 await self.publish_event(ask, msg_id=f"{self.run}.{ask.id}")
                 self._evaluations.setdefault(ask.id, False)
 
-    async def _tell_problems(self) -> None:
-        """What should not be in the streams is told once."""
-        for problem in self.book.problems[self._told_problems :]:
-            await self.event("books", problem, "error")
-        self._told_problems = len(self.book.problems)
+    async def _report_problems(self) -> None:
+        """Publish one event for every contradiction in the streams."""
+        for problem in self.state.problems[self._reported_problems :]:
+            await self.event("ledger_problem", problem, "error")
+        self._reported_problems = len(self.state.problems)
 
     async def _measure(self) -> None:
-        book = self.book
+        state = self.state
         await self.metric(
-            groups_issued=book.issued,
-            groups_open=len(book.open),
-            groups_closed=len(book.closings),
-            groups_dropped=book.dropped,
-            groups_retired=book.retired,
+            groups_issued=state.issued,
+            groups_open=len(state.open),
+            groups_closed=len(state.closings),
+            groups_dropped=state.dropped,
+            groups_retired=state.retired,
             served_oldest=await self._oldest_served(),
         )
 
     async def _oldest_served(self) -> int:
-        """The oldest version that a living replica serves, -1 without any; who is too old to be given work is told."""
+        """The oldest version that a live replica serves, -1 without any. A replica that lags behind causes an event."""
         oldest, wanted = self._ledger.oldest(), self._admission.min_version if self._admission else 0
         alive: set[str] = set()
-        if oldest is not None and oldest < self._served:  # else nobody lags, whoever lives
+        if oldest is not None and oldest < self._served:  # otherwise no replica lags behind
             try:
                 presence = await self.bus.kv("HR_PRESENCE")
                 alive = {key.partition(".")[2] for key in await presence.keys("rollout.>")}
-            except BusError:  # the next look will do
+            except BusError:  # the next call tries again
                 return oldest
             oldest = self._ledger.oldest(alive)
         for late in self._laggards.overdue(self._ledger, alive, wanted, time.monotonic()):

@@ -1,16 +1,16 @@
-"""dead_letter: parks what nobody could handle, with its reason, its trace and its payload.
+"""The dead-letter actor: stores every message that its consumer gave up, with reason, trace and payload.
 
-The broker's advisories and the copies of rejected work lie in streams, so nothing is missed while this actor is away.
-Letters are not a run's: one broker has one such desk, and several actors at it share the work.
+The broker's advisories and the copies of rejected work are in streams, so this actor misses nothing while it is down.
+The dead-letter queue belongs to the broker, not to a run: several dead-letter actors share one consumer.
 """
 
 from typing import ClassVar
 
 import msgspec
 
-from headrace.bus import dead_letters
-from headrace.bus.actor import Actor
-from headrace.bus.received import Received
+from headrace.bus.nats.received import Received
+from headrace.bus.runtime import dead_letters
+from headrace.bus.runtime.actor import Actor
 from headrace.messages.operations import Advisory, Rejected
 from headrace.messages.subjects import ADVISORY, EVENT
 from headrace.replay import reproduce
@@ -22,7 +22,7 @@ class DeadLetter(Actor):
     role: ClassVar[str] = "dead_letter"
 
     async def start(self) -> None:
-        """Take both kinds of notice; a letter is tried until it is written."""
+        """Consume both kinds of notice; each is redelivered until its dead letter is stored."""
         self.written = 0
         await self.consume(
             ADVISORY,
@@ -44,13 +44,13 @@ class DeadLetter(Actor):
         )
 
     async def _on_notice(self, received: Received[Advisory | Rejected]) -> None:
-        letter = await dead_letters.letter_of(self.bus, received)
+        letter = await dead_letters.dead_letter_from(self.bus, received)
         if letter is None:
             return
         letter = msgspec.structs.replace(letter, command=reproduce.letter(self.config, self.run, letter))
         seq = await dead_letters.publish(self.bus, letter)
         self.written += 1
-        self.status = f"{self.written} letters"
+        self.status = f"{self.written} dead letters"
         await self.event(
             "dead_letter",
             f"{letter.subject or letter.stream} #{letter.stream_seq} for {letter.consumer}: {letter.reason}",
@@ -65,5 +65,6 @@ class DeadLetter(Actor):
 
 
 ACK_WAIT_S = 2.0
-"""What a desk held when it was killed is another's so soon; a letter that was written twice is stored once."""
+"""Seconds until another dead-letter actor takes over the messages of one that was killed. Writing a dead letter twice
+is harmless: the broker stores it once."""
 ADVISORY_FILTERS = tuple(ADVISORY.where(kind=kind) for kind in ("MAX_DELIVERIES", "MSG_TERMINATED"))

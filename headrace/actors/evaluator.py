@@ -1,25 +1,27 @@
-"""The evaluator: measures a policy on tasks that no training process ever saw.
+"""The evaluator: measures a policy on tasks that it was never trained on.
 
-An EvalRequest becomes groups on the eval lane under the policy it names; Scores, failed slots and dead letters come
-back through the same streams as for training. Failures of our own parts are tried again and counted apart. The fence
-works as the curriculum's does: of two evaluators of a run the older is refused.
+An EvalRequest becomes groups on the eval lane, under the policy that it names. Scores, failed slots and dead letters
+come back through the same streams as for training. Slots that infrastructure failed are tried again and counted apart.
+A fence works as the curriculum's does: of two evaluators of a run the broker refuses the older one.
 """
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from headrace.actors.evaluator_books import Evaluation
-from headrace.bus.actor import Actor
 from headrace.bus.errors import WrongSequence
-from headrace.bus.received import Received
+from headrace.bus.nats.received import Received
+from headrace.bus.runtime.actor import Actor
+from headrace.ledger import lost_attempts
+from headrace.ledger.evaluation import Evaluation
+from headrace.ledger.issuer import Issuer
+from headrace.ledger.state import RunState
 from headrace.messages.evaluation import EvalRequest, EvalResult
-from headrace.messages.ledger import Fence, SlotIssued
+from headrace.messages.ledger import SlotIssued
 from headrace.messages.operations import DeadLetter
-from headrace.messages.subjects import DLQ, EVENT, FAIL, LEDGER, SCORE, TASK, token
-from headrace.replay import letters
-from headrace.replay.books import Book
+from headrace.messages.rollout import RolloutRequest
+from headrace.messages.subjects import DLQ, EVENT, FAIL, LEDGER, SCORE
 from headrace.tasks import UnknownSuite, open_suite
 
 FENCE = "evaluator"
@@ -31,15 +33,14 @@ class Evaluator(Actor):
     role: ClassVar[str] = "evaluator"
 
     async def start(self) -> None:
-        """Read what was asked, issued and answered so far, then follow the streams."""
-        self.book = Book(self.run)
+        """Read the evaluations that were asked for, issued and answered, then follow the streams."""
+        self.state = RunState(self.run)
         self.open: dict[str, Evaluation] = {}
         self.answered: set[str] = set()
         self._asked: dict[str, tuple[EvalRequest, float]] = {}
         self._news = asyncio.Event()
-        fence = Fence(run=self.run, actor=self.name(), id=self.id)
-        self._fence_subject = LEDGER.at(run=self.run, group=FENCE)
-        self._fence = await self.bus.publish(self._fence_subject, fence)
+        self._issuer = Issuer(self.bus, self.state, self._request_of)
+        await self._issuer.fence(FENCE, self.name(), self.id)
         streams: dict[str, tuple[str, ...]] = {
             "HR_EVENT": (
                 EVENT.where(run=self.run, actor="*", type=EvalRequest.type_name),
@@ -52,7 +53,7 @@ class Evaluator(Actor):
         for stream, filters in streams.items():
             last = 0
             async for received in self.bus.history(stream, *filters):
-                self._enter(received)
+                self._apply(received)
                 last = received.seq
             live = [filter for filter in filters if filter != LEDGER.where(run=self.run)]
             self.spawn(self._follow(stream, live, last + 1), f"following {stream}")
@@ -60,12 +61,12 @@ class Evaluator(Actor):
 
     async def _follow(self, stream: str, filters: Sequence[str], start: int) -> None:
         async for received in self.bus.follow(stream, *filters, start=start):
-            if self._enter(received):
+            if self._apply(received):
                 self._news.set()
 
-    def _enter(self, received: Received[Any]) -> bool:
-        """Enter a record; True when there may be something to do."""
-        message = self.message_of(received)
+    def _apply(self, received: Received[Any]) -> bool:
+        """Apply a record; True when it may call for action."""
+        message = received.message
         match message:
             case EvalRequest():
                 return message.id not in self.answered and (
@@ -76,27 +77,27 @@ class Evaluator(Actor):
                 self._asked.pop(message.id, None)
                 return False
             case DeadLetter():
-                lost = letters.lost(message)
+                lost = lost_attempts.lost_attempt(message)
                 return (
                     lost is not None
                     and lost.run == self.run
-                    and self.book.fail(lost.group, lost.slot, lost.attempt, letters.REASON)
+                    and self.state.fail(lost.group, lost.slot, lost.attempt, lost_attempts.REASON)
                 )
-        if message is None or getattr(message, "lane", "") != "eval":
+        if getattr(message, "lane", "") != "eval":
             return False
-        return self.book.apply(message, received.seq)
+        return self.state.apply(message, received.seq)
 
     async def _work(self) -> None:
-        fresh = True
+        recovered = False
         try:
             while True:
                 await self._open()
                 for evaluation in list(self.open.values()):
-                    if fresh:  # what a predecessor issued: the broker drops what it has seen
-                        await self._request(evaluation, list(evaluation.running()))
-                    await self._issue(evaluation, evaluation.wanted())
+                    if not recovered:  # a predecessor may have died between ledger and request
+                        await self._issuer.request(list(evaluation.running()))
+                    await self._issue(evaluation)
                     await self._answer(evaluation)
-                fresh = False
+                recovered = True
                 self.status = f"{len(self.open)} evaluations open"
                 with self.waiting():
                     await self._news.wait()
@@ -106,7 +107,7 @@ class Evaluator(Actor):
             await self.event("superseded", str(error), "error")
 
     async def _open(self) -> None:
-        """Look up the tasks of what was asked; a suite that there is not is answered at once."""
+        """Look up the tasks of new requests. A request for an unknown suite is answered at once."""
         while self._asked:
             request, asked_at = self._asked.pop(next(iter(self._asked)))
             try:
@@ -128,43 +129,22 @@ class Evaluator(Actor):
                 await self._publish(refusal)
                 continue
             count = min(request.tasks or len(ids), len(ids))
-            self.open[request.id] = Evaluation(request, asked_at, [ids[n] for n in range(count)], self.book)
+            self.open[request.id] = Evaluation(request, asked_at, [ids[n] for n in range(count)], self.state)
 
-    async def _issue(self, evaluation: Evaluation, wanted: Iterable[SlotIssued]) -> None:
-        """Write attempts down, then ask for them."""
-        slots = list(wanted)
+    def _request_of(self, issued: SlotIssued) -> RolloutRequest:
+        """The request of an attempt, by the evaluation that its group belongs to."""
+        name = issued.group.rpartition("-")[0]
+        return next(each for each in self.open.values() if each.name == name).rollout_request(issued)
+
+    async def _issue(self, evaluation: Evaluation) -> None:
+        """Issue the attempts that are missing."""
+        slots = list(evaluation.to_issue())
         for issued in slots:
             if issued.attempt:
                 last = evaluation.last(issued.group, issued.slot)
                 reason = last.failed if last else ""
                 await self.event("slot_reissued", f"{issued.group} slot {issued.slot}: {reason}", "warning")
-        seqs = await asyncio.gather(
-            *(
-                self.bus.publish(
-                    LEDGER.at(run=self.run, group=issued.group),
-                    issued,
-                    msg_id=f"{self.run}.{issued.group}-{issued.slot}-{issued.attempt}",
-                    expect=self._fence,
-                    expect_filter=self._fence_subject,
-                )
-                for issued in slots
-            )
-        )
-        for issued, seq in zip(slots, seqs, strict=True):
-            self.book.apply(issued, seq)
-        await self._request(evaluation, slots)
-
-    async def _request(self, evaluation: Evaluation, slots: Iterable[SlotIssued]) -> None:
-        await asyncio.gather(
-            *(
-                self.bus.publish(
-                    TASK.at(run=self.run, lane="eval", suite=token(issued.task.suite)),
-                    evaluation.rollout(issued),
-                    msg_id=f"{self.run}.{issued.group}-{issued.slot}-{issued.attempt}",
-                )
-                for issued in slots
-            )
-        )
+        await self._issuer.issue(slots)
 
     async def _answer(self, evaluation: Evaluation) -> None:
         """Publish the result once it is complete."""

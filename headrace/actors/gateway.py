@@ -1,196 +1,190 @@
-"""The gateway: users speak HTTP, the house speaks messages.
+"""The gateway: users ask over HTTP, and a session of theirs is a RolloutRequest on the lane `production`.
 
     POST   /v1/sessions                {user, suite, task, prompt?, files?}   -> 202 {session}
-    GET    /v1/sessions/ID?wait=S      state, turns so far, changed files; waits up to S seconds for news
+    GET    /v1/sessions/ID?wait=S      state, turns, failed attempts, result; waits up to S seconds for a change
     POST   /v1/sessions/ID/feedback    {thumb: up|down, comment?}
-    DELETE /v1/users/USER              forget a user everywhere
+    DELETE /v1/users/USER              purge a user's data everywhere
     GET    /healthz                    {run, version, active, waiting}; 503 until a policy is served
     GET    /metrics
 
-A session is a RolloutRequest like any other, on the lane `production`: same rollout actor, same sandbox, same tools.
+A session runs as training does: same rollout actor, same sandbox, same tools. Every session ends: with its Trajectory,
+with the failure of its last attempt, with the dead letter of its request, or after `SESSION_S`. Its user reads the
+reason, and the traffic that the scavenger sees falls.
+
+Open sessions are kept in HR_SESSION and their attempts in the ledger. A gateway that starts reads both and continues
+each session where the ledger says it is, so no attempt is issued twice.
 """
 
 import asyncio
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 from aiohttp import web
 
-from headrace.actors.gateway_sessions import Session, UserKeys
-from headrace.bus.actor import Actor
+from headrace.bus.errors import BusError, WrongSequence
+from headrace.bus.runtime.actor import Actor
+from headrace.gateway.endpoints import Endpoints
+from headrace.gateway.http import Listener, Refused, answer, read_json, wait_seconds
+from headrace.gateway.keys import ApiKeys, key_file
+from headrace.gateway.requests import NewFeedback, NewSession
+from headrace.gateway.serving import ClientServing
+from headrace.gateway.sessions import Session, asked_by
+from headrace.gateway.user_keys import UserKeys
+from headrace.ledger.issuer import Issuer
+from headrace.ledger.lost_attempts import REASON, lost_attempt
+from headrace.ledger.requests import settings_of
+from headrace.ledger.state import RunState
 from headrace.messages import subjects
 from headrace.messages.ledger import SlotIssued
-from headrace.messages.operations import Ack
-from headrace.messages.product import Feedback, Promotion, PurgeUser, Traffic
-from headrace.messages.rollout import (
-    Limits,
-    PolicyRef,
-    RolloutRequest,
-    Sampling,
-    SlotFailed,
-    Trajectory,
-    TurnDone,
-    TurnSampled,
-)
+from headrace.messages.operations import Ack, DeadLetter
+from headrace.messages.product import Feedback, OpenSession, Promotion, PurgeUser, Traffic, promotion_key
+from headrace.messages.rollout import PolicyRef, RolloutRequest, SlotFailed, Trajectory, TurnDone, TurnSampled
 from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightsSwapped
+from headrace.tasks import UnknownSuite, open_suite
 
-MAX_BODY = 32 << 20
 KEPT_BYTES = 512 << 10
-"""A request with more bytes of files than this can't be tried again after a restart of the gateway."""
-
-
-class BadRequest(Exception):
-    """The user's request can't be used; the text says what to send instead."""
+"""A session with more bytes of files is kept without them: after a restart of the gateway it cannot be tried again."""
+SESSION_S = 3600.0
+"""Seconds after which a session that has not ended fails with the reason `timed_out`."""
 
 
 class Gateway(Actor):
-    """HTTP in, RolloutRequests out; turns and trajectories in, answers out."""
+    """HTTP in, RolloutRequests out; turns, trajectories, failures and dead letters in, answers out."""
 
     role: ClassVar[str] = "gateway"
 
     async def start(self) -> None:
-        """Rebuild sessions (open ones from HR_STATE, finished ones from their trajectories), then open the port."""
+        """Recover the open sessions, follow the streams, then open the port."""
         folder = Path(self.config.run.dir) / self.run
         self.keys = UserKeys(folder / "user.key")
         self.sessions: dict[str, Session] = {}
         self.promoted = PolicyRef()
         self.version = -1
         self.requests: list[float] = []
-        production = {"run": self.run, "group": "*.*"}
-        self.open_requests = await self.bus.kv("HR_STATE")
-        for key, (request, _) in (await self.open_requests.items(f"{self.run}.session.*.*")).items():
-            if isinstance(request, RolloutRequest):
-                self.sessions[key.removeprefix(f"{self.run}.session.")] = Session(request, time.time())
-        self.spawn(self.follow_turns(), "turns")
-        self.spawn(self.follow_ends(subjects.TRAJ.where(**production), "HR_TRAJ"), "trajectories")
-        self.spawn(self.follow_ends(subjects.FAIL.where(**production), "HR_LEDGER"), "failures")
-        self.spawn(self.follow_promotions(), "promotions")
-        self.spawn(self.follow_versions(), "versions")
-        self.every(1.0, self.publish_traffic, "traffic")
-        await self.listen_http(folder / "gateway.json")
-
-    async def listen_http(self, address_file: Path) -> None:
-        """Serve on the configured port, or a free one, and say where."""
-        app = web.Application(client_max_size=MAX_BODY)
-        app.add_routes(
+        self._state = RunState(self.run)
+        self._issuer = Issuer(self.bus, self._state, lambda issued: self.sessions[issued.group].request)
+        self._suite = lru_cache(64)(partial(open_suite, root=self.config.tasks.dir))
+        self._incomplete: set[str] = set()
+        """Groups of recovered sessions whose files are gone."""
+        self._kept = await self.bus.kv("HR_SESSION")
+        after = await self._recover()
+        group = {"run": self.run, "group": "*.*"}
+        self.spawn(self._follow_turns(), "turns")
+        self.spawn(self._follow_ends("HR_TRAJ", subjects.TRAJ.where(**group), 1), "trajectories")
+        self.spawn(self._follow_ends("HR_LEDGER", subjects.FAIL.where(**group), after + 1), "failures")
+        self.spawn(self._follow_ends("HR_DLQ", subjects.DLQ.where(stream="*"), 1), "dead letters")
+        self.spawn(self._follow_promotion(), "promotion")
+        self.spawn(self._follow_versions(), "versions")
+        self.every(1.0, self._publish_traffic, "traffic")
+        self.every(5.0, self._end_overdue, "session deadlines")
+        self.clients = ClientServing(self.bus, self.config, self.run, self.keys, lambda: self.promoted, self.event)
+        await self.clients.start()
+        self.every(5.0, self.clients.end_idle, "idle sessions of clients")
+        self._listener = Listener(
             [
-                web.post("/v1/sessions", self.guarded(self.create)),
-                web.get("/v1/sessions/{session}", self.guarded(self.read)),
-                web.post("/v1/sessions/{session}/feedback", self.guarded(self.thumb)),
-                web.delete("/v1/users/{user}", self.guarded(self.forget)),
-                web.get("/healthz", self.guarded(self.health)),
-                web.get("/metrics", self.metrics_page),
-            ]
+                web.post("/v1/sessions", self._create),
+                web.get("/v1/sessions/{session}", self._read),
+                web.post("/v1/sessions/{session}/feedback", self._feedback),
+                web.delete("/v1/users/{user}", self._forget),
+                web.get("/healthz", self._health),
+                web.get("/metrics", self._metrics),
+                *Endpoints(self.clients, ApiKeys(key_file(self.config))).routes(),
+            ],
+            self._report,
         )
-        self.runner = web.AppRunner(app, access_log=None)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, self.config.production.host, self.config.production.port)
-        await site.start()
-        host, port = self.runner.addresses[0][:2]
-        address_file.write_text(json.dumps({"url": f"http://{host}:{port}"}))
-        await self.event("listening", f"http://{host}:{port}", port=port)
+        url = await self._listener.start(self.config.production.host, self.config.production.port)
+        (folder / "gateway.json").write_text(json.dumps({"url": url}))
+        await self.event("listening", url)
 
     async def stop(self) -> None:
-        """Close the port; sessions go on without us and are found again."""
-        await self.runner.cleanup()
+        """Close the port; open sessions continue without a gateway and are recovered by the next one."""
+        if hasattr(self, "_listener"):
+            await self._listener.stop()
 
-    @staticmethod
-    def guarded(
-        handler: Callable[[web.Request], Awaitable[dict[str, Any]]],
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """JSON out, and one sentence for what the caller did wrong."""
+    # Recovery
 
-        async def respond(request: web.Request) -> web.Response:
-            try:
-                answer = await handler(request)
-            except BadRequest as error:
-                return web.json_response({"error": str(error)}, status=400)
-            except KeyError:
-                return web.json_response({"error": "there is no such session"}, status=404)
-            ready = answer.get("version", 0) >= 0
-            return web.json_response(answer, status=202 if request.method == "POST" else 200 if ready else 503)
+    async def _recover(self) -> int:
+        """Continue every open session where the ledger says it is; the ledger's sequence up to which it was read."""
+        after = await self.bus.last_seq("HR_LEDGER")
+        for key, (value, _) in (await self._kept.items(f"{self.run}.session.*.*")).items():
+            if isinstance(value, OpenSession):
+                session, complete = Session(value.request, value.started), value.complete
+            elif isinstance(value, RolloutRequest):  # written by an earlier version
+                session, complete = Session(value, time.time()), True
+            else:
+                continue
+            group = key.removeprefix(f"{self.run}.session.")
+            self.sessions[group] = session
+            if not complete:
+                self._incomplete.add(group)
+            await self._continue(session)
+        return after
 
-        return respond
+    async def _continue(self, session: Session) -> None:
+        """Issue what the ledger does not hold yet, ask again for a running attempt, or act on a recorded failure."""
+        group = session.request.group
+        filters = (subjects.LEDGER.at(run=self.run, group=group), subjects.FAIL.at(run=self.run, group=group))
+        failed: SlotFailed | None = None
+        async for received in self.bus.history("HR_LEDGER", *filters):
+            self._state.apply(received.message, received.seq)
+            if isinstance(received.message, SlotFailed):
+                failed = received.message
+        entry = self._state.groups.get(group)
+        if entry is None:
+            await self._issue(session)
+            return
+        last = entry.slots[0].last
+        session.request = msgspec.structs.replace(session.request, attempt=last.number)
+        if last.failed:
+            detail = failed.detail if failed is not None and failed.attempt == last.number else ""
+            await self._retry(session, last.failed, detail)
+        else:
+            await self._issuer.request([last.issued])
 
-    async def body(self, request: web.Request) -> dict[str, Any]:
-        """The request's JSON object."""
+    # Requests
+
+    def _session(self, request: web.Request) -> Session:
+        session = self.sessions.get(request.match_info["session"])
+        if session is None:
+            raise Refused(404, "there is no such session")
+        return session
+
+    async def _create(self, request: web.Request) -> web.Response:
+        """Open a session. 400: not usable; 404: no such suite or task."""
+        asked = await read_json(request, NewSession)
+        task = TaskRef(suite=asked.suite, task=asked.task)
         try:
-            value = await request.json()
-        except (json.JSONDecodeError, UnicodeDecodeError):
-            raise BadRequest("the body must be a JSON object") from None
-        if not isinstance(value, dict):
-            raise BadRequest("the body must be a JSON object")
-        return value
-
-    async def create(self, request: web.Request) -> dict[str, Any]:
-        """A new session."""
-        body = await self.body(request)
-        user, suite, task = (str(body.get(key, "")) for key in ("user", "suite", "task"))
-        files = body.get("files", {})
-        if not user or not suite or not task:
-            raise BadRequest("a session needs user, suite and task (and may bring prompt and files)")
-        if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
-            raise BadRequest("files maps paths to texts")
-        group = f"{self.keys.hash(self.config.production.tenant, user)}.{secrets.token_hex(6)}"
-        limits = self.config.limits
-        rollout = RolloutRequest(
-            run=self.run,
-            lane="production",
-            group=group,
-            slot=0,
-            attempt=0,
-            task=TaskRef(suite=suite, task=task),
-            seed=secrets.randbits(31),
+            self._suite(task.suite).task(task.task)
+        except UnknownSuite as error:
+            raise Refused(404, str(error)) from None
+        group = f"{self.keys.hash(self.config.production.tenant, asked.user)}.{secrets.token_hex(6)}"
+        first = self._record(group, task, secrets.randbits(31), 0)
+        settings = msgspec.structs.replace(
+            settings_of(self.config, temperature=1.0),
             policy=self.promoted,
-            sampling=Sampling(max_turn_tokens=limits.max_turn_tokens),
-            limits=Limits(
-                max_turns=limits.max_turns,
-                max_tokens=limits.max_tokens,
-                context_tokens=limits.context_tokens,
-                wall_s=limits.wall_s,
-                max_parallel_calls=limits.max_parallel_calls,
-            ),
             isolation="episode",
-            prompt=str(body.get("prompt", "")),
-            files={path: text.encode() for path, text in files.items()},
+            prompt=asked.prompt,
+            files={path: text.encode() for path, text in asked.files.items()},
         )
-        self.sessions[group] = Session(rollout, time.time())
-        if sum(map(len, rollout.files.values())) <= KEPT_BYTES:
-            await self.open_requests.put(self.key(group), rollout)
+        session = self.sessions[group] = Session(settings.request(first), time.time())
         self.requests.append(time.monotonic())
-        await self.issue(rollout)
-        return {"session": group}
+        try:
+            await self._keep(session)
+            await self._issue(session)
+        except BusError as error:
+            await self._end(session, "bus_error", str(error))
+            raise
+        return answer({"session": group}, 202)
 
-    async def issue(self, request: RolloutRequest) -> None:
-        """Ledger first, then the request: what was asked for is never forgotten."""
-        issued = SlotIssued(
-            run=self.run,
-            lane="production",
-            group=request.group,
-            index=0,
-            slot=0,
-            attempt=request.attempt,
-            group_size=1,
-            task=request.task,
-            seed=request.seed,
-            min_version=0,
-        )
-        await self.bus.publish(
-            subjects.LEDGER.at(run=self.run, group=request.group), issued, msg_id=f"issued.{request.trajectory}"
-        )
-        subject = subjects.TASK.at(run=self.run, lane="production", suite=subjects.token(request.task.suite))
-        await self.bus.publish(subject, request, msg_id=f"request.{request.trajectory}")
-
-    async def read(self, request: web.Request) -> dict[str, Any]:
+    async def _read(self, request: web.Request) -> web.Response:
         """A session's state, at once or after the next change."""
-        session = self.sessions[request.match_info["session"]]
-        wait = min(float(request.query.get("wait", 0) or 0), 60.0)
+        session, wait = self._session(request), wait_seconds(request)
         if wait > 0 and not session.over:
             changed = session.changed
             try:
@@ -198,82 +192,138 @@ class Gateway(Actor):
                     await changed.wait()
             except TimeoutError:
                 pass
-        return session.view()
+        return answer(session.view())
 
-    async def thumb(self, request: web.Request) -> dict[str, Any]:
-        """A user's judgement on a finished session."""
-        session = self.sessions[request.match_info["session"]]
-        body = await self.body(request)
-        if body.get("thumb") not in {"up", "down"}:
-            raise BadRequest("thumb is 'up' or 'down'")
+    async def _feedback(self, request: web.Request) -> web.Response:
+        """Record a user's judgement of a finished session."""
+        session, given = self._session(request), await read_json(request, NewFeedback)
         if session.state != "finished":
-            raise BadRequest("a thumb needs a finished session")
+            raise Refused(400, f"feedback needs a finished session; this one is {session.state}")
         user = session.request.group.partition(".")[0]
         feedback = Feedback(
             tenant=self.config.production.tenant,
             user=user,
             run=self.run,
             trajectory=session.trajectory,
-            thumb=body["thumb"],
+            thumb=given.thumb,
             training_allowed=self.config.production.training_allowed,
-            comment=str(body.get("comment", ""))[:2000],
+            comment=given.comment,
         )
         subject = subjects.FEEDBACK.at(tenant=subjects.token(feedback.tenant), user=user)
         await self.bus.publish(subject, feedback, msg_id=f"thumb.{session.trajectory}.{feedback.thumb}")
-        return {"session": session.request.group, "thumb": feedback.thumb}
+        return answer({"session": session.request.group, "thumb": feedback.thumb}, 202)
 
-    async def forget(self, request: web.Request) -> dict[str, Any]:
+    async def _forget(self, request: web.Request) -> web.Response:
         """Purge a user from every stream that can hold the user's data."""
-        user = self.keys.hash(self.config.production.tenant, request.match_info["user"])
+        try:
+            user = self.keys.hash(self.config.production.tenant, request.match_info["user"])
+        except UnicodeEncodeError:
+            raise Refused(400, "the user's name is not valid UTF-8") from None
         for group in [group for group in self.sessions if group.startswith(f"{user}.")]:
-            del self.sessions[group]
-            await self.open_requests.delete(self.key(group))
+            session = self.sessions.pop(group)
+            if not session.over:
+                session.on_failure("purged")
+            await self._kept.delete(self._key(group))
+        await self.clients.forget(user)
         subject = subjects.RPC.at(service="feedback", method="purge")
-        answer = await self.bus.request(subject, PurgeUser(user=user), timeout=30.0)
-        if not isinstance(answer, Ack) or not answer.ok:
-            raise BadRequest(getattr(answer, "detail", "the purge was not done"))
-        return {"purged": answer.detail}
+        done = await self.bus.request(subject, PurgeUser(user=user), timeout=30.0)
+        if not isinstance(done, Ack) or not done.ok:
+            raise Refused(503, getattr(done, "detail", "the feedback actor did not purge the user"))
+        return answer({"purged": done.detail})
 
-    async def health(self, request: web.Request) -> dict[str, Any]:
-        """What is served, and how loaded it is."""
-        return {
+    async def _health(self, request: web.Request) -> web.Response:
+        """The version that is served, and the load."""
+        health = {
             "run": self.run,
             "version": self.version,
-            "active": self.count("running"),
-            "waiting": self.count("queued"),
+            "active": self._count("running"),
+            "waiting": self._count("queued"),
         }
+        return answer(health, 200 if self.version >= 0 else 503)
 
-    async def metrics_page(self, request: web.Request) -> web.Response:
+    async def _metrics(self, request: web.Request) -> web.Response:
         """Prometheus exposition."""
         states = ("queued", "running", "finished", "failed")
         lines = ["# TYPE headrace_sessions gauge"]
-        lines += [f'headrace_sessions{{state="{state}"}} {self.count(state)}' for state in states]
+        lines += [f'headrace_sessions{{state="{state}"}} {self._count(state)}' for state in states]
         return web.Response(text="\n".join(lines) + "\n")
 
-    def key(self, group: str) -> str:
-        """Where an open request is kept in HR_STATE."""
+    # Sessions
+
+    def _key(self, group: str) -> str:
+        """The key of an open session in HR_SESSION."""
         return f"{self.run}.session.{group}"
 
-    def count(self, state: str) -> int:
-        """Sessions in a state."""
+    def _count(self, state: str) -> int:
         return sum(session.state == state for session in self.sessions.values())
 
-    async def publish_traffic(self) -> None:
-        """Load of the last second, for the scavenger."""
-        now = time.monotonic()
-        self.requests = [moment for moment in self.requests if now - moment < 10.0]
-        traffic = Traffic(
-            region=self.config.bus.region,
-            run=self.run,
-            active=self.count("running"),
-            waiting=self.count("queued"),
-            requests_per_s=len(self.requests) / 10.0,
-            capacity=len(self.config.production.rollouts),
+    async def _keep(self, session: Session) -> None:
+        """Keep an open session in HR_SESSION, so that the next gateway recovers it."""
+        request = session.request
+        complete = sum(map(len, request.files.values())) <= KEPT_BYTES
+        if not complete:
+            request = msgspec.structs.replace(request, files={})
+        await self._kept.put(
+            self._key(request.group), OpenSession(request=request, started=session.started, complete=complete)
         )
-        await self.bus.emit(subjects.TRAFFIC.at(region=subjects.token(traffic.region)), traffic)
 
-    async def follow_turns(self) -> None:
-        """Show users what happens while it happens."""
+    def _record(self, group: str, task: TaskRef, seed: int, attempt: int) -> SlotIssued:
+        """The ledger record of an attempt: a session is a group with one slot."""
+        return SlotIssued(
+            run=self.run,
+            lane="production",
+            group=group,
+            index=0,
+            slot=0,
+            attempt=attempt,
+            group_size=1,
+            task=task,
+            seed=seed,
+            min_version=0,
+        )
+
+    async def _issue(self, session: Session) -> None:
+        """Write the session's attempt to the ledger, then publish its request."""
+        request = session.request
+        issued = self._record(request.group, request.task, request.seed, request.attempt)
+        try:
+            await self._issuer.issue([issued])
+        except WrongSequence as error:  # another gateway of this run issued it: its record counts
+            await self.event("superseded", str(error), "warning", trajectory=request.trajectory)
+
+    async def _retry(self, session: Session, reason: str, detail: str) -> None:
+        """Issue the next attempt, or end the session when there is none left."""
+        request = session.request
+        if request.attempt + 1 >= self.config.curriculum.attempts:
+            await self._end(session, reason, detail)
+        elif request.group in self._incomplete:
+            await self._end(session, "files_lost", f"attempt {request.attempt} failed: {reason}")
+        else:
+            session.on_retry(msgspec.structs.replace(request, attempt=request.attempt + 1), reason, detail)
+            await self._issue(session)
+
+    async def _end(self, session: Session, reason: str, detail: str) -> None:
+        """End a session without a result."""
+        session.on_failure(reason, detail)
+        await self.event("session_failed", detail, "warning", reason=reason, trajectory=session.request.trajectory)
+        await self._discard(session.request.group)
+
+    async def _discard(self, group: str) -> None:
+        """Drop what is kept of an open session."""
+        self._incomplete.discard(group)
+        self._state.groups.pop(group, None)
+        await self._kept.delete(self._key(group))
+
+    async def _end_overdue(self) -> None:
+        """End the sessions that have taken too long: their owners must not wait for ever."""
+        for session in [*self.sessions.values()]:
+            if not session.over and time.time() - session.started > SESSION_S:
+                await self._end(session, "timed_out", f"no result within {SESSION_S:g} s")
+
+    # Streams
+
+    async def _follow_turns(self) -> None:
+        """Show users the turns while the agent works."""
         async for received in self.bus.follow("HR_TURN", subjects.TURN.where(run=self.run, trajectory="*.*")):
             record = received.message
             if isinstance(record, TurnSampled | TurnDone):
@@ -281,59 +331,61 @@ class Gateway(Actor):
                 if session is not None and not session.over:
                     session.on_turn(record)
 
-    async def follow_ends(self, filter: str, stream: str) -> None:
-        """Trajectories end sessions; failures of our own parts are tried again, then said."""
-        async for received in self.bus.follow(stream, filter):
-            record = received.message
-            if not isinstance(record, Trajectory | SlotFailed):
-                continue
-            session = self.sessions.get(record.group)
-            if session is None and isinstance(record, Trajectory):
-                session = self.sessions[record.group] = Session(asked_by(record), received.time - record.wall_s)
-            if session is None or session.over:
-                continue
-            if isinstance(record, Trajectory):
-                session.on_trajectory(record, received.time)
-            elif record.attempt == session.request.attempt:
-                await self.again(session, record)
-            if session.over:
-                await self.open_requests.delete(self.key(record.group))
+    async def _follow_ends(self, stream: str, filter: str, start: int) -> None:
+        """Act on the records that end an attempt."""
+        async for received in self.bus.follow(stream, filter, start=start):
+            match received.message:
+                case Trajectory() as trajectory:
+                    await self._on_trajectory(trajectory, received.time)
+                case SlotFailed() as failed:
+                    session = self.sessions.get(failed.group)
+                    if session is not None and not session.over and failed.attempt == session.request.attempt:
+                        self._state.fail(failed.group, 0, failed.attempt, failed.reason)
+                        await self._retry(session, failed.reason, failed.detail)
+                case DeadLetter() as letter:
+                    await self._on_dead_letter(letter)
 
-    async def again(self, session: Session, failed: SlotFailed) -> None:
-        """Another attempt, or the end."""
-        if failed.attempt + 1 >= self.config.curriculum.attempts:
-            session.on_failure(failed.reason)
+    async def _on_trajectory(self, trajectory: Trajectory, time_s: float) -> None:
+        session = self.sessions.get(trajectory.group)
+        if session is None:
+            session = self.sessions[trajectory.group] = Session(asked_by(trajectory), time_s - trajectory.wall_s)
+        if not session.over:
+            session.on_trajectory(trajectory, time_s)
+            await self._discard(trajectory.group)
+
+    async def _on_dead_letter(self, letter: DeadLetter) -> None:
+        """A request that no rollout actor could handle ends its session: another attempt would end the same way."""
+        lost = lost_attempt(letter)
+        if lost is None or lost.run != self.run or letter.stream != "HR_TASK":
             return
-        session.request = msgspec.structs.replace(session.request, attempt=failed.attempt + 1)
-        session.state, session.turns = "queued", []
-        await self.issue(session.request)
+        session = self.sessions.get(lost.group)
+        if session is not None and not session.over and lost.attempt == session.request.attempt:
+            await self._end(session, REASON, letter.reason)
 
-    async def follow_promotions(self) -> None:
-        """New sessions get the newest version that passed the gate."""
-        async for received in self.bus.follow(
-            "HR_EVENT", subjects.EVENT.where(run=self.run, actor="feedback", type="promotion")
-        ):
-            if isinstance(received.message, Promotion):
-                self.promoted = PolicyRef(kind="pinned", version=received.message.version)
+    async def _follow_promotion(self) -> None:
+        """New sessions get the promoted version. The feedback actor keeps it in HR_STATE."""
+        state = await self.bus.kv("HR_STATE")
+        async for _, promotion, _ in state.watch(promotion_key(self.run)):
+            if isinstance(promotion, Promotion):
+                self.promoted = PolicyRef(kind="pinned", version=promotion.version)
 
-    async def follow_versions(self) -> None:
-        """The newest version that an engine serves: before the first there is nothing to offer."""
-        async for received in self.bus.follow(
-            "HR_EVENT", subjects.EVENT.where(run=self.run, actor="rollout", type="weights_swapped")
-        ):
+    async def _follow_versions(self) -> None:
+        """The newest version that an engine serves; before the first one there is nothing to offer."""
+        where = subjects.EVENT.where(run=self.run, actor="rollout", type="weights_swapped")
+        async for received in self.bus.follow("HR_EVENT", where):
             if isinstance(received.message, WeightsSwapped):
                 self.version = max(self.version, received.message.version)
 
-
-def asked_by(trajectory: Trajectory) -> RolloutRequest:
-    """The request behind a finished session of a gateway before this one."""
-    return RolloutRequest(
-        run=trajectory.run,
-        lane="production",
-        group=trajectory.group,
-        slot=trajectory.slot,
-        attempt=trajectory.attempt,
-        task=trajectory.task,
-        seed=trajectory.seed,
-        policy=trajectory.policy,
-    )
+    async def _publish_traffic(self) -> None:
+        """The load of the last seconds, for the scavenger."""
+        now = time.monotonic()
+        self.requests = [moment for moment in self.requests if now - moment < 10.0]
+        traffic = Traffic(
+            region=self.config.bus.region,
+            run=self.run,
+            active=self._count("running") + self.clients.active,
+            waiting=self._count("queued"),
+            requests_per_s=len(self.requests) / 10.0,
+            capacity=len(self.config.production.rollouts),
+        )
+        await self.bus.emit(subjects.TRAFFIC.at(region=subjects.token(traffic.region)), traffic)

@@ -1,35 +1,38 @@
-"""judge: scores every Trajectory on arrival, by hidden tests in a fresh sandbox.
+"""judge: one Score for every Trajectory on arrival, by hidden tests in fresh sandboxes.
 
-The sandbox gets the task's repository, the allowed part of the diff and the hidden tests in one frame, runs them once,
-and is never used again. With group isolation the diffs of a group, frozen before any test is sent, share one clone.
-Some verdicts from such clones, and all suspicious ones, are made again in a clone of their own; two that differ are a
-sign that one diff reached another, and the curriculum drops the group. After the tests the host looks whether the
-machine was touched (`Inspect`): nothing is believed that comes out of one that was, and the diff that does it to a
-machine of its own has cheated.
+The examination itself is `judging.examination.examine`. This actor gives it the trajectory and the sandboxes, computes
+the reward, publishes the Score, and ends a group's shared machine once the group is closed or dropped. A trajectory is
+given up, as SlotFailed, only where sandboxes failed that no candidate's code ran in; everything else is scored.
 """
 
-import asyncio
 import time
 from functools import lru_cache, partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
-from headrace.actors import judge_rules
-from headrace.actors.sandbox_client import NodeSilent, Sandboxes, Superseded
-from headrace.algorithms.rewards import shaped_reward
-from headrace.bus.actor import Actor
-from headrace.bus.errors import Reject
-from headrace.bus.received import Received
+from headrace.bus.errors import Reject, Unrecoverable
+from headrace.bus.nats.received import Received
+from headrace.bus.runtime.actor import Actor
+from headrace.bus.runtime.plugins import agree
+from headrace.judging import rules
+from headrace.judging.candidates import Candidate
+from headrace.judging.examination import Options, examine
+from headrace.judging.scoring import RewardBroken, Rewarder, RewardError, score_of
+from headrace.judging.verdicts import Verdict
+from headrace.ledger.seeds import seed_of
 from headrace.messages.judging import Score
+from headrace.messages.ledger import GroupClosed, GroupDropped
+from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import SlotFailed, Trajectory
-from headrace.messages.sandbox import Acquire, Inspect, Isolation, NoRoom, OpResult, RunTests, SandboxLost, TestOutcome
-from headrace.messages.subjects import FAIL, SCORE, TRAJ
+from headrace.messages.sandbox import GroupKey, NoCapacity, SandboxLost
+from headrace.messages.subjects import CLOSE, FAIL, SCORE, TRAJ
 from headrace.messages.tasks import Oracle, Task
-from headrace.replay.seeds import seed_of
+from headrace.registry import PluginError
+from headrace.sandboxes.client import Sandboxes, Superseded
 from headrace.tasks import UnknownSuite, open_suite
-from headrace.tasks.sealing import settle
+from headrace.tasks.suites import suite_plugins
 
-TRIES = 3
-"""Sandboxes that our own parts may fail for one Trajectory before it is given up."""
+_ONCE = frozenset({"machines_not_checked"})
+"""Events about the node rather than about a candidate: one of each is enough."""
 
 
 class Judge(Actor):
@@ -38,16 +41,20 @@ class Judge(Actor):
     role: ClassVar[str] = "judge"
 
     async def start(self) -> None:
-        """Pull. A user's own repository has no hidden tests: the production lane's two-token groups are not read."""
+        """Consume trajectories and follow the ends of groups. A user's own repository has no hidden tests, so the
+        two-token groups of the production lane are not read."""
         self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
+        self._rewarder = self._open_reward()
+        await agree(self.bus, self.run, (*self._rewarder.plugins, *self._suite_plugins()))
         suite = lru_cache(64)(partial(open_suite, root=self.config.tasks.dir))
-        # The slots of a group ask one after another.
+        # The slots of a group arrive one after another.
         self._sides = lru_cache(64)(lambda ref: (suite(ref.suite).task(ref.task), suite(ref.suite).oracle(ref.task)))
-        self._blind = False
+        self._reported: set[str] = set()
         self._scored = 0
         self._passed = 0
         self.every(self.config.environment.lease_s / 3, self._sandboxes.renew, "lease renewal")
         self.every(2.0, self._measure, "metrics")
+        self.spawn(self._release_groups(await self.bus.last_seq("HR_SCORE") + 1), "ends of groups")
         await self.consume(
             TRAJ,
             self._handle,
@@ -57,81 +64,67 @@ class Judge(Actor):
         )
 
     async def stop(self) -> None:
-        """Give back what is held."""
+        """Release the sandboxes that are still held."""
         await self._sandboxes.close()
+
+    def _open_reward(self) -> Rewarder:
+        try:
+            return Rewarder.of(self.config.algorithm, self.config.judge.reward_s)
+        except PluginError as error:
+            raise Unrecoverable(f"PluginError: {error}") from error
+
+    def _suite_plugins(self) -> tuple[Plugin, ...]:
+        tasks = self.config.tasks
+        try:
+            return suite_plugins((tasks.suite, tasks.heldout, tasks.unseen))
+        except UnknownSuite as error:
+            raise Unrecoverable(f"UnknownSuite: {error}") from error
 
     async def _measure(self) -> None:
         await self.metric(scored=self._scored, passed=self._passed, sandboxes=len(self._sandboxes))
+
+    async def _release_groups(self, start: int) -> None:
+        """No further slot of a group comes once it is closed or dropped: its shared machine ends then, instead of after
+        the idle time. Every judge follows, because each remembers only the groups that it acquired itself."""
+        async for received in self.bus.follow("HR_SCORE", CLOSE.where(run=self.run), start=start):
+            ended = received.message
+            if isinstance(ended, GroupClosed | GroupDropped):
+                await self._sandboxes.release_group(GroupKey(self.run, "train", "judge", ended.group))
 
     async def _handle(self, received: Received[Trajectory]) -> None:
         trajectory = received.message
         if received.deliveries > 1 and await self._is_scored(trajectory, received.seq):
             return
         task, oracle = self._task_of(trajectory)
+        candidate = Candidate(trajectory=trajectory, task=task, oracle=oracle)
+        options = Options(
+            again=self._drawn(trajectory),
+            lease_s=self.config.environment.lease_s,
+            severities=self.config.judge.severities,
+        )
         started = time.monotonic()
-        found = judge_rules.suspicions(task, oracle, trajectory.diff, trajectory.touched)
-        found += judge_rules.behaviour(task, trajectory)
-        second: _Examination | None = None
         try:
-            first = await self._examine(trajectory, task, oracle, bool(found))
-            suspicious = bool(found or first.touched or judge_rules.caught(oracle, first.ok))
-            if trajectory.isolation == "group" and not first.crashed and (suspicious or self._drawn(trajectory)):
-                second = await self._second(trajectory, task, oracle, first, suspicious)
+            verdict = await examine(candidate, self._sandboxes, self._examination_event, options)
         except Superseded as error:
-            # Another judge works on it now; the delivery is its to settle.
+            # Another judge works on this trajectory now and settles its delivery.
             received.settled = True
             await self.event("superseded", str(error), "warning", trajectory=trajectory.id)
             return
-        except (SandboxLost, NoRoom) as error:
+        except (SandboxLost, NoCapacity) as error:
             await self._fail(trajectory, str(error))
             return
-        if first.touched or (second and second.touched):
-            await self._tell_touched(trajectory, first, second)
-        own = second or first
-        if own.alone:
-            found += tuple(f"machine_touched:{what}" for what in own.touched)
-        # Where the diff did it there is nothing to compare.
-        again: Literal["", "same", "other"] = ""
-        if second and not second.touched:
-            again = "same" if second.ok == first.ok else "other"
-        if again == "other":
-            await self.event(
-                "verdicts_differ",
-                f"{trajectory.id} {'passes only beside' if first.ok else 'fails only beside'} its group, not alone",
-                "error",
-                group=trajectory.group,
-                slot=trajectory.slot,
-            )
-        believed = own if first.touched or own.touched else first
-        if caught := judge_rules.caught(oracle, believed.ok):
-            found += caught
-            text = f"{trajectory.id} passes tests that nobody can pass: the process that runs them was taken"
-            await self.event("canary_passed", text, "error", group=trajectory.group, slot=trajectory.slot)
-        await self._publish(received.seq, trajectory, task, believed, found, again, time.monotonic() - started)
+        await self._publish(received.seq, candidate, verdict, time.monotonic() - started)
 
-    async def _second(
-        self, trajectory: Trajectory, task: Task, oracle: Oracle, first: "_Examination", suspicious: bool
-    ) -> "_Examination | None":
-        """What a clone of its own says; nothing where our own parts failed: then the first verdict stands, unless its
-        machine was touched: SandboxLost, NoRoom."""
-        try:
-            return await self._examine(trajectory, task, oracle, suspicious, alone=True)
-        except Superseded:
-            raise
-        except (SandboxLost, NoRoom):  # told as judge_retry
-            if first.touched:
-                raise
-            return None
-
-    async def _tell_touched(self, trajectory: Trajectory, first: "_Examination", second: "_Examination | None") -> None:
-        own = second or first
-        did = "did it" if own.alone and own.touched else "did not do it"
-        what = ", ".join(own.touched or first.touched)
-        text = f"{trajectory.id} was judged in a machine that was touched ({what}) and {did}"
-        await self.event("machine_touched", text, "error", group=trajectory.group, slot=trajectory.slot)
+    async def _examination_event(
+        self, kind: str, text: str = "", level: Literal["info", "warning", "error"] = "info", /, **data: Any
+    ) -> None:
+        if kind in _ONCE and kind in self._reported:
+            return
+        self._reported.add(kind)
+        await self.event(kind, text, level, **data)
 
     def _drawn(self, trajectory: Trajectory) -> bool:
-        """Whether this verdict is among those that are made twice; the same whoever judges."""
+        """Whether this verdict is among those that are made twice; every judge draws the same."""
         seed = seed_of(self.config.run.seed, "judge again", trajectory.id)
         return seed < self.config.judge.again * 2**62
 
@@ -142,141 +135,33 @@ class Judge(Actor):
         except UnknownSuite as error:
             raise Reject(f"unknown task: {error}") from None
 
-    async def _examine(
-        self, trajectory: Trajectory, task: Task, oracle: Oracle, suspicious: bool, alone: bool = False
-    ) -> "_Examination":
-        """What the hidden tests say, and whether the machine was touched; a suspicious diff's own is looked at
-        thoroughly. A candidate that takes its VM down twice has crashed.
-
-        A VM that dies under a group's diffs says nothing about this one: it is tried again alone. Failures of our own
-        parts are tried `TRIES` times and then raised: SandboxLost, NoRoom.
-        """
-        files = judge_rules.tree(task, oracle, trajectory.diff, trajectory.deleted)
-        isolation: Isolation = "episode" if alone else trajectory.isolation
-        deaths = failures = 0
-        while True:
+    async def _publish(self, seq: int, candidate: Candidate, verdict: Verdict, wall_s: float) -> None:
+        trajectory = candidate.trajectory
+        reward, reason = 0.0, ""
+        if not verdict.reason:  # the reward of refused output and of our own faults is 0 by definition
             try:
-                again = deaths + failures + (2 * TRIES if alone else 0)
-                thorough = suspicious and isolation == "episode"
-                result, touched = await self._once(trajectory, task, oracle, files, isolation, again, thorough)
-                tests = settle(result.tests, oracle.answers)
-                ok = judge_rules.passed(tests, oracle.expected)
-                return _Examination(ok, tests, touched=touched, alone=isolation == "episode")
-            except _CandidateDied as error:
-                deaths += 1
-                await self.event(
-                    "judge_vm_died", str(error), "warning", group=trajectory.group, slot=trajectory.slot, deaths=deaths
-                )
-                if deaths == 2:
-                    return _Examination(False, (), crashed=True)
-                isolation = "episode"
-            except Superseded:
+                reward = await self._rewarder.reward(trajectory, verdict)
+            except RewardError as error:
+                reason = f"reward_error: {error}"[:500]
+                await self.event("reward_error", str(error), "error", group=trajectory.group, slot=trajectory.slot)
+            except RewardBroken as error:
+                await self.event("reward_broken", str(error), "error", group=trajectory.group, slot=trajectory.slot)
+                self.fail(Unrecoverable(str(error)))
                 raise
-            except (SandboxLost, NoRoom) as error:
-                failures += 1
-                await self.event("judge_retry", str(error), "warning", group=trajectory.group, slot=trajectory.slot)
-                if failures == TRIES:
-                    raise
-                await asyncio.sleep(0.5 * failures)
-
-    async def _once(
-        self,
-        trajectory: Trajectory,
-        task: Task,
-        oracle: Oracle,
-        files: dict[str, bytes],
-        isolation: Isolation,
-        again: int,
-        thorough: bool,
-    ) -> tuple[OpResult, tuple[str, ...]]:
-        sandbox = await self._sandboxes.acquire(
-            Acquire(
-                run=trajectory.run,
-                lane=trajectory.lane,
-                role="judge",
-                # Alone means alone: it must not share its group's clone.
-                group=f"{trajectory.group}-{trajectory.slot}-alone{again}" if again else trajectory.group,
-                slot=trajectory.slot,
-                attempt=trajectory.attempt,
-                isolation=isolation,
-                template=task.template,
-                seed=trajectory.seed,
-                lease_s=self.config.environment.lease_s,
-                files=files,
-            )
-        )
-        try:
-            result = await sandbox.call(RunTests(plan=oracle.tests), f"{trajectory.id}-judge{again}")
-            looked = await sandbox.call(Inspect(thorough=thorough), f"{trajectory.id}-look{again}")
-            if not looked.ok and not self._blind:
-                self._blind = True
-                await self.event("machines_not_looked_at", looked.error, "warning")
-            return result, looked.touched
-        except (NodeSilent, Superseded):
-            raise
-        except SandboxLost as error:
-            raise _CandidateDied(str(error)) from None
-        finally:
-            self._sandboxes.give_back(sandbox)
-
-    async def _publish(
-        self,
-        seq: int,
-        trajectory: Trajectory,
-        task: Task,
-        examination: "_Examination",
-        found: tuple[str, ...],
-        again: Literal["", "same", "other"],
-        seconds: float,
-    ) -> None:
-        rules = self.config.algorithm
-        verdict: judge_rules.Verdict = (
-            "candidate_crash" if examination.crashed else judge_rules.verdict(examination.ok, found)
-        )
-        tokens = sum(len(turn.ids) for turn in trajectory.turns)
-        calls = sum(len(turn.calls) for turn in trajectory.turns)
-        score = Score(
-            run=trajectory.run,
-            lane=trajectory.lane,
-            group=trajectory.group,
-            slot=trajectory.slot,
-            attempt=trajectory.attempt,
-            trajectory_seq=seq,
-            task=trajectory.task,
-            family=task.family,
-            judge_version=judge_rules.VERSION,
-            verdict=verdict,
-            reward=shaped_reward(
-                verdict == "passed",
-                tokens=tokens,
-                calls=calls,
-                turns=len(trajectory.turns),
-                weight=rules.length_penalty,
-                k=rules.length_k,
-                q=rules.length_q,
-            ),
-            passed=verdict == "passed",
-            tests=examination.tests,
-            suspicions=found,
-            again=again,
-            oldest_version=trajectory.oldest_version,
-            sampled_tokens=tokens,
-            turns=len(trajectory.turns),
-            calls=calls,
-            wall_ms=round(1000.0 * seconds, 3),
-        )
+        score = score_of(candidate, seq, verdict, reward, reason=reason, by=self._rewarder, wall_s=wall_s)
         await self.bus.publish(
-            SCORE.at(run=trajectory.run, judge=judge_rules.VERSION, group=trajectory.group),
+            SCORE.at(run=trajectory.run, judge=rules.VERSION, group=trajectory.group),
             score,
-            msg_id=f"{trajectory.run}.{seq}.{judge_rules.VERSION}",
+            msg_id=f"{trajectory.run}.{seq}.{rules.VERSION}",
         )
         self._scored += 1
         self._passed += score.passed
 
     async def _is_scored(self, trajectory: Trajectory, seq: int) -> bool:
-        subject = SCORE.at(run=trajectory.run, judge=judge_rules.VERSION, group=trajectory.group)
+        subject = SCORE.at(run=trajectory.run, judge=rules.VERSION, group=trajectory.group)
         async for received in self.bus.history("HR_SCORE", subject):
-            if isinstance(received.message, Score) and received.message.trajectory_seq == seq:
+            score = received.message
+            if isinstance(score, Score) and score.trajectory_seq == seq:
                 return True
         return False
 
@@ -296,19 +181,3 @@ class Judge(Actor):
             msg_id=f"{trajectory.run}.{trajectory.id}.judge_lost",
         )
         await self.event("judge_lost", detail, "error", group=trajectory.group, slot=trajectory.slot)
-
-
-class _Examination(NamedTuple):
-    """One run of the hidden tests."""
-
-    ok: bool
-    tests: tuple[TestOutcome, ...]
-    crashed: bool = False
-    touched: tuple[str, ...] = ()
-    """What `Inspect` found in the machine."""
-    alone: bool = False
-    """In a machine of its own."""
-
-
-class _CandidateDied(Exception):
-    """The VM went down while the candidate's code ran in it."""

@@ -1,32 +1,32 @@
 """The scavenger: lends the product's rollout actors to training while traffic is low, and takes them back at once.
 
 A lease is a value in HR_LEASE under the run and the rollout actor's id; its revision is the fencing token. A lent actor
-keeps the production lane, so the first user of the morning never waits for a decision; taking back means that the lane
-`train` leaves the lease, upon which the rollout actor hands its training requests back to the queue.
+keeps the production lane, so a user never waits for it to be taken back. Taking back removes the lane `train` from the
+lease, and the rollout actor then hands its training requests back to the queue.
 
-Traffic has two kinds of sources: gateways, whose sessions any of the product's actors may have to serve, and servers,
-that others use beside headrace; these speak for their own rollout actor alone. An actor is lent while all of its
-sources are quiet, and taken back at the first word of any of them.
+Traffic has two kinds of sources: gateways, whose sessions any of the product's actors may serve, and SGLang servers
+that other clients use, which concern their own rollout actor only. An actor is lent while all of its sources report no
+load, and taken back as soon as one of them reports load.
 """
 
 import time
 from typing import ClassVar, NamedTuple
 
-from headrace.bus.actor import Actor
 from headrace.bus.errors import WrongSequence
+from headrace.bus.runtime.actor import Actor
 from headrace.messages import subjects
 from headrace.messages.product import CapacityLease, Traffic, lease_key
 
 OWN = ("production",)
 LENT = ("production", "train")
 SILENT_S = 30.0
-"""A source that said nothing for so long is gone, and its last word with it."""
+"""Seconds after which a silent source counts as gone."""
 
 
-class Word(NamedTuple):
-    """The last that a source said."""
+class Load(NamedTuple):
+    """The last report of a source."""
 
-    load: int
+    requests: int
     """Sessions or requests, running and waiting."""
     at: float
 
@@ -37,32 +37,32 @@ class Scavenger(Actor):
     role: ClassVar[str] = "scavenger"
 
     async def start(self) -> None:
-        """Take back whatever a predecessor lent, then follow the traffic."""
+        """Take back every actor that an earlier scavenger lent, then follow the traffic."""
         self.leases = await self.bus.kv("HR_LEASE")
         self.lent: dict[str, bool] = {}
         self.quiet_since: dict[str, float] = {}
-        self.words: dict[tuple[str, str], Word] = {}
-        """By region and server; a gateway's server is empty."""
+        self.loads: dict[tuple[str, str], Load] = {}
+        """By region and server; the server of a gateway is empty."""
         for rollout in self.config.production.rollouts:
             await self.grant(rollout, OWN, "start")
         await self.listen(subjects.TRAFFIC.where(), self.on_traffic)
 
     async def on_traffic(self, traffic: Traffic) -> None:
-        """Hysteresis on one side only: lending waits for a quiet while, reclaiming never waits."""
+        """Decide for the actors that the report concerns. Lending waits for `lend_after_s`, taking back does not."""
         if traffic.run not in ("", self.run):
             return
         now = time.monotonic()
-        self.words[traffic.region, traffic.server] = Word(traffic.active + traffic.waiting, now)
-        for source in [source for source, word in self.words.items() if now - word.at > SILENT_S]:
-            del self.words[source]
+        self.loads[traffic.region, traffic.server] = Load(traffic.active + traffic.waiting, now)
+        for source in [source for source, last in self.loads.items() if now - last.at > SILENT_S]:
+            del self.loads[source]
         for rollout in self.config.production.rollouts:
             if traffic.server in ("", rollout):
                 await self.decide(rollout, now)
 
     async def decide(self, rollout: str, now: float) -> None:
-        """Lend or take back one actor, from the last words of all that may need it."""
+        """Lend or take back one actor, by the last reports of its sources."""
         rules = self.config.production
-        load = sum(word.load for (_, server), word in self.words.items() if server in ("", rollout))
+        load = sum(last.requests for (_, server), last in self.loads.items() if server in ("", rollout))
         if load > rules.reclaim_above:
             self.quiet_since.pop(rollout, None)
             if self.lent.get(rollout):
@@ -70,11 +70,10 @@ class Scavenger(Actor):
             return
         since = self.quiet_since.setdefault(rollout, now)
         if now - since >= rules.lend_after_s and not self.lent.get(rollout):
-            await self.grant(rollout, LENT, f"quiet for {now - since:.0f} s")
+            await self.grant(rollout, LENT, f"no load for {now - since:.0f} s")
 
     async def grant(self, rollout: str, lanes: tuple[str, ...], reason: str) -> None:
-        """Write a lease over the newest revision; a concurrent scavenger's write is read again, never overwritten
-        blindly."""
+        """Write a lease on top of its newest revision. After a concurrent write the newest one is read again."""
         lease = CapacityLease(rollout=rollout, lanes=lanes, reason=reason, since=time.time())
         key = lease_key(self.run, rollout)
         for _ in range(3):
@@ -90,4 +89,4 @@ class Scavenger(Actor):
             kind = "lent" if "train" in lanes else "reclaimed"
             await self.event(kind, f"{rollout}: {reason}", rollout=rollout)
             return
-        await self.event("lease_contended", f"{rollout}: someone else keeps writing its lease", level="warning")
+        await self.event("lease_contended", f"{rollout}: another actor keeps writing its lease", level="warning")

@@ -1,10 +1,10 @@
 """The receiver: from head records to verified files on this node, one per version, announced with WeightsStaged.
 
 It stages the newest head first and skips what lies between, then whatever versions evaluations and promotions have
-pinned; the last few stay on the shelf. A version is announced only when every slab of it has the trainer's hash.
+pinned; the newest few stay in the store. A version is announced only when every block of it has the trainer's hash.
 
-A head counts only when a known publisher signed it and it follows the head that lies before it in the stream: a forged
-one, and a true one that somebody stored again elsewhere, is an event and changes nothing.
+A head is valid only when a known publisher signed it and it follows the head before it in the stream. A forged head,
+and a genuine one that was stored again elsewhere, cause an event and change nothing.
 """
 
 import asyncio
@@ -12,16 +12,16 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from headrace.bus.actor import Actor
 from headrace.bus.errors import BusError
-from headrace.bus.received import Received
+from headrace.bus.nats.received import Received
+from headrace.bus.runtime.actor import Actor
 from headrace.messages.base import Message
 from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.product import Promotion
 from headrace.messages.subjects import EVENT, WEIGHT_HEAD
 from headrace.messages.weights import WeightHead, WeightsStaged
 from headrace.weights import chain, heads, shards
-from headrace.weights.shelf import Shelf
+from headrace.weights.receiving.store import SnapshotStore
 from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
 
@@ -35,17 +35,17 @@ class WeightReceiver(Actor):
     role: ClassVar[str] = "weight_sync"
 
     async def start(self) -> None:
-        """Take stock of the shelf, read heads and pins so far, then stage."""
-        self.shelf = Shelf(Path(self.config.run.dir) / self.run / "nodes" / self.bus.node / "weights")
-        held = await asyncio.to_thread(self.shelf.scan)
+        """Scan the store, read heads and pins so far, then stage."""
+        self.store = SnapshotStore(Path(self.config.run.dir) / self.run / "nodes" / self.bus.node / "weights")
+        held = await asyncio.to_thread(self.store.scan)
         if held:
-            await self.event("resumed", f"{len(held)} versions lie on this node: {sorted(held)}")
+            await self.event("resumed", f"this node holds {len(held)} versions: {sorted(held)}")
         section = self.config.weights
         self.trust = Trust.load(self.bus.credentials, section.publishers, unsigned=section.unsigned)
         self._heads: dict[int, WeightHead] = {}
         self._book = heads.Heads(self.run, self.trust)
         self._pins: dict[str, int] = {}
-        """Who needs a version: an evaluation's id, or "promotion"."""
+        """Versions that stay staged, by the id of an evaluation, or "promotion"."""
         self._announced: dict[int, str] = {}
         self._failed: set[int] = set()
         self._news = asyncio.Event()
@@ -98,7 +98,7 @@ class WeightReceiver(Actor):
         for head in wanted:
             if head is None or head.version in self._failed:
                 continue
-            if self._announced.get(head.version) != head.state_hash or not self.shelf.path(head.version).exists():
+            if self._announced.get(head.version) != head.state_hash or not self.store.path(head.version).exists():
                 return head
         return None
 
@@ -123,19 +123,19 @@ class WeightReceiver(Actor):
     async def _stage(self, head: WeightHead) -> None:
         started = time.monotonic()
         wanted, state_hash = await self._wanted(head)
-        path = self.shelf.find(head.version, state_hash)
+        path = self.store.find(head.version, state_hash)
         if path is None:
             damage: list[str] = []
-            path = self.shelf.path(head.version)
+            path = self.store.path(head.version)
             plan = await chain.obtain(
-                self.bus, head, path, self.shelf.find, on_damage=damage.append, trust=self.trust, shards=wanted
+                self.bus, head, path, self.store.find, on_damage=damage.append, trust=self.trust, shards=wanted
             )
-            self.shelf.put(head.version, state_hash)
+            self.store.put(head.version, state_hash)
             for text in damage:
                 await self.event("chunk_damaged", text, level="warning", version=head.version)
             await self.metric(version=float(head.version), fetched_bytes=float(plan.wire_bytes))
         newest = max(self.config.weights.keep, self.config.curriculum.staleness + 2)
-        for version in self.shelf.keep(newest, self._pins.values()):
+        for version in self.store.keep(newest, self._pins.values()):
             self._announced.pop(version, None)
         staged = WeightsStaged(
             run=self.run,

@@ -1,24 +1,26 @@
-"""The sender: from the trainer's snapshot files to versions in the stream. It skips to the newest and never makes the
-trainer wait.
+"""The sender: from the trainer's snapshot files to versions in the stream. It skips to the newest one, and the trainer
+never waits for it.
 
-It keeps no state of its own: the head record says what is committed, the last SnapshotReady what is wanted, and a lost
-base is built again from the chain. The head is written with an expected sequence, so of two senders one is refused; it
-fails, and its successor reads the head again. What commits a version is signed with the publisher's key, which lies in
-the sender's credentials folder alone.
+It keeps no state of its own: the head record says which version is committed, the last SnapshotReady which is wanted,
+and a lost base is built again from the chain. The head is written with an expected sequence, so of two senders one is
+refused; it fails, and its successor reads the head again. The records that commit a version are signed with the
+publisher's key, which is in the sender's credentials folder alone.
 """
 
 import asyncio
 from pathlib import Path
 from typing import ClassVar
 
-from headrace.bus import credentials, keys
-from headrace.bus.actor import Actor
-from headrace.messages.subjects import EVENT
+from headrace.bus.broker import credentials, keys
+from headrace.bus.errors import WrongSequence
+from headrace.bus.runtime.actor import Actor
+from headrace.messages.subjects import EVENT, WEIGHT_HEAD
 from headrace.messages.training import SnapshotReady
-from headrace.weights import chain, fold, heads, precision, release, shards, snapshot
-from headrace.weights.encoding import Encoding
-from headrace.weights.release import Commit, Origin
-from headrace.weights.shelf import Shelf
+from headrace.weights import chain, heads, shards, snapshot
+from headrace.weights.publishing import precision, release, squash
+from headrace.weights.publishing.encoding import Encoding
+from headrace.weights.publishing.release import Commit, Origin
+from headrace.weights.receiving.store import SnapshotStore
 from headrace.weights.signing import Trust
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import WeightError
@@ -31,9 +33,9 @@ class WeightSender(Actor):
 
     async def start(self) -> None:
         """Read the head, then follow the trainer's snapshots from the newest on."""
-        self.shelf = Shelf(Path(self.config.run.dir) / self.run / "nodes" / self.bus.node / "sender")
-        """Links to at most two of the trainer's files: the base and the one in work."""
-        await asyncio.to_thread(self.shelf.scan)
+        self.store = SnapshotStore(Path(self.config.run.dir) / self.run / "nodes" / self.bus.node / "sender")
+        """Links to at most two of the trainer's files: the base and the one that is being published."""
+        await asyncio.to_thread(self.store.scan)
         await self._take_key()
         self.commit = await self._recover()
         self._wanted: SnapshotReady | None = None
@@ -56,14 +58,15 @@ class WeightSender(Actor):
             )
 
     async def _recover(self) -> Commit | None:
+        tail = await self.bus.tail("HR_WEIGHTS", WEIGHT_HEAD.at(run=self.run))
         found = await heads.read(self.bus, self.run, self.trust)
-        self._last_head = found.last_seq
+        self._last_head = max(tail, found.last_seq)
         if found.newest is None:
             return None
         head = found.newest
         manifest = await chain.manifest(self.bus, self.run, head.manifest_seq, self.trust)
-        anchor = await chain.manifest(self.bus, self.run, head.anchor_seq, self.trust)
-        return Commit(seq=found.last_seq, head=head, manifest=manifest, anchor_bytes=anchor.wire_bytes)
+        full = await chain.manifest(self.bus, self.run, head.full_seq, self.trust)
+        return Commit(seq=self._last_head, head=head, manifest=manifest, full_bytes=full.wire_bytes)
 
     async def _follow(self) -> None:
         where = EVENT.where(run=self.run, type=SnapshotReady.type_name)
@@ -87,12 +90,21 @@ class WeightSender(Actor):
             except FileNotFoundError:
                 # The trainer replaces a file that is still unsent; the newer one is announced next.
                 await self.event("snapshot_replaced", f"version {ready.version} is gone: {ready.path}", level="warning")
+            except WrongSequence as error:
+                newest = (await heads.read(self.bus, self.run, self.trust)).newest
+                if newest != (self.commit.head if self.commit is not None else None):
+                    raise  # another sender publishes this run
+                # Only records that are no heads of this run came since: publish on top of them.
+                await self.event("head_overtaken", f"version {ready.version}: {error}", level="warning")
+                self.commit = await self._recover()
+                self._news.set()
             except (WeightError, OSError) as error:
-                self.shelf.drop([ready.version])
+                self.store.drop([ready.version])
                 await self.event("snapshot_refused", f"version {ready.version}: {error}", level="error")
 
     def _committed(self, ready: SnapshotReady) -> bool:
-        """Whether the head has it, or has left it behind. Other bits under the head's number are a new incarnation."""
+        """Whether the head has this version or a newer one. Other bits under the head's number are a new
+        incarnation."""
         if self.commit is None:
             return False
         head = self.commit.head
@@ -106,9 +118,11 @@ class WeightSender(Actor):
         before = self.commit
         cut = shards.assign(target.tensors, section.shards)
         if base is not None and before is not None and before.manifest.tensors != cut:
-            await self.event("tensors_changed", f"version {ready.version} has other tensors: publishing an anchor")
+            await self.event(
+                "tensors_changed", f"version {ready.version} has other tensors: publishing a full snapshot"
+            )
             base = None
-        hashes = before.manifest.slab_hashes if before is not None and base is not None else b""
+        hashes = before.manifest.block_hashes if before is not None and base is not None else b""
         encoding = self._encoding(target, base, hashes)
         self.commit = await release.release(
             self.bus,
@@ -122,14 +136,14 @@ class WeightSender(Actor):
             origin=origin,
             after=self._last_head,
         )
-        self.shelf.put(ready.version, state_hash)
-        self.shelf.keep(0, [ready.version])
+        self.store.put(ready.version, state_hash)
+        self.store.keep(0, [ready.version])
         await self._tell(encoding)
-        if release.anchor_due(self.commit, section.anchor_every):
-            anchor = self._encoding(target, None, b"")
-            self.commit = await release.add_anchor(self.bus, anchor, self.commit, signer=self.signer)
+        if release.full_snapshot_due(self.commit, section.anchor_every):
+            full = self._encoding(target, None, b"")
+            self.commit = await release.add_full_snapshot(self.bus, full, self.commit, signer=self.signer)
         if section.fold_every > 1 and ready.version and ready.version % section.fold_every == 0:
-            await self._fold(section.fold_every)
+            await self._squash(section.fold_every)
 
     def _encoding(self, target: Snapshot, base: Snapshot | None, hashes: bytes) -> Encoding:
         section = self.config.weights
@@ -138,14 +152,14 @@ class WeightSender(Actor):
         )
 
     async def _target(self, ready: SnapshotReady) -> tuple[Path, str, Origin]:
-        """The file that is published, its state hash, and what it was made of.
+        """The file that is published, its state hash, and its origin.
 
-        A rounded file is made of the trainer's only when that one has the bits that were announced.
+        The trainer's file is rounded only when it has the bits that were announced.
         """
         kind = self.config.weights.precision
         if kind == precision.AS_TRAINED:
-            return await asyncio.to_thread(self.shelf.take, ready.path, ready.version), ready.state_hash, Origin()
-        path = self.shelf.path(ready.version)
+            return await asyncio.to_thread(self.store.take, ready.path, ready.version), ready.state_hash, Origin()
+        path = self.store.path(ready.version)
 
         def rounded() -> str:
             found = snapshot.file_hash(ready.path)
@@ -156,19 +170,19 @@ class WeightSender(Actor):
         state_hash = await asyncio.to_thread(rounded)
         return path, state_hash, Origin(precision=kind, source_hash=ready.state_hash)
 
-    async def _fold(self, count: int) -> None:
-        """A short cut over the last versions. Nobody needs it, so what goes wrong here is told and no more."""
+    async def _squash(self, count: int) -> None:
+        """Publish one delta over the last versions. It only saves bytes, so a failure is an event and nothing else."""
         assert self.commit is not None
         codec = self.config.weights.codec
         try:
-            record = await fold.publish(
+            record = await squash.publish(
                 self.bus, self.bus, self.commit.head, count=count, name=codec, signer=self.signer, trust=self.trust
             )
         except (WeightError, LookupError) as error:
-            await self.event("fold_failed", f"version {self.commit.head.version}: {error}", level="warning")
+            await self.event("squash_failed", f"version {self.commit.head.version}: {error}", level="warning")
             return
         await self.event(
-            "folded",
+            "squashed",
             f"versions {record.base_version} to {record.version} in one delta, {record.wire_bytes} bytes",
             version=record.version,
             base_version=record.base_version,
@@ -176,15 +190,15 @@ class WeightSender(Actor):
         )
 
     async def _base(self) -> Snapshot | None:
-        """The committed version's bits: our link to the trainer's file, or the chain's when that was lost."""
+        """The committed version's bits: the link to the trainer's file, or built from the chain when that was lost."""
         if self.commit is None:
             return None
         head = self.commit.head
-        path = self.shelf.find(head.version, head.state_hash)
+        path = self.store.find(head.version, head.state_hash)
         if path is None:
-            path = self.shelf.path(head.version)
-            await chain.obtain(self.bus, head, path, self.shelf.find, trust=self.trust)
-            self.shelf.put(head.version, head.state_hash)
+            path = self.store.path(head.version)
+            await chain.obtain(self.bus, head, path, self.store.find, trust=self.trust)
+            self.store.put(head.version, head.state_hash)
             await self.event("base_rebuilt", f"version {head.version} was built again from the chain")
         return Snapshot(path)
 

@@ -10,21 +10,20 @@ import pytest
 from headrace import config as c
 from headrace.actors import curriculum
 from headrace.actors.curriculum import Curriculum
-from headrace.actors.curriculum_requests import TaskOrder
 from headrace.bus.connection import Bus
 from headrace.bus.errors import WrongSequence
-from headrace.launch import staleness_commands
+from headrace.cli.run import staleness
+from headrace.ledger.training import TaskOrder
 from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.ledger import Admission, BoundAsked, GroupClosed, GroupDropped, SlotIssued, admission_key
-from headrace.messages.operations import Beat, DeadLetter, Event
-from headrace.messages.rollout import RolloutRequest
+from headrace.messages.operations import DeadLetter, Event, Heartbeat
 from headrace.messages.subjects import CLOSE, DLQ, EVENT, LEDGER, STEP, TASK
 from headrace.messages.training import StepDone
 from headrace.messages.weights import WeightsSwapped
 from headrace.replay.audit import prove
-from tests.actors.living import living
 from tests.conftest import Connect
-from tests.counterpart import Counterpart
+from tests.support.actors import living
+from tests.support.counterpart import Counterpart
 
 pytestmark = pytest.mark.anyio
 
@@ -75,7 +74,7 @@ async def test_a_run_from_version_0_to_its_last_step(connect: Connect) -> None:
         other.train = True
         async with living(Curriculum, config(steps=3), await connect("curriculum"), run) as actor:
             await until_finished(other.bus, run)
-            assert actor.book.problems == []
+            assert actor.state.problems == []
         issued = await ledger(other.bus, run)
         ends = await closings(other.bus, run)
     assert len(issued) == 3 * 2 * 2
@@ -107,7 +106,7 @@ async def test_requests_wait_for_credit_and_engines_learn_what_to_serve(
             slow = WeightsSwapped(run=run, rollout="slow", node="n1", version=0, state_hash="h", pause_ms=0.1)
             actor._ledger.hear(slow, 0.0)
             assert await actor._oldest_served() == -1, "it does not live"
-            await presence.put("rollout.slow", Beat(actor="rollout", id="slow", node="n1", pid=1, state="running"))
+            await presence.put("rollout.slow", Heartbeat(actor="rollout", id="slow", node="n1", pid=1, state="running"))
             assert await actor._oldest_served() == 0
             await presence.delete("rollout.slow")
         told = [r.message async for r in other.bus.history("HR_EVENT", EVENT.where(run=run, type="event"))]
@@ -184,7 +183,7 @@ async def test_a_successor_goes_on_where_the_killed_one_was(connect: Connect) ->
             await other.solve(request)
         async with living(Curriculum, config(steps=4), await connect("curriculum"), run, "c-3") as third:
             await until_finished(other.bus, run)
-            assert third.book.problems == []
+            assert third.state.problems == []
         issued = await ledger(other.bus, run)
         ends = await closings(other.bus, run)
         steps = [r.message async for r in other.bus.history("HR_STEP", STEP.at(run=run))]
@@ -279,17 +278,6 @@ async def test_evaluations_are_asked_for_once_and_end_the_run(connect: Connect) 
         assert len([r async for r in other.bus.history("HR_EVENT", where)]) == 3
 
 
-def test_the_request_is_the_same_however_often_it_is_made() -> None:
-    from headrace.actors import curriculum_requests as requests
-    from tests import records
-
-    issued = records.issued("g000001", 1, 2, oldest=3)
-    first = requests.request(config(), issued)
-    assert first == requests.request(config(), issued)
-    assert isinstance(first, RolloutRequest)
-    assert (first.trajectory, first.min_version, first.seed) == ("g000001-1-2", 3, 7)
-
-
 async def test_an_operator_changes_the_bound_and_the_audit_reads_it_from_the_streams(connect: Connect) -> None:
     run, steps = new_run(), 14
     async with world(connect, run) as other:
@@ -297,7 +285,7 @@ async def test_an_operator_changes_the_bound_and_the_audit_reads_it_from_the_str
         first = Curriculum(config(steps), await connect("curriculum"), run, "c-1")
         await first.start()
         held = [await other.next_request() for _ in range(8)]
-        assert await staleness_commands.change(operator, run, 3) == 0
+        assert await staleness.change(operator, run, 3) == 0
         held += [await other.next_request() for _ in range(8)]
         kill(first)
         # A successor with another configuration: what the streams say counts, and nothing is obeyed twice.
@@ -309,7 +297,7 @@ async def test_an_operator_changes_the_bound_and_the_audit_reads_it_from_the_str
                 await other.closed(2 * (other.steps + 1))
                 await other.step()
                 if other.steps == 3:
-                    assert await staleness_commands.change(operator, run, 0) == 0
+                    assert await staleness.change(operator, run, 0) == 0
             await until_finished(other.bus, run)
         report, wrong = await prove(operator, run)
         said = [r.message async for r in other.bus.history("HR_SCORE", CLOSE.at(run=run, group="bound"))]
@@ -333,7 +321,7 @@ async def test_a_bound_that_makes_no_sense_is_refused_and_said(connect: Connect)
         )
         async for received in other.bus.follow("HR_EVENT", EVENT.where(run=run, actor="curriculum", type="event")):
             if received.message.kind == "bound_refused":
-                assert "0 to 64, not 10000" in received.message.text
+                assert "from 0 to 64, got 10000" in received.message.text
                 break
         said = [r.message.bound async for r in other.bus.history("HR_SCORE", CLOSE.at(run=run, group="bound"))]
     assert said == [1]

@@ -1,4 +1,4 @@
-"""Poison is parked with its reason and payload, also when the desk was empty at that moment."""
+"""A message that nobody can handle becomes a dead letter, also when no dead-letter actor ran at that moment."""
 
 import asyncio
 import contextlib
@@ -7,27 +7,27 @@ from typing import TypeVar
 
 import pytest
 
-from headrace.actors.dead_letter import DeadLetter as Desk
-from headrace.bus.actor import Actor
+from headrace.actors.dead_letter import DeadLetter as DeadLetterActor
 from headrace.bus.connection import Bus
 from headrace.bus.errors import MessageGone, Reject
-from headrace.bus.received import Received
+from headrace.bus.nats.received import Received
+from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
+from headrace.ledger import lost_attempts
 from headrace.messages.codec import decode
 from headrace.messages.operations import Advisory, DeadLetter, Rejected
 from headrace.messages.rollout import RolloutRequest, Trajectory
 from headrace.messages.subjects import DLQ, TASK, TRAJ
-from headrace.replay import letters
-from tests import records
-from tests.actors.living import living
 from tests.conftest import Connect
+from tests.support import records
+from tests.support.actors import living
 
 pytestmark = pytest.mark.anyio
 T = TypeVar("T")
 
 
-class Hands(Actor):
-    """A consumer that cannot do what it is asked."""
+class Refusing(Actor):
+    """A consumer whose handlers refuse or fail."""
 
     role = "rollout"
 
@@ -50,7 +50,7 @@ async def ask(bus: Bus, group: str) -> int:
 
 async def letter(bus: Bus, group: str) -> DeadLetter:
     async for received in bus.follow("HR_DLQ", DLQ.where()):
-        found = letters.lost(received.message)
+        found = lost_attempts.lost_attempt(received.message)
         if found is not None and found.group == group:
             assert isinstance(received.message, DeadLetter)
             return received.message
@@ -74,7 +74,7 @@ async def empty(bus: Bus, seq: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def hands(bus: Bus, handler: str, deliveries: int = 2) -> AsyncIterator[None]:
-    actor = Hands(Config(), bus, records.RUN, bus.id)
+    actor = Refusing(Config(), bus, records.RUN, bus.id)
     await actor.consume(
         TASK,
         getattr(actor, handler),
@@ -89,18 +89,18 @@ async def hands(bus: Bus, handler: str, deliveries: int = 2) -> AsyncIterator[No
 
 async def test_rejected_work_becomes_a_letter_that_names_the_attempt(connect: Connect) -> None:
     admin = await connect()
-    async with living(Desk, Config(), await connect("dead_letter"), records.RUN):
+    async with living(DeadLetterActor, Config(), await connect("dead_letter"), records.RUN):
         seq = await ask(admin, "g000001")
         async with hands(await connect("rollout"), "refuse"):
             found = await soon(letter(admin, "g000001"))
     assert found.reason == "no such task"
     assert found.stream_seq == seq
     assert decode(found.payload, found.headers) == request("g000001")
-    assert letters.lost(found) == letters.Lost(records.RUN, "g000001", 1, 0)
+    assert lost_attempts.lost_attempt(found) == lost_attempts.LostAttempt(records.RUN, "g000001", 1, 0)
     assert await empty(admin, seq)
 
 
-async def test_a_desk_that_was_empty_finds_the_notice_later(connect: Connect) -> None:
+async def test_an_actor_that_was_down_finds_the_notice_later(connect: Connect) -> None:
     admin = await connect()
     seq = await ask(admin, "g000002")
     told = asyncio.Event()
@@ -115,14 +115,14 @@ async def test_a_desk_that_was_empty_finds_the_notice_later(connect: Connect) ->
         await soon(told.wait())
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
-    async with living(Desk, Config(), await connect("dead_letter"), records.RUN):
+    async with living(DeadLetterActor, Config(), await connect("dead_letter"), records.RUN):
         found = await soon(letter(admin, "g000002"))
     assert "bad day" in found.reason
     assert found.deliveries == 2
     assert await empty(admin, seq)
 
 
-class Killed(Desk):
+class Killed(DeadLetterActor):
     """Dies with the notice in its hand."""
 
     took: asyncio.Event
@@ -132,7 +132,7 @@ class Killed(Desk):
         self.took.set()
 
 
-async def test_what_a_killed_desk_held_is_written_by_the_next(connect: Connect) -> None:
+async def test_the_next_actor_writes_what_a_killed_one_held(connect: Connect) -> None:
     admin = await connect()
     first = Killed(Config(), await connect("dead_letter"), records.RUN, "killed")
     first.took = asyncio.Event()
@@ -141,7 +141,7 @@ async def test_what_a_killed_desk_held_is_written_by_the_next(connect: Connect) 
     async with hands(await connect("rollout"), "refuse"), asyncio.timeout(10):
         await first.took.wait()
     await first.shut(1)
-    async with living(Desk, Config(), await connect("dead_letter"), records.RUN), asyncio.timeout(20):
+    async with living(DeadLetterActor, Config(), await connect("dead_letter"), records.RUN), asyncio.timeout(20):
         found = await letter(admin, "g000005")
     assert found.command == f"headrace dlq retry {records.RUN} HR_TASK/rollout-{records.RUN}-train/{seq}"
 
@@ -153,7 +153,7 @@ async def test_a_message_that_ran_out_of_deliveries_leaves_the_queue(connect: Co
     bus = await connect("rollout")
     hung = asyncio.Event()
 
-    class Dying(Hands):
+    class Dying(Refusing):
         async def die(self, received: Received[RolloutRequest]) -> None:
             received.settled = True  # as if the process had been killed
             hung.set()
@@ -167,7 +167,7 @@ async def test_a_message_that_ran_out_of_deliveries_leaves_the_queue(connect: Co
         ack_wait=0.2,
         max_deliver=1,
     )
-    async with living(Desk, Config(), await connect("dead_letter"), records.RUN):
+    async with living(DeadLetterActor, Config(), await connect("dead_letter"), records.RUN):
         await soon(hung.wait())
         found = await soon(letter(admin, "g000003"))
         await actor.shut(1)
@@ -192,9 +192,9 @@ async def test_a_stream_that_is_kept_keeps_the_message(connect: Connect) -> None
 
     actor = Judge(Config(), bus, records.RUN, bus.id)
     await actor.consume(TRAJ, actor.never, durable=f"judge-{records.RUN}", max_deliver=1)
-    async with living(Desk, Config(), await connect("dead_letter"), records.RUN):
+    async with living(DeadLetterActor, Config(), await connect("dead_letter"), records.RUN):
         found = await soon(letter(admin, "g000004"))
         await actor.shut(1)
     assert "not a readable trajectory" in found.reason
-    assert letters.lost(found) == letters.Lost(records.RUN, "g000004", 1, 0)
+    assert lost_attempts.lost_attempt(found) == lost_attempts.LostAttempt(records.RUN, "g000004", 1, 0)
     assert (await admin.get("HR_TRAJ", seq)).data == b"\xc1"

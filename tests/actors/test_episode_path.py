@@ -15,31 +15,32 @@ from typing import Literal
 import msgspec
 import pytest
 
-from headrace.actors.judge_rules import VERSION
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server
 from headrace.config import Config, Production, Run
 from headrace.config import Environment as Section
+from headrace.judging.rules import VERSION
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest
 from headrace.messages.subjects import EVENT, SCORE, TASK, token
 from headrace.messages.tasks import TaskRef
 from headrace.tasks import open_suite
 from tests.conftest import Connect
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.anyio
 
 SLOTS = 8
-CACHE = str(Path(__file__).parents[2] / ".cache" / "headrace")
-ACTORS = ("environment.Environment", "rollout.Rollout", "judge.Judge")
+CACHE = str(ROOT / ".cache" / "headrace")
+ACTORS = ("environment", "rollout", "judge")
 SCRIPT = (
-    "import asyncio, importlib, msgspec, sys, uvloop\n"
-    "from headrace.bus.supervisor import run_actors\n"
+    "import msgspec, sys, uvloop\n"
+    "from headrace.actors.registry import load_class\n"
+    "from headrace.bus.runtime.supervisor import run_actors\n"
     "from headrace.config import Config\n"
-    "module, _, name = sys.argv[1].partition('.')\n"
-    "actor = getattr(importlib.import_module(f'headrace.actors.{module}'), name)\n"
+    "actor = load_class(sys.argv[1])\n"
     "config = msgspec.json.decode(sys.argv[2], type=Config)\n"
-    "uvloop.run(run_actors([(actor, module)], config, sys.argv[3], url=sys.argv[4], credentials=sys.argv[5]))"
+    "uvloop.run(run_actors([(actor, sys.argv[1])], config, sys.argv[3], url=sys.argv[4], credentials=sys.argv[5]))"
 )
 
 
@@ -60,7 +61,7 @@ async def processes(server: Server, config: Config, run: str) -> AsyncIterator[d
                     sys.executable, "-c", SCRIPT, *arguments, stderr=asyncio.subprocess.DEVNULL
                 )
             )
-        names = [actor.partition(".")[0] for actor in ACTORS]
+        names = ACTORS
         yield dict(zip(names, (one.pid for one in started), strict=True)) | {"broker": server.pid}
     finally:
         for one in started:

@@ -15,10 +15,10 @@ from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.rollout import PolicyRef, RolloutRequest, Sampling
 from headrace.messages.subjects import DLQ, EVENT, LEDGER
-from tests import records as r
-from tests.actors.living import living
 from tests.conftest import Connect
-from tests.counterpart import Counterpart
+from tests.support import records as r
+from tests.support.actors import living
+from tests.support.counterpart import Counterpart
 
 pytestmark = pytest.mark.anyio
 

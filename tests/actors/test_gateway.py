@@ -1,6 +1,7 @@
-"""Users over real HTTP, the house over a real broker: sessions, answers, thumbs, restarts, purges."""
+"""Users over real HTTP, the gateway over a real broker: sessions, their ends, feedback, restarts, purges."""
 
 import asyncio
+import io
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -9,14 +10,20 @@ from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
+from headrace.actors import gateway
 from headrace.actors.feedback import JUDGE, Feedback, feedback_run
 from headrace.actors.gateway import Gateway
 from headrace.bus.connection import Bus
+from headrace.bus.nats import ordered_reader
 from headrace.config import Config, Production, Run
+from headrace.gateway.http import MAX_BODY
 from headrace.launch import users
 from headrace.messages import subjects
+from headrace.messages.codec import encode
 from headrace.messages.judging import Score
+from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import RolloutRequest, SlotFailed, Trajectory
 from headrace.messages.weights import WeightsSwapped
 
@@ -25,7 +32,7 @@ Connect = Callable[..., Awaitable[Bus]]
 
 
 class Product:
-    """A gateway and a feedback actor with somebody who answers requests by hand."""
+    """A gateway whose requests the test answers in place of a rollout actor."""
 
     def __init__(self, connect: Connect, folder: Path, run: str) -> None:
         self.connect, self.folder, self.run = connect, folder, run
@@ -50,6 +57,18 @@ class Product:
         found = await admin.last("HR_TASK", subjects.TASK.where(run=self.run, lane="production"))
         assert found is not None and isinstance(found.message, RolloutRequest)
         return found.message
+
+    async def fail(self, request: RolloutRequest) -> None:
+        """What a rollout actor publishes when the sandbox is lost."""
+        failed = SlotFailed(
+            run=self.run,
+            lane="production",
+            group=request.group,
+            slot=0,
+            attempt=request.attempt,
+            reason="sandbox_lost",
+        )
+        await self.rollout.publish(subjects.FAIL.at(run=self.run, group=request.group), failed)
 
     async def answer(self, request: RolloutRequest, diff: bytes = b"fixed\n") -> None:
         """What a rollout actor would publish."""
@@ -111,10 +130,8 @@ async def test_there_is_no_product_before_a_policy_is_served(product: Product, t
 
 
 async def test_bad_requests_are_told_what_to_send(product: Product) -> None:
-    assert await product.call("POST", "/v1/sessions", {"user": "ada"}) == (
-        400,
-        {"error": "a session needs user, suite and task (and may bring prompt and files)"},
-    )
+    status, answer = await product.call("POST", "/v1/sessions", {"user": "ada"})
+    assert (status, "required field `suite`" in answer["error"]) == (400, True)
     assert (await product.call("POST", "/v1/sessions", [1]))[0] == 400
     assert (await product.call("GET", "/v1/sessions/none"))[0] == 404
     _, opened = await product.call("POST", "/v1/sessions", ASK)
@@ -137,7 +154,9 @@ async def test_failures_of_our_own_parts_are_tried_again_then_said(product: Prod
             await asyncio.sleep(0.01)
         if attempt + 1 == product.config.curriculum.attempts:
             _, view = await waiting
-            assert (view["state"], view["result"]) == ("failed", {"reason": "sandbox_lost"})
+            assert (view["state"], view["result"]["reason"]) == ("failed", "sandbox_lost")
+            assert view["result"]["text"] == "the machine with the session's sandbox was lost"
+            assert [failure["attempt"] for failure in view["failures"]] == [0, 1, 2]
         else:
             waiting.cancel()
 
@@ -173,7 +192,8 @@ async def test_a_thumb_becomes_a_score_of_a_run_of_its_own_and_a_purge_removes_t
         request = await product.request()
         await product.answer(request, os.urandom(2 << 20))
         admin, blob = await connect("admin"), f"hr.blob.{request.group.partition('.')[0]}.>"
-        assert await admin.last("HR_BLOB", blob) is not None, "what is large lies under its user's name"
+        # MessageGone unless the large payload lies under its user's name; a chunk is no message, so it is read raw.
+        await ordered_reader.from_leader(admin.connection, "HR_BLOB", {"last_by_subj": blob})
         await product.call("GET", f"/v1/sessions/{opened['session']}?wait=30")
         status, _ = await product.call("POST", f"/v1/sessions/{opened['session']}/feedback", {"thumb": "up"})
         assert status == 202
@@ -193,3 +213,119 @@ async def test_a_thumb_becomes_a_score_of_a_run_of_its_own_and_a_purge_removes_t
         assert (await product.call("GET", f"/v1/sessions/{opened['session']}"))[0] == 404
     finally:
         await feedback.shut(1.0)
+
+
+async def test_an_unknown_suite_or_task_is_refused_at_once(product: Product) -> None:
+    for change in ({"suite": "no such"}, {"suite": "generated/none"}, {"task": "no such"}, {"suite": "../../etc"}):
+        status, answer = await product.call("POST", "/v1/sessions", ASK | change)
+        assert status == 404 and answer["error"], change
+    assert product.gateway.sessions == {}
+
+
+MALFORMED = [
+    b"",
+    b"[1]",
+    b"null",
+    b'{"user": 5, "suite": "s", "task": "t"}',
+    b'{"user": "", "suite": "generated/heldout", "task": "3"}',
+    b'{"user": "\\ud800", "suite": "generated/heldout", "task": "3"}',
+    b'{"user": "ada", "suite": "\\udfff", "task": "3"}',
+    b'{"user": "ada", "suite": "generated/heldout", "task": "3", "prompt": ["x"]}',
+    b'{"user": "ada", "suite": "generated/heldout", "task": "3", "files": {"/etc/passwd": "x"}}',
+    b'{"user": "ada", "suite": "generated/heldout", "task": "3", "files": {"a/../../b": "x"}}',
+    b'{"user": "ada", "suite": "generated/heldout", "task": "3", "files": {"a": 5}}',
+    b'{"user": "' + b"u" * 300 + b'", "suite": "generated/heldout", "task": "3"}',
+    b'{"deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b"\xff\xfe",
+    b'{"user": NaN, "suite": 1e999, "task": null}',
+]
+
+
+async def test_malformed_input_is_a_bad_request_and_never_an_internal_error(product: Product) -> None:
+    async with aiohttp.ClientSession() as http:
+        for body in MALFORMED:
+            async with http.post(product.url + "/v1/sessions", data=body) as answer:
+                assert (answer.status, bool((await answer.json())["error"])) == (400, True), body[:80]
+        _, opened = await product.call("POST", "/v1/sessions", ASK)
+        where = f"{product.url}/v1/sessions/{opened['session']}"
+        for wait in ("abc", "-1", "nan", "inf", "1e400", "%ED%A0%80"):
+            async with http.get(URL(f"{where}?wait={wait}", encoded=True)) as answer:
+                assert (answer.status, "wait" in (await answer.json())["error"]) == (400, True), wait
+        for thumb in (["up"], {"up": 1}, None, 1, "UP"):
+            async with http.post(f"{where}/feedback", json={"thumb": thumb}) as answer:
+                assert answer.status == 400, thumb
+        async with http.delete(URL(f"{product.url}/v1/users/%ED%A0%80", encoded=True)) as answer:
+            assert answer.status in (400, 503), "this test runs no feedback actor"
+        async with http.post(product.url + "/v1/sessions", data=io.BytesIO(b"x" * (MAX_BODY + 1))) as answer:
+            assert (answer.status, "larger than" in (await answer.json())["error"]) == (413, True)
+    assert await kinds(product.reader, product.run) == {"listening"}, "no handler failed"
+
+
+async def kinds(bus: Bus, run: str) -> set[str]:
+    """The kinds of the gateway's events."""
+    where = subjects.EVENT.where(run=subjects.token(run), actor="gateway", type="event")
+    return {received.message.kind async for received in bus.history("HR_EVENT", where)}
+
+
+async def test_a_dead_letter_of_a_request_ends_its_session(product: Product, connect: Connect) -> None:
+    _, opened = await product.call("POST", "/v1/sessions", ASK)
+    request = await product.request()
+    waiting = asyncio.create_task(product.call("GET", f"/v1/sessions/{opened['session']}?wait=30"))
+    payload, headers = encode(request)
+    letter = DeadLetter(
+        stream="HR_TASK",
+        consumer=f"rollout-{product.run}-production",
+        stream_seq=1,
+        subject="",
+        type="rollout_request",
+        reason="unknown task",
+        deliveries=1,
+        headers=headers,
+        payload=payload,
+    )
+    bus = await connect("dead_letter")
+    await bus.publish(subjects.DLQ.at(stream="hr_task", consumer="rollout"), letter)
+    _, view = await waiting
+    assert (view["state"], view["result"]["reason"], view["result"]["detail"]) == (
+        "failed",
+        "dead_letter",
+        "unknown task",
+    )
+    _, health = await product.call("GET", "/healthz")
+    assert health["waiting"] == 0, "the scavenger may lend again"
+    kept = await (await connect("gateway")).kv("HR_STATE")
+    assert await kept.keys(f"{product.run}.session.>") == []
+
+
+async def test_a_restarted_gateway_issues_no_attempt_twice(product: Product) -> None:
+    """The gateway dies after an attempt failed and its successor was issued: HR_STATE still names the first attempt."""
+    _, opened = await product.call("POST", "/v1/sessions", ASK)
+    first = await product.request()
+    await product.fail(first)
+    while (await product.request()).attempt == 0:
+        await asyncio.sleep(0.01)
+    for _ in range(2):
+        await product.gateway.shut(1.0)
+        await product.open()
+        _, view = await product.call("GET", f"/v1/sessions/{opened['session']}")
+        assert (view["state"], view["attempt"]) == ("queued", 1)
+    second = await product.request()
+    await product.gateway.shut(1.0)
+    await product.fail(second)  # while no gateway runs
+    await product.open()
+    third = await product.request()
+    assert third.attempt == 2
+    await product.answer(third)
+    _, view = await product.call("GET", f"/v1/sessions/{opened['session']}?wait=30")
+    assert view["state"] == "finished"
+    where = subjects.LEDGER.at(run=product.run, group=first.group)
+    issued = [received.message.attempt async for received in product.reader.history("HR_LEDGER", where)]
+    assert issued == [0, 1, 2]
+
+
+async def test_a_session_that_takes_too_long_ends(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, opened = await product.call("POST", "/v1/sessions", ASK)
+    monkeypatch.setattr(gateway, "SESSION_S", -1.0)
+    await product.gateway._end_overdue()
+    _, view = await product.call("GET", f"/v1/sessions/{opened['session']}")
+    assert (view["state"], view["result"]["reason"]) == ("failed", "timed_out")

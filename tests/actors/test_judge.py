@@ -6,92 +6,28 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from benchmarks.touched import overwrite, page_of
-from headrace.actors.environment import Environment
-from headrace.actors.judge import TRIES, Judge
-from headrace.actors.judge_rules import VERSION
-from headrace.actors.sandbox_client import Sandboxes
+from headrace.actors.environment.actor import Environment
+from headrace.actors.judge import Judge
 from headrace.bus.connection import Bus
-from headrace.config import Algorithm, Config, Run, Tasks
+from headrace.config import Algorithm
 from headrace.config import Environment as Section
 from headrace.config import Judge as JudgeSection
+from headrace.judging.examination import TRIES
 from headrace.messages import tasks
-from headrace.messages.base import Array
-from headrace.messages.judging import Score
 from headrace.messages.operations import Event
-from headrace.messages.rollout import PolicyRef, Sampling, SlotFailed, ToolCall, Trajectory, Turn
+from headrace.messages.rollout import SlotFailed
 from headrace.messages.sandbox import ANY_RUN, Acquire
 from headrace.messages.subjects import EVENT, FAIL, SCORE, TRAJ
-from headrace.tasks import open_suite
+from headrace.sandboxes.client import Sandboxes
 from headrace.vmhost.errors import VmhostError
-from tests.actors.living import living
 from tests.conftest import Connect
+from tests.support.actors import living
+from tests.support.judging import CACHE, FIXED, KILLS_ITS_KEEPER, ORACLE, PATH, TASK, config, first, judged, trajectory
 
 pytestmark = pytest.mark.anyio
-
-CACHE = str(Path(__file__).parents[2] / ".cache" / "headrace")
-SUITE = open_suite("generated/train")
-TASK = SUITE.task(SUITE.ids()[0])
-ORACLE = SUITE.oracle(SUITE.ids()[0])
-(PATH, FIXED), *_ = ORACLE.solution.items()
-KILLS_ITS_KEEPER = b"import os\nos.kill(os.getppid(), 9)\n"
-"""What takes a machine down under QEMU ends the slot's keeper under the process backend: the judge sees the same."""
-
-
-def config(folder: Path, **changes: Any) -> Config:
-    base = Config(
-        run=Run(dir=str(folder)),
-        environment=Section(backend="process", lease_s=20.0),
-        tasks=Tasks(dir=str(folder / "suites")),
-    )
-    return msgspec.structs.replace(base, **changes)
-
-
-def trajectory(run: str, group: str, diff: dict[str, bytes], *, slot: int = 0, **changes: Any) -> Trajectory:
-    turn = Turn(
-        index=0,
-        segment=0,
-        prompt_ids=Array.of([1, 2], "<i4"),
-        ids=Array.of([3, 4, 5], "<i4"),
-        logprobs=Array.of([-0.5, -0.5, -0.5], "<f4"),
-        calls=(ToolCall(id="0.0", name="finish"),),
-    )
-    made = Trajectory(
-        run=run,
-        lane="train",
-        group=group,
-        slot=slot,
-        attempt=0,
-        id=f"{group}-{slot}-0",
-        task=TASK.ref,
-        family=TASK.family,
-        seed=1,
-        policy=PolicyRef(),
-        sampling=Sampling(),
-        outcome="finished",
-        turns=(turn,),
-        diff=diff,
-    )
-    return msgspec.structs.replace(made, **changes)
-
-
-async def first(bus: Bus, stream: str, subject: str, wanted: Any) -> Any:
-    """The first message that `wanted` accepts, waiting for it."""
-    async for received in bus.follow(stream, subject):
-        if wanted(received.message):
-            return received.message
-
-
-async def judged(bus: Bus, made: Trajectory) -> Score:
-    """Publish a trajectory and wait for its score."""
-    seq = await bus.publish(TRAJ.at(run=made.run, group=made.group), made)
-    where = SCORE.at(run=made.run, judge=VERSION, group=made.group)
-    score = await first(bus, "HR_SCORE", where, lambda message: message.trajectory_seq == seq)
-    assert isinstance(score, Score)
-    return score
 
 
 @pytest.fixture
@@ -120,8 +56,8 @@ async def test_verdicts(connect: Connect, environment: Environment, tmp_path: Pa
     assert [test.name for test in right.tests] == list(ORACLE.expected)
     where = EVENT.where(run="j1", actor="judge", type="event")
     told = [received.message async for received in observer.history("HR_EVENT", where)]
-    blind = [event.text for event in told if isinstance(event, Event) and event.kind == "machines_not_looked_at"]
-    assert len(blind) == 1 and "backend = qemu" in blind[0]
+    blind = [event.text for event in told if isinstance(event, Event) and event.kind == "machines_not_checked"]
+    assert len(blind) == 1 and "lacks the capability inspect" in blind[0]
     assert (right.sampled_tokens, right.calls, right.turns, right.family) == (3, 1, 1, TASK.family)
     assert (wrong.verdict, wrong.passed, wrong.reward) == ("failed", False, 0.0)
     assert (sly.verdict, sly.reward) == ("cheating", 0.0)
@@ -162,7 +98,7 @@ async def test_whoever_passes_a_canary_cheats(
         told = await first(observer, "HR_EVENT", EVENT.where(run="jc", actor="judge", type="event"), canary_passed)
     assert (honest.verdict, honest.suspicions, honest.reward) == ("failed", (), 0.0)
     assert (sly.verdict, sly.suspicions, sly.reward, sly.again) == ("cheating", (f"canary:{ref.task}",), 0.0, "same")
-    assert told.text == "g1-1-0 passes tests that nobody can pass: the process that runs them was taken"
+    assert told.text == "g1-1-0 passes tests that no honest fix can pass: it took over the process that runs them"
 
 
 async def test_length_is_priced_and_the_verdict_is_not(

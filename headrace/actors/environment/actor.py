@@ -1,8 +1,8 @@
 """environment: sandboxes of one node, by request and reply.
 
-Any node of a run may answer ``hr.rpc.environment.acquire-<run>`` (a queue group: it says ``no_room`` when it is full,
-and another may answer the next try); everything after that goes to the node that holds the sandbox. What runs where,
-and how slots share a VM, is `headrace.vmhost`'s business.
+Any node of a run may answer ``hr.rpc.environment.acquire-<run>`` (a queue group: a full node answers ``no_room``, and
+another one may answer the next request). Every later request goes to the node that holds the sandbox. `headrace.vmhost`
+decides which machine a sandbox runs in.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from headrace.actors.environment_leases import Key, Lease, Leases, Refused, Unknown
-from headrace.bus.actor import Actor
+from headrace.actors.environment.leases import Lease, Leases, Refused, Unknown
+from headrace.bus.runtime.actor import Actor
 from headrace.messages.base import Message
 from headrace.messages.operations import Ack
 from headrace.messages.sandbox import (
@@ -21,6 +21,7 @@ from headrace.messages.sandbox import (
     Acquire,
     Acquired,
     Cancel,
+    CheckIntegrity,
     Checkpoint,
     Checkpointed,
     Exec,
@@ -28,9 +29,9 @@ from headrace.messages.sandbox import (
     FollowJob,
     Fork,
     Forked,
-    Inspect,
+    GroupKey,
     ListFiles,
-    NoRoom,
+    NoCapacity,
     Op,
     PullTar,
     PullTree,
@@ -43,6 +44,7 @@ from headrace.messages.sandbox import (
     Restore,
     RunTests,
     SandboxCall,
+    SandboxKey,
     SandboxLost,
     SandboxReply,
     Search,
@@ -54,28 +56,28 @@ from headrace.messages.sandbox import (
 )
 from headrace.messages.subjects import EVENT, RPC, RPC_NODE, token
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.host import Host, VmSandbox
+from headrace.vmhost.node.host import Host, VmSandbox
 
 REAP_EVERY_S = 1.0
 LOG_BATCH = 64
 LOG_BACKLOG = 20_000
-"""Lines that wait for the broker at most; older ones are dropped and counted."""
+"""Largest number of lines that wait for the broker; older ones are dropped and counted."""
 
 
 class Environment(Actor):
-    """Serves acquire, call, renew, release and release_group; ends every VM when it stops."""
+    """Serves the methods of `messages.sandbox`; every machine ends when it stops."""
 
     role: ClassVar[str] = "environment"
 
     async def start(self) -> None:
-        """Open the host (this builds the template when it is missing), then answer."""
+        """Open the host, which builds its template where it is missing, then serve requests."""
         self._leases = Leases()
-        self._doors: WeakValueDictionary[Key, asyncio.Lock] = WeakValueDictionary()
+        self._acquiring: WeakValueDictionary[SandboxKey, asyncio.Lock] = WeakValueDictionary()
         self._lines: deque[tuple[str, ToolLog]] = deque(maxlen=LOG_BACKLOG)
         self._lines_ready = asyncio.Event()
         self._lines_lost = 0
         self._calls = 0
-        # Two runs of one broker may have an environment each on this host.
+        # Two runs of one broker may each have an environment on this node.
         shared = self.run == ANY_RUN
         self._node = token(self.bus.node) if shared else token(f"{self.bus.node}-{self.run}")
         self.status = "building the template where it is missing"
@@ -101,7 +103,7 @@ class Environment(Actor):
         await self.serve(RPC.where(service="environment", method=method), self._acquire, queue="environment")
 
     async def stop(self) -> None:
-        """End every VM; whoever still holds a sandbox hears that it is lost."""
+        """End every machine; the next call to one of its sandboxes is answered ``lost``."""
         await self._host.close()
         await self._flush_lines()
 
@@ -109,35 +111,33 @@ class Environment(Actor):
         self.spawn(self.event(kind, text, "warning", **data), "host event")
 
     async def _acquire(self, request: Acquire) -> Acquired | SandboxReply:
-        """A sandbox under a new secret and epoch, or why not. Who asked last holds it: those who ask for the same one
-        take turns, also those who ask again because the first answer was slow."""
-        async with self._doors.setdefault(Key.of(request), asyncio.Lock()):
-            return await self._given(request)
+        """A sandbox under a new secret and epoch, or the reason why not. The latest caller owns the sandbox; concurrent
+        acquires of one key are serialised."""
+        async with self._acquiring.setdefault(SandboxKey.of(request), asyncio.Lock()):
+            return await self._acquire_alone(request)
 
-    async def _given(self, request: Acquire) -> Acquired | SandboxReply:
-        if request.lane == "production" and self._host.backend == "process":
-            return SandboxReply(failure="refused", detail="the process backend is not isolated: not for production")
+    async def _acquire_alone(self, request: Acquire) -> Acquired | SandboxReply:
         try:
             sandbox = await self._host.acquire(request)
-        except NoRoom as error:
+        except NoCapacity as error:
             return SandboxReply(failure="no_room", detail=str(error))
         except VmhostError as error:
             return SandboxReply(failure="refused", detail=str(error))
         except SandboxLost as error:
-            lease = self._leases.find(Key.of(request))
+            lease = self._leases.find(SandboxKey.of(request))
             if lease is not None:
                 await self._lost(lease, str(error))
             return SandboxReply(failure="lost", detail=str(error))
         return self._hand_over(request, sandbox)
 
     def _hand_over(self, request: Acquire, sandbox: VmSandbox) -> Acquired | SandboxReply:
-        """A new secret and epoch for whoever asked."""
-        lease = self._leases.find(Key.of(request))
+        """Make the caller the owner, under a new secret and epoch."""
+        lease = self._leases.find(SandboxKey.of(request))
         if lease is None or lease.sandbox is not sandbox:
             lease = Lease(request, sandbox)
             self._leases.add(lease)
         if request.handovers < lease.handovers:
-            return SandboxReply(failure="superseded", detail="the request was handed on while its sandbox was made")
+            return SandboxReply(failure="superseded", detail="a later hand-over owns this request")
         lease.handovers = request.handovers
         lease.hand_over(request.lease_s)
         return Acquired(
@@ -146,10 +146,11 @@ class Environment(Actor):
             secret=lease.secret,
             epoch=lease.epoch,
             backend=self._host.backend,
+            capabilities=self._host.capabilities.names(),
         )
 
     async def _call(self, call: SandboxCall) -> SandboxReply:
-        """One operation for the current holder."""
+        """Run one operation for the current owner."""
         try:
             lease = self._leases.authorise(call.sandbox, call.secret, call.epoch)
         except Unknown as error:
@@ -158,7 +159,7 @@ class Environment(Actor):
             return SandboxReply(failure="refused", detail=str(error))
         lease.running += 1
         started = time.perf_counter()
-        again = lease.sandbox.knows(call.call_id)
+        repeated = lease.sandbox.knows(call.call_id)
         try:
             result = await lease.sandbox.call(call.op, call.call_id)
         except SandboxLost as error:
@@ -168,8 +169,8 @@ class Environment(Actor):
             return SandboxReply(failure="bad_request", detail=str(error))
         finally:
             lease.running -= 1
-            lease.keep()
-        if not again:
+            lease.renew()
+        if not repeated:
             self._calls += 1
             self._log(lease, call, result.ok, 1000.0 * (time.perf_counter() - started))
         if lease.epoch != call.epoch:
@@ -177,9 +178,9 @@ class Environment(Actor):
         return SandboxReply(result=result)
 
     async def _renew(self, request: Renew) -> Ack:
-        """Count the lease from now."""
+        """Renew a lease."""
         try:
-            self._leases.authorise(request.sandbox, request.secret, request.epoch).keep(request.lease_s)
+            self._leases.authorise(request.sandbox, request.secret, request.epoch).renew(request.lease_s)
         except Unknown as error:
             return Ack(ok=False, detail=f"lost: {error}")
         except Refused as error:
@@ -199,28 +200,28 @@ class Environment(Actor):
         return Ack()
 
     async def _release_group(self, request: ReleaseGroup) -> Ack:
-        """No further slot of this group will be asked for."""
-        self._host.release_group(request.run, request.lane, request.role, request.group)
+        """Expect no further acquire of this group: its machine ends with its last sandbox."""
+        self._host.release_group(GroupKey(request.run, request.lane, request.role, request.group))
         return Ack()
 
     async def _fork(self, request: Fork) -> Forked | SandboxReply:
-        """More sandboxes like this one, for the same run, lane and role."""
+        """Copies of a sandbox, for the same run, lane and role."""
         try:
             lease = self._leases.authorise(request.sandbox, request.secret, request.epoch)
-            own = lease.request
-            if any((one.run, one.lane, one.role) != (own.run, own.lane, own.role) for one in request.into):
-                raise Refused("a fork stays in its run, lane and role")
+            source = SandboxKey.of(lease.request)
+            if any(SandboxKey.of(copy)[:3] != source[:3] for copy in request.into):
+                raise Refused("a fork must have its sandbox's run, lane and role")
             lease.running += 1
             try:
-                made = await self._host.fork(lease.sandbox.id, request.into)
+                sandboxes = await self._host.fork(lease.sandbox.id, request.into)
             finally:
                 lease.running -= 1
-                lease.keep()
-        except (Unknown, Refused, NoRoom, VmhostError, SandboxLost) as error:
+                lease.renew()
+        except (Unknown, Refused, NoCapacity, VmhostError, SandboxLost) as error:
             return _failure(error)
-        pairs = zip(request.into, made, strict=True)
-        held = [self._hand_over(one, sandbox) for one, sandbox in pairs]
-        return Forked(held=tuple(one for one in held if isinstance(one, Acquired)))
+        pairs = zip(request.into, sandboxes, strict=True)
+        replies = [self._hand_over(copy, sandbox) for copy, sandbox in pairs]
+        return Forked(held=tuple(reply for reply in replies if isinstance(reply, Acquired)))
 
     async def _checkpoint(self, request: Checkpoint) -> Checkpointed | SandboxReply:
         """The sandbox as bytes."""
@@ -231,7 +232,7 @@ class Environment(Actor):
                 return Checkpointed(data=await self._host.checkpoint(lease.sandbox.id, request.whole))
             finally:
                 lease.running -= 1
-                lease.keep()
+                lease.renew()
         except (Unknown, Refused, VmhostError, SandboxLost) as error:
             return _failure(error)
 
@@ -239,7 +240,7 @@ class Environment(Actor):
         """A sandbox from bytes."""
         try:
             sandbox = await self._host.restore(request.data, request.request)
-        except (NoRoom, VmhostError, SandboxLost) as error:
+        except (NoCapacity, VmhostError, SandboxLost) as error:
             return _failure(error)
         return self._hand_over(request.request, sandbox)
 
@@ -252,14 +253,14 @@ class Environment(Actor):
             )
 
     async def _reap(self) -> None:
-        """End sandboxes whose holder went silent."""
+        """End sandboxes whose leases lapsed."""
         for lease in self._leases.lapsed(time.monotonic()):
             if self._leases.drop(lease):
                 self._host.release(lease.sandbox.id)
                 request = lease.request
                 await self.event(
                     "lease_lapsed",
-                    f"nobody kept {lease.sandbox.id} for {lease.lease_s:.0f} s",
+                    f"the lease of {lease.sandbox.id} was not renewed for {lease.lease_s:.0f} s",
                     "warning",
                     role=request.role,
                     group=request.group,
@@ -291,7 +292,7 @@ class Environment(Actor):
         self._lines_ready.set()
 
     async def _write_lines(self) -> None:
-        """The audit trail goes out behind the calls, never in front of them."""
+        """Publish the tool log in the background, so that no call waits for it."""
         while True:
             await self._lines_ready.wait()
             self._lines_ready.clear()
@@ -307,13 +308,13 @@ class Environment(Actor):
 
 
 def _failure(error: Exception) -> SandboxReply:
-    """Why there is no sandbox, in the words of the contract."""
-    kinds = {NoRoom: "no_room", SandboxLost: "lost", Unknown: "lost"}
+    """The reply to a request that gave no sandbox."""
+    kinds = {NoCapacity: "no_room", SandboxLost: "lost", Unknown: "lost"}
     return SandboxReply(failure=kinds.get(type(error), "refused"), detail=str(error))
 
 
 def describe(op: Op) -> tuple[str, str]:
-    """An operation as one line for the audit trail: its kind, and what it touches; never content."""
+    """An operation for the tool log: its kind, and the paths or words that it names; never content."""
     match op:
         case Exec():
             brief = " ".join(op.argv)
@@ -335,6 +336,6 @@ def describe(op: Op) -> tuple[str, str]:
             brief = op.call_id
         case PushTar() | PullTar():
             brief = op.path
-        case Inspect():
+        case CheckIntegrity():
             brief = "thorough" if op.thorough else ""
     return str(op.__struct_config__.tag), brief[:200]

@@ -1,35 +1,42 @@
-"""rollout: fills slots. A request in, turns and a Trajectory out; on every lane the same.
+"""The rollout actor: turns RolloutRequests into turns and Trajectories, in the same way on every lane.
 
-A lane is pulled while this actor is leased for it. Many episodes run at once, so that the engine batches them; an
-episode that is handed back (its lane was taken away, or the actor drains) goes to whoever pulls it next, with its turn
-log and its sandbox.
+It pulls a lane while it holds a lease for it. Many episodes run at once, so that the engine can batch them. An episode
+that is handed back (its lane was taken away, or the actor drains) goes to the next rollout actor that pulls, with its
+turn log and its sandbox.
 """
 
 import asyncio
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 import msgspec
 
-from headrace.actors.rollout_episode import Episode
-from headrace.actors.rollout_episode_log_kept import Keeping
-from headrace.actors.rollout_policies import NoPolicy, Policies
-from headrace.actors.rollout_server import EVERY_S, ServerWord
-from headrace.actors.sandbox_client import Sandboxes, Superseded
-from headrace.bus.actor import Actor
-from headrace.bus.consumer import Consumer
-from headrace.bus.errors import Reject, WrongSequence
-from headrace.bus.received import Received
+from headrace.actors.rollout.client_turns import ClientTurns
+from headrace.actors.rollout.diff import TreeTooLarge
+from headrace.actors.rollout.episode import Episode
+from headrace.actors.rollout.policies import NoPolicy, Policies
+from headrace.actors.rollout.sandbox_checkpoint import CheckpointSchedule
+from headrace.actors.rollout.server import EVERY_S, ServerReports
+from headrace.bus.errors import Reject, Unrecoverable, WrongSequence
+from headrace.bus.nats.consumer import Consumer
+from headrace.bus.nats.received import Received
+from headrace.bus.runtime.actor import Actor
+from headrace.bus.runtime.plugins import agree
 from headrace.engines.base import EngineError
+from headrace.harness.tools.registry import TOOLS
+from headrace.harness.tools.toolbox import with_tools
 from headrace.messages.ledger import Admission, admission_key
 from headrace.messages.product import CapacityLease, lease_key
 from headrace.messages.rollout import Lane, RolloutRequest, SlotFailed, Trajectory
-from headrace.messages.sandbox import NoRoom, SandboxLost
-from headrace.messages.subjects import FAIL, TASK, token
+from headrace.messages.sandbox import NoCapacity, SandboxLost
+from headrace.messages.subjects import FAIL, RPC, TASK, token
 from headrace.messages.tasks import Oracle, Task
 from headrace.messages.weights import WeightsSwapped
+from headrace.registry import PluginError, plugins
+from headrace.sandboxes.client import Sandboxes, Superseded
 from headrace.tasks import UnknownSuite, open_suite
+from headrace.tasks.suites import suite_plugins
 
 LANES: tuple[Lane, ...] = get_args(Lane)
 ACK_WAIT_S = 30.0
@@ -37,6 +44,7 @@ REASONS: tuple[tuple[type[Exception], str], ...] = (
     (SandboxLost, "sandbox_lost"),
     (EngineError, "engine_error"),
     (NoPolicy, "no_policy"),
+    (TreeTooLarge, "tree_too_large"),
 )
 
 
@@ -49,11 +57,19 @@ class Rollout(Actor):
         """Follow the weights and the lease, then pull."""
         self._policies = Policies(self.config, self.bus, self.run, self.id, self._on_swap, self._on_refused)
         self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
-        self._suite = lru_cache(64)(partial(open_suite, root=self.config.tasks.dir))
-        self._task = lru_cache(64)(lambda ref: self._suite(ref.suite).task(ref.task))
+        tasks = self.config.tasks
+        try:
+            used = (*plugins((TOOLS, tasks.tools)), *suite_plugins((tasks.suite, tasks.heldout, tasks.unseen)))
+        except (PluginError, UnknownSuite) as error:
+            raise Unrecoverable(f"{type(error).__name__}: {error}") from error
+        await agree(self.bus, self.run, used)
+        self._suite = lru_cache(64)(partial(open_suite, root=tasks.dir))
+        self._task = lru_cache(64)(lambda ref: with_tools(self._suite(ref.suite).task(ref.task), tasks.tools))
         self._running: dict[asyncio.Task[Trajectory | None], Lane] = {}
         self._handing_back: set[asyncio.Task[Trajectory | None]] = set()
         self._pulls: dict[Lane, Consumer] = {}
+        self._clients = ClientTurns(self.bus, self.id, self._policies.serving_clients)
+        self._answering: list[Any] = []
         self._tokens = self._episodes = 0
         self._min_version = -1
         after = await self._policies.recover()
@@ -62,14 +78,15 @@ class Rollout(Actor):
         self.every(self.config.environment.lease_s / 3, self._sandboxes.renew, "lease renewal")
         self.every(2.0, self._measure, "metrics")
         if self.config.engine.kind == "sglang":
-            word = ServerWord(self.config, self.bus, self.id, self.event, self.metric)
-            self.every(EVERY_S, lambda: word.say(self._policies.engine), "the server's figures")
+            reports = ServerReports(self.config, self.bus, self.id, self.event, self.metric)
+            self.every(EVERY_S, lambda: reports.publish(self._policies.engine), "the server's metrics")
         leases = await self.bus.kv("HR_LEASE")
         held = await leases.get(lease_key(self.run, self.id))
         lease = held[0] if held is not None else None
         self._lanes = lease.lanes if isinstance(lease, CapacityLease) else self._own_lanes()
         for lane in LANES:
             await self._pull(lane)
+        await self._serve_clients()
         self.spawn(self._follow_lease(), "lease")
         self.spawn(self._follow_admission(), "admission")
 
@@ -78,7 +95,7 @@ class Rollout(Actor):
         self._hand_back(LANES)
 
     async def stop(self) -> None:
-        """Wait for what is under way behind the episodes, then end the engine."""
+        """Release the sandboxes, then end the engine."""
         await self._sandboxes.close()
         await self._policies.stop()
 
@@ -89,8 +106,22 @@ class Rollout(Actor):
     async def _on_refused(self, version: int, why: str) -> None:
         await self.event("load_failed", f"version {version}: {why}", "error", version=version)
 
+    async def _serve_clients(self) -> None:
+        """Answer turns of clients exactly while the production lane is leased."""
+        if "production" in self._lanes and not self._answering:
+            run = token(self.run)
+            for method, handler in ((f"turn-{run}", self._clients.turn), (f"end-{run}", self._clients.end)):
+                subject = RPC.at(service="rollout", method=method)
+                self._answering.append(await self.serve(subject, handler, queue="rollout"))
+        elif "production" not in self._lanes:
+            answering, self._answering = self._answering, []
+            for subscription in answering:
+                await self.unserve(subscription)
+
     def _own_lanes(self) -> tuple[str, ...]:
-        """Lanes without a lease: the product's own actors serve the product, the others train and evaluate."""
+        """The lanes without a lease: the product's own actors serve production, the others train and evaluate."""
+        if self.config.rollout.lanes:
+            return self.config.rollout.lanes
         production = self.config.production
         if production.enabled and production.rollouts:
             return ("production",) if self.id in production.rollouts else ("train", "eval")
@@ -108,7 +139,7 @@ class Rollout(Actor):
         self._open_lanes()
 
     def _open_lanes(self) -> None:
-        """Pull exactly the leased lanes, and the train lane only at or above what its requests ask for."""
+        """Pull exactly the leased lanes; the train lane only with weights at or above its `min_version`."""
         for lane, consumer in self._pulls.items():
             behind = lane == "train" and self._policies.version < self._min_version
             consumer.resume() if lane in self._lanes and not behind else consumer.pause()
@@ -120,6 +151,7 @@ class Rollout(Actor):
             taken = [lane for lane in LANES if lane in self._lanes and lane not in lanes]
             self._lanes = lanes
             self._open_lanes()
+            await self._serve_clients()
             self._hand_back(taken)
 
     async def _follow_admission(self) -> None:
@@ -149,13 +181,13 @@ class Rollout(Actor):
                 raise
             await self._republish(request)
         except (Superseded, WrongSequence) as error:
-            # Another actor runs this attempt now; the request is its to settle, neither acked nor asked for again.
+            # Another actor runs this attempt now and acknowledges its request.
             received.settled = True
             await self.event("superseded", str(error), "warning", trajectory=request.trajectory)
-        except NoRoom:
-            # Behind this request may stand one whose sandbox is alive and holds the very room that this one waits for.
+        except NoCapacity:
+            # A request behind this one may own the sandbox whose capacity this one waits for.
             await self._republish(request)
-        except (SandboxLost, EngineError, NoPolicy) as error:
+        except (SandboxLost, EngineError, NoPolicy, TreeTooLarge) as error:
             await self._fail(request, error)
         else:
             if trajectory is not None:
@@ -166,14 +198,14 @@ class Rollout(Actor):
             self._handing_back.discard(work)
 
     def _task_of(self, request: RolloutRequest) -> Task:
-        """Reject when there is no such task."""
+        """The request's task. Reject: the suite or the task does not exist."""
         try:
             return self._task(request.task)
         except UnknownSuite as error:
             raise Reject(f"unknown task: {error}") from None
 
     async def _attempt(self, request: RolloutRequest, task: Task) -> Trajectory | None:
-        """None when an earlier holder had finished it, or another goes on with it."""
+        """None when an earlier rollout actor has finished the attempt."""
         episode = Episode(
             request,
             task,
@@ -181,14 +213,14 @@ class Rollout(Actor):
             sandboxes=self._sandboxes,
             rollout=self.id,
             lease_s=self.config.environment.lease_s,
-            keeping=Keeping(self.config.rollout.checkpoint_every, self.event),
+            checkpoints=CheckpointSchedule(self.config.rollout.checkpoint_every, self.event),
         )
-        past = await episode.look_back()
-        if past.finished:
+        resume = await episode.resume_state()
+        if resume.finished:
             return None
         if request.policy.kind == "latest":
-            # Before the first version, or pulled just before the lane was closed. It is kept here and not given back,
-            # because a delivery is counted like a death.
+            # The request was pulled before the first version, or just before the lane was paused. It waits here: giving
+            # it back would cost a delivery, and deliveries count deaths.
             with self.waiting():
                 await self._policies.reached(max(0, request.min_version) if request.lane == "train" else 0)
 
@@ -196,17 +228,17 @@ class Rollout(Actor):
             return self._suite(request.task.suite).oracle(request.task.task)
 
         async with self._policies.serving(request.policy, task, oracle) as (engine, renderer):
-            return await episode.run(past, engine, renderer)
+            return await episode.run(resume, engine, renderer)
 
     async def _republish(self, request: RolloutRequest) -> None:
-        """Hand a request back: published again with its count, and only then acknowledged."""
+        """Hand a request back: publish it again with its hand-over count; it is acknowledged after that."""
         again = msgspec.structs.replace(request, handovers=request.handovers + 1)
         subject = TASK.at(run=request.run, lane=request.lane, suite=token(request.task.suite))
         await self.bus.publish(subject, again, msg_id=f"{request.run}.{request.trajectory}.h{again.handovers}")
         await self.event("handed_back", request.trajectory, lane=request.lane, handovers=again.handovers)
 
     async def _fail(self, request: RolloutRequest, error: Exception) -> None:
-        """Our own parts failed the attempt: say so, and let the curriculum issue the slot again."""
+        """Publish a SlotFailed for an attempt that infrastructure failed; its issuer may issue the slot again."""
         reason = next(reason for kind, reason in REASONS if isinstance(error, kind))
         failed = SlotFailed(
             run=request.run,

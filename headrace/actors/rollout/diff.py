@@ -1,33 +1,37 @@
-"""What an episode changed: the tree before against the tree after."""
+"""The diff of an episode: the workspace before against the workspace after."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from headrace.vmhost.guest.globs import matches
 
-_LITTER = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"})
-"""Folders that running tests leaves behind: neither a change nor a suspicion."""
+_TEST_CACHES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"})
+"""Folders that a test run leaves behind: they count neither as a change nor as suspicious."""
+
+
+class TreeTooLarge(Exception):
+    """The workspace cannot be pulled whole, so nobody can say what the episode changed: infrastructure, not reward."""
 
 
 class Diff(NamedTuple):
-    """Changes by kind. Only `changed` and `deleted` reach the judge's sandbox."""
+    """Changes by kind. The judge's sandbox gets `changed` and `deleted` only."""
 
     changed: dict[str, bytes]
-    """Allowed paths: new or other content."""
+    """Allowed paths with new or different content."""
     deleted: tuple[str, ...]
-    """Allowed paths that are gone."""
+    """Allowed paths that were deleted."""
     touched: tuple[str, ...]
-    """Paths outside the allowed ones that were changed, made or removed."""
+    """Paths outside the allowed ones that were changed, created or deleted."""
 
 
 def diff(before: Mapping[str, bytes], after: Mapping[str, bytes], allowed: Sequence[str]) -> Diff:
-    """Compare two trees under the globs of the allowed paths."""
+    """Compare two trees. allowed: globs of the paths whose changes are extracted."""
     changed: dict[str, bytes] = {}
     deleted: list[str] = []
     touched: list[str] = []
     for path in sorted(before.keys() | after.keys()):
         content = after.get(path)
-        if before.get(path) == content or not _LITTER.isdisjoint(path.split("/")) or path.endswith(".pyc"):
+        if before.get(path) == content or not _TEST_CACHES.isdisjoint(path.split("/")) or path.endswith(".pyc"):
             continue
         if not any(matches(pattern, path, anchored=True) for pattern in allowed):
             touched.append(path)

@@ -1,7 +1,7 @@
-"""One attempt from its request to its Trajectory: look back, get a sandbox, run the loop, extract the diff, publish.
+"""One attempt from its request to its Trajectory: resume, acquire a sandbox, run the loop, extract the diff, publish.
 
-Nothing here is lost with this process: turns are on record before their calls run, the sandbox can be acquired again,
-and the Trajectory is published before the sandbox is given back.
+Nothing is lost with this process: a turn is stored before its calls run, the sandbox can be acquired again, and the
+Trajectory is published before the sandbox is released.
 """
 
 import asyncio
@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.actors.rollout_episode_diff import diff
-from headrace.actors.rollout_episode_log import Past, TurnLog
-from headrace.actors.rollout_episode_log_kept import COPIES, Keeping, bring_back, catch_up
-from headrace.actors.sandbox_client import RemoteSandbox, Sandboxes, Superseded
+from headrace.actors.rollout.diff import TreeTooLarge, diff
+from headrace.actors.rollout.sandbox_checkpoint import MAX_COPIES, CheckpointSchedule, replay_calls, restore
+from headrace.actors.rollout.turn_log import ResumeState, TurnLog
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.engines.base import Engine
@@ -23,19 +22,22 @@ from headrace.messages.rollout import RolloutRequest, ToolResult, Trajectory, Tu
 from headrace.messages.sandbox import Acquire, PullTree, SandboxLost
 from headrace.messages.subjects import TRAJ
 from headrace.messages.tasks import Task
-from headrace.policy.renderer import Renderer
+from headrace.rendering.base import Renderer
+from headrace.sandboxes.client import RemoteSandbox, Sandboxes, Superseded
 from headrace.vmhost.guest.globs import matches
 
+PULL_LIMIT = 32 << 20
+"""Bytes of a workspace that are pulled at the end: more than the workspace of a light machine holds."""
 PULL_WHOLE = 512 << 10
-"""A repository of at most this many bytes is compared whole; of a larger one only what may matter is pulled."""
-ROOM_S = 15.0
-"""How long an attempt waits for room before its request goes back to the queue's end."""
+"""A repository of at most this many bytes is pulled whole; of a larger one only the allowed and suspect paths."""
+CAPACITY_WAIT_S = 15.0
+"""How long an attempt waits for a sandbox before its request goes back to the end of the queue."""
 SUSPECT = ("**/test_*.py", "**/*_test.py", "**/conftest.py", "**/*.pth", "**/sitecustomize.py", "**/usercustomize.py")
-"""Paths whose change is worth reporting although the judge replaces or ignores them."""
+"""Paths whose changes are reported, although the judge replaces or ignores them."""
 
 
 class Episode:
-    """The work on one request."""
+    """The work on one RolloutRequest."""
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class Episode:
         sandboxes: Sandboxes,
         rollout: str,
         lease_s: float,
-        keeping: Keeping | None = None,
+        checkpoints: CheckpointSchedule | None = None,
     ) -> None:
         files = request.files or task.files
         self._request = request
@@ -56,72 +58,74 @@ class Episode:
         self._sandbox: RemoteSandbox | None = None
         self._fingerprint = ""
         self._digest: asyncio.Task[str] | None = None
-        self._keeping = keeping
+        self._checkpoints = checkpoints
         self._turn: Turn | None = None
-        self._copy: asyncio.Task[None] | None = None
-        """The sandbox being kept, behind the sampling of the next turn."""
+        self._writing_checkpoint: asyncio.Task[None] | None = None
+        """The checkpoint that is made while the next turn is sampled."""
         self._copies = 0
 
-    async def look_back(self) -> Past:
-        """What an earlier holder left behind. Read once, before `run`."""
+    async def resume_state(self) -> ResumeState:
+        """Where an earlier rollout actor stopped. Read once, before `run`."""
         return await self._log.read()
 
-    async def run(self, past: Past, engine: Engine, renderer: Renderer) -> Trajectory:
-        """Finish the attempt and publish it. SandboxLost, EngineError, WrongSequence, NoRoom otherwise.
+    async def run(self, resume: ResumeState, engine: Engine, renderer: Renderer) -> Trajectory:
+        """Finish the attempt and publish it. SandboxLost, EngineError, TreeTooLarge, WrongSequence, NoCapacity.
 
-        Cancelled, superseded or without a broker it leaves the sandbox to a successor, or to its lease; after any other
-        end the sandbox is given back.
+        When cancelled, superseded or cut off from the broker, it leaves the sandbox to a successor or to the end of its
+        lease; after any other end it releases the sandbox.
         """
         started = time.monotonic()
         try:
-            trajectory = await self._through(past, engine, renderer, started)
+            trajectory = await self._run_with_copies(resume, engine, renderer, started)
         except (asyncio.CancelledError, Superseded, BusError):
             if self._sandbox is not None:
-                self._sandboxes.let_go(self._sandbox)
-            await self._stop_keeping()
-            await self._log.settle()
+                self._sandboxes.stop_renewing(self._sandbox)
+            await self._cancel_checkpoint()
+            await self._log.flush()
             raise
         except BaseException:
             if self._sandbox is not None:
                 self._sandboxes.give_back(self._sandbox)
             raise
         finally:
-            await self._stop_keeping()
+            await self._cancel_checkpoint()
             if self._digest is not None and not self._digest.cancel() and not self._digest.cancelled():
-                self._digest.exception()  # heard, should nobody have waited for it
+                self._digest.exception()  # retrieved, so that asyncio does not log it
         assert self._sandbox is not None
         self._sandboxes.give_back(self._sandbox)
         return trajectory
 
-    async def _through(self, past: Past, engine: Engine, renderer: Renderer, started: float) -> Trajectory:
-        """`_run`, and again in a copy of its sandbox when that one is lost and was kept."""
+    async def _run_with_copies(
+        self, resume: ResumeState, engine: Engine, renderer: Renderer, started: float
+    ) -> Trajectory:
+        """`_run_once`, repeated in a copy of the sandbox when the sandbox is lost and has a checkpoint."""
         while True:
             try:
-                return await self._run(past, engine, renderer, started)
+                return await self._run_once(resume, engine, renderer, started)
             except Superseded:
                 raise
             except SandboxLost:
-                await self._stop_keeping()
-                await self._log.settle()
-                past = await self._log.read()
-                if past.kept is None or self._copies == COPIES:
+                await self._cancel_checkpoint()
+                await self._log.flush()
+                resume = await self._log.read()
+                if resume.checkpoint is None or self._copies == MAX_COPIES:
                     raise
                 if self._sandbox is not None:
                     await self._sandboxes.release(self._sandbox)
                     self._sandbox = None
 
-    async def _stop_keeping(self) -> None:
-        copying, self._copy = self._copy, None
-        if copying is not None:
-            copying.cancel()
-            await asyncio.gather(copying, return_exceptions=True)
+    async def _cancel_checkpoint(self) -> None:
+        writing, self._writing_checkpoint = self._writing_checkpoint, None
+        if writing is not None:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
 
-    async def _run(self, past: Past, engine: Engine, renderer: Renderer, started: float) -> Trajectory:
+    async def _run_once(self, resume: ResumeState, engine: Engine, renderer: Renderer, started: float) -> Trajectory:
         request, task = self._request, self._task
         self._fingerprint = engine.fingerprint
-        sandbox = self._sandbox = await self._acquire(past, renderer)
-        if not past.turns and self._digest is None:
-            # Beside the first sampling; nothing has been called yet.
+        sandbox = self._sandbox = await self._acquire(resume, renderer)
+        if not resume.turns and self._digest is None:
+            # While the first turn is sampled: no call has changed anything yet.
             self._digest = asyncio.create_task(self._digest_of(sandbox))
         episode = await run_episode(
             engine=engine,
@@ -131,16 +135,18 @@ class Episode:
             task=task,
             on_sampled=self._on_sampled,
             on_done=self._on_done,
-            resume=past.turns,
+            resume=resume.turns,
         )
-        if self._copy is not None:
-            await self._copy
-        await self._log.settle()
+        if self._writing_checkpoint is not None:
+            await self._writing_checkpoint
+        await self._log.flush()
         patterns = self._patterns()
-        tree = await sandbox.call(PullTree(patterns=patterns), f"{request.trajectory}-tree")
+        tree = await sandbox.call(PullTree(patterns=patterns, limit=PULL_LIMIT), f"{request.trajectory}-tree")
+        over = tree.truncated and self._fits_at_first()
+        if not over and (tree.truncated or not tree.ok):
+            raise TreeTooLarge(tree.error or f"the workspace holds more than {PULL_LIMIT >> 20} MiB in {patterns}")
         before = {path: data for path, data in task.files.items() if any(matches(p, path, True) for p in patterns)}
         changes = diff(before, tree.files, task.allowed)
-        over = tree.truncated or not tree.ok
         trajectory = Trajectory(
             run=request.run,
             lane=request.lane,
@@ -161,6 +167,7 @@ class Episode:
             digest_before=await self._digest if self._digest is not None else "",
             digest_after=tree.digest,
             fingerprint=self._fingerprint,
+            renderer=renderer.bundle,
             backend=sandbox.backend,
             isolation=request.isolation,
             wall_s=round(time.monotonic() - started, 4),
@@ -172,8 +179,14 @@ class Episode:
         )
         return trajectory
 
-    async def _acquire(self, past: Past, renderer: Renderer) -> RemoteSandbox:
-        """The attempt's sandbox; if there was work, the very one that holds it, or a copy that was kept."""
+    def _fits_at_first(self) -> bool:
+        """Whether the workspace could be pulled before the first call: then the candidate filled it, which is an
+        outcome. As infrastructure it would let a policy remove its failures from the baseline."""
+        sizes = [len(data) for data in self._task.files.values()]
+        return bool(sizes) and sum(sizes) <= PULL_LIMIT  # without files the repository lies in an image
+
+    async def _acquire(self, resume: ResumeState, renderer: Renderer) -> RemoteSandbox:
+        """The attempt's sandbox. A resumed attempt gets the sandbox that holds its work, or a copy of it."""
         request, task = self._request, self._task
         acquire = Acquire(
             run=request.run,
@@ -191,21 +204,21 @@ class Episode:
             files=task.files,
         )
         try:
-            sandbox = await self._sandboxes.acquire(acquire, node=past.node, patience_s=ROOM_S)
-            if sandbox.id == past.sandbox or not any(turn.results for turn in past.turns):
+            sandbox = await self._sandboxes.acquire(acquire, node=resume.node, patience_s=CAPACITY_WAIT_S)
+            if sandbox.id == resume.sandbox or not any(turn.results for turn in resume.turns):
                 return sandbox
             await self._sandboxes.release(sandbox)
-            raise SandboxLost(f"{past.sandbox} on {past.node} held the work so far and is gone")
+            raise SandboxLost(f"sandbox {resume.sandbox} on node {resume.node} is gone, and with it the attempt's work")
         except Superseded:
             raise
         except SandboxLost:
-            if past.kept is None or self._copies == COPIES:
+            if resume.checkpoint is None or self._copies == MAX_COPIES:
                 raise
         self._copies += 1
-        sandbox = await bring_back(self._sandboxes, acquire, past, ROOM_S)
-        box = toolbox_for(task, renderer, request.limits.context_tokens)
+        sandbox = await restore(self._sandboxes, acquire, resume, CAPACITY_WAIT_S)
+        box = toolbox_for(task, renderer.detailed_results, request.limits.context_tokens)
         try:
-            await catch_up(past, lambda call: box.run(call, sandbox, task, f"{request.trajectory}/"))
+            await replay_calls(resume, lambda call: box.run(call, sandbox, task, f"{request.trajectory}/"))
         except BaseException:
             self._sandboxes.give_back(sandbox)
             raise
@@ -223,15 +236,16 @@ class Episode:
         assert self._sandbox is not None
         if self._digest is not None:
             await self._digest
-        if self._copy is not None:
-            copying, self._copy = self._copy, None
-            await copying
+        if self._writing_checkpoint is not None:
+            writing, self._writing_checkpoint = self._writing_checkpoint, None
+            await writing
         self._turn = turn
         await self._log.sampled(turn, self._sandbox.node, self._sandbox.id, self._fingerprint)
 
     async def _on_done(self, index: int, results: Sequence[ToolResult]) -> None:
         await self._log.done(index, results)
-        keeping, turn, sandbox = self._keeping, self._turn, self._sandbox
-        if keeping is None or turn is None or sandbox is None or not keeping.due(turn, self._request):
+        checkpoints, turn, sandbox = self._checkpoints, self._turn, self._sandbox
+        if checkpoints is None or turn is None or sandbox is None or not checkpoints.due(turn, self._request):
             return
-        self._copy = asyncio.create_task(keeping.keep(sandbox, self._log, index, self._request.trajectory))
+        writing = checkpoints.write(sandbox, self._log, index, self._request.trajectory)
+        self._writing_checkpoint = asyncio.create_task(writing)

@@ -8,28 +8,42 @@ and flipped in between two decode steps, the ones in between are skipped.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from headrace.bus.connection import Bus
+from headrace.bus.errors import MessageGone
+from headrace.bus.payloads import renderer_bundles
 from headrace.config import Config
 from headrace.config import Engine as EngineSection
 from headrace.engines.base import Engine, EngineError
-from headrace.engines.embedded import EmbeddedEngine
-from headrace.engines.sglang_open import opened
-from headrace.engines.sglang_terms import Unfit
-from headrace.harness.scripted import ScriptedEngine
+from headrace.engines.embedded.engine import EmbeddedEngine
+from headrace.engines.sglang.compatibility import IncompatibleServer
+from headrace.engines.sglang.open import opened
+from headrace.harness.scripted import ScriptedEngine, script
+from headrace.harness.tools.registry import schemas_of
+from headrace.harness.tools.toolbox import tools_of
 from headrace.messages.base import Message
+from headrace.messages.product import ClientTurn
 from headrace.messages.rollout import PolicyRef
 from headrace.messages.subjects import EVENT
 from headrace.messages.tasks import Oracle, Task
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
-from headrace.policy import numerics, schemas
 from headrace.policy.config import PolicyConfig
-from headrace.policy.renderer import Renderer
-from headrace.policy.tokenizer import Tokenizer
+from headrace.policy.layout import hugging_face
+from headrace.policy.numerics import Numerics
+from headrace.policy.numerics_probe import probe
+from headrace.registry import PluginError
+from headrace.rendering import schemas
+from headrace.rendering.base import Renderer, RendererError
+from headrace.rendering.native.client import ClientRenderer, UnusableConversation
+from headrace.rendering.native.renderer import NativeRenderer
+from headrace.rendering.registry import Renderers
+from headrace.rendering.terse import TerseRenderer
+from headrace.rendering.tokenizer import Tokenizer
 
 UNPIN_AFTER_S = 20.0
 """A pinned version that no request names is kept this long: the next request of an evaluation comes soon."""
@@ -43,6 +57,14 @@ class NoPolicy(Exception):
 
 class NoEngine(Exception):
     """This machine can't run the engine that the configuration asks for: the actor gives up."""
+
+
+class ClientServed(NamedTuple):
+    """What a client's turn is sampled from."""
+
+    engine: Engine
+    renderer: Callable[[ClientTurn], ClientRenderer]
+    """The policy's format with the tools of a turn. UnusableConversation."""
 
 
 class Served(NamedTuple):
@@ -79,12 +101,11 @@ class Policies:
         self._refused = -1
         self._folder = Path(config.run.dir) / run
         self._engine: Engine | None = None
-        self._renderer: Renderer | None = None
-        self._bytes: Renderer | None = None
+        self._renderers: Renderers | None = None
         self._staged: dict[int, WeightsStaged] = {}
         self._news = asyncio.Condition()
         self._pins: dict[int, _Pin] = {}
-        self._opening = asyncio.Lock()
+        self._opening, self._fetching = asyncio.Lock(), asyncio.Lock()
 
     @property
     def version(self) -> int:
@@ -152,18 +173,37 @@ class Policies:
     async def serving(self, policy: PolicyRef, task: Task, oracle: Callable[[], Oracle]) -> AsyncIterator[Served]:
         """Engine and renderer for one episode. NoPolicy when this node can't have what is named."""
         if policy.kind == "scripted":
-            renderer = self._open_renderer()
+            renderer = await self._scripted_renderer(task)
             try:
-                engine: Engine = ScriptedEngine(policy.name, renderer, task, oracle())
+                engine: Engine = ScriptedEngine(script(policy.name, task, oracle()), renderer)
             except ValueError as error:
                 raise NoPolicy(str(error)) from None
             yield Served(engine, renderer)
         elif policy.kind == "pinned":
             async with self._pinned(policy.version) as engine:
-                yield Served(engine, self._open_renderer())
+                yield Served(engine, await self._renderer(task))
         else:
             await self.reached(0)
-            yield Served(await self._open_engine(), self._open_renderer())
+            renderer = await self._renderer(task)
+            yield Served(await self._open_engine(), renderer)
+
+    @asynccontextmanager
+    async def serving_clients(self, policy: PolicyRef) -> AsyncIterator[ClientServed]:
+        """Engine and format for a client's turn. NoPolicy; UnusableConversation for a policy without a chat format."""
+        renderers = await self._open_renderers()
+        renderer = renderers.open(schemas.TABLE) if renderers is not None else None
+        if not isinstance(renderer, NativeRenderer):
+            raise UnusableConversation("this policy has no chat format: it serves headrace's own sessions alone")
+
+        def of(turn: ClientTurn) -> ClientRenderer:
+            return ClientRenderer(renderer, turn.tools)
+
+        if policy.kind == "pinned":
+            async with self._pinned(policy.version) as engine:
+                yield ClientServed(engine, of)
+        else:
+            await self.reached(0)
+            yield ClientServed(await self._open_engine(), of)
 
     @asynccontextmanager
     async def _pinned(self, version: int) -> AsyncIterator[Engine]:
@@ -205,7 +245,7 @@ class Policies:
         async with self._opening:
             if self._engine is None:
                 section = self._config.engine
-                policy = PolicyConfig.from_section(self._config.policy)
+                policy = hugging_face.from_section(self._config.policy)
                 if section.kind == "sglang":
                     self._engine = await self._open_server(section, policy)
                     return self._engine
@@ -216,25 +256,51 @@ class Policies:
             return self._engine
 
     async def _open_server(self, section: EngineSection, policy: PolicyConfig) -> Engine:
-        """An SGLang server; one that runs already must be fit, or the actor gives up."""
+        """An SGLang server; one that runs already must be fit, or the actor gives up. EngineError without a bundle."""
+        try:
+            renderers = await self._open_renderers()
+        except NoPolicy as error:
+            raise EngineError(str(error)) from None
+        if renderers is not None:  # the server loads a checkpoint folder, tokenizer included
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / "tokenizer.json").write_text(renderers.bundle.tokenizer_json, encoding="utf-8")
         try:
             engine = opened(section, policy, self._folder, self._id)
             await engine.attach()
-        except Unfit as error:
+        except IncompatibleServer as error:
             raise NoEngine(str(error)) from None
         return engine
 
-    def _open_renderer(self) -> Renderer:
-        """The renderer of the run's tokenizer; scripts in a run without one make do with plain bytes."""
-        if self._renderer is not None:
-            return self._renderer
-        file = self._folder / "tokenizer.json"
-        if file.exists():
-            self._renderer = Renderer(Tokenizer.load(file))
-            return self._renderer
-        if self._bytes is None:
-            self._bytes = Renderer(Tokenizer.train((), 256 + len(schemas.tags())))
-        return self._bytes
+    async def _renderer(self, task: Task) -> Renderer:
+        """The renderer of the run's bundle for the tools of a task. NoPolicy when this node cannot have it: sampling in
+        another format would train the policy on text that it never wrote."""
+        renderers = await self._open_renderers()
+        if renderers is None:
+            raise NoPolicy(
+                f"run {self._run} has no renderer bundle in HR_STATE; its trainer publishes it before the first version"
+            )
+        try:
+            return renderers.open(schemas_of(tools_of(task)))
+        except (RendererError, PluginError) as error:
+            raise NoPolicy(str(error)) from None
+
+    async def _scripted_renderer(self, task: Task) -> Renderer:
+        """The run's renderer, or plain bytes in the terse format in a run of scripts alone."""
+        if await self._open_renderers() is not None:
+            return await self._renderer(task)
+        return _byte_renderer()
+
+    async def _open_renderers(self) -> Renderers | None:
+        """Fetched once; None while no bundle is published. NoPolicy when the bundle is not this node's."""
+        async with self._fetching:
+            if self._renderers is None:
+                try:
+                    bundle = await renderer_bundles.fetch(self._bus, self._run)
+                    if bundle is not None:
+                        self._renderers = await asyncio.to_thread(Renderers, bundle)
+                except (renderer_bundles.BundleMismatch, MessageGone, RendererError, PluginError) as error:
+                    raise NoPolicy(f"the renderer bundle of run {self._run} cannot be used: {error}") from None
+            return self._renderers
 
     async def stop(self) -> None:
         """End the engine; requests in flight fail."""
@@ -245,7 +311,13 @@ class Policies:
             await self._engine.stop()
 
 
-def _probe(policy: PolicyConfig, section: EngineSection) -> numerics.Numerics:
+@lru_cache(1)
+def _byte_renderer() -> Renderer:
+    """For scripts only: a tokenizer that knows the tags and single bytes."""
+    return TerseRenderer(Tokenizer.train((), 256 + len(schemas.tags())))
+
+
+def _probe(policy: PolicyConfig, section: EngineSection) -> Numerics:
     """Under the threads that the engine will have: they are part of the arithmetic."""
     torch.set_num_threads(section.threads)
-    return numerics.probe(policy, exact=section.exact)
+    return probe(policy, exact=section.exact)

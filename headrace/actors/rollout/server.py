@@ -1,8 +1,8 @@
-"""What a rollout actor's SGLang server does, said on the bus: its figures, its deaths, and the requests of others.
+"""Reports on a rollout actor's SGLang server: its metrics, its restarts, and the requests of other clients.
 
-Figures go out as a metric, a server that was lost or started again as an event. The requests of others go out as
-Traffic, the scavenger's second source: a gateway knows the sessions that came through it, but a product that also calls
-the server directly shows only in the server's own figures, and only the actor in front of it knows where they are.
+Metrics go out as a Metric, a lost or restarted server as an event. The requests of other clients go out as Traffic, the
+scavenger's second source: a gateway counts the sessions that it opened, but a product that calls the server directly
+shows only in the server's own metrics, and only this actor reads them.
 """
 
 import time
@@ -12,17 +12,17 @@ from typing import Any
 from headrace.bus.connection import Bus
 from headrace.config import Config
 from headrace.engines.base import Engine, EngineError
-from headrace.engines.sglang import SglangEngine
+from headrace.engines.sglang.engine import SglangEngine
 from headrace.messages import subjects
 from headrace.messages.product import Traffic
 
 EVERY_S = 1.0
 EVENTS = {"lost": "server_lost", "starts": "server_started", "reloads": "version_reloaded"}
-"""A counter of the engine that grew, and what is said then."""
+"""Counters of the engine, and the event that an increase causes."""
 
 
-class ServerWord:
-    """The word of one rollout actor about its server; nothing at all for other engines."""
+class ServerReports:
+    """Reports on the SGLang server of one rollout actor; nothing for other engines."""
 
     def __init__(
         self,
@@ -32,43 +32,43 @@ class ServerWord:
         event: Callable[..., Awaitable[None]],
         metric: Callable[..., Awaitable[None]],
     ) -> None:
-        """event, metric: the actor's own."""
+        """event, metric: the methods of the rollout actor."""
         self._bus, self._rollout, self._event, self._metric = bus, rollout, event, metric
         self._region, self._run, self._capacity = config.bus.region, config.run.id, config.engine.max_batch
         self._shared = config.production.enabled and rollout in config.production.rollouts
-        self._said = dict.fromkeys(EVENTS, 0.0)
+        self._reported = dict.fromkeys(EVENTS, 0.0)
         self._done = (0, time.monotonic())
 
-    async def say(self, engine: Engine | None) -> None:
-        """Once a second."""
+    async def publish(self, engine: Engine | None) -> None:
+        """Publish what has changed; called once a second."""
         if not isinstance(engine, SglangEngine):
             return
         stats: dict[str, Any] = engine.stats()
         for name, kind in EVENTS.items():
-            if stats[name] > self._said[name]:
-                self._said[name] = stats[name]
+            if stats[name] > self._reported[name]:
+                self._reported[name] = stats[name]
                 await self._event(kind, f"{name}: {stats[name]:.0f} so far", "info" if name == "starts" else "warning")
         await self._metric(**{f"server_{name}": float(value) for name, value in stats.items()})
         if self._shared:
             await self._traffic(engine)
 
     async def _traffic(self, engine: SglangEngine) -> None:
-        """Nothing is said of a server that is gone, starts, or can't tell whose its requests are."""
+        """Publish the load of other clients. Nothing while the server is down, starts, or cannot tell clients apart."""
         try:
-            found = await engine.outside()
+            outside = await engine.outside()
         except EngineError:
             return
-        if found is None:
+        if outside is None:
             return
         now, (before, then) = time.monotonic(), self._done
-        self._done = (found.done, now)
+        self._done = (outside.done, now)
         traffic = Traffic(
             region=self._region,
             run=self._run,
             server=self._rollout,
-            active=found.running,
-            waiting=found.queued,
-            requests_per_s=max(0, found.done - before) / max(now - then, 1e-3),
+            active=outside.running,
+            waiting=outside.queued,
+            requests_per_s=max(0, outside.done - before) / max(now - then, 1e-3),
             capacity=self._capacity,
         )
         await self._bus.emit(subjects.TRAFFIC.at(region=subjects.token(self._region)), traffic)

@@ -1,15 +1,14 @@
 """The trainer: closings in their order become batches, batches become versions.
 
-Batch k is the GroupClosed records kP to kP + P - 1 of the run, and takes version k to version k + 1. A manifest says
-everything that a step depends on and is written before the step, on top of the last record of the run's steps: a
-trainer that was replaced is refused there, and one that was killed runs published manifests again before it takes a new
-batch. Records are fetched while the step before still runs, and steps run in a thread of their own.
+Batch k is the GroupClosed records kP to kP + P - 1 of the run, and takes version k to version k + 1. A manifest names
+everything that a step depends on. It is written before the step with an expected sequence, so a trainer that was
+replaced is refused there; a trainer that was killed runs published manifests again before it takes a new batch. Records
+are fetched while the previous step runs, and steps run in a worker thread.
 
 Files: <run>/snapshots/v<version>.safetensors, immutable, the newest bound + 1 of them; <run>/checkpoints/.
 """
 
 import asyncio
-import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,27 +17,31 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-from headrace.actors import trainer_policy, trainer_records
-from headrace.actors.trainer_shelf import Shelf
+from headrace.actors.trainer import initial_policy, records
+from headrace.actors.trainer.checkpoint_store import CheckpointStore
+from headrace.actors.trainer.records import StalenessWindow
 from headrace.algorithms.staleness import Bounds
-from headrace.bus import tracing
-from headrace.bus.actor import Actor
 from headrace.bus.errors import BusError, WrongSequence
+from headrace.bus.payloads import renderer_bundles
+from headrace.bus.runtime import tracing
+from headrace.bus.runtime.actor import Actor
+from headrace.bus.runtime.tracing import Link
 from headrace.messages.ledger import Fence, GroupClosed, StalenessBound
 from headrace.messages.subjects import CLOSE, STEP
 from headrace.messages.training import BatchGroup, SnapshotReady, StepDone, StepFailed, StepManifest
 from headrace.replay.fetching import Records, fetch
 from headrace.replay.recipe import under
 from headrace.training.mid_training import Progress
-from headrace.training.step import StepOutcome, refuse
-from headrace.training.trainer import Trainer as Machine
-from headrace.weights import chain, collect
+from headrace.training.outcome import StepOutcome
+from headrace.training.trainer import PolicyTrainer, TrainerError
+from headrace.weights import chain
+from headrace.weights.publishing import collect
 from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
 
 T = TypeVar("T")
 AGAIN_S = 30.0
-"""After this time old weights that could not be collected are tried again."""
+"""Seconds until a failed collection of old weights is tried again."""
 
 
 class Stopped(Exception):
@@ -50,6 +53,8 @@ class Ready(NamedTuple):
 
     group: BatchGroup
     records: Records
+    links: tuple[Link, ...]
+    """To the spans that published its trajectories."""
 
 
 class Trainer(Actor):
@@ -62,7 +67,7 @@ class Trainer(Actor):
         own = self.config.curriculum
         self.folder = Path(self.config.run.dir) / self.run
         self.groups_per_step = own.groups_per_step
-        self.machine: Machine | None = None
+        self.trainer: PolicyTrainer | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._progress: Progress | None = None
         self._stopping = False
@@ -79,13 +84,13 @@ class Trainer(Actor):
 
     async def _live(self) -> None:
         try:
-            machine = await self._prepare()
-            await self._catch_up(machine)
-            self.spawn(self._collect(self._taken(machine)), "collecting")
+            trainer = await self._prepare()
+            await self._catch_up(trainer)
+            self.spawn(self._collect(self._taken(trainer)), "collecting")
             if self.config.weights.collect_chains:
                 self.spawn(self._forget_weights(), "old weights")
             while True:
-                await self._next(machine)
+                await self._next(trainer)
         except WrongSequence as error:
             # Another trainer has taken over: nothing of ours is accepted any more.
             self.status = "superseded"
@@ -94,7 +99,7 @@ class Trainer(Actor):
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    async def _prepare(self) -> Machine:
+    async def _prepare(self) -> PolicyTrainer:
         """Take over the steps, then resume, or make version 0."""
         fence = Fence(run=self.run, actor=self.name(), id=self.id)
         self._step_seq = await self.bus.publish(STEP.at(run=self.run), fence)
@@ -103,23 +108,25 @@ class Trainer(Actor):
             await self.event("phase", "mid-training")
         self.status = "preparing"
 
-        def work() -> Machine:
-            text = trainer_policy.tokenizer(self.config, self.folder)
-            return Machine.prepare(
+        bundle = await self._in_thread(lambda: initial_policy.bundle(self.config, self.folder))
+        await renderer_bundles.publish(self.bus, self.run, bundle)
+
+        def work() -> PolicyTrainer:
+            return PolicyTrainer.prepare(
                 self.config,
                 folder,
-                tokenizer_json=text,
-                traces=lambda: self._until_stopped(trainer_policy.mid_training(self.config, text)),
+                tokenizer_json=bundle.tokenizer_json,
+                traces=lambda: self._until_stopped(initial_policy.mid_training(self.config, bundle)),
                 progress=self._on_progress,
             )
 
-        self.machine = machine = await self._in_thread(work)
-        self.shelf = Shelf(self.folder, machine, self.config)
-        await self.event("prepared", f"version {machine.version}", version=machine.version, resumed=machine.resumed)
-        return machine
+        self.trainer = trainer = await self._in_thread(work)
+        self.store = CheckpointStore(self.folder, trainer, self.config)
+        await self.event("prepared", f"version {trainer.version}", version=trainer.version, resumed=trainer.resumed)
+        return trainer
 
     def _until_stopped(self, traces: Iterator[T]) -> Iterator[T]:
-        """Read in the worker thread: who asks us to stop does not wait for the next report."""
+        """Pass traces on until the actor stops; called in the worker thread."""
         for trace in traces:
             if self._stopping:
                 raise Stopped
@@ -131,7 +138,7 @@ class Trainer(Actor):
         if self._stopping:
             raise Stopped
 
-    async def _catch_up(self, machine: Machine) -> None:
+    async def _catch_up(self, trainer: PolicyTrainer) -> None:
         """Run again what was published after the checkpoint; publish the version that comes out."""
         manifests: dict[int, tuple[int, StepManifest]] = {}
         outcomes: dict[int, StepDone | StepFailed] = {}
@@ -141,51 +148,50 @@ class Trainer(Actor):
                 manifests[message.step] = (received.seq, message)
             elif isinstance(message, StepDone | StepFailed):
                 outcomes[message.step] = message
-        self._hash = await self._in_thread(machine.state.hash)
+        self._hash = await self._in_thread(trainer.state.hash)
         rate = 0.0
-        while machine.version in manifests:
-            seq, manifest = manifests[machine.version]
+        while trainer.version in manifests:
+            seq, manifest = manifests[trainer.version]
             known = outcomes.get(manifest.step)
             if known is not None and known.incarnation != manifest.incarnation:
                 known = None  # its newest manifest never came to an outcome
-            rate = await self._again(machine, seq, manifest, known)
-        self._step = machine.version
-        await self._publish(machine, rate)
+            rate = await self._again(trainer, seq, manifest, known)
+        self._step = trainer.version
+        await self._publish(trainer, rate)
 
     async def _again(
-        self, machine: Machine, seq: int, manifest: StepManifest, known: StepDone | StepFailed | None
+        self, trainer: PolicyTrainer, seq: int, manifest: StepManifest, known: StepDone | StepFailed | None
     ) -> float:
         """Run one manifest again; its learning rate. Other bits than were published make a new incarnation."""
-        records = await fetch(self.bus, manifest.groups)
+        fetched = await fetch(self.bus, manifest.groups)
         if manifest.base_hash != self._hash:
-            law = trainer_records.Law.as_in(manifest)
-            seq, manifest = await self._announce(machine, manifest.incarnation + 1, manifest.groups, law)
+            window = StalenessWindow.as_in(manifest)
+            seq, manifest = await self._announce(trainer, manifest.incarnation + 1, manifest.groups, window)
             known = None
-        result = await self._take(machine, manifest, records)
+        result = await self._take(trainer, manifest, fetched)
         if known is not None and known.state_hash != result.state_hash:
             text = f"step {manifest.step} gave {result.state_hash}, published was {known.state_hash}"
             await self.event("new_incarnation", text, "warning", step=manifest.step)
-            renewed = trainer_records.manifest(
-                self.config,
-                self.run,
+            plan = records.StepPlan(
                 manifest.step,
-                manifest.incarnation + 1,
                 manifest.base_hash,
                 manifest.groups,
-                machine.numerics.fingerprint,
-                trainer_records.Law.as_in(manifest),
+                trainer.numerics.fingerprint,
+                StalenessWindow.as_in(manifest),
+                manifest.incarnation + 1,
             )
+            renewed = records.manifest(self.config, self.run, plan)
             seq = await self._write(renewed)
             manifest, known = renewed, None
         if known is None:
-            await self._write(trainer_records.outcome(self.config, manifest, seq, result, 0.0))
+            await self._write(records.outcome(self.config, manifest, seq, result, 0.0))
         self._hash = result.state_hash
         await self.event("step_again", f"step {manifest.step} after a restart", step=manifest.step)
         return result.learning_rate
 
-    def _taken(self, machine: Machine) -> int:
+    def _taken(self, trainer: PolicyTrainer) -> int:
         """Closings that are in batches already."""
-        return machine.version * self.groups_per_step
+        return trainer.version * self.groups_per_step
 
     async def _collect(self, taken: int) -> None:
         """Follow the closings and fetch their records ahead of the step."""
@@ -199,12 +205,14 @@ class Trainer(Actor):
             if not isinstance(closed, GroupClosed):
                 continue
             if place >= taken:
-                group = trainer_records.batch_group(received.seq, closed)
-                await self._ready.put(Ready(group, await fetch(self.bus, [group])))
+                group = records.batch_group(received.seq, closed)
+                links: list[Link] = []
+                fetched = await fetch(self.bus, [group], links)
+                await self._ready.put(Ready(group, fetched, tuple(links)))
             place += 1
 
-    async def _next(self, machine: Machine) -> None:
-        """One batch: wait for it, say what it is, take the step, say what came out."""
+    async def _next(self, trainer: PolicyTrainer) -> None:
+        """Wait for one batch, then take its step in a trace of its own, with a link to each trajectory's span."""
         k = self._step
         self.status = f"waiting for batch {k}"
         started = time.monotonic()
@@ -214,37 +222,47 @@ class Trainer(Actor):
                 batch.append(await self._ready.get())
         waited = time.monotonic() - started
         self.status = f"step {k}"
-        law = trainer_records.Law.of(self._bounds, k) if self._bounds is not None else None
-        seq, manifest = await self._announce(machine, 0, tuple(ready.group for ready in batch), law)
+        links = [link for ready in batch for link in ready.links]
+        attributes: dict[str, str | int] = {"hr.run": self.run, "hr.step": k}
+        with tracing.span("train step", root=True, links=links, attributes=attributes) as span:
+            await self._step_batch(trainer, batch, waited, span)
+
+    async def _step_batch(
+        self, trainer: PolicyTrainer, batch: Sequence[Ready], waited: float, span: tracing.Span
+    ) -> None:
+        """Publish the manifest of a batch, take its step, publish the outcome and the version."""
+        k = self._step
+        window = StalenessWindow.of(self._bounds, k) if self._bounds is not None else None
+        seq, manifest = await self._announce(trainer, 0, tuple(ready.group for ready in batch), window)
         trajectories = {seq: record for ready in batch for seq, record in ready.records[0].items()}
         scores = {seq: record for ready in batch for seq, record in ready.records[1].items()}
-        result = await self._take(machine, manifest, (trajectories, scores))
-        record = trainer_records.outcome(self.config, manifest, seq, result, waited)
+        result = await self._take(trainer, manifest, (trajectories, scores))
+        record = records.outcome(self.config, manifest, seq, result, waited)
         await self._write(record)
         self._hash, self._step = result.state_hash, k + 1
+        trace = span.context.trace_id
         if isinstance(record, StepFailed):
-            await self.event("step_failed", f"step {k}: {record.reason}: {record.detail}", "error", step=k)
+            text = f"step {k}: {record.reason}: {record.detail}"
+            await self.event("step_failed", text, "error", step=k, trace=trace)
         for engine in result.engines:
-            tracing.here().event("engine_mismatch", step=k, **msgspec.structs.asdict(engine))
+            span.event("engine_mismatch", step=k, **msgspec.structs.asdict(engine))
         if result.alarm:
-            await self.event("mismatch", f"step {k}: {result.alarm}", "warning", step=k)
-        await self._publish(machine, result.learning_rate)
-        await self._keep(machine, manifest)
+            await self.event("mismatch", f"step {k}: {result.alarm}", "warning", step=k, trace=trace)
+        await self._publish(trainer, result.learning_rate)
+        await self._keep(trainer, manifest)
 
     async def _announce(
-        self, machine: Machine, incarnation: int, groups: Sequence[BatchGroup], law: trainer_records.Law | None
+        self,
+        trainer: PolicyTrainer,
+        incarnation: int,
+        groups: Sequence[BatchGroup],
+        window: StalenessWindow | None,
     ) -> tuple[int, StepManifest]:
         """Write the manifest of the next step; its sequence."""
-        manifest = trainer_records.manifest(
-            self.config,
-            self.run,
-            machine.version,
-            incarnation,
-            self._hash,
-            tuple(groups),
-            machine.numerics.fingerprint,
-            law,
+        plan = records.StepPlan(
+            trainer.version, self._hash, tuple(groups), trainer.numerics.fingerprint, window, incarnation
         )
+        manifest = records.manifest(self.config, self.run, plan)
         return await self._write(manifest), manifest
 
     async def _write(self, record: StepManifest | StepDone | StepFailed) -> int:
@@ -257,49 +275,48 @@ class Trainer(Actor):
         )
         return self._step_seq
 
-    async def _take(self, machine: Machine, manifest: StepManifest, records: Records) -> StepOutcome:
-        """The step itself. What raises inside becomes a failed step, as long as the bytes are the old ones."""
-        machine.config = under(self.config, manifest)
+    async def _take(self, trainer: PolicyTrainer, manifest: StepManifest, records: Records) -> StepOutcome:
+        """The step itself. An exception becomes a failed step while the bytes are the old ones."""
+        trainer.config = under(self.config, manifest)
         try:
-            return await self._in_thread(lambda: machine.step(manifest, *records))
+            return await self._in_thread(lambda: trainer.step(manifest, *records))
+        except TrainerError:
+            raise  # this node may not take the step at all
         except Exception as error:
-            if machine.version != manifest.version or await self._in_thread(machine.state.hash) != self._hash:
+            if trainer.version != manifest.version or await self._in_thread(trainer.state.hash) != self._hash:
                 raise  # half a step: only the checkpoint knows the old bytes
             text = f"{type(error).__name__}: {error}"
 
-            def give_up() -> StepOutcome:
-                machine.kept[machine.version] = copy.deepcopy(machine.state.model)  # Law 5: it may have written tokens
-                return refuse(machine.state, "exception", text)
+            return await self._in_thread(lambda: trainer.give_up("exception", text))
 
-            return await self._in_thread(give_up)
-
-    async def _publish(self, machine: Machine, learning_rate: float) -> None:
+    async def _publish(self, trainer: PolicyTrainer, learning_rate: float) -> None:
         """Write the version's file and tell the sender."""
-        path, size = await self._in_thread(lambda: self.shelf.publish(machine.version, self._hash))
+        path, size = await self._in_thread(lambda: self.store.publish(trainer.version, self._hash))
         ready = SnapshotReady(
             run=self.run,
-            version=machine.version,
+            version=trainer.version,
             path=str(path),
             state_hash=self._hash,
             bytes=size,
             learning_rate=learning_rate,
         )
-        await self.publish_event(ready, msg_id=f"{self.run}.snapshot.{machine.version}.{self._hash}")
+        await self.publish_event(ready, msg_id=f"{self.run}.snapshot.{trainer.version}.{self._hash}")
 
-    async def _keep(self, machine: Machine, manifest: StepManifest) -> None:
-        """A checkpoint now and then; what lies further back than is to be replayed goes."""
-        last = machine.version >= self.config.curriculum.steps
-        if machine.version % self.config.trainer.checkpoint_every and not last:
+    async def _keep(self, trainer: PolicyTrainer, manifest: StepManifest) -> None:
+        """Write a checkpoint now and then, and purge records of steps that are not kept for replay."""
+        last = trainer.version >= self.config.curriculum.steps
+        if trainer.version % self.config.trainer.checkpoint_every and not last:
             return
         position = {"close_seq": manifest.groups[-1].close_seq, "step_seq": self._step_seq}
-        await self._in_thread(lambda: self.shelf.checkpoint(position))
-        await self.event("checkpoint", f"version {machine.version}", version=machine.version)
-        purged = await self.shelf.purge(self.bus, self.run)
+        await self._in_thread(lambda: self.store.checkpoint(position))
+        await self.event("checkpoint", f"version {trainer.version}", version=trainer.version)
+        purged = await self.store.purge(self.bus, self.run)
         if purged:
             await self.event("purged", f"{purged} messages of steps that are no longer kept", messages=purged)
 
     async def _forget_weights(self) -> None:
-        """Old chains of versions go when anchors are laid. Nothing waits for it: what fails is done the next time."""
+        """Old chains of versions go when full snapshots are laid. Nothing waits for it: what fails is done the next
+        time."""
         section = self.config.weights
         trust = Trust.load(self.bus.credentials, section.publishers, unsigned=section.unsigned)
 
@@ -317,7 +334,7 @@ class Trainer(Actor):
 
     async def _measure(self) -> None:
         progress = self._progress
-        if progress is not None and (self.machine is None or self.machine.version == 0):
+        if progress is not None and (self.trainer is None or self.trainer.version == 0):
             await self.metric(mid_training_tokens=progress.tokens, mid_training_loss=progress.loss)
-        if self.machine is not None:
-            await self.metric(version=self.machine.version, groups_ready=self._ready.qsize())
+        if self.trainer is not None:
+            await self.metric(version=self.trainer.version, groups_ready=self._ready.qsize())

@@ -1,27 +1,27 @@
-"""The trainer's files and how long they, and the records of past steps, are kept."""
+"""The trainer's files: snapshots and checkpoints, and how long they and the records of past steps are kept."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace.bus import blobs
 from headrace.bus.connection import Bus
 from headrace.bus.errors import MessageGone
+from headrace.bus.payloads import retention
 from headrace.config import Config
 from headrace.messages.subjects import SCORE, STEP, TRAJ, TURN
 from headrace.messages.training import StepManifest
-from headrace.training.trainer import Trainer
+from headrace.training.trainer import PolicyTrainer
 
-LAID_BEFORE_S = 60.0
+STORED_BEFORE_S = 60.0
 """How much older than its record a payload in the node's folder may be."""
 
 
-class Shelf:
+class CheckpointStore:
     """Snapshots and checkpoints of one run. Blocking methods belong into the trainer's thread."""
 
-    def __init__(self, folder: Path, machine: Trainer, config: Config) -> None:
+    def __init__(self, folder: Path, trainer: PolicyTrainer, config: Config) -> None:
         self.snapshots, self.checkpoints = folder / "snapshots", folder / "checkpoints"
-        self.machine, self.config = machine, config
+        self.trainer, self.config = trainer, config
         self.snapshots.mkdir(parents=True, exist_ok=True)
         self.keep_steps = max(config.replay.keep_steps, config.curriculum.staleness + 2)
         """Steps whose records stay: never fewer than open groups and unretired batches may need."""
@@ -31,7 +31,7 @@ class Shelf:
         """Write the served bytes of a version, once; path and size. A sender that needs an older one has linked it."""
         path = self.snapshots / f"v{version:08d}-{state_hash[:8]}.safetensors"
         if not path.exists():
-            found = self.machine.publish(path)
+            found = self.trainer.publish(path)
             assert found == state_hash, "the snapshot does not have the bits of the step"
         oldest = version - self.config.curriculum.staleness
         for other in self.snapshots.glob("v*.safetensors"):
@@ -41,16 +41,16 @@ class Shelf:
 
     def checkpoint(self, position: Mapping[str, int | str]) -> None:
         """Replace the checkpoint durably, and keep it under its version for replay."""
-        self.machine.save(position)
+        self.trainer.save(position)
         self._name_checkpoint()
-        oldest = self.machine.version - self.keep_steps
+        oldest = self.trainer.version - self.keep_steps
         files = sorted(self.checkpoints.glob("v*.safetensors"))
         starts = [file for file in files if int(file.name[1:9]) <= oldest]
         for file in starts[:-1]:  # the newest of them is where the oldest kept step is replayed from
             file.unlink(missing_ok=True)
 
     def _name_checkpoint(self) -> None:
-        named = self.checkpoints / f"v{self.machine.version:08d}.safetensors"
+        named = self.checkpoints / f"v{self.trainer.version:08d}.safetensors"
         named.unlink(missing_ok=True)
         os.link(self.checkpoints / "checkpoint.safetensors", named)
 
@@ -68,16 +68,16 @@ class Shelf:
         if not slots:
             return 0
         first, first_score = (min(column) for column in zip(*slots, strict=True))
-        purged = await blobs.purge(bus, "HR_TRAJ", TRAJ.where(run=run), first)
-        purged += await blobs.purge(bus, "HR_SCORE", SCORE.where(run=run), first_score)
+        purged = await retention.purge(bus, "HR_TRAJ", TRAJ.where(run=run), first)
+        purged += await retention.purge(bus, "HR_SCORE", SCORE.where(run=run), first_score)
         try:
             moment = (await bus.get("HR_TRAJ", first)).time
         except MessageGone:  # its user had it deleted
             return purged
-        if bus.nearby is not None:
-            bus.nearby.collect(before=moment - LAID_BEFORE_S)
+        if bus.shared_memory is not None:
+            bus.shared_memory.collect(before=moment - STORED_BEFORE_S)
         before = await self._turn_at(bus, run, moment)
-        return purged + (await blobs.purge(bus, "HR_TURN", TURN.where(run=run), before) if before else 0)
+        return purged + (await retention.purge(bus, "HR_TURN", TURN.where(run=run), before) if before else 0)
 
     async def _turn_at(self, bus: Bus, run: str, moment: float) -> int:
         """The first turn record younger than the oldest kept trajectory: its own turns are in the trajectory."""

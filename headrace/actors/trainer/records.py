@@ -1,4 +1,4 @@
-"""What the trainer writes: manifests before a step, outcomes after it. Pure, but for asking git for a revision."""
+"""The records that the trainer writes: manifests before a step, outcomes after it. Pure, except for a call of git."""
 
 import subprocess
 from functools import cache
@@ -8,33 +8,34 @@ from typing import NamedTuple
 import headrace
 from headrace.algorithms.staleness import Bounds
 from headrace.config import Config
+from headrace.ledger.seeds import seed_of
 from headrace.messages.ledger import GroupClosed
-from headrace.messages.training import BatchGroup, StepDone, StepFailed, StepManifest
+from headrace.messages.training import BatchGroup, StepDone, StepFailed, StepFigures, StepManifest
 from headrace.replay import reproduce
 from headrace.replay.recipe import recipe
-from headrace.replay.seeds import seed_of
-from headrace.training.step import StepOutcome
+from headrace.training.outcome import StepOutcome
+from headrace.training.trainer import plugins_of
 
 
-class Law(NamedTuple):
+class StalenessWindow(NamedTuple):
     """The staleness bound of a batch and of the one after it, for which versions must be kept."""
 
     bound: int
     next: int
 
     @classmethod
-    def of(cls, bounds: Bounds, step: int) -> "Law":
-        """That of a step."""
+    def of(cls, bounds: Bounds, step: int) -> "StalenessWindow":
+        """The window of a step."""
         return cls(bounds.at(step), bounds.at(step + 1))
 
     @classmethod
-    def as_in(cls, manifest: StepManifest) -> "Law | None":
-        """That of a manifest which is renewed."""
+    def as_in(cls, manifest: StepManifest) -> "StalenessWindow | None":
+        """The window of a manifest that is written again."""
         bound = int(manifest.objective.get("staleness", -1))
         return cls(bound, int(manifest.objective.get("keep_versions", bound))) if bound >= 0 else None
 
     def words(self) -> dict[str, float | int | str | bool]:
-        """As a manifest says it."""
+        """As entries of a manifest's objective."""
         kept: dict[str, float | int | str | bool] = {"keep_versions": self.next} if self.next > self.bound else {}
         return {"staleness": self.bound} | kept
 
@@ -61,28 +62,33 @@ def batch_group(seq: int, closed: GroupClosed) -> BatchGroup:
     return BatchGroup(group=closed.group, close_seq=seq, slots=slots)
 
 
-def manifest(
-    config: Config,
-    run: str,
-    step: int,
-    incarnation: int,
-    base_hash: str,
-    groups: tuple[BatchGroup, ...],
-    mark: str,
-    law: Law | None = None,
-) -> StepManifest:
-    """Everything that a step depends on. `mark`: the numerics fingerprint. `law`: the run's, else as configured."""
+class StepPlan(NamedTuple):
+    """The fields of a manifest that do not follow from the configuration."""
+
+    step: int
+    base_hash: str
+    groups: tuple[BatchGroup, ...]
+    fingerprint: str
+    """Of the trainer's numerics."""
+    window: StalenessWindow | None = None
+    """None: as configured."""
+    incarnation: int = 0
+
+
+def manifest(config: Config, run: str, plan: StepPlan) -> StepManifest:
+    """Everything that a step depends on."""
     return StepManifest(
         run=run,
-        step=step,
-        incarnation=incarnation,
-        version=step,
-        base_hash=base_hash,
-        groups=groups,
-        seed=seed_of(config.run.seed, "step", step),
+        step=plan.step,
+        incarnation=plan.incarnation,
+        version=plan.step,
+        base_hash=plan.base_hash,
+        groups=plan.groups,
+        seed=seed_of(config.run.seed, "step", plan.step),
         code=code(),
-        fingerprint=mark,
-        objective=recipe(config) | (law.words() if law is not None else {}),
+        fingerprint=plan.fingerprint,
+        objective=recipe(config) | (plan.window.words() if plan.window is not None else {}),
+        plugins=plugins_of(config.algorithm),
     )
 
 
@@ -106,33 +112,14 @@ def outcome(
             restored=result.restored,
             command=reproduce.step(config, manifest.run, manifest.step),
         )
+    figures = {name: getattr(result, name) for name in StepFigures.__struct_fields__}
     return StepDone(
         run=manifest.run,
         step=manifest.step,
         incarnation=manifest.incarnation,
-        version=result.version,
-        state_hash=result.state_hash,
         manifest_seq=manifest_seq,
         groups=groups,
-        trained_slots=result.trained_slots,
-        loss=result.loss,
-        grad_norm=result.grad_norm,
-        learning_rate=result.learning_rate,
-        reward_mean=result.reward_mean,
-        pass_rate=result.pass_rate,
-        tokens=result.tokens,
-        staleness=dict(result.staleness),
-        staleness_max=result.staleness_max,
         staleness_bound=int(manifest.objective.get("staleness", config.curriculum.staleness)),
-        k1=result.k1,
-        k3=result.k3,
-        max_abs_dlp=result.max_abs_dlp,
-        rescored_tokens=result.rescored_tokens,
-        exact=result.exact,
-        seconds=result.seconds,
         waited_s=waited_s,
-        entropy=result.entropy,
-        clipped=result.clipped,
-        engines=result.engines,
-        alarm=result.alarm,
+        **figures,
     )

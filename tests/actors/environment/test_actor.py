@@ -4,13 +4,11 @@ import asyncio
 import os
 import select
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from headrace.actors.environment import Environment
-from headrace.actors.sandbox_client import Sandboxes
+from headrace.actors.environment.actor import Environment
 from headrace.bus.connection import Bus
 from headrace.config import Config
 from headrace.config import Environment as Section
@@ -36,8 +34,10 @@ from headrace.messages.sandbox import (
     acquire_method,
 )
 from headrace.messages.subjects import EVENT, RPC, RPC_NODE
-from tests.actors.living import living
+from headrace.sandboxes.client import Sandboxes
 from tests.conftest import Connect
+from tests.support.actors import living
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.anyio
 
@@ -210,8 +210,8 @@ async def test_a_fork_needs_the_secret_the_same_lane_and_a_machine(client: Bus) 
     good = Fork(sandbox=held.sandbox, secret=held.secret, epoch=held.epoch, into=into)
     elsewhere = (wanted("g13", 1, lane="production", isolation="episode"),)
     for request, sentence in (
-        (msgspec.structs.replace(good, secret="0" * 32), "not the holder's"),
-        (msgspec.structs.replace(good, into=elsewhere), "stays in its run, lane and role"),
+        (msgspec.structs.replace(good, secret="0" * 32), "not the current owner's"),
+        (msgspec.structs.replace(good, into=elsewhere), "must have its sandbox's run, lane and role"),
         (good, "process backend"),
     ):
         answer = await client.request(on(held, "fork"), request)
@@ -220,12 +220,13 @@ async def test_a_fork_needs_the_secret_the_same_lane_and_a_machine(client: Bus) 
     answer = await client.request(on(held, "checkpoint"), stolen)
     assert isinstance(answer, SandboxReply) and answer.failure == "refused"
     answer = await client.request(on(held, "restore"), Restore(request=wanted("g14"), data=b"nonsense"))
-    assert isinstance(answer, SandboxReply) and answer.failure == "refused" and "no checkpoint" in answer.detail
+    assert isinstance(answer, SandboxReply) and answer.failure == "refused"
+    assert "lacks the capability checkpoint" in answer.detail
 
 
 @pytest.mark.vm
 async def test_forks_and_restored_sandboxes_are_held_like_any_other(connect: Connect) -> None:
-    cache = str(Path(__file__).parents[2] / ".cache" / "headrace")
+    cache = str(ROOT / ".cache" / "headrace")
     section = Section(backend="qemu", cache_dir=cache, max_vms=6, warm=0, lease_s=60.0)
     bus = await connect("rollout")
     async with living(Environment, Config(environment=section), await connect("environment", node="n3"), ANY_RUN):

@@ -3,9 +3,10 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.support.paths import ROOT
 
 WORDS = ("--nodes", "4", "--burst", "80", "--rates", "40", "--seconds", "0.5")
 
@@ -13,7 +14,7 @@ WORDS = ("--nodes", "4", "--burst", "80", "--rates", "40", "--seconds", "0.5")
 @pytest.mark.slow
 def test_every_ask_of_a_burst_gets_its_sandbox() -> None:
     command = [sys.executable, "-m", "benchmarks.burst", *WORDS]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["burst_acquired"], found["burst_failed"], found["burst_nodes_used"]) == (80, 0, 4)

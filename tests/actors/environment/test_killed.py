@@ -14,19 +14,19 @@ import pytest
 
 from headrace import config as c
 from headrace.actors.curriculum import Curriculum
-from headrace.actors.sandbox_client import Sandboxes
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server
 from headrace.launch.guests import overrides
 from headrace.messages.rollout import RolloutRequest
 from headrace.messages.sandbox import Acquire, Exec, ReadFile, SandboxLost
-from tests.actors.living import living
+from headrace.sandboxes.client import Sandboxes
 from tests.conftest import Connect
-from tests.counterpart import Counterpart
+from tests.support.actors import living
+from tests.support.counterpart import Counterpart
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 SIZE, PER_STEP, BOUND = 5, 2, 1
 SLOTS = SIZE * PER_STEP * (BOUND + 1)
 SECTION = c.Environment(
@@ -122,7 +122,7 @@ async def test_no_machine_outlives_its_actor_and_every_slot_comes_again(
             async with asyncio.timeout(120):
                 await hands.all_solved.wait()
             await hands.closed(PER_STEP * (BOUND + 1))
-        assert curriculum.book.problems == []
+        assert curriculum.state.problems == []
     await hands.stop()
     assert len(watches) == SLOTS == len(hands.lost), "\n".join(map(str, sorted(hands.lost)))
     assert len(hands.solved) == SLOTS and {attempt for _, _, attempt in hands.solved} == {1}

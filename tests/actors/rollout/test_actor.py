@@ -11,14 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.actors import judge_rules, rollout
-from headrace.actors.environment import Environment
-from headrace.actors.rollout import Rollout
-from headrace.actors.rollout_episode_log import TurnLog
+from headrace.actors.environment.actor import Environment
+from headrace.actors.rollout import actor as rollout
+from headrace.actors.rollout import episode as rollout_episode
+from headrace.actors.rollout.actor import Rollout
+from headrace.actors.rollout.turn_log import TurnLog
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server
 from headrace.config import Config, Production, Run, Tasks
 from headrace.config import Environment as Section
+from headrace.judging import rules
 from headrace.messages import tasks
 from headrace.messages.base import Array, Message
 from headrace.messages.operations import Event, Rejected
@@ -40,8 +42,9 @@ from headrace.messages.sandbox import ANY_RUN, ToolLog
 from headrace.messages.subjects import EVENT, FAIL, TASK, TRAJ, TURN, token
 from headrace.tasks import open_suite
 from headrace.tasks.suites import write_suite
-from tests.actors.living import living
 from tests.conftest import Connect
+from tests.support.actors import living
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.anyio
 
@@ -166,7 +169,7 @@ async def test_scripted_policies_leave_what_they_did(
     oracle = open_suite("generated/train").oracle(open_suite("generated/train").ids()[0])
     assert ends["oracle"].diff == oracle.solution
     assert (ends["idle"].diff, ends["idle"].touched) == ({}, ())
-    pushed = judge_rules.pushed(open_suite("generated/train").task(open_suite("generated/train").ids()[0]))
+    pushed = rules.pushed(open_suite("generated/train").task(open_suite("generated/train").ids()[0]))
     assert ends["idle"].digest_before == ends["idle"].digest_after == pushed
     assert ends["oracle"].digest_before == ends["idle"].digest_before != ends["oracle"].digest_after
     assert (ends["edit-tests"].diff, ends["edit-tests"].touched) == ({}, ("test_visible.py",))
@@ -190,8 +193,8 @@ async def test_kill_9_between_sampled_and_done_repeats_nothing(
     monkeypatch.setattr(rollout, "ACK_WAIT_S", 1.0)
     script = (
         "import asyncio, msgspec, sys\n"
-        "from headrace.actors import rollout\n"
-        "from headrace.bus.supervisor import run_actors\n"
+        "from headrace.actors.rollout import actor as rollout\n"
+        "from headrace.bus.runtime.supervisor import run_actors\n"
         "from headrace.config import Config\n"
         "rollout.ACK_WAIT_S = 1.0\n"
         "config = msgspec.json.decode(sys.argv[1], type=Config)\n"
@@ -297,7 +300,7 @@ async def test_a_microvm_that_is_killed_fails_the_slot_and_not_the_policy(
     connect: Connect, tmp_path: Path, observer: Bus
 ) -> None:
     gated_suite(tmp_path)
-    section = Section(backend="qemu", cache_dir=str(Path(__file__).parents[2] / ".cache" / "headrace"))
+    section = Section(backend="qemu", cache_dir=str(ROOT / ".cache" / "headrace"))
     async with (
         living(Environment, config(tmp_path, environment=section), await connect("environment", node="n8"), ANY_RUN),
         living(Rollout, config(tmp_path), await connect("rollout"), "a10", "roll"),
@@ -313,6 +316,36 @@ async def test_a_microvm_that_is_killed_fails_the_slot_and_not_the_policy(
     assert await everything(observer, "HR_TRAJ", TRAJ.at(run="a10", group="g1")) == []
 
 
+async def test_a_tree_that_is_too_large_to_pull_fails_the_slot_and_is_no_empty_diff(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_episode, "PULL_LIMIT", 16)
+    async with living(Rollout, config(tmp_path), await connect("rollout"), "a12", "roll-1"):
+        await issue(observer, request("a12", "g1", policy="idle"))
+        failed = await first(observer, "HR_LEDGER", FAIL.at(run="a12", group="g1"), SlotFailed)
+        await queue_is_empty(observer, "a12")
+    assert failed.reason == "tree_too_large" and "the workspace holds more than" in failed.detail
+    assert not await everything(observer, "HR_TRAJ", TRAJ.at(run="a12", group="g1"))
+
+
+async def test_a_candidate_that_fills_its_workspace_gets_an_outcome(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As infrastructure it would let a policy remove its failures from the baseline."""
+    suite = open_suite("generated/train")
+    size = {id: sum(map(len, suite.task(id).files.values())) for id in suite.ids()[:20]}
+    solved = {id: sum(map(len, (suite.task(id).files | suite.oracle(id).solution).values())) for id in suite.ids()[:20]}
+    grows = next(id for id in size if solved[id] > size[id])
+    wanted = msgspec.structs.replace(
+        request("a13", "g1", policy="oracle"), task=tasks.TaskRef("generated/train", grows)
+    )
+    monkeypatch.setattr(rollout_episode, "PULL_LIMIT", size[grows])
+    async with living(Rollout, config(tmp_path), await connect("rollout"), "a13", "roll-1"):
+        await issue(observer, wanted)
+        end = await first(observer, "HR_TRAJ", TRAJ.at(run="a13", group="g1"), Trajectory)
+    assert end.outcome == "sandbox_limit" and not end.diff
+
+
 async def test_work_that_went_with_its_sandbox_is_not_continued_in_a_fresh_one(
     connect: Connect, tmp_path: Path, observer: Bus
 ) -> None:
@@ -325,7 +358,7 @@ async def test_work_that_went_with_its_sandbox_is_not_continued_in_a_fresh_one(
     turn = Turn(index=0, segment=0, prompt_ids=ids, ids=ids, logprobs=Array.of([0.0], "<f4"), calls=calls)
     await log.sampled(turn, "n7", "an-earlier-sandbox", "")
     await log.done(0, [ToolResult(call_id="0.0", ok=True, output="fine")])
-    await log.settle()
+    await log.flush()
     async with (
         living(Environment, config(tmp_path), await connect("environment", node="n7"), ANY_RUN),
         living(Rollout, config(tmp_path), bus, "a7", "roll"),

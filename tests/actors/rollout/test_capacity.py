@@ -1,4 +1,4 @@
-"""Room that a handed-back attempt still holds: whoever waits for it lets the attempt pass."""
+"""Capacity that a handed-back attempt still holds, and the lanes that a rollout actor pulls."""
 
 import asyncio
 from pathlib import Path
@@ -6,17 +6,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.actors import rollout_episode
-from headrace.actors.environment import Environment
-from headrace.actors.rollout import Rollout
+from headrace.actors.environment.actor import Environment
+from headrace.actors.rollout import episode
+from headrace.actors.rollout.actor import Rollout
 from headrace.config import Environment as Section
 from headrace.config import Rollout as Credit
 from headrace.messages.rollout import Trajectory, TurnSampled
 from headrace.messages.sandbox import ANY_RUN
-from headrace.messages.subjects import FAIL, TRAJ, TURN
-from tests.actors.living import living
-from tests.actors.test_rollout import GATED, config, everything, first, gated_suite, issue, request
+from headrace.messages.subjects import FAIL, TASK, TRAJ, TURN
+from tests.actors.rollout.test_actor import GATED, config, everything, first, gated_suite, issue, request
 from tests.conftest import Connect
+from tests.support.actors import living
 
 pytestmark = pytest.mark.anyio
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_request_that_waits_for_room_lets_the_holder_of_that_room_pass(
     connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_episode, "ROOM_S", 0.3)
+    monkeypatch.setattr(episode, "CAPACITY_WAIT_S", 0.3)
     gated_suite(tmp_path)
     observer = await connect("admin")
     narrow = msgspec.structs.replace(
@@ -45,3 +45,21 @@ async def test_a_request_that_waits_for_room_lets_the_holder_of_that_room_pass(
                 await first(observer, "HR_TRAJ", TRAJ.at(run="room", group="g2"), Trajectory)
     assert end.rollout == "heir" and end.outcome == "finished"
     assert await everything(observer, "HR_LEDGER", FAIL.where(run="room")) == []
+
+
+async def test_a_rollout_pulls_the_configured_lanes_and_leaves_the_others(connect: Connect, tmp_path: Path) -> None:
+    """`headrace eval` of a finished run does not run a user's request that was left in the queue."""
+    observer = await connect("admin")
+    evaluating = msgspec.structs.replace(config(tmp_path), rollout=Credit(lanes=("eval",)))
+    async with (
+        living(Environment, evaluating, await connect("environment", node="n1"), ANY_RUN),
+        living(Rollout, evaluating, await connect("rollout"), "lanes", "r1"),
+    ):
+        await issue(observer, request("lanes", "u1.left", policy="idle", lane="production"))
+        await issue(observer, request("lanes", "g1", policy="idle", lane="train"))
+        await issue(observer, request("lanes", "e1", policy="idle", lane="eval"))
+        async with asyncio.timeout(60):
+            await first(observer, "HR_TRAJ", TRAJ.at(run="lanes", group="e1"), Trajectory)
+        for lane in ("production", "train"):
+            assert await observer.last("HR_TASK", TASK.where(run="lanes", lane=lane)) is not None, lane
+        assert await everything(observer, "HR_TURN", TURN.where(run="lanes", trajectory="u1.*")) == []

@@ -1,6 +1,6 @@
 """What counts as the agent's change."""
 
-from headrace.actors.rollout_episode_diff import diff
+from headrace.actors.rollout.diff import diff
 
 BEFORE = {"app/a.py": b"1", "app/b.py": b"2", "test_visible.py": b"t", "README.md": b"r"}
 

@@ -5,29 +5,43 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from headrace.actors.environment import Environment
-from headrace.actors.rollout import Rollout
+from headrace.actors.environment.actor import Environment
+from headrace.actors.rollout.actor import Rollout
 from headrace.bus.connection import Bus
+from headrace.bus.payloads import renderer_bundles
 from headrace.config import Config, Policy, Production, Run
 from headrace.config import Environment as Section
 from headrace.messages.ledger import Admission, admission_key
 from headrace.messages.operations import Event
-from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Sampling, SlotFailed, Trajectory
+from headrace.messages.rollout import (
+    Limits,
+    PolicyRef,
+    RendererBundle,
+    RendererRecord,
+    RolloutRequest,
+    Sampling,
+    SlotFailed,
+    Trajectory,
+    renderer_key,
+)
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT, FAIL, TASK, TRAJ, TURN, token
 from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
-from headrace.policy import numerics, schemas
-from headrace.policy.config import PolicyConfig
+from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
-from headrace.policy.tokenizer import Tokenizer
+from headrace.policy.numerics_probe import probe
+from headrace.rendering import schemas
+from headrace.rendering.bundle import terse_bundle
+from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks import open_suite
 from headrace.weights import snapshot
-from tests.actors.living import living
 from tests.conftest import Connect
+from tests.support.actors import living
 
 pytestmark = pytest.mark.anyio
 
@@ -48,8 +62,8 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[str, s
     """Files and state hashes of three untrained policies."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("versions")
-    shape = PolicyConfig.from_section(SHAPE)
-    found = numerics.probe(shape)
+    shape = hugging_face.from_section(SHAPE)
+    found = probe(shape)
     files = {version: folder / f"{version}.safetensors" for version in range(3)}
     return {
         version: (str(file), snapshot.write(file, Model(shape, found, seed=version).state()))
@@ -68,9 +82,11 @@ async def environment(connect: Connect, tmp_path: Path) -> AsyncIterator[Environ
         yield actor
 
 
-def prepare(folder: Path, run: str) -> None:
-    (folder / run).mkdir()
-    Tokenizer.train((), 256 + len(schemas.tags())).save(folder / run / "tokenizer.json")
+async def prepare(connect: Connect, run: str) -> RendererBundle:
+    """Publish the run's bundle as its trainer does; no folder is shared."""
+    bundle = terse_bundle(Tokenizer.train((), 256 + len(schemas.tags())).dump())
+    await renderer_bundles.publish(await connect("trainer"), run, bundle)
+    return bundle
 
 
 async def stage(bus: Bus, run: str, node: str, version: int, path: str, state_hash: str) -> None:
@@ -115,7 +131,7 @@ def swapped(version: int) -> Any:
 async def test_the_newest_staged_version_is_loaded_and_named_in_every_span(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, versions: dict[int, tuple[str, str]]
 ) -> None:
-    prepare(tmp_path, "b1")
+    bundle = await prepare(connect, "b1")
     for version in (0, 1):
         await stage(observer, "b1", "here", version, *versions[version])
     await stage(observer, "b1", "elsewhere", 2, *versions[2])
@@ -124,7 +140,7 @@ async def test_the_newest_staged_version_is_loaded_and_named_in_every_span(
         await issue(observer, "b1", "g1")
         end = await end_of(observer, "b1", "g1")
         assert {span.version for turn in end.turns for span in turn.spans} == {1}
-        assert end.oldest_version == 1 and end.fingerprint
+        assert end.oldest_version == 1 and end.fingerprint and end.renderer == bundle.sha256
         await stage(observer, "b1", "here", 2, *versions[2])
         told = await first(observer, "HR_EVENT", swaps, swapped(2))
         assert (told.state_hash, told.node, told.rollout) == (versions[2][1], "here", "roll")
@@ -137,7 +153,7 @@ async def test_the_newest_staged_version_is_loaded_and_named_in_every_span(
 async def test_the_train_lane_waits_for_the_version_that_its_requests_ask_for(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, versions: dict[int, tuple[str, str]]
 ) -> None:
-    prepare(tmp_path, "b2")
+    await prepare(connect, "b2")
     await stage(observer, "b2", "here", 0, *versions[0])
     state = await (await connect("curriculum")).kv("HR_STATE")
     async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), "b2", "roll") as actor:
@@ -161,7 +177,7 @@ async def test_the_train_lane_waits_for_the_version_that_its_requests_ask_for(
 async def test_a_pinned_version_serves_beside_the_latest(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, versions: dict[int, tuple[str, str]]
 ) -> None:
-    prepare(tmp_path, "b3")
+    await prepare(connect, "b3")
     for version in (0, 2):
         await stage(observer, "b3", "here", version, *versions[version])
     async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), "b3", "roll"):
@@ -178,7 +194,7 @@ async def test_a_pinned_version_serves_beside_the_latest(
 async def test_a_version_with_other_bits_is_never_served(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, versions: dict[int, tuple[str, str]]
 ) -> None:
-    prepare(tmp_path, "b4")
+    await prepare(connect, "b4")
     await stage(observer, "b4", "here", 0, *versions[0])
     await stage(observer, "b4", "here", 1, versions[2][0], versions[1][1])
     events = EVENT.where(run="b4", actor="rollout", type="event")
@@ -190,3 +206,43 @@ async def test_a_version_with_other_bits_is_never_served(
         await stage(observer, "b4", "here", 2, *versions[2])
         await issue(observer, "b4", "g1")
         assert (await end_of(observer, "b4", "g1")).oldest_version == 2
+
+
+async def test_a_node_without_the_runs_bundle_samples_nothing_but_scripts(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, versions: dict[int, tuple[str, str]]
+) -> None:
+    """Before, such a node fell back to an untrained byte tokenizer and training went on with garbage."""
+    await stage(observer, "b5", "here", 0, *versions[0])
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), "b5", "roll"):
+        await issue(observer, "b5", "none")
+        failed = await first(observer, "HR_LEDGER", FAIL.at(run="b5", group="none"), lambda message: True)
+        assert failed.reason == "no_policy" and "no renderer bundle" in failed.detail
+        await issue(observer, "b5", "script", policy=PolicyRef(kind="scripted", name="idle"))
+        assert (await end_of(observer, "b5", "script")).renderer == ""
+        bundle = await prepare(connect, "b5")
+        await issue(observer, "b5", "later")
+        assert (await end_of(observer, "b5", "later")).renderer == bundle.sha256
+
+
+@pytest.mark.parametrize("broken", ["hash", "tools"])
+async def test_a_node_refuses_a_bundle_that_is_not_the_runs(
+    connect: Connect,
+    environment: Environment,
+    tmp_path: Path,
+    observer: Bus,
+    versions: dict[int, tuple[str, str]],
+    broken: str,
+) -> None:
+    run = f"b6{broken}"
+    await stage(observer, run, "here", 0, *versions[0])
+    bundle = terse_bundle(Tokenizer.train((), 256 + len(schemas.tags())).dump())
+    other = msgspec.structs.replace(bundle, tools={**bundle.tools, "search": "{}"})
+    trainer = await connect("trainer")
+    named = bundle.sha256 if broken == "hash" else other.sha256
+    record = RendererRecord(run=run, sha256=named, blob=await trainer.put_blob(other))
+    await (await trainer.kv("HR_STATE")).put(renderer_key(run), record)
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), run, "roll"):
+        await issue(observer, run, "g1")
+        failed = await first(observer, "HR_LEDGER", FAIL.at(run=run, group="g1"), lambda message: True)
+    assert failed.reason == "no_policy"
+    assert ("its content is" if broken == "hash" else "tool search differs from the run's") in failed.detail

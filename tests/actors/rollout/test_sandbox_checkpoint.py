@@ -5,29 +5,27 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from headrace.actors.environment import Environment
-from headrace.actors.rollout_episode import Episode
-from headrace.actors.rollout_episode_log import Kept, Past, TurnLog
-from headrace.actors.rollout_episode_log_kept import Keeping, catch_up
-from headrace.actors.sandbox_client import CannotKeep, Sandboxes
+from headrace.actors.environment.actor import Environment
+from headrace.actors.rollout.episode import Episode
+from headrace.actors.rollout.sandbox_checkpoint import CheckpointSchedule, replay_calls
+from headrace.actors.rollout.turn_log import ResumeState, StoredCheckpoint, TurnLog
 from headrace.bus.connection import Bus
+from headrace.chaos.faults import machines
 from headrace.config import Config
 from headrace.config import Environment as Section
 from headrace.engines.base import Sample, SampleRequest
-from headrace.harness.scripted import Call, ScriptedEngine
-from headrace.launch.chaos_blows import machines
+from headrace.harness.scripted import ScriptedEngine
 from headrace.messages.base import Array
 from headrace.messages.rollout import (
     Limits,
     PolicyRef,
     RolloutRequest,
-    SandboxKept,
+    SandboxCheckpoint,
     ToolCall,
     ToolResult,
     Trajectory,
@@ -35,16 +33,19 @@ from headrace.messages.rollout import (
 )
 from headrace.messages.sandbox import ANY_RUN, Acquire, ReadFile, SandboxLost, WriteFiles
 from headrace.messages.subjects import TURN
-from headrace.messages.tasks import Oracle, Task, TaskRef, TestPlan
-from headrace.policy import schemas
-from headrace.policy.renderer import Renderer
-from headrace.policy.tokenizer import Tokenizer
-from tests.actors.living import living
+from headrace.messages.tasks import Task, TaskRef, TestPlan
+from headrace.rendering import schemas
+from headrace.rendering.base import Call
+from headrace.rendering.terse import TerseRenderer
+from headrace.rendering.tokenizer import Tokenizer
+from headrace.sandboxes.client import CannotCopy, Sandboxes
 from tests.conftest import Connect
+from tests.support.actors import living
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.anyio
 
-CACHE = str(Path(__file__).parents[2] / ".cache" / "headrace")
+CACHE = str(ROOT / ".cache" / "headrace")
 CONFIG = Config(environment=Section(backend="qemu", cache_dir=CACHE, max_vms=6, warm=0, lease_s=60.0))
 REF = TaskRef("by-hand", "1")
 TASK = Task(ref=REF, family="by-hand", prompt="look", files={"a.txt": b"a"}, allowed=("*.txt",), tests=TestPlan())
@@ -63,9 +64,8 @@ def says(command: str) -> list[Call]:
 class Script(ScriptedEngine):
     """Turns by hand; before turn `gate` it says that it is there and waits."""
 
-    def __init__(self, renderer: Renderer, gate: int) -> None:
-        super().__init__("idle", renderer, TASK, Oracle(ref=REF, hidden={}, tests=TestPlan(), expected=(), solution={}))
-        self._turns = [says(SECRET), says("cat secret.txt"), says(LOOK), says(LOOK), [("finish", {})]]
+    def __init__(self, renderer: TerseRenderer, gate: int) -> None:
+        super().__init__([says(SECRET), says("cat secret.txt"), says(LOOK), says(LOOK), [("finish", {})]], renderer)
         self._gate, self._sampled = gate, 0
         self.there, self.open = asyncio.Event(), asyncio.Event()
 
@@ -96,13 +96,15 @@ def request(run: str, **changes: Any) -> RolloutRequest:
 
 def episode(bus: Bus, wanted: RolloutRequest, told: Told, every: int = 2) -> Episode:
     """On a set of sandboxes of its own, as in a process of its own."""
-    keeping = Keeping(every, told)
-    return Episode(wanted, TASK, bus=bus, sandboxes=Sandboxes(bus, 60.0), rollout="r", lease_s=60.0, keeping=keeping)
+    schedule = CheckpointSchedule(every, told)
+    return Episode(
+        wanted, TASK, bus=bus, sandboxes=Sandboxes(bus, 60.0), rollout="r", lease_s=60.0, checkpoints=schedule
+    )
 
 
 @pytest.fixture(scope="module")
-def renderer() -> Renderer:
-    return Renderer(Tokenizer.train((), 256 + len(schemas.tags())))
+def renderer() -> TerseRenderer:
+    return TerseRenderer(Tokenizer.train((), 256 + len(schemas.tags())))
 
 
 @pytest.fixture
@@ -114,13 +116,13 @@ async def environment(connect: Connect) -> AsyncIterator[Environment]:
 @pytest.mark.vm
 @pytest.mark.parametrize("another", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_an_attempt_goes_on_in_a_copy_of_its_sandbox(
-    connect: Connect, environment: Environment, renderer: Renderer, another: bool
+    connect: Connect, environment: Environment, renderer: TerseRenderer, another: bool
 ) -> None:
     """The machine dies behind turn 2; turn 1 was kept. `another`: with its rollout, so that an heir goes on."""
     bus, told, wanted = await connect("rollout"), Told(), request(f"kept{int(another)}")
     first = episode(bus, wanted, told)
     engine = Script(renderer, gate=3)
-    attempt = asyncio.create_task(first.run(await first.look_back(), engine, renderer))
+    attempt = asyncio.create_task(first.run(await first.resume_state(), engine, renderer))
     await engine.there.wait()
     if another:
         attempt.cancel()
@@ -131,9 +133,13 @@ async def test_an_attempt_goes_on_in_a_copy_of_its_sandbox(
     engine.open.set()
     if another:
         heir = episode(await connect("rollout"), msgspec.structs.replace(wanted, handovers=1), told)
-        past = await heir.look_back()
-        assert past.kept is not None and (past.kept.turn, past.kept.node, len(past.turns)) == (1, "n1", 3)
-        attempt = asyncio.create_task(heir.run(past, Script(renderer, gate=-1), renderer))
+        resume = await heir.resume_state()
+        assert resume.checkpoint is not None and (
+            resume.checkpoint.turn,
+            resume.checkpoint.node,
+            len(resume.turns),
+        ) == (1, "n1", 3)
+        attempt = asyncio.create_task(heir.run(resume, Script(renderer, gate=-1), renderer))
     end: Trajectory = await attempt
     os.close(handle)
     drawn = end.turns[0].results[0].output
@@ -147,12 +153,12 @@ async def test_an_attempt_goes_on_in_a_copy_of_its_sandbox(
 @pytest.mark.vm
 @pytest.mark.slow
 async def test_without_a_checkpoint_the_work_is_lost_and_says_so(
-    connect: Connect, environment: Environment, renderer: Renderer
+    connect: Connect, environment: Environment, renderer: TerseRenderer
 ) -> None:
     bus, told = await connect("rollout"), Told()
     first = episode(bus, request("kept2"), told, every=0)
     engine = Script(renderer, gate=3)
-    attempt = asyncio.create_task(first.run(await first.look_back(), engine, renderer))
+    attempt = asyncio.create_task(first.run(await first.resume_state(), engine, renderer))
     await engine.there.wait()
     for machine in machines(os.getpid()):
         os.kill(machine, signal.SIGKILL)
@@ -160,7 +166,7 @@ async def test_without_a_checkpoint_the_work_is_lost_and_says_so(
     with pytest.raises(SandboxLost):
         await attempt
     log = [received.message async for received in bus.history("HR_TURN", TURN.where(run="kept2"))]
-    assert len(log) >= 6 and not any(isinstance(record, SandboxKept) for record in log)
+    assert len(log) >= 6 and not any(isinstance(record, SandboxCheckpoint) for record in log)
 
 
 @pytest.mark.vm
@@ -177,13 +183,13 @@ async def test_a_sandbox_is_forked_and_kept_by_its_holder(connect: Connect, envi
     twins = await sandboxes.fork(one, [ask(1), ask(2)])
     data = await one.checkpoint()
     await one.call(WriteFiles(files={"a.txt": b"later"}))
-    with pytest.raises(CannotKeep, match="nobody made before"):
+    with pytest.raises(CannotCopy, match="must be new"):
         await sandboxes.restore(ask(0), data, "n1")
     back = await sandboxes.restore(ask(3), data, "n1")
     for sandbox in (*twins, back):
         assert (await sandbox.call(ReadFile(path="a.txt"))).data == b"mine" and sandbox.backend == "qemu"
     assert len(sandboxes) == 4
-    with pytest.raises(CannotKeep, match="no checkpoint"):
+    with pytest.raises(CannotCopy, match="no checkpoint"):
         await sandboxes.restore(ask(4), b"nonsense", "n1")
 
 
@@ -199,18 +205,20 @@ def turn(index: int, *answers: str) -> Turn:
 
 
 async def test_a_copy_that_remembers_something_else_is_lost() -> None:
-    past = Past((turn(0, "no"), turn(1, "took 0.12 s", "b"), turn(2)), "n1", "box", kept=Kept(0, "n1", b""))
+    resume = ResumeState(
+        (turn(0, "no"), turn(1, "took 0.12 s", "b"), turn(2)), "n1", "box", checkpoint=StoredCheckpoint(0, "n1", b"")
+    )
     asked: list[str] = []
 
     async def run(call: ToolCall) -> ToolResult:
         asked.append(call.id)
         return ToolResult(call_id=call.id, ok=True, output={"1.0": "took 3.45 s", "1.1": "b"}[call.id])
 
-    await catch_up(past, run)
+    await replay_calls(resume, run)
     assert asked == ["1.0", "1.1"], "neither what the copy has seen, nor what is yet to be asked"
-    other = past._replace(turns=(turn(0), turn(1, "took 0.12 s", "c")))
-    with pytest.raises(SandboxLost, match=r"call 1\.1 was answered otherwise"):
-        await catch_up(other, run)
+    other = resume._replace(turns=(turn(0), turn(1, "took 0.12 s", "c")))
+    with pytest.raises(SandboxLost, match=r"gave another answer to call 1\.1"):
+        await replay_calls(other, run)
 
 
 async def test_a_checkpoint_is_a_record_like_any_other(connect: Connect) -> None:
@@ -219,23 +227,23 @@ async def test_a_checkpoint_is_a_record_like_any_other(connect: Connect) -> None
     log = TurnLog(bus, "r1", "k1", "k1-0-0")
     await log.sampled(turn(0), "n1", "box", "")
     await log.done(0, ())
-    await log.kept(0, "n1", b"small")
+    await log.checkpoint(0, "n1", b"small")
     await log.sampled(turn(1), "n1", "box", "")
     await log.done(1, ())
-    await log.kept(1, "n2", LARGE)
-    past = await TurnLog(bus, "r1", "k1", "k1-0-0").read()
-    assert past.kept == Kept(1, "n2", LARGE)
+    await log.checkpoint(1, "n2", LARGE)
+    resume = await TurnLog(bus, "r1", "k1", "k1-0-0").read()
+    assert resume.checkpoint == StoredCheckpoint(1, "n2", LARGE)
     await admin.purge("HR_BLOB")
-    past = await TurnLog(bus, "r1", "k1", "k1-0-0").read()
-    assert past.kept == Kept(0, "n1", b"small") and len(past.turns) == 2
+    resume = await TurnLog(bus, "r1", "k1", "k1-0-0").read()
+    assert resume.checkpoint == StoredCheckpoint(0, "n1", b"small") and len(resume.turns) == 2
 
 
 def test_when_a_sandbox_is_kept() -> None:
-    keeping = Keeping(2, Told())
+    schedule = CheckpointSchedule(2, Told())
     train = request("r")
-    assert [keeping.due(turn(index), train) for index in range(4)] == [False, True, False, True]
-    assert not Keeping(0, Told()).due(turn(1), train)
-    assert not keeping.due(turn(1), msgspec.structs.replace(train, isolation="group"))
-    assert not keeping.due(turn(1), request("r", lane="production"))
+    assert [schedule.due(turn(index), train) for index in range(4)] == [False, True, False, True]
+    assert not CheckpointSchedule(0, Told()).due(turn(1), train)
+    assert not schedule.due(turn(1), msgspec.structs.replace(train, isolation="group"))
+    assert not schedule.due(turn(1), request("r", lane="production"))
     ending = msgspec.structs.replace(turn(1), calls=(ToolCall(id="1.0", name="finish"),))
-    assert not keeping.due(ending, train)
+    assert not schedule.due(ending, train)

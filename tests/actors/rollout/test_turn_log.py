@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.actors.rollout_episode_log import Past, TurnLog
+from headrace.actors.rollout.turn_log import ResumeState, TurnLog
 from headrace.bus.errors import WrongSequence
 from headrace.messages.base import Array
 from headrace.messages.rollout import PolicyRef, Sampling, ToolCall, ToolResult, Trajectory, Turn
@@ -29,7 +29,7 @@ RESULTS = (ToolResult(call_id="0.0", ok=True, output="fine"),)
 
 async def test_a_fresh_attempt_has_no_past(connect: Connect) -> None:
     log = TurnLog(await connect("rollout"), "r1", "g0", "g0-0-0")
-    assert await log.read() == Past()
+    assert await log.read() == ResumeState()
 
 
 async def test_a_successor_reads_every_turn_and_goes_on_writing(connect: Connect) -> None:
@@ -40,12 +40,12 @@ async def test_a_successor_reads_every_turn_and_goes_on_writing(connect: Connect
     await first.sampled(turn(1), "node", "box", "fp")
 
     second = TurnLog(bus, "r1", "g1", "g1-0-0")
-    past = await second.read()
-    assert [t.index for t in past.turns] == [0, 1]
-    assert past.turns[0].results == RESULTS and past.turns[1].results == ()
-    assert (past.node, past.sandbox, past.finished) == ("node", "box", False)
+    resume = await second.read()
+    assert [t.index for t in resume.turns] == [0, 1]
+    assert resume.turns[0].results == RESULTS and resume.turns[1].results == ()
+    assert (resume.node, resume.sandbox, resume.finished) == ("node", "box", False)
     await second.done(1, RESULTS)
-    await second.settle()
+    await second.flush()
     assert (await TurnLog(bus, "r1", "g1", "g1-0-0").read()).turns[1].results == RESULTS
 
 
@@ -58,7 +58,7 @@ async def test_of_two_holders_one_is_refused(connect: Connect) -> None:
     await new.sampled(turn(1), "node", "box", "fp")
     await old.done(0, RESULTS)
     with pytest.raises(WrongSequence):
-        await old.settle()
+        await old.flush()
     with pytest.raises(WrongSequence):
         await TurnLog(bus, "r1", "g2", "g2-0-0").sampled(turn(0), "node", "box", "fp")
     assert [t.index for t in (await TurnLog(bus, "r1", "g2", "g2-0-0").read()).turns] == [0, 1]

@@ -1,28 +1,29 @@
 """The trainer over a real broker: batches in the order of closings, and the same bits after any kill."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from headrace.actors import trainer_policy
-from headrace.actors.trainer import Trainer
+from headrace.actors.trainer import initial_policy
+from headrace.actors.trainer.actor import Trainer
 from headrace.bus.connection import Bus
 from headrace.bus.errors import MessageGone, WrongSequence
+from headrace.bus.payloads import renderer_bundles
 from headrace.messages.subjects import CLOSE, EVENT, STEP
 from headrace.messages.training import StepDone, StepFailed, StepManifest
-from headrace.policy.tokenizer import Tokenizer
+from headrace.rendering.tokenizer import Tokenizer
 from headrace.replay.fetching import Records
 from headrace.replay.step import replay_step
-from headrace.training.step import StepOutcome
-from headrace.training.trainer import Trainer as Machine
+from headrace.training.outcome import StepOutcome
+from headrace.training.trainer import PolicyTrainer
 from headrace.weights import snapshot
-from tests.actors.living import living
 from tests.conftest import Connect
-from tests.river import GROUP, PER_STEP, River, config, kill, new_run
+from tests.support.actors import living
+from tests.support.recorded_run import GROUP, PER_STEP, RunFeeder, config, kill, new_run
 
 pytestmark = pytest.mark.anyio
 
@@ -33,27 +34,27 @@ async def straight(server: Any, tmp_path_factory: pytest.TempPathFactory) -> lis
     folder = tmp_path_factory.mktemp("straight")
     admin = await Bus.connect(server.url, role="admin", credentials=server.credentials)
     bus = await Bus.connect(server.url, role="trainer", credentials=server.credentials)
-    river = River(admin, new_run(), folder)
-    async with living(Trainer, config(folder), bus, river.run):
+    feeder = RunFeeder(admin, new_run(), folder)
+    async with living(Trainer, config(folder), bus, feeder.run):
         for number in range(5):
-            await river.batch(number)
-        await river.version(5)
+            await feeder.batch(number)
+        await feeder.version(5)
     await admin.close()
     await bus.close()
-    return [river.hashes[number] for number in range(6)]
+    return [feeder.hashes[number] for number in range(6)]
 
 
 async def test_batches_become_versions_in_the_order_of_closings(connect: Connect, tmp_path: Path) -> None:
-    river = River(await connect(), new_run(), tmp_path)
-    async with living(Trainer, config(tmp_path), await connect("trainer"), river.run):
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run):
         for number in range(3):
-            await river.batch(number)
-        last = await river.version(3)
-    records = await river.steps()
+            await feeder.batch(number)
+        last = await feeder.version(3)
+    records = await feeder.steps()
     assert [(type(r).__name__, r.step) for r in records] == [
         (kind, step) for step in range(3) for kind in ("StepManifest", "StepDone")
     ]
-    closings = [(r.seq, r.message.group) async for r in river.bus.history("HR_SCORE", CLOSE.where(run=river.run))]
+    closings = [(r.seq, r.message.group) async for r in feeder.bus.history("HR_SCORE", CLOSE.where(run=feeder.run))]
     named = [(g.close_seq, g.group) for r in records if isinstance(r, StepManifest) for g in r.groups]
     assert named == closings
     done = [r for r in records if isinstance(r, StepDone)]
@@ -62,26 +63,26 @@ async def test_batches_become_versions_in_the_order_of_closings(connect: Connect
     assert done[1].staleness == {"0": 12, "1": 4}
     assert all(r.trained_slots == GROUP * PER_STEP for r in done)
     assert snapshot.file_hash(last.path) == last.state_hash == done[-1].state_hash
-    assert [path.name[:9] for path in sorted((river.folder / "snapshots").iterdir())] == ["v00000002", "v00000003"]
+    assert [path.name[:9] for path in sorted((feeder.folder / "snapshots").iterdir())] == ["v00000002", "v00000003"]
 
 
 @pytest.mark.parametrize("killed_after", [1, 2, 3])
 async def test_after_a_kill_between_steps_the_bits_are_the_same(
     connect: Connect, tmp_path: Path, straight: list[str], killed_after: int
 ) -> None:
-    river = River(await connect(), new_run(), tmp_path)
-    first = Trainer(config(tmp_path), await connect("trainer"), river.run, "t-1")
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    first = Trainer(config(tmp_path), await connect("trainer"), feeder.run, "t-1")
     await first.start()
     for number in range(killed_after):
-        await river.batch(number)
-    await river.version(killed_after)
+        await feeder.batch(number)
+    await feeder.version(killed_after)
     kill(first)
-    async with living(Trainer, config(tmp_path), await connect("trainer"), river.run, "t-2"):
+    async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run, "t-2"):
         for number in range(killed_after, 5):
-            await river.batch(number)
-        await river.version(5)
-    assert [river.hashes[number] for number in range(6)] == straight
-    records = await river.steps()
+            await feeder.batch(number)
+        await feeder.version(5)
+    assert [feeder.hashes[number] for number in range(6)] == straight
+    records = await feeder.steps()
     assert [r.step for r in records if isinstance(r, StepDone)] == list(range(5)), "nothing is trained twice"
     assert [r.step for r in records if isinstance(r, StepManifest)] == list(range(5))
     assert all(r.incarnation == 0 for r in records)
@@ -92,83 +93,83 @@ class Hanging(Trainer):
 
     at = 2
 
-    async def _take(self, machine: Machine, manifest: StepManifest, records: Records) -> StepOutcome:
+    async def _take(self, trainer: PolicyTrainer, manifest: StepManifest, records: Records) -> StepOutcome:
         if manifest.step == self.at:
             await asyncio.get_running_loop().create_future()
-        return await super()._take(machine, manifest, records)
+        return await super()._take(trainer, manifest, records)
 
 
 async def test_a_published_manifest_is_executed_before_anything_new(
     connect: Connect, tmp_path: Path, straight: list[str]
 ) -> None:
-    river = River(await connect(), new_run(), tmp_path)
-    first = Hanging(config(tmp_path), await connect("trainer"), river.run, "t-1")
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    first = Hanging(config(tmp_path), await connect("trainer"), feeder.run, "t-1")
     await first.start()
     for number in range(3):
-        await river.batch(number)
-    async for received in river.bus.follow("HR_STEP", STEP.at(run=river.run)):
+        await feeder.batch(number)
+    async for received in feeder.bus.follow("HR_STEP", STEP.at(run=feeder.run)):
         if isinstance(received.message, StepManifest) and received.message.step == 2:
             break
     kill(first)
-    async with living(Trainer, config(tmp_path), await connect("trainer"), river.run, "t-2"):
+    async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run, "t-2"):
         for number in range(3, 5):
-            await river.batch(number)
-        await river.version(5)
-    assert [river.hashes[number] for number in range(6)] == straight
-    records = await river.steps()
+            await feeder.batch(number)
+        await feeder.version(5)
+    assert [feeder.hashes[number] for number in range(6)] == straight
+    records = await feeder.steps()
     assert [r.step for r in records if isinstance(r, StepManifest)] == list(range(5)), "the manifest is not renewed"
     assert [r.step for r in records if isinstance(r, StepDone)] == list(range(5))
 
 
 async def test_a_replaced_trainer_is_refused(connect: Connect, tmp_path: Path) -> None:
-    river = River(await connect(), new_run(), tmp_path)
-    async with living(Trainer, config(tmp_path), await connect("trainer"), river.run, "t-old") as old:
-        await river.version(0)
-        async with living(Trainer, config(tmp_path), await connect("trainer"), river.run, "t-new"):
-            await river.batch(0)
-            await river.version(1)
-            async for received in river.bus.follow("HR_EVENT", EVENT.where(run=river.run, actor="trainer")):
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run, "t-old") as old:
+        await feeder.version(0)
+        async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run, "t-new"):
+            await feeder.batch(0)
+            await feeder.version(1)
+            async for received in feeder.bus.follow("HR_EVENT", EVENT.where(run=feeder.run, actor="trainer")):
                 message = received.message
                 if getattr(message, "kind", "") == "superseded":
                     assert message.id == "t-old"
                     break
             with pytest.raises(WrongSequence):
-                await old._write((await river.steps())[0])
-    assert [type(r).__name__ for r in await river.steps()] == ["StepManifest", "StepDone"]
+                await old._write((await feeder.steps())[0])
+    assert [type(r).__name__ for r in await feeder.steps()] == ["StepManifest", "StepDone"]
 
 
 async def test_a_batch_that_cannot_be_trained_on_fails_its_step_and_the_run_goes_on(
     connect: Connect, tmp_path: Path
 ) -> None:
-    river = River(await connect(), new_run(), tmp_path)
-    async with living(Trainer, config(tmp_path), await connect("trainer"), river.run):
-        await river.batch(0, spoilt=True)
-        await river.batch(1)
-        await river.version(2)
-    failed = [r for r in await river.steps() if isinstance(r, StepFailed)]
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run):
+        await feeder.batch(0, spoilt=True)
+        await feeder.batch(1)
+        await feeder.version(2)
+    failed = [r for r in await feeder.steps() if isinstance(r, StepFailed)]
     assert [(r.step, r.reason, r.dropped_slots, r.version) for r in failed] == [(0, "bad_batch", 4, 1)]
-    assert failed[0].command == f"headrace replay {river.folder} --step 0"
-    assert river.hashes[1] == river.hashes[0] != river.hashes[2]
+    assert failed[0].command == f"headrace replay {feeder.folder} --step 0"
+    assert feeder.hashes[1] == feeder.hashes[0] != feeder.hashes[2]
 
 
 async def test_the_bound_is_what_the_closings_say_and_grows_with_what_is_kept(connect: Connect, tmp_path: Path) -> None:
     """1, then 3 from batch 2 on; killed while it grows; each token as old as its batch allows, and re-scored."""
-    river = River(await connect(), new_run(), tmp_path)
-    first = Trainer(config(tmp_path), await connect("trainer"), river.run, "t-1")
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    first = Trainer(config(tmp_path), await connect("trainer"), feeder.run, "t-1")
     await first.start()
-    await river.bound(1, 0)
+    await feeder.bound(1, 0)
     for number in range(2):
-        await river.batch(number)
-    await river.bound(3, 2)
-    await river.batch(2)
-    await river.batch(3, lag=2)
-    await river.version(4)
+        await feeder.batch(number)
+    await feeder.bound(3, 2)
+    await feeder.batch(2)
+    await feeder.batch(3, lag=2)
+    await feeder.version(4)
     kill(first)
-    async with living(Trainer, config(tmp_path), await connect("trainer"), river.run, "t-2"):
-        await river.batch(4, lag=3)
-        await river.batch(5, lag=4)
-        await river.version(6)
-    records = await river.steps()
+    async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run, "t-2"):
+        await feeder.batch(4, lag=3)
+        await feeder.batch(5, lag=4)
+        await feeder.version(6)
+    records = await feeder.steps()
     done = [r for r in records if isinstance(r, StepDone)]
     assert [(r.staleness_bound, r.staleness_max, r.max_abs_dlp) for r in done] == [
         (1, 0, 0.0), (1, 1, 0.0), (1, 1, 0.0), (2, 2, 0.0), (3, 3, 0.0)
@@ -177,7 +178,7 @@ async def test_the_bound_is_what_the_closings_say_and_grows_with_what_is_kept(co
     assert refused == [(5, "cannot_rescore")], "what was too old to need is not kept"
     for step in range(6):
         bus = await connect("replay")
-        assert (await replay_step(bus, config(tmp_path), river.folder, river.run, step)).bitwise_equal
+        assert (await replay_step(bus, config(tmp_path), feeder.folder, feeder.run, step)).bitwise_equal
 
 
 COLLAPSING: dict[str, dict[str, Any]] = {
@@ -189,32 +190,32 @@ COLLAPSING: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 async def test_a_rollback_is_a_record_that_replays_and_survives_a_kill(connect: Connect, tmp_path: Path) -> None:
     """A policy that runs away from its samples: the guard takes it back, and so does a replay, bit for bit."""
-    river = River(await connect(), new_run(), tmp_path)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
     setting = config(tmp_path, **COLLAPSING)
     taken: StepFailed | None = None
     lives = number = 0
     while taken is None or number < taken.step + 4:
         lives += 1
-        trainer = Trainer(setting, await connect("trainer"), river.run, f"t-{lives}")
+        trainer = Trainer(setting, await connect("trainer"), feeder.run, f"t-{lives}")
         await trainer.start()
         for _ in range(4):
             assert number < 24, "it never collapsed"
-            await river.batch(number)
+            await feeder.batch(number)
             number += 1
-            await river.version(number)
+            await feeder.version(number)
         kill(trainer)
-        failed = [r for r in await river.steps() if isinstance(r, StepFailed)]
+        failed = [r for r in await feeder.steps() if isinstance(r, StepFailed)]
         taken = next((r for r in failed if r.reason == "collapse" and r.restored >= 0), None)
-    assert taken.state_hash == river.hashes[taken.restored] == river.hashes[taken.version]
+    assert taken.state_hash == feeder.hashes[taken.restored] == feeder.hashes[taken.version]
     assert f"back to version {taken.restored}" in taken.detail
-    assert river.hashes[taken.version - 1] != taken.state_hash
+    assert feeder.hashes[taken.version - 1] != taken.state_hash
     after = [r for r in failed if r.step > taken.step]
     assert [(r.step, r.reason, r.state_hash) for r in after[:1]] == [
         (taken.step + 1, "discarded_version", taken.state_hash)
     ]
-    assert all(r.incarnation == 0 for r in await river.steps()), "a restart decides the same"
+    assert all(r.incarnation == 0 for r in await feeder.steps()), "a restart decides the same"
     for step in (taken.step - 1, taken.step, taken.step + 1, taken.step + 2):
-        assert (await replay_step(await connect("replay"), setting, river.folder, river.run, step)).bitwise_equal
+        assert (await replay_step(await connect("replay"), setting, feeder.folder, feeder.run, step)).bitwise_equal
 
 
 class Raising(Trainer):
@@ -230,12 +231,12 @@ class Raising(Trainer):
 async def test_an_exception_fails_the_step_and_its_version_may_still_be_rescored(
     connect: Connect, tmp_path: Path
 ) -> None:
-    river = River(await connect(), new_run(), tmp_path)
-    async with living(Raising, config(tmp_path), await connect("trainer"), river.run):
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    async with living(Raising, config(tmp_path), await connect("trainer"), feeder.run):
         for number in range(3):
-            await river.batch(number)
-        await river.version(3)
-    records = await river.steps()
+            await feeder.batch(number)
+        await feeder.version(3)
+    records = await feeder.steps()
     assert [(r.step, r.reason, r.detail) for r in records if isinstance(r, StepFailed)] == [
         (1, "exception", "RuntimeError: out of luck")
     ]
@@ -245,27 +246,27 @@ async def test_an_exception_fails_the_step_and_its_version_may_still_be_rescored
 class Foreign(Trainer):
     """As on a machine of other numerics: each step comes out a little different."""
 
-    async def _take(self, machine: Machine, manifest: StepManifest, records: Records) -> StepOutcome:
-        result = await super()._take(machine, manifest, records)
+    async def _take(self, trainer: PolicyTrainer, manifest: StepManifest, records: Records) -> StepOutcome:
+        result = await super()._take(trainer, manifest, records)
         with torch.no_grad():
-            next(iter(machine.state.model.parameters())).mul_(1.0 + 1e-6)
-        return replace(result, state_hash=machine.state.hash())
+            next(iter(trainer.state.model.parameters())).mul_(1.0 + 1e-6)
+        return msgspec.structs.replace(result, state_hash=trainer.state.hash())
 
 
 async def test_other_bits_than_were_published_are_a_new_incarnation(connect: Connect, tmp_path: Path) -> None:
-    river = River(await connect(), new_run(), tmp_path)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
     rarely = config(tmp_path, trainer={"checkpoint_every": 50})
-    first = Foreign(rarely, await connect("trainer"), river.run, "t-1")
+    first = Foreign(rarely, await connect("trainer"), feeder.run, "t-1")
     await first.start()
     for number in range(2):
-        await river.batch(number)
-    await river.version(2)
+        await feeder.batch(number)
+    await feeder.version(2)
     kill(first)
-    async with living(Trainer, rarely, await connect("trainer"), river.run, "t-2"):
-        async for received in river.bus.follow("HR_EVENT", EVENT.where(run=river.run, type="snapshot_ready")):
-            if received.message.version == 2 and received.message.state_hash != river.hashes[2]:
+    async with living(Trainer, rarely, await connect("trainer"), feeder.run, "t-2"):
+        async for received in feeder.bus.follow("HR_EVENT", EVENT.where(run=feeder.run, type="snapshot_ready")):
+            if received.message.version == 2 and received.message.state_hash != feeder.hashes[2]:
                 break
-    records = await river.steps()
+    records = await feeder.steps()
     assert [(type(r).__name__, r.step, r.incarnation) for r in records[4:]] == [
         ("StepManifest", 0, 1),
         ("StepDone", 0, 1),
@@ -282,45 +283,45 @@ async def test_a_changed_recipe_does_not_rewrite_the_past(
     connect: Connect, tmp_path: Path, straight: list[str]
 ) -> None:
     """Killed before its first checkpoint, started with another learning rate: published steps stay as they are."""
-    river = River(await connect(), new_run(), tmp_path)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
     rare: dict[str, dict[str, Any]] = {"trainer": {"checkpoint_every": 50}}
-    first = Trainer(config(tmp_path, **rare), await connect("trainer"), river.run, "t-1")
+    first = Trainer(config(tmp_path, **rare), await connect("trainer"), feeder.run, "t-1")
     await first.start()
     for number in range(2):
-        await river.batch(number)
-    await river.version(2)
+        await feeder.batch(number)
+    await feeder.version(2)
     kill(first)
     slower = config(tmp_path, **rare, algorithm={"learning_rate": 5e-3})
-    async with living(Trainer, slower, await connect("trainer"), river.run, "t-2"):
-        await river.batch(2)
-        await river.version(3)
-    assert [river.hashes[number] for number in range(3)] == straight[:3]
-    assert river.hashes[3] != straight[3]
-    assert all(record.incarnation == 0 for record in await river.steps())
+    async with living(Trainer, slower, await connect("trainer"), feeder.run, "t-2"):
+        await feeder.batch(2)
+        await feeder.version(3)
+    assert [feeder.hashes[number] for number in range(3)] == straight[:3]
+    assert feeder.hashes[3] != straight[3]
+    assert all(record.incarnation == 0 for record in await feeder.steps())
 
 
 async def test_records_that_are_not_to_be_replayed_are_purged(connect: Connect, tmp_path: Path) -> None:
-    river = River(await connect(), new_run(), tmp_path)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
     kept: dict[str, dict[str, Any]] = {"replay": {"keep_steps": 1}}
-    async with living(Trainer, config(tmp_path, **kept), await connect("trainer"), river.run):
+    async with living(Trainer, config(tmp_path, **kept), await connect("trainer"), feeder.run):
         for number in range(6):
-            await river.batch(number)
-        await river.version(6)
-        async for received in river.bus.follow("HR_EVENT", EVENT.where(run=river.run, actor="trainer", type="event")):
+            await feeder.batch(number)
+        await feeder.version(6)
+        async for received in feeder.bus.follow("HR_EVENT", EVENT.where(run=feeder.run, actor="trainer", type="event")):
             if received.message.kind == "purged" and received.message.data["messages"] == 2 * 2 * GROUP * PER_STEP:
                 break
-    manifests = [r for r in await river.steps() if isinstance(r, StepManifest)]
+    manifests = [r for r in await feeder.steps() if isinstance(r, StepManifest)]
     for manifest in manifests:
         for trajectory, score in (slot for group in manifest.groups for slot in group.slots):
             if manifest.step < 2:  # version 6 keeps bound + 2 steps, and the first of them is replayed from version 2
                 with pytest.raises(MessageGone):
-                    await river.bus.get("HR_TRAJ", trajectory)
+                    await feeder.bus.get("HR_TRAJ", trajectory)
             else:
-                assert (await river.bus.get("HR_TRAJ", trajectory)).message.group
-                assert (await river.bus.get("HR_SCORE", score)).message.group
-    closings = [r async for r in river.bus.history("HR_SCORE", CLOSE.where(run=river.run))]
+                assert (await feeder.bus.get("HR_TRAJ", trajectory)).message.group
+                assert (await feeder.bus.get("HR_SCORE", score)).message.group
+    closings = [r async for r in feeder.bus.history("HR_SCORE", CLOSE.where(run=feeder.run))]
     assert len(closings) == 12, "closings are kept"
-    names = sorted(path.name for path in (river.folder / "checkpoints").glob("v*"))
+    names = sorted(path.name for path in (feeder.folder / "checkpoints").glob("v*"))
     assert names == ["v00000002.safetensors", "v00000004.safetensors", "v00000006.safetensors"]
 
 
@@ -335,6 +336,8 @@ async def test_version_0_is_mid_trained_and_its_tokenizer_kept(connect: Connect,
             break
     text = (tmp_path / run / "tokenizer.json").read_text()
     assert len(Tokenizer.parse(text)) <= 420
-    assert trainer_policy.tokenizer(setting, tmp_path / run) == text
+    bundle = initial_policy.bundle(setting, tmp_path / run)
+    assert bundle.tokenizer_json == text and bundle.renderer == "terse"
+    assert await renderer_bundles.fetch(admin, run) == bundle
     phases = [r.message.text async for r in admin.history("HR_EVENT", EVENT.where(run=run, type="event"))]
     assert "mid-training" in phases

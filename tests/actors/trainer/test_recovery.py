@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.actors.trainer import Trainer
+from headrace.actors.trainer.actor import Trainer
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.errors import WrongSequence
-from headrace.bus.server import Server
 from headrace.messages.subjects import EVENT, STEP
 from headrace.messages.training import StepDone, StepFailed, StepManifest
-from headrace.training.trainer import Trainer as Machine
-from tests.actors.living import living
+from headrace.training.trainer import PolicyTrainer
 from tests.conftest import Connect
-from tests.river import River, config, kill, new_run
+from tests.support.actors import living
+from tests.support.recorded_run import RunFeeder, config, kill, new_run
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]  # the shorter cases are in test_trainer.py
 STEPS = 4
@@ -33,12 +33,12 @@ async def straight(server: Server, tmp_path_factory: pytest.TempPathFactory) -> 
         await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
         await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
     ):
-        river = River(admin, new_run(), folder)
-        async with living(Trainer, config(folder), bus, river.run):
+        feeder = RunFeeder(admin, new_run(), folder)
+        async with living(Trainer, config(folder), bus, feeder.run):
             for number in range(STEPS):
-                await river.batch(number)
-            await river.version(STEPS)
-        return [river.hashes[number] for number in range(STEPS + 1)]
+                await feeder.batch(number)
+            await feeder.version(STEPS)
+        return [feeder.hashes[number] for number in range(STEPS + 1)]
 
 
 class Dying(Trainer):
@@ -61,14 +61,14 @@ class Dying(Trainer):
             await self._stop_at(f"after its {name}")
         return seq
 
-    async def _publish(self, machine: Machine, learning_rate: float) -> None:
-        await super()._publish(machine, learning_rate)
-        if machine.version == 2:
+    async def _publish(self, trainer: PolicyTrainer, learning_rate: float) -> None:
+        await super()._publish(trainer, learning_rate)
+        if trainer.version == 2:
             await self._stop_at("before its checkpoint")
 
-    async def _keep(self, machine: Machine, manifest: StepManifest) -> None:
-        await super()._keep(machine, manifest)
-        if machine.version == 2:
+    async def _keep(self, trainer: PolicyTrainer, manifest: StepManifest) -> None:
+        await super()._keep(trainer, manifest)
+        if trainer.version == 2:
             await self._stop_at("after its checkpoint")
 
     async def start(self) -> None:
@@ -90,25 +90,25 @@ POINTS = (
 async def test_killed_at_any_point_of_a_step_it_goes_on_with_the_same_bits(
     connect: Connect, tmp_path: Path, straight: list[str], point: str
 ) -> None:
-    river = River(await connect(), new_run(), tmp_path)
-    first = Dying(config(tmp_path), await connect("trainer"), river.run, "t-1")
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    first = Dying(config(tmp_path), await connect("trainer"), feeder.run, "t-1")
     first.point = point
     await first.start()
-    await river.batch(0)
-    await river.batch(1)
+    await feeder.batch(0)
+    await feeder.batch(1)
     await first.there.wait()
     kill(first)
-    async with living(Trainer, config(tmp_path), await connect("trainer"), river.run, "t-2"):
+    async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run, "t-2"):
         for number in range(2, STEPS):
-            await river.batch(number)
-        await river.version(STEPS)
-    await as_if_nothing_had_happened(river, straight)
+            await feeder.batch(number)
+        await feeder.version(STEPS)
+    await as_if_nothing_had_happened(feeder, straight)
 
 
-async def as_if_nothing_had_happened(river: River, straight: list[str]) -> None:
+async def as_if_nothing_had_happened(feeder: RunFeeder, straight: list[str]) -> None:
     """Every version has its bits, every step one manifest and one outcome, and nothing was made twice."""
-    assert [river.hashes[number] for number in range(STEPS + 1)] == straight
-    records = await river.steps()
+    assert [feeder.hashes[number] for number in range(STEPS + 1)] == straight
+    records = await feeder.steps()
     assert [(type(r).__name__, r.step) for r in records] == [
         (kind, step) for step in range(STEPS) for kind in ("StepManifest", "StepDone")
     ]
@@ -117,17 +117,17 @@ async def as_if_nothing_had_happened(river: River, straight: list[str]) -> None:
 
 ZOMBIE = (
     "import msgspec, sys, uvloop\n"
-    "from headrace.actors.trainer import Trainer\n"
-    "from headrace.bus.supervisor import run_actors\n"
+    "from headrace.actors.trainer.actor import Trainer\n"
+    "from headrace.bus.runtime.supervisor import run_actors\n"
     "from headrace.config import Config\n"
     "config = msgspec.json.decode(sys.argv[1], type=Config)\n"
     "uvloop.run(run_actors([(Trainer, 'zombie')], config, sys.argv[2], url=sys.argv[3], credentials=sys.argv[4]))"
 )
 
 
-async def heard(bus: Bus, river: River, kind: str) -> Any:
+async def heard(bus: Bus, feeder: RunFeeder, kind: str) -> Any:
     """The first event of a kind from this run's trainers."""
-    async for received in bus.follow("HR_EVENT", EVENT.where(run=river.run, actor="trainer", type="event")):
+    async for received in bus.follow("HR_EVENT", EVENT.where(run=feeder.run, actor="trainer", type="event")):
         if received.message.kind == kind:
             return received.message
     raise AssertionError
@@ -137,9 +137,9 @@ async def test_one_that_sleeps_while_another_takes_over_wakes_up_refused(
     connect: Connect, server: Server, tmp_path: Path, straight: list[str]
 ) -> None:
     """A real process, SIGSTOP behind the manifest of step 1; it wakes when its successor has taken that step."""
-    river = River(await connect(), new_run(), tmp_path)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
     setting = config(tmp_path)
-    arguments = [msgspec.json.encode(setting).decode(), river.run, server.url, str(server.credentials)]
+    arguments = [msgspec.json.encode(setting).decode(), feeder.run, server.url, str(server.credentials)]
     zombie = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-c", ZOMBIE, *arguments),
@@ -148,38 +148,38 @@ async def test_one_that_sleeps_while_another_takes_over_wakes_up_refused(
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        await river.batch(0)
-        await river.batch(1)
-        async for received in river.bus.follow("HR_STEP", STEP.at(run=river.run)):
+        await feeder.batch(0)
+        await feeder.batch(1)
+        async for received in feeder.bus.follow("HR_STEP", STEP.at(run=feeder.run)):
             if isinstance(received.message, StepManifest) and received.message.step == 1:
                 break
         zombie.send_signal(signal.SIGSTOP)
-        async with living(Trainer, setting, await connect("trainer"), river.run, "successor"):
-            await river.version(2)
+        async with living(Trainer, setting, await connect("trainer"), feeder.run, "successor"):
+            await feeder.version(2)
             zombie.send_signal(signal.SIGCONT)
             for number in range(2, STEPS):
-                await river.batch(number)
-            await river.version(STEPS)
-            told = await heard(river.bus, river, "superseded")
+                await feeder.batch(number)
+            await feeder.version(STEPS)
+            told = await heard(feeder.bus, feeder, "superseded")
         assert told.id == "zombie"
     finally:
         zombie.kill()
         await zombie.wait()
-    await as_if_nothing_had_happened(river, straight)
+    await as_if_nothing_had_happened(feeder, straight)
 
 
 async def test_what_a_zombie_writes_is_refused_whatever_it_is(connect: Connect, tmp_path: Path) -> None:
-    river = River(await connect(), new_run(), tmp_path)
-    old = Trainer(config(tmp_path), await connect("trainer"), river.run, "t-old")
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    old = Trainer(config(tmp_path), await connect("trainer"), feeder.run, "t-old")
     await old.start()
-    await river.batch(0)
-    await river.version(1)
+    await feeder.batch(0)
+    await feeder.version(1)
     kill(old)  # its tasks are gone, its sequence is not
-    async with living(Trainer, config(tmp_path), await connect("trainer"), river.run, "t-new"):
-        await river.batch(1)
-        await river.version(2)
-        before = await river.steps()
+    async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run, "t-new"):
+        await feeder.batch(1)
+        await feeder.version(2)
+        before = await feeder.steps()
         for record in before:
             with pytest.raises(WrongSequence):
                 await old._write(msgspec.structs.replace(record, incarnation=7))
-        assert await river.steps() == before
+        assert await feeder.steps() == before

@@ -1,10 +1,10 @@
-"""Old chains go by themselves as anchors are laid; nobody who joins, and nothing that is pinned, misses them."""
+"""Old chains go by themselves as full snapshots are laid; nobody who joins, and nothing that is pinned, misses them."""
 
 from pathlib import Path
 
 import pytest
 
-from headrace.actors.trainer import Trainer
+from headrace.actors.trainer.actor import Trainer
 from headrace.actors.weight_receiver import WeightReceiver
 from headrace.actors.weight_sender import WeightSender
 from headrace.config import ConfigError, parse
@@ -13,11 +13,11 @@ from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.rollout import PolicyRef
 from headrace.messages.subjects import EVENT
 from headrace.weights import chain, proof, snapshot
-from headrace.weights.shadow import Refused
+from headrace.weights.receiving.staging import BrokenVersion
 from headrace.weights.signing import Trust
-from tests.actors.weight_runs import WeightRun, within
 from tests.conftest import Connect
-from tests.weights.samples import model
+from tests.support.weight_runs import WeightRun, within
+from tests.support.weights import model
 
 pytestmark = pytest.mark.anyio
 
@@ -36,11 +36,11 @@ async def collected(run: WeightRun, version: int) -> None:
         if received.message.kind == "weights_collected":
             try:
                 await chain.plan(run.bus, head)
-            except Refused:
+            except BrokenVersion:
                 return
 
 
-async def test_old_chains_are_collected_as_anchors_are_laid(connect: Connect, tmp_path: Path) -> None:
+async def test_old_chains_are_collected_as_full_snapshots_are_published(connect: Connect, tmp_path: Path) -> None:
     run = await WeightRun(connect, tmp_path, anchor_every=1, collect_chains=2).open()
     run.tensors = model(wide=2000)
 
@@ -77,5 +77,5 @@ async def test_old_chains_are_collected_as_anchors_are_laid(connect: Connect, tm
 
 def test_one_chain_is_too_few() -> None:
     assert parse("[weights]\ncollect_chains = 2\n").weights.collect_chains == 2
-    with pytest.raises(ConfigError, match="weights: collect_chains is 0 or at least 2"):
+    with pytest.raises(ConfigError, match=r"weights\.collect_chains: expected 0 or at least 2"):
         parse("[weights]\ncollect_chains = 1\n")

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bus.server import Server
+from headrace.bus.broker.server import Server
 from headrace.weights import report, snapshot
-from tests.actors.weight_runs import WeightRun, within
 from tests.conftest import Connect
-from tests.weights.samples import model
+from tests.support.weight_runs import WeightRun, within
+from tests.support.weights import model
 
 pytestmark = pytest.mark.anyio
 

@@ -16,8 +16,8 @@ from headrace.messages.rollout import PolicyRef
 from headrace.messages.subjects import EVENT
 from headrace.messages.weights import WeightChunk
 from headrace.weights import snapshot
-from tests.actors.weight_runs import WeightRun, within
 from tests.conftest import Connect
+from tests.support.weight_runs import WeightRun, within
 
 pytestmark = pytest.mark.anyio
 
@@ -55,7 +55,7 @@ async def test_every_version_arrives_with_the_trainers_hash(run: WeightRun) -> N
         staged = await within(20, run.staged(version))
         assert staged.state_hash == run.hashes[version] == snapshot.file_hash(staged.path)
         assert staged.path == str((run.folder / run.id / "nodes/n1/weights" / f"{version}.safetensors").resolve())
-    assert receiver.shelf.versions() == [3, 4, 5]
+    assert receiver.store.versions() == [3, 4, 5]
 
 
 async def test_a_late_joiner_and_one_that_was_away_catch_up(run: WeightRun) -> None:
@@ -72,7 +72,7 @@ async def test_a_late_joiner_and_one_that_was_away_catch_up(run: WeightRun) -> N
     for node in ("n1", "n2"):
         staged = await within(20, run.staged(5, node=node))
         assert snapshot.file_hash(staged.path) == run.hashes[5]
-    assert late.shelf.versions() == [5], "what lies between is skipped"
+    assert late.store.versions() == [5], "what lies between is skipped"
 
 
 async def test_a_restart_finds_what_is_staged_and_builds_again_what_is_damaged(run: WeightRun) -> None:
@@ -117,7 +117,7 @@ async def test_chunks_without_a_head_are_not_seen(run: WeightRun) -> None:
     await first.shut(0.0)
     where = EVENT.where(run=run.id, type="weights_staged")
     assert [r.message.version async for r in run.bus.history("HR_EVENT", where)] == [0]
-    assert receiver.shelf.versions() == [0]
+    assert receiver.store.versions() == [0]
     await run.actor(WeightSender)
     await within(20, run.staged(1))
 
@@ -144,11 +144,11 @@ async def test_a_chunk_that_stays_damaged_is_an_error_and_the_next_head_heals(ru
     damage(bus, 1000)
     await run.train(1)
     assert "does not match its manifest" in await within(20, run.event("stage_failed"))
-    assert receiver.shelf.versions() == [0]
+    assert receiver.store.versions() == [0]
     bus.get = whole  # type: ignore[method-assign]
     await run.train(2)
     await within(20, run.staged(2))
-    assert snapshot.file_hash(receiver.shelf.path(2)) == run.hashes[2]
+    assert snapshot.file_hash(receiver.store.path(2)) == run.hashes[2]
 
 
 async def test_a_pinned_version_is_rebuilt_and_kept_while_an_evaluation_needs_it(run: WeightRun) -> None:
@@ -157,7 +157,7 @@ async def test_a_pinned_version_is_rebuilt_and_kept_while_an_evaluation_needs_it
     for version in range(5):
         await run.train(version)
         await within(20, run.staged(version))
-    assert receiver.shelf.versions() == [2, 3, 4]
+    assert receiver.store.versions() == [2, 3, 4]
     curriculum, evaluator = await run.connect("curriculum"), await run.connect("evaluator")
     policy = PolicyRef(kind="pinned", version=1)
     request = EvalRequest(id="e1", run=run.id, suite="s", tasks=1, policy=policy)
@@ -167,12 +167,12 @@ async def test_a_pinned_version_is_rebuilt_and_kept_while_an_evaluation_needs_it
     for version in (5, 6):
         await run.train(version)
         await within(20, run.staged(version))
-    assert receiver.shelf.versions() == [1, 4, 5, 6]
+    assert receiver.store.versions() == [1, 4, 5, 6]
     result = EvalResult(id="e1", run=run.id, suite="s", policy=policy, version=1, tasks=1, passed=1, rate=1.0,
                         infra_failures=0)  # fmt: skip
     await evaluator.publish(EVENT.at(run=run.id, actor="evaluator", type="eval_result"), result)
     version = 6
-    while 1 in receiver.shelf.versions():
+    while 1 in receiver.store.versions():
         version += 1
         assert version < 12, "the pin is never given up"
         await run.train(version)

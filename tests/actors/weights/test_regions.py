@@ -13,8 +13,8 @@ from headrace.actors.weight_sender import WeightSender
 from headrace.bus.connection import Bus
 from headrace.messages.subjects import EVENT
 from headrace.weights import chain, snapshot
-from tests.actors.weight_runs import WeightRun, within
-from tests.bus.region_brokers import World, world
+from tests.support.region_brokers import World, world
+from tests.support.weight_runs import WeightRun, within
 
 pytestmark = pytest.mark.anyio
 NAMES = ("ap", "eu", "sa", "us")

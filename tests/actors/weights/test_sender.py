@@ -13,8 +13,8 @@ from headrace.bus.errors import WrongSequence
 from headrace.messages.base import Message
 from headrace.messages.subjects import WEIGHT_MANIFEST
 from headrace.weights import chain, report
-from tests.actors.weight_runs import WeightRun, within
 from tests.conftest import Connect
+from tests.support.weight_runs import WeightRun, within
 
 pytestmark = pytest.mark.anyio
 
@@ -42,19 +42,19 @@ class Gate:
         return await self._publish(subject, message, **options)
 
 
-async def test_versions_become_an_anchor_and_deltas(run: WeightRun) -> None:
+async def test_versions_become_a_full_snapshot_and_deltas(run: WeightRun) -> None:
     sender = await run.actor(WeightSender)
     for version in range(6):
         await run.train(version)
         head = await within(20, run.head(version))
         assert head.state_hash == run.hashes[version]
         run.path(version).unlink()
-    assert [head.anchor_version for head in await run.heads()] == [0, 0, 0, 0, 3, 3], "an anchor after three"
+    assert [head.full_version for head in await run.heads()] == [0, 0, 0, 0, 3, 3], "a full snapshot after three"
     await within(20, run.event("published", "version 5:"))
-    assert sender.shelf.versions() == [5], "links to old files are given up"
+    assert sender.store.versions() == [5], "links to old files are given up"
     good, text = await report.verify(run.bus, run.id)
     assert good, text
-    assert "from anchor 3 through 2 deltas" in text
+    assert "from full snapshot 3 through 2 deltas" in text
 
 
 async def test_it_skips_to_the_newest(run: WeightRun) -> None:
@@ -103,7 +103,7 @@ async def test_killed_before_the_commit_a_successor_publishes_it(run: WeightRun,
     assert [head.version for head in await run.heads()] == [0], "nothing of version 1 is to be seen"
     if files == "lost":
         run.path(0).unlink()
-        for file in first.shelf.folder.iterdir():
+        for file in first.store.folder.iterdir():
             file.unlink()
     await run.actor(WeightSender)
     head = await within(20, run.head(1))
@@ -159,7 +159,7 @@ async def test_a_file_that_is_not_what_was_announced_is_refused_and_the_next_one
     await run.train(2)
     await within(20, run.event("published", "version 2:"))
     assert [head.version for head in await run.heads()] == [0, 2]
-    assert [file.name for file in sender.shelf.folder.iterdir()] == ["2.safetensors"]
+    assert [file.name for file in sender.store.folder.iterdir()] == ["2.safetensors"]
 
 
 async def test_the_same_number_with_other_bits_is_a_new_incarnation(run: WeightRun) -> None:
@@ -177,7 +177,7 @@ async def test_the_same_number_with_other_bits_is_a_new_incarnation(run: WeightR
     assert good and again.state_hash in text
 
 
-async def test_a_base_that_is_lost_after_an_anchor_was_laid_is_built_again(run: WeightRun) -> None:
+async def test_a_base_that_is_lost_after_a_full_snapshot_is_built_again(run: WeightRun) -> None:
     """A sender that was stopped and woke up removes a file that its successor on the same node needs."""
     sender = await run.actor(WeightSender)
     for version in range(4):
@@ -186,8 +186,8 @@ async def test_a_base_that_is_lost_after_an_anchor_was_laid_is_built_again(run: 
     async for received in run.bus.follow("HR_WEIGHTS", WEIGHT_MANIFEST.where(run=run.id, version=3)):
         if received.message.base_version < 0:
             break
-    sender.shelf.drop([3])
+    sender.store.drop([3])
     await run.train(4)
     head = await within(60, run.head(4))
-    assert (head.anchor_version, head.state_hash) == (3, run.hashes[4])
+    assert (head.full_version, head.state_hash) == (3, run.hashes[4])
     assert "version 3 was built again" in await within(60, run.event("base_rebuilt"))

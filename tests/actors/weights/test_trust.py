@@ -1,4 +1,4 @@
-"""Sender and receiver over a real broker: signed versions, forged heads, shards, folds and rounded weights."""
+"""Sender and receiver over a real broker: signed versions, forged heads, shards, squashes and rounded weights."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,14 +8,15 @@ import pytest
 
 from headrace.actors.weight_receiver import WeightReceiver
 from headrace.actors.weight_sender import WeightSender
-from headrace.bus import credentials, keys
+from headrace.bus.broker import credentials, keys
 from headrace.config import Weights
 from headrace.messages.subjects import WEIGHT_HEAD
-from headrace.weights import chain, precision, proof, shards, snapshot
+from headrace.weights import chain, proof, shards, snapshot
+from headrace.weights.publishing import precision
 from headrace.weights.signing import Trust, sealed
-from tests.actors.weight_runs import WeightRun, within
 from tests.conftest import Connect
-from tests.weights.samples import model
+from tests.support.weight_runs import WeightRun, within
+from tests.support.weights import model
 
 pytestmark = pytest.mark.anyio
 
@@ -48,9 +49,9 @@ async def test_versions_are_signed_and_forged_heads_change_nothing(run: WeightRu
     strangers = sealed(msgspec.structs.replace(head, version=8), keys.Key.make())
     for message in (forged, msgspec.structs.replace(head, version=9, signature=b"", signer=""), strangers, head):
         await bus.publish(where, message)
-    for text in ("it was changed", "is not signed", "not among [weights] publishers", "stored an old head again"):
+    for text in ("it was changed", "is not signed", "not among [weights] publishers", "an old head was stored again"):
         await within(60, run.event("head_refused", text))
-    assert receiver.shelf.versions() == [0]
+    assert receiver.store.versions() == [0]
     # The sender wrote on top of a head that is the last no more: it fails, and its successor goes on after the forged.
     await sender.shut(1.0)
     await run.actor(WeightSender)
@@ -70,7 +71,7 @@ async def test_what_nobody_signed_is_refused_until_the_configuration_says_so(run
     await run.train(0)
     text = await within(60, run.event("head_refused"))
     assert "the head of version 0" in text and "[weights] unsigned = true" in text
-    assert receiver.shelf.versions() == []
+    assert receiver.store.versions() == []
     configure(run, unsigned=True)
     await run.actor(WeightReceiver, node="n2")
     assert (await within(60, run.staged(0, node="n2"))).state_hash == run.hashes[0]
@@ -92,17 +93,17 @@ async def test_a_node_stages_its_own_shards_and_finds_them_again(run: WeightRun)
     again = await run.actor(WeightReceiver)
     await run.train(2)
     await within(60, run.staged(2))
-    assert again.shelf.versions() == [0, 1, 2]
+    assert again.store.versions() == [0, 1, 2]
 
 
-async def test_rounded_weights_and_folds_are_published_as_configured(run: WeightRun) -> None:
+async def test_rounded_weights_and_squashes_are_published_as_configured(run: WeightRun) -> None:
     configure(run, precision="mxfp8", fold_every=2)
     sender = await run.actor(WeightSender)
     await run.actor(WeightReceiver)
     for version in range(3):
         await run.train(version)
         staged = await within(60, run.staged(version))
-    assert "versions 0 to 2 in one delta" in await within(60, run.event("folded"))
+    assert "versions 0 to 2 in one delta" in await within(60, run.event("squashed"))
     served = run.folder / "served"
     wanted = precision.publish(run.path(2), served, "mxfp8")
     assert staged.state_hash == wanted == snapshot.file_hash(staged.path)
@@ -113,8 +114,8 @@ async def test_rounded_weights_and_folds_are_published_as_configured(run: Weight
     await run.train(3)
     await within(60, run.staged(3))
     assert [head.version for head in await run.heads()] == [0, 1, 2, 3], "nothing was published twice"
-    folds = [fold async for fold in chain.folds(run.bus, run.id, Trust.load(run.bus.credentials))]
-    assert [(fold.base_version, fold.version) for fold in folds] == [(0, 2)]
+    squashes = [squash async for squash in chain.squashes(run.bus, run.id, Trust.load(run.bus.credentials))]
+    assert [(squash.base_version, squash.version) for squash in squashes] == [(0, 2)]
 
 
 async def test_the_publishers_key_lies_with_the_credentials(run: WeightRun) -> None:

@@ -1,0 +1,1 @@
+"""The environment actor: sandboxes of one node."""

@@ -1,0 +1,1 @@
+"""The rollout actor: attempts from request to Trajectory."""

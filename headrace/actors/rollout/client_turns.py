@@ -1,0 +1,212 @@
+"""Turns for agents that run their own tools: the client's messages in, a sampled turn out, all of it on record.
+
+The rollout actor keeps nothing that the turn log does not hold: what a session sampled is read from the log, unless
+this actor wrote its last record. So any rollout actor of the production lane answers any turn, and one that dies loses
+at most the turn that it was sampling. At its end a session becomes a Trajectory like every other: token ids,
+log-probabilities, routes and versions exactly as they were sampled.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+
+import msgspec
+
+from headrace.actors.rollout.policies import ClientServed, NoPolicy
+from headrace.actors.rollout.turn_log import TurnLog
+from headrace.bus.connection import Bus
+from headrace.bus.errors import WrongSequence
+from headrace.engines.base import Engine, EngineError, Sample, SampleRequest
+from headrace.messages.base import Array
+from headrace.messages.operations import Ack
+from headrace.messages.product import ClientCall, ClientSessionEnd, ClientTurn, ClientTurnDone, ClientUsage
+from headrace.messages.rollout import PolicyRef, Sampling, ToolCall, ToolResult, Trajectory, Turn
+from headrace.messages.subjects import TRAJ
+from headrace.messages.tasks import TaskRef
+from headrace.rendering.native.client import ClientRenderer, UnusableConversation
+
+SUITE = "client"
+"""The suite that trajectories of clients' sessions name; their task is the tenant."""
+
+
+Serve = Callable[[PolicyRef], AbstractAsyncContextManager[ClientServed]]
+
+
+class _Session:
+    """A session in memory. The turn log holds all of it as well."""
+
+    def __init__(self, log: TurnLog, turns: Sequence[Turn]) -> None:
+        self.log = log
+        self.turns = list(turns)
+
+    def ids(self, segment: int) -> list[int]:
+        """The context of a segment so far."""
+        return [
+            id
+            for turn in self.turns
+            if turn.segment == segment
+            for id in (*turn.prompt_ids.tolist(), *turn.ids.tolist())
+        ]
+
+
+class ClientTurns:
+    """The sessions of clients that this rollout actor has answered lately."""
+
+    def __init__(self, bus: Bus, rollout: str, serve: Serve) -> None:
+        self._bus, self._rollout, self._serve = bus, rollout, serve
+        self._sessions: dict[str, _Session] = {}
+
+    async def turn(self, request: ClientTurn) -> ClientTurnDone:
+        """Answer a turn: sampled and on record, or why not."""
+        try:
+            async with self._serve(request.policy) as serving:
+                renderer = serving.renderer(request)
+                if request.count_only:
+                    return ClientTurnDone(usage=ClientUsage(prompt=len(renderer.start(request.messages))))
+                try:
+                    return await self._sampled(request, serving.engine, renderer)
+                except WrongSequence:  # another rollout actor answered in between: its records count
+                    self._sessions.pop(request.group, None)
+                    return await self._sampled(request, serving.engine, renderer)
+        except UnusableConversation as error:
+            return ClientTurnDone(refused=str(error))
+        except EngineError as error:
+            return ClientTurnDone(failed=f"the engine could not sample: {error}")
+        except NoPolicy as error:
+            return ClientTurnDone(failed=str(error))
+
+    async def _session(self, run: str, group: str) -> _Session:
+        session = self._sessions.get(group)
+        if session is None:
+            log = TurnLog(self._bus, run, group, trajectory_of(group))
+            session = self._sessions[group] = _Session(log, (await log.read()).turns)
+        return session
+
+    async def _sampled(self, request: ClientTurn, engine: Engine, renderer: ClientRenderer) -> ClientTurnDone:
+        session = await self._session(request.run, request.group)
+        context = session.ids(request.segment)
+        if context and request.known:
+            last = session.turns[-1]
+            results = _results(request)
+            if last.calls and not last.results and results:
+                await session.log.done(last.index, results)
+            stopped = int(last.ids.tolist()[-1]) if last.stop == "stop" else None
+            more = renderer.delta(request.messages, request.known, stopped=stopped)
+        else:
+            more = renderer.start(request.messages)
+        limit = min(request.sampling.max_turn_tokens, request.context_tokens - len(context) - len(more))
+        if limit < 1:
+            raise UnusableConversation(
+                f"the conversation has {len(context) + len(more)} tokens; this policy takes {request.context_tokens}, "
+                "its own turn included: send a shorter history"
+            )
+        trajectory = trajectory_of(request.group)
+        sample = await engine.sample(
+            SampleRequest(
+                session=f"{trajectory}/{request.segment}",
+                ids=(*context, *more),
+                policy=request.policy,
+                sampling=_limited(request, limit),
+                stop_ids=renderer.stop_ids,
+                seed=request.seed,
+                lane="production",
+            )
+        )
+        if sample.stop == "abort":
+            raise EngineError(f"the engine gave up on {trajectory}")
+        parsed = renderer.parse(sample.ids, prompt=more)
+        calls = tuple(
+            ClientCall(
+                id=f"call_{trajectory}_{len(session.turns)}_{at}", name=call.name, arguments=_json(call.arguments)
+            )
+            for at, call in enumerate(parsed.calls)
+            if not call.error
+        )
+        unread = [f"[a tool call that cannot be read: {call.error}]" for call in parsed.calls if call.error]
+        turn = _turn(len(session.turns), request.segment, more, sample, calls)
+        await session.log.sampled(turn, "", "", engine.fingerprint)
+        session.turns.append(turn)
+        return ClientTurnDone(
+            text="\n".join([parsed.content.strip(), *unread]).strip(),
+            calls=calls,
+            stop="length" if sample.stop == "length" else "calls" if calls else "stop",
+            usage=ClientUsage(prompt=len(context) + len(more), cached=len(context), sampled=len(sample.ids)),
+            version=max((span.version for span in sample.spans), default=-1),
+        )
+
+    async def end(self, request: ClientSessionEnd) -> Ack:
+        """Publish the session's Trajectory; a session without a turn leaves none. Asked again it changes nothing."""
+        session = await self._session(request.run, request.group)
+        await session.log.flush()
+        if not session.turns:
+            return Ack(detail="no turn was sampled")
+        id = trajectory_of(request.group)
+        async with self._serve(request.policy) as serving:
+            for segment in {turn.segment for turn in session.turns}:
+                await serving.engine.close(f"{id}/{segment}")
+            trajectory = Trajectory(
+                run=request.run,
+                lane="production",
+                group=request.group,
+                slot=0,
+                attempt=0,
+                id=id,
+                task=TaskRef(suite=SUITE, task=request.tenant),
+                family=SUITE,
+                seed=request.seed,
+                policy=request.policy,
+                sampling=request.sampling,
+                outcome="finished",
+                turns=tuple(session.turns),
+                diff={},
+                fingerprint=serving.engine.fingerprint,
+                rollout=self._rollout,
+            )
+        subject = TRAJ.at(run=request.run, group=request.group)
+        await self._bus.publish(subject, trajectory, msg_id=f"{request.run}.{id}")
+        del self._sessions[request.group]
+        return Ack(detail=id)
+
+
+def trajectory_of(group: str) -> str:
+    """The id of a session's trajectory: slot 0, attempt 0."""
+    return f"{group}-0-0"
+
+
+def _limited(request: ClientTurn, limit: int) -> Sampling:
+    return msgspec.structs.replace(request.sampling, max_turn_tokens=limit)
+
+
+def _results(request: ClientTurn) -> tuple[ToolResult, ...]:
+    """The answers of the client's tools to the last turn."""
+    return tuple(
+        ToolResult(call_id=message.call_id, ok=True, output=message.text)
+        for message in request.messages[request.known :]
+        if message.role == "tool"
+    )
+
+
+def _turn(index: int, segment: int, more: Sequence[int], sample: Sample, calls: Sequence[ClientCall]) -> Turn:
+    return Turn(
+        index=index,
+        segment=segment,
+        prompt_ids=Array.of(more, "<i4"),
+        ids=Array.of(sample.ids, "<i4"),
+        logprobs=Array.of(sample.logprobs, "<f4"),
+        routed=sample.routed,
+        spans=sample.spans,
+        calls=tuple(ToolCall(id=call.id, name=call.name, arguments=_texts(call.arguments)) for call in calls),
+        stop=sample.stop,
+    )
+
+
+def _json(arguments: object) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _texts(arguments: str) -> dict[str, str]:
+    """Arguments as a ToolCall takes them: texts as they are, other values as JSON."""
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in json.loads(arguments).items()
+    }

@@ -1,0 +1,85 @@
+"""Checkpoints of an attempt's sandbox, stored beside its turn log, and resuming in a copy of the sandbox.
+
+The idea: the turn log records what the policy saw and did, but replaying the calls cannot restore everything in a
+sandbox, such as a server that was started, a cache that took an hour, or the memory of a process. Every few turns the
+node copies the sandbox's pages and devices (vmhost/qemu/snapshot.py) while the policy samples its next turn. The copy
+becomes a record between two turns, under the same expected sequence, so that a stale actor's checkpoint is refused like
+its turns.
+
+Why: a copy is started only when the sandbox itself is lost. Calls that were answered after the checkpoint are sent
+again and must give the same answers (except for times and addresses); otherwise the copy is discarded.
+
+Trade-off: a checkpoint needs a machine of its own (isolation = episode) and a few MiB of HR_BLOB each time, so it is
+off unless [rollout] checkpoint_every is set. It is never made on the production lane, where a copy would keep a user's
+files after their purge.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+from headrace.actors.rollout.turn_log import ResumeState, TurnLog
+from headrace.messages.rollout import RolloutRequest, ToolCall, ToolResult, Turn
+from headrace.messages.sandbox import Acquire, SandboxLost
+from headrace.replay.calls import same
+from headrace.sandboxes.client import CannotCopy, RemoteSandbox, Sandboxes, Superseded
+
+MAX_BYTES = 7 << 20
+"""A larger checkpoint is not stored: to restore it, it has to fit into one message."""
+MAX_COPIES = 3
+"""Copies of one attempt before it is given up: its own actions may be what kills the machine."""
+
+Report = Callable[..., Awaitable[None]]
+Runner = Callable[[ToolCall], Awaitable[ToolResult]]
+
+
+class CheckpointSchedule(NamedTuple):
+    """When checkpoints are made, and how a failed one is reported."""
+
+    every: int
+    """Turns from one checkpoint to the next; 0 makes none."""
+    report: Report
+
+    def due(self, turn: Turn, request: RolloutRequest) -> bool:
+        """Whether to make a checkpoint after this turn; none after the last turn, which has no successor."""
+        is_last = any(call.name == "finish" and not call.error for call in turn.calls)
+        own_machine = request.lane != "production" and request.isolation == "episode"
+        return own_machine and self.every > 0 and not is_last and (turn.index + 1) % self.every == 0
+
+    async def write(self, sandbox: RemoteSandbox, log: TurnLog, index: int, trajectory: str) -> None:
+        """Store the sandbox as it is after turn `index`. WrongSequence: another actor has taken over the attempt."""
+        try:
+            data = await sandbox.checkpoint()
+            if len(data) > MAX_BYTES:
+                raise CannotCopy(f"the checkpoint has {len(data) >> 20} MiB; one message holds {MAX_BYTES >> 20} MiB")
+        except (CannotCopy, SandboxLost) as error:
+            await self.report("checkpoint_failed", str(error), "warning", trajectory=trajectory, turn=index)
+            return
+        await log.checkpoint(index, sandbox.node, data)
+
+
+async def restore(sandboxes: Sandboxes, acquire: Acquire, resume: ResumeState, patience_s: float) -> RemoteSandbox:
+    """A copy of the attempt's sandbox from its newest checkpoint. SandboxLost, NoCapacity."""
+    assert resume.checkpoint is not None
+    try:
+        place = await sandboxes.acquire(acquire, node=resume.checkpoint.node, patience_s=patience_s)
+    except Superseded:
+        raise
+    except SandboxLost:  # that node is gone: any other will do
+        place = await sandboxes.acquire(acquire, patience_s=patience_s)
+    # An attempt has one sandbox: the copy replaces the one that was just acquired.
+    await sandboxes.release(place)
+    try:
+        return await sandboxes.restore(acquire, resume.checkpoint.data, place.node, patience_s)
+    except CannotCopy as error:
+        raise SandboxLost(f"{place.node} cannot restore a checkpoint of {resume.sandbox}: {error}") from None
+
+
+async def replay_calls(resume: ResumeState, run: Runner) -> None:
+    """Send a copy the calls that were answered after its checkpoint. SandboxLost when an answer differs."""
+    assert resume.checkpoint is not None
+    answered: Sequence[Turn] = resume.turns[resume.checkpoint.turn + 1 :]
+    for turn in answered:
+        for call, recorded in zip(turn.calls, turn.results, strict=False):  # an open turn has no results yet
+            result = await run(call)
+            if not same(recorded, result):
+                raise SandboxLost(f"a copy of {resume.sandbox} gave another answer to call {call.id} than recorded")

@@ -1,0 +1,1 @@
+"""The trainer actor: batches in the order of the closings, versions out."""

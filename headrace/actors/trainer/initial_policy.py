@@ -1,0 +1,69 @@
+"""The run's renderer bundle, and the traces that a new policy reads before reinforcement."""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from headrace.config import Config
+from headrace.harness.sync_tools import answer
+from headrace.harness.tools.registry import TOOLS, schemas_of
+from headrace.messages.rollout import RendererBundle
+from headrace.rendering.base import RendererError
+from headrace.rendering.bundle import checkpoint_bundle, terse_bundle
+from headrace.rendering.registry import Renderers
+from headrace.rendering.terse import Format
+from headrace.rendering.tokenizer import Tokenizer
+from headrace.tasks.generated import repositories, traces
+from headrace.training.mid_training import Trace
+
+TOKENIZER_TRACES = 400
+"""Traces on which a tokenizer is made: a second of work, and every word of the tools is in there."""
+BUNDLE = "renderer.json"
+"""The bundle's file in the run's folder: a resumed run renders as it did, whatever became of the checkpoint's files."""
+
+
+def bundle(config: Config, folder: Path) -> RendererBundle:
+    """The run's bundle: made once, then read. Its tokenizer.json also lies in the run's folder, for replay and engines.
+
+    RendererError when the checkpoint's format cannot be used.
+    """
+    file = folder / BUNDLE
+    if file.exists():
+        return msgspec.json.decode(file.read_bytes(), type=RendererBundle)
+    made = _make(config, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "tokenizer.json", made.tokenizer_json.encode())
+    _write(file, msgspec.json.encode(made))
+    return made
+
+
+def _make(config: Config, folder: Path) -> RendererBundle:
+    policy, tools = config.policy, schemas_of(tuple(name for name in TOOLS.names() if TOOLS.builtin(name)))
+    if not policy.checkpoint and policy.renderer not in ("auto", "terse"):
+        raise RendererError(f"[policy] renderer = {policy.renderer!r} needs a checkpoint; expected auto or terse")
+    if policy.checkpoint:
+        return checkpoint_bundle(
+            Path(policy.checkpoint), policy.renderer, policy.chat_template, policy.template_kwargs, tools=tools
+        )
+    file = folder / "tokenizer.json"  # of a run that an earlier headrace started, without a bundle
+    if file.exists():
+        return terse_bundle(file.read_text(encoding="utf-8"), tools)
+    texts = traces.tokenizer_texts(config.run.seed, TOKENIZER_TRACES, Format(), answer)
+    return terse_bundle(Tokenizer.train(texts, policy.vocab).dump(), tools)
+
+
+def _write(file: Path, content: bytes) -> None:
+    part = file.with_name(f".{file.name}.part")
+    part.write_bytes(content)
+    os.replace(part, file)
+
+
+def mid_training(config: Config, made: RendererBundle) -> Iterator[Trace]:
+    """Traces of tool use without an end, in the policy's own format."""
+    renderer = Renderers(made).open(schemas_of(repositories.TOOLS))
+    return traces.mid_training_texts(
+        config.run.seed, config.mid_training.quality, renderer, partial(answer, details=renderer.detailed_results)
+    )

@@ -1,0 +1,1 @@
+"""Parts of the gateway: sessions, dialects, keys, limits."""

@@ -1,0 +1,41 @@
+"""A client's request and its reply, independent of the dialect.
+
+Every dialect (`dialects/`) reads its requests into a `ModelRequest` and writes a `ModelReply` in its own words. The
+client's agent runs its own tools: a reply names the calls, and the next request brings their results.
+"""
+
+import msgspec
+
+from headrace.messages.product import ClientCall, ClientMessage, ClientTool, ClientUsage, TurnStop
+
+
+class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn that a client asks for."""
+
+    model: str
+    messages: tuple[ClientMessage, ...]
+    tools: tuple[ClientTool, ...] = ()
+    max_tokens: int | None = None
+    """None: the server's limit."""
+    temperature: float = 1.0
+    stream: bool = False
+    include_usage: bool = False
+    """Chat completions: a last chunk with the usage."""
+    session: str = ""
+    """The session that the client names; empty where it names none."""
+    user: str = ""
+
+
+class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of the model."""
+
+    id: str
+    model: str
+    created: int
+    """Seconds since the epoch."""
+    session: str
+    """The id under which the session can be rated and closed."""
+    text: str = ""
+    calls: tuple[ClientCall, ...] = ()
+    stop: TurnStop = "stop"
+    usage: ClientUsage

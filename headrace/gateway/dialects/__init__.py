@@ -1,0 +1,1 @@
+"""The dialects that clients speak: OpenAI responses and chat completions, Anthropic messages."""

@@ -1,0 +1,159 @@
+"""OpenAI chat completions: ``POST /v1/chat/completions``.
+
+Tool calls of one turn come in one message, each with its index; a stream ends with ``data: [DONE]``, and where the
+client asks for usage, a chunk without choices comes before it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from headrace.gateway.conversation import ModelReply, ModelRequest
+from headrace.gateway.dialects.base import (
+    Body,
+    Unusable,
+    arguments,
+    event,
+    objects,
+    schema,
+    string,
+    temperature,
+    text_of,
+    whole_number,
+)
+from headrace.messages.product import ClientCall, ClientMessage, ClientTool
+
+_FINISH = {"stop": "stop", "calls": "tool_calls", "length": "length"}
+_KINDS = ("text", "refusal")
+
+
+class ChatCompletions:
+    """The dialect of mini-swe-agent, aider, LiteLLM and most user interfaces."""
+
+    path = "/v1/chat/completions"
+
+    def request(self, body: Body) -> ModelRequest:
+        """See `Dialect.request`."""
+        if body.get("n") not in (None, 1):
+            raise Unusable("n: expected 1; ask again for another sample", "n")
+        if body.get("stop"):
+            raise Unusable("stop: stop sequences are not supported; the model ends its own turn", "stop")
+        tools = _tools(body)
+        messages = tuple(
+            _message(entry, index) for index, entry in enumerate(objects(body.get("messages"), "messages"))
+        )
+        if not messages:
+            raise Unusable("messages: expected at least one message", "messages")
+        options = body.get("stream_options")
+        metadata = body.get("metadata")
+        return ModelRequest(
+            model=string(body.get("model"), "model"),
+            messages=messages,
+            tools=tools,
+            max_tokens=whole_number(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens"),
+            temperature=temperature(body.get("temperature")),
+            stream=body.get("stream") is True,
+            include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+            session=string(body.get("prompt_cache_key"), "prompt_cache_key")
+            or string(metadata.get("session_id") if isinstance(metadata, dict) else None, "metadata.session_id"),
+            user=string(body.get("user"), "user"),
+        )
+
+    def reply(self, reply: ModelReply) -> dict[str, Any]:
+        """See `Dialect.reply`."""
+        message: dict[str, Any] = {"role": "assistant", "content": reply.text or None, "refusal": None}
+        if reply.calls:
+            message["tool_calls"] = [_call(call) for call in reply.calls]
+        choice = {"index": 0, "message": message, "finish_reason": _FINISH[reply.stop], "logprobs": None}
+        return _head(reply, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
+
+    def events(self, reply: ModelReply, request: ModelRequest) -> Iterator[bytes]:
+        """See `Dialect.events`."""
+        head = _head(reply, "chat.completion.chunk")
+
+        def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
+            choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+            return event(head | {"choices": [choice]} | ({"usage": None} if request.include_usage else {}))
+
+        yield chunk({"role": "assistant", "content": ""})
+        if reply.text:
+            yield chunk({"content": reply.text})
+        for index, call in enumerate(reply.calls):
+            yield chunk({"tool_calls": [{"index": index} | _call(call)]})
+        yield chunk({}, _FINISH[reply.stop])
+        if request.include_usage:
+            yield event(head | {"choices": [], "usage": _usage(reply)})
+        yield b"data: [DONE]\n\n"
+
+    def error(self, status: int, text: str, field: str = "") -> dict[str, Any]:
+        """See `Dialect.error`."""
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return {"error": {"message": text, "type": kind, "param": field or None, "code": _CODES.get(status)}}
+
+
+_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
+
+
+def _head(reply: ModelReply, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created, "model": reply.model}
+
+
+def _usage(reply: ModelReply) -> dict[str, Any]:
+    usage = reply.usage
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.sampled,
+        "total_tokens": usage.prompt + usage.sampled,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }
+
+
+def _call(call: ClientCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _tools(body: Body) -> tuple[ClientTool, ...]:
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise Unusable("tool_choice: expected 'auto' or 'none'; a call cannot be forced", "tool_choice")
+    if choice == "none":
+        return ()
+    tools: list[ClientTool] = []
+    for index, entry in enumerate(objects(body.get("tools"), "tools")):
+        function = entry.get("function")
+        if entry.get("type") != "function" or not isinstance(function, dict):
+            raise Unusable(f"tools[{index}]: expected a tool of type 'function'", "tools")
+        field = f"tools[{index}].function"
+        tools.append(
+            ClientTool(
+                name=string(function.get("name"), f"{field}.name"),
+                description=string(function.get("description"), f"{field}.description"),
+                parameters=schema(function.get("parameters"), f"{field}.parameters"),
+            )
+        )
+    return tuple(tools)
+
+
+def _message(entry: dict[str, Any], index: int) -> ClientMessage:
+    field = f"messages[{index}]"
+    role, text = entry.get("role"), text_of(entry.get("content"), f"{field}.content", _KINDS)
+    if role in ("system", "developer"):
+        return ClientMessage(role="system", text=text)
+    if role == "user":
+        return ClientMessage(role="user", text=text)
+    if role == "tool":
+        return ClientMessage(role="tool", text=text, call_id=string(entry.get("tool_call_id"), f"{field}.tool_call_id"))
+    if role != "assistant":
+        raise Unusable(f"{field}.role: expected system, developer, user, assistant or tool, got {role!r}", "messages")
+    calls: list[ClientCall] = []
+    for number, call in enumerate(objects(entry.get("tool_calls"), f"{field}.tool_calls")):
+        function = call.get("function")
+        if not isinstance(function, dict):
+            raise Unusable(f"{field}.tool_calls[{number}].function: expected an object", "messages")
+        calls.append(
+            ClientCall(
+                id=string(call.get("id"), f"{field}.tool_calls[{number}].id"),
+                name=string(function.get("name"), f"{field}.tool_calls[{number}].function.name"),
+                arguments=arguments(function.get("arguments"), f"{field}.tool_calls[{number}].function.arguments"),
+            )
+        )
+    return ClientMessage(role="assistant", text=text, calls=tuple(calls))

@@ -1,0 +1,187 @@
+"""Anthropic messages: ``POST /v1/messages`` and ``/v1/messages/count_tokens``, the dialect of Claude Code.
+
+Tool results are blocks of a user's message; in the history here each is a message of its own, before the user's words.
+Thinking blocks of another model are left out. A stream is ``message_start``, per block start, delta and stop, then
+``message_delta`` with the stop reason.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from headrace.gateway.conversation import ModelReply, ModelRequest
+from headrace.gateway.dialects.base import (
+    Body,
+    Unusable,
+    event,
+    objects,
+    schema,
+    string,
+    temperature,
+    text_of,
+    whole_number,
+)
+from headrace.messages.product import ClientCall, ClientMessage, ClientTool
+
+_STOP = {"stop": "end_turn", "calls": "tool_use", "length": "max_tokens"}
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    529: "overloaded_error",
+}
+
+
+class Messages:
+    """The dialect of Claude Code and of Anthropic's SDK."""
+
+    path = "/v1/messages"
+
+    def request(self, body: Body) -> ModelRequest:
+        """See `Dialect.request`."""
+        if body.get("stop_sequences"):
+            raise Unusable("stop_sequences: not supported; the model ends its own turn", "stop_sequences")
+        messages: list[ClientMessage] = []
+        if system := text_of(body.get("system"), "system"):
+            messages.append(ClientMessage(role="system", text=system))
+        for index, entry in enumerate(objects(body.get("messages"), "messages")):
+            messages += _message(entry, f"messages[{index}]")
+        if not any(said.role != "system" for said in messages):
+            raise Unusable("messages: expected at least one message", "messages")
+        metadata = body.get("metadata")
+        user = string(metadata.get("user_id") if isinstance(metadata, dict) else None, "metadata.user_id")
+        return ModelRequest(
+            model=string(body.get("model"), "model"),
+            messages=tuple(messages),
+            tools=_tools(body),
+            max_tokens=whole_number(body.get("max_tokens"), "max_tokens"),
+            temperature=temperature(body.get("temperature")),
+            stream=body.get("stream") is True,
+            user=user,
+        )
+
+    def reply(self, reply: ModelReply) -> dict[str, Any]:
+        """See `Dialect.reply`."""
+        return _head(reply) | {
+            "content": _blocks(reply),
+            "stop_reason": _STOP[reply.stop],
+            "usage": _prompt_usage(reply) | {"output_tokens": reply.usage.sampled},
+        }
+
+    def events(self, reply: ModelReply, request: ModelRequest) -> Iterator[bytes]:
+        """See `Dialect.events`."""
+
+        def say(name: str, **data: Any) -> bytes:
+            return event({"type": name} | data, name)
+
+        yield say("message_start", message=_head(reply) | {"usage": _prompt_usage(reply) | {"output_tokens": 0}})
+        yield say("ping")
+        for index, block in enumerate(_blocks(reply)):
+            if block["type"] == "text":
+                yield say("content_block_start", index=index, content_block={"type": "text", "text": ""})
+                delta = {"type": "text_delta", "text": block["text"]}
+            else:
+                yield say("content_block_start", index=index, content_block=block | {"input": {}})
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+            yield say("content_block_delta", index=index, delta=delta)
+            yield say("content_block_stop", index=index)
+        yield say(
+            "message_delta",
+            delta={"stop_reason": _STOP[reply.stop], "stop_sequence": None},
+            usage={"output_tokens": reply.usage.sampled},
+        )
+        yield say("message_stop")
+
+    def error(self, status: int, text: str, field: str = "") -> dict[str, Any]:
+        """See `Dialect.error`."""
+        return {"type": "error", "error": {"type": _ERRORS.get(status, "api_error"), "message": text}}
+
+
+def _head(reply: ModelReply) -> dict[str, Any]:
+    return {
+        "id": f"msg_{reply.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": reply.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _prompt_usage(reply: ModelReply) -> dict[str, int]:
+    usage = reply.usage
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_read_input_tokens": usage.cached,
+        "cache_creation_input_tokens": 0,
+    }
+
+
+def _blocks(reply: ModelReply) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text else []
+    for call in reply.calls:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
+    return blocks
+
+
+def _tools(body: Body) -> tuple[ClientTool, ...]:
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind not in (None, "auto", "none"):
+        raise Unusable("tool_choice: expected auto or none; a call cannot be forced", "tool_choice")
+    if kind == "none":
+        return ()
+    return tuple(
+        ClientTool(
+            name=string(entry.get("name"), f"tools[{index}].name"),
+            description=string(entry.get("description"), f"tools[{index}].description"),
+            parameters=schema(entry.get("input_schema"), f"tools[{index}].input_schema"),
+        )
+        for index, entry in enumerate(objects(body.get("tools"), "tools"))
+        if entry.get("type", "custom") == "custom"
+    )
+
+
+def _message(entry: dict[str, Any], field: str) -> list[ClientMessage]:
+    role, content = entry.get("role"), entry.get("content")
+    if role not in ("user", "assistant"):
+        raise Unusable(f"{field}.role: expected user or assistant, got {role!r}", "messages")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects(content, f"{field}.content")
+    texts: list[str] = []
+    calls: list[ClientCall] = []
+    results: list[ClientMessage] = []
+    for number, block in enumerate(blocks):
+        kind, place = block.get("type"), f"{field}.content[{number}]"
+        if kind == "text":
+            texts.append(text_of([block], place))
+        elif kind in ("thinking", "redacted_thinking"):
+            continue
+        elif kind == "tool_use" and role == "assistant":
+            given = block.get("input")
+            if not isinstance(given, dict):
+                raise Unusable(f"{place}.input: expected an object", "messages")
+            calls.append(
+                ClientCall(
+                    id=string(block.get("id"), f"{place}.id"),
+                    name=string(block.get("name"), f"{place}.name"),
+                    arguments=json.dumps(given, ensure_ascii=False),
+                )
+            )
+        elif kind == "tool_result" and role == "user":
+            results.append(
+                ClientMessage(
+                    role="tool",
+                    text=text_of(block.get("content"), f"{place}.content"),
+                    call_id=string(block.get("tool_use_id"), f"{place}.tool_use_id"),
+                )
+            )
+        else:
+            raise Unusable(f"{place}.type: expected text, tool_use or tool_result, got {kind!r}", "messages")
+    text = "\n".join(texts)
+    if role == "assistant":
+        return [ClientMessage(role="assistant", text=text, calls=tuple(calls))]
+    return [*results, *([ClientMessage(role="user", text=text)] if text or not results else [])]

@@ -1,0 +1,221 @@
+"""HTTP endpoints for agents that run their own tools: three dialects over one function that samples a turn.
+
+    POST /v1/chat/completions, /v1/responses, /v1/messages     a turn, as a stream on request
+    POST /v1/messages/count_tokens                             the tokens of a prompt
+    GET  /v1/models                                            the policies that are served
+    POST /v1/client/sessions/ID/feedback                       {thumb, comment?}: end the session and rate it
+    DELETE /v1/client/sessions/ID                              end the session without a rating
+
+Every turn's answer names its session in the header `X-Headrace-Session`; that is the ID to rate.
+
+The endpoints know HTTP, keys and dialects; the sampler knows sessions and the engine. While a streamed turn is sampled
+the connection carries comments, so that neither a proxy nor the client takes it for dead.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple, Protocol
+
+from aiohttp import web
+
+from headrace.gateway.conversation import ModelReply, ModelRequest
+from headrace.gateway.dialects.base import Dialect, Unusable, string
+from headrace.gateway.dialects.chat import ChatCompletions
+from headrace.gateway.dialects.messages import Messages
+from headrace.gateway.dialects.responses import Responses
+from headrace.gateway.http import IDLE_S, Refused, read_body
+from headrace.gateway.keys import ApiKey, ApiKeys
+from headrace.gateway.limits import RateLimit, retry_after
+
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())
+SESSION_HEADERS = ("x-headrace-session", "session-id", "session_id", "x-session-id", "conversation_id")
+"""Headers in which clients name their session, first match wins. Codex sends ``session-id``."""
+COMMENT_EVERY_S = 10.0
+SESSION = "X-Headrace-Session"
+Thumb = Literal["up", "down"]
+_log = logging.getLogger("headrace.gateway")
+
+
+class Caller(NamedTuple):
+    """Whose request it is."""
+
+    key: ApiKey
+    session: str
+    """As the client names it; empty where it names none."""
+    user: str
+
+
+class Begun(NamedTuple):
+    """A turn under way."""
+
+    session: str
+    reply: Coroutine[Any, Any, ModelReply]
+
+
+class Sampler(Protocol):
+    """The source of turns behind the endpoints."""
+
+    def begin(self, request: ModelRequest, caller: Caller) -> "Begun":
+        """The session that a turn belongs to, and the turn to be awaited. Refused when there is none to be had."""
+
+    async def count(self, request: ModelRequest) -> int:
+        """Tokens of the prompt."""
+
+    def models(self) -> list[str]:
+        """Names that a request may give."""
+
+    async def rate(self, session: str, key: ApiKey, thumb: Thumb, comment: str) -> None:
+        """End a session and rate it. Refused when the key's tenant has no such session."""
+
+    async def close(self, session: str, key: ApiKey) -> None:
+        """End a session without a rating. Refused when the key's tenant has no such session."""
+
+
+class Endpoints:
+    """Routes of the three dialects."""
+
+    def __init__(self, sampler: Sampler, keys: ApiKeys, limits: RateLimit | None = None) -> None:
+        self._sampler, self._keys, self._limits = sampler, keys, limits or RateLimit()
+
+    def routes(self) -> list[web.RouteDef]:
+        """For an aiohttp application."""
+        turns = [web.post(dialect.path, self._turn(dialect)) for dialect in DIALECTS]
+        return [
+            *turns,
+            web.post("/v1/messages/count_tokens", self._guarded(Messages(), self._count)),
+            web.get("/v1/models", self._guarded(ChatCompletions(), self._models)),
+            web.post("/v1/client/sessions/{session}/feedback", self._guarded(ChatCompletions(), self._rate)),
+            web.delete("/v1/client/sessions/{session}", self._guarded(ChatCompletions(), self._close)),
+        ]
+
+    def _admit(self, request: web.Request) -> ApiKey:
+        """The request's key. Refused with 401 or 429."""
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        token = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if not token:
+            raise Refused(401, "no API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`")
+        key = self._keys.find(token)
+        if key is None:
+            raise Refused(401, "this API key is unknown or revoked")
+        wait = self._limits.take(key.id, key.requests_per_minute)
+        if wait > 0:
+            raise Refused(429, f"more than {key.requests_per_minute} requests a minute with this key", wait)
+        return key
+
+    def _guarded(
+        self, dialect: Dialect, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Every failure becomes the dialect's own error, with its status."""
+
+        async def respond(request: web.Request) -> web.StreamResponse:
+            try:
+                return await handler(request)
+            except Unusable as error:
+                return web.json_response(dialect.error(400, str(error), error.field), status=400)
+            except Refused as error:
+                headers = {"Retry-After": retry_after(error.retry_s)} if error.retry_s else None
+                return web.json_response(dialect.error(error.status, str(error)), status=error.status, headers=headers)
+            except web.HTTPException as error:
+                return web.json_response(dialect.error(error.status, error.reason), status=error.status)
+            except ConnectionError:
+                raise
+            except Exception:
+                _log.exception("a request failed: %s", request.path)
+                return web.json_response(dialect.error(500, "the server failed; its log says why"), status=500)
+
+        return respond
+
+    def _turn(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            key = self._admit(request)  # Without a key the body is not even read.
+            asked = dialect.request(await _body(request))
+            caller = Caller(key, _session(request, asked)[:200], asked.user[:200])
+            if not asked.stream:
+                begun = self._sampler.begin(asked, caller)
+                return web.json_response(dialect.reply(await begun.reply), headers={SESSION: begun.session})
+            return await self._stream(request, dialect, asked, caller)
+
+        return self._guarded(dialect, handler)
+
+    async def _stream(
+        self, request: web.Request, dialect: Dialect, asked: ModelRequest, caller: Caller
+    ) -> web.StreamResponse:
+        """The turn as server-sent events. A refusal before the first byte keeps its status."""
+        begun = self._sampler.begin(asked, caller)
+        turn = asyncio.ensure_future(begun.reply)
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", SESSION: begun.session}
+        response = web.StreamResponse(headers=headers)
+        try:
+            done, _ = await asyncio.wait({turn}, timeout=COMMENT_EVERY_S)
+            if done:
+                turn.result()
+            await response.prepare(request)
+            while not turn.done():
+                await _send(response, b": sampling\n\n")
+                await asyncio.wait({turn}, timeout=COMMENT_EVERY_S)
+            try:
+                for event in dialect.events(turn.result(), asked):
+                    await _send(response, event)
+            except Refused as error:
+                data = json.dumps(dialect.error(error.status, str(error)))
+                await _send(response, f"event: error\ndata: {data}\n\n".encode())
+            await response.write_eof()
+        finally:
+            if not turn.done():
+                turn.cancel()
+                with suppress(asyncio.CancelledError):
+                    await turn
+        return response
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        self._admit(request)
+        return web.json_response({"input_tokens": await self._sampler.count(Messages().request(await _body(request)))})
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._admit(request)
+        models = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "headrace"} for name in self._sampler.models()
+        ]
+        return web.json_response({"object": "list", "data": models})
+
+    async def _rate(self, request: web.Request) -> web.StreamResponse:
+        key = self._admit(request)
+        body = await _body(request)
+        thumb, comment = body.get("thumb"), string(body.get("comment"), "comment")
+        if thumb not in ("up", "down"):
+            raise Unusable(f"thumb: expected 'up' or 'down', got {thumb!r}", "thumb")
+        await self._sampler.rate(request.match_info["session"], key, thumb, comment[:2000])
+        return web.json_response({"session": request.match_info["session"], "thumb": thumb})
+
+    async def _close(self, request: web.Request) -> web.StreamResponse:
+        key = self._admit(request)
+        await self._sampler.close(request.match_info["session"], key)
+        return web.json_response({"session": request.match_info["session"], "state": "ended"})
+
+
+def _session(request: web.Request, asked: ModelRequest) -> str:
+    """The session as a header names it, else as the body does; empty where neither does."""
+    return next((request.headers[name] for name in SESSION_HEADERS if request.headers.get(name)), asked.session)
+
+
+async def _send(response: web.StreamResponse, data: bytes) -> None:
+    """Write a part of a stream. A client that does not read it within `IDLE_S` loses the connection."""
+    try:
+        async with asyncio.timeout(IDLE_S):
+            await response.write(data)
+    except TimeoutError:
+        raise ConnectionResetError("the client does not read its stream") from None
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    """The request's JSON object. Unusable when it is none, or nested too deeply."""
+    try:
+        value = json.loads(await read_body(request))
+    except (ValueError, RecursionError):
+        raise Unusable("the body: expected a JSON object") from None
+    if not isinstance(value, dict):
+        raise Unusable(f"the body: expected a JSON object, got {type(value).__name__}")
+    return value

@@ -1,0 +1,226 @@
+"""The gateway's HTTP front: typed JSON in, JSON out, and bounds on everything that a client controls.
+
+A client may send anything, send slowly, or never finish. So bodies are bounded and decoded into typed structs, and what
+does not fit is answered with one sentence and status 400. Connections are bounded in number and in time: one that has
+not sent its headers within `HEADER_S`, or that is idle for `IDLE_S`, is closed; one above `MAX_CONNECTIONS` gets a 503.
+aiohttp has no such bounds. They are in `Connections`, which wraps its server and uses public interfaces only.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar, cast
+
+import msgspec
+from aiohttp import web
+
+from headrace.bus.errors import BusError
+
+MAX_BODY = 8 << 20
+"""Bytes of a request's body."""
+BODY_S = 30.0
+"""Seconds for a request's body to arrive."""
+HEADER_S = 10.0
+"""Seconds for a request's headers to arrive."""
+IDLE_S = 30.0
+"""Seconds between a response and the complete headers of the next request; also to read the response."""
+MAX_CONNECTIONS = 1024
+STOP_S = 1.0
+"""Seconds that handlers get to finish when the listener stops."""
+MAX_WAIT_S = 60.0
+SWEEP_S = 0.25
+"""Seconds between two checks of the deadlines."""
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Report = Callable[[Exception, str], Awaitable[None]]
+
+
+class Refused(Exception):
+    """The request cannot be served; the text says why and what to send instead.
+
+    retry_s: seconds after which the same request may be served; 0 when it never is.
+    """
+
+    def __init__(self, status: int, text: str, retry_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.status, self.retry_s = status, retry_s
+
+
+def answer(value: dict[str, Any], status: int = 200) -> web.Response:
+    """A JSON response. Strings may hold lone surrogates: json escapes them."""
+    return web.json_response(value, status=status)
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole body. Refused with 400, 408 or 413."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise Refused(408, f"the body did not arrive within {BODY_S:g} s") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise Refused(413, f"the body is larger than {MAX_BODY} bytes") from None
+    except (ConnectionError, web.RequestPayloadError):
+        raise Refused(400, "the connection was closed before the body was complete") from None
+
+
+async def read_json(request: web.Request, type: type[T]) -> T:
+    """The body as a struct. Refused with 400, 408 or 413."""
+    body = await read_body(request)
+    try:
+        return msgspec.json.decode(body, type=type)
+    except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError) as error:
+        raise Refused(400, f"the body is not the expected JSON object: {error}") from None
+
+
+def wait_seconds(request: web.Request) -> float:
+    """The query parameter `wait`, 0 without one, at most `MAX_WAIT_S`. Refused with 400."""
+    text = request.query.get("wait", "0")
+    try:
+        seconds = float(text or "0")
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise Refused(400, f"wait: expected a number of seconds from 0 to {MAX_WAIT_S:g}, got {text!a}")
+    return min(seconds, MAX_WAIT_S)
+
+
+def guarded(handler: Handler, report: Report) -> Handler:
+    """A handler whose every failure is a JSON answer with one sentence. report: gets the errors that are ours.
+
+    A client that leaves cancels its handler, except one that changes something: it runs to its end.
+    """
+
+    async def respond(request: web.Request) -> web.StreamResponse:
+        try:
+            work = asyncio.ensure_future(handler(request))
+            return await (work if request.method == "GET" else asyncio.shield(work))
+        except Refused as error:
+            return answer({"error": str(error)}, error.status)
+        except BusError as error:
+            return answer({"error": f"the message bus is unavailable, try again: {error}"}, 503)
+        except Exception as error:
+            await report(error, f"{request.method} {request.path}")
+            return answer({"error": "internal error; the gateway has reported it"}, 500)
+
+    return respond
+
+
+class Connections:
+    """A protocol factory around aiohttp's server that bounds the number of connections and their deadlines."""
+
+    def __init__(self, server: Callable[[], asyncio.Protocol]) -> None:
+        self.server = server
+        self.deadlines: dict[asyncio.Transport, float] = {}
+        """Of every open connection, by the monotonic clock."""
+
+    def __call__(self) -> asyncio.Protocol:
+        """The protocol of a new connection."""
+        return _Connection(self)
+
+    def __len__(self) -> int:
+        """Open connections."""
+        return len(self.deadlines)
+
+    async def timed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Stop a connection's clock while a handler works: handlers bound their own time."""
+        transport = cast("asyncio.Transport", request.transport)
+        if transport in self.deadlines:
+            self.deadlines[transport] = math.inf
+        try:
+            return await handler(request)
+        finally:
+            if transport in self.deadlines:
+                self.deadlines[transport] = time.monotonic() + IDLE_S
+
+    async def sweep(self) -> None:
+        """Close the connections whose deadline has passed, for ever."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = time.monotonic()
+            for transport in [transport for transport, deadline in self.deadlines.items() if now > deadline]:
+                transport.abort()
+
+
+class _Connection(asyncio.Protocol):
+    """Hands a connection's events to aiohttp's protocol, and counts the connection while it is open."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._protocol: asyncio.Protocol | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast("asyncio.Transport", transport)  # uvloop's transports have no common base class
+        if len(self._connections) >= MAX_CONNECTIONS:
+            transport.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n")
+            transport.write(b"Connection: close\r\n\r\n")
+            transport.close()
+            return
+        self._transport, self._protocol = transport, self._connections.server()
+        self._connections.deadlines[transport] = time.monotonic() + HEADER_S
+        self._protocol.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._protocol is not None:
+            self._protocol.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._protocol.eof_received() if self._protocol is not None else None
+
+    def pause_writing(self) -> None:
+        if self._protocol is not None:
+            self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._protocol is not None:
+            self._protocol.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._protocol is not None and self._transport is not None:
+            del self._connections.deadlines[self._transport]
+            self._protocol.connection_lost(exc)
+
+
+class Listener:
+    """One HTTP port: `start`, then `stop`."""
+
+    def __init__(self, routes: list[web.RouteDef], report: Report) -> None:
+        """report: gets what the handlers raise beyond Refused and BusError."""
+        self.connections: Connections | None = None
+        self._routes, self._report = routes, report
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen; the URL. port: 0 takes a free one."""
+
+        @web.middleware
+        async def clock(request: web.Request, handler: Handler) -> web.StreamResponse:
+            assert self.connections is not None
+            return await self.connections.timed(request, guarded(handler, self._report))
+
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[clock])
+        app.add_routes(self._routes)
+        self._runner = web.AppRunner(
+            app, access_log=None, keepalive_timeout=IDLE_S, handler_cancellation=True, shutdown_timeout=STOP_S
+        )
+        await self._runner.setup()
+        assert self._runner.server is not None
+        self.connections = Connections(self._runner.server)
+        self._server = await asyncio.get_running_loop().create_server(self.connections, host, port, backlog=512)
+        self._sweeper = asyncio.create_task(self.connections.sweep(), name="connection deadlines")
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return f"http://{host}:{port}"
+
+    async def stop(self) -> None:
+        """Close the port and every connection."""
+        if self._sweeper is None:
+            return
+        self._sweeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._sweeper
+        self._server.close()
+        await self._runner.cleanup()

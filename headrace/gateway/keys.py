@@ -1,0 +1,110 @@
+"""API keys of the gateway: each belongs to a tenant, and only its hash is stored.
+
+Why a plain hash: a key is 32 random bytes, so SHA-256 of it cannot be searched and needs no slow function. The file is
+written whole under another name and renamed, with mode 0600: a reader never sees half of it, and a gateway that is
+running takes a changed file at its next request.
+"""
+
+import hashlib
+import os
+import secrets
+import time
+from pathlib import Path
+
+import msgspec
+
+from headrace.config import Config
+
+PREFIX = "hr-"
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of a key. The key itself is shown once, when it is made."""
+
+    id: str
+    """The first eight digits of its hash: enough to name it in a list."""
+    tenant: str
+    training: bool = False
+    """The tenant opted in: sessions of this key may be trained on once they are rated."""
+    requests_per_minute: int = 600
+    created: float
+    """Seconds since the epoch."""
+
+
+def key_file(config: Config) -> Path:
+    """Where the keys of a configuration are."""
+    return Path(config.production.keys or Path(config.run.dir) / "keys.json")
+
+
+class KeyFileError(Exception):
+    """The file of keys cannot be used; the text says why."""
+
+
+class ApiKeys:
+    """The keys in one file. A missing file holds none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp: tuple[int, int] | None = None
+        self._keys: dict[str, ApiKey] = {}
+
+    def add(self, tenant: str, *, training: bool = False, requests_per_minute: int = 600) -> str:
+        """Make a key for a tenant and return it: it is stored nowhere."""
+        key = PREFIX + secrets.token_urlsafe(32)
+        digest = _digest(key)
+        entry = ApiKey(
+            id=digest[:8],
+            tenant=tenant,
+            training=training,
+            requests_per_minute=requests_per_minute,
+            created=time.time(),
+        )
+        self._write(self._read() | {digest: entry})
+        return key
+
+    def revoke(self, id: str) -> ApiKey:
+        """Remove the key with this id. KeyFileError when there is none."""
+        keys = self._read()
+        digest = next((digest for digest, entry in keys.items() if entry.id == id), None)
+        if digest is None:
+            raise KeyFileError(f"{self._path} has no key {id!r}; `headrace keys list` shows those that exist")
+        removed = keys.pop(digest)
+        self._write(keys)
+        return removed
+
+    def entries(self) -> list[ApiKey]:
+        """All keys, oldest first."""
+        return sorted(self._read().values(), key=lambda entry: entry.created)
+
+    def find(self, key: str) -> ApiKey | None:
+        """The record of a key; None for a key that was never made or is revoked.
+
+        The lookup is by hash, so its time tells nothing about the keys that exist."""
+        return self._read().get(_digest(key))
+
+    def _read(self) -> dict[str, ApiKey]:
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            self._stamp, self._keys = None, {}
+            return {}
+        stamp = (status.st_mtime_ns, status.st_ino)
+        if stamp != self._stamp:
+            try:
+                self._keys = msgspec.json.decode(self._path.read_bytes(), type=dict[str, ApiKey])
+            except (OSError, msgspec.DecodeError) as error:
+                raise KeyFileError(f"{self._path} is not a file of API keys: {error}") from None
+            self._stamp = stamp
+        return dict(self._keys)
+
+    def _write(self, keys: dict[str, ApiKey]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_suffix(f".{os.getpid()}.part")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(keys)))
+        partial.rename(self._path)
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()

@@ -1,0 +1,37 @@
+"""Rates per key: a token bucket, refilled continuously, so that a client may burst and then keeps its rate."""
+
+import math
+import time
+from collections.abc import Callable
+
+
+class RateLimit:
+    """One bucket per name. `burst` seconds of the rate may be taken at once."""
+
+    def __init__(self, burst_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._burst_s, self._clock = burst_s, clock
+        self._buckets: dict[str, tuple[float, float]] = {}
+
+    def take(self, name: str, per_minute: int) -> float:
+        """Take one request; 0 when it may go, else the seconds after which the next one may."""
+        rate = per_minute / 60.0
+        capacity = max(1.0, rate * self._burst_s)
+        now = self._clock()
+        tokens, last = self._buckets.get(name, (capacity, now))
+        tokens = min(capacity, tokens + (now - last) * rate)
+        if tokens < 1.0:
+            self._buckets[name] = (tokens, now)
+            return (1.0 - tokens) / rate
+        self._buckets[name] = (tokens - 1.0, now)
+        if len(self._buckets) > 10_000:
+            self._forget(now)
+        return 0.0
+
+    def _forget(self, now: float) -> None:
+        """Drop buckets that are full again by now: they mean nothing."""
+        self._buckets = {name: entry for name, entry in self._buckets.items() if now - entry[1] < 2 * self._burst_s}
+
+
+def retry_after(seconds: float) -> str:
+    """The header's value: whole seconds, at least one."""
+    return str(max(1, math.ceil(seconds)))

@@ -1,0 +1,35 @@
+"""The JSON objects that users send to the gateway, with their bounds."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+MAX_FILES = 10_000
+MAX_PATH = 1024
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class NewSession(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/sessions: a task for the agent, or a prompt and files of the user's own in its place."""
+
+    user: Name
+    suite: Name
+    task: Name
+    prompt: Annotated[str, Meta(max_length=65536)] = ""
+    files: Annotated[dict[str, str], Meta(max_length=MAX_FILES)] = {}
+    """Path to text."""
+
+    def __post_init__(self) -> None:
+        for path in self.files:
+            parts = path.split("/")
+            if not path or len(path) > MAX_PATH or path.startswith("/") or "\0" in path or {"", ".", ".."} & {*parts}:
+                raise ValueError(f"files: expected relative paths without '..', got {path[:80]!a}")
+
+
+class NewFeedback(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/sessions/ID/feedback: a user's judgement of a finished session."""
+
+    thumb: Literal["up", "down"]
+    comment: Annotated[str, Meta(max_length=2000)] = ""

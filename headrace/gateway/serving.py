@@ -1,0 +1,220 @@
+"""Turns for agents that run their own tools: from a request to a rollout actor of the production lane and back.
+
+The gateway knows sessions and no tokens; the rollout actor knows tokens and keeps no sessions. A session is a record in
+HR_SESSION, so a gateway that restarts goes on with it. It ends when it is rated, closed, or idle for
+``[production] idle_s``: then its turns become a Trajectory of the production lane. Only a rated one can be trained on.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError, BusTimeout, NoResponders
+from headrace.config import Config
+from headrace.gateway.client_sessions import ClientSessions
+from headrace.gateway.conversation import ModelReply, ModelRequest
+from headrace.gateway.endpoints import Begun, Caller, Thumb
+from headrace.gateway.http import Refused
+from headrace.gateway.keys import ApiKey
+from headrace.gateway.user_keys import UserKeys
+from headrace.messages import subjects
+from headrace.messages.operations import Ack
+from headrace.messages.product import (
+    ClientMessage,
+    ClientSession,
+    ClientSessionEnd,
+    ClientTurn,
+    ClientTurnDone,
+    Feedback,
+)
+from headrace.messages.rollout import PolicyRef, Sampling
+
+LATEST = "latest"
+"""The model that a request names to get the policy that is served; clients may give any other name as well."""
+Tell = Callable[..., Awaitable[None]]
+"""`Actor.event`."""
+
+
+class ClientServing:
+    """The sampler behind the gateway's endpoints."""
+
+    def __init__(
+        self, bus: Bus, config: Config, run: str, users: UserKeys, promoted: Callable[[], PolicyRef], event: Tell
+    ) -> None:
+        self._bus, self._config, self._run = bus, config, run
+        self._users, self._promoted, self._event = users, promoted, event
+        self._sessions = ClientSessions()
+        self._locks: dict[str, asyncio.Lock] = {}
+        self.active = 0
+        """Turns that are being sampled."""
+
+    async def start(self) -> None:
+        """Take over the sessions of the gateway before this one."""
+        self._state = await self._bus.kv("HR_SESSION")
+        entries = await self._state.items(self._key("*", "*"))
+        self._sessions = ClientSessions([entry for entry, _ in entries.values() if isinstance(entry, ClientSession)])
+
+    def _key(self, user: str, session: str) -> str:
+        return f"{self._run}.session.client.{user}.{session}"
+
+    def _key_of(self, group: str) -> str:
+        user, _, session = group.partition(".")
+        return self._key(user, session)
+
+    def models(self) -> list[str]:
+        """See `Sampler.models`."""
+        return [LATEST]
+
+    def begin(self, request: ModelRequest, caller: Caller) -> Begun:
+        """See `Sampler.begin`."""
+        user = self._users.hash(caller.key.tenant, caller.user or f"key {caller.key.id}")
+        request = msgspec.structs.replace(request, session=caller.session)
+        session = self._sessions.place(request, caller.key.tenant, user, caller.key.training, self._promoted())
+        return Begun(session.group, self._sample(request, session.group))
+
+    async def _sample(self, request: ModelRequest, group: str) -> ModelReply:
+        """One turn at a time of a session: the turn before this one may have moved its history on."""
+        production = self._config.production
+        async with self._locks.setdefault(group, asyncio.Lock()):
+            session, known = self._sessions.go_on(group, request)
+            sampling = Sampling(
+                temperature=request.temperature,
+                max_turn_tokens=min(request.max_tokens or production.turn_tokens, production.turn_tokens),
+            )
+            turn = ClientTurn(
+                run=self._run,
+                group=session.group,
+                segment=session.segment,
+                messages=request.messages,
+                known=known,
+                tools=request.tools,
+                policy=session.policy,
+                sampling=sampling,
+                seed=secrets.randbits(31),
+                context_tokens=production.context_tokens,
+            )
+            self.active += 1
+            try:
+                done = await self._ask(turn)
+            finally:
+                self.active -= 1
+            message = ClientMessage(role="assistant", text=done.text, calls=done.calls)
+            await self._keep(self._sessions.took(session, request, message))
+        return ModelReply(
+            id=secrets.token_hex(12),
+            model=request.model or LATEST,
+            created=int(time.time()),
+            session=session.group,
+            text=done.text,
+            calls=done.calls,
+            stop=done.stop,
+            usage=done.usage,
+        )
+
+    async def count(self, request: ModelRequest) -> int:
+        """See `Sampler.count`."""
+        turn = ClientTurn(
+            run=self._run,
+            group=".",
+            segment=0,
+            messages=request.messages,
+            tools=request.tools,
+            policy=self._promoted(),
+            count_only=True,
+        )
+        return (await self._ask(turn)).usage.prompt
+
+    async def _ask(self, turn: ClientTurn) -> ClientTurnDone:
+        """Refused where there is no turn."""
+        subject = subjects.RPC.at(service="rollout", method=f"turn-{subjects.token(self._run)}")
+        try:
+            owner = turn.group.partition(".")[0]
+            answer = await self._bus.request(subject, turn, timeout=self._config.production.turn_s, owner=owner)
+        except NoResponders:
+            raise Refused(503, "no rollout actor serves the production lane now", 5.0) from None
+        except BusTimeout:
+            raise Refused(504, f"no turn within {self._config.production.turn_s:g} s", 5.0) from None
+        except BusError as error:
+            raise Refused(503, str(error), 5.0) from None
+        if isinstance(answer, ClientTurnDone):
+            if answer.refused:
+                raise Refused(400, answer.refused)
+            if answer.failed:
+                raise Refused(503, answer.failed, 5.0)
+            return answer
+        raise Refused(500, answer.detail if isinstance(answer, Ack) else f"unexpected answer {answer.type_name}")
+
+    async def _keep(self, session: ClientSession) -> None:
+        await self._state.put(self._key_of(session.group), session)
+
+    async def rate(self, session: str, key: ApiKey, thumb: Thumb, comment: str) -> None:
+        """See `Sampler.rate`."""
+        record = self._owned(session, key)
+        trajectory = await self._end(record)
+        if not trajectory:
+            raise Refused(409, "no turn of this session was sampled, so there is nothing to rate")
+        user = session.partition(".")[0]
+        feedback = Feedback(
+            tenant=record.tenant,
+            user=user,
+            run=self._run,
+            trajectory=trajectory,
+            thumb=thumb,
+            training_allowed=record.training_allowed and key.training,
+            comment=comment,
+        )
+        subject = subjects.FEEDBACK.at(tenant=subjects.token(record.tenant), user=user)
+        await self._bus.publish(subject, feedback, msg_id=f"thumb.{trajectory}.{thumb}")
+
+    async def close(self, session: str, key: ApiKey) -> None:
+        """See `Sampler.close`."""
+        await self._end(self._owned(session, key))
+
+    def _owned(self, group: str, key: ApiKey) -> ClientSession:
+        session = self._sessions.get(group)
+        if session is None or session.tenant != key.tenant:
+            raise Refused(404, "there is no such open session; a session is rated once, while it is open")
+        return session
+
+    async def _end(self, session: ClientSession) -> str:
+        """Turn a session into a Trajectory; the trajectory's id, empty when no turn was sampled. Refused."""
+        group = session.group
+        async with self._locks.setdefault(group, asyncio.Lock()):
+            end = ClientSessionEnd(
+                run=self._run,
+                group=group,
+                tenant=session.tenant,
+                training_allowed=session.training_allowed,
+                policy=session.policy,
+            )
+            subject = subjects.RPC.at(service="rollout", method=f"end-{subjects.token(self._run)}")
+            try:
+                answer = await self._bus.request(subject, end, timeout=30.0)
+            except BusError as error:
+                raise Refused(503, f"the session could not be ended: {error}", 5.0) from None
+            if not isinstance(answer, Ack) or not answer.ok:
+                raise Refused(503, f"the session could not be ended: {getattr(answer, 'detail', answer)}", 5.0)
+            await self._state.delete(self._key_of(group))
+            self._sessions.close(group)
+        self._locks.pop(group, None)
+        await self._event("client_session_ended", group, rewrites=session.rewrites, segments=session.segment + 1)
+        return answer.detail
+
+    async def end_idle(self) -> None:
+        """End the sessions that nobody used for ``[production] idle_s``."""
+        for session in self._sessions.idle(self._config.production.idle_s):
+            try:
+                await self._end(session)
+            except Refused as error:
+                await self._event("client_session_open", str(error), "warning", session=session.group)
+                return
+
+    async def forget(self, user: str) -> None:
+        """Remove the open sessions of a user, without a Trajectory."""
+        for session in self._sessions.of_user(user):
+            await self._state.delete(self._key_of(session.group))
+            self._sessions.close(session.group)

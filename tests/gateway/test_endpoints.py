@@ -1,0 +1,79 @@
+"""The endpoints over a real port: bodies that mean nothing, keys and their rates."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.support.clients import Served, endpoints, two_reads
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    async with endpoints(tmp_path, two_reads) as started:
+        yield started
+
+
+BODIES = (
+    b"",
+    b"null",
+    b"[]",
+    b"{",
+    b'"text"',
+    b"{}",
+    b'{"messages": 1, "input": 1}',
+    b'{"messages": [1], "input": [1]}',
+    b'{"messages": [{"role": "user", "content": "\\ud800"}], "input": "\\ud800"}',
+    b'{"messages": [{"role": "user", "content": {"a": 1}}], "input": {"a": 1}}',
+    b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "input": [{"type": "image"}]}',
+    b"[" * 200_000,
+    b"\xff\xfe",
+)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_bad_bodies_are_one_error(served: Served, path: str) -> None:
+    headers = {"Authorization": f"Bearer {served.key}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for body in BODIES:
+            async with session.post(served.url + path, data=body) as answer:
+                told = await answer.json()
+                assert answer.status == 400 and told["error"]["message"], body[:80]
+    assert not served.sampler.asked
+
+
+async def test_a_key_has_a_rate(tmp_path: Path) -> None:
+    async with endpoints(tmp_path, two_reads) as served:
+        slow = served.keys.add("slow", requests_per_minute=6)
+        async with aiohttp.ClientSession(headers={"x-api-key": slow}) as session:
+            async with session.get(f"{served.url}/v1/models") as answer:
+                assert answer.status == 200
+            async with session.get(f"{served.url}/v1/models") as answer:
+                assert answer.status == 429 and 1 <= int(answer.headers["Retry-After"]) <= 10
+
+
+async def test_a_revoked_key_is_refused_at_once(served: Served) -> None:
+    async with aiohttp.ClientSession(headers={"x-api-key": served.key}) as session:
+        async with session.get(f"{served.url}/v1/models") as answer:
+            assert answer.status == 200
+        (entry,) = served.keys.entries()
+        assert served.keys.revoke(entry.id) == entry
+        async with session.get(f"{served.url}/v1/models") as answer:
+            assert answer.status == 401
+
+
+async def test_a_session_is_rated_under_the_id_that_its_turns_name(served: Served) -> None:
+    body = {"model": "latest", "messages": [{"role": "user", "content": "x"}]}
+    async with aiohttp.ClientSession(headers={"x-api-key": served.key}) as session:
+        async with session.post(f"{served.url}/v1/chat/completions", json=body) as answer:
+            named = answer.headers["X-Headrace-Session"]
+        async with session.post(f"{served.url}/v1/client/sessions/{named}/feedback", json={"thumb": "up"}) as answer:
+            assert answer.status == 200
+        async with session.post(f"{served.url}/v1/client/sessions/{named}/feedback", json={"thumb": []}) as answer:
+            assert answer.status == 400
+        async with session.delete(f"{served.url}/v1/client/sessions/{named}") as answer:
+            assert answer.status == 404
+    assert served.sampler.rated == [(named, "up", "")]

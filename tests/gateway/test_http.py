@@ -1,0 +1,130 @@
+"""Clients that never finish, read nothing, leave or are too many: every connection ends without a traceback."""
+
+import asyncio
+import logging
+import resource
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from headrace.gateway import http
+
+pytestmark = pytest.mark.anyio
+
+
+class Front:
+    """A listener with one route that reads a body and one that waits."""
+
+    def __init__(self) -> None:
+        self.reported: list[str] = []
+        self._writers: list[asyncio.StreamWriter] = []
+        self.entered = asyncio.Event()
+        self.listener = http.Listener([web.post("/read", self.read), web.get("/wait", self.wait)], self.report)
+
+    async def read(self, request: web.Request) -> web.Response:
+        self.entered.set()
+        return http.answer({"got": await http.read_json(request, dict[str, int])})
+
+    async def wait(self, request: web.Request) -> web.Response:
+        self.entered.set()
+        await asyncio.sleep(http.wait_seconds(request))
+        return http.answer({"waited": True})
+
+    async def report(self, error: Exception, doing: str) -> None:
+        self.reported.append(f"{doing}: {error!r}")
+
+    async def open(self) -> "Front":
+        self.url = await self.listener.start("127.0.0.1", 0)
+        self.port = int(self.url.rpartition(":")[2])
+        return self
+
+    async def connect(self, data: bytes) -> asyncio.StreamReader:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(data)
+        self._writers.append(writer)
+        return reader
+
+    def drop(self) -> None:
+        """Reset every connection of `connect`."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def until_closed(self) -> None:
+        assert self.listener.connections is not None
+        while len(self.listener.connections):
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def front(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Front]:
+    caplog.set_level(logging.DEBUG)
+    opened = await Front().open()
+    yield opened
+    opened.drop()
+    await opened.listener.stop()
+    assert opened.reported == []
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+HALF_HEADERS = b"POST /read HTTP/1.1\r\nHost: x\r\nContent-"
+HALF_BODY = b"POST /read HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+
+
+async def open_half(front: Front, count: int) -> None:
+    """Open `count` connections that never finish their request, and wait until the listener has closed all."""
+    readers = []
+    for number in range(count):
+        readers.append(await front.connect([b"", HALF_HEADERS, HALF_BODY][number % 3]))
+    ends = await asyncio.gather(*(reader.read() for reader in readers), return_exceptions=True)
+    assert len(ends) == count
+    assert {bytes(end[9:12]) for end in ends if isinstance(end, bytes)} <= {b"", b"408", b"503"}
+    await front.until_closed()
+
+
+async def test_half_open_requests_are_closed(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEADER_S", "BODY_S", "IDLE_S", "SWEEP_S"):
+        monkeypatch.setattr(http, name, 0.1)
+    await open_half(front, 60)
+
+
+@pytest.mark.slow
+async def test_three_thousand_half_open_requests_are_closed_in_time(front: Front) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 8192:
+        pytest.skip(f"the hard limit of open files is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 8192), hard))
+    async with asyncio.timeout(http.BODY_S + http.IDLE_S + 30.0):
+        await open_half(front, 3000)
+
+
+async def test_connections_above_the_limit_are_refused(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
+    await front.connect(HALF_HEADERS)
+    waiting = await front.connect(b"GET /wait?wait=30 HTTP/1.1\r\nHost: x\r\n\r\n")
+    await front.entered.wait()
+    refused = await front.connect(HALF_HEADERS)
+    assert (await refused.read()).startswith(b"HTTP/1.1 503")
+    assert not waiting.at_eof(), "the others are not disturbed"
+    front.drop()
+    await front.until_closed()
+    async with aiohttp.ClientSession() as client, client.post(front.url + "/read", json={"a": 1}) as answer:
+        assert (answer.status, await answer.json()) == (200, {"got": {"a": 1}})
+
+
+async def test_clients_that_leave_cause_no_traceback(front: Front) -> None:
+    for data in (b"", HALF_HEADERS, HALF_BODY, b"GET /wait?wait=30 HTTP/1.1\r\nHost: x\r\n\r\n"):
+        for _ in range(5):
+            await front.connect(data)
+    await front.entered.wait()
+    front.drop()
+    await front.until_closed()
+
+
+async def test_a_request_that_waits_is_not_cut_off(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEADER_S", "IDLE_S", "SWEEP_S"):
+        monkeypatch.setattr(http, name, 0.05)
+    async with aiohttp.ClientSession() as client, client.get(front.url + "/wait?wait=0.4") as answer:
+        assert await answer.json() == {"waited": True}

@@ -1,0 +1,93 @@
+"""Client programs, unmodified, finish a task in their own tools: mini-swe-agent and Codex (`make test-clients`).
+
+A script decides what is called, so that each program's own loop, tools and parallel calls are what is tested.
+"""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.gateway.conversation import ModelRequest
+from headrace.messages.product import ClientCall
+from tests.support.clients import endpoints
+from tests.support.paths import ROOT
+
+pytestmark = [pytest.mark.anyio, pytest.mark.clients]
+
+PROGRAMS = ROOT / ".cache" / "clients"
+MINI = PROGRAMS / "mini" / "bin" / "mini"
+CODEX = PROGRAMS / "codex" / "node_modules" / ".bin" / "codex"
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+"""The command with which mini-swe-agent's model says that it is done; to Codex it is a command like any other."""
+
+
+def two_files(request: ModelRequest) -> tuple[str, tuple[ClientCall, ...]]:
+    """Two commands at once, then the end, through whatever tool runs commands."""
+    turns = sum(message.role == "assistant" for message in request.messages)
+    tool = next(tool for tool in request.tools if tool.name in ("bash", "exec_command"))
+    key = "command" if tool.name == "bash" else "cmd"
+    commands = [["echo one > a.txt", "echo two > b.txt"], [SUBMIT], []][min(turns, 2)]
+    calls = tuple(
+        ClientCall(id=f"call_{turns}_{index}", name=tool.name, arguments=json.dumps({key: command}))
+        for index, command in enumerate(commands)
+    )
+    return "Both files are written." if turns else "I write both.", calls
+
+
+async def program(*command: str, folder: Path, **environment: str) -> str:
+    """Run a program to its end and return what it said. Its home is empty: no setting of this machine counts."""
+    folder.mkdir()
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "HOME": str(folder.parent)} | environment,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    async with asyncio.timeout(100):
+        output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()
+    return output.decode()
+
+
+@pytest.mark.skipif(not MINI.exists(), reason="mini-swe-agent is not installed: make test-clients")
+async def test_mini_swe_agent(tmp_path: Path) -> None:
+    async with endpoints(tmp_path, two_files) as served:
+        await program(
+            *(str(MINI), "-m", "openai/latest", "-t", "write two files", "-y", "--exit-immediately"),
+            *("-o", str(tmp_path / "trajectory.json")),
+            folder=tmp_path / "work",
+            MSWEA_CONFIGURED="true",
+            MSWEA_COST_TRACKING="ignore_errors",
+            OPENAI_API_KEY=served.key,
+            OPENAI_BASE_URL=f"{served.url}/v1",
+        )
+        assert len(served.sampler.asked) == 2
+    assert (tmp_path / "work" / "a.txt").read_text() + (tmp_path / "work" / "b.txt").read_text() == "one\ntwo\n"
+    assert json.loads((tmp_path / "trajectory.json").read_text())["info"]["exit_status"] == "Submitted"
+
+
+@pytest.mark.skipif(not CODEX.exists(), reason="Codex is not installed: make test-clients")
+async def test_codex(tmp_path: Path) -> None:
+    home = tmp_path / "codex"
+    home.mkdir()
+    async with endpoints(tmp_path, two_files) as served:
+        (home / "config.toml").write_text(
+            'model = "latest"\nmodel_provider = "headrace"\napproval_policy = "never"\n'
+            'sandbox_mode = "danger-full-access"\n[model_providers.headrace]\nname = "headrace"\n'
+            f'base_url = "{served.url}/v1"\nenv_key = "HEADRACE_KEY"\nwire_api = "responses"\n'
+        )
+        said = await program(
+            *(str(CODEX), "exec", "--skip-git-repo-check", "write two files"),
+            folder=tmp_path / "work",
+            CODEX_HOME=str(home),
+            HEADRACE_KEY=served.key,
+        )
+        sessions = {caller.session for _, caller in served.sampler.asked}
+    assert (tmp_path / "work" / "a.txt").read_text() + (tmp_path / "work" / "b.txt").read_text() == "one\ntwo\n"
+    assert "Both files are written." in said
+    assert len(sessions) == 1 and "" not in sessions, "Codex names its session in a header"
