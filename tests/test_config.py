@@ -1,12 +1,17 @@
 """A bad configuration names the key, what was expected, and the line."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headrace.cli import main
 from headrace.config import Config, ConfigError, load, parse
+from headrace.config.base import WORDS
+from headrace.config.reading import keys
+from tests.support.paths import ROOT
 
-DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+DEPLOY = ROOT / "deploy"
 
 
 def test_defaults_are_a_whole_configuration() -> None:
@@ -19,9 +24,12 @@ def test_defaults_are_a_whole_configuration() -> None:
     ("text", "parts"),
     [
         ("[run]\nseed = 1\n\n[bus]\nurll = 'x'\n", ["line 5", "bus.urll", "unknown key", "url"]),
-        ("[run]\nseed = 'a'\n", ["line 2", "run.seed", "Expected `int`"]),
+        ("[run]\nseed = 'a'\n", ["line 2", "run.seed", "expected `int`, got `str`"]),
         ("[nope]\n", ["line 1", "nope", "unknown key"]),
-        ("[curriculum]\non_stale = 'maybe'\n", ["line 2", "curriculum.on_stale"]),
+        (
+            "[curriculum]\non_stale = 'maybe'\n",
+            ["line 2", "curriculum.on_stale", "expected 'wait' or 'drop', got 'maybe'"],
+        ),
         ("[run\n", ["not valid TOML", "line 1"]),
     ],
 )
@@ -33,7 +41,7 @@ def test_mistakes_are_named(text: str, parts: list[str]) -> None:
 
 
 def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no such file; deploy/demo\.toml"):
+    with pytest.raises(ConfigError, match=r"no such file; start from deploy/demo\.toml"):
         load(tmp_path / "none.toml")
 
 
@@ -49,3 +57,73 @@ def test_overrides_win_and_are_checked() -> None:
 @pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.toml")), ids=lambda path: path.name)
 def test_every_shipped_configuration_is_valid(path: Path) -> None:
     assert isinstance(load(path), Config)
+
+
+WRONG = (
+    *("0", "-1", "1", "99999999999999999999", "1e300", "-1e-300", "nan", "inf", "-inf", "true", "2026-11-22"),
+    *("''", "' '", "'../../x'", "'a/b'", "'Has Space'", "'\\u0000'", "'nats://'", "'x'", f"'{'a' * 5000}'"),
+    *("[]", "['']", "[[]]", "[['']]", "[0]", "{}", "{x = 1}", "[" * 40 + "]" * 40),
+)
+"""TOML values that are wrong for most keys: too small, too large, not finite, empty, of another type."""
+KEYS = [(section, key, default) for section, key, _, default in keys()]
+
+
+def test_every_key_with_every_wrong_value_is_one_sentence_or_a_configuration() -> None:
+    refused, accepted = 0, 0
+    for section, key, _ in KEYS:
+        for value in WRONG:
+            for text, overrides in ((f"[{section}]\n{key} = {value}\n", ()), ("", (f"{section}.{key}={value}",))):
+                try:
+                    parse(text, "x.toml", overrides)
+                    accepted += 1
+                except ConfigError as error:
+                    refused += 1
+                    line = str(error)
+                    assert "\n" not in line and len(line) < 1000, line
+                    assert line.startswith(("--set ", "x.toml")) and ": " in line, line
+                    assert "expected" in line or "every range" in line, line
+    assert refused > 10 * accepted > 0, (refused, accepted)
+
+
+@pytest.mark.parametrize(("section", "key", "default"), KEYS, ids=[f"{section}.{key}" for section, key, _ in KEYS])
+def test_every_key_refuses_something(section: str, key: str, default: Any) -> None:
+    for value in ("nan", "[[[]]]", "{x = [nan]}"):
+        with pytest.raises(ConfigError, match=rf"x\.toml, line 2: {section}\.{key}"):
+            parse(f"[{section}]\n{key} = {value}\n", "x.toml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["limits.max_turn_tokens=400"], "limits.max_turn_tokens: expected at most limits.max_tokens"),
+        (["limits.max_turn_tokens=200", "limits.context_tokens=100"], "less than limits.context_tokens"),
+        (["curriculum.group_size=4", "curriculum.speculate=4"], "curriculum.speculate: expected less than group_size"),
+        (["algorithm.minibatches=1000"], "algorithm.minibatches: expected at most the 64 trajectories"),
+        (["algorithm.ratio_low=1.5"], "algorithm.ratio_low"),
+        (["policy.kv_heads=2"], "policy.kv_heads: expected a divisor of heads"),
+        (["policy.top_k=9"], "policy.top_k: expected at most experts"),
+        (["policy.head_dim=31"], "policy.head_dim: expected an even number"),
+        (["engine.kind=sglang"], "engine.kind: expected either engine.url"),
+        (["environment.max_vms=2"], "environment.max_vms: expected more than judge_share"),
+        (["environment.warm=9"], "environment.warm: expected at most max_vms"),
+        (["weights.collect_chains=1"], "weights.collect_chains: expected 0 or at least 2"),
+        (["processes.groups=[[]]"], "processes.groups: expected at least one actor"),
+        (["processes.groups=[['rollout:a', 'rollout:a']]"], "processes.groups: expected every name:id once"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_named(changes: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse("", "x.toml", changes)
+
+
+def test_every_pattern_has_words() -> None:
+    with pytest.raises(ConfigError, match="lower-case letters, digits"):
+        parse("[run]\nid = '../../x'\n")
+    assert all(words and "regex" not in words for words in WORDS.values())
+
+
+@pytest.mark.parametrize("change", ["curriculum.group_size=0", "run.id=../../x", "bus.port=99999", "limits.wall_s=nan"])
+def test_a_wrong_key_is_one_line_and_exit_code_2(change: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["up", str(DEPLOY / "demo.toml"), "--set", change]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and change.partition("=")[0] in said.err and "Traceback" not in said.err

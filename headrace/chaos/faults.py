@@ -1,11 +1,11 @@
-"""What may befall a run: which process, how, when. A plan is drawn from a seed before anything runs.
+"""The fault plan: which process fails, how and when, drawn from a seed before the run starts.
 
-The idea: a deck of victims is dealt again and again, and each victim has a deck of its own blows, so that a few blows
-already hit everybody and many hit everybody in every way. Blows are due by work done, not by the clock: the same plan
-strikes at the same places of a run on a fast machine and on a slow one, and never waits for a run that stands still.
+The idea: targets are assigned round-robin in random order, and so are the kinds of fault of each target. A few faults
+already cover every process, and many cover every process in every way. A fault is due by the share of the run's work
+that is done, not by the clock, so the same plan injects at the same places of a run on a fast and on a slow machine.
 
-A connection is cut from outside: the process's socket is borrowed (pidfd_getfd) and shut down. The actor and the broker
-see what they would see of a network that breaks; neither is asked, and the broker needs no further right.
+A connection is cut from outside: the injector duplicates the process's socket (pidfd_getfd) and shuts it down. Actor
+and broker see the same as when a network breaks, and the broker needs no additional rights.
 """
 
 import ctypes
@@ -18,62 +18,63 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from headrace.config import Config
+from headrace.launch.guests import has_machines
 from headrace.launch.processes import process_groups
 from headrace.launch.runs import RunError
 
-Blow = Literal["kill", "stop", "cut"]
+Fault = Literal["kill", "stop", "cut"]
 BROKER, MACHINE = "broker", "machine"
-BLOWS: dict[str, tuple[Blow, ...]] = {BROKER: ("kill", "stop"), MACHINE: ("kill", "stop")}
-ANYBODY: tuple[Blow, ...] = ("kill", "stop", "cut")
+FAULTS: dict[str, tuple[Fault, ...]] = {BROKER: ("kill", "stop"), MACHINE: ("kill", "stop")}
+ACTOR_FAULTS: tuple[Fault, ...] = ("kill", "stop", "cut")
 MACHINES = 2
-"""Machines in each deal: there are more of them than of anything else."""
-NAP_S = {BROKER: (0.3, 6.0), MACHINE: (0.3, 8.0)}
-"""How long a stopped one sleeps, where it is not as for the others."""
+"""How often a machine is a target in each round: there are more machines than other targets."""
+PAUSE_S = {BROKER: (0.3, 6.0), MACHINE: (0.3, 8.0)}
+"""Seconds for which a stopped target sleeps, where they differ from an actor's."""
 SHORT_S, LONG_S = (0.3, 4.0), (31.0, 45.0)
 LONG_SHARE = 1 / 6
-"""So many of the stopped actors sleep past the broker's wait for an acknowledgement, and wake up to find their work
-given to others."""
+"""Share of the stopped actors that sleep longer than the broker waits for an acknowledgement: when they continue, other
+actors have their work."""
 LATEST = 0.92
-"""The last blow is due here, so that a run ends after it and not in front of it."""
+"""The last fault is due here, so that the run does not end before it."""
 _PIDFD_GETFD = 438
 
 
-class Card(NamedTuple):
-    """One blow of the plan."""
+class PlannedFault(NamedTuple):
+    """One fault of the plan."""
 
-    victim: str
+    target: str
     """A process's name as in the run's logs, `broker` or `machine`."""
-    blow: Blow
+    fault: Fault
     asleep_s: float
     due: float
     """Share of the run's work, 0 to 1."""
 
 
-def victims(config: Config) -> list[str]:
-    """Who may be struck in a run of this configuration."""
+def targets(config: Config) -> list[str]:
+    """The targets of faults in a run of this configuration."""
     names = [group[0].replace(":", "-") for group in process_groups(config)]
     own_broker = [] if config.bus.url else [BROKER]
-    return names + own_broker + ([] if config.environment.backend == "process" else MACHINES * [MACHINE])
+    return names + own_broker + (MACHINES * [MACHINE] if has_machines(config) else [])
 
 
-def plan(config: Config, kills: int, seed: int) -> list[Card]:
-    """The blows of a run, in the order in which they are due."""
+def plan(config: Config, kills: int, seed: int) -> list[PlannedFault]:
+    """The faults of a run, in the order in which they are due."""
     rng = random.Random(seed)
     dues = sorted(rng.random() * LATEST for _ in range(kills))
-    deal: list[str] = []
-    decks: dict[str, list[Blow]] = {}
-    cards = []
+    round_targets: list[str] = []
+    round_faults: dict[str, list[Fault]] = {}
+    planned = []
     for due in dues:
-        if not deal:
-            deal = rng.sample(victims(config), len(victims(config)))
-        victim = deal.pop()
-        if not decks.get(victim):
-            ways = BLOWS.get(victim, ANYBODY)
-            decks[victim] = rng.sample(ways, len(ways))
-        short, long = NAP_S.get(victim, SHORT_S), NAP_S.get(victim, LONG_S)
+        if not round_targets:
+            round_targets = rng.sample(targets(config), len(targets(config)))
+        target = round_targets.pop()
+        if not round_faults.get(target):
+            kinds = FAULTS.get(target, ACTOR_FAULTS)
+            round_faults[target] = rng.sample(kinds, len(kinds))
+        short, long = PAUSE_S.get(target, SHORT_S), PAUSE_S.get(target, LONG_S)
         asleep = rng.uniform(*(long if rng.random() < LONG_SHARE else short))
-        cards.append(Card(victim, decks[victim].pop(), round(asleep, 2), due))
-    return cards
+        planned.append(PlannedFault(target, round_faults[target].pop(), round(asleep, 2), due))
+    return planned
 
 
 def machines(pid: int) -> list[int]:
@@ -104,7 +105,7 @@ def _program(pid: int) -> str:
 
 
 def cut(pid: int, ports: Sequence[int]) -> int:
-    """Shut down a process's TCP connections to these ports; how many. RunError where this is not permitted."""
+    """Shut down a process's TCP connections to these ports; their number. RunError where this is not permitted."""
     try:
         handle = os.pidfd_open(pid)
         names = os.listdir(f"/proc/{pid}/fd")
@@ -118,13 +119,13 @@ def cut(pid: int, ports: Sequence[int]) -> int:
                     continue
             except OSError:
                 continue
-            borrowed = _borrow(handle, int(name))
-            if borrowed is None:
+            copy = _duplicate(handle, int(name))
+            if copy is None:
                 continue
-            with borrowed:
+            with copy:
                 try:
-                    if borrowed.family == socket.AF_INET and borrowed.getpeername()[1] in ports:
-                        borrowed.shutdown(socket.SHUT_RDWR)
+                    if copy.family == socket.AF_INET and copy.getpeername()[1] in ports:
+                        copy.shutdown(socket.SHUT_RDWR)
                         count += 1
                 except OSError:
                     continue  # not connected any more
@@ -133,12 +134,12 @@ def cut(pid: int, ports: Sequence[int]) -> int:
     return count
 
 
-def _borrow(handle: int, number: int) -> socket.socket | None:
-    """Another process's socket under a descriptor of our own; None when it was closed just now."""
+def _duplicate(handle: int, number: int) -> socket.socket | None:
+    """Another process's socket under a descriptor of this process; None when it was closed in the meantime."""
     libc = ctypes.CDLL(None, use_errno=True)
-    borrowed: int = libc.syscall(_PIDFD_GETFD, handle, number, 0)
-    if borrowed >= 0:
-        return socket.socket(fileno=borrowed)
+    descriptor: int = libc.syscall(_PIDFD_GETFD, handle, number, 0)
+    if descriptor >= 0:
+        return socket.socket(fileno=descriptor)
     code = ctypes.get_errno()
     if code in (errno.EBADF, errno.ESRCH):
         return None

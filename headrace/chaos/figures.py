@@ -1,4 +1,4 @@
-"""What came of a run in which things died: one flat JSON line, from what was struck and from the streams alone."""
+"""The report of a run with injected faults: one flat JSON line, from the fault results and the run's streams."""
 
 import json
 import math
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.bus.connection import Bus
-from headrace.launch.chaos_blows import BROKER, MACHINE, Card
-from headrace.launch.commands import bus_of
+from headrace.chaos.faults import BROKER, MACHINE, PlannedFault
 from headrace.launch.conditions import Figures, at_least, at_most, conditions
 from headrace.launch.runs import RunDir
+from headrace.launch.session import bus_of
 from headrace.messages import subjects as s
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.operations import DeadLetter
@@ -20,41 +20,42 @@ from headrace.messages.training import StepDone, StepFailed
 from headrace.replay.audit import AuditReport, prove
 
 
-class Struck(msgspec.Struct, kw_only=True):
-    """A blow that fell, and how long its victim took."""
+class FaultResult(msgspec.Struct, kw_only=True):
+    """A fault that was injected, and how long its target took to recover."""
 
-    card: Card
+    planned: PlannedFault
     at: float
     recovered_s: float | None = None
     working_s: float | None = None
-    """None where it was not over, or where no record shows it."""
+    """None where the target was not at work again in time, or where no record shows it."""
     connections: int = 0
     """TCP connections that were cut."""
 
     @property
     def kind(self) -> str:
-        """``kill``, ``stop``, ``cut``; with the victim's name before it where that recovers in its own way."""
-        return f"{self.card.victim}_{self.card.blow}" if self.card.victim in (BROKER, MACHINE) else self.card.blow
+        """``kill``, ``stop`` or ``cut``; after the target's name where that target recovers differently."""
+        target, fault = self.planned.target, self.planned.fault
+        return f"{target}_{fault}" if target in (BROKER, MACHINE) else fault
 
 
-async def collect(folder: RunDir, struck: Sequence[Struck], kills: int, seed: int, ended: str) -> Figures:
-    """The books of a run that is over, and what befell it. ended: the sentence with which it ended too early."""
+async def collect(folder: RunDir, results: Sequence[FaultResult], kills: int, seed: int, ended: str) -> Figures:
+    """The report of a finished run. ended: the sentence with which it ended too early."""
     async with bus_of(folder) as bus:
         report, wrong = await prove(bus, folder.id)
         reissued = await _reissued(bus, folder.id)
         outcomes = [received async for received in bus.history("HR_STEP", s.STEP.at(run=folder.id))]
         letters = [received.message async for received in bus.history("HR_DLQ", s.DLQ.where())]
     steps = [entry for entry in outcomes if isinstance(entry.message, StepDone | StepFailed)]
-    counted = Counter(f"{one.card.blow}_{one.card.victim.replace('-', '_')}" for one in struck)
+    counted = Counter(f"{one.planned.fault}_{one.planned.target.replace('-', '_')}" for one in results)
     return {
         "run": folder.id,
         "seed": seed,
         "kills_asked": kills,
-        "kills": len(struck),
-        "not_recovered": sum(one.recovered_s is None for one in struck),
-        "connections_cut": sum(one.connections for one in struck),
+        "kills": len(results),
+        "not_recovered": sum(one.recovered_s is None for one in results),
+        "connections_cut": sum(one.connections for one in results),
         **dict(sorted(counted.items())),
-        **recovery(struck),
+        **recovery(results),
         "sandboxes_lost": len(reissued),
         **_quantiles("reissue", reissued),
         "audit_balanced": report.balanced,
@@ -74,12 +75,12 @@ async def collect(folder: RunDir, struck: Sequence[Struck], kills: int, seed: in
         "staleness_max": report.staleness_max,
         "staleness_bound": report.staleness_bound,
         "dead_letters": sum(isinstance(letter, DeadLetter) for letter in letters),
-        "wall_s": round(struck[-1].at - struck[0].at, 1) if struck else 0.0,
+        "wall_s": round(results[-1].at - results[0].at, 1) if results else 0.0,
     }
 
 
 def losses(report: AuditReport) -> int:
-    """Slots and attempts that ended nowhere; after the end of a run also those that are still under way."""
+    """Slots and attempts without an end; after the end of a run also those that are still running."""
     slots = report.issued - report.trained - sum(report.dropped.values()) - report.in_flight
     attempts = report.attempts
     ended = attempts.kept + sum(attempts.lost.values()) + attempts.running
@@ -92,7 +93,7 @@ def line(figures: Figures) -> str:
 
 
 def targets(figures: Figures) -> Figures:
-    """What the run had to show; `headrace chaos` ends with 1 unless all of it is met."""
+    """The targets of the run; `headrace chaos` ends with 1 unless all of them are met."""
     return {
         "kills": at_least(figures["kills"], figures["kills_asked"]),
         "unbalanced": at_most(int(not figures["audit_balanced"]), 0),
@@ -118,13 +119,17 @@ async def _reissued(bus: Bus, run: str) -> list[float | None]:
     ]
 
 
-def recovery(struck: Sequence[Struck]) -> Figures:
-    """p50 and p99 over all blows, and by kind."""
-    kinds = sorted({one.kind for one in struck})
-    found = _quantiles("recovery", [one.recovered_s for one in struck])
+def recovery(results: Sequence[FaultResult]) -> Figures:
+    """p50 and p99 over all faults, by kind of fault, and of the slowest kind."""
+    kinds = sorted({one.kind for one in results})
+    figures = _quantiles("recovery", [one.recovered_s for one in results])
+    slowest: tuple[float, str] = (0.0, "")
     for kind in kinds:
-        found |= _quantiles(f"recovery_{kind}", [one.recovered_s for one in struck if one.kind == kind])
-    return found | _quantiles("at_work_again", [one.working_s for one in struck])
+        seconds = [one.recovered_s for one in results if one.kind == kind]
+        figures |= _quantiles(f"recovery_{kind}", seconds)
+        slowest = max(slowest, (max((value for value in seconds if value is not None), default=0.0), kind))
+    figures |= {"recovery_slowest_s": round(slowest[0], 2), "recovery_slowest_kind": slowest[1]}
+    return figures | _quantiles("at_work_again", [one.working_s for one in results])
 
 
 def _quantiles(name: str, values: Sequence[float | None]) -> Figures:

@@ -1,16 +1,16 @@
-"""`headrace chaos`: a run as `headrace up` starts it, in which something dies all the time; then its books.
+"""`headrace chaos`: a run as `headrace up` starts it, with injected faults, and then its audit.
 
-What dies, how and where stands in a plan (chaos_blows.py). Blows overlap, two at a time: the broker goes while the
-trainer comes back, a machine while its environment sleeps. Nobody is told, and nothing is repaired by hand: what comes
-back, comes back because `up`, supervisors and streams bring it back.
+The fault plan (faults.py) says which process fails, how and where. Two faults overlap: the broker is killed while the
+trainer recovers, a machine while its environment is stopped. Nothing repairs the run by hand: `up`, the supervisors and
+the streams bring every process back.
 
 Recovered means:
-- a process that was killed, stopped or cut: every actor in it runs and answers its ping, the killed one in a new
-  process; counted from the blow, for one that was stopped from its waking up;
-- the broker: it answers, and so does every actor through it that was not struck meanwhile;
-- a machine: its environment has a machine that it did not have, or, woken up, answers. How long lost slots take to be
-  issued again is counted from their SlotFailed, in the ledger.
-At work again means the first durable record of its kind after that, however long it waits for input.
+- a process that was killed, stopped or cut off: every actor in it runs and answers its ping, a killed one in a new
+  process. The time counts from the fault, for a stopped process from the moment it continues.
+- the broker: it answers, and every actor that has no fault of its own answers through it.
+- a machine: its environment has a new machine or, after a stop, answers. How long lost slots take to be issued again is
+  counted in the ledger, from their SlotFailed.
+At work again means the first durable record of its kind after the recovery, however long the process waits for input.
 """
 
 import argparse
@@ -29,28 +29,27 @@ import msgspec
 
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
+from headrace.chaos import faults, figures
+from headrace.chaos.faults import BROKER, MACHINE, PlannedFault
+from headrace.chaos.figures import FaultResult
 from headrace.config import Config, load
-from headrace.launch import chaos_blows as blows
-from headrace.launch import chaos_figures
-from headrace.launch.chaos_blows import BROKER, MACHINE, Card
-from headrace.launch.chaos_figures import Struck
-from headrace.launch.children import Child
 from headrace.launch.output import complain, say
 from headrace.launch.processes import Run, process_groups
 from headrace.launch.runs import RunDir, RunError
-from headrace.launch.signals import INTERRUPTED, Stopping, interruptible
+from headrace.launch.supervision.children import Child
+from headrace.launch.supervision.signals import INTERRUPTED, Stopping, interruptible
 from headrace.launch.up import through
 from headrace.messages import subjects as s
 from headrace.messages.judging import Score
-from headrace.messages.operations import Beat, Ping
+from headrace.messages.operations import Heartbeat, Ping
 
 if TYPE_CHECKING:
     from headrace.dashboard.watch import Watch
 
 AT_ONCE = 2
-"""Blows whose victims are down at the same time."""
-WORK_PER_BLOW = 8
-"""Scores that a run must have per blow, or it is made longer: what dies shall have done something since."""
+"""Faults whose targets are down at the same time."""
+WORK_PER_FAULT = 8
+"""Scores that a run must have per fault, or it is made longer: a target shall have worked since its last fault."""
 ROLES = {"weight_sender": "weight_sync", "weight_receiver": "weight_sync"}
 """Actors whose role is not their name."""
 RECORDS = {
@@ -64,26 +63,26 @@ RECORDS = {
 """A process by its first actor, and the record that shows it at work: its stream, subject, type on HR_EVENT."""
 POLL_S = 0.1
 PING_S = (0.3, 0.6, 1.2, 2.4, 5.0)
-"""How long an answer is waited for, try by try: one that was lost shall not count as a late one."""
+"""Seconds to wait for an answer, attempt by attempt: a lost answer shall not count as a late one."""
 MID_TRAINING = 0.06
-"""Share of the run's work, as blows count it, that is mid-training."""
+"""Share of the run's work, as the fault plan counts it, that is mid-training."""
 
 
 def lengthened(config: Config, kills: int) -> Config:
-    """The configuration with as many steps as so many blows need."""
+    """The configuration with as many steps as so many faults need."""
     curriculum = config.curriculum
-    need = math.ceil(kills * WORK_PER_BLOW / (curriculum.groups_per_step * curriculum.group_size))
+    need = math.ceil(kills * WORK_PER_FAULT / (curriculum.groups_per_step * curriculum.group_size))
     if need <= curriculum.steps:
         return config
     return msgspec.structs.replace(config, curriculum=msgspec.structs.replace(curriculum, steps=need))
 
 
-class Storm:
-    """The blows of one run, beside it. `rage` is what `up` takes along."""
+class FaultInjector:
+    """Injects the planned faults into a run. `up` calls `run` beside the run's processes."""
 
     def __init__(self, config: Config, kills: int, seed: int, limit_s: float) -> None:
-        self.cards = blows.plan(config, kills, seed)
-        self.struck: list[Struck] = []
+        self.planned = faults.plan(config, kills, seed)
+        self.results: list[FaultResult] = []
         self.folder: RunDir | None = None
         self._limit_s = limit_s
         self._rng = random.Random(seed + 1)
@@ -93,8 +92,8 @@ class Storm:
         self._freed = asyncio.Condition()
         self._records: dict[str, tuple[float, asyncio.Event]] = {}
 
-    async def rage(self, run: Run, watch: "Watch") -> None:
-        """Strike as planned, until the last one has recovered; then sleep. RunError when the time is over."""
+    async def run(self, run: Run, watch: "Watch") -> None:
+        """Inject the plan and wait for recoveries until cancelled. RunError when the time limit is over."""
         self.folder = run.folder
         self._run, self._watch = run, watch
         groups = process_groups(run.config)
@@ -106,14 +105,14 @@ class Storm:
                 for name in self._children:
                     first = self._children[name][1][0]
                     if first in RECORDS:
-                        group.create_task(self._look(name, first))
-                hands = asyncio.Semaphore(AT_ONCE)
-                for number, card in enumerate(self.cards, 1):
-                    await self._due(card.due)
-                    await hands.acquire()
-                    await self._take(card.victim)
-                    say(f"blow {number} of {len(self.cards)}: {card.blow} {card.victim}")
-                    group.create_task(self._befall(card, hands, group))
+                        group.create_task(self._watch_records(name, first))
+                slots = asyncio.Semaphore(AT_ONCE)
+                for number, planned in enumerate(self.planned, 1):
+                    await self._due(planned.due)
+                    await slots.acquire()
+                    await self._claim(planned.target)
+                    say(f"fault {number} of {len(self.planned)}: {planned.fault} {planned.target}")
+                    group.create_task(self._inject(planned, slots, group))
                 await asyncio.Event().wait()
         except TimeoutError:
             raise RunError(f"the run was not over after {self._limit_s / 60:g} minutes", 1) from None
@@ -140,91 +139,91 @@ class Storm:
         while self.progress() < share:
             self._moved.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):  # mid-training says how far it is on core NATS only
+                async with asyncio.timeout(1.0):  # the progress of mid-training is on core NATS only
                     await self._moved.wait()
 
-    async def _take(self, victim: str) -> None:
-        """Wait until nobody else has this victim in hand. Machines are many."""
+    async def _claim(self, target: str) -> None:
+        """Wait until no other fault has this target. There are several machines."""
         async with self._freed:
-            await self._freed.wait_for(lambda: victim not in self._down)
-            if victim != MACHINE:
-                self._down.add(victim)
+            await self._freed.wait_for(lambda: target not in self._down)
+            if target != MACHINE:
+                self._down.add(target)
 
-    async def _befall(self, card: Card, hands: asyncio.Semaphore, group: asyncio.TaskGroup) -> None:
-        struck = Struck(card=card, at=time.time())
-        strike = {BROKER: self._broker, MACHINE: self._machine}.get(card.victim, self._process)
+    async def _inject(self, planned: PlannedFault, slots: asyncio.Semaphore, group: asyncio.TaskGroup) -> None:
+        result = FaultResult(planned=planned, at=time.time())
+        inject = {BROKER: self._broker, MACHINE: self._machine}.get(planned.target, self._process)
         try:
-            since = await strike(struck)
-            struck.recovered_s = time.monotonic() - since
+            since = await inject(result)
+            result.recovered_s = time.monotonic() - since
         finally:
-            hands.release()
+            slots.release()
             async with self._freed:
-                self._down.discard(card.victim)
+                self._down.discard(planned.target)
                 self._freed.notify_all()
-        if card.victim in self._records:
-            group.create_task(self._until_at_work(struck, since))
+        if planned.target in self._records:
+            group.create_task(self._until_at_work(result, since))
 
-    async def _process(self, struck: Struck) -> float:
-        card = struck.card
-        child, names = self._children[card.victim]
-        old = await self._alive(child)
-        struck.at, since = time.time(), time.monotonic()
-        self.struck.append(struck)
-        if card.blow == "kill":
+    async def _process(self, result: FaultResult) -> float:
+        planned = result.planned
+        child, names = self._children[planned.target]
+        old = await self._pid_of(child)
+        result.at, since = time.time(), time.monotonic()
+        self.results.append(result)
+        if planned.fault == "kill":
             os.kill(old, signal.SIGKILL)
-        elif card.blow == "cut":
-            struck.connections = blows.cut(
+        elif planned.fault == "cut":
+            result.connections = faults.cut(
                 old, [int(url.rpartition(":")[2]) for url in self._run.broker.url.split(",")]
             )
         else:
-            async with _asleep(old):
-                await asyncio.sleep(card.asleep_s)
+            async with _stopped(old):
+                await asyncio.sleep(planned.asleep_s)
             since = time.monotonic()
-        await self._back(child, names, other_than=old if card.blow == "kill" else 0)
+        await self._until_recovered(child, names, other_than=old if planned.fault == "kill" else 0)
         return since
 
-    async def _broker(self, struck: Struck) -> float:
+    async def _broker(self, result: FaultResult) -> float:
         while not (pid := self._run.broker.pid):
             await asyncio.sleep(POLL_S)
-        struck.at, since = time.time(), time.monotonic()
-        self.struck.append(struck)
-        if struck.card.blow == "kill":
+        result.at, since = time.time(), time.monotonic()
+        self.results.append(result)
+        if result.planned.fault == "kill":
             os.kill(pid, signal.SIGKILL)
         else:
-            async with _asleep(pid):
-                await asyncio.sleep(struck.card.asleep_s)
+            async with _stopped(pid):
+                await asyncio.sleep(result.planned.asleep_s)
             since = time.monotonic()
         for name, (child, names) in self._children.items():
             if name not in self._down:
-                await self._back(child, names)
+                await self._until_recovered(child, names)
         return since
 
-    async def _machine(self, struck: Struck) -> float:
+    async def _machine(self, result: FaultResult) -> float:
         [(child, names)] = [entry for entry in self._children.values() if "environment" in entry[1]]
-        while not (before := blows.machines(await self._alive(child))):
+        while not (before := faults.machines(await self._pid_of(child))):
             await asyncio.sleep(POLL_S)
-        struck.at, since = time.time(), time.monotonic()
-        self.struck.append(struck)
+        result.at, since = time.time(), time.monotonic()
+        self.results.append(result)
         chosen = self._rng.choice(sorted(before))
-        if struck.card.blow == "kill":
+        if result.planned.fault == "kill":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(chosen, signal.SIGKILL)
-            while not set(blows.machines(await self._alive(child))) - set(before):
+            while not set(faults.machines(await self._pid_of(child))) - set(before):
                 await asyncio.sleep(POLL_S)
             return since
-        async with _asleep(chosen):
-            await asyncio.sleep(struck.card.asleep_s)
+        async with _stopped(chosen):
+            await asyncio.sleep(result.planned.asleep_s)
         since = time.monotonic()
-        await self._back(child, names)
+        await self._until_recovered(child, names)
         return since
 
-    async def _alive(self, child: Child) -> int:
+    async def _pid_of(self, child: Child) -> int:
         """The child's process id, as soon as it has one."""
         while child.process is None or child.process.returncode is not None:
             await asyncio.sleep(POLL_S)
         return child.process.pid
 
-    async def _back(self, child: Child, names: tuple[str, ...], other_than: int = 0) -> None:
+    async def _until_recovered(self, child: Child, names: tuple[str, ...], other_than: int = 0) -> None:
         """Return when every actor of the process runs and says so itself."""
         for timeout in itertools.chain(PING_S, itertools.repeat(PING_S[-1])):
             process = child.process
@@ -244,10 +243,10 @@ class Storm:
             beat = await self._bus.request(where, Ping(), timeout=timeout)
         except BusError:
             return False
-        return isinstance(beat, Beat) and (beat.pid, beat.state) == (pid, "running")
+        return isinstance(beat, Heartbeat) and (beat.pid, beat.state) == (pid, "running")
 
-    async def _look(self, name: str, first: str) -> None:
-        """Remember when a process was last seen at work."""
+    async def _watch_records(self, name: str, first: str) -> None:
+        """Note the time of a process's newest record."""
         stream, subject, kind = RECORDS[first]
         filter = subject.where(run=self._run.folder.id, **({"type": kind} if kind else {}))
         self._records[name] = (0.0, asyncio.Event())
@@ -256,17 +255,17 @@ class Storm:
             self._records[name] = (received.time, asyncio.Event())
             seen.set()
 
-    async def _until_at_work(self, struck: Struck, since: float) -> None:
-        name = struck.card.victim
+    async def _until_at_work(self, result: FaultResult, since: float) -> None:
+        name = result.planned.target
         back = time.time()
         while self._records[name][0] < back:
             await self._records[name][1].wait()
-        struck.working_s = time.monotonic() - since
+        result.working_s = time.monotonic() - since
 
 
 @contextlib.asynccontextmanager
-async def _asleep(pid: int) -> AsyncIterator[None]:
-    """A process that is stopped meanwhile; it is woken up in any case, if it still lives."""
+async def _stopped(pid: int) -> AsyncIterator[None]:
+    """Stop a process inside the block; it continues afterwards in any case, if it still exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -277,26 +276,26 @@ async def _asleep(pid: int) -> AsyncIterator[None]:
 
 
 async def chaos(args: argparse.Namespace) -> int:
-    """The run, the blows, the books; 1 unless they balance and every blow fell."""
+    """Run with faults, then report; 1 unless every fault was injected and all targets are met."""
     if args.kills < 1:
         raise RunError("--kills: at least 1")
     config = lengthened(load(args.config, args.set), args.kills)
-    storm = Storm(config, args.kills, args.seed, 60 * args.minutes)
+    injector = FaultInjector(config, args.kills, args.seed, 60 * args.minutes)
 
     async def body(stopping: Stopping, closing: contextlib.AsyncExitStack) -> int:
-        return await through(config, stopping, closing, storm.rage)
+        return await through(config, stopping, closing, injector.run)
 
     ended = ""
     try:
         code = await interruptible(body)
     except (RunError, BusError) as error:
         code, ended = 1, str(error)
-        if storm.folder is None:
+        if injector.folder is None:
             raise
         complain(ended)
-    if storm.folder is None or code == INTERRUPTED:
+    if injector.folder is None or code == INTERRUPTED:
         return code
-    figures = await chaos_figures.collect(storm.folder, storm.struck, args.kills, args.seed, ended)
-    say(chaos_figures.line(figures))
-    met = all(target["met"] for target in chaos_figures.targets(figures).values())
+    report = await figures.collect(injector.folder, injector.results, args.kills, args.seed, ended)
+    say(figures.line(report))
+    met = all(target["met"] for target in figures.targets(report).values())
     return 0 if code == 0 and met else 1

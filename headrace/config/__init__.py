@@ -1,4 +1,4 @@
-"""One typed TOML for a run: a section per room, an attribute per choice.
+"""One typed TOML for a run: a section per part, an attribute per choice.
 
 Unknown keys, wrong types and missing files are refused with the key, what was expected and the line. Everything is
 imported from here; the files behind it are one per kind of section.
@@ -6,7 +6,7 @@ imported from here; the files behind it are one per kind of section.
 
 from headrace.config.base import ConfigError, Section
 from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks
-from headrace.config.nodes import Backend, Bus, Environment, Processes, Run
+from headrace.config.nodes import Bus, Environment, Processes, Run
 from headrace.config.policy import Engine, Numerics, Policy, Weights
 from headrace.config.reading import load, parse
 from headrace.config.training import Algorithm, MidTraining, Replay, Trainer
@@ -14,7 +14,6 @@ from headrace.config.tree import Config
 
 __all__ = [
     "Algorithm",
-    "Backend",
     "Bus",
     "Config",
     "ConfigError",

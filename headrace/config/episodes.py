@@ -1,74 +1,98 @@
 """Sections of episodes: tasks, limits, how many at once, evaluation, the product lane."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from headrace.config.base import Section
+from msgspec import Meta
+
+from headrace.config.base import (
+    Amount,
+    Count,
+    Duration,
+    Host,
+    OptionalPath,
+    Path,
+    Port,
+    Positive,
+    Seconds,
+    Section,
+    Share,
+    Token,
+)
 
 
 class Tasks(Section, frozen=True, kw_only=True):
     """Which suites."""
 
-    suite: str = "generated/train"
-    heldout: str = "generated/heldout"
-    unseen: str = "generated/unseen"
-    dir: str = "suites"
+    suite: Path = "generated/train"
+    heldout: Path = "generated/heldout"
+    unseen: Path = "generated/unseen"
+    dir: Path = "suites"
     """Where suites made by `headrace tasks from-sdist` lie."""
+    tools: tuple[str, ...] = ()
+    """Tools that every task offers besides its own: entry points of `headrace.tools`, or module:attribute."""
 
 
 class Limits(Section, frozen=True, kw_only=True):
-    """What an episode may use."""
+    """Limits of an episode."""
 
-    max_turns: int = 6
-    max_turn_tokens: int = 48
-    max_tokens: int = 256
-    context_tokens: int = 512
-    wall_s: float = 120.0
-    max_parallel_calls: int = 6
+    max_turns: Positive = 6
+    max_turn_tokens: Positive = 48
+    max_tokens: Positive = 256
+    context_tokens: Positive = 512
+    wall_s: Duration = 120.0
+    max_parallel_calls: Annotated[int, Meta(ge=1, le=1024)] = 6
 
 
 class Curriculum(Section, frozen=True, kw_only=True):
     """Groups, batches, and how stale they may become."""
 
-    group_size: int = 8
-    groups_per_step: int = 8
+    group_size: Annotated[int, Meta(ge=2, le=1024)] = 8
+    groups_per_step: Annotated[int, Meta(ge=1, le=65536)] = 8
     """P: groups of a batch."""
-    staleness: int = 1
-    steps: int = 40
-    attempts: int = 3
+    staleness: Annotated[int, Meta(ge=0, le=64)] = 1
+    steps: Count = 40
+    attempts: Annotated[int, Meta(ge=1, le=100)] = 3
     on_stale: Literal["wait", "drop"] = "wait"
-    temperature: float = 1.0
-    speculate: int = 0
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    speculate: Count = 0
     """So many last slots of a group are asked for once more, and the first answer counts. It favours short episodes:
     the audit says by how much."""
-    canaries: float = 0.0
-    """Share of groups that get a task which nobody can solve (tasks/canaries.py): who passes it cheats."""
+    canaries: Share = 0.0
+    """Share of groups that get a task which nobody can solve (tasks/impossible.py): who passes it cheats."""
 
 
 class Rollout(Section, frozen=True, kw_only=True):
     """How many episodes at once."""
 
-    credit: int = 48
+    credit: Annotated[int, Meta(ge=1, le=10_000)] = 48
     """Episodes of one lane that a rollout actor runs at once: the engine batches over them."""
-    checkpoint_every: int = 0
-    """Turns between copies of a sandbox that has its machine to itself (isolation = episode): should it be lost, the
-    attempt goes on in the copy. A few MiB each; 0 keeps none, and the attempt is issued again."""
+    checkpoint_every: Count = 0
+    """Turns between checkpoints of a sandbox that has a machine of its own (isolation = episode): when it is lost, the
+    attempt resumes in a copy. A few MiB each; 0 makes none, and the attempt is issued again."""
+    lanes: tuple[Literal["train", "eval", "production"], ...] = ()
+    """Lanes that a rollout actor without a lease pulls. Empty: the product's own actors pull production, the others
+    train and eval, and all three without a product lane."""
 
 
 class Judge(Section, frozen=True, kw_only=True):
     """How many trajectories at once."""
 
-    credit: int = 32
+    credit: Annotated[int, Meta(ge=1, le=10_000)] = 32
     """Trajectories that a judge works on at once; with group isolation a group's share one clone."""
-    again: float = 0.05
+    again: Share = 0.05
     """Share of verdicts from shared clones that are made a second time, in a clone of their own; every suspicious one
     is, whatever the share."""
+    severities: dict[str, Literal["note", "zero"]] = {}
+    """Rules of headrace/judging/rules.py with another severity: note reports a match, zero voids the pass."""
+    reward_s: Duration = 30.0
+    """Seconds that a reward from outside the package may take for one attempt."""
 
 
 class Evaluation(Section, frozen=True, kw_only=True):
     """Held-out tasks, before and after."""
 
-    heldout_tasks: int = 200
-    unseen_tasks: int = 48
+    heldout_tasks: Count = 200
+    unseen_tasks: Count = 48
     before: bool = True
     after: bool = True
 
@@ -77,23 +101,33 @@ class Production(Section, frozen=True, kw_only=True):
     """The product lane: its gateway, its own rollout actors, and the scavenger that lends them."""
 
     enabled: bool = True
-    host: str = "127.0.0.1"
-    port: int = 0
+    host: Host = "127.0.0.1"
+    port: Port = 0
     """HTTP port of the gateway; 0 takes a free one, written to <run dir>/gateway.json."""
-    tenant: str = "default"
+    tenant: Token = "default"
     training_allowed: bool = False
     """Opt-in of the tenant: thumbs become scores only with it."""
-    rollouts: tuple[str, ...] = ("product",)
+    keys: OptionalPath = ""
+    """File of API keys (`headrace keys`); empty: <run dir>/keys.json."""
+    turn_tokens: Positive = 4096
+    """Most sampled tokens of a turn that a client's agent asks for."""
+    context_tokens: Positive = 32768
+    """Longest context, prompt and turn together, of a client's agent."""
+    turn_s: Duration = 300.0
+    """Longest wait for such a turn."""
+    idle_s: Duration = 900.0
+    """A client's session ends after this time without a request."""
+    rollouts: tuple[Token, ...] = ("product",)
     """Ids of the rollout actors that belong to the product and may be lent."""
-    reclaim_above: int = 0
+    reclaim_above: Count = 0
     """Sessions running or waiting above this take lent capacity back at once."""
-    lend_after_s: float = 3.0
+    lend_after_s: Seconds = 3.0
     """Quiet time before capacity is lent."""
-    feedback_batch: int = 8
+    feedback_batch: Positive = 8
     """Scored thumbs that are worth an evaluation."""
-    gate_tasks: int = 0
+    gate_tasks: Count = 0
     """Held-out tasks of the gate before a version is promoted; 0 promotes nothing."""
     simulate: bool = False
     """Run simulated users against the gateway, with a day-and-night rhythm."""
-    day_s: float = 40.0
-    peak_requests_per_s: float = 0.5
+    day_s: Duration = 40.0
+    peak_requests_per_s: Amount = 0.5

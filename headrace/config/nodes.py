@@ -1,39 +1,54 @@
 """Sections of the ground: the run, the bus, processes, machines for sandboxes."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from headrace.config.base import Section
+from msgspec import Meta
 
-Backend = Literal["auto", "qemu", "process"]
+from headrace.config.base import (
+    ActorName,
+    Brokers,
+    Count,
+    Duration,
+    HttpUrl,
+    OptionalPath,
+    OptionalToken,
+    Path,
+    Port,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    Token,
+)
 
 
 class Run(Section, frozen=True, kw_only=True):
     """One run: its seed, its name, its folder."""
 
-    seed: int = 1
-    id: str = ""
+    seed: Seed = 1
+    id: OptionalToken = ""
     """Empty: made from date, time and seed."""
-    dir: str = "runs"
+    dir: Path = "runs"
     """Folder of runs; the streams, checkpoints and reports of a run lie in <dir>/<id>."""
-    min_free_mb: int = 2048
+    min_free_mb: Count = 2048
     """MiB that must be free for a run to start; it is stopped in order when an eighth of that is left."""
 
 
 class Bus(Section, frozen=True, kw_only=True):
     """The broker, and how to speak to it."""
 
-    url: str = ""
+    url: Brokers = ""
     """Empty: `headrace up` starts a nats-server on loopback with nats.conf."""
-    port: int = 0
+    port: Port = 0
     """Port of the started server; 0 takes a free one."""
-    credentials: str = ""
+    credentials: OptionalPath = ""
     """Folder of per-role credentials, made per run when headrace starts the server."""
-    region: str = "local"
-    otlp_endpoint: str = ""
+    region: Token = "local"
+    otlp_endpoint: HttpUrl = ""
     """OTLP/HTTP collector such as http://127.0.0.1:4318; empty exports nothing."""
-    blob_dir: str = ""
+    blob_dir: OptionalPath = ""
     """Folder such as /dev/shm through which actors of one node hand each other large payloads of episodes
-    (headrace/bus/nearby.py); empty: all of it goes through the broker."""
+    (headrace/bus/payloads/shared_memory.py); empty: all of it goes through the broker."""
     blob_upload: Literal["before", "after", "never"] = "after"
     """When such a payload is stored at the broker too; never is for one node, with a folder on the broker's disk."""
 
@@ -41,7 +56,7 @@ class Bus(Section, frozen=True, kw_only=True):
 class Processes(Section, frozen=True, kw_only=True):
     """Which actors share an operating-system process: one list per process."""
 
-    groups: tuple[tuple[str, ...], ...] = (
+    groups: tuple[tuple[ActorName, ...], ...] = (
         ("curriculum", "evaluator", "dead_letter"),
         ("gateway", "feedback", "scavenger"),
         ("environment",),
@@ -55,29 +70,30 @@ class Processes(Section, frozen=True, kw_only=True):
 class Environment(Section, frozen=True, kw_only=True):
     """Machines for sandboxes on a node."""
 
-    backend: Backend = "auto"
-    """auto: qemu where it works, else an error that says why. process is not isolated and must be asked for."""
+    backend: str = "auto"
+    """auto (which is qemu), qemu, process, an installed plugin of ``headrace.sandboxes``, or module:attribute. The
+    process backend is not isolated; it runs only where it is named."""
     accel: Literal["auto", "kvm", "tcg"] = "auto"
     """auto: kvm if a machine really boots under it, else tcg."""
     isolation: Literal["episode", "group"] = "group"
-    slots_per_vm: int = 8
-    memory_mb: int = 224
-    max_vms: int = 8
+    slots_per_vm: Annotated[int, Meta(ge=1, le=1024)] = 8
+    memory_mb: Annotated[int, Meta(ge=64, le=1 << 20)] = 224
+    max_vms: Annotated[int, Meta(ge=1, le=10_000)] = 8
     """Clones alive at once on this node; judge_share of them are kept for the judge."""
-    judge_share: int = 2
-    production_share: int = 0
+    judge_share: Count = 2
+    production_share: Count = 0
     """Machines that only the judge and the production lane may take."""
-    warm: int = 1
+    warm: Count = 1
     """Clones of the light template kept ready and stopped, within max_vms: they take an acquire from 40 ms to 6.
     0: none, whatever is asked for."""
-    also_warm: tuple[str, ...] = ()
+    also_warm: tuple[Path, ...] = ()
     """Further templates (debian, imported images, tasks) of which `warm` clones are always kept ready."""
-    warm_most: int = 4
+    warm_most: Count = 4
     """Clones of any one template kept ready for a minute after so many were taken at once."""
-    max_busy: float = 0.95
+    max_busy: Share = 0.95
     """Share of the node's processors that machines may use, over five seconds, before training gets no further one;
     users and the judge do. 0: never mind."""
-    lease_s: float = 120.0
-    group_idle_s: float = 10.0
-    cache_dir: str = ".cache/headrace"
+    lease_s: Duration = 120.0
+    group_idle_s: Seconds = 10.0
+    cache_dir: Path = ".cache/headrace"
     """Guest image and templates, content-addressed; survives runs."""

@@ -1,20 +1,98 @@
-"""From TOML and overrides to a Config. What can't be used is refused with the key, what was expected and the line."""
+"""From TOML and overrides to a Config, or one sentence: file, line, key, what was expected, what was found."""
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from headrace.config.base import ConfigError
+from headrace.config.base import WORDS, ConfigError
+from headrace.config.rules import problems
 from headrace.config.tree import Config
+
+_PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
+_SHOWN = 60
+"""Characters of a wrong value that an error shows."""
+
+
+def parse(text: str, name: str = "config", overrides: Sequence[str] = ()) -> Config:
+    """A Config from TOML text, then ``section.key=value`` overrides. ConfigError names line, key and expectation."""
+    try:
+        raw: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is not usable TOML: it is nested too deeply") from None
+    overridden = {_override(raw, entry) for entry in overrides}
+
+    def refuse(path: str, what: str) -> ConfigError:
+        key = re.sub(r"\[[^\]]*\]", "", path)
+        if key in overridden:
+            return ConfigError(f"--set {path}: {what}")
+        line = _line_of(text, path)
+        return ConfigError(f"{name}{f', line {line}' if line else ''}: {path or 'top level'}: {what}")
+
+    try:
+        config = msgspec.convert(raw, Config)
+    except msgspec.ValidationError as error:
+        raise refuse(*_explain(str(error), raw)) from None
+    except (OverflowError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{name}: a value is out of every range: {error}") from None
+    for path, what in problems(config):
+        raise refuse(path, what)
+    return config
+
+
+def _explain(message: str, raw: dict[str, Any]) -> tuple[str, str]:
+    """Path of the wrong value, and in words what was expected and what was found."""
+    where = re.search(r" - at `(?:key in )?\$\.?(.*)`$", message, re.DOTALL)
+    path = where.group(1) if where else ""
+    what = message[: where.start()] if where else message
+    unknown = re.search(r"unknown field `(.*)`", what, re.DOTALL)
+    if unknown:
+        path = f"{path}.{unknown.group(1)}" if path else unknown.group(1)
+        return path, f"unknown key{_suggestion(path)}"
+    pattern = _PATTERN.search(what)
+    if pattern:
+        words = next((words for regex, words in WORDS.items() if repr(regex) == pattern.group(1)), "")
+        what = f"expected {words or what}"
+    if what.startswith("Invalid enum value"):
+        section, _, key = path.partition(".")
+        kind = next((kind for name, field, kind, _ in keys() if (name, field) == (section, key)), None)
+        choices = [repr(choice) for choice in get_args(kind) if isinstance(choice, str)]
+        what = f"expected {' or '.join(choices) or 'another value'}"
+    what = what[:1].lower() + what[1:]
+    if ", got" in what:
+        return path, what
+    return path, f"{what}, got {_shown(_value_at(raw, path))}"
+
+
+def _value_at(raw: Any, path: str) -> Any:
+    """The value under a path such as ``processes.groups[0]``; `_MISSING` where the path does not lead to one."""
+    for part in re.findall(r"[^.\[\]]+|\[[^\]]*\]", path):
+        try:
+            raw = raw[int(part[1:-1])] if part.startswith("[") else raw[part]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return _MISSING
+    return raw
+
+
+_MISSING = object()
+
+
+def _shown(value: Any) -> str:
+    """A value as an error shows it, cut to `_SHOWN` characters."""
+    if value is _MISSING:
+        return "another value"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
 def _line_of(text: str, path: str) -> int:
-    """The line on which a dotted key is written, 0 when it can't be told."""
-    *sections, key = re.sub(r"\[\.\.\.\]|\[\d+\]", "", path).split(".")
+    """The line on which a dotted key is written, 0 when it cannot be told."""
+    *sections, key = re.sub(r"\[[^\]]*\]", "", path).split(".")
     wanted, current = ".".join(sections), ""
     for number, line in enumerate(text.splitlines(), 1):
         header = re.match(r"\s*\[([^\[\]]+)\]", line)
@@ -27,40 +105,23 @@ def _line_of(text: str, path: str) -> int:
     return 0
 
 
-def parse(text: str, name: str = "config", overrides: Sequence[str] = ()) -> Config:
-    """A Config from TOML text, then ``section.key=value`` overrides. ConfigError names key, expectation and line."""
-    try:
-        raw: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{name} is not valid TOML: {error}") from None
-    for entry in overrides:
-        _override(raw, entry)
-    try:
-        return msgspec.convert(raw, Config)
-    except msgspec.ValidationError as error:
-        message = str(error)
-        where = re.search(r" - at `\$\.?(.*)`$", message)
-        path = where.group(1) if where else ""
-        what = message[: where.start()] if where else message
-        unknown = re.search(r"unknown field `(\w+)`", what)
-        if unknown:
-            path = f"{path}.{unknown.group(1)}" if path else unknown.group(1)
-            what = f"unknown key{_suggestion(path)}"
-        line = _line_of(text, path)
-        raise ConfigError(f"{name}{f', line {line}' if line else ''}: {path or 'top level'}: {what}") from None
-
-
-def _override(raw: dict[str, Any], entry: str) -> None:
-    """Set one dotted key; the value is TOML where it parses as such and a plain string otherwise."""
+def _override(raw: dict[str, Any], entry: str) -> str:
+    """Set one dotted key and return it; the value is TOML where it parses as such and a plain string otherwise."""
     path, equals, value = entry.partition("=")
-    section, dot, key = path.strip().partition(".")
-    if not equals or not dot:
-        raise ConfigError(f"an override is written section.key=value, not {entry!r}")
+    path = path.strip()
+    section, dot, key = path.partition(".")
+    if not equals or not dot or not section or not key:
+        raise ConfigError(f"--set expected section.key=value, got {entry!r}")
     try:
-        parsed = tomllib.loads(f"x = {value}")["x"]
-    except tomllib.TOMLDecodeError:
+        table = tomllib.loads(f"x = {value}")
+        parsed = table["x"] if len(table) == 1 else value.strip()
+    except (tomllib.TOMLDecodeError, RecursionError):
         parsed = value.strip()
-    raw.setdefault(section, {})[key] = parsed
+    keys = raw.setdefault(section, {})
+    if not isinstance(keys, dict):
+        raise ConfigError(f"--set {path}: expected [{section}] to be a section, got {_shown(keys)}")
+    keys[key] = parsed
+    return path
 
 
 def _suggestion(path: str) -> str:
@@ -70,24 +131,32 @@ def _suggestion(path: str) -> str:
     for part in sections:
         section = type(getattr(section(), part, None))
     names = getattr(section, "__struct_fields__", ())
-    return f"; [{'.'.join(sections) or 'top'}] knows {', '.join(names)}" if names and key not in names else ""
+    return f"; [{'.'.join(sections) or 'top'}] has {', '.join(names)}" if names and key not in names else ""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """A Config from a TOML file, or from the JSON in which a run keeps what it really ran with; an empty path means
-    all defaults."""
+    """A Config from a TOML file, or from the JSON in which a run keeps what it ran with; an empty path means all
+    defaults. ConfigError."""
     if not str(path):
         return parse("", "defaults", overrides)
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{file}: there is no such file; deploy/demo.toml is a good start") from None
-    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: there is no such file; start from deploy/demo.toml") from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
     if file.suffix == ".json":
         try:
             return msgspec.json.decode(text, type=Config)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ConfigError(f"{file}: {error}") from None
     return parse(text, str(file), overrides)
+
+
+def keys() -> Iterator[tuple[str, str, Any, Any]]:
+    """Section, key, type and default of every key of the configuration."""
+    defaults = Config()
+    for section in msgspec.structs.fields(Config):
+        for field in msgspec.structs.fields(type(getattr(defaults, section.name))):
+            yield section.name, field.name, field.type, getattr(getattr(defaults, section.name), field.name)

@@ -1,23 +1,25 @@
 """Sections of learning: mid-training, the objective and its guard, the trainer, replay."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from headrace.config.base import Section
+from msgspec import Meta
+
+from headrace.config.base import Above0, Amount, Count, Positive, Rate, Reference, Section, Share, Threads
 
 
 class MidTraining(Section, frozen=True, kw_only=True):
     """Supervised training on traces, before any rollout."""
 
-    tokens: int = 3_000_000
-    batch_tokens: int = 1024
-    learning_rate: float = 3e-3
-    warmup: float = 0.03
+    tokens: Count = 3_000_000
+    batch_tokens: Positive = 1024
+    learning_rate: Rate = 3e-3
+    warmup: Share = 0.03
     """Share of the tokens over which the learning rate rises; after it, it falls to a tenth."""
-    beta2: float = 0.98
-    weight_decay: float = 0.0
-    quality: float = 0.35
+    beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.98
+    weight_decay: Amount = 0.0
+    quality: Share = 0.35
     """Share of traces without a planted fault."""
-    processes: int = 2
+    processes: Threads = 2
     """Processes that share each batch, one torch thread each. Part of the recipe: another number gives other bits."""
 
 
@@ -25,54 +27,77 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """The objective, its corrections, and the guard against a collapse."""
 
     objective: Literal["dr_grpo"] = "dr_grpo"
-    learning_rate: float = 1e-3
-    warmup_steps: int = 2
-    tis_clip: float = 2.0
+    learning_rate: Rate = 1e-3
+    warmup_steps: Count = 2
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The learning rate after the warm-up: linear and cosine fall over `decay_steps` to `min_rate` times the peak."""
+    decay_steps: Count = 0
+    min_rate: Share = 0.1
+    beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
+    beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.95
+    weight_decay: Amount = 0.0
+    advantage: Reference = "mean"
+    """From a group's rewards to advantages: mean (Dr. GRPO), normalised (GRPO), leave_one_out (RLOO), an entry point of
+    headrace.advantages, or module:attribute."""
+    tis_clip: Above0 = 2.0
     """Upper bound on p_trainer / p_sampler as a token's weight."""
-    weighting: Literal["truncated", "masked", "clipped", "decoupled", "sequence", "sequence_masked"] = "truncated"
-    """truncated: weights above the bound become the bound; masked: tokens beyond it or `mask_low` teach nothing;
-    the others are in headrace/algorithms/corrections.py, with their papers."""
-    mask_low: float = 0.5
-    ratio_low: float = 0.8
-    ratio_high: float = 1.2
-    """The band of clipped, decoupled, sequence and sequence_masked; GSPO's own is 0.9997 to 1.0004."""
-    minibatches: int = 1
+    weighting: Reference = "truncated"
+    """truncated: weights above the bound become the bound; masked: tokens beyond it or `mask_low` have no gradient;
+    clipped, decoupled, sequence and sequence_masked are in headrace/algorithms/corrections.py, with their papers; or an
+    entry point of headrace.losses, or module:attribute."""
+    mask_low: Amount = 0.5
+    ratio_low: Amount = 0.8
+    ratio_high: Above0 = 1.2
+    """The band of clipped, decoupled, sequence and sequence_masked; clip-higher (DAPO) is 0.8 to 1.28, GSPO's own band
+    0.9997 to 1.0004."""
+    minibatches: Annotated[int, Meta(ge=1, le=65536)] = 1
     """Updates that a batch is split into; decoupled differs from truncated only from the second on."""
-    kl_weight: float = 0.0
-    grad_clip: float = 1.0
-    max_grad_norm: float = 0.0
+    kl_weight: Amount = 0.0
+    grad_clip: Amount = 1.0
+    max_grad_norm: Amount = 0.0
     """A step whose gradient norm (before clipping) is above this is refused; 0 is no limit."""
-    max_k1: float = 0.0
+    max_k1: Amount = 0.0
     """A step whose |k1| (sampler against trainer, nats a token) is above this is refused; 0 is no limit."""
-    guard_k1: float = 0.0
+    guard_k1: Amount = 0.0
     """k1 above which a collapse is suspected (headrace/training/guard.py); 0 watches nothing."""
-    guard_patience: int = 2
+    guard_patience: Positive = 2
     """Steps in a row above it that mean a rollback when neither reward nor entropy says so at once."""
-    guard_reward: float = 0.5
+    guard_reward: Share = 0.5
     """A reward below this share of the calm steps' mean agrees with k1."""
-    guard_entropy: float = 2.0
+    guard_entropy: Annotated[float, Meta(ge=1.0, le=1e12)] = 2.0
     """An entropy off by this factor, up or down, agrees with k1."""
-    guard_backoff: float = 0.5
+    guard_backoff: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5
     """Factor on the learning rate with each rollback."""
-    length_penalty: float = 0.0
+    reward: Reference = "shaped"
+    """A reward of the registry: shaped, an installed entry point of `headrace.rewards`, or module:attribute."""
+    reward_options: dict[str, float | int | str | bool] = {}
+    """Options that a reward from outside the package reads."""
+    length_penalty: Amount = 0.0
     """Weight of the concave length penalty."""
-    length_k: float = 0.01
-    length_q: float = 0.5
-    constant_tokens: int = 64
-    """Dr. GRPO's constant divisor instead of each sequence's length."""
+    length_k: Amount = 0.01
+    length_q: Amount = 0.5
+    constant_tokens: Count = 64
+    """Dr. GRPO's constant divisor instead of each sequence's length; 0 divides by the batch's sampled tokens (DAPO),
+    which suits long trajectories."""
+
+    def __post_init__(self) -> None:
+        if self.schedule != "constant" and self.decay_steps < 1:
+            raise ValueError(f"schedule {self.schedule!r} needs decay_steps of at least 1, got {self.decay_steps}")
 
 
 class Trainer(Section, frozen=True, kw_only=True):
     """The trainer's process."""
 
-    threads: int = 1
-    rescore: int = 8
+    device: str = "auto"
+    """Device of the model and the optimizer: auto (the first CUDA device, else the CPU), cpu, cuda or cuda:N."""
+    threads: Threads = 1
+    rescore: Count = 8
     """Trajectories re-scored exactly at every step (Law 5)."""
-    checkpoint_every: int = 10
-    micro_tokens: int = 8192
+    checkpoint_every: Positive = 10
+    micro_tokens: Positive = 8192
 
 
 class Replay(Section, frozen=True, kw_only=True):
     """How far back a run can be replayed."""
 
-    keep_steps: int = 1000
+    keep_steps: Count = 1000

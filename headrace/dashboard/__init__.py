@@ -1,1 +1,1 @@
-"""What people look at: live progress, the report. A subscriber like any other; it steers nothing."""
+"""Progress of a run and its report: a subscriber like any other, with the operator's rights."""

@@ -1,45 +1,69 @@
-"""Small charts as inline SVG: a line chart with its points' values on hover, and a strip of who was busy.
+"""Small charts as inline SVG: line charts with a tooltip per point, utilisation strips, bars.
 
-One file, no script, no network: the report opens anywhere. Colours come from the page's CSS variables.
+They need no script and no network, so that the report opens anywhere. Colours come from the page's CSS variables.
 """
 
+import math
 from collections.abc import Sequence
 from html import escape
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 200, 62, 24
+STRIP_LEFT, STRIP_HEIGHT = 124, 18
 
 
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Evenly spaced values from low to high."""
-    return [low + (high - low) * index / count for index in range(count + 1)]
+def round_step(span: float, count: int) -> float:
+    """The smallest of 1, 2, 2.5 and 5 times a power of ten that divides `span` into at most `count` intervals."""
+    rough = span / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= rough * (1 - 1e-9))
+
+
+def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
+    """Multiples of a round step from the last one at or below `low` to the first one at or above `high`.
+
+    whole: the step is at least 1, for axes that count.
+    """
+    if not high > low:
+        low, high = low, low + 1.0
+    step = round_step(high - low, count)
+    if whole:
+        step = max(1.0, step if step.is_integer() else round_step(high - low, count // 2))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def label(value: float) -> str:
+    """A tick as text, without trailing zeros; tiny values with an exponent."""
+    return f"{value:g}" if abs(value) < 1e-4 else f"{value:.10f}".rstrip("0").rstrip(".")
 
 
 def line_chart(title: str, series: dict[str, Sequence[tuple[float, float]]], x_label: str) -> str:
-    """A line per series over a shared x axis; points carry their value as a tooltip."""
-    points = [point for values in series.values() for point in values]
+    """A line per series over a shared x axis; both axes end at round ticks that include every value and y = 0."""
+    points = [(x, y) for values in series.values() for x, y in values if math.isfinite(y)]
     if not points:
         return ""
-    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
-    y_low, y_high = min(0.0, *(y for _, y in points)), max(y for _, y in points)
-    y_high = y_high if y_high > y_low else y_low + 1.0
+    whole = all(float(x).is_integer() for x, _ in points)
+    x_ticks = ticks(min(x for x, _ in points), max(x for x, _ in points), 8, whole=whole)
+    y_ticks = ticks(min(0.0, *(y for _, y in points)), max(0.0, *(y for _, y in points)))
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - x_low) / (x_high - x_low or 1.0)
-        up = (y - y_low) / (y_high - y_low)
+        across = (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0])
+        up = (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
         return LEFT + across * (WIDTH - LEFT - 12), 12 + (1 - up) * (HEIGHT - BOTTOM - 12)
 
     parts = [f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
-    for value in ticks(y_low, y_high):
-        _, y = place(x_low, value)
+    for value in y_ticks:
+        _, y = place(x_ticks[0], value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 12}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
-    for value in ticks(x_low, x_high):
-        x, _ = place(value, y_low)
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{value:.4g}</text>')
+        parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label(value)}</text>')
+    for value in x_ticks:
+        x, _ = place(value, y_ticks[0])
+        parts.append(f'<text class="x" x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{label(value)}</text>')
     for index, (name, values) in enumerate(series.items()):
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in values))
+        finite = [(x, y) for x, y in values if math.isfinite(y)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in finite))
         parts.append(f'<polyline class="s{index}" points="{path}"/>')
-        for point in values:
+        for point in finite:
             x, y = place(*point)
             tip = f"{escape(name)}: {point[1]:.4g} at {escape(x_label)} {point[0]:.4g}"
             parts.append(f'<circle class="s{index}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"><title>{tip}</title></circle>')
@@ -49,26 +73,28 @@ def line_chart(title: str, series: dict[str, Sequence[tuple[float, float]]], x_l
 
 
 def busy_strips(rows: dict[str, Sequence[tuple[float, float]]], begin: float, end: float, buckets: int = 120) -> str:
-    """One strip per actor over the run; darker is busier, blank where nothing was heard."""
-    span = max(end - begin, 1e-9)
-    height = 18 * len(rows) + 22
+    """A strip per actor over the run. A darker cell is busier; a blank one had no heartbeat."""
+    marks = ticks(0.0, max(end - begin, 1e-9))
+    span = marks[-1]
+    width = WIDTH - STRIP_LEFT - 14
+    height = STRIP_HEIGHT * len(rows) + 22
     parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img">']
-    for row, (name, beats) in enumerate(sorted(rows.items())):
+    for row, (name, heartbeats) in enumerate(sorted(rows.items())):
         cells: dict[int, list[float]] = {}
-        for moment, share in beats:
+        for moment, share in heartbeats:
             cells.setdefault(min(buckets - 1, max(0, int((moment - begin) / span * buckets))), []).append(share)
-        y = 18 * row
-        parts.append(f'<text x="118" y="{y + 12}" text-anchor="end">{escape(name)}</text>')
+        y = STRIP_HEIGHT * row
+        parts.append(f'<text x="{STRIP_LEFT - 6}" y="{y + 12}" text-anchor="end">{escape(name)}</text>')
         for bucket, shares in cells.items():
             share = sum(shares) / len(shares)
-            x = 124 + bucket * (WIDTH - 130) / buckets
+            x = STRIP_LEFT + bucket * width / buckets
             parts.append(
-                f'<rect class="busy" x="{x:.1f}" y="{y}" width="{(WIDTH - 130) / buckets + 0.3:.2f}" height="14" '
+                f'<rect class="busy" x="{x:.1f}" y="{y}" width="{width / buckets + 0.3:.2f}" height="14" '
                 f'opacity="{0.06 + 0.94 * share:.2f}"><title>{escape(name)}: {100 * share:.0f} % busy</title></rect>'
             )
-    for value in ticks(0.0, span):
-        x = 124 + value / span * (WIDTH - 130)
-        parts.append(f'<text x="{x:.1f}" y="{height - 6}" text-anchor="middle">{value:.0f} s</text>')
+    for value in marks:
+        x = STRIP_LEFT + value / span * width
+        parts.append(f'<text class="x" x="{x:.1f}" y="{height - 6}" text-anchor="middle">{label(value)} s</text>')
     parts.append("</svg>")
     return "".join(parts)
 

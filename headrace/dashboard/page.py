@@ -1,15 +1,15 @@
-"""report.html: what happened, on one page that needs nothing else."""
+"""report.html: the report of a run on one page that needs no script and no network."""
 
-import json
 from html import escape
-from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from headrace.dashboard import errors, transcripts
 from headrace.dashboard.charts import bars, busy_strips, line_chart
-from headrace.dashboard.figures import Figures
+from headrace.dashboard.records import Records
+from headrace.dashboard.report import Report
 from headrace.dashboard.watch import Watch
-from headrace.messages.judging import Score
-from headrace.messages.rollout import Trajectory
 
 STYLE = """
 :root { --ink: #1d2733; --paper: #fbfaf7; --soft: #6b7785; --rule: #dfe3e6;
@@ -37,49 +37,44 @@ pre { white-space: pre-wrap; background: color-mix(in srgb, var(--ink) 5%, trans
 
 
 def number(value: Any) -> str:
-    """A figure as people read it."""
+    """A figure as text."""
     if value is None:
         return "not measured"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def headline(report: dict[str, Any]) -> str:
-    """The short table."""
-    unseen = report["unseen_templates"]
+def headline(report: Report) -> str:
+    """The table at the top."""
+    unseen, ledger, product = report.unseen_templates, report.ledger, report.production
+    isolated = report.backend != "process"
     rows = [
-        ("Held-out tasks passed at temperature 1, before", report["heldout_before"]),
-        ("Held-out tasks passed at temperature 1, after", report["heldout_after_t1"]),
-        ("Held-out tasks passed greedily, after", report["heldout_after_greedy"]),
-        (
-            "Templates never trained on: before, after (T=1)",
-            f"{number(unseen['before'])}, {number(unseen['after_t1'])}",
-        ),
-        ("Held-out tasks", report["heldout_tasks"]),
-        ("Steps", report["steps"]),
-        (
-            "Episodes in microVMs" if report["backend"] != "process" else "Episodes (process backend: NOT isolated)",
-            report["episodes"],
-        ),
-        ("VM clones", report["vm_clones"]),
-        ("CPU of the VMs per episode, judge included", f"{number(report['cpu_ms_per_episode'])} ms"),
-        ("Largest staleness, bound", f"{report['staleness_max']}, {report['ledger']['staleness_bound']}"),
-        ("Largest |sampler - trainer| log-probability", report["max_abs_dlp"]),
+        ("Held-out tasks passed at temperature 1, before", report.heldout_before),
+        ("Held-out tasks passed at temperature 1, after", report.heldout_after_t1),
+        ("Held-out tasks passed greedily, after", report.heldout_after_greedy),
+        ("Templates without training: before, after (T=1)", f"{number(unseen.before)}, {number(unseen.after_t1)}"),
+        ("Held-out tasks", report.heldout_tasks),
+        ("Steps", report.steps),
+        ("Episodes in microVMs" if isolated else "Episodes (process backend: NOT isolated)", report.episodes),
+        ("VM clones", report.vm_clones),
+        ("CPU of the VMs per episode, judge included", f"{number(report.cpu_ms_per_episode)} ms"),
+        ("Largest staleness, bound", f"{number(report.staleness_max)}, {ledger.staleness_bound}"),
+        ("Largest |sampler - trainer| log-probability", report.max_abs_dlp),
         *(
             (
-                f"Engine {engine['engine']}: k3, share of tokens that differ, flips per token-layer",
-                f"{engine['k3']:.2g}, {engine['differ']:.2g}, {engine['flips']:.2g}"
-                + ("" if engine["same_fingerprint"] else " (other fingerprint)"),
+                f"Engine {engine.engine}: k3, share of tokens that differ, flips per token-layer",
+                f"{engine.k3:.2g}, {engine.differ:.2g}, {engine.flips:.2g}"
+                + ("" if engine.same_fingerprint else " (other fingerprint)"),
             )
-            for engine in report["engines"]
+            for engine in report.engines
         ),
-        ("Steps with a mismatch alarm", report["mismatch_alarms"]),
-        ("Mean delta ratio", report["delta_ratio_mean"]),
-        ("Audit", "balances" if report["ledger"]["balanced"] else "does not balance"),
-        (
-            "Product: requests, median seconds",
-            f"{report['production']['requests']}, {number(report['production']['p50_s'])}",
-        ),
-        ("Wall time", f"{report['wall_s']:.0f} s"),
+        ("Steps with a mismatch alarm", report.mismatch_alarms),
+        ("Mean delta ratio", report.delta_ratio_mean),
+        ("Audit", "balances" if ledger.balanced else "does not balance"),
+        ("Users' requests", product.requests),
+        ("Seconds of a request, median and p99", f"{number(product.p50_s)}, {number(product.p99_s)}"),
+        ("Slowest reclaim by the scavenger", f"{number(product.reclaim_max_s)} s"),
+        ("Unreadable records", report.unreadable_records),
+        ("Wall time", f"{report.wall_s:.0f} s"),
     ]
     cells = "".join(
         f"<tr><td>{escape(name)}</td><td class='number'>{escape(number(value))}</td></tr>" for name, value in rows
@@ -88,10 +83,10 @@ def headline(report: dict[str, Any]) -> str:
 
 
 def curves(watch: Watch) -> str:
-    """Reward and pass rate, staleness, mismatch, loss."""
+    """Pass rate, staleness, mismatch and gradient norm over the steps."""
     steps = watch.steps
     if not steps:
-        return "<p>No step was taken.</p>"
+        return "<p>The run took no step.</p>"
     smooth = [
         (float(step.step), sum(other.pass_rate for other in steps[max(0, index - 4) : index + 1]) / min(index + 1, 5))
         for index, step in enumerate(steps)
@@ -114,42 +109,20 @@ def curves(watch: Watch) -> str:
     )
 
 
-def transcript(trajectory: Trajectory, score: Score | None) -> str:
-    """One episode: calls and what came back."""
-    verdict = f"{score.verdict}, reward {score.reward:.2f}" if score else "not scored"
-    lines = [
-        f"<h3>version {trajectory.oldest_version}: {escape(trajectory.family)}, {escape(verdict)}</h3>",
-    ]
-    for turn in trajectory.turns:
-        results = {result.call_id: result for result in turn.results}
-        for call in turn.calls:
-            arguments = " ".join(f"{key}={json.dumps(value)}" for key, value in call.arguments.items())
-            lines.append(f"<pre><span class='call'>{escape(call.name)} {escape(arguments)}</span>")
-            if call.error:
-                lines.append(f"<span class='bad'>{escape(call.error)}</span>")
-            result = results.get(call.id)
-            lines.append(f"{escape(result.output) if result else ''}</pre>")
-    lines += [
-        f"<pre>{escape(path)} afterwards:\n{escape(data.decode('utf-8', 'replace'))}</pre>"
-        for path, data in trajectory.diff.items()
-    ]
-    return "".join(lines)
-
-
-def render(report: dict[str, Any], watch: Watch, figures: Figures, folder: Path) -> str:
+def render(report: Report, watch: Watch, records: Records) -> str:
     """The whole page."""
     begin = watch.started
-    end = begin + float(report["wall_s"])
-    episodes = "".join(transcript(trajectory, figures.scores.get(trajectory.id)) for trajectory in figures.transcripts)
+    everything = msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
     return f"""<!doctype html><html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width"><title>headrace {escape(folder.name)}</title><style>{STYLE}</style>
-<h1>Run {escape(folder.name)}</h1><p>{escape(str(report["finished"]))}, seed {report["seed"]},
-isolation {escape(report["isolation"])}</p>
+<meta name="viewport" content="width=device-width"><title>headrace {escape(report.run)}</title><style>{STYLE}</style>
+<h1>Run {escape(report.run)}</h1><p>{escape(report.finished)}, seed {report.seed},
+isolation {escape(report.isolation)}</p>
 {headline(report)}
-<p>Planted: {escape(report["planted"])}.</p>
+<p>On purpose: {escape(report.planted)}.</p>
 <h2>Curves</h2>{curves(watch)}
-<h2>Who was busy</h2>{busy_strips(dict(watch.busy), begin, end)}
-<h2>Where the CPU time went</h2>{bars(report["cpu_s"], "CPU-s")}
-<h2>Three episodes: before, middle, after</h2>{episodes or "<p>None.</p>"}
-<h2>Everything</h2><pre>{escape(json.dumps(report, indent=2))}</pre></html>
+<h2>Utilisation of the actors</h2>{busy_strips(dict(watch.busy), begin, begin + report.wall_s)}
+<h2>CPU time per process</h2>{bars(report.cpu_s, "CPU-s")}
+<h2>One task before and after training</h2>{transcripts.section(records)}
+<h2>Errors</h2>{errors.section(watch)}
+<h2>All figures</h2><pre>{escape(everything)}</pre></html>
 """

@@ -1,32 +1,34 @@
-"""Live progress of a run, folded from its streams, beats and metrics.
+"""Live progress of a run, folded from its streams, heartbeats and metrics.
 
-`Watch` keeps the newest figures and a timeline of who was busy; `line` is what the terminal shows. It reads the same
-subjects that any dashboard would.
+`Watch` keeps the newest figures and each actor's utilisation over time; `line` is the line that the terminal shows. It
+reads the subjects that any dashboard would read.
 """
 
 import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
 from headrace.bus.connection import Bus
 from headrace.config import Config
 from headrace.messages import subjects
 from headrace.messages.base import Message
-from headrace.messages.codec import decode
 from headrace.messages.evaluation import EvalRequest, EvalResult
-from headrace.messages.operations import Beat, Event, Metric
+from headrace.messages.operations import Event, Heartbeat, Metric
 from headrace.messages.training import StepDone, StepFailed
 
 FINISHED = "run_finished"
-"""The curriculum's event that ends a run."""
+"""Kind of the curriculum's event that ends a run."""
+
+Say = Callable[[str], None]
+"""Shows a line to the user."""
 
 
 class Watch:
-    """The newest figures of a run, and how they came about."""
+    """The newest figures of a run, and their history."""
 
     def __init__(self, bus: Bus, run: str, config: Config, started: float) -> None:
+        """started: when the command began, in seconds since the epoch."""
         self.bus, self.run, self.config, self.started = bus, run, config, started
         self.phase = "starting"
         self.steps: list[StepDone] = []
@@ -38,33 +40,38 @@ class Watch:
         self.busy: dict[str, list[tuple[float, float]]] = defaultdict(list)
         """Actor id to (time, share of the interval in which it was busy)."""
         self.cpu: dict[str, float] = {}
-        """Process to CPU seconds, its reaped children included; filled by whoever owns the processes."""
-        self.marks: dict[str, float] = {}
-        """Moment at which a phase was first seen."""
-        self.tokens_seen: tuple[float, float] = (time.time(), 0.0)
+        """Process to CPU seconds, its reaped children included; filled by the owner of the processes."""
+        self.phase_started: dict[str, float] = {}
+        """Phase to the time at which it was first observed, in seconds since the epoch."""
+        self._sampled: tuple[float, float] = (time.time(), 0.0)
 
-    async def until_finished(self, say: Callable[[str], None], every_s: float = 5.0) -> None:
-        """Follow the run and say a line now and then, until the curriculum's last event."""
-        await self.bus.listen_raw(subjects.BEAT.where(), self.hear)
-        await self.bus.listen_raw(subjects.METRIC.where(), self.hear)
+    async def until_finished(self, say: Say, every_s: float = 5.0) -> None:
+        """Follow the run and show a line every few seconds, until the curriculum's last event.
+
+        The bus passes over records that it cannot decode; each is shown once.
+        """
+        self.bus.on_skipped = lambda record: say(
+            f"skipped an unreadable record: {record.stream} #{record.seq} {record.subject}: {record.reason}"
+        )
+        await self.bus.listen(subjects.HEARTBEAT.where(), self.on_status)
+        await self.bus.listen(subjects.METRIC.where(), self.on_status)
         async with asyncio.TaskGroup() as group:
-            talker = group.create_task(self.talk(say, every_s))
+            ticker = group.create_task(self.show_line(say, every_s))
             steps = group.create_task(self.follow_steps(say))
             async for received in self.bus.follow("HR_EVENT", subjects.EVENT.where(run=self.run)):
-                message = received.message
-                if self.on_event(message, received.time, say):
+                if self.on_event(received.message, received.time, say):
                     break
-            talker.cancel()
+            ticker.cancel()
             steps.cancel()
 
-    async def talk(self, say: Callable[[str], None], every_s: float) -> None:
-        """A line every few seconds."""
+    async def show_line(self, say: Say, every_s: float) -> None:
+        """Show the progress line every few seconds."""
         while True:
             await asyncio.sleep(every_s)
             say(self.line())
 
-    async def follow_steps(self, say: Callable[[str], None]) -> None:
-        """Every step as it ends."""
+    async def follow_steps(self, say: Say) -> None:
+        """Collect every step when it ends."""
         async for received in self.bus.follow("HR_STEP", subjects.STEP.at(run=self.run)):
             message = received.message
             if isinstance(message, StepDone):
@@ -75,19 +82,19 @@ class Watch:
                 say(f"step {message.step} failed: {message.reason}; {message.command}")
 
     def enter(self, phase: str) -> None:
-        """Remember when a phase was first seen; phases only move on."""
-        if phase not in self.marks:
-            self.marks[phase] = time.time()
+        """Start a phase unless it was observed before; a run never returns to a phase."""
+        if phase not in self.phase_started:
+            self.phase_started[phase] = time.time()
             self.phase = phase
 
-    def on_event(self, message: Message, moment: float, say: Callable[[str], None]) -> bool:
-        """Fold one event; True when it ends the run."""
+    def on_event(self, message: Message, moment: float, say: Say) -> bool:
+        """Apply one event; True when it ends the run."""
         if isinstance(message, EvalRequest):
             self.asked.append(message)
         elif isinstance(message, EvalResult):
             self.evaluations.append(message)
             say(
-                f"evaluation {message.id}: {message.passed} of {message.tasks} tasks of {message.suite} "
+                f"evaluation {message.id}: {message.passed} of {message.tasks} tasks of {message.suite} passed "
                 f"({message.rate:.2f}) with version {message.version}"
             )
         elif isinstance(message, Event):
@@ -99,13 +106,12 @@ class Watch:
             return message.kind == FINISHED
         return False
 
-    async def hear(self, raw: Any) -> None:
-        """A beat or a metric, at most once each."""
-        message = decode(raw.data, raw.headers)
-        if isinstance(message, Beat) and message.run in ("", self.run):
-            # An id made from a process number says nothing, and a restarted actor goes on in its predecessor's row.
-            made_up = message.id.startswith(f"{message.actor}-")
-            name = message.actor if made_up else f"{message.actor} {message.id}"
+    async def on_status(self, message: Message) -> None:
+        """Apply a heartbeat or a metric. They are not stored, so a lost one is not read again."""
+        if isinstance(message, Heartbeat) and message.run in ("", self.run):
+            # A generated id contains the process number. A restarted actor continues the row of its predecessor.
+            generated = message.id.startswith(f"{message.actor}-")
+            name = message.actor if generated else f"{message.actor} {message.id}"
             self.busy[name].append((time.time(), message.busy))
         elif isinstance(message, Metric) and message.run == self.run:
             self.metrics[f"{message.actor}:{message.id}"].update(message.values)
@@ -113,15 +119,15 @@ class Watch:
                 self.enter("mid-training")
 
     def metric(self, actor: str, name: str) -> float:
-        """A figure summed over the actors of a kind."""
+        """A figure, summed over the actors of a kind."""
         return sum(values.get(name, 0.0) for key, values in self.metrics.items() if key.startswith(f"{actor}:"))
 
     def tokens_per_s(self) -> float:
-        """Sampled tokens per second since this was last asked."""
-        then, before = self.tokens_seen
+        """Sampled tokens per second since the previous call."""
+        before_s, before = self._sampled
         now, total = time.time(), self.metric("rollout", "sampled_tokens")
-        self.tokens_seen = (now, total)
-        return max(0.0, total - before) / max(now - then, 1e-6)
+        self._sampled = (now, total)
+        return max(0.0, total - before) / max(now - before_s, 1e-6)
 
     def line(self) -> str:
         """Phase, step, reward, pass rate, staleness, VMs, tokens per second, time left."""
@@ -148,19 +154,19 @@ class Watch:
         return " | ".join(parts)
 
     def seconds_left(self) -> float | None:
-        """A guess from the pace of the steps so far."""
+        """An estimate from the mean time per step; None before the second step."""
         if len(self.steps) < 2 or self.phase != "reinforcement learning":
             return None
-        pace = (time.time() - self.marks["reinforcement learning"]) / max(len(self.steps) - 1, 1)
-        return pace * (self.config.curriculum.steps - len(self.steps))
+        per_step = (time.time() - self.phase_started["reinforcement learning"]) / (len(self.steps) - 1)
+        return per_step * (self.config.curriculum.steps - len(self.steps))
 
     def busy_share(self, actor: str, begin: float, end: float) -> float:
-        """Mean busy share of an actor kind between two moments; 0 when nothing was heard."""
+        """Mean busy share of the actors of a kind between two moments; 0 without a heartbeat."""
         values = [
             share
-            for name, beats in self.busy.items()
+            for name, heartbeats in self.busy.items()
             if name.partition(" ")[0] == actor
-            for moment, share in beats
+            for moment, share in heartbeats
             if begin <= moment <= end
         ]
         return sum(values) / len(values) if values else 0.0

@@ -1,4 +1,4 @@
-"""The roof: starting a whole run on one machine, finding it again, and the commands that look at it.
+"""Starts a whole run on one machine, follows it to its report, and finds it again.
 
-Everything here imports the rooms below inside functions, so that the command line stays light.
+Heavy modules are imported inside functions, so that the command line stays light.
 """

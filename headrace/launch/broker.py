@@ -1,21 +1,22 @@
-"""The broker of a run: a nats-server of its own, kept alive, or the one that `[bus] url` names.
+"""The broker of a run: a nats-server that is kept alive, or the broker that `[bus] url` names.
 
-A nats-server that dies is started again on the same port and the same store; actors reconnect by themselves, and what
-was acknowledged is in the store.
+A nats-server that dies is restarted on the same port and store. Actors reconnect by themselves; acknowledged messages
+are in the store.
 """
 
 import asyncio
 from collections.abc import Callable
 
+from headrace.bus.broker.server import Server
 from headrace.bus.errors import BusError
-from headrace.bus.server import Server
 from headrace.config import Config
-from headrace.launch.children import KILLED, Intensity
 from headrace.launch.runs import RunDir
+from headrace.launch.supervision.causes import ending, oom_kills
+from headrace.launch.supervision.children import KILLED, Intensity
 
 
 class Broker:
-    """`start`, then `watch` beside the run, then `stop`."""
+    """Call `start`, then `watch` during the run, then `stop`."""
 
     def __init__(self, config: Config, folder: RunDir) -> None:
         self.url = config.bus.url
@@ -25,9 +26,9 @@ class Broker:
             self._server = Server(folder.broker, port=config.bus.port, need_free=config.run.min_free_mb * 2**20 // 2)
 
     async def start(self) -> None:
-        """Our own: until it answers. Declares the streams in any case. BusError."""
+        """Start the own nats-server and wait until it answers; declare the streams in any case. BusError."""
         from headrace.bus.connection import Bus
-        from headrace.bus.streams import declare
+        from headrace.bus.nats.streams import declare
 
         if self._server is not None:
             await self._server.start()
@@ -37,23 +38,24 @@ class Broker:
 
     @property
     def pid(self) -> int:
-        """Our own nats-server's process; 0 between two lives, and where the broker is somebody else's."""
+        """Process id of the own nats-server; 0 while it is down and when `[bus] url` names another broker."""
         return self._server.pid if self._server is not None else 0
 
-    async def watch(self, on_restart: Callable[[str, int], None]) -> None:
-        """Keep our own running for as long as this is awaited. BusError when it ends too often."""
+    async def watch(self, on_restart: Callable[[str, str], None]) -> None:
+        """Keep the own nats-server running for as long as this is awaited. BusError when it ends too often."""
         if self._server is None:
             return
         intensity = Intensity(*KILLED)
         while True:
-            code = await self._server.wait()
+            oom_before = oom_kills()
+            why = ending(await self._server.wait(), oom_before)
             if intensity.exceeded():
-                raise BusError(f"nats-server keeps ending (code {code}); see {self._server.folder / 'log'}")
-            on_restart("nats-server", code)
+                raise BusError(f"nats-server ended too often, last with {why}; see {self._server.folder / 'log'}")
+            on_restart("nats-server", why)
             await asyncio.sleep(intensity.pause_s())
             await self._server.start()
 
     async def stop(self) -> None:
-        """End our own, in order."""
+        """Stop the own nats-server."""
         if self._server is not None:
             await self._server.stop()

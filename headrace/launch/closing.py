@@ -1,16 +1,17 @@
-"""The end of a run: its books, its report, and the short table."""
+"""The end of a run: its audit, its report, and the table that the terminal shows."""
 
 import asyncio
-import json
 import os
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.launch.output import say
+
 if TYPE_CHECKING:
     from headrace.bus.connection import Bus
+    from headrace.dashboard.report import Moments, Report
     from headrace.dashboard.watch import Watch
     from headrace.launch.processes import Run
 
@@ -18,7 +19,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and of its children that were reaped, in seconds; 0 once it is gone."""
+    """CPU time of a process and of its reaped children, in seconds; 0 when there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -28,59 +29,55 @@ def cpu_seconds(pid: int) -> float:
 
 async def meter(run: "Run", watch: "Watch") -> None:
     """Keep each process's CPU seconds in `watch.cpu`; a restarted process adds to its predecessor's."""
-    seen: dict[int, tuple[str, float]] = {}
+    seconds_by_pid: dict[int, tuple[str, float]] = {}
     while True:
         for child in run.children:
             if child.process is not None and child.process.returncode is None:
                 seconds = cpu_seconds(child.process.pid)
                 if seconds:
-                    seen[child.process.pid] = (child.name, seconds)
+                    seconds_by_pid[child.process.pid] = (child.name, seconds)
         totals: dict[str, float] = {}
-        for name, seconds in seen.values():
+        for name, seconds in seconds_by_pid.values():
             totals[name] = totals.get(name, 0.0) + seconds
         watch.cpu = totals
         await asyncio.sleep(1.0)
 
 
-async def close_books(run: "Run", bus: "Bus", watch: "Watch", *, started: float, ready: float, shutdown: float) -> int:
-    """Audit, report.json, report.html, and the table; 1 when the audit does not balance."""
-    from headrace.dashboard import figures, page
+async def write_report(run: "Run", bus: "Bus", watch: "Watch", moments: "Moments") -> int:
+    """Audit the run, write report.json and report.html, and print the table; 1 when the audit does not balance."""
+    from headrace.dashboard import page, records, report
     from headrace.replay.audit import audit
 
-    audited = await audit(bus, run.folder.id)
-    ledger: dict[str, Any] = msgspec.to_builtins(audited)
-    collected = await figures.collect(bus, run.folder.id)
+    ledger = await audit(bus, run.folder.id)
+    stored = await records.collect(bus, run.folder.id, watch.asked)
     await bus.close()
-    report = figures.report(run.config, watch, collected, ledger, started=started, ready=ready, shutdown=shutdown) | {
-        "restarts": run.restarts,
-        "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
-    (run.folder.path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    (run.folder.path / "report.html").write_text(page.render(report, watch, collected, run.folder.path))
-    print_table(report, run.folder.path)
-    return 0 if audited.balanced else 1
+    built = report.build(run.config, watch, stored, ledger, moments, run.restarts)
+    text = msgspec.json.format(msgspec.json.encode(built), indent=2)
+    (run.folder.path / "report.json").write_bytes(text + b"\n")
+    (run.folder.path / "report.html").write_text(page.render(built, watch, stored))
+    print_table(built, run.folder.path)
+    return 0 if ledger.balanced else 1
 
 
-def print_table(report: dict[str, Any], folder: Path) -> None:
-    """What a newcomer reads first."""
-    from headrace.launch.output import say
+def print_table(report: "Report", folder: Path) -> None:
+    """Print the main figures."""
 
-    def show(value: Any) -> str:
-        return "not measured" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    def show(value: float | None) -> str:
+        return "not measured" if value is None else f"{value:.2f}"
 
-    unseen = report["unseen_templates"]
+    unseen = report.unseen_templates
     rows = [
-        ("held-out tasks, temperature 1", f"{show(report['heldout_before'])} -> {show(report['heldout_after_t1'])}"),
-        ("held-out tasks, greedy, after", show(report["heldout_after_greedy"])),
-        ("templates never trained on", f"{show(unseen['before'])} -> {show(unseen['after_t1'])}"),
-        ("steps, episodes, VM clones", f"{report['steps']}, {report['episodes']}, {report['vm_clones']}"),
-        ("staleness, largest / bound", f"{report['staleness_max']} / {report['ledger']['staleness_bound']}"),
-        ("sampler against trainer, largest |dlp|", str(report["max_abs_dlp"])),
-        ("audit", "balances" if report["ledger"]["balanced"] else "DOES NOT BALANCE"),
-        ("wall", f"{report['wall_s']:.0f} s"),
+        ("held-out tasks, temperature 1", f"{show(report.heldout_before)} -> {show(report.heldout_after_t1)}"),
+        ("held-out tasks, greedy, after", show(report.heldout_after_greedy)),
+        ("templates without training", f"{show(unseen.before)} -> {show(unseen.after_t1)}"),
+        ("steps, episodes, VM clones", f"{report.steps}, {report.episodes}, {report.vm_clones}"),
+        ("staleness, largest / bound", f"{report.staleness_max} / {report.ledger.staleness_bound}"),
+        ("sampler against trainer, largest |dlp|", str(report.max_abs_dlp)),
+        ("audit", "balances" if report.ledger.balanced else "DOES NOT BALANCE"),
+        ("wall", f"{report.wall_s:.0f} s"),
     ]
     width = max(len(name) for name, _ in rows)
     say("")
     for name, value in rows:
         say(f"  {name:<{width}}  {value}")
-    say(f"\n{folder}/report.html has the curves and three transcripts; headrace audit {folder.name} proves the books.")
+    say(f"\n{folder}/report.html shows curves and transcripts; `headrace audit {folder.name}` proves the ledger again.")

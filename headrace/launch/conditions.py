@@ -1,4 +1,4 @@
-"""What a measurement says about its circumstances, and how targets are written down (DESIGN section 7)."""
+"""The conditions and targets that every measurement carries in its JSON line."""
 
 import os
 import platform
@@ -14,34 +14,34 @@ Figures = dict[str, Any]
 
 
 def conditions(*packages: str) -> Figures:
-    """CPU, load, versions, commit, date."""
-    names: dict[str, str] = {}
+    """CPU, load, versions of the named packages, commit, date."""
+    versions: dict[str, str] = {}
     for package in packages:
         try:
-            names[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            names[package] = "absent"
+            versions[package] = "absent"
     cpu = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown")
     return {
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "versions": names,
+        "versions": versions,
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
 def _commit() -> str:
-    house = Path(headrace.__file__).resolve().parent
+    package = Path(headrace.__file__).resolve().parent
     try:
-        asked = subprocess.run(
-            ["git", "-C", str(house), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        git = subprocess.run(
+            ["git", "-C", str(package), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
         )
     except OSError:
         return "unknown"
-    return asked.stdout.strip() or "unknown"
+    return git.stdout.strip() or "unknown"
 
 
 def _cpuinfo() -> list[str]:
@@ -52,7 +52,7 @@ def _cpuinfo() -> list[str]:
 
 
 def at_least(value: float | None, target: float) -> Figures:
-    """A target that larger values meet; None was not measured and is not met."""
+    """A target that larger values meet. None means not measured, and the target is not met."""
     return {"value": value, "target": target, "met": value is not None and value >= target}
 
 

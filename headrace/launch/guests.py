@@ -1,7 +1,7 @@
-"""Guest images and templates before anything needs them, made by a process of its own that can be stopped at any point.
+"""Builds guest images and templates before a run needs them, in a process that can be stopped at any point.
 
-What makes them are blocking steps with children (mmdebstrap, QEMU). In a session of its own the whole of it ends with
-one signal, and Ctrl-C in the terminal does not reach it behind our back.
+The build consists of blocking steps with children (mmdebstrap, QEMU). Its process has its own session, so that one
+signal ends all of it and Ctrl-C in the terminal reaches only the command.
 """
 
 import asyncio
@@ -13,18 +13,21 @@ import sys
 from contextlib import suppress
 
 from headrace.config import Config, Environment
-from headrace.launch.children import die_with
 from headrace.launch.output import say
+from headrace.parent_death import die_with
 
 
 async def prepare_host(config: Config) -> None:
-    """Image and templates, cached. VmhostError with one sentence where this machine can't run VMs."""
-    if config.environment.backend == "process":
-        return
-    from headrace.vmhost import doctor, qemu
+    """Build image and templates unless they are cached. VmhostError when this machine cannot run VMs."""
+    from headrace.vmhost.backends.registry import capabilities
     from headrace.vmhost.errors import VmhostError
 
-    qemu.version()
+    if not capabilities(config.environment.backend).kernel_private:
+        return
+    from headrace.vmhost.node import doctor
+    from headrace.vmhost.qemu import process
+
+    process.version()
     memory = doctor.memory(config.environment)
     if not memory.good:
         raise VmhostError(memory.text)
@@ -39,15 +42,15 @@ async def prepare_host(config: Config) -> None:
         preexec_fn=lambda: die_with(parent),
     )
     assert maker.stdout is not None and maker.stderr is not None
-    words = asyncio.ensure_future(maker.stderr.read())
+    errors = asyncio.ensure_future(maker.stderr.read())
     try:
         async for line in maker.stdout:
             say(line.decode("utf-8", "replace").rstrip())
         if await maker.wait() != 0:
-            lines = (await words).decode("utf-8", "replace").strip().splitlines()
-            raise VmhostError(lines[-1].removeprefix("headrace: ") if lines else "the guest image was not made")
+            lines = (await errors).decode("utf-8", "replace").strip().splitlines()
+            raise VmhostError(lines[-1].removeprefix("headrace: ") if lines else "the guest image was not built")
     finally:
-        words.cancel()
+        errors.cancel()
         with suppress(ProcessLookupError):
             os.killpg(maker.pid, signal.SIGTERM)
         await maker.wait()
@@ -55,15 +58,14 @@ async def prepare_host(config: Config) -> None:
 
 def overrides(environment: Environment) -> list[str]:
     """The section as command-line arguments."""
-    words = []
+    arguments = []
     for key in environment.__struct_fields__:
-        words += ["--set", f"environment.{key}={json.dumps(getattr(environment, key))}"]
-    return words
+        arguments += ["--set", f"environment.{key}={json.dumps(getattr(environment, key))}"]
+    return arguments
 
 
 def end_together() -> None:
-    """Called by the maker: its session ends with it, so that a parent's death leaves no mmdebstrap, nor anything half
-    made."""
+    """Called by the build process: when it is told to end, its whole session ends, mmdebstrap and QEMU included."""
     if os.getsid(0) != os.getpid():
         return
 
@@ -73,3 +75,10 @@ def end_together() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, end)
+
+
+def has_machines(config: Config) -> bool:
+    """Whether sandboxes of this configuration run in machines of their own. VmhostError for an unknown backend."""
+    from headrace.vmhost.backends.registry import capabilities
+
+    return capabilities(config.environment.backend).kernel_private

@@ -1,11 +1,11 @@
-"""What a command tells whoever watches."""
+"""Lines that a command shows to its user."""
 
 import os
 import sys
 
 
 def say(text: str) -> None:
-    """One line on standard output. A reader that left (`| head`) does not end a run."""
+    """Print a line on standard output. A closed pipe (`| head`) does not end a run."""
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -14,6 +14,6 @@ def say(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """The one sentence on standard error."""
+    """Print a sentence on standard error."""
     sys.stderr.write(f"headrace: {text}\n")
     sys.stderr.flush()

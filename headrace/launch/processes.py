@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -10,37 +11,37 @@ import msgspec
 from headrace.bus.errors import BusError
 from headrace.config import Config
 from headrace.launch.broker import Broker
-from headrace.launch.children import Child, ChildFailed, actor_command
 from headrace.launch.output import say
 from headrace.launch.runs import RunDir, RunError
-from headrace.launch.signals import Stopping
+from headrace.launch.supervision.children import Child, ChildFailed, actor_command
+from headrace.launch.supervision.signals import Stopping
 
 DRAIN_S = 20.0
 FLOOR = 8
-"""A run is stopped when less than this part of [run] min_free_mb is left: enough to write what is under way."""
+"""A run is stopped when less than 1/FLOOR of [run] min_free_mb is free: enough to finish writes in progress."""
 
 
 def process_groups(config: Config) -> list[tuple[str, ...]]:
-    """The processes to start, without the product's actors when there is no product lane."""
+    """The processes to start; without the production lane those of its actors are left out."""
     product = {"gateway", "feedback", "scavenger"}
     groups = []
     for group in config.processes.groups:
-        kept = tuple(
+        wanted = tuple(
             name
             for name in group
             if config.production.enabled
             or (name.partition(":")[0] not in product and name.partition(":")[2] not in config.production.rollouts)
         )
-        if kept:
-            groups.append(kept)
+        if wanted:
+            groups.append(wanted)
     return groups
 
 
 class Run:
-    """The processes of one run. `open`, `start`, `watch`, and `stop` in any case."""
+    """The processes of one run. Call `start`, `watch`, and in any case `close`."""
 
     def __init__(self, config: Config, folder: RunDir, config_file: Path, stopping: Stopping) -> None:
-        """`config_file`: where `config` is written down for the processes."""
+        """config_file: where `config` is written for the processes to read."""
         self.config = config
         self.folder = folder
         self.config_file = config_file
@@ -66,14 +67,14 @@ class Run:
         for child in self.children:
             await child.start()
 
-    def on_restart(self, name: str, code: int) -> None:
-        """A process died and comes back."""
-        text = f"{name} died ({'signal ' + str(-code) if code < 0 else f'code {code}'}), starting it again"
+    def on_restart(self, name: str, why: str) -> None:
+        """Note and show that a process ended and is restarted. why: the cause, one line."""
+        text = f"{name} died and is restarted: {why}"
         self.restarts.append(text)
         say(text)
 
     async def watch(self) -> None:
-        """Keep all of them alive for as long as this is awaited. RunError, BusError when that can't be done."""
+        """Keep all of them alive for as long as this is awaited. RunError, BusError when that fails."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.broker.watch(self.on_restart))
@@ -84,29 +85,29 @@ class Run:
             raise first_of(failures) from None
 
     async def _watch_disk(self) -> None:
-        """RunError while there is still room to end in order."""
+        """RunError as soon as the disk is nearly full, while a clean end is still possible."""
         while True:
             free = shutil.disk_usage(self.folder.path).free >> 20
             if free * FLOOR < self.config.run.min_free_mb:
                 raise RunError(
-                    f"the disk of {self.folder.path} is nearly full ({free} MiB left), so the run was stopped; what "
-                    f"was acknowledged is there: make room, then go on with --set run.id={self.folder.id}",
+                    f"the disk of {self.folder.path} is nearly full ({free} MiB free), so the run was stopped with all "
+                    f"acknowledged messages stored: free some space, then resume with --set run.id={self.folder.id}",
                     3,
                 )
             await asyncio.sleep(1.0)
 
     async def stop(self) -> None:
-        """Drain all actors together, then close the broker. May be called again."""
+        """Drain all actors together. May be called again."""
         await asyncio.gather(*(child.stop(DRAIN_S, self._stopping.now) for child in self.children))
 
     async def close(self) -> None:
-        """`stop`, and the broker."""
+        """Drain all actors, then stop the broker."""
         await self.stop()
         await self.broker.stop()
 
 
 def first_of(failures: BaseException) -> BaseException:
-    """The first failure inside a group, as the error that the command ends with."""
+    """The first failure inside a group, as the error with which the command ends."""
     while isinstance(failures, BaseExceptionGroup):
         failures = failures.exceptions[0]
     if isinstance(failures, ChildFailed):
@@ -115,11 +116,11 @@ def first_of(failures: BaseException) -> BaseException:
 
 
 def exit_code(failure: ChildFailed) -> int:
-    """2 to 4 as the process said, or as the error that it gave up with belongs to: machine, broker; else 1."""
+    """The process's own code if that is 2 to 4; else 3 for an error of the machine, 4 of the broker, 1 otherwise."""
     if failure.code in (2, 3, 4):
         return failure.code
-    said = str(failure)
-    if ": VmhostError: " in said or "No space left" in said:
+    text = str(failure)
+    if re.search(r"\bVmhostError: ", text) or "No space left" in text:
         return 3
     kinds: list[type[BusError]] = [BusError, *BusError.__subclasses__()]
-    return 4 if any(f": {kind.__name__}: " in said for kind in kinds) else 1
+    return 4 if re.search(rf"\b({'|'.join(kind.__name__ for kind in kinds)}): ", text) else 1

@@ -1,4 +1,4 @@
-"""A run on disk: where its parts lie, how it is found again, and that only one is active in a folder.
+"""A run on disk: the layout of its folder, how it is found again, and the lock that lets one run be active.
 
 <run.dir>/<id>/ config.json broker/ logs/ snapshots/ checkpoints/ nodes/ report.json report.html
 <run.dir>/latest -> the newest
@@ -13,7 +13,7 @@ from typing import IO, NamedTuple
 
 
 class RunError(Exception):
-    """The run can't be found or started; `code` is the process's exit code."""
+    """The run cannot be found or started; `code` is the process's exit code."""
 
     def __init__(self, text: str, code: int = 2) -> None:
         super().__init__(text)
@@ -32,7 +32,7 @@ class RunDir(NamedTuple):
 
     @property
     def broker(self) -> Path:
-        """The broker's folder: its store, credentials per role (mode 0600), log, and where it listens."""
+        """The broker's folder: store, credentials per role (mode 0600), log, and the address on which it listens."""
         return self.path / "broker"
 
     @property
@@ -42,7 +42,7 @@ class RunDir(NamedTuple):
 
     @property
     def config(self) -> Path:
-        """The configuration it runs with, defaults and overrides included."""
+        """The configuration of the run, with defaults and overrides."""
         return self.path / "config.json"
 
 
@@ -52,7 +52,7 @@ def new_id(seed: int) -> str:
 
 
 def create(root: Path, run: str, *, newest: bool = True) -> RunDir:
-    """Make the folder of a new run; `newest` points `latest` at it. RunError where that can't be done."""
+    """Create the folder of a new run. newest: point `latest` at it. RunError when that fails."""
     try:
         path = root / run
         for folder in (path, path / "logs", path / "snapshots", path / "checkpoints", path / "nodes"):
@@ -66,26 +66,26 @@ def create(root: Path, run: str, *, newest: bool = True) -> RunDir:
     return RunDir(path)
 
 
-def require_room(root: Path, need_mb: int) -> None:
+def require_disk(root: Path, need_mb: int) -> None:
     """RunError (3) when less than `need_mb` MiB are free."""
     free = shutil.disk_usage(root).free >> 20
     if free < need_mb:
-        raise RunError(f"the disk of {root}/ has {free} MiB free and a run needs {need_mb}: make room first", 3)
+        raise RunError(f"the disk of {root}/ has {free} MiB free and a run needs {need_mb}: free some space first", 3)
 
 
 def find(run: str, root: Path = Path("runs")) -> RunDir:
-    """A run by id, path or `latest`."""
+    """Find a run by id, path or `latest`. RunError when there is none."""
     for candidate in (Path(run), root / run):
         if candidate.is_dir():
             return RunDir(candidate.resolve())
-    known = sorted(path.name for path in root.glob("r*") if path.is_dir())[-5:]
+    newest = sorted(path.name for path in root.glob("r*") if path.is_dir())[-5:]
     raise RunError(
-        f"there is no run {run!r} in {root}/; " + (f"the newest are {', '.join(known)}" if known else "it is empty")
+        f"there is no run {run!r} in {root}/; " + (f"the newest are {', '.join(newest)}" if newest else "it is empty")
     )
 
 
 def lock(root: Path) -> IO[str]:
-    """Hold the folder for one active run; the lock ends with the process, however it ends. RunError (5) when taken."""
+    """Lock the folder for one active run; the kernel releases the lock with the process. RunError (5) when taken."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         handle = (root / ".active").open("a+")

@@ -1,8 +1,7 @@
 """Simulated users: real HTTP requests to the gateway, with a day and a night.
 
-The rate follows a raised cosine over `day_s` (nothing at night), arrivals are Poisson, and a user gives a thumb by the
-only thing a user sees: whether the files that came back pass the tests the user had in mind. Seeded, so a run's users
-ask for the same things again.
+The rate follows a raised cosine over `day_s` (zero at night), arrivals are Poisson, and a user judges the files that
+came back: thumb up when every file has the solution's content. The seed makes a run's users repeat the same requests.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 PATIENCE_S = 60.0
-"""How long a user waits for a gateway that is away."""
+"""Seconds that a user waits for a gateway that does not answer."""
 
 
 def rate(moment_s: float, day_s: float, peak: float) -> float:
@@ -35,7 +34,7 @@ def satisfied(files: dict[str, str], oracle: Oracle) -> bool:
 
 
 async def simulate(config: Config, run_dir: Path, stopping: asyncio.Event) -> None:
-    """Send requests until told to stop."""
+    """Send requests until `stopping` is set."""
     import aiohttp
 
     from headrace.tasks import open_suite
@@ -49,7 +48,7 @@ async def simulate(config: Config, run_dir: Path, stopping: asyncio.Event) -> No
         begin = time.monotonic()
         while not stopping.is_set():
             now = rate(time.monotonic() - begin, config.production.day_s, config.production.peak_requests_per_s)
-            # Thinning: candidates at the peak rate, kept with the share that the hour allows.
+            # Thinning: candidates arrive at the peak rate and are accepted in proportion to the current rate.
             pause = rng.expovariate(config.production.peak_requests_per_s)
             try:
                 async with asyncio.timeout(pause):
@@ -63,7 +62,7 @@ async def simulate(config: Config, run_dir: Path, stopping: asyncio.Event) -> No
 
 
 async def session(product: "Product", suite: str, task: str, user: str, oracle: Oracle) -> None:
-    """One user: ask, wait, look, give a thumb."""
+    """One user: send a request, wait for the result, give feedback."""
     try:
         asked = await product.call("POST", "/v1/sessions", {"user": user, "suite": suite, "task": task})
         where = f"/v1/sessions/{asked['session']}"
@@ -75,21 +74,21 @@ async def session(product: "Product", suite: str, task: str, user: str, oracle: 
             thumb = "up" if satisfied(result.get("files", {}), oracle) else "down"
             await product.call("POST", f"{where}/feedback", {"thumb": thumb})
     except (Away, KeyError):
-        return  # a user shrugs and leaves
+        return  # the user gives up
 
 
 class Away(Exception):
-    """The gateway has been away for longer than a user waits."""
+    """The gateway did not answer for longer than a user waits."""
 
 
 class Product:
-    """The gateway as a user's program sees it: one that restarts may listen elsewhere, and knows its sessions again."""
+    """The gateway as a client sees it: after a restart it may listen on another port, and it still has its sessions."""
 
     def __init__(self, http: "aiohttp.ClientSession", run_dir: Path, stopping: asyncio.Event) -> None:
         self._http, self._file, self._stopping = http, run_dir / "gateway.json", stopping
 
     async def call(self, method: str, path: str, body: dict[str, str] | None = None) -> dict[str, Any]:
-        """The answer's JSON, or nothing where it has none. Away when nobody answers for `PATIENCE_S`."""
+        """The reply's JSON, an empty dict without a body. Away when there is no reply for `PATIENCE_S`."""
         import aiohttp
 
         deadline = time.monotonic() + PATIENCE_S
@@ -99,13 +98,13 @@ class Product:
                 async with self._http.request(method, f"{url}{path}", json=body) as answer:
                     if answer.status < 500:
                         text = await answer.text()
-                        found: dict[str, Any] = json.loads(text) if text else {}
-                        return found
+                        parsed: dict[str, Any] = json.loads(text) if text else {}
+                        return parsed
             await self._pause()
         raise Away
 
     async def opened(self) -> None:
-        """Return when there is a policy to ask: a product without one has no users yet."""
+        """Return when the gateway has a policy: a product without one has no users yet."""
         while not self._stopping.is_set():
             with suppress(Away):
                 await self.call("GET", "/healthz")

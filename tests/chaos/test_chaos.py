@@ -1,4 +1,4 @@
-"""`headrace chaos`: what dies comes back, and the books balance; a blow is what it says it is."""
+"""`headrace chaos`: every process recovers from every kind of fault, and the audit balances."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from headrace.chaos import faults
+from headrace.chaos.faults import BROKER, MACHINE, PlannedFault
+from headrace.chaos.figures import FaultResult, losses, recovery
+from headrace.chaos.run import lengthened
 from headrace.config import Config, load
-from headrace.launch import chaos_blows as blows
-from headrace.launch.chaos import lengthened
-from headrace.launch.chaos_blows import BROKER, MACHINE, Card
-from headrace.launch.chaos_figures import Struck, losses, recovery
 from headrace.replay.audit import Attempts, AuditReport
 from tests.launch.test_up import DEMO, HEADRACE, TINY, Up, command, headrace, one_sentence, up
 
@@ -25,7 +25,7 @@ def demo(**changes: Any) -> Config:
     return load(DEMO, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
 
 
-async def struck(started: Up) -> dict[str, Any]:
+async def fault_report(started: Up) -> dict[str, Any]:
     """The line that the command ends with."""
     assert started.process.stdout is not None
     lines = started.process.stdout.read().splitlines()
@@ -37,12 +37,12 @@ async def struck(started: Up) -> dict[str, Any]:
 
 @pytest.mark.anyio
 @pytest.mark.timeout(300)
-async def test_every_process_is_struck_once_and_the_books_balance(tmp_path: Path) -> None:
+async def test_every_process_fails_once_and_the_audit_balances(tmp_path: Path) -> None:
     """Seed 13: kill -9 for trainer, curriculum, environment and broker, cuts for rollout and judge, sleep for the
     sender."""
     words = (*HEADRACE, "chaos", str(DEMO), "--kills", "7", "--seed", "13")
     async with up(tmp_path, *words, **{"curriculum.steps": 5}) as started:
-        line = await struck(started)
+        line = await fault_report(started)
     assert (line["kills"], line["not_recovered"], line["duplicates"], line["losses"]) == (7, 0, 0, 0)
     assert line["kill_trainer"] == line["kill_broker"] == line["cut_rollout"] == line["stop_weight_sender"] == 1
     assert line["audit_balanced"] and line["trained_slots"] == line["issued_slots"] and line["connections_cut"] >= 2
@@ -59,7 +59,7 @@ async def test_every_process_is_struck_once_and_the_books_balance(tmp_path: Path
 @pytest.mark.vm
 @pytest.mark.anyio
 @pytest.mark.timeout(1200)
-async def test_twenty_blows_over_real_machines(tmp_path: Path) -> None:
+async def test_twenty_faults_over_real_machines(tmp_path: Path) -> None:
     changes = {
         "environment.backend": "qemu",
         "environment.cache_dir": str(DEMO.parents[1] / ".cache" / "headrace"),
@@ -71,9 +71,9 @@ async def test_twenty_blows_over_real_machines(tmp_path: Path) -> None:
         "evaluation.unseen_tasks": 8,
     }
     async with up(tmp_path, *HEADRACE, "chaos", str(DEMO), "--kills", "20", "--seed", "2", **changes) as started:
-        line = await struck(started)
+        line = await fault_report(started)
     assert (line["kills"], line["duplicates"], line["losses"]) == (20, 0, 0) and line["audit_balanced"]
-    assert sum(line.get(f"{blow}_machine", 0) for blow in ("kill", "stop")) >= 3
+    assert sum(line.get(f"{fault}_machine", 0) for fault in ("kill", "stop")) >= 3
     for words, says in (
         (("weights", "verify", "latest"), "holds"),
         (("replay", "latest", "--steps", "5"), '"bitwise_equal":true'),
@@ -103,34 +103,35 @@ def test_a_run_without_a_plan_is_refused_in_one_sentence(tmp_path: Path) -> None
     assert done.returncode == 2 and one_sentence(done.stderr) and "--kills" in done.stderr
 
 
-def test_a_seed_names_the_blows_and_nobody_is_left_out() -> None:
+def test_a_seed_determines_the_plan_and_every_target_has_every_fault() -> None:
     config = demo()
-    cards = blows.plan(config, 200, 1)
-    assert cards == blows.plan(config, 200, 1) != blows.plan(config, 200, 2)
-    assert [card.due for card in cards] == sorted(card.due for card in cards) and cards[-1].due <= blows.LATEST
-    hit = Counter((card.victim, card.blow) for card in cards)
-    assert {victim for victim, _ in hit} == {
+    planned = faults.plan(config, 200, 1)
+    assert planned == faults.plan(config, 200, 1) != faults.plan(config, 200, 2)
+    assert [one.due for one in planned] == sorted(one.due for one in planned) and planned[-1].due <= faults.LATEST
+    hit = Counter((one.target, one.fault) for one in planned)
+    assert {target for target, _ in hit} == {
         *("curriculum", "gateway", "environment", "judge", "rollout", "rollout-product", "trainer", "weight_sender"),
         *(BROKER, MACHINE),
     }
-    assert all(hit[victim, blow] for victim in blows.victims(config) for blow in blows.BLOWS.get(victim, blows.ANYBODY))
+    for target in faults.targets(config):
+        assert all(hit[target, fault] for fault in faults.FAULTS.get(target, faults.ACTOR_FAULTS))
     assert (BROKER, "cut") not in hit and (MACHINE, "cut") not in hit
-    deal = len(blows.victims(config))
-    assert sorted(card.victim for card in cards[:deal]) == sorted(blows.victims(config))
-    naps = [card.asleep_s for card in cards if card.blow == "stop" and card.victim not in (BROKER, MACHINE)]
-    assert min(naps) < 4.0 and max(naps) > 30.0  # some sleep past the wait for an acknowledgement
+    deal = len(faults.targets(config))
+    assert sorted(one.target for one in planned[:deal]) == sorted(faults.targets(config))
+    pauses = [one.asleep_s for one in planned if one.fault == "stop" and one.target not in (BROKER, MACHINE)]
+    assert min(pauses) < 4.0 and max(pauses) > 30.0  # some sleep past the wait for an acknowledgement
 
 
-def test_who_is_not_there_is_not_struck() -> None:
-    assert MACHINE not in blows.victims(demo(**TINY))
-    assert BROKER not in blows.victims(demo(**{"bus.url": "nats://10.0.0.1:4222"}))
-    assert "gateway" not in blows.victims(demo(**{"production.enabled": False}))
+def test_only_the_processes_of_the_run_are_targets() -> None:
+    assert MACHINE not in faults.targets(demo(**TINY))
+    assert BROKER not in faults.targets(demo(**{"bus.url": "nats://10.0.0.1:4222"}))
+    assert "gateway" not in faults.targets(demo(**{"production.enabled": False}))
 
 
 def test_a_run_is_made_long_enough() -> None:
     config = demo()
     assert lengthened(config, 200) is config
-    assert lengthened(demo(**TINY), 200).curriculum.steps == 200  # eight slots a step, eight scores a blow
+    assert lengthened(demo(**TINY), 200).curriculum.steps == 200  # eight slots a step, eight scores a fault
 
 
 def test_a_connection_is_cut_from_outside_and_no_other() -> None:
@@ -145,12 +146,12 @@ def test_a_connection_is_cut_from_outside_and_no_other() -> None:
         with subprocess.Popen([sys.executable, "-c", code]) as other:
             first, _ = near.accept()
             second, _ = far.accept()
-            assert blows.cut(other.pid, ports[:1]) == 1
+            assert faults.cut(other.pid, ports[:1]) == 1
             assert first.recv(1) == b"" and second.recv(1) == b"k"
             assert other.wait() == 0
             first.close()
             second.close()
-    assert blows.cut(other.pid, ports) == 0
+    assert faults.cut(other.pid, ports) == 0
 
 
 def test_machines_are_found_among_all_descendants(tmp_path: Path) -> None:
@@ -162,8 +163,8 @@ def test_machines_are_found_among_all_descendants(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=subprocess.PIPE) as between:
         assert between.stdout is not None and between.stdout.readline()
         try:
-            [machine] = blows.machines(between.pid)
-            assert machine in blows.machines(os.getpid())  # beside those that other tests may have
+            [machine] = faults.machines(between.pid)
+            assert machine in faults.machines(os.getpid())  # beside those that other tests may have
             os.kill(machine, 9)
         finally:  # or a failure here waits for ever
             os.close(end)
@@ -171,9 +172,9 @@ def test_machines_are_found_among_all_descendants(tmp_path: Path) -> None:
 
 
 def test_recovery_is_told_by_kind() -> None:
-    def one(victim: str, blow: blows.Blow, seconds: float | None, working: float | None = None) -> Struck:
-        card = Card(victim, blow, 0.0, 0.0)
-        return Struck(card=card, at=time.time(), recovered_s=seconds, working_s=working)
+    def one(target: str, fault: faults.Fault, seconds: float | None, working: float | None = None) -> FaultResult:
+        planned = PlannedFault(target, fault, 0.0, 0.0)
+        return FaultResult(planned=planned, at=time.time(), recovered_s=seconds, working_s=working)
 
     fallen = [one("judge", "kill", float(number), 2.0 * number) for number in range(1, 101)]
     found = recovery([*fallen, one(BROKER, "kill", 0.5), one(MACHINE, "stop", None)])

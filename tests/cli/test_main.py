@@ -1,16 +1,15 @@
 """The command line: one sentence and an exit code for whatever goes wrong."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from headrace.cli import main, parser
-from headrace.launch import commands
+from headrace.cli.main import COMMANDS, GROUPS, main, parser
 from headrace.messages import subjects
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.paths import ROOT
 
 
 def headrace(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -30,7 +29,7 @@ def test_the_documented_subjects_are_the_real_ones(capsys: pytest.CaptureFixture
     [
         (["up", "none.toml"], 2, "no such file"),
         (["audit", "r19990101-000000-s1"], 2, "there is no run"),
-        (["actor", "nobody", "--config", str(ROOT / "deploy/demo.toml"), "--run", "r1", "--url", "x"], 2, "no actor"),
+        (["actor", "nobody", "--config", str(ROOT / "deploy/demo.toml"), "--run", "r1", "--url", "x"], 2, "unknown"),
         (["actor", "judge", "--config", str(ROOT / "deploy/demo.toml")], 2, "needs a run"),
         (["eval", "--policy", "scripted:genius", "--suite", "generated/heldout"], 2, "no scripted policy"),
         (["eval", "--policy", "scripted:idle", "--suite", "nowhere"], 2, "nowhere"),
@@ -60,10 +59,20 @@ def test_a_broker_that_is_down_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_every_command_has_help() -> None:
-    for name in commands.COMMANDS:
+    top = parser()
+    names = [[name] for name in subcommands(top)]
+    names += [[name, inner] for name, group in subcommands(top).items() for inner in subcommands(group)]
+    assert len(names) > len(COMMANDS) + sum(len(modules) for _, _, modules in GROUPS)
+    for words in names:
         with pytest.raises(SystemExit) as ended:
-            parser().parse_args([name, "--help"])
+            top.parse_args([*words, "--help"])
         assert ended.value.code == 0
+
+
+def subcommands(of: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of a parser's commands, by name."""
+    actions = [action for action in of._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(actions[0].choices) if actions else {}
 
 
 def test_closed_streams_are_no_trap(tmp_path: Path) -> None:

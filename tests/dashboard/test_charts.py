@@ -1,8 +1,11 @@
 """Charts are well-formed SVG that carries its values."""
 
+import math
 import xml.etree.ElementTree as ElementTree
 
-from headrace.dashboard.charts import bars, busy_strips, line_chart
+import pytest
+
+from headrace.dashboard.charts import bars, busy_strips, label, line_chart, ticks
 
 
 def test_a_line_chart_is_well_formed_and_scaled() -> None:
@@ -23,3 +26,32 @@ def test_strips_and_bars_escape_names() -> None:
     assert opacity == sorted(opacity) and opacity[-1] == 1.0
     table = ElementTree.fromstring(bars({"x&y": 2.0, "z": 1.0}, "CPU-s"))
     assert [row[0].text for row in table] == ["x&y", "z"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.0, 0.915, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        (0.0, 457.0, ["0", "100", "200", "300", "400", "500"]),
+        (-0.0031, 0.0044, ["-0.004", "-0.002", "0", "0.002", "0.004", "0.006"]),
+        (0.0, 0.0, ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+    ],
+)
+def test_ticks_are_round_and_enclose_the_values(low: float, high: float, labels: list[str]) -> None:
+    assert [label(value) for value in ticks(low, high)] == labels
+
+
+def test_an_axis_that_counts_has_whole_ticks() -> None:
+    assert ticks(0, 3, 8, whole=True) == [0, 1, 2, 3]
+    assert ticks(0, 19, 8, whole=True) == [0, 5, 10, 15, 20]
+
+
+def test_every_label_of_a_chart_is_round_and_every_point_lies_between_the_outer_ticks() -> None:
+    chart = line_chart("t", {"one": [(0, 0.137), (39, 0.915), (20, math.nan)]}, "step")
+    tree = ElementTree.fromstring(chart)
+    axis = {name: [text for text in tree.iter("text") if text.attrib["class"] == name] for name in ("x", "y")}
+    assert [text.text for text in axis["y"]] == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
+    assert [text.text for text in axis["x"]] == ["0", "5", "10", "15", "20", "25", "30", "35", "40"]
+    bounds = [float(text.attrib["x"]) for text in axis["x"]]
+    assert all(bounds[0] <= float(circle.attrib["cx"]) <= bounds[-1] for circle in tree.iter("circle"))
+    assert len(list(tree.iter("circle"))) == 2, "a value that is not a number is not drawn"

@@ -1,4 +1,4 @@
-"""Figures of the report that are computed from what was watched."""
+"""Figures of the report that are computed from observed events."""
 
 from typing import cast
 
@@ -6,7 +6,7 @@ import pytest
 
 from headrace.bus.connection import Bus
 from headrace.config import Config
-from headrace.dashboard.figures import percentile, reclaim_times
+from headrace.dashboard.report import percentile, reclaim_times
 from headrace.dashboard.watch import Watch
 from headrace.messages.operations import Event
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server
-from headrace.bus.streams import declare
+from headrace.bus.nats.streams import declare
 from headrace.messages import subjects as s
 from headrace.messages.operations import Event
 from headrace.messages.rollout import Trajectory

@@ -42,9 +42,9 @@ def test_only_one_run_is_active_and_a_dead_holder_frees_the_folder(tmp_path: Pat
 
 def test_a_full_disk_is_refused(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free >> 20
-    runs.require_room(tmp_path, free // 2)
+    runs.require_disk(tmp_path, free // 2)
     with pytest.raises(RunError, match=r"\d+ MiB free and a run needs") as caught:
-        runs.require_room(tmp_path, 2 * free)
+        runs.require_disk(tmp_path, 2 * free)
     assert caught.value.code == 3
 
 

@@ -1,4 +1,4 @@
-"""`headrace up` on bad days: what ends, however it ends, leaves nothing behind but its streams."""
+"""`headrace up` when something fails: however a run ends, only its streams are left."""
 
 import asyncio
 import json
@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from headrace.bus.broker.server import running
 from headrace.bus.connection import Bus
-from headrace.bus.server import running
 from headrace.messages import subjects as s
 from headrace.messages.training import StepDone
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.anyio
-DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo.toml"
+DEMO = ROOT / "deploy" / "demo.toml"
 HEADRACE = (sys.executable, "-m", "headrace.cli")
 TINY = {
     "environment.backend": "process",
@@ -82,7 +83,7 @@ class Up:
         raise AssertionError(f"no line {begins!r}; it said {self.process.stderr and self.process.stderr.read()!r}")
 
     def family(self) -> list[Process]:
-        """Every process that it started, and theirs, as far as they live."""
+        """Every live process that it or its children started."""
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) == self.process.pid:
@@ -98,7 +99,7 @@ class Up:
         return found
 
     async def end(self, patience_s: float = GRACE_S) -> tuple[int, str]:
-        """Its exit code and what it said on standard error; nothing that it started is left."""
+        """Its exit code and its standard error; no process that it started is left."""
         _, said = await asyncio.to_thread(self.process.communicate, timeout=patience_s)
         await asyncio.to_thread(self.nobody_is_left)
         return self.process.returncode, said
@@ -176,13 +177,31 @@ async def test_an_interrupted_run_keeps_its_books_and_goes_on(tmp_path: Path) ->
                 break
         await bus.close()
         family = again.family()
-        again.process.kill()  # and nobody is told
+        again.process.kill()
         again.process.communicate()
         again.nobody_is_left()
         assert len(family) >= 7
     code, after = headrace(tmp_path, "audit", run)
     assert code == 0 and after["in_flight"] > 0 and after["trained"] > before["trained"]
     assert after["issued"] > before["issued"]
+
+
+@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])
+async def test_down_leaves_no_process(tmp_path: Path, killed: bool) -> None:
+    async with up(tmp_path, **{"curriculum.steps": 500}) as started:
+        await started.line("run r")
+        bus = await started.operator()
+        async for _ in bus.follow("HR_LEDGER", s.LEDGER.where(run=started.run.name)):
+            break  # every actor is up
+        await bus.close()
+        if killed:
+            started.process.kill()
+            started.process.wait()
+        done = await asyncio.to_thread(command, tmp_path, "down", "--drain", "0.5")
+        assert done.returncode == 0 and "no processes are left" in done.stdout, done.stdout + done.stderr
+        assert ("no process of `headrace up` was active" in done.stdout) is killed
+        started.process.communicate()
+        assert started.family() == []
 
 
 async def phase(started: Up, until: str) -> None:
@@ -197,8 +216,8 @@ async def phase(started: Up, until: str) -> None:
 @pytest.mark.parametrize(
     ("until", "signals"),
     [
-        ("eval_request", (signal.SIGTERM, signal.SIGINT)),  # the final evaluation, and who can't wait
-        pytest.param("run_finished", (signal.SIGINT,), marks=pytest.mark.slow),  # the books are being closed
+        ("eval_request", (signal.SIGTERM, signal.SIGINT)),  # during the final evaluation, and a second signal at once
+        pytest.param("run_finished", (signal.SIGINT,), marks=pytest.mark.slow),  # during the audit
     ],
 )
 async def test_a_signal_near_the_end(tmp_path: Path, until: str, signals: Sequence[signal.Signals]) -> None:
@@ -225,9 +244,9 @@ def test_what_this_machine_cannot_do_is_refused_at_once(tmp_path: Path) -> None:
             ({"bus.port": port}, 4, f"port {port} on 127.0.0.1 is taken", None),
             ({"production.port": port, "production.enabled": True}, 4, "another [production] port", None),
             ({"bus.url": "nats://127.0.0.1:1"}, 4, "no broker answers at nats://127.0.0.1:1", None),
-            ({"run.min_free_mb": 1 << 40}, 3, "make room first", None),
+            ({"run.min_free_mb": 1 << 30}, 3, "free some space first", None),
             ({"environment.backend": "qemu"}, 3, "qemu-system-x86_64 is not installed: apt-get install", nowhere),
-            ({"environment.backend": "qemu", "environment.memory_mb": 1 << 30}, 3, "free memory", None),
+            ({"environment.backend": "qemu", "environment.memory_mb": 1 << 20}, 3, "free memory", None),
             ({"curriculum.step": 1}, 2, "curriculum.step: unknown key", None),
         ):
             words = [f"{key}={json.dumps(value)}" for key, value in (TINY | changes).items()]

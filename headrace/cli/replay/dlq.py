@@ -1,7 +1,7 @@
-"""`headrace dlq`: the letters that nobody could deliver, of a run that goes on or of one that is over.
+"""`headrace dlq`: list, show, retry and drop the dead letters of a run.
 
-`list` and `show` read, also the store of a finished run. `retry` sends a message again and needs a broker that lives.
-`drop` only writes down that a person has seen enough of it: the letter stays, because the books are made of it.
+`list` and `show` also read the store of a finished run. `retry` publishes a message again and needs an active broker.
+`drop` records that an operator closed the entry; the dead letter stays in its stream, because the audit counts it.
 """
 
 import argparse
@@ -11,48 +11,78 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace.cli.arguments import add_run
 from headrace.launch import runs
 from headrace.launch.output import complain, say
 from headrace.launch.runs import RunDir, RunError
 
 if TYPE_CHECKING:
     from headrace.bus.connection import Bus
-    from headrace.bus.dead_letters import Filed
+    from headrace.bus.runtime.dead_letters import DeadLetterEntry
+    from headrace.cli.arguments import Commands
 
+LETTER_HELP = "number, or STREAM/CONSUMER/SEQUENCE"
 SHOWN_BYTES = 2000
-"""Bytes of a payload's fields that `show` spells out when they are text."""
+"""`show` prints a text field of a payload in full up to this many bytes."""
+
+
+def add(commands: "Commands") -> None:
+    """Declare the command and its subcommands."""
+    parser = commands.add_parser("dlq", help="dead letters: messages that no actor could handle")
+    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    listing = subcommands.add_parser("list", help="print a line per dead letter")
+    add_run(listing)
+    listing.add_argument("--all", action="store_true", help="include settled entries and those of other runs")
+    entry = subcommands.add_parser("show", help="print everything about one dead letter as JSON")
+    add_run(entry, optional=False)
+    entry.add_argument("letter", help=LETTER_HELP)
+    for name, text in (("retry", "publish messages again, to an active run"), ("drop", "close entries")):
+        settling = subcommands.add_parser(name, help=text)
+        add_run(settling, optional=False)
+        settling.add_argument("letter", nargs="+", help=LETTER_HELP)
+        settling.add_argument("--note", default="", help="reason, stored with the entry")
+    parser.set_defaults(handler=handle)
+
+
+def handle(args: argparse.Namespace) -> int:
+    """Run the parsed subcommand."""
+    from headrace.launch.session import looped
+
+    return looped(dlq(args))
 
 
 async def dlq(args: argparse.Namespace) -> int:
-    """Run the parsed command."""
-    from headrace.launch.commands import bus_of
+    """The same on the event loop."""
+    from headrace.launch.session import bus_of
 
     folder = runs.find(args.run)
-    if args.dlq_command == "retry":
+    if args.subcommand == "retry":
         _require_broker(folder)
     async with bus_of(folder) as bus:
-        if args.dlq_command == "list":
+        if args.subcommand == "list":
             return await _list(bus, folder.id, everything=args.all)
-        if args.dlq_command == "show":
+        if args.subcommand == "show":
             return await _show(bus, args.letter)
-        return await _settle(bus, args)
+        return await _retry_or_drop(bus, args)
 
 
 def _require_broker(folder: RunDir) -> None:
-    """RunError where nobody would take what is sent."""
-    from headrace.bus.server import running
+    """RunError when the run has no active broker."""
+    from headrace.bus.broker.server import running
     from headrace.config import Config, load
 
     config = load(folder.config) if folder.config.is_file() else Config()
     if not config.bus.url and running(folder.broker) is None:
-        raise RunError(f"run {folder.id} is over, nobody would take the message: a letter is retried while it runs", 4)
+        raise RunError(
+            f"run {folder.id} is over, so no actor would receive the message: `dlq retry` needs an active run", 4
+        )
 
 
 async def _list(bus: "Bus", run: str, *, everything: bool) -> int:
-    """A line per letter: open ones of the run, or all that the broker has."""
-    from headrace.bus.dead_letters import filed, key_of, run_of
+    """Print a line per dead letter: the run's open ones, or all that the broker has."""
+    from headrace.bus.runtime.dead_letters import entries, key_of, run_of
 
-    for entry in await filed(bus):
+    for entry in await entries(bus):
         letter = entry.letter
         if not everything and (entry.settled is not None or run_of(letter) not in ("", run)):
             continue
@@ -63,27 +93,27 @@ async def _list(bus: "Bus", run: str, *, everything: bool) -> int:
     return 0
 
 
-async def find(bus: "Bus", name: str) -> "Filed":
-    """A letter by its number, or by its key <stream>/<consumer>/<sequence>. RunError when there is none."""
-    from headrace.bus.dead_letters import filed, key_of
+async def find(bus: "Bus", name: str) -> "DeadLetterEntry":
+    """A dead letter by its number, or by its key <stream>/<consumer>/<sequence>. RunError when there is none."""
+    from headrace.bus.runtime.dead_letters import entries, key_of
 
-    entries = await filed(bus)
-    for entry in reversed(entries):
+    existing = await entries(bus)
+    for entry in reversed(existing):
         if name in (str(entry.seq), key_of(entry.letter)):
             return entry
-    have = f"there are {', '.join(str(entry.seq) for entry in entries[-8:])}" if entries else "there are none"
-    raise RunError(f"there is no letter {name!r}; {have}", 1)
+    numbers = f"the newest are {', '.join(str(entry.seq) for entry in existing[-8:])}" if existing else "there are none"
+    raise RunError(f"there is no dead letter {name!r}; {numbers}", 1)
 
 
 async def _show(bus: "Bus", name: str) -> int:
-    from headrace.bus.dead_letters import key_of
-    from headrace.messages.codec import UnknownType, decode
+    from headrace.bus.runtime.dead_letters import key_of
+    from headrace.messages.codec import UnreadableMessage, decode
 
     entry = await find(bus, name)
     letter = entry.letter
     try:
         message = msgspec.to_builtins(decode(letter.payload, letter.headers), builtin_types=(bytes,))
-    except UnknownType as error:
+    except UnreadableMessage as error:
         message = f"unreadable: {error}"
     shown = {
         "letter": entry.seq,
@@ -99,7 +129,7 @@ async def _show(bus: "Bus", name: str) -> int:
 
 
 def plain(value: Any) -> Any:
-    """Builtins as JSON takes them: bytes as text where they are some and not many, else by their number."""
+    """Builtins that JSON accepts: short printable bytes become text, other bytes their count."""
     if isinstance(value, dict):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -110,33 +140,33 @@ def plain(value: Any) -> Any:
     return value
 
 
-async def _settle(bus: "Bus", args: argparse.Namespace) -> int:
-    """Retry or drop; a letter is settled once."""
-    from headrace.bus.dead_letters import resend, settle
+async def _retry_or_drop(bus: "Bus", args: argparse.Namespace) -> int:
+    """Retry or drop; an entry is settled once."""
+    from headrace.bus.runtime.dead_letters import record_decision, resend
 
     for name in args.letter:
         entry = await find(bus, name)
         if entry.settled is not None:
-            raise RunError(f"letter {entry.seq} was {entry.settled.how} already; `dlq list --all` shows it", 1)
-        if args.dlq_command == "drop":
-            await settle(bus, entry, "dropped", note=args.note)
-            say(f"letter {entry.seq} is dropped")
+            raise RunError(f"dead letter {entry.seq} was {entry.settled.how} already; see `headrace dlq list --all`", 1)
+        if args.subcommand == "drop":
+            await record_decision(bus, entry, "dropped", note=args.note)
+            say(f"dead letter {entry.seq} is dropped")
             continue
         sent = await resend(bus, entry)
-        await settle(bus, entry, "retried", sent, args.note)
-        say(f"letter {entry.seq} is {entry.letter.stream} #{sent} now")
+        await record_decision(bus, entry, "retried", sent, args.note)
+        say(f"dead letter {entry.seq} was published again as {entry.letter.stream} #{sent}")
         if await superseded(bus, entry):
-            complain(f"letter {entry.seq}: its attempt was issued again since, so the books will not count this one")
+            complain(f"dead letter {entry.seq}: its slot has a later attempt, so the ledger will not count this one")
     return 0
 
 
-async def superseded(bus: "Bus", entry: "Filed") -> bool:
-    """Whether a later attempt at the letter's slot was issued."""
+async def superseded(bus: "Bus", entry: "DeadLetterEntry") -> bool:
+    """Whether a later attempt of the dead letter's slot was issued."""
+    from headrace.ledger import lost_attempts
     from headrace.messages.ledger import SlotIssued
     from headrace.messages.subjects import LEDGER
-    from headrace.replay import letters
 
-    lost = letters.lost(entry.letter)
+    lost = lost_attempts.lost_attempt(entry.letter)
     if lost is None:
         return False
     async for received in bus.history("HR_LEDGER", LEDGER.at(run=lost.run, group=lost.group)):

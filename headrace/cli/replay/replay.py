@@ -1,7 +1,6 @@
-"""`headrace replay`: a step, many steps, a step under a debugger or another objective, a bundle, a trajectory.
+"""`headrace replay`: run a recorded step, several steps, a bundle or a trajectory's tool calls again, and compare.
 
-Whatever was found is one JSON line (one per step with `--steps`); numbers that are no numbers are null there. Exit 1
-unless equal.
+The result is one JSON line (one per step with `--steps`); NaN and infinity are null there. Exit code 1 unless equal.
 """
 
 import argparse
@@ -12,20 +11,36 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace.cli.arguments import add_changes, integer
 from headrace.launch import runs
 from headrace.launch.output import complain, say
 from headrace.launch.runs import RunError
 
 if TYPE_CHECKING:
-    from headrace.replay.past import Past
+    from headrace.cli.arguments import Commands
+    from headrace.replay.recorded_run import RecordedRun
     from headrace.replay.step import Rerun
 
 MODES = ("--step", "--steps", "--trajectory")
 
 
+def add(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("replay", help="run a recorded step or trajectory again and compare the results")
+    parser.add_argument("run", help="run id, path or 'latest'; or the folder of a bundle")
+    parser.add_argument("--step", type=int, help="replay one step and compare its bits")
+    parser.add_argument("--steps", type=integer(1), metavar="COUNT", help="replay COUNT steps, drawn with --seed")
+    parser.add_argument("--seed", type=int, default=1, help="seed that draws the steps of --steps")
+    parser.add_argument("--trajectory", metavar="ID", help="repeat the tool calls of a trajectory in a fresh sandbox")
+    parser.add_argument("--debug", action="store_true", help="stop before the backward pass, in pdb")
+    parser.add_argument("--to", default="", metavar="DIR", help="write a bundle that replays without broker and run")
+    add_changes(parser, "take the step with another objective and report the difference")
+    parser.set_defaults(handler=replay)
+
+
 def replay(args: argparse.Namespace) -> int:
-    """Run the parsed command."""
-    from headrace.replay.past import ReplayError
+    """Check the combination of options, then run the mode they choose."""
+    from headrace.replay.recorded_run import ReplayError
     from headrace.training.trainer import TrainerError
 
     _check(args)
@@ -42,7 +57,7 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def _looped(body: Coroutine[Any, Any, int]) -> int:
-    from headrace.launch.commands import looped
+    from headrace.launch.session import looped
 
     return looped(body)
 
@@ -53,13 +68,13 @@ def _check(args: argparse.Namespace) -> None:
     given = [name for name, value in zip(MODES, values, strict=True) if value is not None]
     bundle = _is_bundle(args.run)
     if len(given) > 1 or not (given or bundle):
-        raise RunError("say what to replay: one of --step N, --steps COUNT, --trajectory ID")
+        raise RunError("expected exactly one of --step N, --steps COUNT, --trajectory ID")
     if bundle and given not in ([], ["--step"]):
-        raise RunError(f"{args.run} is a bundle of one step: {given[0]} needs a run")
+        raise RunError(f"{args.run} is a bundle of one step; {given[0]} needs a run")
     if given in (["--steps"], ["--trajectory"]) and (args.debug or args.to or args.changes):
-        raise RunError("--debug, --to and --with belong to one step: --step N")
+        raise RunError("--debug, --to and --with work on one step: give --step N")
     if sum((bool(args.debug), bool(args.to), bool(args.changes))) > 1:
-        raise RunError("--debug, --to and --with are three things: one of them")
+        raise RunError("--debug, --to and --with exclude each other: give one of them")
 
 
 def _is_bundle(name: str) -> bool:
@@ -69,11 +84,11 @@ def _is_bundle(name: str) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def past_of(name: str) -> "AsyncIterator[Past]":
+async def recorded_run_of(name: str) -> "AsyncIterator[RecordedRun]":
     """The past of a run, or of a bundle. ReplayError, RunError."""
     from headrace.config import load
-    from headrace.launch.commands import bus_of
-    from headrace.replay import bundle, past
+    from headrace.launch.session import bus_of
+    from headrace.replay import bundle, recorded_run
 
     if _is_bundle(name):
         yield bundle.read(Path(name))
@@ -82,10 +97,10 @@ async def past_of(name: str) -> "AsyncIterator[Past]":
     if not folder.config.is_file():
         raise RunError(f"{folder.path} holds neither a run (config.json) nor a bundle ({bundle.INDEX})")
     async with bus_of(folder, "replay") as bus:
-        yield await past.of_run(bus, load(folder.config), folder.path, folder.id)
+        yield await recorded_run.of_run(bus, load(folder.config), folder.path, folder.id)
 
 
-def step_of(args: argparse.Namespace, found: "Past") -> int:
+def step_of(args: argparse.Namespace, found: "RecordedRun") -> int:
     """The step that is meant; a bundle has only one."""
     return args.step if args.step is not None else next(iter(found.manifests))
 
@@ -104,7 +119,7 @@ async def _step(args: argparse.Namespace) -> int:
     from headrace.replay.objective import differ
     from headrace.replay.step import Rerun, attempt, compare
 
-    async with past_of(args.run) as found:
+    async with recorded_run_of(args.run) as found:
         step = step_of(args, found)
         with Rerun(found) as rerun:
             if args.changes:
@@ -133,7 +148,7 @@ def _debug(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
 
         async def fetch() -> Loaded:
-            async with past_of(args.run) as found:
+            async with recorded_run_of(args.run) as found:
                 rerun = stack.enter_context(Rerun(found))
                 loaded = await rerun.reach(step_of(args, found))
             _warn(rerun, loaded.manifest.step)
@@ -151,11 +166,9 @@ def _debug(args: argparse.Namespace) -> int:
 async def _steps(args: argparse.Namespace) -> int:
     from headrace.replay.step import choose, replay_steps
 
-    if args.steps < 1:
-        raise RunError("--steps is how many, at least 1")
     equal = True
     warnings: list[str] = []
-    async with past_of(args.run) as found:
+    async with recorded_run_of(args.run) as found:
         async for line in replay_steps(found, choose(found, args.steps, args.seed), warnings):
             _say(line)
             equal = equal and line.bitwise_equal
@@ -165,14 +178,14 @@ async def _steps(args: argparse.Namespace) -> int:
 
 
 async def _trajectory(args: argparse.Namespace) -> int:
+    from headrace.cli.replay import tool_calls
     from headrace.config import load
-    from headrace.launch import replay_calls
-    from headrace.launch.commands import bus_of
+    from headrace.launch.session import bus_of
 
     folder = runs.find(args.run)
     config = load(folder.config)
     async with bus_of(folder, "replay") as bus:
-        trajectory = await replay_calls.find(bus, folder.id, args.trajectory)
-    line = await replay_calls.replay_calls(config, folder.path, trajectory)
+        trajectory = await tool_calls.find(bus, folder.id, args.trajectory)
+    line = await tool_calls.replay_calls(config, folder.path, trajectory)
     _say(line)
     return 0 if line.equal else 1

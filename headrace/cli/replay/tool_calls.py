@@ -1,7 +1,7 @@
-"""`headrace replay RUN --trajectory ID`: its tool calls in a fresh sandbox of this machine.
+"""`headrace replay RUN --trajectory ID`: repeats its tool calls in a fresh sandbox of this machine.
 
-The sandbox is what the record says: the task's repository, the trajectory's seed and isolation, the run's backend.
-A production trajectory can't be run again: its repository was its user's and is not kept.
+The sandbox is the recorded one: the task's repository, the trajectory's seed and isolation, the run's backend.
+A production trajectory cannot be repeated, because the repository belongs to a user and is not stored.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from headrace.config import Config
 from headrace.launch.guests import prepare_host
 from headrace.replay.calls import CallsReplay, rerun
-from headrace.replay.past import ReplayError
+from headrace.replay.recorded_run import ReplayError
 
 if TYPE_CHECKING:
     from headrace.bus.connection import Bus
@@ -37,15 +37,19 @@ async def find(bus: "Bus", run: str, id: str) -> "Trajectory":
 
 
 async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -> CallsReplay:
-    """Run the calls again. folder: of the run, for its tokenizer. ReplayError; VmhostError where no sandbox can be."""
+    """Run the calls again. folder: of the run, for its renderer bundle. ReplayError; VmhostError without a sandbox."""
+    import msgspec
+
+    from headrace.actors.trainer import initial_policy
     from headrace.harness.prompt import toolbox_for
-    from headrace.messages.sandbox import Acquire, NoRoom, PullTree, SandboxLost
-    from headrace.policy import schemas
-    from headrace.policy.renderer import Renderer
-    from headrace.policy.tokenizer import Tokenizer
+    from headrace.harness.tools.registry import schemas_of
+    from headrace.harness.tools.toolbox import tools_of
+    from headrace.messages.rollout import RendererBundle
+    from headrace.messages.sandbox import Acquire, NoCapacity, PullTree, SandboxLost
+    from headrace.rendering.registry import Renderers
     from headrace.tasks import open_suite
-    from headrace.tasks.suites import UnknownSuite
-    from headrace.vmhost.host import Host
+    from headrace.tasks.base import UnknownSuite
+    from headrace.vmhost.node.host import Host
 
     if trajectory.lane == "production":
         raise ReplayError(f"{trajectory.id} is a user's: its repository is not kept, so its calls cannot be run again")
@@ -53,9 +57,12 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
         task = open_suite(trajectory.task.suite, config.tasks.dir).task(trajectory.task.task)
     except UnknownSuite as error:
         raise ReplayError(str(error)) from None
-    file = folder / "tokenizer.json"  # a run of scripted policies alone has none
-    tokenizer = Tokenizer.load(file) if file.is_file() else Tokenizer.train((), 256 + len(schemas.tags()))
-    box = toolbox_for(task, Renderer(tokenizer), config.limits.context_tokens)
+    file = folder / initial_policy.BUNDLE  # a run of scripted policies alone has none
+    detailed = False
+    if file.is_file():
+        bundle = msgspec.json.decode(file.read_bytes(), type=RendererBundle)
+        detailed = Renderers(bundle).open(schemas_of(tools_of(task))).detailed_results
+    box = toolbox_for(task, detailed, config.limits.context_tokens)
     await prepare_host(config)
     host = await Host.open(config.environment)
     try:
@@ -81,7 +88,7 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
             return (await sandbox.call(PullTree(patterns=()), f"{trajectory.id}-tree")).digest
 
         return await rerun(trajectory, run, digest, host.backend)
-    except (SandboxLost, NoRoom) as error:
+    except (SandboxLost, NoCapacity) as error:
         raise ReplayError(f"no sandbox for {trajectory.id}: {error}") from None
     finally:
         await host.close()

@@ -1,4 +1,7 @@
-"""`headrace weights regions`, and a line per region for `headrace status`: who holds and who serves which version."""
+"""`headrace weights regions`: the version that every node of every region holds and every replica serves.
+
+`headrace status` prints the summary, a line per region.
+"""
 
 import argparse
 import json
@@ -7,27 +10,36 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace.cli.weights.session import add_common, declare
 from headrace.launch.output import say
-from headrace.launch.runs import RunDir
 
 if TYPE_CHECKING:
     from headrace.bus.connection import Bus
-    from headrace.weights.readiness import Ledger
+    from headrace.cli.arguments import Commands
+    from headrace.cli.weights.session import Chain
+    from headrace.weights.receiving.readiness import ReadinessLedger
 
 UNKNOWN = "(unknown)"
 
 
-async def execute(bus: "Bus", folder: RunDir, args: argparse.Namespace) -> int:
+def add(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = declare(commands, "regions", "print which replica runs which version since when", regions)
+    add_common(parser)
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
+
+
+async def regions(chain: "Chain", args: argparse.Namespace) -> int:
     """A table, or with ``--json`` one line of JSON."""
-    found = await look(bus, folder.id)
-    say(json.dumps(found) if args.json else table(found))
+    current = await look(chain.bus, chain.folder.id)
+    say(json.dumps(current) if args.json else table(current))
     return 0
 
 
 async def look(bus: "Bus", run: str) -> dict[str, Any]:
     """The ledger of a run as of now; see `figures`."""
     from headrace.messages.subjects import WEIGHT_HEAD
-    from headrace.weights import readiness
+    from headrace.weights.receiving import readiness
 
     last = await bus.last("HR_WEIGHTS", WEIGHT_HEAD.at(run=run))
     ledger = await readiness.read(bus, run)
@@ -49,7 +61,7 @@ def summary(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def figures(run: str, newest: int, ledger: "Ledger", alive: set[str]) -> dict[str, Any]:
+def figures(run: str, newest: int, ledger: "ReadinessLedger", alive: set[str]) -> dict[str, Any]:
     """The ledger as plain data. newest: the committed version, -1 for none. alive: ids of replicas that beat."""
     out: dict[str, Any] = {"run": run, "newest": newest, "regions": {}}
     for region in ledger.regions():

@@ -1,14 +1,13 @@
-"""Operating-system processes of a run: started, watched, restarted within reason, never orphaned.
+"""Operating-system processes of a run: started, watched, restarted within limits, never orphaned.
 
-A child gets a session of its own, so that Ctrl-C in the terminal reaches only `headrace up`, and a parent-death signal,
-so that it ends when `up` is killed. A child that ends without being told to is started again, within a restart
-intensity as in OTP: `KILLED` is for processes that were killed, `BY_ITSELF` for those that gave up, because such a one
-has started its actors again several times before. Beyond it the run ends, with the reason from the child's log.
+A child gets a session of its own, so that Ctrl-C in the terminal reaches only `headrace up`. It is killed when its
+parent ends, however that ends: without `up` the run's broker ends too, so a child could not drain. A child that ends by
+itself is started again, within a restart intensity as in OTP: `KILLED` is for processes that were killed, `BY_ITSELF`
+for those that gave up, because such a process has already restarted its actors several times. Beyond it the run ends,
+with the cause.
 """
 
 import asyncio
-import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -19,19 +18,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with(parent: int) -> None:
-    """Runs in the child between fork and exec: SIGTERM when the parent goes, whatever killed it."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
+from headrace.launch.supervision.causes import cause, oom_kills
+from headrace.parent_death import die_with
 
 
 class ChildFailed(Exception):
-    """A process could not be kept alive; one sentence says why, `code` is how it ended."""
+    """A process could not be kept alive; the text is one sentence, `code` the exit status."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -46,7 +38,7 @@ class Intensity:
         self._moments: deque[float] = deque()
 
     def exceeded(self) -> bool:
-        """Count a restart; whether it is one too many."""
+        """Count a restart; True when there are too many."""
         now = time.monotonic()
         self._moments.append(now)
         while now - self._moments[0] > self.period_s:
@@ -61,7 +53,7 @@ class Intensity:
 KILLED = (20, 120.0)
 BY_ITSELF = (2, 600.0)
 FOR_GOOD = (2, 3)
-"""Exit codes after which another start would say the same: bad arguments, a machine that can't do it."""
+"""Exit codes after which a restart would fail again: wrong arguments, a machine that lacks something."""
 
 
 class Child:
@@ -74,12 +66,14 @@ class Child:
         self.env = env
         self.restarts = 0
         self.process: asyncio.subprocess.Process | None = None
-        self._told = False
+        self._oom_before = 0
+        self._terminated = False
         self._killed, self._by_itself = Intensity(*KILLED), Intensity(*BY_ITSELF)
 
     async def start(self) -> None:
         """Start it, appending to its log."""
         parent = os.getpid()
+        self._oom_before = oom_kills()
         with self.log.open("ab") as sink:
             self.process = await asyncio.create_subprocess_exec(
                 *self.argv,
@@ -88,26 +82,14 @@ class Child:
                 stderr=sink,
                 env=self.env,
                 start_new_session=True,
-                preexec_fn=lambda: die_with(parent),
+                preexec_fn=lambda: die_with(parent, signal.SIGKILL),
             )
 
-    def reason(self) -> str:
-        """Why it ended, as the end of its log tells."""
-        try:
-            lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        except OSError:
-            lines = []
-        for line in reversed(lines[-40:]):
-            with suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and "error" in record:
-                    return str(record["error"])
-            if line.startswith("headrace: "):
-                return line.removeprefix("headrace: ")
-        return lines[-1].strip() if lines else "it said nothing"
+    async def watch(self, on_restart: Callable[[str, str], None]) -> None:
+        """Keep it running for as long as this is awaited. ChildFailed when it ends too often, or for good.
 
-    async def watch(self, on_restart: Callable[[str, int], None]) -> None:
-        """Keep it running for as long as this is awaited. ChildFailed when it ends too often, or for good."""
+        on_restart: called with the name and the cause before each restart.
+        """
         while True:
             if self.process is None:
                 await self.start()
@@ -115,37 +97,38 @@ class Child:
             code = await self.process.wait()
             self._sweep()
             kind = self._by_itself if code > 0 else self._killed
+            why = cause(code, self.log, self._oom_before)
             if code in FOR_GOOD or kind.exceeded():
-                raise ChildFailed(f"{self.name} can't be kept alive: {self.reason()} (its log: {self.log})", code)
+                raise ChildFailed(f"{self.name} could not be kept alive: {why} (log: {self.log})", code)
             self.restarts += 1
-            on_restart(self.name, code)
+            on_restart(self.name, why)
             await asyncio.sleep(kind.pause_s())
             self.process = None
 
     async def stop(self, patience_s: float, now: asyncio.Event | None = None) -> None:
-        """SIGTERM once, then SIGKILL to its whole session when patience ends, or at once when `now` is set."""
+        """SIGTERM once; SIGKILL to its whole session after `patience_s`, or as soon as `now` is set."""
         process = self.process
         if process is None:
             return
-        if process.returncode is None and not self._told:
-            self._told = True
+        if process.returncode is None and not self._terminated:
+            self._terminated = True
             process.terminate()
         ended = asyncio.ensure_future(process.wait())
-        hurry = asyncio.ensure_future((now or asyncio.Event()).wait())
-        await asyncio.wait({ended, hurry}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-        hurry.cancel()
+        at_once = asyncio.ensure_future((now or asyncio.Event()).wait())
+        await asyncio.wait({ended, at_once}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        at_once.cancel()
         self._sweep()
         await ended
 
     def _sweep(self) -> None:
-        """End what is left of its session: itself, and whatever it started and left behind."""
+        """Kill the rest of its session: the process itself and children that it left behind."""
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def actor_command(names: Sequence[str], *, config: Path, run: str, url: str, credentials: str) -> list[str]:
-    """The command line that starts actors in a process; an operator types the same."""
+    """The command line that starts actors in a process, as an operator would type it."""
     return [
         sys.executable,
         "-m",
@@ -153,7 +136,7 @@ def actor_command(names: Sequence[str], *, config: Path, run: str, url: str, cre
         "actor",
         ",".join(names),
         "--config",
-        str(config),
+        str(config.resolve()),  # absolute: `headrace down` finds the run's processes by it
         "--run",
         run,
         "--url",

@@ -1,4 +1,4 @@
-"""Ctrl-C and its like: the first ends what runs in order, the second at once; either way it is closed before we go."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first signal ends the command in order, the second at once; both close its parts."""
 
 import asyncio
 import signal
@@ -16,11 +16,11 @@ class Stopping:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.now = asyncio.Event()
-        self.what = "nothing had begun"
-        """What becomes of what runs, for the sentence that the first signal gets."""
+        self.effect = "nothing had begun"
+        """The effect of an interruption, for the sentence that the first signal prints."""
 
     def tell(self) -> None:
-        """A signal came."""
+        """Handle a signal."""
         (self.now if self.asked.is_set() else self.asked).set()
 
 
@@ -28,9 +28,9 @@ Body = Callable[[Stopping, AsyncExitStack], Awaitable[int]]
 
 
 async def interruptible(body: Body) -> int:
-    """The body's exit code, or 130 when a signal ended it. What it pushed on the stack is closed in any case.
+    """The body's exit code, or 130 when a signal ended it. Everything that it pushed on the stack is closed.
 
-    The stack is closed here and not in the body: a signal cancels the body wherever it is, its own cleaning included.
+    The stack is closed here and not in the body, because a signal cancels the body wherever it is, also in its cleanup.
     """
     stopping = Stopping()
     loop = asyncio.get_running_loop()
@@ -46,7 +46,7 @@ async def interruptible(body: Body) -> int:
         asked.cancel()
         if main.done():
             return main.result()
-        complain(f"interrupted: {stopping.what}")
+        complain(f"interrupted: {stopping.effect}")
         main.cancel()
         await asyncio.wait({main})
         if not main.cancelled() and main.exception() is None:

@@ -10,20 +10,20 @@ from typing import NamedTuple
 import pytest
 import uvloop
 
-from headrace.actors.dead_letter import DeadLetter as Desk
-from headrace.bus import dead_letters
+from headrace.actors.dead_letter import DeadLetter as DeadLetterActor
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
-from headrace.bus.server import Server
-from headrace.bus.streams import declare
-from headrace.cli import main
+from headrace.bus.nats.streams import declare
+from headrace.bus.runtime import dead_letters
+from headrace.cli.main import main
 from headrace.config import Config, parse
+from headrace.ledger import lost_attempts
 from headrace.messages.operations import DeadLetter, Rejected
 from headrace.messages.rollout import RolloutRequest
 from headrace.messages.subjects import EVENT, LEDGER, TASK
-from headrace.replay import letters
-from tests import records
-from tests.actors.living import living
+from tests.support import records
+from tests.support.actors import living
 
 GROUPS = ("g000001", "g000002", "g000003")
 
@@ -48,12 +48,12 @@ def request(group: str) -> RolloutRequest:
 
 
 async def _fill(config: Config, server: Server) -> None:
-    """Work that a rollout actor rejected, parked by a real desk that came late."""
+    """Work that a rollout actor rejected, stored by a dead-letter actor that started later."""
     connect = Bus.connect
     async with (
         await connect(server.url, role="admin", credentials=server.credentials) as admin,
         await connect(server.url, role="rollout", credentials=server.credentials) as rollout,
-        await connect(server.url, role="dead_letter", credentials=server.credentials) as desk,
+        await connect(server.url, role="dead_letter", credentials=server.credentials) as dead_letter_bus,
     ):
         await declare(admin)
         for group in GROUPS:
@@ -67,7 +67,7 @@ async def _fill(config: Config, server: Server) -> None:
         for attempt in (0, 1):  # the second group's slot was issued again meanwhile
             issued = records.issued("g000002", 1, attempt)
             await admin.publish(LEDGER.at(run=records.RUN, group="g000002"), issued)
-        async with living(Desk, config, desk, records.RUN), asyncio.timeout(20):
+        async with living(DeadLetterActor, config, dead_letter_bus, records.RUN), asyncio.timeout(20):
             async for _ in admin.follow("HR_DLQ", start=len(GROUPS)):
                 break
 
@@ -82,10 +82,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     uvloop.run(server.stop())
 
 
-def letter_of(place: Place, name: str) -> dead_letters.Filed:
-    async def body() -> dead_letters.Filed:
+def letter_of(place: Place, name: str) -> dead_letters.DeadLetterEntry:
+    async def body() -> dead_letters.DeadLetterEntry:
         async with await Bus.connect(place.server.url, role="operator", credentials=place.server.credentials) as bus:
-            return next(entry for entry in await dead_letters.filed(bus) if name == str(entry.seq))
+            return next(entry for entry in await dead_letters.entries(bus) if name == str(entry.seq))
 
     return uvloop.run(body())
 
@@ -137,20 +137,20 @@ def test_the_command_of_a_letter_sends_it_again_and_settles_it(
 def test_a_retry_that_the_books_will_not_count_says_so(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = place.headrace(capsys, "retry", "2")
     assert code == 0
-    assert "its attempt was issued again since" in err
+    assert "its slot has a later attempt" in err
 
 
 def test_what_cannot_be_done_is_said(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = place.headrace(capsys, "show", "77")
     assert code == 1
-    assert "there is no letter '77'; there are 1, 2, 3" in err
+    assert "there is no dead letter '77'; the newest are 1, 2, 3" in err
     entry = letter_of(place, "3")
     book = DeadLetter(stream="HR_SCORE", consumer="x", stream_seq=1, subject="hr.close.r1.g1", type="group_closed",
                       reason="r", deliveries=1, headers={}, payload=b"x")  # fmt: skip
 
     async def body() -> None:
         async with await Bus.connect(place.server.url, role="operator", credentials=place.server.credentials) as bus:
-            with pytest.raises(BusError, match="would falsify the books"):
+            with pytest.raises(BusError, match="would falsify the ledger"):
                 await dead_letters.resend(bus, entry._replace(letter=book))
 
     uvloop.run(body())
@@ -163,10 +163,10 @@ def test_a_run_that_is_over_keeps_its_letters_and_takes_decisions(
     try:
         code, _, err = place.headrace(capsys, "retry", "3")
         assert code == 4
-        assert "is over, nobody would take the message" in err
+        assert "is over, so no actor would receive the message" in err
         assert any(line.split()[0] == "3" for line in place.headrace(capsys, "list")[1])
         code, out, _ = place.headrace(capsys, "drop", "3", "--note", "seen")
-        assert (code, out) == (0, ["letter 3 is dropped"])
+        assert (code, out) == (0, ["dead letter 3 is dropped"])
         assert place.headrace(capsys, "list")[1] == []
         shown = json.loads("\n".join(place.headrace(capsys, "show", "3")[1]))
         assert (shown["settled"]["how"], shown["settled"]["note"]) == ("dropped", "seen")
@@ -179,4 +179,4 @@ def test_an_attempt_is_known_by_its_id_however_often_it_was_sent(suffix: str) ->
     headers = {"Nats-Msg-Id": f"{records.RUN}.u1.g000009-1-2{suffix}"}
     unreadable = DeadLetter(stream="HR_TASK", consumer="c", stream_seq=1, subject="", type="", reason="", deliveries=1,
                             headers=headers, payload=b"\xc1")  # fmt: skip
-    assert letters.lost(unreadable) == letters.Lost(records.RUN, "u1.g000009", 1, 2)
+    assert lost_attempts.lost_attempt(unreadable) == lost_attempts.LostAttempt(records.RUN, "u1.g000009", 1, 2)

@@ -7,14 +7,14 @@ import msgspec
 import pytest
 import uvloop
 
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server
-from headrace.bus.streams import declare
-from headrace.cli import main
+from headrace.bus.nats.streams import declare
+from headrace.cli.main import main
 from headrace.config import Config, Environment
 from headrace.messages.subjects import CLOSE, SCORE, TRAJ
 from headrace.tasks import open_suite
-from tests import records
+from tests.support import records
 
 GROUP = "g000000"
 
@@ -63,7 +63,7 @@ def test_a_right_answer_that_was_refused_gets_its_due(tmp_path: Path, capsys: py
     assert (code, found["verdicts_changed"], found["rewards_changed"], found["flips"]) == (0, 0, 2, [])
     for words, code, says in [
         (("--judge", "J 2"), 2, "lower case letters"),
-        (("--judge", "j4", "--with", "algorithm.learning_rate=1.0"), 2, "is no part of a reward"),
+        (("--judge", "j4", "--with", "algorithm.learning_rate=1.0"), 2, "does not change a reward"),
     ]:
         wrong, out, err = rejudge(*words)
         assert (wrong, out) == (code, "")

@@ -8,23 +8,24 @@ import msgspec
 import pytest
 import uvloop
 
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server
-from headrace.bus.streams import declare
-from headrace.cli import main
+from headrace.bus.nats.streams import declare
+from headrace.cli.main import main
 from headrace.config import Config, Environment
 from headrace.harness.loop import run_episode
-from headrace.harness.scripted import ScriptedEngine
+from headrace.harness.scripted import ScriptedEngine, script
 from headrace.messages.rollout import RolloutRequest, ToolCall, ToolResult, Trajectory
 from headrace.messages.sandbox import Acquire, PullTree
 from headrace.messages.subjects import TRAJ
-from headrace.policy import schemas
-from headrace.policy.renderer import Renderer
-from headrace.policy.tokenizer import Tokenizer
+from headrace.rendering import schemas
+from headrace.rendering.terse import TerseRenderer
+from headrace.rendering.tokenizer import Tokenizer
 from headrace.replay.calls import normal, rerun
 from headrace.tasks import open_suite
-from headrace.vmhost.host import Host
-from tests import records
+from headrace.vmhost.node.host import Host
+from tests.support import records
+from tests.support.paths import ROOT
 
 
 async def _play(environment: Environment) -> Trajectory:
@@ -32,14 +33,14 @@ async def _play(environment: Environment) -> Trajectory:
     suite = open_suite("generated/heldout")
     task = suite.task(suite.ids()[0])
     request = RolloutRequest(run=records.RUN, lane="eval", group="e1", slot=0, attempt=0, task=task.ref, seed=3)
-    renderer = Renderer(Tokenizer.train((), 256 + len(schemas.tags())))
+    renderer = TerseRenderer(Tokenizer.train((), 256 + len(schemas.tags())))
     host = await Host.open(environment)
     try:
         where = Acquire(run=records.RUN, lane="eval", role="rollout", group="e1", slot=0, attempt=0,
                         isolation="group", seed=3, files=task.files)  # fmt: skip
         sandbox = await host.acquire(where)
         episode = await run_episode(
-            engine=ScriptedEngine("oracle", renderer, task, suite.oracle(task.ref.task)),
+            engine=ScriptedEngine(script("oracle", task, suite.oracle(task.ref.task)), renderer),
             sandbox=sandbox,
             renderer=renderer,
             request=request,
@@ -88,8 +89,8 @@ class Replay(NamedTuple):
 
 def played(backend: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Replay:
     """A true trajectory, one with a false answer in its last turn, and one of a user."""
-    root = Path(__file__).resolve().parents[2]
-    own = Environment(backend=backend, warm=0, cache_dir=str(root / Environment().cache_dir))  # type: ignore[arg-type]
+    root = ROOT
+    own = Environment(backend=backend, warm=0, cache_dir=str(root / Environment().cache_dir))
     true = uvloop.run(_play(own))
     users = msgspec.structs.replace(true, lane="production", id="e1-2-0")
     uvloop.run(_keep(folder, [true, tampered(true, len(true.turns) - 1, "never said"), users]))

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from headrace import cli
-from headrace.bus import credentials, keys
+from headrace.bus.broker import credentials, keys
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server
-from headrace.bus.streams import declare
+from headrace.bus.nats.streams import declare
+from headrace.cli import main
 from headrace.launch import runs
 from headrace.weights import snapshot
-from tests.weights.runs import Run
+from tests.support.chains import Run
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """A folder with one run of five versions, an anchor beside the third; its broker is down."""
+    """A folder with one run of five versions, a full snapshot beside the third; its broker is down."""
     root = tmp_path_factory.mktemp("root")
     folder = runs.create(root / "runs", "r1")
 
@@ -32,14 +32,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
                 for version in range(5):
                     await run.publish(version)
                     if version in (1, 3):
-                        await run.anchor()
+                        await run.full()
         return run
 
     return root, asyncio.run(publish())
 
 
 def said(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> str:
-    assert cli.main(["weights", *args]) == code
+    assert main.main(["weights", *args]) == code
     out = capsys.readouterr()
     return out.err if code else out.out
 
@@ -53,18 +53,18 @@ def test_the_commands(
     shown = said(capsys, "show", "--version", "2")
     assert run.heads[2].state_hash in shown and run.heads[2].signer in shown
     holds = said(capsys, "verify")
-    assert "versions 0 to 4, 5 built and hashed, 2 anchors beside them" in holds and "all signed" in holds
+    assert "versions 0 to 4, 5 built and hashed, 2 full snapshots beside them" in holds and "all signed" in holds
     assert run.heads[1].state_hash in said(capsys, "verify", "--version", "1")
     assert "never committed version 9" in said(capsys, "verify", "--version", "9", code=1)
-    assert "versions 0 to 4: 4 deltas of" in said(capsys, "fold", "--count", "8")
-    assert "1 folds" in said(capsys, "verify")
+    assert "versions 0 to 4: 4 deltas of" in said(capsys, "squash", "--count", "8")
+    assert "1 squashes" in said(capsys, "verify")
     said(capsys, "export", "out.safetensors", "r1", "--version", "3")
     assert snapshot.file_hash("out.safetensors") == run.heads[3].state_hash
     assert "exists already" in said(capsys, "export", "out.safetensors", code=2)
     differ = said(capsys, "diff", "1", "3")
     assert "version 1 to version 3" in differ and "embed" in differ and "d10-zstd" in differ
     assert "at least 2 chains" in said(capsys, "collect", "--chains", "1", code=1)
-    assert "1 versions, 0 to 0, and" in said(capsys, "collect", "--chains", "2")
+    assert "removed 1 versions, 0 to 0, and" in said(capsys, "collect", "--chains", "2")
     assert "collected" in said(capsys, "log")
     assert "older versions are collected" in said(capsys, "verify")
     (root / "runs/r1/broker/credentials/weight_publisher.nk").unlink()

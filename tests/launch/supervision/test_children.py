@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.launch.children import Child, ChildFailed
+from headrace.launch.supervision.children import Child, ChildFailed
 
 pytestmark = pytest.mark.anyio
 
@@ -23,15 +23,15 @@ async def test_a_killed_process_comes_back(tmp_path: Path) -> None:
     fifo = tmp_path / "alive"
     os.mkfifo(fifo)
     worker = child(tmp_path, f"import time; open({str(fifo)!r}, 'w').write('x'); time.sleep(600)")
-    codes: list[int] = []
-    watching = asyncio.create_task(worker.watch(lambda _, code: codes.append(code)))
+    causes: list[str] = []
+    watching = asyncio.create_task(worker.watch(lambda _, why: causes.append(why)))
     await asyncio.to_thread(fifo.read_text)
     assert worker.process is not None
     first = worker.process.pid
     worker.process.kill()
     await asyncio.to_thread(fifo.read_text)
     assert worker.process.pid != first
-    assert codes == [-signal.SIGKILL]
+    assert causes == ["signal 9 (SIGKILL); its log is empty"]
     watching.cancel()
     await worker.stop(5.0)
     assert worker.process.returncode == -signal.SIGTERM
@@ -58,16 +58,17 @@ async def test_a_process_that_ignores_the_term_signal_is_killed(tmp_path: Path) 
     assert worker.process.returncode == -signal.SIGKILL
 
 
-def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
+def test_a_child_that_ignores_signals_dies_with_a_killed_parent(tmp_path: Path) -> None:
     parent = (
-        "import asyncio, os, sys\nfrom pathlib import Path\nfrom headrace.launch.children import Child\n"
+        "import asyncio, os, sys\nfrom pathlib import Path\nfrom headrace.launch.supervision.children import Child\n"
         "async def main():\n"
-        "    c = Child('w', [sys.executable, '-c', 'import time; time.sleep(600)'], Path(sys.argv[1]), {})\n"
+        "    c = Child('w', [sys.executable, '-c', sys.argv[2]], Path(sys.argv[1]), {})\n"
         "    await c.start()\n    print(c.process.pid, flush=True)\n    await asyncio.sleep(600)\n"
         "asyncio.run(main())"
     )
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
     with subprocess.Popen(
-        [sys.executable, "-c", parent, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", parent, str(tmp_path / "log"), stubborn], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         orphan = int(process.stdout.readline())

@@ -1,0 +1,1 @@
+"""Fault injection: planned faults, the injector and its report."""

@@ -1,0 +1,83 @@
+"""Argument types and options that several commands share.
+
+An argument type raises `argparse.ArgumentTypeError` with a sentence that says what was expected, so that argparse ends
+with exit code 2 before a command imports anything heavy.
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+RUN_HELP = "run id, path or 'latest'"
+
+
+def integer(minimum: int) -> Callable[[str], int]:
+    """An argument type: a decimal integer of at least `minimum`."""
+
+    def convert(text: str) -> int:
+        digits = text.removeprefix("-")
+        if not (digits.isascii() and digits.isdecimal()) or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"expected an integer >= {minimum}, got {text!r}")
+        return int(text)
+
+    return convert
+
+
+def number(minimum: float, *, above: bool = False) -> Callable[[str], float]:
+    """An argument type: a finite number of at least (or, with `above`, greater than) `minimum`."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or value < minimum or (above and value == minimum):
+            raise argparse.ArgumentTypeError(f"expected a number {'>' if above else '>='} {minimum:g}, got {text!r}")
+        return value
+
+    return convert
+
+
+def setting(text: str) -> tuple[str, str]:
+    """An argument type: NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    return name, value
+
+
+def add_run(parser: argparse.ArgumentParser, *, optional: bool = True) -> None:
+    """The run to work on. Optional: the newest run is the default."""
+    if optional:
+        parser.add_argument("run", nargs="?", default="latest", help=f"{RUN_HELP} (default)")
+    else:
+        parser.add_argument("run", help=RUN_HELP)
+
+
+def add_elsewhere(parser: argparse.ArgumentParser) -> None:
+    """`--config`, for a run that has no folder here because its actors were started one by one."""
+    parser.add_argument(
+        "--config", default="", metavar="TOML", help="find the run by [run] id and [bus] url instead of its folder"
+    )
+
+
+def add_config(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """`--config` and `--set`: the TOML file and overrides of single keys."""
+    parser.add_argument("--config", required=required, default="", metavar="TOML", help="configuration file")
+    add_set(parser)
+
+
+def add_set(parser: argparse.ArgumentParser) -> None:
+    """`--set`: overrides of single keys."""
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one configuration key"
+    )
+
+
+def add_changes(parser: argparse.ArgumentParser, text: str) -> None:
+    """`--with`: changes to a recorded run's configuration."""
+    parser.add_argument("--with", dest="changes", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)

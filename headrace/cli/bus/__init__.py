@@ -1,0 +1,1 @@
+"""Commands for a broker that an operator runs: `headrace bus ...`."""

@@ -1,0 +1,49 @@
+"""`headrace bus declare`: create or update all streams and buckets on a broker that an operator runs.
+
+`headrace up` does this by itself. A broker that is started by hand needs it once, before the first actor, and again
+after an upgrade. Running it twice changes nothing.
+"""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from headrace.cli.arguments import integer
+
+if TYPE_CHECKING:
+    from headrace.cli.arguments import Commands
+
+
+def add(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("declare", help="create or update all streams and buckets on a running broker")
+    parser.add_argument("--config", default="", metavar="TOML", help="configuration with [bus] url and credentials")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=argparse.SUPPRESS)
+    parser.add_argument("--url", default="", help="broker; default: [bus] url of the configuration")
+    parser.add_argument("--credentials", default="", help="folder with admin.nk; default: [bus] credentials")
+    parser.add_argument("--replicas", type=integer(1), default=1, help="copies of every stream: 3 in a cluster")
+    parser.add_argument("--reserve", action="store_true", help="reserve the streams' full size on the broker's disk")
+    parser.set_defaults(handler=declare)
+
+
+def declare(args: argparse.Namespace) -> int:
+    """Connect as admin and declare everything; 4 when the broker refuses or cannot be reached."""
+    import uvloop
+
+    from headrace.bus.connection import Bus
+    from headrace.bus.errors import BusError
+    from headrace.bus.nats import streams
+    from headrace.config import load
+    from headrace.launch.output import say
+
+    config = load(args.config, args.set)
+    url, credentials = args.url or config.bus.url, args.credentials or config.bus.credentials
+    if not url:
+        raise BusError("expected a broker: --url nats://host:port, or [bus] url in --config")
+
+    async def body() -> None:
+        async with await Bus.connect(url, role="admin", credentials=credentials or None) as bus:
+            await streams.declare(bus, reserve=args.reserve, replicas=args.replicas)
+
+    uvloop.run(body())
+    say(f"{url} has all {len(streams.NAMES)} streams and buckets")
+    return 0

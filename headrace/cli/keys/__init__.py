@@ -1,0 +1,1 @@
+"""Commands of the subject keys: API keys of the gateway."""

@@ -1,0 +1,142 @@
+"""The command line: assembles the commands, runs one, and turns every failure into one sentence and an exit code.
+
+A command is a module with `add(commands)`, which declares its arguments and sets `handler`, and that handler. A module
+imports heavy packages (torch, numpy, nats) inside its handler, so that `--help` answers at once.
+
+Exit codes: 0 success; 1 a check failed (audit, replay, verify); 2 wrong arguments or configuration; 3 this machine
+lacks something (QEMU, memory, disk); 4 the broker or a port; 5 another run is active in this folder; 130 interrupted.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from headrace.cli.bus import declare, permissions
+from headrace.cli.keys import add as keys_add
+from headrace.cli.keys import listing as keys_list
+from headrace.cli.keys import revoke as keys_revoke
+from headrace.cli.policy import from_gguf
+from headrace.cli.replay import dlq, rejudge, replay, retrain
+from headrace.cli.run import actor, audit, chaos, check, down, evaluate, staleness, status, subjects, up, wire
+from headrace.cli.run import export as run_export
+from headrace.cli.tasks import from_sdist, show
+from headrace.cli.trainer import plan
+from headrace.cli.vm import build, doctor, facts, fork, gc, import_image, pool, shell
+from headrace.cli.vm import run as vm_run
+from headrace.cli.weights import collect, diff, export, log, regions, squash, verify
+from headrace.cli.weights import show as weights_show
+
+COMMANDS: tuple[ModuleType, ...] = (
+    up,
+    check,
+    down,
+    chaos,
+    actor,
+    status,
+    audit,
+    staleness,
+    replay,
+    rejudge,
+    retrain,
+    dlq,
+    evaluate,
+    run_export,
+    subjects,
+    wire,
+)
+"""Commands in the order in which `--help` lists them."""
+
+GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
+    ("bus", "prepare a broker that headrace did not start", (declare, permissions)),
+    ("policy", "checkpoints of a policy", (from_gguf,)),
+    ("tasks", "make task suites from real packages", (from_sdist, show)),
+    ("trainer", "plan the memory of a trainer", (plan,)),
+    (
+        "vm",
+        "guest images and sandboxes of this host",
+        (build, import_image, pool, shell, vm_run, fork, facts, gc, doctor),
+    ),
+    ("keys", "API keys of the gateway", (keys_add, keys_list, keys_revoke)),
+    (
+        "weights",
+        "the chain of published weight versions",
+        (log, weights_show, verify, squash, export, diff, collect, regions),
+    ),
+)
+"""Commands with subcommands: name, help text, and the module of each subcommand."""
+
+
+class UsageError(Exception):
+    """The arguments are wrong; the text is one sentence."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises UsageError instead of printing the usage and ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the sentence, with the command that prints the arguments."""
+        raise UsageError(f"{message}; see `{self.prog} --help`")
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their arguments."""
+    top = Parser(
+        prog="headrace", description="Reinforcement learning for coding agents, as actors on a NATS message bus."
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in COMMANDS:
+        module.add(commands)
+    for name, text, modules in GROUPS:
+        group = commands.add_parser(name, help=text)
+        subcommands = group.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+        for module in modules:
+            module.add(subcommands)
+    return top
+
+
+def run(args: argparse.Namespace) -> int:
+    """Call the handler of the parsed command."""
+    from headrace.bus.errors import BusError
+    from headrace.config import ConfigError
+    from headrace.launch.output import complain
+    from headrace.launch.runs import RunError
+    from headrace.vmhost.errors import VmhostError
+
+    try:
+        code: int = args.handler(args)
+        return code
+    except ConfigError as error:
+        text, code = str(error), 2
+    except VmhostError as error:
+        text, code = str(error), 3
+    except BusError as error:
+        text, code = str(error), 4
+    except RunError as error:
+        text, code = str(error), error.code
+    except OSError as error:
+        text, code = f"{error.filename or 'this machine'}: {error.strerror or error}", 3
+    complain(text)
+    return code
+
+
+def _open_streams() -> None:
+    """Open standard streams that are closed: a socket with number 0, 1 or 2 makes libuv abort the process."""
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(spare)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; a failure is one sentence on standard error and an exit code."""
+    _open_streams()
+    try:
+        return run(parser().parse_args(argv))
+    except UsageError as error:
+        sys.stderr.write(f"headrace: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("headrace: interrupted\n")
+        return 130

@@ -1,0 +1,158 @@
+"""`headrace rejudge`: judge the trajectories of a recorded run again, with today's rules or other rewards.
+
+The new scores go to the subject of their own judge version, which the run's trainer does not read.
+"""
+
+import argparse
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.cli.arguments import add_changes, add_run, integer
+from headrace.launch.output import say
+from headrace.launch.runs import RunError
+
+if TYPE_CHECKING:
+    from headrace.cli.arguments import Commands
+    from headrace.config import Config
+    from headrace.judging.scoring import Rewarder
+    from headrace.messages.judging import Score
+    from headrace.messages.rollout import Trajectory
+    from headrace.replay.rejudge import Verdicts
+    from headrace.vmhost.node.host import Host
+
+
+def add(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("rejudge", help="judge a run's trajectories again, without effect on its trainer")
+    add_run(parser, optional=False)
+    parser.add_argument("--judge", required=True, metavar="VERSION", help="name of the new judge version")
+    parser.add_argument(
+        "--recorded", action="store_true", help="apply rules and rewards to the recorded test outcomes; run no tests"
+    )
+    parser.add_argument("--follow", action="store_true", help="print a line per group and follow an active run")
+    parser.add_argument("--groups", type=integer(0), default=0, help="number of groups, from the first; 0 means all")
+    add_changes(parser, "use another reward: algorithm.reward, reward_options, length_penalty, length_k or length_q")
+    parser.set_defaults(handler=handle)
+
+
+def handle(args: argparse.Namespace) -> int:
+    """Judge the closed groups again; prints one JSON line, and with --follow one per group."""
+    from headrace.launch.session import looped
+
+    return looped(rejudge(args))
+
+
+async def rejudge(args: argparse.Namespace) -> int:
+    """The same on the event loop."""
+    from headrace.config import load
+    from headrace.launch import runs
+    from headrace.launch.guests import prepare_host
+    from headrace.launch.session import bus_of
+    from headrace.messages import subjects
+    from headrace.replay import rejudge as rejudging
+    from headrace.replay.recorded_run import ReplayError
+
+    if subjects.token(args.judge) != args.judge:
+        raise RunError(f"expected a judge version of lower case letters, digits, '-' and '_', got {args.judge!r}")
+    folder = runs.find(args.run)
+    config = with_rewards(load(folder.config), args.changes)
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(bus_of(folder, "judge"))
+        host = None
+        if not args.recorded:
+            from headrace.vmhost.node.host import Host
+
+            await prepare_host(config)
+            host = await Host.open(config.environment)
+            stack.push_async_callback(host.close)
+        judge = verdicts(config, host)
+        try:
+            if args.follow:
+                async for group in rejudging.ending(bus, folder.id):
+                    one = await rejudging.rejudge(bus, folder.id, args.judge, judge, [group])
+                    say(msgspec.json.encode(one).decode())
+            groups = await rejudging.closings(bus, folder.id)
+            found = await rejudging.rejudge(bus, folder.id, args.judge, judge, groups[: args.groups or None])
+        except ReplayError as error:
+            raise RunError(str(error), 1) from None
+    say(msgspec.json.encode(found).decode())
+    return 0
+
+
+def with_rewards(config: "Config", entries: list[str]) -> "Config":
+    """The run's configuration with other rewards. ConfigError, RunError."""
+    from headrace.config import parse
+
+    parsed = parse("", "--with", entries)
+    for entry in entries:
+        section, _, key = entry.partition("=")[0].strip().partition(".")
+        if section != "algorithm" or not key.startswith(("length_", "reward")):
+            raise RunError(
+                f"{section}.{key} does not change a reward; expected algorithm.reward, .reward_options, "
+                ".length_penalty, .length_k or .length_q"
+            )
+        value = getattr(parsed.algorithm, key)
+        config = msgspec.structs.replace(config, algorithm=msgspec.structs.replace(config.algorithm, **{key: value}))
+    return config
+
+
+def rewarder(config: "Config") -> "Rewarder":
+    """The reward of a configuration. RunError when there is none of that name."""
+    from headrace.judging.scoring import Rewarder
+    from headrace.registry import PluginError
+
+    try:
+        return Rewarder.of(config.algorithm, config.judge.reward_s)
+    except PluginError as error:
+        raise RunError(str(error)) from None
+
+
+def verdicts(config: "Config", host: "Host | None") -> "Verdicts":
+    """The judge of this version. Hidden tests run in a sandbox of `host`; without one, recorded outcomes count."""
+    from headrace.judging import rules
+    from headrace.judging.candidates import Candidate
+    from headrace.judging.examination import Options, examine
+    from headrace.judging.machines import HostMachines
+    from headrace.judging.scoring import RewardBroken, RewardError, scored_again
+    from headrace.judging.verdicts import conclude, recorded
+    from headrace.messages.sandbox import SandboxLost
+    from headrace.replay.recorded_run import ReplayError
+    from headrace.tasks import UnknownSuite, open_suite
+
+    reward = rewarder(config)
+    machines = HostMachines(host) if host is not None else None
+    options = Options(severities=config.judge.severities)
+
+    async def report(kind: str, text: str = "", level: str = "info", /, **data: object) -> None:
+        if level == "error":
+            say(f"{kind}: {text}")
+
+    async def judge(trajectory: "Trajectory", old: "Score") -> "Score":
+        try:
+            suite = open_suite(trajectory.task.suite, config.tasks.dir)
+            task, oracle = suite.task(trajectory.task.task), suite.oracle(trajectory.task.task)
+        except UnknownSuite as error:
+            raise ReplayError(str(error)) from None
+        if machines is None:
+            suspicions = rules.suspicions(task, oracle, trajectory.diff, trajectory.touched)
+            suspicions += rules.behaviour(task, trajectory)
+            verdict = conclude(oracle, recorded(old, oracle), suspicions, severities=options.severities)
+        else:
+            # A machine of its own, under a name that no request of the run has: a crash is the candidate's.
+            alone = msgspec.structs.replace(
+                trajectory, run="rejudge", group=trajectory.id, isolation="episode", lane="eval"
+            )
+            candidate = Candidate(trajectory=alone, task=task, oracle=oracle)
+            try:
+                verdict = await examine(candidate, machines, report, options)
+            except SandboxLost as error:
+                raise ReplayError(f"trajectory {trajectory.id} could not be judged: {error}") from None
+        try:
+            value = 0.0 if verdict.reason else await reward.reward(trajectory, verdict)
+        except (RewardError, RewardBroken) as error:
+            raise ReplayError(str(error)) from None
+        return scored_again(old, verdict, value, reward)
+
+    return judge

@@ -1,0 +1,35 @@
+"""`headrace audit`: prove from the streams alone that nothing was lost, trained twice or trained too stale."""
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.cli.arguments import add_elsewhere, add_run
+
+if TYPE_CHECKING:
+    from headrace.cli.arguments import Commands
+
+
+def add(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("audit", help="prove that nothing was lost, trained twice or too stale")
+    add_run(parser)
+    add_elsewhere(parser)
+    parser.set_defaults(handler=audit)
+
+
+def audit(args: argparse.Namespace) -> int:
+    """Print the report as one JSON line; 1 when the ledger does not balance."""
+    from headrace.launch.output import say
+    from headrace.launch.session import looped, run_of
+    from headrace.replay.audit import audit as prove
+
+    async def body() -> int:
+        async with run_of(args.run, args.config) as run:
+            report = await prove(run.bus, run.id)
+        say(json.dumps(msgspec.to_builtins(report)))
+        return 0 if report.balanced else 1
+
+    return looped(body())

@@ -1,0 +1,1 @@
+"""Commands that make and show task suites."""

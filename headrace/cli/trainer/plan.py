@@ -1,0 +1,84 @@
+"""`headrace trainer plan`: bytes per device by cause, and whether they fit; in closed form, without torch.
+
+CONFIG is a run's TOML, or a Hugging Face folder (or its config.json), of which only the shape is read.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.cli.arguments import add_set, integer, number
+from headrace.config import Config, load
+from headrace.launch.output import say
+from headrace.launch.runs import RunError
+
+if TYPE_CHECKING:
+    from headrace.cli.arguments import Commands
+    from headrace.training.memory_plan import Layout, MemoryPlan
+
+SPARE = 0.2
+"""Share of a device that stays free for what the plan does not count."""
+
+
+def add(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("plan", help="print the memory of a trainer by cause, and whether it fits")
+    parser.add_argument("config", metavar="CONFIG", help="TOML file, or a folder with config.json")
+    parser.add_argument("--gpus", type=integer(1), default=1, metavar="N", help="devices that share the state")
+    parser.add_argument("--gpu-gib", type=number(0, above=True), default=80.0, metavar="GIB", help="memory of each")
+    parser.add_argument("--tokens", type=integer(1), metavar="N", help="inputs of a micro-batch (trainer.micro_tokens)")
+    parser.add_argument("--context", type=integer(1), default=1, metavar="N", help="devices that share one sequence")
+    parser.add_argument("--moments", type=int, choices=(4, 2, 1), default=4, help="bytes of an optimizer moment")
+    parser.add_argument("--offload", action="store_true", help="masters and moments in the host's memory")
+    parser.add_argument("--recompute", action="store_true", help="compute activations again in backward")
+    add_set(parser)
+    parser.set_defaults(handler=plan)
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Print the plan; 0 when it fits with a fifth to spare, 1 otherwise."""
+    from headrace.policy.config import CheckpointError
+    from headrace.policy.layout import hugging_face
+    from headrace.training import memory_plan
+
+    path = Path(args.config)
+    try:
+        if path.is_dir() or path.suffix == ".json":
+            config, policy = Config(), hugging_face.read(path if path.is_dir() else path.parent)
+        else:
+            config = load(args.config, args.set)
+            policy = hugging_face.from_section(config.policy)
+        layout = memory_plan.layout_of(config)._replace(
+            devices=args.gpus, context=args.context, moment_bytes=args.moments, offload=args.offload
+        )
+        layout = layout._replace(tokens=args.tokens or layout.tokens, recompute=args.recompute or layout.recompute)
+        found = memory_plan.plan(policy, layout)
+        available = int(args.gpu_gib * memory_plan.GIB)
+        other = memory_plan.fitting(policy, layout, available, SPARE)
+    except (CheckpointError, ValueError) as error:
+        raise RunError(str(error), 2) from None
+    count = memory_plan.parameters(policy)
+    say(f"{count.total / 1e9:.2f} G parameters, {count.experts / 1e9:.2f} G of them in experts; {words(layout)}")
+    for line in table(found):
+        say(line)
+    limit = (1.0 - SPARE) * available
+    fits = found.total <= limit
+    said = "fits" if fits else "does not fit"
+    say(f"{said} {args.gpus} x {args.gpu_gib:g} GiB with {SPARE:.0%} to spare ({limit / memory_plan.GIB:.1f} GiB)")
+    if not fits:
+        say(f"fits with {words(other)}" if other is not None else "no measure makes it fit: more devices are needed")
+    return 0 if fits else 1
+
+
+def table(found: "MemoryPlan") -> list[str]:
+    """A line per cause, in GiB, and the total."""
+    rows = [*found._asdict().items(), ("total", found.total)]
+    return [f"{name:>12} {value / (1 << 30):9.2f} GiB" for name, value in rows if value]
+
+
+def words(layout: "Layout") -> str:
+    """A layout as text."""
+    parts = [f"{layout.devices} devices", f"{layout.tokens} tokens", f"context {layout.context}"]
+    parts += ["recompute"] if layout.recompute else []
+    parts += [f"moments of {layout.moment_bytes} bytes", *(["offload"] if layout.offload else [])]
+    return ", ".join(parts)

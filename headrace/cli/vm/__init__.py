@@ -1,0 +1,1 @@
+"""Commands that work with images, templates and sandboxes of this host."""

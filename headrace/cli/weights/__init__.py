@@ -1,0 +1,1 @@
+"""Commands that work with the chain of published weight versions."""

@@ -1,0 +1,45 @@
+"""`headrace weights collect`: remove published versions that no receiver can need any more.
+
+It reads as the operator and purges as the trainer, the only role that the broker lets purge.
+"""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from headrace.cli.weights.session import add_common, declare
+from headrace.launch.output import say
+
+if TYPE_CHECKING:
+    from headrace.cli.arguments import Commands
+    from headrace.cli.weights.session import Chain
+
+
+def add(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = declare(commands, "collect", "remove versions that no receiver can need any more", collect)
+    add_common(parser)
+    parser.add_argument("--chains", type=int, default=3, help="newest chains to keep, at least 2")
+
+
+async def collect(chain: "Chain", args: argparse.Namespace) -> int:
+    """Purge and print the removed versions."""
+    from headrace.bus.connection import Bus
+    from headrace.weights import chain as chains
+    from headrace.weights.publishing import collect as collecting
+
+    bus, run = chain.bus, chain.folder.id
+    pins = await collecting.pinned(bus, run)
+    async with await Bus.connect(bus.connection.url, role="trainer", credentials=bus.credentials) as trainer:
+        gone = await collecting.collect(
+            bus,
+            lambda subject: trainer.purge(chains.STREAM, subject=subject),
+            run,
+            chains=args.chains,
+            pins=pins,
+            trust=chain.trust,
+        )
+    if gone:
+        say(f"removed {len(gone)} versions, {min(gone)} to {max(gone)}, and {sum(gone.values())} messages")
+    else:
+        say(f"nothing to remove: there is nothing beside the newest {args.chains} chains and pinned versions")
+    return 0

@@ -1,0 +1,66 @@
+"""The session of a `headrace weights` command: the run's broker in the right role, and the keys that it trusts."""
+
+import argparse
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from headrace.cli.arguments import add_run
+from headrace.config import Weights, load
+from headrace.launch.runs import RunDir, RunError
+
+if TYPE_CHECKING:
+    from headrace.bus.connection import Bus
+    from headrace.cli.arguments import Commands
+    from headrace.weights.signing import Trust
+
+
+class Chain(NamedTuple):
+    """The published versions of one run."""
+
+    bus: "Bus"
+    folder: RunDir
+    section: Weights
+    trust: "Trust"
+
+
+Command = Callable[[Chain, argparse.Namespace], Awaitable[int]]
+
+
+def declare(
+    commands: "Commands", name: str, text: str, command: Command, role: str = "operator"
+) -> argparse.ArgumentParser:
+    """Declare a subcommand that runs with a role on the run's broker; its own arguments are added by the caller."""
+    parser = commands.add_parser(name, help=text)
+    parser.set_defaults(handler=lambda args: execute(command, args, role))
+    return parser
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """The run and `--unsigned`; call it after the positional arguments that precede the run."""
+    add_run(parser)
+    parser.add_argument("--unsigned", action="store_true", help="accept versions without a signature")
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """`--version`."""
+    parser.add_argument("--version", type=int, default=-1, help="version number; default: the newest")
+
+
+def execute(command: Command, args: argparse.Namespace, role: str) -> int:
+    """Open the run and run the command. RunError, code 1, for a version that is missing or not trusted."""
+    from headrace.launch import runs
+    from headrace.launch.session import bus_of, looped
+    from headrace.weights.signing import Trust
+    from headrace.weights.state import WeightError
+
+    async def body() -> int:
+        folder = runs.find(args.run)
+        async with bus_of(folder, role) as bus:
+            section = load(folder.config).weights if folder.config.is_file() else Weights()
+            try:
+                trust = Trust.load(bus.credentials, section.publishers, unsigned=section.unsigned or args.unsigned)
+                return await command(Chain(bus, folder, section, trust), args)
+            except (WeightError, LookupError) as error:
+                raise RunError(str(error), 1) from None
+
+    return looped(body())

@@ -1,0 +1,112 @@
+"""Rules between keys: what each key allows by itself, but not together with another.
+
+Each rule names the key that is to be changed and says in one clause why. They are checked when a configuration is read,
+in this order, and the first one that fails is the error.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+from headrace.config.tree import Config
+
+Problem = tuple[str, str]
+"""Dotted key, and what is wrong with its value."""
+
+
+def problems(config: Config) -> Iterator[Problem]:
+    """Every broken rule."""
+    for rule in RULES:
+        yield from rule(config)
+
+
+def _limits(config: Config) -> Iterator[Problem]:
+    own = config.limits
+    if own.max_turn_tokens > own.max_tokens:
+        yield (
+            "limits.max_turn_tokens",
+            f"expected at most limits.max_tokens ({own.max_tokens}), got {own.max_turn_tokens}",
+        )
+    if own.max_turn_tokens >= own.context_tokens:
+        yield (
+            "limits.max_turn_tokens",
+            f"expected less than limits.context_tokens ({own.context_tokens}), got {own.max_turn_tokens}",
+        )
+
+
+def _curriculum(config: Config) -> Iterator[Problem]:
+    own = config.curriculum
+    if own.speculate >= own.group_size:
+        yield "curriculum.speculate", f"expected less than group_size ({own.group_size}), got {own.speculate}"
+    slots = own.group_size * own.groups_per_step
+    if config.algorithm.minibatches > slots:
+        yield (
+            "algorithm.minibatches",
+            f"expected at most the {slots} trajectories of a batch, got {config.algorithm.minibatches}",
+        )
+
+
+def _algorithm(config: Config) -> Iterator[Problem]:
+    own = config.algorithm
+    if not own.ratio_low <= 1.0 <= own.ratio_high:
+        yield "algorithm.ratio_low", f"expected ratio_low <= 1 <= ratio_high, got {own.ratio_low} and {own.ratio_high}"
+    if own.mask_low > own.tis_clip:
+        yield "algorithm.mask_low", f"expected at most tis_clip ({own.tis_clip}), got {own.mask_low}"
+
+
+def _policy(config: Config) -> Iterator[Problem]:
+    own = config.policy
+    if own.checkpoint:
+        return  # the checkpoint's own shape counts
+    if own.heads % own.kv_heads:
+        yield "policy.kv_heads", f"expected a divisor of heads ({own.heads}), got {own.kv_heads}"
+    if own.top_k > own.experts:
+        yield "policy.top_k", f"expected at most experts ({own.experts}), got {own.top_k}"
+    if own.head_dim % 2:
+        yield "policy.head_dim", f"expected an even number (rotary embedding), got {own.head_dim}"
+
+
+def _engine(config: Config) -> Iterator[Problem]:
+    own = config.engine
+    if own.kind == "sglang" and bool(own.url) == bool(own.python):
+        yield "engine.kind", "expected either engine.url (a running server) or engine.python (to start one) for sglang"
+
+
+def _machines(config: Config) -> Iterator[Problem]:
+    own = config.environment
+    if own.judge_share + own.production_share >= own.max_vms:
+        kept = own.judge_share + own.production_share
+        yield (
+            "environment.max_vms",
+            f"expected more than judge_share + production_share ({kept}), or training gets no machine, "
+            f"got {own.max_vms}",
+        )
+    if own.warm > own.max_vms:
+        yield "environment.warm", f"expected at most max_vms ({own.max_vms}), got {own.warm}"
+
+
+def _weights(config: Config) -> Iterator[Problem]:
+    own = config.weights
+    if own.collect_chains == 1:
+        yield "weights.collect_chains", "expected 0 or at least 2: joiners may still read the last chain but one, got 1"
+
+
+def _processes(config: Config) -> Iterator[Problem]:
+    if any(not group for group in config.processes.groups):
+        yield "processes.groups", "expected at least one actor in every group, got an empty group"
+    named = sorted(name for group in config.processes.groups for name in group if ":" in name)
+    for one, other in pairwise(named):
+        if one == other:
+            yield "processes.groups", f"expected every name:id once, got {one} twice"
+            return
+
+
+RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    _limits,
+    _curriculum,
+    _algorithm,
+    _policy,
+    _engine,
+    _machines,
+    _weights,
+    _processes,
+)

@@ -1,0 +1,86 @@
+"""One held-out task before and after training: the first of the suite that failed before and passed after.
+
+A chosen example looks better than the average, so the caption says how it was chosen and gives the pass rates.
+"""
+
+import json
+from html import escape
+from typing import NamedTuple
+
+from headrace.dashboard.records import Measured, Records
+from headrace.messages.judging import Score
+from headrace.messages.rollout import Trajectory
+
+BEFORE, AFTER = "heldout_before", "heldout_after_t1"
+
+
+class Pair(NamedTuple):
+    """One task's attempt before training and its attempt after."""
+
+    task: str
+    before: Trajectory
+    after: Trajectory
+
+
+def first_improved(before: Measured, after: Measured) -> Pair | None:
+    """The first task in the order of the suite that failed before and passed after, with both trajectories stored."""
+    both = before.scores.keys() & after.scores.keys()
+    for task in sorted(both, key=lambda task: (before.scores[task].group, before.scores[task].slot)):
+        if before.scores[task].passed or not after.scores[task].passed:
+            continue
+        if task in before.trajectories and task in after.trajectories:
+            return Pair(task, before.trajectories[task], after.trajectories[task])
+    return None
+
+
+def section(records: Records) -> str:
+    """The part of the report that shows the task: caption and both transcripts."""
+    before, after = records.evaluations.get(BEFORE), records.evaluations.get(AFTER)
+    if before is None or after is None:
+        return "<p>Not shown: the run did not evaluate held-out tasks both before and after training.</p>"
+    pair = first_improved(before, after)
+    text = escape(caption(before, after))
+    if pair is None:
+        return f"<p>No task with stored transcripts failed before training and passed after it. {text}</p>"
+    return (
+        f"<p>Task {escape(pair.task)} is the first held-out task, in the order of the suite, that failed before "
+        f"training and passed after it. {text}</p>"
+        + transcript("Before training", pair.before, before.scores[pair.task])
+        + transcript("After training", pair.after, after.scores[pair.task])
+    )
+
+
+def caption(before: Measured, after: Measured) -> str:
+    """The pass rates, and how many tasks changed in either direction."""
+    tasks = before.scores.keys() & after.scores.keys()
+    first = {task for task in tasks if before.scores[task].passed}
+    second = {task for task in tasks if after.scores[task].passed}
+    return (
+        f"Of {len(tasks)} held-out tasks, one attempt each at temperature 1, {len(first)} passed before and "
+        f"{len(second)} after; {len(second - first)} changed from fail to pass, "
+        f"{len(first - second)} from pass to fail."
+    )
+
+
+def transcript(title: str, trajectory: Trajectory, score: Score) -> str:
+    """An attempt: calls, their results and the changed files."""
+    lines = [
+        f"<h3>{escape(title)} (version {trajectory.oldest_version}): {escape(trajectory.family)}, "
+        f"{escape(score.verdict)}, reward {score.reward:.2f}</h3>"
+    ]
+    for turn in trajectory.turns:
+        results = {result.call_id: result for result in turn.results}
+        for call in turn.calls:
+            arguments = " ".join(f"{key}={json.dumps(value)}" for key, value in call.arguments.items())
+            lines.append(f"<pre><span class='call'>{escape(call.name)} {escape(arguments)}</span>")
+            if call.error:
+                lines.append(f"<span class='bad'>{escape(call.error)}</span>")
+            result = results.get(call.id)
+            lines.append(f"{escape(result.output) if result else ''}</pre>")
+    if not trajectory.diff:
+        lines.append("<p>No file was changed.</p>")
+    lines += [
+        f"<pre>{escape(path)} afterwards:\n{escape(data.decode('utf-8', 'replace'))}</pre>"
+        for path, data in trajectory.diff.items()
+    ]
+    return "".join(lines)

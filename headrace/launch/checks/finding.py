@@ -1,0 +1,22 @@
+"""The result type of a check."""
+
+import msgspec
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One sentence about one part. `good` is False for what keeps the run from working; the text then has the fix."""
+
+    part: str
+    """Configuration section or resource."""
+    good: bool
+    text: str
+
+
+def good(part: str, text: str) -> Finding:
+    """The part is fine."""
+    return Finding(part, True, text)
+
+
+def bad(part: str, text: str) -> Finding:
+    """The part has a problem. text: what is wrong, what was expected, what to do."""
+    return Finding(part, False, text)

@@ -1,0 +1,1 @@
+"""Child processes of a run: kept alive, explained when they die, ended together."""

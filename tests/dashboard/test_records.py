@@ -1,0 +1,73 @@
+"""Progress and report of a run, from the records of a real broker; an unreadable one ends nothing."""
+
+import asyncio
+import json
+from secrets import token_hex
+
+import msgspec
+import pytest
+
+from headrace.config import Config
+from headrace.dashboard import page, report
+from headrace.dashboard.records import collect
+from headrace.dashboard.watch import FINISHED, Watch
+from headrace.messages.evaluation import EvalRequest
+from headrace.messages.operations import Event
+from headrace.messages.rollout import PolicyRef
+from headrace.messages.subjects import EVENT, LEDGER, SCORE, STEP, TRAJ
+from headrace.replay.audit import audit
+from tests.conftest import Connect
+from tests.support import records
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_an_unreadable_record_is_shown_and_the_run_goes_on_to_its_end(connect: Connect) -> None:
+    run = f"r{token_hex(4)}"
+    admin = await connect()
+    await admin.publish_raw(EVENT.at(run=run, actor="environment", type="event"), b"{}", {"Hr-Type": "promotion/1"})
+    await admin.publish_raw(STEP.at(run=run), b"x", {"Hr-Type": "step_done/9"})
+    watch = Watch(await connect("operator"), run, Config(), started=0.0)
+    lines: list[str] = []
+    both = asyncio.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 2:
+            both.set()
+
+    following = asyncio.create_task(watch.until_finished(say))
+    await both.wait()
+    finished = Event(actor="curriculum", id="c1", kind=FINISHED)
+    await admin.publish(EVENT.at(run=run, actor="curriculum", type="event"), finished)
+    await following
+    assert [line.split(":")[0] for line in lines] == ["skipped an unreadable record"] * 2
+    assert watch.bus.skipped_count == 2
+    assert watch.events[-1][1].kind == FINISHED
+
+
+async def test_a_report_is_made_of_the_streams(connect: Connect) -> None:
+    run = f"r{token_hex(4)}"
+    admin = await connect()
+    asked = EvalRequest(
+        id="b1", run=run, suite="generated/heldout", tasks=2, policy=PolicyRef(), reason="heldout_before"
+    )
+    issued = records.issued("eb1-000000", lane="eval", run=run)
+    await admin.publish(LEDGER.at(run=run, group=issued.group), issued)
+    at = await admin.publish(TRAJ.at(run=run, group=issued.group), records.trajectory(issued))
+    score = records.score(issued.group, trajectory_seq=at, passed=False, lane="eval", run=run)
+    await admin.publish(SCORE.at(run=run, judge="j1", group=issued.group), score)
+    await admin.publish_raw(SCORE.at(run=run, judge="j1", group="g000001"), b"{}", {"Hr-Type": "score/9"})
+    operator = await connect("operator")
+    found = await collect(operator, run, [asked])
+    assert found.episodes == 1
+    assert found.evaluations["heldout_before"].scores["t0"] == score
+    assert found.evaluations["heldout_before"].trajectories["t0"].group == issued.group
+
+    watch = Watch(operator, run, Config(), started=1.0)
+    moments = report.Moments(started=1.0, ready=2.0, shutdown=3.0)
+    built = report.build(Config(), watch, found, await audit(operator, run), moments, ["judge died"])
+    plain = json.loads(msgspec.json.encode(built))
+    assert (plain["episodes"], plain["unreadable_records"], plain["heldout_before"]) == (1, 1, None)
+    assert plain["restarts"] == ["judge died"] and plain["time"]["setup_s"] == 1.0 and plain["ledger"]["issued"] == 0
+    assert "not measured" in page.render(built, watch, found)

@@ -1,0 +1,37 @@
+"""The report shows one task before and after training, and says how it was chosen."""
+
+import msgspec
+
+from headrace.dashboard.records import Measured, Records
+from headrace.dashboard.transcripts import AFTER, BEFORE, first_improved, section
+from headrace.messages.tasks import TaskRef
+from tests.support import records
+
+
+def measured(passed: dict[str, bool], *, stored: bool = True) -> Measured:
+    out = Measured()
+    for number, (name, good) in enumerate(passed.items()):
+        task = TaskRef("generated/heldout", name)
+        group, slot = f"e1-{number // 8:06d}", number % 8
+        out.scores[name] = records.score(group, slot, passed=good, lane="eval", task=task)
+        if stored:
+            made = records.trajectory(records.issued(group, slot, lane="eval", task=task))
+            out.trajectories[name] = msgspec.structs.replace(made, diff={"a.py": f"<{name} {good}>".encode()})
+    return out
+
+
+def test_the_first_improved_task_is_shown_with_the_pass_rates() -> None:
+    before = measured({"z": True, "y": False, "x": False, "w": True})
+    after = measured({"z": True, "y": True, "x": True, "w": False})
+    pair = first_improved(before, after)
+    assert pair is not None and pair.task == "y", "the suite's order counts, not the name's"
+    text = section(Records(evaluations={BEFORE: before, AFTER: after}))
+    assert "Of 4 held-out tasks" in text and "2 passed before and 3 after" in text
+    assert "2 changed from fail to pass, 1 from pass to fail" in text
+    assert text.index("&lt;y False&gt;") < text.index("&lt;y True&gt;")
+
+
+def test_a_report_without_such_a_task_says_why() -> None:
+    before, after = measured({"a": False}), measured({"a": True}, stored=False)
+    assert "No task with stored transcripts" in section(Records(evaluations={BEFORE: before, AFTER: after}))
+    assert "did not evaluate" in section(Records(evaluations={AFTER: after}))

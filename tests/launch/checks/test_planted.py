@@ -1,0 +1,214 @@
+"""`headrace check` finds planted mistakes, each in one sentence with its fix."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from headrace.bus.broker.server import Server
+from headrace.cli.main import main
+from headrace.config import Processes
+
+GROUPS = [list(group) for group in Processes().groups]
+PROCESS = {"environment.backend": "process", "run.min_free_mb": 16, "production.enabled": False}
+"""A configuration without problems on any machine."""
+PRODUCT = {"production.enabled": True, "processes.groups": [*GROUPS, ["rollout:product"]]}
+
+
+def check(capsys: pytest.CaptureFixture[str], changes: dict[str, Any]) -> tuple[int, str]:
+    """Exit code, and the lines that name a problem."""
+    words = [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    code = main(["check", *words])
+    out = capsys.readouterr()
+    return code, "\n".join(line for line in (out.out + out.err).splitlines() if not line.startswith("ok  "))
+
+
+def without(*names: str) -> list[list[str]]:
+    return [rest for group in GROUPS if (rest := [name for name in group if name not in names])]
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def taken() -> Iterator[int]:
+    """A port on which something listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def checkpoint(folder: Path, *, config: str = '{"model_type": "qwen3"}', weights: bool = True) -> str:
+    """A Hugging Face folder without a tokenizer."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(config)
+    if weights:
+        (folder / "model.safetensors").write_bytes(b"")
+    return str(folder)
+
+
+def test_a_sound_configuration_has_no_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(capsys, PROCESS) == (0, "")
+
+
+Plant = Callable[[Path, int], dict[str, Any]]
+PLANTED: dict[str, tuple[Plant, int, str, str]] = {
+    # name: changes, exit code, what is wrong, the fix
+    "unknown key": (lambda *_: {"curriculum.step": 1}, 2, "curriculum.step: unknown key", "[curriculum] has"),
+    "wrong type": (lambda *_: {"curriculum.steps": "many"}, 2, "curriculum.steps: expected `int`", "expected"),
+    "out of range": (lambda *_: {"curriculum.group_size": 0}, 2, "curriculum.group_size", "expected"),
+    "unknown actor": (lambda *_: {"processes.groups": [*GROUPS, ["jugde"]]}, 1, "no actor 'jugde'", "expected one of"),
+    "actor missing": (lambda *_: {"processes.groups": without("judge")}, 1, "the actor 'judge'", "add it to a group"),
+    "actor twice": (
+        lambda *_: {"processes.groups": [*GROUPS, ["judge"]]},
+        1,
+        "'judge' is listed 2 times",
+        "list it once",
+    ),
+    "two trainers": (
+        lambda *_: {"processes.groups": [*GROUPS, ["trainer:b"]]},
+        1,
+        "a run has one trainer, got 2",
+        "keep one of them",
+    ),
+    "no product rollout": (
+        lambda *_: {"production.enabled": True, "production.rollouts": ["shop"]},
+        1,
+        "no process has the actor 'rollout:shop'",
+        "add it to processes.groups",
+    ),
+    "no such suite": (lambda *_: {"tasks.heldout": "nowhere"}, 1, "nowhere", "name another suite in tasks.heldout"),
+    "broker port": (lambda _, port: {"bus.port": port}, 1, "is taken", "choose another [bus] port"),
+    "gateway port": (
+        lambda _, port: PRODUCT | {"production.port": port},
+        1,
+        "is taken",
+        "choose another [production] port",
+    ),
+    "no broker": (
+        lambda *_: {"bus.url": "nats://127.0.0.1:1"},
+        1,
+        "nothing answers at nats://127.0.0.1:1",
+        "start nats-",
+    ),
+    "no keys": (
+        lambda folder, _: {"bus.url": "nats://127.0.0.1:1", "bus.credentials": str(folder / "keys")},
+        1,
+        "there is no folder",
+        "python -m headrace.bus.broker.credentials",
+    ),
+    "no collector": (
+        lambda *_: {"bus.otlp_endpoint": "http://127.0.0.1:1"},
+        1,
+        "nothing answers at http://127.0.0.1:1",
+        "start the collector",
+    ),
+    "no blob folder": (lambda *_: {"bus.blob_dir": "/nowhere"}, 1, "there is no folder /nowhere", "create it"),
+    "disk": (lambda *_: {"run.min_free_mb": 1 << 30}, 1, "MiB of free disk, a run needs", "free some space"),
+    "folder": (lambda *_: {"run.dir": "/dev/null/runs"}, 1, "/dev/null is not a folder", "set another run.dir"),
+    "memory": (
+        lambda *_: {"environment.backend": "qemu", "environment.memory_mb": 1 << 20},
+        1,
+        "an agent and a judge need two",
+        "lower environment.memory_mb",
+    ),
+    "no checkpoint": (
+        lambda *_: {"policy.checkpoint": "nowhere"},
+        1,
+        "nowhere/config.json cannot be read",
+        "expected a",
+    ),
+    "checkpoint broken": (
+        lambda folder, _: {"policy.checkpoint": checkpoint(folder / "c", config="{}")},
+        1,
+        "is not JSON with a model_type",
+        "export the checkpoint again",
+    ),
+    "no weights": (
+        lambda folder, _: {"policy.checkpoint": checkpoint(folder / "c", weights=False)},
+        1,
+        "has no *.safetensors file",
+        "convert its weights",
+    ),
+    "no tokenizer": (
+        lambda folder, _: {"policy.checkpoint": checkpoint(folder / "c")},
+        1,
+        "tokenizer.json cannot be read",
+        "copy tokenizer and chat template",
+    ),
+    "no SGLang": (
+        lambda *_: {"engine.kind": "sglang", "engine.python": "/nowhere/python"},
+        1,
+        "/nowhere/python cannot be started",
+        "make test-sglang",
+    ),
+    "SGLang not installed": (
+        lambda *_: {"engine.kind": "sglang", "engine.python": sys.executable},
+        1,
+        "has no package sglang",
+        "install it",
+    ),
+    "SGLang down": (
+        lambda *_: {"engine.kind": "sglang", "engine.url": "http://127.0.0.1:1"},
+        1,
+        "/server_info does not answer",
+        "start the SGLang server",
+    ),
+    "no staging folder": (
+        lambda *_: {"engine.kind": "sglang", "engine.url": "http://127.0.0.1:1", "engine.stage_dir": "/nowhere"},
+        1,
+        "engine.stage_dir: there is no folder /nowhere",
+        "create it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_mistake_is_found_with_its_fix(
+    name: str, tmp_path: Path, taken: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant, code, wrong, fix = PLANTED[name]
+    exit_code, problems = check(capsys, PROCESS | plant(tmp_path, taken))
+    [problem] = [line for line in problems.splitlines() if wrong in line]
+    assert exit_code == code and fix in problem
+    if name != "no staging folder":  # its server does not answer either
+        assert problems == problem, "one mistake is one sentence"
+
+
+def test_a_missing_emulator_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, problems = check(capsys, PROCESS | {"environment.backend": "qemu"})
+    assert code == 1 and "qemu-system-x86_64 is not installed: apt-get install" in problems
+
+
+def test_a_broker_without_streams_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def body() -> tuple[int, str]:
+        async with Server(tmp_path / "broker") as server:
+            keys = {"bus.url": server.url, "bus.credentials": str(server.credentials)}
+            return await asyncio.to_thread(check, capsys, PROCESS | keys)
+
+    code, problem = uvloop.run(body())
+    assert code == 1 and "BAD  bus.url" in problem and "headrace bus declare" in problem
+
+
+def test_an_active_run_is_found_and_torch_is_not_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from headrace.cli.main import main; from headrace.launch import runs\n"
+        "handle = runs.lock(Path('runs'))\n"
+        "code = main(['check', '--set', 'environment.backend=process', '--set', 'production.enabled=false'])\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and "a run is active in runs/" in done.stdout, done.stderr
+    assert "headrace down" in done.stdout
