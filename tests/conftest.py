@@ -11,9 +11,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server
-from headrace.bus.streams import declare
+from headrace.bus.nats.streams import declare
 
 Connect = Callable[..., Awaitable[Bus]]
 

@@ -3,17 +3,25 @@
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
-from headrace.cli import parser
+import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from headrace.cli.main import parser
+from tests.support.paths import ROOT
 
 
-def test_the_map_lists_every_module() -> None:
-    spec = importlib.util.spec_from_file_location("modules", ROOT / "docs" / "modules.py")
+def script(name: str) -> ModuleType:
+    """A script of docs/, imported."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    modules = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(modules)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_list_of_modules_is_current() -> None:
+    modules = script("modules")
     assert modules.page() == modules.PAGE.read_text(), "run `make docs`"
 
 
@@ -29,3 +37,21 @@ def test_make_targets_in_the_readme_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for target in re.findall(r"`?make ([a-z-]+)", (ROOT / "README.md").read_text()):
         assert target in targets
+
+
+def test_forbidden_words_stay_out_of_clean_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script("words").main([]) == 0, capsys.readouterr().out
+
+
+def test_the_word_list_finds_a_metaphor_and_a_missing_subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = script("words")
+    monkeypatch.setattr(words, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "A house of books.\nThe run ends. Who asked last holds it.\nWhat is a run? A hand-over hands it on.\n"
+    )
+    assert [(finding.line, finding.text) for finding in words.findings(page)] == [
+        (1, "house"),
+        (1, "books"),
+        (2, "Who asked last holds it."),
+    ]

@@ -1,130 +1,229 @@
-"""The house keeps its shape: who imports whom, how long a file gets, the links at the root, a slim command line."""
+"""The layout of the repository: who imports whom, no cycles, sizes of files and folders, a slim command line."""
 
 import ast
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-HOUSE = ROOT / "headrace"
+from tests.support.paths import ROOT
 
-# Room -> rooms it may import. `policy.renderer`, `engines.base` and `vmhost.guest` are single doors into a room.
+PACKAGE = ROOT / "headrace"
+
+# Folder -> folders that it may import, itself aside. Lower folders come first; an arrow never points upward.
 MAY: dict[str, set[str]] = {
     "messages": set(),
     "config": set(),
     "kernels": set(),
-    "policy": {"kernels", "messages", "config"},
     "algorithms": {"kernels", "messages"},
+    "policy": {"kernels", "messages", "config"},
     "weights": {"kernels", "messages"},
-    "tasks": {"messages", "policy.renderer", "policy.tokenizer", "harness", "vmhost.guest"},
-    "vmhost": {"messages", "config"},
     "bus": {"messages", "config"},
+    "vmhost": {"messages", "config"},
+    "rendering": {"messages", "policy"},
     "engines": {"policy", "kernels", "weights", "messages", "config"},
-    "training": {"policy", "algorithms", "kernels", "weights", "messages", "tasks", "config"},
-    "harness": {"messages", "policy.renderer", "policy.tokenizer", "engines.base"},
-    "replay": {"bus", "training", "policy", "messages", "algorithms", "weights", "config"},
-    "dashboard": {"bus", "messages", "config"},
-    "actors": {
-        "bus",
-        "messages",
-        "config",
-        "policy",
-        "algorithms",
-        "weights",
-        "tasks",
-        "vmhost",
-        "engines",
-        "training",
-        "harness",
-        "replay",
-        "kernels",
-    },
+    "tasks": {"messages", "config", "vmhost"},
+    "sandboxes": {"messages", "bus"},
+    "training": {"policy", "rendering", "algorithms", "kernels", "weights", "messages", "config"},
+    "harness": {"messages", "rendering", "engines"},
+    "judging": {"messages", "config", "tasks", "vmhost", "algorithms", "sandboxes"},
+    "ledger": {"messages", "config", "algorithms", "bus"},
+    "replay": {"bus", "training", "policy", "messages", "algorithms", "weights", "config", "ledger"},
+    "gateway": {"messages", "config", "bus"},
 }
-MAY["launch"] = MAY["actors"] | {"actors", "launch", "dashboard", "cli"}
-# Outside libraries that one room alone may touch.
-ONLY = {"nats": "bus", "opentelemetry": "bus", "qemu": "vmhost", "triton": "kernels", "lz4": "messages weights"}
-ONLY["prometheus_client"] = "engines"
+_LIBRARIES = set(MAY)
+MAY["actors"] = _LIBRARIES
+MAY["dashboard"] = {"bus", "messages", "config", "ledger", "replay"}
+MAY["launch"] = {
+    "actors",
+    "dashboard",
+    "ledger",
+    "bus",
+    "messages",
+    "config",
+    "tasks",
+    "vmhost",
+    "replay",
+    "rendering",
+    "engines",
+}
+MAY["chaos"] = {"launch", "dashboard", "bus", "messages", "config", "replay"}
+MAY["cli"] = _LIBRARIES | {"actors", "dashboard", "launch", "chaos"}
+
+# Modules below all folders: they import the standard library alone.
+FOUNDATION = {"backoff", "parent_death"}
+# headrace/registry.py stands above these folders and below all others.
+REGISTRY_IMPORTS = {"messages"}
+
+# Where only some parts of a folder may be imported.
+PARTS: dict[tuple[str, str], set[str]] = {
+    ("launch", "engines"): {"sglang"},
+    ("harness", "engines"): {"base"},
+    ("judging", "vmhost"): {"guest", "images"},
+    ("judging", "sandboxes"): {"calls"},
+    ("tasks", "vmhost"): {"guest", "agent_files"},
+}
+# Outside libraries that belong to some folders alone.
+ONLY = {
+    "nats": {"bus"},
+    "opentelemetry": {"bus"},
+    "qemu": {"vmhost"},
+    "triton": {"kernels"},
+    "gguf": {"policy"},
+    "lz4": {"messages", "weights"},
+    "prometheus_client": {"engines"},
+}
 
 
 def modules() -> list[Path]:
-    return sorted(path for path in HOUSE.rglob("*.py"))
+    return sorted(PACKAGE.rglob("*.py"))
 
 
-def imports(path: Path) -> list[str]:
-    """Every module a file imports, inside functions too, with `from a import b` as both `a` and `a.b`."""
-    found: list[str] = []
+def name_of(path: Path) -> str:
+    """The dotted name of a module without its leading ``headrace.``; a package's is its folder's."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {name_of(path): path for path in modules()}
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of all imported modules, inside functions too; `from a import b` is `a.b` if that is a module."""
+    package = path.relative_to(ROOT).parent.parts
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
             if node.level:
-                # The guest agent lives under another name inside the guest, so its parts know each other by place.
-                assert node.level == 1 and path.parent.name == "guest", f"{path}: imports are absolute in this house"
-                continue
-            found += [node.module or ""] + [f"{node.module}.{alias.name}" for alias in node.names]
-    return found
+                # Inside the guest the agent is a package of another name, so its parts import each other relatively.
+                assert "guest" in package, f"{path}: imports are absolute outside vmhost/guest"
+                base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                names.add(full if full.removeprefix("headrace.") in NAMES else base)
+    return names
 
 
-def room_of(path: Path) -> str:
-    parts = path.relative_to(HOUSE).parts
-    return parts[0] if len(parts) > 1 else ""
+def graph() -> dict[str, set[str]]:
+    """Which of the package's modules imports which."""
+    edges: dict[str, set[str]] = {}
+    for name, path in NAMES.items():
+        targets = {target.removeprefix("headrace.") for target in imports(path) if target.startswith("headrace.")}
+        edges[name] = {target for target in targets if target in NAMES} - {name}
+    return edges
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(HOUSE)))
-def test_imports_keep_to_the_rooms(path: Path) -> None:
-    room = room_of(path)
+def cycles(edges: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The strongly connected components with more than one node (Tarjan, 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    components: set[frozenset[str]] = set()
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in edges.get(node, ()):
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            component = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(component) > 1:
+                components.add(frozenset(component))
+
+    for node in edges:
+        if node not in index:
+            visit(node)
+    return components
+
+
+def test_the_search_for_cycles_finds_one() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {frozenset({"b", "c"})}
+    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == set()
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    assert cycles(graph()) == set()
+
+
+def test_no_folder_imports_itself_by_a_detour() -> None:
+    edges: dict[str, set[str]] = defaultdict(set)
+    for source, targets in graph().items():
+        edges[source.partition(".")[0]] |= {target.partition(".")[0] for target in targets}
+    assert cycles({folder: targets - {folder} for folder, targets in edges.items()}) == set()
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_follow_the_table(path: Path) -> None:
+    parts = path.relative_to(PACKAGE).parts
+    folder = parts[0] if len(parts) > 1 else ""
     for name in imports(path):
-        top = name.split(".")[0]
-        if top in ONLY and room:
-            assert room in ONLY[top].split(), f"{path.name}: {top} belongs to {ONLY[top]}"
-        if top != "headrace" or not room or name.count(".") == 0:
+        top, _, rest = name.partition(".")
+        if top in ONLY and folder:
+            assert folder in ONLY[top], f"{path.name}: {top} belongs to {sorted(ONLY[top])}"
+        if top != "headrace" or not folder or not rest:
             continue
-        target = name.split(".")[1]
-        if room == "actors" and target == "actors":
-            if name == "headrace.actors":
-                continue
-            helper = name.split(".")[2]
-            assert helper in SHARED_BY_ACTORS or path.stem.startswith(f"{helper}_") or helper.startswith(path.stem), (
-                f"{path.name}: actors meet in messages, not in {name}"
-            )
+        target, _, part = rest.partition(".")
+        if target in {folder, "__version__"}:
             continue
-        if target in {room, "__version__"}:
+        if target in FOUNDATION:
             continue
-        allowed = MAY[room]
-        door = ".".join(name.split(".")[1:3])
-        doors = {entry for entry in allowed if entry.startswith(f"{target}.")}
-        if doors:
-            assert door in doors or name == f"headrace.{target}", (
-                f"{path.name}: {room} may enter {target} by {doors} only"
-            )
-        else:
-            assert target in allowed, f"{path.name}: {room} may not import {target}"
+        if target == "registry":
+            assert folder not in REGISTRY_IMPORTS, f"{path.name}: {folder} lies below the registry"
+            continue
+        assert target in MAY[folder], f"{path.name}: {folder} may not import {target}"
+        if allowed := PARTS.get((folder, target)):
+            assert part.partition(".")[0] in allowed, f"{path.name}: of {target}, {folder} may import {sorted(allowed)}"
 
 
-# Pieces of the actors' room that are no actors: the client side of the sandbox calls.
-SHARED_BY_ACTORS = {"sandbox_client"}
+def test_the_foundation_imports_the_standard_library_alone() -> None:
+    for name in FOUNDATION:
+        assert {module.partition(".")[0] for module in imports(NAMES[name])} <= set(sys.stdlib_module_names)
 
 
-def test_messages_stand_on_msgspec_and_lz4_alone() -> None:
+def test_the_registry_imports_messages_alone() -> None:
+    assert {target.partition(".")[0] for target in graph()["registry"]} == REGISTRY_IMPORTS
+
+
+def test_actors_never_import_actors() -> None:
+    for source, targets in graph().items():
+        own = source.split(".")[:2]
+        for target in targets:
+            if own[0] == "actors" and target.startswith("actors.") and source != "actors.registry":
+                assert target.split(".")[:2] == own and len(source.split(".")) > 2, f"{source} imports {target}"
+
+
+def test_messages_use_msgspec_and_lz4_alone() -> None:
     outside = {
         name.split(".")[0]
         for path in modules()
-        if room_of(path) == "messages"
+        if path.relative_to(PACKAGE).parts[0] == "messages"
         for name in imports(path)
         if name.split(".")[0] not in sys.stdlib_module_names and not name.startswith("headrace")
     }
     assert outside == {"msgspec", "lz4"}
 
 
-def test_the_guest_agent_is_standard_library_alone() -> None:
-    guests = [path for path in modules() if room_of(path) == "vmhost" and "guest" in path.relative_to(HOUSE).as_posix()]
-    assert guests, "the guest agent is gone"
-    for path in guests:
+def test_the_slot_agent_is_standard_library_alone() -> None:
+    agent = sorted((PACKAGE / "vmhost" / "guest").rglob("*.py"))
+    assert agent, "the slot agent is gone"
+    for path in agent:
         for name in imports(path):
             # pytest is the guest's own, for suites of real packages.
-            assert name.split(".")[0] in {*sys.stdlib_module_names, "pytest", "_pytest"}, f"{path}: {name}"
+            assert name.startswith("headrace.vmhost.guest") or name.split(".")[0] in {
+                *sys.stdlib_module_names,
+                "pytest",
+                "_pytest",
+            }, f"{path}: {name}"
 
 
 @pytest.mark.parametrize(
@@ -138,23 +237,41 @@ def test_a_file_has_one_idea(path: Path) -> None:
     assert path.name not in {"utils.py", "common.py", "helpers.py", "misc.py"}, "name the idea"
 
 
+def folders() -> dict[Path, list[str]]:
+    """The modules of every folder of the package, by their names without the ending."""
+    stems: dict[Path, list[str]] = defaultdict(list)
+    for path in modules():
+        if path.name != "__init__.py":
+            stems[path.parent].append(path.stem)
+    return stems
+
+
+@pytest.mark.parametrize("folder", sorted(folders()), ids=lambda folder: str(folder.relative_to(PACKAGE)))
+def test_a_folder_shows_its_structure(folder: Path) -> None:
+    stems = folders()[folder]
+    assert len(stems) <= 14, f"{len(stems)} files: find the folders inside"
+    families = Counter(stem.partition("_")[0] for stem in stems)
+    for prefix, count in families.items():
+        assert count < 3, f"{count} files begin with {prefix}: give them a folder"
+
+
 @pytest.mark.parametrize("name", ["actors", "messages", "kernels", "vmhost"])
-def test_the_root_shows_the_four_rooms(name: str) -> None:
+def test_the_root_shows_four_folders(name: str) -> None:
     assert (ROOT / name).is_symlink()
-    assert (ROOT / name).resolve() == HOUSE / name
+    assert (ROOT / name).resolve() == PACKAGE / name
 
 
 def test_kernels_is_no_regular_package() -> None:
     # A distribution of that name exists: with an __init__.py a checkout as working directory would shadow it.
-    assert not (HOUSE / "kernels" / "__init__.py").exists()
+    assert not (PACKAGE / "kernels" / "__init__.py").exists()
 
 
 def test_the_command_line_is_slim() -> None:
     code = (
-        "import sys; from headrace import cli; "
+        "import sys; from headrace.cli import main; "
         "heavy = {'torch', 'numpy', 'nats', 'opentelemetry', 'qemu', 'aiohttp'} & set(sys.modules); "
-        "assert not heavy, heavy; cli.main(['--help'])"
+        "assert not heavy, heavy; main.main(['--help'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert "headrace up" in done.stdout or "up" in done.stdout
+    assert "up" in done.stdout

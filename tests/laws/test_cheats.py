@@ -1,23 +1,23 @@
 """A pass means a repair: known ways around it, played out (benchmarks/cheats.py has the catalogue and its table)."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from benchmarks.cheats import CHEATS, Cheat, Row, Yard
+from benchmarks.cheats import CHEATS, Cheat, CheatHost, Row
 from headrace.config import Environment
 from headrace.messages.tasks import Oracle
 from headrace.tasks import sealing
-from headrace.tasks.generated import make
+from headrace.tasks.generated.repositories import make
 from headrace.tasks.sealing import seal
-from headrace.vmhost.host import Host
+from headrace.vmhost.node.host import Host
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.anyio
 
-CACHE = str(Path(__file__).parents[2] / ".cache" / "headrace")
+CACHE = str(ROOT / ".cache" / "headrace")
 INSIDE = (
     "equals_everything",
     "reads_the_expectation",
@@ -40,35 +40,37 @@ def named(*names: str) -> list[Cheat]:
 
 
 @pytest.fixture(scope="module")
-async def yard() -> AsyncIterator[Yard]:
+async def cheat_host() -> AsyncIterator[CheatHost]:
     host = await Host.open(Environment(backend="process"))
-    yield Yard(host, make("heldout", 0))
+    yield CheatHost(host, make("heldout", 0))
     await host.close()
 
 
 @pytest.mark.parametrize("cheat", named(*INSIDE), ids=lambda cheat: cheat.name)
-async def test_the_process_that_runs_the_tests_can_be_taken_and_the_verdict_can_not(yard: Yard, cheat: Cheat) -> None:
-    row = await yard.play(cheat)
+async def test_the_process_that_runs_the_tests_can_be_taken_and_the_verdict_can_not(
+    cheat_host: CheatHost, cheat: Cheat
+) -> None:
+    row = await cheat_host.play(cheat)
     assert (row.plain, row.sealed) == ("passed", "failed")
 
 
-async def test_two_computed_values_can_not_be_made_up(yard: Yard) -> None:
+async def test_two_computed_values_can_not_be_made_up(cheat_host: CheatHost) -> None:
     (cheat,) = named("forges_two_computed_values")
-    row = await yard.play(cheat)
+    row = await cheat_host.play(cheat)
     assert row.sealed == "failed"
-    oracle = yard.oracle(cheat)
-    known, compared = await yard.with_seals(oracle), with_text_alone(oracle)
+    oracle = cheat_host.oracle(cheat)
+    known, compared = await cheat_host.with_seals(oracle), with_text_alone(oracle)
     assert [text for ((_, text),) in known.answers.values()] == ["True"]
     for sealed, forged in ((known, "failed"), (compared, "passed")):
-        assert await yard.judge(sealed, oracle.solution) == ("passed", ())
-        assert (await yard.judge(sealed, yard.code(cheat)))[0] == forged
+        assert await cheat_host.judge(sealed, oracle.solution) == ("passed", ())
+        assert (await cheat_host.judge(sealed, cheat_host.code(cheat)))[0] == forged
 
 
-async def test_an_honest_repair_passes_sealed_tests(yard: Yard) -> None:
-    oracle = yard.made.oracle
+async def test_an_honest_repair_passes_sealed_tests(cheat_host: CheatHost) -> None:
+    oracle = cheat_host.made.oracle
     assert oracle.sealed and set(oracle.answers) == set(oracle.expected)
-    assert await yard.judge(oracle, oracle.solution) == ("passed", ())
-    assert (await yard.judge(oracle, {}))[0] == "failed"
+    assert await cheat_host.judge(oracle, oracle.solution) == ("passed", ())
+    assert (await cheat_host.judge(oracle, {}))[0] == "failed"
 
 
 @pytest.mark.vm
@@ -78,8 +80,8 @@ async def test_the_whole_table_in_real_machines() -> None:
     changes: dict[str, Any] = {"backend": "qemu", "cache_dir": CACHE}
     host = await Host.open(Environment(**changes))
     try:
-        yard = Yard(host, make("heldout", 1))
-        rows: list[Row] = [await yard.play(cheat) for cheat in CHEATS]
+        cheat_host = CheatHost(host, make("heldout", 1))
+        rows: list[Row] = [await cheat_host.play(cheat) for cheat in CHEATS]
     finally:
         await host.close()
     assert len(rows) >= 10

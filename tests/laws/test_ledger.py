@@ -19,7 +19,7 @@ from headrace.messages.rollout import RolloutRequest
 from headrace.messages.subjects import EVENT
 from headrace.replay.audit import audit, prove
 from tests.conftest import Connect
-from tests.counterpart import Counterpart
+from tests.support.counterpart import Counterpart
 
 pytestmark = pytest.mark.anyio
 P, SIZE, STEPS = 2, 3, 6
@@ -83,7 +83,7 @@ async def test_the_books_balance_while_curricula_are_killed(
         await asyncio.gather(further, return_exceptions=True)
         for task in list(actor._tasks):
             task.cancel()
-        assert actor.book.problems == []
+        assert actor.state.problems == []
         report, wrong = await prove(outsider, run)
         assert wrong == []
         assert report.staleness_max <= bound

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from headrace.actors.rollout_episode_log import TurnLog
-from headrace.actors.trainer import Trainer
+from headrace.actors.rollout.turn_log import TurnLog
+from headrace.actors.trainer.actor import Trainer
 from headrace.algorithms.packing import pack
 from headrace.bus.connection import MAX_INLINE
 from headrace.config import Config, Curriculum, Policy
@@ -22,18 +22,18 @@ from headrace.messages.rollout import Span, ToolCall, ToolResult, Trajectory, Tu
 from headrace.messages.subjects import CLOSE, EVENT, LEDGER, SCORE, STEP, TRAJ
 from headrace.messages.training import StepDone
 from headrace.policy import scoring
-from headrace.policy.config import PolicyConfig
+from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
-from headrace.policy.numerics import probe
+from headrace.policy.numerics_probe import probe
 from headrace.replay.audit import prove
 from headrace.replay.step import replay_step
 from headrace.training.batch import segments_of
-from headrace.training.step import micro_batches
+from headrace.training.micro_batch import micro_batches
 from headrace.weights import snapshot
-from tests import records as r
-from tests.actors.living import living
 from tests.conftest import Connect
-from tests.training import world
+from tests.support import records as r
+from tests.support import world
+from tests.support.actors import living
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -41,7 +41,7 @@ GROUP, SEGMENTS, TURNS, PROMPT, SAMPLED = 128, 25, 8, 400, 100
 SECTION = Policy(
     dim=16, layers=4, heads=1, kv_heads=1, head_dim=16, experts=8, top_k=4, expert_dim=16, vocab=world.VOCAB
 )
-POLICY = PolicyConfig.from_section(SECTION)
+POLICY = hugging_face.from_section(SECTION)
 NUMERICS = probe(POLICY)
 MICRO = 8192
 
@@ -111,7 +111,7 @@ async def test_a_trajectory_of_100_000_tokens_in_a_group_of_128(connect: Connect
         for turn in long.turns:
             await log.sampled(msgspec.structs.replace(turn, results=()), "node", "box", NUMERICS.fingerprint)
             await log.done(turn.index, turn.results)
-        await log.settle()
+        await log.flush()
         assert (await TurnLog(rollout, run, "g000000", long.id).read()).turns == long.turns
 
         # Packing: nothing is cut, nothing over the budget unless it is longer than the budget itself.

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from headrace.bus.actor import Actor
 from headrace.bus.connection import Bus
+from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
 
 A = TypeVar("A", bound=Actor)

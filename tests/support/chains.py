@@ -4,14 +4,15 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from headrace.bus.broker.keys import Key
 from headrace.bus.connection import Bus
-from headrace.bus.keys import Key
 from headrace.messages.weights import WeightHead
-from headrace.weights import release, snapshot
-from headrace.weights.encoding import Encoding
-from headrace.weights.release import Commit
+from headrace.weights import snapshot
+from headrace.weights.publishing import release
+from headrace.weights.publishing.encoding import Encoding
+from headrace.weights.publishing.release import Commit
 from headrace.weights.snapshot import Snapshot
-from tests.weights.samples import model, step
+from tests.support.weights import model, step
 
 
 class Run:
@@ -41,8 +42,8 @@ class Run:
         self.heads.append(self.commit.head)
         return self.commit.head
 
-    async def anchor(self) -> None:
-        """An anchor beside the newest version."""
+    async def full(self) -> None:
+        """A full snapshot beside the newest version."""
         assert self.commit is not None
         encoding = Encoding(Snapshot(self.path(self.commit.head.version)), None, name=self.codec)
-        self.commit = await release.add_anchor(self.bus, encoding, self.commit, signer=self.signer)
+        self.commit = await release.add_full_snapshot(self.bus, encoding, self.commit, signer=self.signer)

@@ -4,15 +4,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from headrace.algorithms.staleness import Bounds
-from headrace.bus.actor import Actor
 from headrace.bus.connection import Bus
-from headrace.bus.received import Received
+from headrace.bus.nats.received import Received
+from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
 from headrace.messages.ledger import GroupClosed, StalenessBound
 from headrace.messages.rollout import RolloutRequest
 from headrace.messages.subjects import CLOSE, EVENT, FAIL, SCORE, STEP, TASK, TRAJ
 from headrace.messages.weights import WeightsSwapped
-from tests import records
+from tests.support import records
 
 
 class Hands(Actor):

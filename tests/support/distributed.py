@@ -10,10 +10,12 @@ import torch
 
 from headrace.config import Algorithm
 from headrace.policy.model import Model
-from headrace.training import distributed
 from headrace.training.batch import Batch, build
-from headrace.training.step import StepOutcome, take
-from tests.training.world import CONFIG, NUMERICS, POLICY, batch, model
+from headrace.training.gradient import Helpers, Recipe
+from headrace.training.outcome import StepOutcome
+from headrace.training.parallel import distributed
+from headrace.training.step import take
+from tests.support.world import CONFIG, NUMERICS, POLICY, batch, model
 
 MICRO_TOKENS = 64
 ALGORITHM = msgspec.structs.replace(CONFIG.algorithm, grad_clip=0.05)
@@ -55,7 +57,7 @@ def main(folder: Path, words: Sequence[str]) -> None:
     for number in range(1 if resume else 4):
         if number == 3:
             distributed.save(state, folder / "checkpoint")
-        out = take(state, made, algorithm=algorithm(words), micro_tokens=MICRO_TOKENS, bound=9, crew=world)
+        out = take(state, made, Recipe(algorithm(words), MICRO_TOKENS, bound=9), helpers=Helpers(data_parallel=world))
         steps.append(told(out))
     digest = distributed.publish(state, world, folder / f"published{int(resume)}.safetensors")
     if world.rank == 0:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from headrace.engines.base import Engine, Sample, SampleRequest
-from headrace.engines.embedded import EmbeddedEngine
+from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.messages.rollout import PolicyRef, Sampling, Span
 from headrace.policy import moe, scoring
 from headrace.policy.config import PolicyConfig
 from headrace.policy.model import Model
 from headrace.weights import snapshot
-from tests.policy import tiny
+from tests.support import tiny
 
 LATEST = PolicyRef()
 

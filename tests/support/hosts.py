@@ -1,15 +1,14 @@
 """A host of real machines, and requests to it: what tests of machines and of the pool ask alike."""
 
-from pathlib import Path
 from typing import Any
 
 from headrace.config import Environment
 from headrace.messages.sandbox import Acquire
-from headrace.vmhost.clone import Clone
-from headrace.vmhost.clones import CloneBackend
-from headrace.vmhost.host import Host, VmSandbox
+from headrace.vmhost.node.host import Host, VmSandbox
+from headrace.vmhost.qemu.backend import CloneBackend
+from headrace.vmhost.qemu.clone import Clone
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 CACHE = str(ROOT / ".cache" / "headrace")
 
 

@@ -1,6 +1,6 @@
 """Keys for tests of signatures."""
 
-from headrace.bus.keys import Key
+from headrace.bus.broker.keys import Key
 from headrace.weights.signing import Trust
 
 PUBLISHER = Key(b"p" * 32)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
-from headrace.actors.trainer import Trainer
+from headrace.actors.trainer.actor import Trainer
 from headrace.bus.connection import Bus
 from headrace.config import Config
 from headrace.messages.ledger import ClosedSlot, GroupClosed, StalenessBound
@@ -17,7 +17,7 @@ from headrace.messages.subjects import CLOSE, EVENT, SCORE, STEP, TRAJ
 from headrace.messages.training import SnapshotReady, StepDone, StepFailed, StepManifest
 from headrace.policy.model import Model
 from headrace.weights import snapshot
-from tests.training import world
+from tests.support import world
 
 torch.set_num_threads(1)  # two threads on two busy cores wait for each other
 GROUP, PER_STEP = 2, 2
@@ -34,7 +34,7 @@ def config(folder: Path, **sections: dict[str, Any]) -> Config:
     return msgspec.structs.replace(world.CONFIG, **changed)
 
 
-class River:
+class RunFeeder:
     """Feeds a run: samples with the published versions, as engines would, and closes groups in order."""
 
     def __init__(self, bus: Bus, run: str, folder: Path) -> None:

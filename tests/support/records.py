@@ -6,16 +6,7 @@ from headrace.messages.base import Array, Message
 from headrace.messages.judging import Score
 from headrace.messages.ledger import ClosedSlot, GroupClosed, GroupDropped, SlotIssued
 from headrace.messages.operations import DeadLetter
-from headrace.messages.rollout import (
-    Lane,
-    PolicyRef,
-    RolloutRequest,
-    Sampling,
-    SlotFailed,
-    Span,
-    Trajectory,
-    Turn,
-)
+from headrace.messages.rollout import Lane, PolicyRef, RolloutRequest, Sampling, SlotFailed, Span, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import BatchGroup, StepDone, StepFailed, StepManifest
 
@@ -48,12 +39,12 @@ def issued(
     oldest: int = 0,
     lane: Lane = "train",
     run: str = RUN,
-    beside: bool = False,
+    speculative: bool = False,
     task: TaskRef = TASK,
 ) -> SlotIssued:
     """A slot's issue."""
     return SlotIssued(run=run, lane=lane, group=group, index=index, slot=slot, attempt=attempt, group_size=size,
-                      task=task, seed=7, min_version=oldest, beside=beside)  # fmt: skip
+                      task=task, seed=7, min_version=oldest, speculative=speculative)  # fmt: skip
 
 
 def failed(

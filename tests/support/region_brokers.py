@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from headrace.bus import regions
+from headrace.bus.broker import regions
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server
-from headrace.bus.streams import declare
+from headrace.bus.nats.streams import declare
 
 
 def free_port() -> int:

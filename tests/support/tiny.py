@@ -7,7 +7,8 @@ import torch
 
 from headrace.policy.config import Dtype, PolicyConfig
 from headrace.policy.model import Model
-from headrace.policy.numerics import Numerics, probe
+from headrace.policy.numerics import Numerics
+from headrace.policy.numerics_probe import probe
 
 torch.set_num_threads(1)
 

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.bus.actor import Actor
 from headrace.bus.connection import Bus
+from headrace.bus.runtime.actor import Actor
 from headrace.config import Config, Weights
 from headrace.config import Run as RunSection
 from headrace.messages.base import Message
@@ -17,7 +17,7 @@ from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightHead, WeightsStaged
 from headrace.weights import snapshot
 from tests.conftest import Connect
-from tests.weights.samples import model, step
+from tests.support.weights import model, step
 
 A = TypeVar("A", bound=Actor)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace.messages.weights import ChunkInfo, WeightManifest
 from headrace.weights import snapshot, state
-from headrace.weights.encoding import Encoding, describe
+from headrace.weights.publishing.encoding import Encoding, describe
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import Bits
 
@@ -67,12 +67,12 @@ class Chain:
         """The trainer's file of a version."""
         return self.folder / f"{version}.safetensors"
 
-    def publish(self, tensors: dict[str, Tensor], *, anchor: bool = False) -> WeightManifest:
+    def publish(self, tensors: dict[str, Tensor], *, full: bool = False) -> WeightManifest:
         """The next version, as a delta when it can be one."""
         version = len(self.states)
         self.states.append(tensors)
         snapshot.write(self.path(version), tensors)
-        base = None if anchor or not version else Snapshot(self.path(version - 1))
+        base = None if full or not version else Snapshot(self.path(version - 1))
         encoding = Encoding(Snapshot(self.path(version)), base, name=self.codec)
         infos: list[ChunkInfo] = []
         for data in encoding.chunks():

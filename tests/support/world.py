@@ -12,10 +12,10 @@ from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Tur
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import BatchGroup, StepManifest
 from headrace.policy.cache import KVCache
-from headrace.policy.config import PolicyConfig
+from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
-from headrace.policy.numerics import probe
-from headrace.policy.tokenizer import Tokenizer
+from headrace.policy.numerics_probe import probe
+from headrace.rendering.tokenizer import Tokenizer
 
 VOCAB = 340
 SECTION = Policy(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, experts=4, top_k=2, expert_dim=32, vocab=VOCAB)
@@ -26,7 +26,7 @@ CONFIG = Config(
     curriculum=Curriculum(group_size=4, groups_per_step=4, staleness=1),
     trainer=Trainer(threads=1, rescore=3, micro_tokens=64),
 )
-POLICY = PolicyConfig.from_section(SECTION)
+POLICY = hugging_face.from_section(SECTION)
 NUMERICS = probe(POLICY)
 TOKENIZER = Tokenizer.train(["some text to learn from"], VOCAB).dump()
 WORDS = range(10, 14)

@@ -21,13 +21,13 @@ import torch
 from aiohttp import web
 from numpy.typing import NDArray
 
-from headrace.engines.sglang_checksums import digest, fused
+from headrace.engines.sglang.weights.checksums import digest, fused
 from headrace.kernels.block_attention import BLOCK
-from headrace.policy import checkpoint
 from headrace.policy.cache import KVCache
 from headrace.policy.config import PolicyConfig
-from tests.engines.sglang_double_priority import admit, page
-from tests.policy import tiny
+from headrace.policy.layout import checkpoint
+from tests.support import tiny
+from tests.support.sglang.priority import admit, page
 
 SAMPLING = {
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos",

@@ -5,8 +5,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from headrace.policy import checkpoint
-from tests.engines.sglang_double import Double
+from headrace.policy.layout import checkpoint
+from tests.support.sglang.double import Double
 
 
 async def serve() -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.engines.sglang_double import Double
+    from tests.support.sglang.double import Double
 
 THRESHOLD = 10
 LABELS = 'engine_type="unified",model_name="{model}",moe_ep_rank="0",pp_rank="0",priority="{priority}",tp_rank="0"'

@@ -12,10 +12,10 @@ from typing import Any
 
 import aiohttp
 
-from headrace.engines.sglang_metrics import _WANTED
-from headrace.engines.sglang_reply import STREAM_INTERVAL
-from headrace.engines.sglang_terms import ARITHMETIC
-from headrace.engines.sglang_wire import Wire
+from headrace.engines.sglang.compatibility import ARITHMETIC
+from headrace.engines.sglang.http import Wire
+from headrace.engines.sglang.metrics import _WANTED
+from headrace.engines.sglang.reply import STREAM_INTERVAL
 from headrace.policy.config import PolicyConfig
 
 GOLDEN = Path(__file__).parent / "golden"

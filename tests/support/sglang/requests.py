@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.engines.base import SampleRequest
-from headrace.engines.sglang import SglangEngine
+from headrace.engines.sglang.engine import SglangEngine
 from headrace.messages.rollout import PolicyRef, Sampling
-from tests.engines.play import LATEST, Versions
-from tests.engines.sglang_double import Double
+from tests.support.engines import LATEST, Versions
+from tests.support.sglang.double import Double
 
 
 def request(
@@ -28,7 +28,7 @@ def request(
 
 async def begun(engine: SglangEngine, count: int = 1) -> None:
     """Until the engine has heard a token of so many requests in flight."""
-    while sum(flight.started for flight in engine._flights.values()) < count:
+    while sum(request.started for request in engine._in_flight.values()) < count:
         await asyncio.sleep(0.001)
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engines.sglang import SglangEngine
-from headrace.engines.sglang_server import Server, arguments, free_port
-from headrace.policy import schemas
-from headrace.policy.tokenizer import Tokenizer
-from tests.engines.play import Versions
+from headrace.engines.sglang.engine import SglangEngine
+from headrace.engines.sglang.server import Server, arguments, free_port
+from headrace.rendering import schemas
+from headrace.rendering.tokenizer import Tokenizer
+from tests.support.engines import Versions
 
 MAX_RUNNING = 8
 

@@ -1,0 +1,183 @@
+"""Every request has an end: good ones, bad ones and those whose rollout actor is killed; afterwards nothing is left.
+
+Gateway, environment (process backend) and dead-letter actor run in the test's process, rollout actors as processes that
+are killed with SIGKILL. The policy is the scripted oracle.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from uuid import uuid4
+
+import aiohttp
+import msgspec
+import pytest
+
+from headrace.actors.dead_letter import DeadLetter
+from headrace.actors.environment.actor import Environment
+from headrace.actors.gateway import Gateway
+from headrace.bus.broker.server import Server
+from headrace.bus.connection import Bus
+from headrace.config import Config, Limits, Production, Run
+from headrace.config import Environment as EnvironmentSection
+from headrace.messages.rollout import PolicyRef, RolloutRequest
+from headrace.messages.subjects import DLQ, TASK, token
+from headrace.messages.tasks import TaskRef
+from headrace.vmhost.node import host
+from tests.conftest import Connect
+from tests.support.actors import living
+
+pytestmark = pytest.mark.anyio
+ROLLOUT = (
+    "import msgspec, sys, uvloop\n"
+    "from headrace.actors.rollout import actor as rollout\n"
+    "from headrace.bus.runtime.supervisor import run_actors\n"
+    "from headrace.config import Config\n"
+    "rollout.ACK_WAIT_S = 1.0\n"
+    "config = msgspec.json.decode(sys.argv[1], type=Config)\n"
+    "uvloop.run(run_actors([rollout.Rollout], config, sys.argv[2], url=sys.argv[3], credentials=sys.argv[4]))\n"
+)
+
+
+def children() -> set[int]:
+    """The processes below this one."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            parents[int(stat.parent.name)] = int(fields[1])
+    below = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    return below - {os.getpid()}
+
+
+class Product:
+    """The actors of a product lane, and users who ask for anything."""
+
+    def __init__(self, server: Server, config: Config, run: str, gateway: Gateway, operator: Bus) -> None:
+        self.server, self.config, self.run, self.gateway, self.operator = server, config, run, gateway, operator
+        self.url = json.loads((Path(config.run.dir) / run / "gateway.json").read_text())["url"]
+        self.ends: Counter[str] = Counter()
+        self.done = 0
+
+    async def start_rollout(self) -> asyncio.subprocess.Process:
+        config = msgspec.json.encode(self.config).decode()
+        argv = (sys.executable, "-c", ROLLOUT, config, self.run, self.server.url, str(self.server.credentials))
+        return await asyncio.create_subprocess_exec(
+            *argv, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+        )
+
+    async def ask(self, http: aiohttp.ClientSession, number: int) -> None:
+        """One request, to its end."""
+        kind = number % 8
+        good = {"user": f"user{number % 5}", "suite": "generated/heldout", "task": str(number % 40)}
+        if kind == 5:
+            await self.unanswerable(number)
+        elif kind == 6:
+            async with http.post(self.url + "/v1/sessions", json=good | {"task": "no such task"}) as answer:
+                self.ends[str(answer.status)] += 1
+        elif kind == 7:
+            async with http.post(self.url + "/v1/sessions", data=b"{") as answer:
+                self.ends[str(answer.status)] += 1
+        else:
+            async with http.post(self.url + "/v1/sessions", json=good) as answer:
+                assert answer.status == 202, await answer.text()
+                session = (await answer.json())["session"]
+            view = {"state": "queued"}
+            while view["state"] not in ("finished", "failed"):
+                async with http.get(f"{self.url}/v1/sessions/{session}?wait=20") as answer:
+                    view = await answer.json()
+            self.ends[view["state"]] += 1
+        self.done += 1
+
+    async def unanswerable(self, number: int) -> None:
+        """A request that no rollout actor can handle: it ends as a dead letter."""
+        request = RolloutRequest(
+            run=self.run,
+            lane="production",
+            group=f"stray.{number}",
+            slot=0,
+            attempt=0,
+            task=TaskRef("generated/none", "1"),
+            seed=1,
+            policy=PolicyRef("scripted", name="oracle"),
+        )
+        await self.operator.publish(TASK.at(run=self.run, lane="production", suite=token("none")), request)
+        self.ends["stray"] += 1
+
+    async def kill(self, kills: int, total: int) -> None:
+        """Keep two rollout actors running, and kill one of them `kills` times while the requests run."""
+        running = [await self.start_rollout(), await self.start_rollout()]
+        try:
+            for number in range(kills):
+                while self.done < total * (number + 1) // (kills + 2):
+                    await asyncio.sleep(0.02)
+                dying = running.pop(0)
+                dying.send_signal(signal.SIGKILL)
+                await dying.wait()
+                running.append(await self.start_rollout())
+            while self.done < total:
+                await asyncio.sleep(0.02)
+        finally:
+            for rollout in running:
+                rollout.terminate()
+            await asyncio.gather(*(rollout.wait() for rollout in running))
+
+
+@pytest.mark.parametrize(
+    ("total", "kills"), [(16, 1), pytest.param(1000, 50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+async def test_every_request_ends_and_nothing_is_left(
+    server: Server, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, kills: int
+) -> None:
+    # Users' sandboxes need an isolating backend; machines would make this test minutes longer.
+    monkeypatch.setattr(host, "demands", lambda request: set(request.requires))
+    run = f"r{uuid4().hex[:8]}"
+    config = Config(
+        run=Run(dir=str(tmp_path)),
+        environment=EnvironmentSection(backend="process", lease_s=6.0),
+        production=Production(rollouts=()),
+        limits=Limits(max_turns=6, max_tokens=20_000, context_tokens=20_000),
+    )
+    (tmp_path / run).mkdir()
+    admin, operator = await connect("admin"), await connect("operator")
+    before = children()
+    async with (
+        living(DeadLetter, config, await connect("dead_letter"), run),
+        living(Environment, config, await connect("environment", node="n1"), run) as environment,
+        living(Gateway, config, await connect("gateway"), run) as gateway,
+    ):
+        gateway.promoted = PolicyRef("scripted", name="oracle")
+        product = Product(server, config, run, gateway, operator)
+        async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
+            group.create_task(product.kill(kills, total))
+            limit = asyncio.Semaphore(16)
+
+            async def ask(number: int) -> None:
+                async with limit:
+                    await product.ask(http, number)
+
+            for number in range(total):
+                group.create_task(ask(number))
+        assert sum(product.ends.values()) == total
+        assert {product.ends[end] for end in ("404", "400", "stray")} == {total // 8}
+        assert product.ends["finished"] + product.ends["failed"] == total - 3 * (total // 8)
+        assert product.ends["failed"] <= kills, product.ends
+        assert (gateway._count("queued"), gateway._count("running")) == (0, 0)
+        while await admin.last("HR_TASK", TASK.where(run=run)) is not None:
+            await asyncio.sleep(0.05)  # dead letters free the queue
+        while len(environment._leases):
+            await asyncio.sleep(0.05)  # the last leases of killed actors lapse
+        kept = await admin.kv("HR_STATE")
+        assert await kept.keys(f"{run}.session.>") == []
+    letters = [received.message async for received in operator.history("HR_DLQ", DLQ.where())]
+    assert len([letter for letter in letters if letter.subject.startswith(f"hr.task.{run}.")]) == total // 8
+    assert children() <= before, "a process is left"

@@ -1,0 +1,97 @@
+"""A gateway's endpoints on a real port, with a sampler that follows a script: what tests of client programs share."""
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from aiohttp import web
+
+from headrace.gateway.conversation import ModelReply, ModelRequest
+from headrace.gateway.endpoints import Begun, Caller, Endpoints, Thumb
+from headrace.gateway.http import Refused
+from headrace.gateway.keys import ApiKey, ApiKeys
+from headrace.messages.product import ClientCall, ClientUsage
+
+Script = Callable[[ModelRequest], tuple[str, tuple[ClientCall, ...]]]
+"""From a request to the text and the calls of the turn."""
+
+
+class ScriptedSampler:
+    """Replies by a script and remembers what was asked."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.asked: list[tuple[ModelRequest, Caller]] = []
+        self.rated: list[tuple[str, str, str]] = []
+
+    def begin(self, request: ModelRequest, caller: Caller) -> Begun:
+        self.asked.append((request, caller))
+        return Begun("s1", self._sample(request))
+
+    async def _sample(self, request: ModelRequest) -> ModelReply:
+        text, calls = self._script(request)
+        return ModelReply(
+            id=f"t{len(self.asked)}",
+            model=request.model,
+            created=int(time.time()),
+            session="s1",
+            text=text,
+            calls=calls,
+            stop="calls" if calls else "stop",
+            usage=ClientUsage(
+                prompt=sum(len(said.text.split()) for said in request.messages), sampled=len(text.split())
+            ),
+        )
+
+    async def count(self, request: ModelRequest) -> int:
+        return sum(len(said.text.split()) for said in request.messages)
+
+    def models(self) -> list[str]:
+        return ["latest"]
+
+    async def rate(self, session: str, key: ApiKey, thumb: Thumb, comment: str) -> None:
+        self.rated.append((session, thumb, comment))
+
+    async def close(self, session: str, key: ApiKey) -> None:
+        raise Refused(404, "there is no such open session")
+
+
+class Served(NamedTuple):
+    url: str
+    key: str
+    sampler: ScriptedSampler
+    keys: ApiKeys
+
+
+@asynccontextmanager
+async def endpoints(folder: Path, script: Script) -> AsyncIterator[Served]:
+    """The endpoints on a free port of loopback, and a key for them."""
+    keys = ApiKeys(folder / "keys.json")
+    key = keys.add("acme", training=True)
+    sampler = ScriptedSampler(script)
+    app = web.Application()
+    app.add_routes(Endpoints(sampler, keys).routes())
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        yield Served(f"http://{host}:{port}", key, sampler, keys)
+    finally:
+        await runner.cleanup()
+
+
+def two_reads(request: ModelRequest) -> tuple[str, tuple[ClientCall, ...]]:
+    """First two calls at once, then an answer that quotes both results."""
+    results = [said.text for said in request.messages if said.role == "tool"]
+    if results:
+        return f"They say {' and '.join(results)}.", ()
+    paths = ("a.py", "b.py")
+    calls = tuple(
+        ClientCall(id=f"call_{index}", name="read", arguments=json.dumps({"path": path}))
+        for index, path in enumerate(paths)
+    )
+    return "I read both.", calls
