@@ -1,4 +1,4 @@
-# headrace: `make demo` trains an agent on this machine, `make test` checks the house. Both install what they need.
+# headrace: `make demo` trains an agent on this machine, `make test` runs all checks. Both install what is missing.
 
 PYTHON  ?= python3
 VENV    := .venv
@@ -10,15 +10,18 @@ CONFIG  ?= deploy/demo.toml
 
 DEBIAN := python3-venv qemu-system-x86 mmdebstrap cpio
 
-# The CPU environment of the SGLang server: 3 GB, made by `make test-sglang`.
+# The CPU environment of the SGLang server: 3 GB, created by `make test-sglang`.
 SGLANG  := .cache/sglang
 
-# Torch and Triton twice, for the kernels in Triton's interpreter. Triton 3.6's fails with a numpy from 2.4 on.
+# Programs of other projects that talk to the gateway, in environments of their own.
+CLIENTS := .cache/clients
+
+# Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: help setup debian demo proof test test-all test-sglang test-kernels fuzz chaos-weights lint format docs clean
+.PHONY: help setup debian demo proof test test-all test-clients test-sglang test-kernels fuzz chaos-weights lint format docs clean
 
-help: ## what there is
+help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: debian $(VENV)/.installed ## Debian packages and the virtual environment
@@ -43,21 +46,32 @@ demo: setup ## train a tiny policy in real microVMs and write a report (minutes)
 proof: setup ## the demo's recipe on three seeds, 500 held-out tasks each, one VM per sandbox (up to 90 minutes)
 	$(BIN)/python -m benchmarks.proof
 
-lint: setup ## ruff and mypy --strict
+lint: setup ## ruff, mypy --strict and the word list of docs/style.md
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python docs/words.py
 
-# Two at once: much of a test is waiting for real processes.
+# Two workers: a test spends much of its time waiting for real processes.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: lint ## lint, then the default suite (real broker, real microVMs)
 	$(PYTEST)
 
-test-all: lint ## everything that can run on this machine
-	$(PYTEST) -m "not gpu and not sglang"
+test-all: lint ## also the tests that take minutes
+	$(PYTEST) -m "not gpu and not sglang and not clients"
 
-test-sglang: setup $(SGLANG)/.installed ## the real SGLang server on this CPU (3 GB of packages at first, then minutes)
+test-clients: setup $(CLIENTS)/.installed ## unmodified client programs against the gateway (installs 1.2 GB of packages, Node is needed)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[clients]'
+	$(BIN)/pytest -m clients tests/gateway
+
+$(CLIENTS)/.installed:
+	@test -x $(CLIENTS)/mini/bin/python || $(PYTHON) -m venv $(CLIENTS)/mini
+	$(CLIENTS)/mini/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) mini-swe-agent==2.4.6 litellm==1.106.2 mcp==2.3.0
+	npm install --silent --prefix $(CLIENTS)/codex @openai/codex@0.169.0
+	@touch $@
+
+test-sglang: setup $(SGLANG)/.installed ## tests with a real SGLang server on this CPU (installs 3 GB of packages, then takes minutes)
 	HEADRACE_SGLANG=$(SGLANG)/bin/python $(BIN)/pytest -m sglang --timeout 900 tests/engines
 
 $(SGLANG)/.installed: $(wildcard deploy/sglang/*.txt deploy/sglang/shims/* deploy/sglang/shims/*/*.py)
@@ -68,7 +82,7 @@ $(SGLANG)/.installed: $(wildcard deploy/sglang/*.txt deploy/sglang/shims/* deplo
 	$(SGLANG)/bin/pip install -q --disable-pip-version-check --no-deps --force-reinstall $(SGLANG)/shims
 	@touch $@
 
-test-kernels: $(KERNELS)/pinned/.installed $(KERNELS)/older/.installed ## Triton kernels, interpreted, on torch 2.13 and 2.11 (2 GB at first, 8 with torch's CUDA builds)
+test-kernels: $(KERNELS)/pinned/.installed $(KERNELS)/older/.installed ## Triton kernels in the interpreter, on torch 2.13 and 2.11 (installs 2 GB, or 8 with torch's CUDA builds)
 	@for e in pinned older; do TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(KERNELS)/$$e/bin/python -m tests.kernels.interpreted || exit 1; done
 
 $(KERNELS)/pinned/.installed: WANTED := torch==2.13.0 triton==3.7.1 numpy==2.4.6
@@ -78,20 +92,24 @@ $(KERNELS)/%/.installed:
 	$(@D)/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) $(WANTED)
 	@touch $@
 
-fuzz: setup ## 10,000 corruptions of weight chunks, manifests, heads and files: none is ever served
+fuzz: setup ## check that none of 10,000 corrupted weight chunks, manifests, heads and files is ever served
 	HEADRACE_FUZZ=10000 $(BIN)/pytest -rP --timeout 3600 tests/weights/test_fuzz.py
 
 ROUNDS ?= 200
-chaos-weights: setup ## SIGKILL and SIGSTOP for sender, receiver and broker at every stage of a version, 200 times
+chaos: setup ## faults in every process of a run, then kill -9 of `headrace up` itself; a JSON line each (40 minutes)
+	$(BIN)/headrace chaos $(CONFIG) --kills 150 --minutes 25
+	$(BIN)/python -m benchmarks.restarts --kills 20
+
+chaos-weights: setup ## kill or stop sender, receiver and broker at every stage of a version, 200 times
 	$(BIN)/python -m benchmarks.weight_chaos --rounds $(ROUNDS)
 
-format: setup ## rewrite in the house's format
+format: setup ## apply ruff's fixes and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup ## the generated parts of docs/, from the code
+docs: setup ## regenerate the generated pages of docs/
 	$(BIN)/headrace subjects > docs/subjects.md
 	$(BIN)/python docs/modules.py
 
-clean: ## forget caches, runs and the environment
+clean: ## remove caches, runs and the virtual environment
 	rm -rf $(VENV) .cache runs .mypy_cache .ruff_cache .pytest_cache

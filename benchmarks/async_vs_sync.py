@@ -1,23 +1,23 @@
-"""Synchronous against asynchronous: the same policy, tasks, seeds and sampler budget on the same machine.
+"""Compares synchronous and asynchronous training: same policy, tasks, seeds, sampler budget and machine.
 
     python -m benchmarks.async_vs_sync [--small] [--seeds 1,2,3] [--bounds 0,1,2,4] [--waits both] [--dir FOLDER]
 
 Every cell is a whole `headrace up` whose environment actor runs here instead, so that its calls can take as long as
 they do in real environments. Synchronous is staleness 0: a batch is issued when the step before it is done, and the
 next step waits for the last of its episodes. All cells start from one policy, mid-trained once. Cells of a seed run one
-after the other, in the other order for every second seed; one that is kept in FOLDER is not run again.
+after the other, in reverse order for every second seed; a cell whose result is in FOLDER is not run again.
 
 Injected waits: each tool call of a rollout (never of a judge) waits before it runs, log-normally distributed: median
 --median seconds, sigma --sigma, cut at --longest. The n-th call of a slot draws from seed, group, slot and n alone, so
-every cell meets the same waits, whatever runs beside it. They stand for builds, package servers and test suites, and
+every cell has the same waits, whatever else runs. They stand for builds, package servers and test suites, and
 cost no CPU.
 
-The tiny policy's step is cheap beside its sampling. So in every cell the trainer computes as it must where trajectories
-are long: micro-batches of about one trajectory (--micro-tokens), and every trajectory of a batch scored again with the
-versions that wrote it (Law 5 in full); what is learnt stays the same. A further pair of cells (`balanced_...`) has as
-much work for the trainer as sampling, judging and the rest take together, which on two cores is what balance means:
-see BALANCED. How busy both sides are is judged there. One more cell under heavy waits asks for the last two slots of a
-group a second time (`speculative_...`), and shows what that does to the lengths of what is kept.
+The tiny policy's step is cheap compared with its sampling. So in every cell the trainer computes as it must where
+trajectories are long: micro-batches of about one trajectory (--micro-tokens), and every trajectory of a batch scored
+again with the versions that wrote it (Law 5 in full); what is learnt stays the same. A further pair of cells
+(`balanced_...`) has as much work for the trainer as sampling, judging and the rest take together, which on two cores is
+what balance means: see BALANCED. How busy both sides are is judged there. One more cell under heavy waits asks for the
+last two slots of a group a second time (`speculative_...`), and shows what that does to the lengths of what is kept.
 
 The `process` backend is not isolated and cheaper than a VM; figures made with it say so (`backend`). With --vms one
 pair of cells, synchronous and bound 2 under heavy waits, runs in microVMs beside the grid (`vms_...`). A last cell
@@ -42,15 +42,15 @@ import uvloop
 from benchmarks.cells import Cell, Seen, beside, prepare, settings, whole_run
 from benchmarks.conditions import finish
 from benchmarks.grid_figures import balance, compared, evaluated, pair, speculated, spread, summary
-from headrace.actors.environment import Environment
-from headrace.actors.environment_leases import Refused, Unknown
-from headrace.bus.actor import Actor
+from headrace.actors.environment.actor import Environment
+from headrace.actors.environment.leases import Refused, Unknown
+from headrace.bus.runtime.actor import Actor
+from headrace.ledger.seeds import seed_of
 from headrace.messages.evaluation import EvalRequest
 from headrace.messages.rollout import PolicyRef, Sampling
 from headrace.messages.sandbox import SandboxCall, SandboxReply
 from headrace.messages.subjects import STEP
 from headrace.messages.training import StepDone
-from headrace.replay.seeds import seed_of
 
 __all__ = ["WAITS", "Cell", "Seen", "settings", "spread", "whole_run"]
 
@@ -68,7 +68,7 @@ class Waiting(Environment):
     """The environment actor, with calls of rollouts as slow as a distribution says."""
 
     async def start(self) -> None:
-        """As every environment."""
+        """Start as every environment does."""
         self.median, self.sigma, self.longest = map(float, os.environ[WAITS].split())
         self.calls: dict[tuple[str, int], int] = {}
         await super().start()
@@ -115,11 +115,11 @@ class Asking(Actor):
 
 
 class Missing(Exception):
-    """A cell that is not kept, and is not to be run."""
+    """A cell has no stored result and may not be run (--kept)."""
 
 
 def drawn(seed: int, median: float, sigma: float, longest: float) -> float:
-    """Seconds."""
+    """Seconds of one wait."""
     return min(longest, random.Random(seed).lognormvariate(math.log(median), sigma))
 
 
@@ -142,7 +142,7 @@ def run_cell(
 
 
 def arguments() -> argparse.Namespace:
-    """The grid, and what is the same in all of it."""
+    """The grid and the settings that all of its cells share."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="one seed, bounds 0 and 2, waits only, few steps")
     parser.add_argument("--seeds", default="1,2,3")
@@ -178,7 +178,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """All cells, then the pair in VMs and the one that is evaluated."""
+    """Run all cells, then the pair in VMs and the cell with an evaluation."""
     args = arguments()
     if args.environment:
         asking = [Asking] if EVALUATE in os.environ else []

@@ -1,17 +1,17 @@
-"""A burst of sandboxes over hundreds of nodes: real environment actors and a real broker, simulated machines.
+"""Requests a burst of sandboxes from hundreds of nodes: real environment actors and broker, simulated machines.
 
     python -m benchmarks.burst [--nodes 300] [--burst 100000] [--rates 250,500,1000]
 
 THIS IS A SIMULATION of machines. What is real: nats-server, the environment actor of every node (its leases, its pool,
-its queue group, its beats), the asking side (`actors.sandbox_client`), every message. What is not: QEMU. A simulated
+its queue group, its heartbeats), the client (`actors.sandbox_client`), every message. What is not: QEMU. A simulated
 machine takes as long to come up as a measured clone did (log-normal through the measured p50 and p99), at most
 `--starts` at once on a node, and holds as much private memory as a measured one between parked and after a pytest run;
-a node has no room when its memory is full. Defaults are those of the measurement on two cores under TCG
+a node refuses when its memory is full. Defaults are those of the measurement on two cores under TCG
 (`python -m benchmarks.vm_clone` makes new ones).
 
-First some seconds at each rate, arrivals evenly spaced, all given back; then the whole burst at once, all of it held.
-Times are from an ask's arrival to its sandbox, the asking process's own queue included. Many nodes share a process, and
-all share this machine, so what saturates first is its processors: CPU per acquire says for whom.
+First some seconds at each rate, arrivals evenly spaced, all released; then the whole burst at once, all of it held.
+Times are from a request's arrival to its sandbox, the asking process's own queue included. Many nodes share a process,
+and all share this machine, so what saturates first is its processors: CPU per acquire says for whom.
 """
 
 import argparse
@@ -34,15 +34,15 @@ from typing import Any, ClassVar
 import uvloop
 
 from benchmarks.conditions import Figures, at_least, at_most, finish
-from headrace.actors import environment
-from headrace.actors.sandbox_client import RemoteSandbox, Sandboxes
+from headrace.actors.environment import actor as environment
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server
-from headrace.bus.streams import declare
+from headrace.bus.nats.streams import declare
 from headrace.config import Config, Environment
-from headrace.messages.sandbox import Acquire, NoRoom, SandboxLost
-from headrace.vmhost.host import Host
-from headrace.vmhost.machine import OnEvent
+from headrace.messages.sandbox import Acquire, NoCapacity, SandboxLost
+from headrace.sandboxes.client import RemoteSandbox, Sandboxes
+from headrace.vmhost.backend import Capabilities, OnEvent
+from headrace.vmhost.node.host import Host
 
 RUN = "burst"
 PROCESSES = 2
@@ -60,7 +60,7 @@ class Answers:
         self.ended: asyncio.Future[None] = loop.create_future()
 
     async def call(self, header: dict[str, Any], bodies: Sequence[bytes] = (), timeout: float = 30.0) -> Any:
-        """As a guest that is well."""
+        """Answer as a healthy guest."""
         return {}, []
 
     def close(self, reason: str) -> None:
@@ -71,7 +71,7 @@ class Answers:
 
 
 class SimulatedMachine:
-    """Its start took the drawn time; it holds the drawn memory until it is killed."""
+    """A machine whose start takes the drawn time and that holds the drawn memory until it is killed."""
 
     slots = 1
     limit_bytes = 1 << 24
@@ -88,12 +88,12 @@ class SimulatedMachine:
     async def ready(self) -> None:
         """It is."""
 
-    async def inspect(self, thorough: bool) -> tuple[str, ...]:
-        """Nothing happens here."""
+    async def check_integrity(self, thorough: bool) -> tuple[str, ...]:
+        """Nothing is ever changed here."""
         return ()
 
     def leave(self, channel: Any) -> None:
-        """It goes with its machine."""
+        """Do nothing: the slot ends with its machine."""
 
     def kill(self) -> None:
         """Give the memory back."""
@@ -107,6 +107,7 @@ class SimulatedBackend:
     """One node's machines."""
 
     name, slots = "simulated", 1
+    capabilities = Capabilities()
 
     def __init__(self, seed: int, p50_ms: float, p99_ms: float, least: float, most: float, room: float, starts: int):
         self._rng = random.Random(seed)
@@ -131,8 +132,14 @@ class SimulatedBackend:
         """Simulated machines use no processor."""
         return ""
 
-    def short_of(self, template: str) -> str:
-        """Memory, if the largest would not fit any more."""
+    def reserve(self, template: str) -> None:
+        """`machine` counts its memory at once."""
+
+    def free_idle(self, template: str) -> None:
+        """Nothing waits unused."""
+
+    def shortage(self, template: str) -> str:
+        """Memory, if the largest machine would not fit any more."""
         return "" if self.used + self._most <= self._room else "too little memory is free"
 
     def facts(self) -> dict[str, Any]:
@@ -151,7 +158,7 @@ class SimulatedBackend:
 
 
 async def nodes(url: str, credentials: str, first: int, count: int, draws: Sequence[float]) -> None:
-    """A process full of nodes, until its standard input ends."""
+    """Run many nodes in this process until its standard input ends."""
     p50, p99, least, most, room, starts = draws
 
     class SimulatedHost(Host):
@@ -175,7 +182,7 @@ async def nodes(url: str, credentials: str, first: int, count: int, draws: Seque
 
 
 class Asker:
-    """Asks for sandboxes as they are wanted, and notes what happened."""
+    """Requests sandboxes and records the results."""
 
     def __init__(self, sandboxes: Sandboxes, name: str) -> None:
         self._sandboxes, self._name = sandboxes, name
@@ -185,7 +192,7 @@ class Asker:
         self.held: list[RemoteSandbox] = []
 
     async def one(self, number: int) -> None:
-        """One acquire, from now on."""
+        """Acquire one sandbox; the time counts from now."""
         arrived = time.perf_counter()
         request = Acquire(
             run=RUN,
@@ -199,7 +206,7 @@ class Asker:
         )
         try:
             sandbox = await self._sandboxes.acquire(request, patience_s=600.0)
-        except (NoRoom, SandboxLost) as error:
+        except (NoCapacity, SandboxLost) as error:
             self.failed[type(error).__name__] += 1
             return
         self.times.append(time.perf_counter() - arrived)
@@ -207,7 +214,7 @@ class Asker:
         self.held.append(sandbox)
 
     async def all(self, count: int, rate: float) -> None:
-        """So many, evenly spaced at a rate per second; 0 is at once."""
+        """Acquire `count` sandboxes, evenly spaced at a rate per second; 0 is at once."""
         began = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for number in range(count):
@@ -216,13 +223,13 @@ class Asker:
                 group.create_task(self.one(number))
 
     async def give_back(self) -> None:
-        """All of them."""
+        """Release all of them."""
         for at in range(0, len(self.held), 256):
             await asyncio.gather(*map(self._sandboxes.release, self.held[at : at + 256]))
 
 
 async def askers(url: str, credentials: str, name: str) -> None:
-    """A process that asks: reads ``count rate hold`` lines, answers each with what happened."""
+    """Read ``count rate hold`` lines; request sandboxes and answer each line with the results."""
     bus = await Bus.connect(url, role="rollout", credentials=credentials)
     sandboxes = Sandboxes(bus, 3600.0)
     rounds = 0
@@ -255,7 +262,7 @@ def _cpu_of(pid: int) -> float:
 
 
 class Child:
-    """A process of ours that speaks in lines."""
+    """A child process with a protocol of lines."""
 
     alive: ClassVar[list["Child"]] = []
 
@@ -319,7 +326,7 @@ async def measure(args: argparse.Namespace) -> tuple[Figures, Figures]:
 
 
 async def guarded(args: argparse.Namespace) -> tuple[Figures, Figures]:
-    """However it ends, nobody stays."""
+    """End all child processes, however the measurement ends."""
     try:
         return await measure(args)
     finally:
@@ -330,7 +337,7 @@ async def guarded(args: argparse.Namespace) -> tuple[Figures, Figures]:
 
 
 def seen(found: Sequence[dict[str, Any]], count: int) -> Figures:
-    """What all askers saw together."""
+    """The results of all clients together."""
     times = sorted(t for one in found for t in one["times"])
     where = sum((Counter(one["where"]) for one in found), Counter[str]())
     wall = max(one["wall_s"] for one in found)
@@ -348,7 +355,7 @@ def seen(found: Sequence[dict[str, Any]], count: int) -> Figures:
 
 
 def main() -> None:
-    """A process of the benchmark, or all of it."""
+    """Run one process of the benchmark, or all of it."""
     if sys.argv[1:2] == ["nodes"]:
         url, credentials, first, count, *draws = sys.argv[2:]
         uvloop.run(nodes(url, credentials, int(first), int(count), [float(word) for word in draws]))

@@ -1,4 +1,4 @@
-"""What does a message cost, beside Ray?
+"""Measures the cost of a message, and Ray's cost for the same payload in the same run.
 
     python -m venv .cache/ray && .cache/ray/bin/pip install ray numpy
     python -m benchmarks.bus [--rounds 5] [--trajectories 200] [--blob-mib 64] [--ray .cache/ray/bin/python]
@@ -7,12 +7,12 @@ One embedded broker (the repository's nats.conf, roles and permissions on, file 
 process of its own: typed messages, trace context in every header, message ids. Two producers publish 1 MB trajectories,
 16 in flight each; one consumer decodes and acknowledges them. Four ways of carrying them:
     broker   all of it through the broker: stored, replayable, on disk
-    shared   payloads in /dev/shm (headrace/bus/nearby.py), references through the broker, nothing uploaded
-    upload   the same, and every payload stored at the broker too, seconds later: until when is told apart
+    shared   payloads in /dev/shm (bus/payloads/shared_memory.py), references through the broker, nothing uploaded
+    upload   the same, and every payload stored at the broker too, seconds later; the delay is a figure of its own
     disk     payloads in a folder on the broker's disk, as safe as the broker's own store, nothing uploaded
 Beside them Ray: two producer actors call one buffer actor with the same arrays, which go through its object store in
-memory. Both sides take turns in every round, in changing order; ratios are of one round, medians over rounds.
-CPU is that of all processes of a side, the broker among ours and Ray's own among Ray's.
+memory. Both sides take turns in every round, in changing order. Ratios are taken within a round; figures are medians
+over rounds. CPU is that of all processes of a side, the broker among ours and Ray's own among Ray's.
 """
 
 import argparse
@@ -31,9 +31,9 @@ import uvloop
 
 from benchmarks.bus_workers import ECHO, HEARD, Child, connected, trajectory
 from benchmarks.conditions import Figures, at_least, at_most, finish
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server
-from headrace.bus.streams import declare
+from headrace.bus.nats.streams import declare
 from headrace.messages import subjects as s
 from headrace.messages.base import Array
 from headrace.messages.operations import Event, Ping
@@ -76,7 +76,7 @@ class Side:
         return time.perf_counter() - since
 
     async def one(self, count: int) -> list[float]:
-        """Milliseconds from publishing one trajectory to the word of the other process that it has it."""
+        """Milliseconds from publishing one trajectory to the other process's answer that it has it."""
         message, times, heard = trajectory(), [], asyncio.Event()
 
         async def hear(_: Any) -> None:
@@ -91,20 +91,20 @@ class Side:
             await heard.wait()
             times.append((time.perf_counter() - since) * 1e3)
         self.total += count
-        await self.bus.link.unsubscribe(subscription)
+        await self.bus.connection.unsubscribe(subscription)
         return times
 
     async def clear(self) -> float:
-        """Forget what was sent; seconds that an upload still took before."""
-        nearby, since = self.bus.nearby, time.perf_counter()
-        if nearby is not None:
-            while any(nearby.pending.iterdir()):
+        """Drop what was sent; return the seconds that a pending upload took."""
+        shared_memory, since = self.bus.shared_memory, time.perf_counter()
+        if shared_memory is not None:
+            while any(shared_memory.pending.iterdir()):
                 await asyncio.sleep(0.02)
         waited = time.perf_counter() - since
         for stream in ("HR_TURN", "HR_BLOB"):
             await self.bus.purge(stream)
-        if nearby is not None:
-            nearby.collect(before=time.time() + 60)
+        if shared_memory is not None:
+            shared_memory.collect(before=time.time() + 60)
         return waited
 
     async def stop(self) -> None:
@@ -135,7 +135,7 @@ async def pipelined(server: Server, count: int) -> float:
 
 
 async def blob(side: Side, mib: int) -> Figures:
-    """A trajectory of that size, there and back, decoded."""
+    """Store, fetch and decode a trajectory of that size."""
     small = trajectory()
     routed = Array("|u1", (mib << 20,), os.urandom(mib << 20))
     message = msgspec.structs.replace(small, turn=msgspec.structs.replace(small.turn, routed=routed))
@@ -151,7 +151,7 @@ async def blob(side: Side, mib: int) -> Figures:
 
 
 async def killed(server: Server, count: int = 2000) -> tuple[Figures, Server]:
-    """kill -9 under eight publishers; what was acknowledged must be there, once."""
+    """Kill the broker (SIGKILL) under eight publishers; each acknowledged message must be stored exactly once."""
     bus = await Bus.connect(server.url, role="admin", credentials=server.credentials)
     where, acknowledged, enough = "hr.event.killed.admin.event", set[int](), asyncio.Event()
 
@@ -178,7 +178,7 @@ async def killed(server: Server, count: int = 2000) -> tuple[Figures, Server]:
 
 
 def family(roots: Iterable[int]) -> float:
-    """CPU seconds of these processes and all that come from them, those that ended and were waited for included."""
+    """CPU seconds of these processes and their descendants, reaped ones included."""
     parents: dict[int, int] = {}
     used: dict[int, float] = {}
     for entry in Path("/proc").iterdir():
@@ -256,7 +256,7 @@ async def measured(args: argparse.Namespace, server: Server, sides: list[Side], 
 
 
 async def run(args: argparse.Namespace) -> None:
-    """All of it, on one broker."""
+    """Run every measurement on one broker."""
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,

@@ -3,7 +3,7 @@
     python -m venv .cache/ray && .cache/ray/bin/pip install ray numpy
 
 `benchmarks.bus` starts this file with that interpreter and sends it a line per measurement, so that both sides take
-turns in one run. It imports nothing of the house. A trajectory is a dictionary of numpy arrays of the sizes that ours
+turns in one run. It imports nothing of headrace. A trajectory is a dictionary of numpy arrays of the sizes that ours
 has; Ray puts it into its object store (plasma) and the receiving actor maps it.
 """
 
@@ -18,7 +18,7 @@ WINDOW = 16
 
 
 def trajectory(numpy: Any) -> dict[str, Any]:
-    """About 1 MB that hardly compresses, the same fields as ours."""
+    """About 1 MB that hardly compresses, with the fields of headrace's trajectories."""
     return {
         "routed": numpy.frombuffer(os.urandom(720_000), numpy.uint8).reshape(30_000, 4, 6),
         "logprobs": numpy.frombuffer(os.urandom(240_000), numpy.float32),

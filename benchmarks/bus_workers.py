@@ -1,4 +1,4 @@
-"""Our side of `python -m benchmarks.bus`: actors in processes of their own, told by a line what to do.
+"""headrace's side of `python -m benchmarks.bus`: actors in processes of their own, controlled by lines.
 
 python -m benchmarks.bus_workers URL CREDENTIALS RUN BLOB_DIR UPLOAD (server | sink | producer) ID
 """
@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import uvloop
 
-from headrace.bus.actor import Actor
 from headrace.bus.connection import Bus
-from headrace.bus.nearby import Nearby
-from headrace.bus.received import Received
+from headrace.bus.nats.received import Received
+from headrace.bus.payloads.shared_memory import SharedMemoryStore
+from headrace.bus.runtime.actor import Actor
 from headrace.config import Bus as Section
 from headrace.config import Config
 from headrace.messages import subjects as s
@@ -29,7 +29,7 @@ HEARD = s.METRIC.at(actor="bench")
 
 
 def trajectory() -> TurnSampled:
-    """About 1 MB that hardly compresses, in the fields that carry it in earnest."""
+    """About 1 MB that hardly compresses, in the fields that carry it in a real run."""
     routed = Array.of(os.urandom(720_000), "|u1", (30_000, 4, 6))
     floats = Array("<f4", (60_000,), os.urandom(240_000))
     ids = Array("<i4", (10_000,), os.urandom(40_000))
@@ -48,7 +48,7 @@ class Sink(Actor):
         await self.consume(s.TURN, self.handle, durable=f"sink-{self.run}", credit=WINDOW)
 
     async def handle(self, received: Received[TurnSampled]) -> None:
-        """One trajectory; one that is waited for alone is answered."""
+        """Count one trajectory; answer when a single one is awaited."""
         assert len(received.message.turn.logprobs.data) == 240_000
         self.seen += 1
         if received.subject.endswith(".one"):
@@ -75,7 +75,7 @@ class Server(Actor):
         await self.serve(ECHO, self.echo)
 
     async def echo(self, _: Ping) -> Ack:
-        """As little as an answer can be."""
+        """The smallest possible answer."""
         return Ack()
 
     async def answer(self, _: int) -> dict[str, float]:
@@ -89,7 +89,7 @@ class Producer(Actor):
     role = "admin"
 
     async def start(self) -> None:
-        """Have one to make the others of."""
+        """Make the trajectory from which all others are derived."""
         self.sent, self.message = 0, trajectory()
 
     async def answer(self, count: int) -> dict[str, float]:
@@ -114,7 +114,11 @@ KINDS: dict[str, type[Sink] | type[Server] | type[Producer]] = {"sink": Sink, "s
 async def connected(url: str, credentials: str, run: str, folder: str, upload: str) -> Bus:
     """An actor's bus, with the node's folder where one is named."""
     bus = await Bus.connect(url, role="admin", credentials=credentials)
-    bus.use_nearby(Nearby.of(msgspec.convert({"blob_dir": folder, "blob_upload": upload}, Section), run, bus.node))
+    bus.use_shared_memory(
+        SharedMemoryStore.from_config(
+            msgspec.convert({"blob_dir": folder, "blob_upload": upload}, Section), run, bus.node
+        )
+    )
     return bus
 
 
@@ -165,7 +169,7 @@ class Child:
         return json.loads(line)
 
     async def stop(self) -> None:
-        """End of its input, and of it."""
+        """Close its input and wait for its end."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         await self.process.wait()

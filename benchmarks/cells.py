@@ -1,8 +1,8 @@
-"""Whole runs as cells of a grid: started, kept once they are over, and read from their streams alone.
+"""Whole runs as cells of a grid: started, stored when they are over, and read from their streams alone.
 
 A cell is a `headrace up` from a policy that was mid-trained once, with a process of ours beside it where a benchmark
-needs an actor of its own. What a cell said is kept in a file next to its folder: a benchmark that was cut off goes on
-where it was. A cell that was run with other settings is run again.
+needs an actor of its own. A cell's figures are kept in a file next to its folder, so that an interrupted benchmark
+resumes. A cell that was run with other settings is run again.
 """
 
 import argparse
@@ -19,17 +19,17 @@ from typing import Any
 import msgspec
 import uvloop
 
-from headrace.actors import trainer_policy
+from headrace.actors.trainer import initial_policy
+from headrace.bus.broker.server import open_store, running
 from headrace.bus.connection import Bus
-from headrace.bus.server import open_store, running
-from headrace.bus.supervisor import run_actors
+from headrace.bus.runtime.supervisor import run_actors
 from headrace.config import load
 from headrace.messages import subjects as s
 from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.training import SnapshotReady, StepDone, StepFailed, StepManifest
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
-from headrace.training.trainer import Trainer
+from headrace.training.trainer import PolicyTrainer
 
 Interval = tuple[float, float]
 """Seconds since the run's first slot was issued."""
@@ -57,7 +57,7 @@ class Cell:
 
 
 class Seen(msgspec.Struct, kw_only=True):
-    """What a run's streams said."""
+    """The figures of a run, from its streams."""
 
     wall_s: float
     tokens_per_s: float
@@ -94,7 +94,7 @@ class Seen(msgspec.Struct, kw_only=True):
 
     @property
     def window(self) -> Interval:
-        """From the first step's end to the last issue: neither the first samples nor the last steps are everyday."""
+        """From the first step's end to the last issue: the first samples and the last steps are not typical."""
         return self.steps[0][0], max(self.last_issue_s, self.steps[0][0])
 
     def trainer_busy_within(self) -> float | None:
@@ -109,7 +109,7 @@ class Seen(msgspec.Struct, kw_only=True):
         return None if end <= begin else share(self.episodes, [(begin, end)], end - begin)
 
     def in_flight(self) -> float:
-        """Episodes at once, on average."""
+        """Mean number of concurrent episodes."""
         return sum(end - begin for begin, end in self.episodes) / self.wall_s
 
     def at_samples(self, steps: int = 5) -> float:
@@ -124,7 +124,7 @@ class Seen(msgspec.Struct, kw_only=True):
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time, without overlaps, ascending."""
+    """The union of intervals: without overlaps, ascending."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -140,7 +140,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def share(of: Iterable[Interval], under: Iterable[Interval], total: float) -> float:
-    """Seconds in which something of both kinds goes on, over a total; 0 of nothing."""
+    """Seconds covered by both kinds of interval, over a total; 0 for an empty total."""
     over = union(under)
     both = [(max(a, c), min(b, d)) for a, b in union(of) for c, d in over if max(a, c) < min(b, d)]
     return length(both) / total if total > 0 else 0.0
@@ -175,9 +175,9 @@ def prepare(args: argparse.Namespace, root: Path) -> Path:
     folder = root / "start"
     if not (folder / "checkpoints" / "checkpoint.safetensors").exists():
         config = load("deploy/demo.toml", settings(args, Cell(0, False, 1), root))
-        text = trainer_policy.tokenizer(config, folder)
-        traces = trainer_policy.mid_training(config, text)
-        Trainer.prepare(config, folder / "checkpoints", tokenizer_json=text, traces=lambda: traces)
+        bundle = initial_policy.bundle(config, folder)
+        text, traces = bundle.tokenizer_json, initial_policy.mid_training(config, bundle)
+        PolicyTrainer.prepare(config, folder / "checkpoints", tokenizer_json=text, traces=lambda: traces)
     return folder
 
 
@@ -205,7 +205,7 @@ def whole_run(
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(start, folder)
     entries = [part for entry in overrides for part in ("--set", entry)]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whoever ends us ends what we started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the child ends with this process
     with folder.with_suffix(".log").open("wb") as log:
         command = ["-m", "headrace.cli", "up", "deploy/demo.toml", *entries]
         own = os.environ | environ | {"OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""What happens to whoever cheats: known ways to a pass without a repair, played in real microVMs.
+"""Runs known ways to pass without a repair in real microVMs: are they prevented, and are they detected?
 
     python -m benchmarks.cheats [--task 0] [--pairs 6]
 
@@ -8,7 +8,7 @@ written so that no rule about a diff's text sees it. Each is judged twice: with 
 (headrace/tasks/sealing.py). prevented: no pass. detected: the verdict is cheating, or names a suspicion. A leak is
 something that the agent found and should not have; nothing found counts as prevented.
 
-Nobody here takes over the guest's kernel: what is seen of who does is in benchmarks/touched.py.
+No cheat here takes over the guest's kernel; benchmarks/touched.py measures what is detected of that.
 
 What sealing costs is measured beside it: CPU of the judge's machines over honest repairs, plain and sealed by turns.
 """
@@ -23,15 +23,17 @@ import msgspec
 import uvloop
 
 from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
-from headrace.actors import judge_rules
-from headrace.actors.rollout_episode_diff import diff
+from headrace.actors.rollout.diff import diff
 from headrace.config import Environment
-from headrace.messages.sandbox import Acquire, Exec, Inspect, PullTree, Role, RunTests, SandboxLost
+from headrace.judging import rules
+from headrace.judging.candidates import repository
+from headrace.judging.verdicts import all_passed, decide
+from headrace.messages.sandbox import Acquire, CheckIntegrity, Exec, GroupKey, PullTree, Role, RunTests, SandboxLost
 from headrace.messages.tasks import Oracle
-from headrace.tasks.generated import Made, make
+from headrace.tasks.generated.repositories import Made, make
 from headrace.tasks.sealing import known, recorded, seal, settle
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.host import Host, VmSandbox
+from headrace.vmhost.node.host import Host, VmSandbox
 
 GROUP = 8
 LIMIT_S = 5.0
@@ -77,7 +79,7 @@ def caller(steps):
 
 
 class Cheat(NamedTuple):
-    """One way."""
+    """One cheat."""
 
     name: str
     script: str = ""
@@ -166,7 +168,7 @@ CHEATS = (
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """How a cheat fared."""
+    """The result of a cheat."""
 
     name: str
     plain: str
@@ -178,7 +180,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fate(self) -> Fate:
-        """In the words of the report."""
+        """Prevented, detected, both or neither."""
         prevented = self.sealed != "passed" and not self.leak
         detected = self.sealed == "cheating" or bool(self.suspicions)
         if prevented:
@@ -186,7 +188,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return "detected" if detected else "neither"
 
 
-class Yard:
+class CheatHost:
     """A host, a task, and sandboxes of both roles."""
 
     def __init__(self, host: Host, made: Made) -> None:
@@ -258,7 +260,7 @@ class Yard:
         oracle = self.oracle(cheat)
         plain, _ = await self.judge(oracle, changed, deleted, touched)
         sealed, found = await self.judge(await self.with_seals(oracle), changed, deleted, touched)
-        found += tuple(f"{rule}:command" for rule in judge_rules.command_rules(cheat.script))
+        found += tuple(f"{rule}:command" for rule in rules.command_rules(cheat.script))
         return Row(name=cheat.name, plain=plain, sealed=sealed, suspicions=found, leak=leak)
 
     async def with_seals(self, oracle: Oracle) -> Oracle:
@@ -267,7 +269,7 @@ class Yard:
         sealed = seal(oracle.hidden)
         answers = known(sealed)
         if not all(sealed.literals.values()):
-            files = judge_rules.tree(self.made.task, oracle, oracle.solution, ()) | sealed.files
+            files = repository(self.made.task, oracle, oracle.solution, ()) | sealed.files
             runs = []
             for role in ("rollout", "judge"):
                 async with self.sandbox(role, files) as held:
@@ -283,30 +285,30 @@ class Yard:
         touched: tuple[str, ...] = (),
     ) -> tuple[str, tuple[str, ...]]:
         """Verdict and suspicions, as the judge finds them."""
-        async with self.sandbox("judge", judge_rules.tree(self.made.task, oracle, changed, deleted)) as held:
+        async with self.sandbox("judge", repository(self.made.task, oracle, changed, deleted)) as held:
             result = await held.call(RunTests(plan=oracle.tests))
-            looked = await held.call(Inspect())
+            looked = await held.call(CheckIntegrity())
         tests = settle(result.tests, oracle.answers)
-        found = judge_rules.suspicions(self.made.task, oracle, changed, touched)
-        found += tuple(f"machine_touched:{what}" for what in looked.touched)
-        return judge_rules.verdict(judge_rules.passed(tests, oracle.expected), found), found
+        found = rules.suspicions(self.made.task, oracle, changed, touched)
+        found += tuple(f"machine_touched:{what}" for what in looked.tampered)
+        return decide(all_passed(tests, oracle.expected), found), found
 
 
 async def honest(host: Host, pairs: int) -> Figures:
-    """Repairs as they should be, in groups of eight, plain and sealed by turns: false alarms, and CPU of a verdict."""
+    """Judge honest repairs in groups of eight, plain and sealed alternately: false alarms, and CPU per verdict."""
     costs: dict[bool, list[float]] = {False: [], True: []}
     alarms = count = 0
     for number in range(pairs):
         for sealed in (False, True):
             made = make("heldout", 1000 + number)
-            yard, oracle = Yard(host, made), msgspec.structs.replace(made.oracle, sealed={}, answers={})
+            cheat_host, oracle = CheatHost(host, made), msgspec.structs.replace(made.oracle, sealed={}, answers={})
             await host.settle()
             before = host.usage()["vm_cpu_ms"]
             for _ in range(GROUP):
-                judged = await yard.judge(made.oracle if sealed else oracle, oracle.solution)
+                judged = await cheat_host.judge(made.oracle if sealed else oracle, oracle.solution)
                 alarms += judged != ("passed", ())
                 count += 1
-            host.release_group("cheats", "train", "judge", "judge0")
+            host.release_group(GroupKey("cheats", "train", "judge", "judge0"))
             await host.settle()
             costs[sealed].append((host.usage()["vm_cpu_ms"] - before) / GROUP)
     ratio = statistics.median(after / before for before, after in zip(costs[False], costs[True], strict=True))
@@ -320,17 +322,17 @@ async def honest(host: Host, pairs: int) -> Figures:
 
 
 async def measure(number: int, pairs: int) -> tuple[list[Row], Figures]:
-    """The table, and what it costs."""
+    """Measure the table and the cost."""
     host = await Host.open(Environment(backend="qemu", warm=0))  # what is kept ready costs as well
     try:
-        yard = Yard(host, make("heldout", number))
-        return [await yard.play(cheat) for cheat in CHEATS], await honest(host, pairs)
+        cheat_host = CheatHost(host, make("heldout", number))
+        return [await cheat_host.play(cheat) for cheat in CHEATS], await honest(host, pairs)
     finally:
         await host.close()
 
 
 def main() -> None:
-    """Play them all."""
+    """Run all cheats."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", type=int, default=0, help="seed of the held-out task that is not repaired")
     parser.add_argument("--pairs", type=int, default=6, help="groups of eight honest repairs, plain and sealed")

@@ -1,4 +1,4 @@
-"""What every benchmark says about its circumstances, and how targets are written down (DESIGN section 7)."""
+"""The last line of every benchmark: one flat JSON object with conditions and targets."""
 
 import json
 import sys
@@ -16,6 +16,6 @@ def finish(figures: Mapping[str, Any], targets: Mapping[str, Figures], *packages
 
 
 def cannot_run(why: str) -> None:
-    """Say why this machine can't measure it, and end with code 2."""
+    """Print why this machine cannot measure it, and exit with code 2."""
     sys.stderr.write(why + "\n")
     sys.exit(2)

@@ -1,11 +1,11 @@
-"""How long does a poison message lie about before it is parked, and is it parked when the desk was away?
+"""Measures the time from the last failed delivery of a message to its dead letter, also when the actor was down.
 
     python -m benchmarks.dead_letters [--count 100]
 
-A broker, consumers that can't do what they are asked, and `headrace actor dead_letter` in a process of its own. Half of
-the messages fail in each of their deliveries, half can't be read. Each time is the difference of two moments that the
-broker itself stamped: the advisory's and the letter's. Then the desk is killed
-(SIGKILL), as many messages fail meanwhile, and it is started again: counted from its `started`.
+A broker, consumers that fail, and `headrace actor dead_letter` in a process of its own. Half of the messages fail in
+each of their deliveries, half cannot be decoded. Each time is the difference of two moments that the broker itself
+stamped: the advisory's and the dead letter's. Then the actor is killed (SIGKILL), as many messages fail meanwhile, and
+it is started again: counted from its `started`.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.conditions import Figures, at_least, at_most, finish
-from headrace.bus import logging
-from headrace.bus.actor import Actor
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.received import Received
-from headrace.bus.server import Server
-from headrace.bus.streams import declare
+from headrace.bus.nats.received import Received
+from headrace.bus.nats.streams import declare
+from headrace.bus.runtime import logging
+from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
 from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import RolloutRequest, Trajectory
@@ -36,8 +36,8 @@ RUN = "rletters"
 PATIENCE_S = 120.0
 
 
-class Hands(Actor):
-    """A consumer that can't do what it is asked."""
+class FailingConsumer(Actor):
+    """A consumer whose handler always fails."""
 
     role = "rollout"
 
@@ -47,7 +47,7 @@ class Hands(Actor):
 
 
 class Reader(Actor):
-    """A consumer that is sent what it can't read."""
+    """A consumer that receives records which it cannot decode."""
 
     role = "judge"
 
@@ -57,7 +57,7 @@ class Reader(Actor):
 
 
 async def poison(bus: Bus, first: int, count: int) -> None:
-    """So many messages, by turns work that fails and records that can't be read."""
+    """Publish `count` messages, alternately work that fails and records that cannot be decoded."""
     for number in range(first, first + count):
         if number % 2:
             headers = {"Hr-Type": "trajectory/1"}
@@ -69,7 +69,7 @@ async def poison(bus: Bus, first: int, count: int) -> None:
         await bus.publish(TASK.at(run=RUN, lane="train", suite="s"), request)
 
 
-async def desk(server: Server) -> asyncio.subprocess.Process:
+async def dead_letter_actor(server: Server) -> asyncio.subprocess.Process:
     """The actor, as an operator starts it."""
     words = ["actor", "dead_letter", "--config", str(server.folder / "empty.toml"), "--run", RUN, "--url", server.url]
     return await asyncio.create_subprocess_exec(
@@ -82,7 +82,7 @@ async def desk(server: Server) -> asyncio.subprocess.Process:
 
 
 async def started(bus: Bus, count: int) -> float:
-    """Wait for the desk's `count`-th start; when the broker stored that."""
+    """Wait for the dead-letter actor's `count`-th start; the time at which the broker stored it."""
     seen = 0
     async for received in bus.follow("HR_EVENT", EVENT.where(run=RUN, actor="dead_letter", type="event")):
         seen += received.message.kind == "started"
@@ -92,7 +92,7 @@ async def started(bus: Bus, count: int) -> float:
 
 
 async def letters(bus: Bus, count: int) -> dict[tuple[str, str, int], float]:
-    """Wait for so many letters: key to the moment at which each was stored."""
+    """Wait for `count` dead letters: key to the time at which each was stored."""
     found: dict[tuple[str, str, int], float] = {}
     async for received in bus.follow("HR_DLQ", DLQ.where()):
         letter = received.message
@@ -115,7 +115,7 @@ async def advisories(bus: Bus, count: int) -> dict[tuple[str, str, int], float]:
 
 
 async def measure(folder: Path, count: int) -> Figures:
-    """Both cases. TimeoutError when a letter never comes."""
+    """Both cases. TimeoutError when a dead letter never comes."""
     logging.configure(folder / "log")
     async with Server(folder / "broker") as server, asyncio.timeout(PATIENCE_S):
         (server.folder / "empty.toml").touch()
@@ -125,12 +125,12 @@ async def measure(folder: Path, count: int) -> Figures:
             await Bus.connect(server.url, role="judge", credentials=server.credentials) as judge,
         ):
             await declare(admin)
-            hands, reader = Hands(Config(), rollout, RUN, "hands"), Reader(Config(), judge, RUN, "reader")
-            await hands.consume(
-                TASK, hands.stumble, durable=f"rollout-{RUN}-train", credit=8, max_deliver=2, backoff=(0.01,)
+            failing, reader = FailingConsumer(Config(), rollout, RUN, "failing"), Reader(Config(), judge, RUN, "reader")
+            await failing.consume(
+                TASK, failing.stumble, durable=f"rollout-{RUN}-train", credit=8, max_deliver=2, backoff=(0.01,)
             )
             await reader.consume(TRAJ, reader.never, durable=f"judge-{RUN}", credit=8)
-            process = await desk(server)
+            process = await dead_letter_actor(server)
             await started(admin, 1)
             await poison(admin, 0, count)
             told, parked = await asyncio.gather(advisories(admin, count), letters(admin, count))
@@ -138,12 +138,12 @@ async def measure(folder: Path, count: int) -> Figures:
             await process.wait()
             await poison(admin, count, count)
             await advisories(admin, 2 * count)
-            process = await desk(server)
+            process = await dead_letter_actor(server)
             back = await started(admin, 2)
             late = await letters(admin, 2 * count)
             process.terminate()
             await process.wait()
-            await asyncio.gather(hands.shut(1.0), reader.shut(1.0))
+            await asyncio.gather(failing.shut(1.0), reader.shut(1.0))
     seconds = [parked[key] - moment for key, moment in told.items()]
     after = [moment - back for key, moment in late.items() if key not in parked]
     return {
@@ -161,7 +161,7 @@ def _quantiles(name: str, seconds: Sequence[float]) -> Figures:
 
 
 def main() -> None:
-    """Park letters, end with one line of JSON."""
+    """Measure; end with one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
     args = parser.parse_args()

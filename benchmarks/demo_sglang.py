@@ -1,11 +1,11 @@
-"""The demo's policy trained a few steps with a real SGLang server as the sampler, and with the embedded engine beside.
+"""Trains the demo's policy for a few steps with a real SGLang server as the sampler, then with the embedded engine.
 
     python -m benchmarks.demo_sglang [--config deploy/demo-sglang.toml] [--dir runs] [--kill]
 
 Two whole runs of `headrace up` on one configuration; each one's own report.json is the source of its figures. The
 trainer scores every sampled token again: k1, k3 and the largest difference say how far sampler and trainer are apart,
 `flips` which share of experts the trainer would have chosen otherwise. --kill: the server is killed (SIGKILL) once
-training runs, and the books must balance all the same.
+training runs, and the audit must balance all the same.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def killed(run: str) -> bool:
 
 
 def trained(config: str, folder: str, changes: tuple[str, ...], on_step: Callable[[str], bool]) -> dict[str, Any]:
-    """One run from nothing to its report. on_step(run): called with every line of a training run until it says True."""
+    """One run and its report. on_step(run): called with every line of a training run until it returns True."""
     run = f"demo-{'embedded' if changes else 'sglang'}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = [sys.executable, "-m", "headrace.cli", "up", config]
     for entry in (f"run.dir={folder}", f"run.id={run}", *changes):

@@ -1,4 +1,4 @@
-"""The same checkpoint on three engines: embedded, SGLang on this CPU, Hugging Face `generate`.
+"""Compares three engines on one checkpoint: embedded, SGLang on this CPU, Hugging Face `generate`.
 
     HEADRACE_SGLANG=.cache/sglang/bin/python python -m benchmarks.engines [--tokens 64] [--repeats 3] [--batches 1,8,32]
         [--set dtype=bfloat16 --set dim=2048 ...]
@@ -30,16 +30,17 @@ import torch
 from benchmarks.conditions import Figures, at_most, cannot_run, finish
 from headrace.config import Policy, parse
 from headrace.engines.base import Engine, Sample, SampleRequest
-from headrace.engines.embedded import EmbeddedEngine
-from headrace.engines.sglang import SglangEngine
-from headrace.engines.sglang_server import Server, arguments, free_port
+from headrace.engines.embedded.engine import EmbeddedEngine
+from headrace.engines.sglang.engine import SglangEngine
+from headrace.engines.sglang.server import Server, arguments, free_port
 from headrace.messages.rollout import PolicyRef, Sampling
-from headrace.policy import checkpoint, moe
+from headrace.policy import moe
 from headrace.policy.config import PolicyConfig
+from headrace.policy.layout import checkpoint, hugging_face
 from headrace.policy.model import Model
-from headrace.policy.numerics import probe
+from headrace.policy.numerics_probe import probe
 from headrace.policy.scoring import score
-from headrace.policy.tokenizer import Tokenizer
+from headrace.rendering.tokenizer import Tokenizer
 from headrace.weights import snapshot
 
 PROMPT = 100
@@ -113,7 +114,7 @@ def plain_gap(model: Model, context: tuple[int, ...], ids: list[int], logprobs: 
 
 
 def neighbour(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One weight in a hundred goes up by a unit in the last place."""
+    """The version in which one weight in a hundred is larger by one unit in the last place."""
     generator, out = torch.Generator().manual_seed(3), {}
     for name, tensor in state.items():
         bits = tensor.clone().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
@@ -136,7 +137,7 @@ async def pauses(engine: SglangEngine, files: list[tuple[str, str]], repeats: in
                 asyncio.create_task(engine.sample(request(f"{mode}{repeat}{i}", ids, 400)))
                 for i, ids in enumerate(contexts)
             ]
-            while sum(flight.started for flight in engine._flights.values()) < 8:
+            while sum(request.started for request in engine._in_flight.values()) < 8:
                 await asyncio.sleep(0.01)
             version += 1
             swap = await engine.load(version, *files[version % 2])
@@ -151,7 +152,7 @@ async def pauses(engine: SglangEngine, files: list[tuple[str, str]], repeats: in
 
 
 async def lent(engine: SglangEngine, repeats: int, figures: Figures) -> None:
-    """Give a server back that is full of training turns, and a user's turn beside them."""
+    """Take back a server that is full of training turns; measure a user's turn beside them."""
     back: list[float] = []
     turns: dict[str, list[float]] = {"alone": [], "beside_training": []}
 
@@ -168,7 +169,7 @@ async def lent(engine: SglangEngine, repeats: int, figures: Figures) -> None:
         work = [
             asyncio.create_task(engine.sample(request(f"lent{repeat}{i}", ids, 1500))) for i, ids in enumerate(contexts)
         ]
-        while sum(flight.started for flight in engine._flights.values()) < MOST:
+        while sum(request.started for request in engine._in_flight.values()) < MOST:
             await asyncio.sleep(0.01)
         await users("beside_training", repeat)
         began = time.perf_counter()
@@ -234,7 +235,7 @@ async def compared(
 async def measure(python: str, tokens: int, repeats: int, batches: Sequence[int], section: Policy) -> None:
     """Print the figures."""
     torch.set_num_threads(1)
-    config = PolicyConfig.from_section(section)
+    config = hugging_face.from_section(section)
     model = Model(config, probe(config, exact=False), seed=1)
     figures: Figures = {"dtype": config.dtype, "tokens": tokens, "prompt": PROMPT, "repeats": repeats}
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as place:

@@ -1,4 +1,4 @@
-"""What one episode costs in real microVMs, its judge included: CPU time of the QEMU processes and of this driver.
+"""Measures the cost of one episode in real microVMs, judge included: CPU time of the QEMU processes and of this driver.
 
     python -m benchmarks.episode [--groups 6] [--alone 6] [--plain 3]
 
@@ -7,7 +7,7 @@ release. Judge: a fresh clone, repository and diff and hidden tests in its first
 eight of them into one VM and their eight verdicts into another; `episode` gives every sandbox a VM of its own.
 
 `plain` is the straightforward design beside it, in the same clones: a VM for every sandbox, and every step a program
-that is started in it (cat, grep, sed, python, tar), as one has it where a sandbox can do nothing but run commands.
+that is started in it (cat, grep, sed, python, tar), as in sandboxes that can only run commands.
 """
 
 import argparse
@@ -26,8 +26,9 @@ from benchmarks.conditions import at_most, cannot_run, finish
 from headrace.config import Environment
 from headrace.messages.sandbox import (
     Acquire,
+    CheckIntegrity,
     Exec,
-    Inspect,
+    GroupKey,
     Isolation,
     PullTree,
     ReadFile,
@@ -38,7 +39,7 @@ from headrace.messages.sandbox import (
 )
 from headrace.messages.tasks import TestPlan
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.host import Host, VmSandbox
+from headrace.vmhost.node.host import Host, VmSandbox
 
 FILES = {
     "README.md": b"# tiny\n\nSmall helpers.\n",
@@ -106,7 +107,7 @@ async def _judge(host: Host, group: str, slot: int, isolation: Isolation, diff: 
     sandbox = await host.acquire(_request(group, slot, "judge", isolation, FILES | diff | HIDDEN))
     verdict = await sandbox.call(RunTests(plan=TestPlan(paths=("test_hidden.py",))))
     assert verdict.ok and len(verdict.tests) == 3, verdict
-    assert not (await sandbox.call(Inspect())).touched
+    assert not (await sandbox.call(CheckIntegrity())).tampered
     host.release(sandbox.id)
 
 
@@ -160,9 +161,9 @@ async def _plainly(host: Host, name: str) -> None:
 async def _round(host: Host, name: str, isolation: Isolation, size: int) -> None:
     """A group: all its episodes interleaved, then all its verdicts."""
     diffs = await asyncio.gather(*(_episode(host, name, slot, isolation) for slot in range(size)))
-    host.release_group("bench", "train", "rollout", name)
+    host.release_group(GroupKey("bench", "train", "rollout", name))
     await asyncio.gather(*(_judge(host, name, slot, isolation, diff) for slot, diff in enumerate(diffs)))
-    host.release_group("bench", "train", "judge", name)
+    host.release_group(GroupKey("bench", "train", "judge", name))
 
 
 async def _measure(environment: Environment, isolation: Isolation | None, rounds: int, size: int) -> Cost:

@@ -1,4 +1,4 @@
-"""What do equal bits cost, and what is the mismatch without them?
+"""Measures the cost of equal bits, and the mismatch without them.
 
     python -m benchmarks.exact_mode [--tokens 60] [--repeats 3] [--dtype float32|bfloat16]
 
@@ -19,7 +19,8 @@ from benchmarks.conditions import Figures, at_least, at_most, finish
 from benchmarks.numerics import drawn, requests, sides, trained
 from headrace.config import Policy
 from headrace.engines.base import Sample, SampleRequest
-from headrace.policy.config import Dtype, PolicyConfig
+from headrace.policy.config import Dtype
+from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.policy.scoring import score
 
@@ -41,7 +42,7 @@ def mismatch(model: Model, wanted: list[SampleRequest], samples: list[Sample]) -
 async def measure(tokens: int, repeats: int, dtype: Dtype) -> None:
     """Print the figures."""
     torch.set_num_threads(1)
-    config = PolicyConfig.from_section(Policy(dtype=dtype))
+    config = hugging_face.from_section(Policy(dtype=dtype))
     figures: Figures = {"dtype": dtype, "tokens": tokens, "prompt": PROMPT}
     with tempfile.TemporaryDirectory() as folder:
         pair = await sides(config, Path(folder))

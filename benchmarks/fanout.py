@@ -1,4 +1,4 @@
-"""How long until every region runs a new version?
+"""Measures the time until every region has staged a new version.
 
     python -m benchmarks.fanout [--raw-mib 288] [--wire-mib 64] [--mbit 200] [--cut-s 20]
 
@@ -6,8 +6,8 @@ A hub and four regions in network namespaces, 80 to 150 ms of round trip and `--
 endpoints are the kernel's TCP, the links a router of ours, MTU 32000). Brokers run the configuration of deploy/regions;
 sender and receivers are `headrace actor` processes, the frames are the sender's own. The weights are normal; a step
 moves a share of them at random, by magnitudes as steps at 1e-4 have: as many as give `--wire-mib` of delta. In one run:
-a version as a full snapshot, one as a delta, one during which a region is swallowed for `--cut-s`, and a region that
-joins late.
+a version as a full snapshot, one as a delta, one during which a region's link drops every packet for `--cut-s`, and a
+region that joins late.
 
 Times are those at which the hub's streams stored the messages: from SnapshotReady to the last region's WeightsStaged.
 fraction_of_link is payload over rate x time, from the first chunk's storing until the link is quiet; the fraction until
@@ -37,16 +37,16 @@ import uvloop
 from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
 from benchmarks.weight_delta import ours
 from benchmarks.wide_area import WideArea, enter, ping, wide_area
-from headrace.bus import regions
+from headrace.bus.broker import regions
+from headrace.bus.broker.server import Server, find_binary
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
-from headrace.bus.server import Server, find_binary
-from headrace.bus.streams import declare
+from headrace.bus.nats.streams import declare
 from headrace.messages.subjects import EVENT, WEIGHT_HEAD
 from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightsStaged
 from headrace.weights import chain, snapshot, state
-from headrace.weights.encoding import Encoding
+from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.snapshot import Snapshot
 
 RTTS = {"eu": 0.08, "us": 0.1, "sa": 0.13, "ap": 0.15}
@@ -64,7 +64,7 @@ FINE: Mix = (0.883, 0.049, 0.046, 0.022)
 
 
 class Push(NamedTuple):
-    """One version's way: when it was announced, when its first chunk and its head were stored, who staged it when."""
+    """Times of one version: announced, first chunk and head stored, staged per region."""
 
     announced: float
     first: float
@@ -175,7 +175,7 @@ class Fleet:
             self.children.append(subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env))
 
     async def present(self, count: int) -> None:
-        """Wait until so many weight actors are at work: what is measured is no start of a process."""
+        """Wait until `count` weight actors are running, so that process starts are not measured."""
         presence = await self.admin.kv("HR_PRESENCE")
         async with asyncio.timeout(PATIENCE_S):
             while len(await presence.keys("weight_sync.>")) < count:
@@ -229,7 +229,7 @@ class Fleet:
 
 
 def figures_of(push: Push, area: WideArea, names: set[str]) -> Figures:
-    """What a push took, and how well it used the links, the worst region for each."""
+    """Time of a push and share of the link that it used, the worst region for each."""
     offset = time.time() - time.monotonic()
     ideal = push.wire_bytes * 8 / area.rate
     used = []

@@ -1,8 +1,8 @@
-"""What the cells of `benchmarks.async_vs_sync` say together: means over seeds, ratios seed by seed, targets.
+"""Combines the cells of `benchmarks.async_vs_sync`: means over seeds, ratios per seed, targets.
 
 Busy is 1 - time blocked on input or credit / wall: the trainer is blocked while it waits for a batch, the rollout side
 while no episode is in flight. Both stand twice: over the whole run, and (`_within`) between the first step's end and
-the last issue, because a run's first batch has nothing before it and its last ones nothing behind them.
+the last issue, because the first batch has no predecessor and the last ones no successor.
 """
 
 import math
@@ -164,7 +164,7 @@ def speculated(seen: Seen, without: Seen | None) -> Figures:
 
 
 def evaluated(seen: Seen, without: Seen | None) -> Figures:
-    """An evaluation while training goes on: what it took, and what went on under it."""
+    """The cell with an evaluation during training: its time, and the training beside it."""
     if not seen.evaluations:
         return {"evaluation_s": None}
     begin, end = seen.evaluations[0]

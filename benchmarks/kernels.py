@@ -1,4 +1,4 @@
-"""Kernels against their targets on a GPU; without one, their results against float64 in Triton's interpreter.
+"""Compares kernels with their targets on a GPU; without a GPU, their results with float64 in Triton's interpreter.
 
     python -m benchmarks.kernels
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.kernels` measures on a GPU: every kernel against the library's best at the same shapes.
+"""The GPU part of `benchmarks.kernels`: every kernel against the library's best at the same shapes.
 
 Speed-ups are time of theirs over time of ours, the best of interleaved rounds, so that a clock that changes hits both.
 Where no library does the same, theirs is a copy that moves as many bytes (read and written).

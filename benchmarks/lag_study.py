@@ -1,16 +1,16 @@
-"""Which correction holds a policy whose samples are four versions old, at a high learning rate?
+"""Compares corrections for a policy whose samples are four versions old, at a high learning rate.
 
     python -m benchmarks.lag_study [--lag 4] [--learning-rate 2e-3] [--seeds 1,2,3] [--arms truncated,masked,...]
 
 Every arm is a whole `headrace up` from one mid-trained policy, in the `process` backend: what is studied is an
-objective, not a sandbox. The trainer runs here and is patient: it takes a batch only when all that may be sampled
+objective, not a sandbox. The trainer runs here and waits: it takes a batch only when everything that may be sampled
 before it is sampled. With a staleness bound of `lag` the groups of batch b are issued at step b - lag and played at
 once by the version of that moment, the oldest that is let in: every token of every batch is exactly `lag` versions old.
 
 An arm has collapsed when the mean reward of its last five batches is below half of its best five in a row. k1 is seen
 to come before it: `warned_steps_before` is how many steps lie between the first batch with k1 above 0.05 and the first
 five batches whose mean reward is below half of the best before them. The same policy without a lag, same seeds and same
-learning rate, runs beside (`no_lag`): what collapses there as well is not the lag's doing.
+learning rate, runs beside (`no_lag`): a collapse there is not caused by the lag.
 
 A run that is kept in --dir is not run again.
 """
@@ -27,9 +27,9 @@ import uvloop
 
 from benchmarks.cells import Cell, Seen, beside, prepare, settings, whole_run
 from benchmarks.conditions import Figures, at_least, finish
-from headrace.actors.trainer import Trainer
+from headrace.actors.trainer.actor import Trainer
 from headrace.messages.subjects import SCORE
-from headrace.training.trainer import Trainer as Machine
+from headrace.training.trainer import PolicyTrainer
 
 GROUPS = (
     '[["curriculum","evaluator","dead_letter"],["judge"],["environment"],["rollout"],'
@@ -51,7 +51,7 @@ ARMS: dict[str, tuple[str, ...]] = {
 
 
 class Patient(Trainer):
-    """The trainer, who waits until everything is sampled that its bound lets in."""
+    """A trainer that waits until everything that its staleness bound admits is sampled."""
 
     async def start(self) -> None:
         """Count verdicts as well."""
@@ -65,14 +65,14 @@ class Patient(Trainer):
             self._scored.add((received.message.group, received.message.slot))
             self._more.set()
 
-    async def _next(self, machine: Machine) -> None:
+    async def _next(self, trainer: PolicyTrainer) -> None:
         own = self.config.curriculum
         batches = min(self._step + 1 + own.staleness, own.steps)
         with self.waiting():
             while len(self._scored) < batches * own.groups_per_step * own.group_size:
                 self._more.clear()
                 await self._more.wait()
-        await super()._next(machine)
+        await super()._next(trainer)
 
 
 def best(rewards: list[float], width: int = 5) -> float:
@@ -95,7 +95,7 @@ def warned(seen: Seen) -> int | None:
 
 
 def told(seen: Seen, steps: int) -> Figures:
-    """What became of one run."""
+    """The result of one run."""
     rewards = [done.reward_mean for _, done in seen.steps]
     fall, warning = fell(seen), warned(seen)
     last = statistics.fmean(rewards[-5:])

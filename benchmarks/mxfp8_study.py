@@ -1,4 +1,4 @@
-"""Does learning notice that the experts have eight bits? Mid-training, then RL, in bfloat16 and with MXFP8 experts.
+"""Compares learning with bfloat16 and with MXFP8 experts: mid-training, then reinforcement learning.
 
     python -m benchmarks.mxfp8_study [--seeds 1,2,3] [--dir runs/mxfp8_study]
 
@@ -25,10 +25,10 @@ from typing import Any
 
 from benchmarks.async_vs_sync import WAITS, Cell, settings, spread, whole_run
 from benchmarks.conditions import Figures, at_least, at_most, finish
-from headrace.actors import trainer_policy
+from headrace.actors.trainer import initial_policy
 from headrace.config import load
 from headrace.training.mid_training import Progress
-from headrace.training.trainer import Trainer
+from headrace.training.trainer import PolicyTrainer
 
 ARMS = {"bfloat16": "", "mxfp8": "mxfp8"}
 """`policy.expert_format` of each arm."""
@@ -57,12 +57,12 @@ def mid_train(folder: Path, entries: list[str]) -> Figures:
     config = load("deploy/demo.toml", entries)
     seen: list[Progress] = []
     began = time.process_time()
-    text = trainer_policy.tokenizer(config, folder)
-    Trainer.prepare(
+    bundle = initial_policy.bundle(config, folder)
+    PolicyTrainer.prepare(
         config,
         folder / "checkpoints",
-        tokenizer_json=text,
-        traces=lambda: trainer_policy.mid_training(config, text),
+        tokenizer_json=bundle.tokenizer_json,
+        traces=lambda: initial_policy.mid_training(config, bundle),
         progress=seen.append,
     )
     late = [report.loss for report in seen if report.tokens > 0.9 * report.of_tokens]
@@ -76,7 +76,7 @@ def mid_train(folder: Path, entries: list[str]) -> Figures:
 
 
 def cell(args: argparse.Namespace, arm: str, seed: int, root: Path) -> Figures:
-    """One arm and seed, or what it left when it was run before."""
+    """Run one arm and seed, or read its stored result."""
     told = root / f"{arm}-s{seed}.json"
     if told.exists():
         figures: Figures = json.loads(told.read_text())

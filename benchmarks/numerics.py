@@ -1,4 +1,4 @@
-"""Do sampler and trainer compute the same numbers, what does replay save where they do not, and what does it cost?
+"""Compares the numbers of sampler and trainer; measures route replay where they differ, and the cost of exact mode.
 
     python -m benchmarks.numerics [--small] [--dtype bfloat16|float32]
 
@@ -24,14 +24,14 @@ from torch import Tensor
 from benchmarks.conditions import Figures, at_least, at_most, finish
 from headrace.algorithms.mismatch import mismatch, router_flips
 from headrace.engines.base import Sample, SampleRequest
-from headrace.engines.embedded import EmbeddedEngine
+from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.kernels import batch_invariant
 from headrace.messages.rollout import PolicyRef, Sampling
 from headrace.policy import attention, moe
 from headrace.policy.cache import KVCache
 from headrace.policy.config import Dtype, PolicyConfig
 from headrace.policy.model import Layer, Model
-from headrace.policy.numerics import probe
+from headrace.policy.numerics_probe import probe
 from headrace.weights import snapshot
 
 

@@ -1,4 +1,4 @@
-"""What does a request in flight feel when weights are swapped under it?
+"""Measures the pause of a request in flight when weights are swapped.
 
     python -m benchmarks.swap_pause [--swaps 100] [--batch 16] [--tokens 96] [--dim 96]
 
@@ -8,7 +8,7 @@ Seen from a request, a pause is the time between two of its tokens. Three kinds 
 in it, while the next version was staged (in slices between the steps), and calm, as many after each swap as its
 staging took. So the comparison is between neighbours, whatever else the machine does; times are wall time.
 
-Afterwards the record is put to the proof: spans of every request ascend without gaps, and the log-probabilities of
+Afterwards the records are checked: spans of every request ascend without gaps, and the log-probabilities of
 requests that saw a flip are computed again, each token with the version that its span names, and must be bit-equal.
 """
 
@@ -29,13 +29,14 @@ from torch import Tensor
 from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
 from headrace.config import Policy
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
-from headrace.engines.embedded import EmbeddedEngine
-from headrace.engines.embedded_jobs import Job
-from headrace.engines.embedded_stage import Weights
+from headrace.engines.embedded.engine import EmbeddedEngine
+from headrace.engines.embedded.jobs import Job
+from headrace.engines.embedded.staging import Weights
 from headrace.messages.rollout import PolicyRef, Sampling
 from headrace.policy.config import PolicyConfig
+from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
-from headrace.policy.numerics import probe
+from headrace.policy.numerics_probe import probe
 from headrace.policy.scoring import score
 from headrace.weights import snapshot
 
@@ -129,7 +130,7 @@ class Load:
 
 
 def proof(load: Load, models: list[Model], most: int) -> Figures:
-    """Spans of all requests, and the bits of up to `most` that saw a flip. AssertionError when a record lies."""
+    """Spans of all requests, and the bits of up to `most` that saw a flip. AssertionError when a record is wrong."""
     swapped = [pair for pair in load.done if len(pair[1].spans) > 1]
     for request, sample in load.done:
         versions = [span.version for span in sample.spans]
@@ -153,9 +154,9 @@ def proof(load: Load, models: list[Model], most: int) -> Figures:
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> tuple[Figures, dict[str, Figures]]:
-    """Swap under load."""
+    """Measure swaps under load."""
     torch.set_num_threads(1)
-    config = PolicyConfig.from_section(Policy(dim=args.dim, expert_dim=args.dim))
+    config = hugging_face.from_section(Policy(dim=args.dim, expert_dim=args.dim))
     numerics = probe(config, exact=True)
     if not numerics.exact:
         cannot_run(f"exact mode cannot be had on this machine: {numerics.reason}")

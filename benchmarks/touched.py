@@ -1,12 +1,12 @@
-"""Whether a machine can hide what was done to it: pages written from outside one by one, and work that touches none.
+"""Tests whether the integrity check finds every changed page of a machine, and whether ordinary work raises alarms.
 
     python -m benchmarks.touched [--templates light,debian] [--pages 24]
 
-Whoever has taken over a guest's kernel can write any page of the guest. Here one page of a fresh machine is written
-from outside, drawn from all that nothing honest writes (files of the root, the kernel's text and constants), one byte
-of it; then the host looks (headrace/vmhost/integrity.py). It must name what was touched. The other side are false
-alarms: one machine does everything that sandboxes do, and things that make the kernel rewrite its own text, and is
-looked at after each. The cost of a look is CPU of the host's own thread; of a thorough one, the machine's as well.
+A process that controls a guest's kernel can write any page of the guest. Here one page of a fresh machine is written
+from outside, drawn from all pages that no honest work writes (files of the root, the kernel's text and constants), one
+byte of it; then the host looks (headrace/vmhost/qemu/integrity.py). It must name what was touched. The other side are
+false alarms: one machine does everything that sandboxes do, and things that make the kernel rewrite its own text, and
+is looked at after each. The cost of a look is CPU of the host's own thread; of a thorough one, the machine's as well.
 """
 
 import argparse
@@ -24,10 +24,11 @@ from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
 from headrace.config import Environment
 from headrace.messages.sandbox import (
     Acquire,
+    CheckIntegrity,
     Exec,
     FeedJob,
     FollowJob,
-    Inspect,
+    GroupKey,
     ListFiles,
     Op,
     PullTree,
@@ -37,11 +38,11 @@ from headrace.messages.sandbox import (
     StartJob,
 )
 from headrace.messages.tasks import TestPlan
-from headrace.vmhost import snapshot
-from headrace.vmhost.clone import Clone
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.host import Host
-from headrace.vmhost.integrity import KERNEL, PAGE, Fixed
+from headrace.vmhost.node.host import Host
+from headrace.vmhost.qemu import snapshot
+from headrace.vmhost.qemu.clone import Clone
+from headrace.vmhost.qemu.integrity import KERNEL, PAGE, Fixed
 
 FILES = {
     "a.py": b"def f(x):\n    return x + 1\n",
@@ -69,12 +70,12 @@ LOOKS = 50
 
 
 def fixed(clone: Clone) -> Fixed:
-    """What nothing honest writes in that machine."""
+    """The pages of that machine that no honest work writes."""
     return msgspec.msgpack.decode((clone.template.folder / "fixed").read_bytes(), type=Fixed)
 
 
 def owners(known: Fixed) -> list[tuple[int, str]]:
-    """Every fixed page, and whose it is."""
+    """Every fixed page and its owner."""
     table = np.frombuffer(known.ranges, "<u4").reshape(-1, 3).tolist()
     ranges = [(first, count, known.names[name]) for first, count, name in table] + [(*known.text, KERNEL)]
     return [(page, name) for first, count, name in ranges for page in range(first, first + count)]
@@ -157,15 +158,15 @@ async def alarms(host: Host, template: str) -> Figures:
             await box.call(FeedJob(job=result.job, data=b"stty -a; exit\n"))
             await box.call(FollowJob(job=result.job, wait_s=5.0))
         failed += [name] * (not result.ok)
-        false += [name] * bool((await box.call(Inspect())).touched)
+        false += [name] * bool((await box.call(CheckIntegrity())).tampered)
     before, started = clone.cpu_ms(), time.thread_time()
     for _ in range(4):
-        false += ["thorough"] * bool((await boxes[0].call(Inspect(thorough=True))).touched)
+        false += ["thorough"] * bool((await boxes[0].call(CheckIntegrity(thorough=True))).tampered)
     thorough = (clone.cpu_ms() - before + (time.thread_time() - started) * 1000) / 4
     used = await looks(clone)
     for box in boxes:
         host.release(box.id)
-    host.release_group("touched", "train", "judge", "work")
+    host.release_group(GroupKey("touched", "train", "judge", "work"))
     return {
         "kinds_of_work": len(jobs),
         "work_that_failed": " ".join(failed),
@@ -182,7 +183,7 @@ async def looks(clone: Clone) -> float:
     costs = []
     for _ in range(LOOKS):
         started = time.thread_time()
-        await clone.inspect()
+        await clone.check_integrity()
         costs.append((time.thread_time() - started) * 1000)
     return statistics.median(costs)
 
@@ -202,12 +203,12 @@ async def pages(host: Host, template: str, count: int) -> Figures:
         was = os.pread(clone._memory.fd, 1, page * PAGE + offset)
         overwrite(clone, page, bytes([was[0] ^ (1 << rng.randrange(8))]), offset)
         try:
-            named += await clone.inspect() == (name,)
+            named += await clone.check_integrity() == (name,)
         except SandboxLost:
             lost += 1
         kernel += name == KERNEL
         host.release(box.id)
-        host.release_group("touched", "train", "judge", f"page{number}")
+        host.release_group(GroupKey("touched", "train", "judge", f"page{number}"))
     return {
         "fixed_pages": total,
         "pages_written": count,
@@ -232,7 +233,7 @@ async def measure(templates: list[str], count: int) -> Figures:
 
 
 def main() -> None:
-    """Look."""
+    """Measure; end with one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--templates", default="light,debian")
     parser.add_argument("--pages", type=int, default=24, help="machines of which a page is written")

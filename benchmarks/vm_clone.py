@@ -1,11 +1,11 @@
-"""What a machine costs: cold boot against clone, warm acquire, memory, round trips, forks, checkpoints, tools.
+"""Measures the cost of a machine: cold boot and clone, warm acquire, memory, round trips, forks, checkpoints, tools.
 
     python -m benchmarks.vm_clone [--small] [--light]
 
-Boots and clones alternate, so what else the host does falls on both. Wall times of a shared host are noisy: the ratios
-and the CPU time (of the QEMU process from its start to its end, by `wait4`) are the figures. ``light_`` figures are the
-initramfs of small tasks, the others the full Debian image. A boot ends, as a clone's start does, with the agent's first
-answer; a clone's includes its clock and entropy.
+Boots and clones alternate, so that other load of the host affects both. Wall times of a shared host are noisy: the
+ratios and the CPU time (of the QEMU process from its start to its end, by `wait4`) are the figures. ``light_`` figures
+are the initramfs of small tasks, the others the full Debian image. A boot ends, as a clone's start does, with the
+agent's first answer; a clone's includes its clock and entropy.
 """
 
 import argparse
@@ -26,14 +26,17 @@ from benchmarks.conditions import at_least, at_most, cannot_run, finish
 from headrace.config import Environment
 from headrace.messages.sandbox import Exec, OpResult, PullTar, ReadFile, RunTests, SandboxLost, WriteFiles
 from headrace.messages.tasks import TestPlan
-from headrace.vmhost import figures, image, packages, qemu, snapshot, template
 from headrace.vmhost.channel import Channel
-from headrace.vmhost.clone import Clone
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.host import Host, VmSandbox
-from headrace.vmhost.memory import Memory, descriptor
-from headrace.vmhost.template import Template
-from headrace.vmhost.verifying import verify
+from headrace.vmhost.images import base as image
+from headrace.vmhost.images import packages
+from headrace.vmhost.node.host import Host, VmSandbox
+from headrace.vmhost.qemu import figures, process, snapshot
+from headrace.vmhost.qemu.clone import Clone
+from headrace.vmhost.qemu.memory import Memory, descriptor
+from headrace.vmhost.templates import template
+from headrace.vmhost.templates.template import Template
+from headrace.vmhost.templates.validation import verify
 
 Figures = dict[str, Any]
 TESTS = {
@@ -77,14 +80,14 @@ def median(values: Sequence[float]) -> float:
 async def boot(made: Template, folder: Path) -> tuple[float, float]:
     """Wall ms to the agent's first answer, CPU-ms of all of it."""
     manifest = made.manifest
-    line = qemu.kernel_line(manifest.hardware, template.MODULES, manifest.tsc_khz)
+    line = process.kernel_line(manifest.hardware, template.MODULES, manifest.tsc_khz)
     base = packages.folder(made.folder.parent)
     started = time.perf_counter()
     memory = Memory("headrace-cold", manifest.hardware.memory_mb << 20)
     with (base / "vmlinuz").open() as kernel, (folder / "initrd").open() as root:
         given = [kernel.fileno(), root.fileno()]
         extra = ("-kernel", descriptor(given[0]), "-initrd", descriptor(given[1]), "-append", line)
-        machine = qemu.Qemu(manifest.hardware, memory, share=True, extra=extra, inherit=given)
+        machine = process.Qemu(manifest.hardware, memory, share=True, extra=extra, inherit=given)
     channels = [await Channel.connect(end, f"port {number}") for number, end in enumerate(machine.ports)]
     try:
         await channels[0].call({"op": "clock"}, (), 300.0)
@@ -235,7 +238,7 @@ async def in_use(environment: Environment, name: str, calls: int, has_pytest: bo
 
 
 async def measure(environment: Environment, small: bool, light_only: bool) -> Figures:
-    """All of it."""
+    """Run every measurement."""
     boots, clones, warm, calls = (2, 10, 4, 100) if small else (5, 100, 50, 2000)
     names = ("light",) if light_only else ("debian", "light")
     made = await asyncio.to_thread(image.ensure, environment, print, names)
@@ -245,7 +248,7 @@ async def measure(environment: Environment, small: bool, light_only: bool) -> Fi
         found |= await boots_and_clones(made[name], boots, clones, prefix)
         found |= await at_once(made[name], 4 if small else 20, prefix)
         for key, files in (("warm_acquire", None), ("warm_acquire_with_files", PUSHED)):
-            taken: list[figures.Taking] = []
+            taken: list[figures.Measured] = []
             for _ in range(-(-warm // 10)):
                 taken += await figures.warm(environment, name, min(warm, 10), files)
             found[f"{prefix}{key}_p50_ms"] = median([one.wall_ms for one in taken])

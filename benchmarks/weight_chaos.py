@@ -1,15 +1,15 @@
-"""What is ever seen of a version while sender, receiver and broker die in the middle of it?
+"""Kills or stops sender, receiver and broker in the middle of a version, and checks every version that is visible.
 
     python -m benchmarks.weight_chaos [--rounds 200] [--seed 1]
 
 Real processes over a real broker: `headrace actor weight_sender`, `headrace actor weight_receiver`, nats-server. In
 each round the trainer (this process) announces one version, and at one stage of it, as the streams show it (announced,
-first chunk stored, manifest stored, head stored, staged), one of the three gets SIGKILL or SIGSTOP. Who was killed is
-started again. A stopped sender is succeeded by another one and wakes up when that one has committed; a stopped
-receiver or broker wakes up by itself. Every combination comes in turn, in an order drawn by the seed.
+first chunk stored, manifest stored, head stored, staged), one of the three gets SIGKILL or SIGSTOP. A killed process
+is started again. A stopped sender is replaced by another one and continues when that one has committed; a stopped
+receiver or broker continues after a while. Every combination is used in turn, in an order drawn by the seed.
 
-Looked at all the time: every head record, every WeightsStaged and every file with a version's name on the receiver's
-shelf must be the trainer's bits for that version. A round ends when the receiver has announced the version.
+Checked all the time: every head record, every WeightsStaged and every file with a version's name on the receiver's
+store must be the trainer's bits for that version. A round ends when the receiver has announced the version.
 """
 
 import argparse
@@ -32,9 +32,9 @@ import torch
 import uvloop
 
 from benchmarks.conditions import Figures, at_most, finish
+from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
-from headrace.bus.server import Server
-from headrace.bus.streams import declare
+from headrace.bus.nats.streams import declare
 from headrace.messages.subjects import EVENT, WEIGHT_CHUNK, WEIGHT_HEAD, WEIGHT_MANIFEST
 from headrace.messages.training import SnapshotReady
 from headrace.messages.weights import WeightHead, WeightsStaged
@@ -166,7 +166,7 @@ class Arena:
                 self.wrong.append(f"version {staged.version} was announced with state {staged.state_hash}")
 
     def explain(self) -> None:
-        """What the processes said last, and whether they live: for a round that does not end."""
+        """The last log lines of the processes and their state, for a round that does not end."""
         for name, child in self.children.items():
             end = "lives" if child.returncode is None else f"ended with {child.returncode}"
             log = (self.folder / f"{name}.log").read_text(errors="replace")
@@ -187,7 +187,7 @@ class Arena:
                 self.wrong.append(f"{file.name} lies there with state {found}")
 
     async def round(self, version: int, victim: str, blow: signal.Signals, stage: str) -> None:
-        """One version, and what befalls it."""
+        """Publish one version and inject its fault."""
         after = await self.looker.last_seq("HR_EVENT")
         ready = self.write(version)
         watch = asyncio.create_task(self.reached(stage, version, after))
@@ -233,7 +233,7 @@ class Arena:
         await self.start("sender")
         await self.reached("head", version, 0)
         sleeper.send_signal(signal.SIGCONT)
-        # The woken one wants to publish what its successor has published: let it try, then take it away.
+        # The continued sender tries to publish a version that its successor has published: let it try, then end it.
         await asyncio.sleep(ASLEEP_S)
         await _end(sleeper)
 
@@ -294,7 +294,7 @@ async def chaos(folder: Path, rounds: int, seed: int) -> Figures:
 
 
 def main() -> None:
-    """Strike, look, end with one line of JSON."""
+    """Inject faults, check, end with one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)

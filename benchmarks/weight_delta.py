@@ -1,10 +1,10 @@
-"""How small, and how fast, is what a step changes?
+"""Measures size and speed of the delta of one optimizer step, with headrace's codecs and their peers.
 
     python -m benchmarks.weight_delta [--size 60m] [--pretrain 30] [--steps 6] [--rates 1e-7,3e-7,1e-6,3e-6,1e-5]
 
 One model, real optimizer steps (`weight_steps`), our codecs and their peers on the same tensors in the same run. Speeds
 are GB of the model's raw bytes per second of one core's processor time, best of `--repeats`: encode compares, codes
-and hashes the new state; decode opens, applies in place and verifies every slab's hash; stage is the whole way from
+and hashes the new state; decode opens, applies in place and verifies every block's hash; stage is the whole way from
 chunks to a verified file (processor time). Two densities at which others publish figures, 0.94 % and 2.6 %, are hit
 by searching for the learning rate. Peers don't hash, but Fireworks' take a checksum. Theirs is compared with where it
 is installed: pip install -e '.[peers]', in an environment of its own if you like.
@@ -25,11 +25,12 @@ from benchmarks.conditions import Figures, at_least, finish
 from benchmarks.weight_peers import Peer, peers
 from benchmarks.weight_steps import SIZES, Trained, Weights, density, mxfp8, rate_for
 from headrace.messages.weights import WeightManifest
-from headrace.weights import codec, snapshot, sparse, state
-from headrace.weights.chunks import frames
-from headrace.weights.codec import CODECS
-from headrace.weights.encoding import Encoding, describe
-from headrace.weights.shadow import Shadow
+from headrace.weights import snapshot, state
+from headrace.weights.codecs import codec, ulp_delta
+from headrace.weights.codecs.chunks import frames
+from headrace.weights.codecs.codec import CODECS
+from headrace.weights.publishing.encoding import Encoding, describe
+from headrace.weights.receiving.staging import StagedFile
 from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import HASH_BYTES
 
@@ -73,8 +74,8 @@ def ours(name: str, base: Snapshot, target: Snapshot, folder: Path, repeats: int
     def verify(index: int, array: state.Bits) -> None:
         at = 0
         for part in units[index]:
-            wanted = encoding.slab_hashes[part.slab * HASH_BYTES : (part.slab + 1) * HASH_BYTES]
-            assert state.slab_hash(array[at : at + part.items]) == wanted
+            wanted = encoding.block_hashes[part.block * HASH_BYTES : (part.block + 1) * HASH_BYTES]
+            assert state.block_hash(array[at : at + part.items]) == wanted
             at += part.items
 
     times = []
@@ -83,10 +84,10 @@ def ours(name: str, base: Snapshot, target: Snapshot, folder: Path, repeats: int
         times.append(best(1, lambda arrays=arrays: decode(arrays)))  # type: ignore[misc]
 
     def stage() -> None:
-        with Shadow(folder / "staged", manifest, base) as shadow:
+        with StagedFile(folder / "staged", manifest, base) as staged:
             for info, data in zip(manifest.chunks, chunks, strict=True):
-                shadow.add(info, data)
-            shadow.finish()
+                staged.add(info, data)
+            staged.finish()
 
     staged = best(repeats, stage)
     assert snapshot.file_hash(folder / "staged") == manifest.state_hash
@@ -102,7 +103,7 @@ def ours(name: str, base: Snapshot, target: Snapshot, folder: Path, repeats: int
 
 def _manifest_of(base: Snapshot, hashes: bytes) -> WeightManifest:
     return WeightManifest(
-        run="bench", version=0, base_version=-1, step=0, tensors=base.tensors, chunks=(), slab_hashes=hashes,
+        run="bench", version=0, base_version=-1, step=0, tensors=base.tensors, chunks=(), block_hashes=hashes,
         state_hash=state.root(base.tensors, hashes), base_hash="", raw_bytes=0, wire_bytes=0, changed=0, elements=0,
     )  # fmt: skip
 
@@ -140,9 +141,9 @@ def entropy_bound(before: Weights, after: Weights) -> float:
         old, new = state.bits(tensor), state.bits(after[name])
         raw += old.size * 16
         exponents = (old >> 7) & 0xFF
-        folded = sparse.fold(old, new)
+        zigzagged = ulp_delta.zigzag_difference(old, new)
         for exponent in np.unique(exponents):
-            _, counts = np.unique(folded[exponents == exponent], return_counts=True)
+            _, counts = np.unique(zigzagged[exponents == exponent], return_counts=True)
             chances = counts / counts.sum()
             total -= float((counts * np.log2(chances)).sum())
     return raw / max(total, 1.0)

@@ -1,4 +1,4 @@
-"""What others do with two versions of a tensor, on the same bytes: full snapshots, XOR, zstd's delta, Fireworks'.
+"""Other codecs for two versions of a tensor, on the same bytes: full snapshots, XOR, zstd's delta, Fireworks'.
 
 Every entry is (compress(base, new) -> blob, decompress(base, blob) -> new) over flat byte arrays of one tensor.
 """

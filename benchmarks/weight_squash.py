@@ -1,10 +1,10 @@
-"""What does a receiver save that lags by eight versions?
+"""Measures the bytes that a squashed delta saves for a receiver that lags by eight versions.
 
-    python -m benchmarks.weight_fold [--size 8m] [--count 8] [--rates 1e-6,3e-6]
+    python -m benchmarks.weight_squash [--size 8m] [--count 8] [--rates 1e-6,3e-6]
 
 A model takes consecutive optimizer steps (`weight_steps`); each is published as a delta (d8, zstd). Then the last
-`--count` deltas are folded, once by composing their frames without any weights, once by comparing the two ends, and the
-composed one is applied to the oldest version and has to give the newest, bit for bit.
+`--count` deltas are squashed, once by composing their frames without any weights, once by comparing the two ends, and
+the composed one is applied to the oldest version and has to give the newest, bit for bit.
 """
 
 import argparse
@@ -20,9 +20,10 @@ import torch
 from benchmarks.conditions import Figures, at_most, finish
 from benchmarks.weight_steps import SIZES, Trained, density
 from headrace.messages.weights import WeightChunk, WeightManifest
-from headrace.weights import fold, snapshot
-from headrace.weights.encoding import Encoding, describe
-from headrace.weights.shadow import Shadow
+from headrace.weights import snapshot
+from headrace.weights.publishing import squash
+from headrace.weights.publishing.encoding import Encoding, describe
+from headrace.weights.receiving.staging import StagedFile
 from headrace.weights.snapshot import Snapshot
 
 
@@ -64,13 +65,13 @@ class Held:
 
 def published(held: Held, version: int, path: Path, before: WeightManifest, base: Path) -> WeightManifest:
     """The delta from `base` to the file at `path`, its chunks in `held`."""
-    encoding = Encoding(Snapshot(path), Snapshot(base), base_hashes=before.slab_hashes)
+    encoding = Encoding(Snapshot(path), Snapshot(base), base_hashes=before.block_hashes)
     infos = [describe(data, 0, at, held.put(version, data)) for at, data in enumerate(encoding.chunks())]
     return encoding.manifest("bench", version, infos, base=before)
 
 
 def measure(trained: Trained, rate: float, count: int, folder: Path) -> Figures:
-    """Bytes of single and folded deltas at a learning rate."""
+    """Bytes of single and squashed deltas at a learning rate."""
     first = trained.published()
     snapshot.write(folder / "0", first)
     start = Encoding(Snapshot(folder / "0"), None)
@@ -82,7 +83,7 @@ def measure(trained: Trained, rate: float, count: int, folder: Path) -> Figures:
         path, base = folder / str(version), folder / str(version - 1)
         manifests.append(published(held, version, path, manifests[-1], base))
     since = time.process_time()
-    pieces, (_, wire) = asyncio.run(fold.compose(held, manifests[1:], manifests[0]))
+    pieces, (_, wire) = asyncio.run(squash.compose(held, manifests[1:], manifests[0]))
     seconds = time.process_time() - since
     single = sum(manifest.wire_bytes for manifest in manifests[1:])
     direct = {}
@@ -96,16 +97,16 @@ def measure(trained: Trained, rate: float, count: int, folder: Path) -> Figures:
         base_hash=manifests[0].state_hash,
         chunks=tuple(describe(data, 0, at, 0) for at, (_, data) in enumerate(pieces)),
     )
-    with Shadow(folder / "folded", straight, Snapshot(folder / "0")) as shadow:
+    with StagedFile(folder / "squashed", straight, Snapshot(folder / "0")) as staged:
         for info, (_, data) in zip(straight.chunks, pieces, strict=True):
-            shadow.add(info, data)
-        assert shadow.finish() == last.state_hash
+            staged.add(info, data)
+        assert staged.finish() == last.state_hash
     return {
         "changed_by_one_pct": round(100 * manifests[1].changed / last.elements, 3),
         "changed_by_all_pct": round(100 * density(first, after), 3),
         "single_bytes": single,
-        "folded_bytes": wire,
-        "folded_share": round(wire / single, 4),
+        "squashed_bytes": wire,
+        "squashed_share": round(wire / single, 4),
         "direct_d8_share": round(direct["d8-zstd"] / single, 4),
         "direct_d10_share": round(direct["d10-zstd"] / single, 4),
         "compose_ns_per_change": round(1e9 * seconds / max(1, sum(m.changed for m in manifests[1:])), 1),
@@ -127,11 +128,11 @@ def main() -> None:
     for rate in args.rates.split(","):
         trained = Trained(args.size, pretrain=args.pretrain, steps=args.steps)
         figures["parameters"] = trained.count
-        with tempfile.TemporaryDirectory(prefix="headrace-fold-") as folder:
+        with tempfile.TemporaryDirectory(prefix="headrace-squash-") as folder:
             row = measure(trained, float(rate), args.count, Path(folder))
         print(f"learning rate {rate}: {row}")
         figures |= {f"lr_{rate}_{key}": value for key, value in row.items()}
-        targets[f"lr_{rate}_folded_share"] = at_most(row["folded_share"], 0.5)
+        targets[f"lr_{rate}_squashed_share"] = at_most(row["squashed_share"], 0.5)
     finish(figures, targets, "torch", "numpy", "zstandard")
 
 

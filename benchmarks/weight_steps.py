@@ -1,4 +1,4 @@
-"""Real weights after real optimizer steps, for benchmarks of what a step changes.
+"""Real weights after real optimizer steps, as input of the weight benchmarks.
 
 A Qwen3-MoE policy of about 63 M parameters (or smaller) is first trained on synthetic text (bigrams over a Zipf
 vocabulary), then by policy gradient with group advantages, Adam and float32 master weights. From one such state, one
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from headrace.policy import numerics
 from headrace.policy.config import PolicyConfig
 from headrace.policy.model import Model
-from headrace.weights import precision
+from headrace.policy.numerics_probe import probe
+from headrace.weights.publishing import precision
 
 Weights = dict[str, Tensor]
 
@@ -57,7 +57,7 @@ class Trained:
             expert_dim=expert_dim,
             vocab=vocab,
         )
-        self.model = Model(config, numerics.probe(config, exact=False), seed=seed)
+        self.model = Model(config, probe(config, exact=False), seed=seed)
         self.parameters = list(self.model.parameters())
         self.count = sum(parameter.numel() for parameter in self.parameters)
         text = self.text = Text(vocab, seed)

@@ -1,8 +1,8 @@
-"""A hub and regions with oceans between them, on one machine: network namespaces joined by a router of our own.
+"""Simulates a hub and distant regions on one machine: network namespaces joined by a router process.
 
 Idea: every place is a network namespace with one TUN device; a process reads packets from all of them and lets each
 through when its link would have: rate, one-way delay, a queue of two bandwidth-delay products, and a switch that
-swallows everything. The endpoints are the kernel's own TCP, set as deploy/regions advises. Why not tc: netem is absent
+drops everything. The endpoints are the kernel's own TCP, set as deploy/regions advises. Why not tc: netem is absent
 from many kernels, and tbf shapes but does not delay. MTU is 32000 so that Python keeps up; needs root and /dev/net/tun.
 """
 
@@ -51,7 +51,7 @@ class Pipe:
         self.waiting: collections.deque[tuple[float, bytes]] = collections.deque()
 
     def put(self, packet: bytes, now: float) -> None:
-        """Queue a packet, or lose it."""
+        """Queue a packet; drop it when the queue is full."""
         start = max(now, self.free)
         if self.cut or start - now > self.limit_s:
             self.dropped += 1
@@ -185,7 +185,7 @@ class WideArea:
             os.close(fd)
 
     def cut(self, region: str) -> None:
-        """Swallow everything on a region's link from now on; nobody is told."""
+        """Drop every packet on a region's link from now on."""
         self._tell("cut", region)
 
     def mend(self, region: str) -> None:
@@ -219,7 +219,7 @@ def _router_main(
     fds: dict[str, int], links: dict[str, tuple[Pipe, Pipe]], hub: str, orders: Connection, other: Connection
 ) -> None:
     other.close()  # else our own copy of it keeps the pipe open when the parent ends
-    os.nice(-10)  # an ocean does not wait for the processors at its shores
+    os.nice(-10)  # a link's delay does not depend on this machine's load
     _route(fds, links, hub, orders)
 
 

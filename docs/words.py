@@ -1,0 +1,96 @@
+"""Finds words and sentence forms that docs/style.md forbids (`make lint`).
+
+A short list catches the worst: private metaphors for which the field has a term, and sentences whose subject is "who"
+or "what". `words_allowed.txt` names the files that are not yet cleaned; it only ever gets shorter, and
+`python docs/words.py --shrink` removes the entries of files that are clean now.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+ALLOWED = ROOT / "docs" / "words_allowed.txt"
+EXEMPT = {"docs/style.md", "docs/words.py", "tests/test_docs.py", "docs/modules.md"}
+"""Three show the forbidden words on purpose; docs/modules.md is generated from sources that are checked."""
+
+WORDS = {
+    r"houses?": "repository, package or process",
+    r"rooms?": "folder, or capacity",
+    r"rivers?": "recorded run, or stream",
+    r"desks?": "dead-letter queue",
+    r"weather": "fault injection",
+    r"(blow|blows)": "fault",
+    r"deck": "fault plan",
+    r"storms?": "fault injector",
+    r"befalls?": "inject",
+    r"books": "ledger or audit",
+    r"(shelf|shelves)": "store",
+    r"doors?": "entry point, or gateway",
+    r"roof": "launch layer",
+    r"crowds?": "simulated users",
+    r"shrugs?": "gives up",
+    r"hands (?!(it|them|its|the|a|back|over|on|out|each|any|every|that|this|training|one|nothing|what)\b)": "handlers",
+    r"whoever": "the caller, the actor that ...",
+}
+"""Pattern of a word, and what to write instead."""
+
+SUBJECT = re.compile(r'(?:"""|[.:;!] )(?:Who|What|Whatever) [a-z][^?"]*?(?:[.:;]|$)')
+"""A sentence with "who" or "what" as its subject. Questions are fine."""
+
+
+class Finding(NamedTuple):
+    """One forbidden word."""
+
+    path: str
+    line: int
+    text: str
+    instead: str
+
+
+def files() -> Iterator[Path]:
+    """Everything that people read: package, tests, documents."""
+    yield ROOT / "README.md"
+    yield ROOT / "CONTRIBUTING.md"
+    for folder, endings in (("headrace", ("py",)), ("tests", ("py",)), ("docs", ("py", "md"))):
+        for ending in endings:
+            yield from sorted((ROOT / folder).rglob(f"*.{ending}"))
+
+
+def findings(path: Path) -> list[Finding]:
+    """The forbidden words of a file."""
+    name = str(path.relative_to(ROOT))
+    if name in EXEMPT:
+        return []
+    out: list[Finding] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for pattern, instead in WORDS.items():
+            for match in re.finditer(rf"\b{pattern}(?![\w-])", line, re.IGNORECASE):
+                out.append(Finding(name, number, match.group().strip(), instead))
+        for match in SUBJECT.finditer(line):
+            out.append(Finding(name, number, match.group().lstrip('".:;! ')[:40], "subject, verb, object"))
+    return out
+
+
+def allowed() -> set[str]:
+    """The files that are not yet cleaned."""
+    return set(ALLOWED.read_text(encoding="utf-8").split())
+
+
+def main(arguments: list[str]) -> int:
+    """Print what is forbidden outside the allowed files; 1 if there is any."""
+    unclean = {str(path.relative_to(ROOT)): found for path in files() if (found := findings(path))}
+    if "--shrink" in arguments:
+        ALLOWED.write_text("".join(f"{name}\n" for name in sorted(allowed() & set(unclean))), encoding="utf-8")
+    wrong = [
+        finding for name, found in unclean.items() if name in arguments or name not in allowed() for finding in found
+    ]
+    for finding in wrong:
+        sys.stdout.write(f"{finding.path}:{finding.line}: {finding.text!r}: write {finding.instead}\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
