@@ -4,9 +4,10 @@ It is the first process of its slot. Its effective user is the tools' user, so i
 not; its real user is another one, so no tool can signal or trace it. While nothing runs it blocks in `read`; while jobs
 run it waits in `poll` for output, exits and deadlines. It ends when its port closes.
 
-A candidate may fill the slot with processes. When the agent finds the slot full, or a killed job does not die because
-the others use all of the processor, it ends all of them and answers that the limit was reached: an outcome of the task,
-after which the slot works again.
+A candidate may fill the slot with processes. When the agent finds the slot full, when a killed job does not die because
+the others use all of the processor, or when a job or a test run fails by its time after the kernel refused a fork or
+memory, it ends all of them and answers that the limit was reached: an outcome of the task, after which the slot works
+again.
 """
 
 import os
@@ -61,7 +62,9 @@ class SlotAgent:
         self.idle = self.died = False
         self.jobs: dict[int, jobs.Job] = {}
         self.background = background.Background(self.answer)
-        self.worker = Worker(root, environment, self._close_own, become, self.answer, self._end_processes)
+        self.worker = Worker(
+            root, environment, self._close_own, become, self.answer, self._end_processes, self.tools.exhausted
+        )
         self.wake_read, self.wake_write = os.pipe()
         for end in (self.wake_read, self.wake_write):
             os.set_blocking(end, False)
@@ -179,6 +182,7 @@ class SlotAgent:
                 job.timed_out = True
                 job.kill()
                 job.deadline = now + _DIE_S
+                stuck = stuck or self.tools.exhausted()  # what the job left in other sessions starves the next one
             elif now >= job.deadline:
                 job.deadline = now + _DIE_S
                 stuck = True

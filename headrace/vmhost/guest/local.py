@@ -67,6 +67,10 @@ class Descendants:
         """Unknown: the fork itself fails at the limit."""
         return False
 
+    def exhausted(self) -> bool:
+        """Unknown as well."""
+        return False
+
     def kill(self) -> None:
         """Kill all of them."""
         _kill_descendants()

@@ -15,6 +15,9 @@ class Tools(Protocol):
     def full(self) -> bool:
         """Whether there are as many as there may be."""
 
+    def exhausted(self) -> bool:
+        """Whether one was refused or killed for lack of processes or memory since the last `kill`."""
+
     def kill(self) -> None:
         """Kill all of them."""
 
@@ -27,6 +30,10 @@ class Namespace:
 
     def full(self) -> bool:
         """Unknown: the fork itself fails."""
+        return False
+
+    def exhausted(self) -> bool:
+        """Unknown as well."""
         return False
 
     def kill(self) -> None:

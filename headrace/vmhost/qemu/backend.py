@@ -65,7 +65,7 @@ class CloneBackend:
         self._replace = Backoff(REPLACE_FIRST_S, REPLACE_MOST_S)
         self._fill_by = 0.0
         self._processors = capacity.Processors(environment.max_busy)
-        self._measuring = asyncio.get_running_loop().create_task(self._measure())
+        self._measuring: asyncio.Task[None] | None = None
         self._closed = False
 
     @classmethod
@@ -78,6 +78,8 @@ class CloneBackend:
         except VmhostError:
             await backend.close()
             raise
+        # Not before: prewarming needs the templates, and another process may take minutes to build them.
+        backend._measuring = asyncio.get_running_loop().create_task(backend._measure())
         backend._fill(0.0)
         return backend
 
@@ -333,8 +335,9 @@ class CloneBackend:
     async def close(self) -> None:
         """End every clone and wait until no process is left."""
         self._closed = True
-        self._measuring.cancel()
-        await asyncio.wait([self._measuring])
+        if self._measuring is not None:
+            self._measuring.cancel()
+            await asyncio.wait([self._measuring])
         for timer in (self._later, self._replacing):
             if timer is not None:
                 timer.cancel()

@@ -15,6 +15,7 @@ from tests.support.paths import ROOT
 
 pytestmark = [
     pytest.mark.anyio,
+    pytest.mark.timeout(300),  # a bomb takes all of the processor that its sandbox may have
     pytest.mark.skipif(cgroups.places() is None, reason="without control groups nothing bounds root's processes"),
 ]
 
@@ -47,11 +48,18 @@ async def sandbox(host: Host, group: str) -> VmSandbox:
     )
 
 
+async def fills_up(sandbox: VmSandbox) -> OpResult:
+    """Call until the bomb has used up what the sandbox may have, and a call fails for it."""
+    while (result := await sandbox.call(Exec(argv=("true",), timeout_s=5.0))).ok:
+        await asyncio.sleep(0.1)
+    return result
+
+
 async def recovers(sandbox: VmSandbox) -> list[OpResult]:
     """Call until the sandbox works as before; the results on the way. SandboxLost would fail the test."""
     results: list[OpResult] = []
     for _ in range(50):
-        results.append(await sandbox.call(Exec(argv=("sh", "-c", "echo fine | cat"), timeout_s=3.0)))
+        results.append(await sandbox.call(Exec(argv=("sh", "-c", "echo fine | cat"), timeout_s=10.0)))
         if results[-1].stdout == "fine\n" and len(results) > 1 and results[-2].stdout == "fine\n":
             break
         await asyncio.sleep(0.1)
@@ -64,20 +72,21 @@ async def recovers(sandbox: VmSandbox) -> list[OpResult]:
 async def test_a_command_that_forks_without_end_is_an_outcome(host: Host) -> None:
     attacker = await sandbox(host, "bomb")
     await attacker.call(Exec(argv=("sh", "-c", f"python3 -c '{BOMB}' & sleep 1"), timeout_s=20.0))
+    refused = await fills_up(attacker)
+    if host.backend == "process":  # a small machine's memory may be used up before its processes are
+        assert refused.error == LIMIT_REACHED
     await recovers(attacker)
-    results = [LIMIT_REACHED]
-    if host.backend == "process":  # in a small machine the memory may be used up first
-        await attacker.call(StartJob(argv=("python3", "-c", BOMB)))
-        async with asyncio.timeout(60):
-            while (result := await attacker.call(Exec(argv=("true",), timeout_s=5.0))).ok:
-                await asyncio.sleep(0.1)
-        results = [result.error]
-    assert results == [LIMIT_REACHED]
-    assert (await attacker.call(Exec(argv=("echo", "fine")))).stdout == "fine\n"
     host.release(attacker.id)
 
 
-@pytest.mark.slow  # once of three runs the emulated machine did not answer within 120 s; the cause is not known
+async def test_a_job_that_forks_without_end_is_an_outcome(host: Host) -> None:
+    attacker = await sandbox(host, "job")
+    await attacker.call(StartJob(argv=("python3", "-c", BOMB)))
+    await fills_up(attacker)
+    await recovers(attacker)
+    host.release(attacker.id)
+
+
 async def test_candidate_code_that_forks_without_end_fails_its_tests(host: Host) -> None:
     attacker = await sandbox(host, "tests")
     await attacker.call(WriteFiles(files={"test_it.py": CANDIDATE}))
@@ -85,5 +94,5 @@ async def test_candidate_code_that_forks_without_end_fails_its_tests(host: Host)
     assert not result.ok and (result.timed_out or "limit" in result.error or "test process" in result.error)
     await recovers(attacker)
     await attacker.call(WriteFiles(files={"test_it.py": b"def test_fine():\n    pass\n"}))
-    assert (await attacker.call(RunTests(plan=TestPlan(paths=("test_it.py",), timeout_s=20.0)))).ok
+    assert (await attacker.call(RunTests(plan=TestPlan(paths=("test_it.py",), timeout_s=60.0)))).ok
     host.release(attacker.id)

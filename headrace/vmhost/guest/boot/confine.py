@@ -147,21 +147,38 @@ class Tools:
     def __init__(self, folder: str, processes: int) -> None:
         self._processes = processes
         self._procs, self._kill = (os.open(f"{folder}/cgroup.{name}", _WRITE) for name in ("procs", "kill"))
-        self._current = os.open(f"{folder}/pids.current", os.O_RDONLY | os.O_CLOEXEC)
+        self._current, self._processes_events, self._memory_events = (
+            os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+            for name in ("pids.current", "pids.events", "memory.events")
+        )
+        self._seen = self._events()
 
     def enter(self) -> None:
         """Move this process into the group, and close the descriptors: no tool may have them."""
         os.write(self._procs, b"0")
-        for fd in (self._procs, self._kill, self._current):
+        for fd in (self._procs, self._kill, self._current, self._processes_events, self._memory_events):
             os.close(fd)
 
     def full(self) -> bool:
         """Whether the group holds as many processes as it may."""
         return int(os.pread(self._current, 32, 0)) >= self._processes
 
+    def exhausted(self) -> bool:
+        """Whether the kernel has refused a fork, or killed for lack of memory, since the last `kill`."""
+        return self._events() != self._seen
+
+    def _events(self) -> tuple[int, ...]:
+        """Forks refused at the limit; allocations that found no memory; processes killed for it."""
+        refused, memory = (
+            dict(line.split() for line in os.pread(fd, 1024, 0).splitlines())
+            for fd in (self._processes_events, self._memory_events)
+        )
+        return int(refused[b"max"]), int(memory[b"oom"]), int(memory[b"oom_kill"])
+
     def kill(self) -> None:
         """Kill every process in the group, also those that fork at this moment."""
         os.write(self._kill, b"1")
+        self._seen = self._events()
 
 
 def hide() -> None:

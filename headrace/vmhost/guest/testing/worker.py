@@ -31,16 +31,18 @@ class Worker:
         become: Callable[[], None],
         answer: Callable[[int, Answer], None],
         end_processes: Callable[[], None],
+        exhausted: Callable[[], bool],
     ) -> None:
         """root: the workspace; environment: of the process; close_own: closes the agent's descriptors in a fork;
         become: turns a fork into the tools' user; answer: sends the result of a call; end_processes: ends every process
-        of the slot, called when its process limit is reached."""
+        of the slot, called when its process limit is reached; exhausted: whether a fork or memory was refused."""
         self._root = root
         self._environment = environment
         self._close_own = close_own
         self._become = become
         self._answer = answer
         self._end_processes = end_processes
+        self._exhausted = exhausted
         self._channel: socket.socket | None = None
         self._pid = 0
         self._reader = Reader()
@@ -172,6 +174,9 @@ class Worker:
     def _failed(self, header: dict[str, Any]) -> None:
         number, _ = self.runs.popleft()
         self.drop()
+        if self._exhausted():
+            # The tests left processes in other sessions, and those would starve every later call.
+            self._end_processes()
         self._answer(number, ({"ok": False, "code": 1} | header, []))
         if self.runs:
             self._next()
