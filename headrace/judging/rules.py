@@ -144,7 +144,7 @@ def behaviour(task: Task, trajectory: Trajectory) -> tuple[str, ...]:
     for turn in trajectory.turns:
         for call in turn.calls:
             matched |= {f"{rule}:turn {turn.index}" for rule in command_rules(call.arguments.get("command", ""))}
-    if trajectory.digest_before and task.template in FLAVOURS and trajectory.digest_before != pushed(task):
+    if trajectory.digest_before and task.machine in FLAVOURS and trajectory.digest_before != pushed(task):
         matched.add("not_as_pushed:workspace")
     return tuple(sorted(matched))
 

@@ -66,9 +66,20 @@ class Task(Message, frozen=True, kw_only=True):
     """Addresses that the agent's sandbox may reach, as in `Acquire.network`; the judge's sandbox reaches none."""
     template: str = "light"
     """The vmhost template that the sandbox is cloned from."""
+    image: str = ""
+    """The container image of the sandbox, instead of `template`: its name in the node's image store, a reference such
+    as ``docker.io/org/app:1``, or its digest."""
+    repository: str = ""
+    """The repository's folder in the image, absolute; empty: the image's working directory. All paths of the task are
+    relative to it."""
     tools: tuple[str, ...] = ()
     """The tools that the agent is offered, in the order of its prompt: names of the registry of harness/tools, or
     ``module:attribute``. Empty: `DEFAULT_TOOLS`."""
+
+    @property
+    def machine(self) -> str:
+        """The image, or the template of a task without one: the name that a sandbox is asked for by."""
+        return self.image or self.template
 
 
 @message("oracle")

@@ -97,9 +97,11 @@ def to_frame(op: Op) -> Frame:
             raise ValueError("integrity is checked by the host; the guest is not asked")
 
 
-def open_frame(files: dict[str, bytes], seed: int) -> Frame:
-    """The first frame of a slot: its repository, the seed of its test processes, and the time that it waits for."""
-    return {"op": "open", "seed": seed, "time": time.time_ns(), "paths": list(files)}, list(files.values())
+def open_frame(files: dict[str, bytes], seed: int, workdir: str = "") -> Frame:
+    """The first frame of a slot: its repository, the seed of its test processes, and the time that it waits for.
+    workdir: the workspace's folder in an image, where it is not the image's own."""
+    header = {"op": "open", "seed": seed, "time": time.time_ns(), "paths": list(files)}
+    return header | ({"op": "open_at", "workdir": workdir} if workdir else {}), list(files.values())
 
 
 def to_result(header: dict[str, Any], bodies: list[bytes], wall_ms: float) -> OpResult:

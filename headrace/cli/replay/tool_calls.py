@@ -75,7 +75,8 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
                 slot=trajectory.slot,
                 attempt=trajectory.attempt,
                 isolation=trajectory.isolation,
-                template=task.template,
+                template=task.machine,
+                workdir=task.repository,
                 seed=trajectory.seed,
                 files=task.files,
             )

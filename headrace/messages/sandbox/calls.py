@@ -75,6 +75,9 @@ class Acquire(Message, frozen=True, kw_only=True):
     attempt: int
     isolation: Isolation
     template: str = "light"
+    """A template, or an image of the node's store by name, reference or digest."""
+    workdir: str = ""
+    """The workspace's folder in an image, absolute; empty: the image's working directory."""
     seed: int = 0
     lease_s: float = 120.0
     handovers: int = 0

@@ -17,6 +17,7 @@ from headrace.vmhost.backend import Backend, Capabilities, Machine, OnEvent, dem
 from headrace.vmhost.backends.registry import backend_class
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.images.packages import FLAVOURS
 from headrace.vmhost.node import slot_assignment
 from headrace.vmhost.node.pool import Pool, PooledMachine
 from headrace.vmhost.node.sandbox import VmSandbox as VmSandbox
@@ -99,6 +100,8 @@ class Host:
             raise VmhostError(
                 f"expected a host name of at most 63 letters, digits and hyphens, got {request.hostname!r}"
             )
+        if request.workdir and request.template in FLAVOURS:
+            raise VmhostError(f"{request.template} has one workspace: workdir {request.workdir!r} is for images")
         self.demand(*demands(request))
 
     def demand(self, *names: str) -> None:

@@ -40,8 +40,12 @@ class VmSandbox:
 
     async def begin(self, request: Acquire, events: OnEvent) -> None:
         """Push the repository into a slot that was just adopted, and open its network access. SandboxLost."""
-        result = await self._send(*protocol.open_frame(request.files, request.seed), protocol.SLACK_S)
+        result = await self._send(*protocol.open_frame(request.files, request.seed, request.workdir), protocol.SLACK_S)
         if not result.ok:
+            if request.workdir:  # the request's fault: another node would refuse it too
+                raise VmhostError(
+                    f"the workspace {request.workdir} of {request.template} can't be used: {result.error}"
+                )
             raise SandboxLost(f"{self.id}: the repository could not be pushed: {result.error}")
         if request.network:
             assert self._channel is not None

@@ -69,6 +69,7 @@ def busybox(cache: Path) -> str:
         file("etc/group", b"users:x:100:\nwheel:x:10:dev\n"),
         file("etc/shadow", b"secret", mode=0o600),
         folder("srv/app", uid=1000, gid=100),
+        folder("home/dev", uid=1000, gid=100),
         file("srv/app/gone"),
     ]
     above: Members = [file("srv/app/.wh.gone"), file("srv/app/main.txt", b"main\n", mode=0o640, uid=1000, gid=100)]
@@ -123,6 +124,12 @@ async def test_an_image_runs_as_its_configuration_says(host: Host, busybox: str)
     assert host.usage()["vms"] >= 2, "an imported image has its machine for itself"
     assert (await other.call(ReadFile(path="pushed"))).data == b"yes"
     assert (await other.call(ListFiles())).stdout.split() == ["main.txt", "pushed"]
+    other = await host.acquire(ask(busybox, "elsewhere", files={"pushed": b"yes"}, workdir="/home/dev"))
+    assert (await sh(other, "pwd; cat pushed")).stdout == "/home/dev\nyes"
+    with pytest.raises(VmhostError, match="the image has no such folder"):
+        await host.acquire(ask(busybox, "nowhere", workdir="/testbed"))
+    with pytest.raises(VmhostError, match="light has one workspace"):
+        await host.acquire(ask("light", "nowhere", workdir="/testbed"))
     for taken in (box, other):
         looked = await taken.call(CheckIntegrity(thorough=True))
         assert looked.ok and looked.tampered == ()

@@ -22,7 +22,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from .. import agent, trees
-from ..files import Answer, Refused
+from ..files import Answer, Refused, Workspace
 from . import confine, syscalls
 from .slot import Slot, mount_devices, set_oom_score
 from .syscalls import BIND, MOVE, NODEV, NOEXEC, NOSUID, PRIVATE, RDONLY, REC, REMOUNT, mount
@@ -157,12 +157,25 @@ class ImageSlotAgent(agent.SlotAgent):
 
         return become
 
+    def _move(self, folder: str) -> None:
+        """Make another folder of the image the workspace. Refused where there is none."""
+        if not folder.startswith("/") or ".." in folder.split("/"):
+            raise Refused("expected an absolute path without ..")
+        if not os.path.isdir(folder):
+            raise Refused("the image has no such folder")
+        self.root = "/" + "/".join(part for part in folder.split("/") if part not in ("", "."))
+        self.workspace = Workspace(self.root)
+        os.chdir(self.root)
+
     def _expire(self) -> None:
         with _as_root():
             super()._expire()
 
     def operate(self, number: int, header: dict[str, Any], bodies: Sequence[bytes]) -> Answer | None:
         """Run one operation. Those that end jobs run as root, because a job may run as any user of the image."""
+        if header["op"] == "open_at":
+            self._move(header["workdir"])
+            header = header | {"op": "open"}
         if header["op"] in ("stop_job", "cancel", "end"):
             with _as_root():
                 return super().operate(number, header, bodies)
