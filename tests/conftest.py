@@ -1,4 +1,4 @@
-"""Fixtures that every room's tests share: a real broker with every stream, and connections in any role."""
+"""Fixtures that all tests share: a real broker with every stream, and connections in any role."""
 
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable

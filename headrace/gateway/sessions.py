@@ -23,7 +23,7 @@ SENTENCES = {
     "files_lost": "the gateway was restarted and no longer has the session's files",
     "purged": "the user's data was purged",
 }
-"""What a user reads for a reason."""
+"""The sentence that a user reads for each reason."""
 
 
 class Session:

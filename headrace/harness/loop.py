@@ -1,7 +1,7 @@
 """The agent loop: sample a turn, run its calls, append the results, until the policy finishes or a limit is reached.
 
-One loop for training, evaluation and production, for sampled and for scripted policies. It keeps two promises to
-whoever writes the turn log: `on_sampled` is awaited before any call of the turn is sent, and a resumed episode
+One loop for training, evaluation and production, for sampled and for scripted policies. It keeps two promises to the
+caller, which writes the turn log: `on_sampled` is awaited before any call of the turn is sent, and a resumed episode
 never samples a turn again but sends the calls of an open one once more under the same ids.
 
 Calls of one turn run at the same time and are answered in their order. A call that changes the workspace runs alone, in
@@ -33,7 +33,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it."""
+    """The outcome."""
 
     turns: tuple[Turn, ...]
     outcome: Outcome

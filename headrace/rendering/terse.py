@@ -1,8 +1,8 @@
 """The terse format: every tag is one id, there is no system prompt, and each tool has its own tags.
 
-It is the format of a policy that headrace made itself and that was trained on it from its first token. What the policy
-wrote stays the ids that it sampled; only what comes from outside (the task, results, a summary request) is encoded,
-once, and appended.
+It is the format of a policy that headrace made itself and that was trained on it from its first token. Text that the
+policy wrote stays the ids that it sampled; only what comes from outside (the task, results, a summary request) is
+encoded, once, and appended.
 """
 
 import re
@@ -126,7 +126,7 @@ class TerseRenderer(Format):
         return self.encode(self.turn_pieces(calls, thought))
 
     def text(self, ids: Sequence[int]) -> str:
-        """What was written, without the token that ended it."""
+        """The text, without the token that ended it."""
         return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 
     def parse(self, ids: Sequence[int], *, prompt: Sequence[int] = ()) -> Parsed:

@@ -19,7 +19,7 @@ OnEvent = Callable[[str, str, dict[str, Any]], None]
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What the sandboxes of a backend can do; docs/sandboxes.md explains each name."""
+    """Capabilities of a backend's sandboxes; docs/sandboxes.md explains each name."""
 
     isolated: bool = False
     """A sandbox cannot reach the host or another sandbox. The production lane demands it."""
@@ -31,7 +31,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     network_list: bool = False
     """Programs can reach listed names through a proxy. Only an isolated backend keeps them from reaching others."""
     upper_diff: bool = False
-    """What a sandbox changed can be read as the upper layer of its root."""
+    """The changes of a sandbox can be read as the upper layer of its root."""
     kernel_private: bool = False
     """Sandboxes run under kernels of their own: there are machines besides the host."""
 
@@ -78,7 +78,7 @@ class Machine(Protocol):
         """Set the host name of a slot. SandboxLost; VmhostError where the backend lacks ``hostname``."""
 
     async def check_integrity(self, thorough: bool) -> tuple[str, ...]:
-        """What was changed in this machine that no legitimate work changes (see `CheckIntegrity`).
+        """Changes in this machine that no legitimate work makes (see `CheckIntegrity`).
         SandboxLost; VmhostError where it cannot be checked."""
 
     def leave(self, channel: Channel) -> None:

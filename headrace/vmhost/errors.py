@@ -1,4 +1,4 @@
-"""What can go wrong with a host: one sentence that says what to do."""
+"""Errors of a host: each is one sentence that says what to do."""
 
 
 class VmhostError(Exception):

@@ -53,7 +53,7 @@ class Draft:
     """
 
     def __init__(self, path: str | Path, tensors: Sequence[TensorInfo], metadata: Mapping[str, str] | None = None):
-        """Make room for `tensors` beside `path`. OSError when the disk has none."""
+        """Reserve disk space for `tensors` beside `path`. OSError when the disk has none."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.{next(_serial)}.part")

@@ -59,7 +59,7 @@ class Product:
         return found.message
 
     async def fail(self, request: RolloutRequest) -> None:
-        """What a rollout actor publishes when the sandbox is lost."""
+        """Publish as a rollout actor does when the sandbox is lost."""
         failed = SlotFailed(
             run=self.run,
             lane="production",
@@ -71,7 +71,7 @@ class Product:
         await self.rollout.publish(subjects.FAIL.at(run=self.run, group=request.group), failed)
 
     async def answer(self, request: RolloutRequest, diff: bytes = b"fixed\n") -> None:
-        """What a rollout actor would publish."""
+        """Publish as a rollout actor would."""
         trajectory = Trajectory(
             run=self.run,
             lane="production",

@@ -257,7 +257,7 @@ WAITS_TO_BE_TOUCHED = b"while open('/etc/hostname').read() == 'sandbox\\n':\n   
 async def test_a_machine_that_was_touched_is_not_believed_and_who_did_it_has_cheated(
     connect: Connect, tmp_path: Path, observer: Bus
 ) -> None:
-    """Whoever has a guest's kernel can write any page: done here from outside, to all machines that the diff is in."""
+    """An attacker that controls a guest's kernel can write any page. The test does so in all machines of the diff."""
     section = Section(backend="qemu", cache_dir=CACHE, lease_s=20.0, warm=0, max_vms=3)
     changes: dict[str, Any] = {"environment": section, "judge": JudgeSection(again=0.0)}
     settings = config(tmp_path, **changes)

@@ -1,4 +1,4 @@
-"""What the harness tests share: a renderer, a sampler that plays a script of token ids, a request."""
+"""Fixtures that the harness tests share: a renderer, a sampler that plays a script of token ids, a request."""
 
 from collections.abc import Callable, Sequence
 

@@ -53,7 +53,7 @@ async def fresh() -> AsyncIterator[Fresh]:
 
 
 async def passes(fresh: Fresh, task: Task, oracle: Oracle, after: dict[str, bytes]) -> bool:
-    """What a judge does: the allowed changes alone, hidden tests from the host, the expected names."""
+    """Judge as the actor does: the allowed changes alone, hidden tests from the host, the expected names."""
     sandbox = await fresh(task.files)
     await sandbox.call(WriteFiles(files={path: after[path] for path in oracle.solution} | oracle.hidden))
     result = await sandbox.call(RunTests(plan=oracle.tests))
@@ -181,7 +181,7 @@ async def test_each_tool(fresh: Fresh, shop: Made, name: str, arguments: dict[st
 
 
 async def test_hostile_arguments_are_answered(fresh: Fresh, shop: Made) -> None:
-    """Whatever a policy writes into an argument comes back as text; nothing but SandboxLost may escape a tool."""
+    """Any argument that a policy writes comes back as text; nothing but SandboxLost may escape a tool."""
     sandbox, box = await fresh(shop.task.files), Toolbox()
     nasty = [
         "",

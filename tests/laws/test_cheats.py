@@ -26,7 +26,7 @@ INSIDE = (
 )
 """Attacks on the process that runs the tests: a judge that believes it lets all of them pass."""
 OPEN: tuple[str, ...] = ()
-"""What is known to get through."""
+"""The cheats that are known to get through."""
 
 
 def with_text_alone(oracle: Oracle) -> Oracle:

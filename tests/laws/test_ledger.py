@@ -1,4 +1,4 @@
-"""Laws 2 and 3 of a whole run: the books balance at every moment, whoever is killed, and no token is too old.
+"""Laws 2 and 3 of a whole run: the ledger balances at every moment, whichever actor is killed, and no token is too old.
 
 Curriculum, trainer side and rollouts meet over a real broker; what fills the slots is a script that is slow, fails and
 dies at random. The audit reads the streams while all of that goes on.
@@ -32,7 +32,7 @@ def config(bound: int, on_stale: Literal["wait", "drop"]) -> c.Config:
     )
 
 
-class Weather(Counterpart):
+class FaultyCounterpart(Counterpart):
     """Answers in any order; every eighth attempt fails, and some engines lag behind as far as they may."""
 
     def __init__(self, bus: Bus, run: str, bound: int, seed: int) -> None:
@@ -65,18 +65,18 @@ async def test_the_books_balance_while_curricula_are_killed(
     connect: Connect, bound: int, on_stale: Literal["wait", "drop"]
 ) -> None:
     run = f"r{token_hex(4)}"
-    weather = Weather(await connect(), run, bound, seed=bound)
-    await weather.start()
-    await weather.serve(0)
+    counterpart = FaultyCounterpart(await connect(), run, bound, seed=bound)
+    await counterpart.start()
+    await counterpart.serve(0)
     outsider = await connect("operator")
-    end = asyncio.create_task(finished(weather.bus, run))
+    end = asyncio.create_task(finished(counterpart.bus, run))
     lives = 0
     while not end.done():
         actor = Curriculum(config(bound, on_stale), await connect("curriculum"), run, f"c-{lives}")
         await actor.start()
         lives += 1
         # The first ones are killed in the middle of what the next closing sets off; the last one may finish.
-        further = asyncio.create_task(weather.closed(min(2 * lives + 1, STEPS * P)))
+        further = asyncio.create_task(counterpart.closed(min(2 * lives + 1, STEPS * P)))
         async with asyncio.timeout(60):
             await asyncio.wait({end, further} if lives < 5 else {end}, return_when=asyncio.FIRST_COMPLETED)
         further.cancel()
@@ -87,7 +87,7 @@ async def test_the_books_balance_while_curricula_are_killed(
         report, wrong = await prove(outsider, run)
         assert wrong == []
         assert report.staleness_max <= bound
-    await weather.stop()
+    await counterpart.stop()
     report = await audit(outsider, run)
     assert report.balanced
     assert report.in_flight == 0
@@ -96,4 +96,4 @@ async def test_the_books_balance_while_curricula_are_killed(
     assert lives == 5
     assert on_stale == "drop" or "stale" not in report.dropped
     assert report.attempts.lost.get("sandbox_lost", 0) + report.attempts.lost.get("engine_error", 0) > 0
-    assert weather.steps == STEPS
+    assert counterpart.steps == STEPS

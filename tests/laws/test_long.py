@@ -1,4 +1,4 @@
-"""Long ones: 100,000 tokens and 200 tool calls with routed experts, in a group of 128, through every room that is not
+"""Long ones: 100,000 tokens and 200 tool calls with routed experts, in a group of 128, through every part that is not
 the sandbox: bus, turn log, packing, a trainer's step, audit and replay."""
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the curriculum does next: credit, order of closings, failed slots, the end, and a successor that agrees."""
+"""The curriculum's next action: credit, order of closings, failed slots, the end, and a successor that agrees."""
 
 import random
 from collections.abc import Iterator

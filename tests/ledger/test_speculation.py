@@ -1,4 +1,4 @@
-"""A slot that is asked for twice: when, which answer counts, that the books balance, and what it does to lengths."""
+"""A slot that is requested twice: when, which answer counts, that the ledger balances, and the effect on lengths."""
 
 import random
 

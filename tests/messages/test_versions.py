@@ -1,4 +1,4 @@
-"""What was written before an upgrade is read after it: parts of a run are replaced one by one, and streams are kept.
+"""Records from before an upgrade are read after it: parts of a run are replaced one by one, and streams are kept.
 
 `wire.json` says which fields a reader of each type could count on when it was last written. It is made anew, beside a
 raised version, by: python -m tests.messages.test_versions

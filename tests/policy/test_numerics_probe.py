@@ -37,7 +37,7 @@ def test_a_product_without_padding_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_scalar_tail_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch's float32 silu does: the last elements of a buffer, short of a vector, are rounded otherwise."""
+    """As torch's float32 silu does: the last elements of a buffer, short of a vector, are rounded otherwise."""
     real = batch_invariant.swiglu
 
     def fused(gate_up: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What replay is for: on ordinary bfloat16 arithmetic it takes most of the mismatch away (research target: 0.3)."""
+"""The purpose of replay: on ordinary bfloat16 arithmetic it takes most of the mismatch away (research target: 0.3)."""
 
 from pathlib import Path
 

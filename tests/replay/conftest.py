@@ -34,7 +34,7 @@ class Finished(NamedTuple):
 
 
 class Poison(RunFeeder):
-    """A river in which some batches carry what no engine would have written."""
+    """A recorded run in which some batches carry values that no engine would have written."""
 
     spoil: Callable[[Array], Array] | None = None
 

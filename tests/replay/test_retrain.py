@@ -1,4 +1,4 @@
-"""The same river for another judge and for another trainer; the run itself sees neither."""
+"""The same recorded run for another judge and for another trainer; the run itself sees neither."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ def test_a_contrary_judge_flips_every_advantage_that_is_one(
         async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as bus:
             return len([r async for r in bus.history("HR_SCORE", SCORE.where(run=run))])
 
-    assert uvloop.run(seen(finished.run)) == 24, "the run's own trainer and books see nothing new"
+    assert uvloop.run(seen(finished.run)) == 24, "the run's own trainer and ledger see nothing new"
     assert uvloop.run(seen(f"{finished.run}-j2")) == 24
 
 

@@ -1,4 +1,4 @@
-"""The asking side: which kind of loss it was, waiting for room, and a group's slots at one node."""
+"""The asking side: which kind of loss it was, waiting for capacity, and a group's slots at one node."""
 
 import asyncio
 from contextlib import AsyncExitStack

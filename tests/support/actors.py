@@ -14,7 +14,7 @@ A = TypeVar("A", bound=Actor)
 
 @asynccontextmanager
 async def living(cls: type[A], config: Config, bus: Bus, run: str, id: str = "") -> AsyncIterator[A]:
-    """Started, and shut at the end. What makes it fail meanwhile ends the test at once: nobody waits for the dead."""
+    """Started, and shut at the end. A failure of the actor ends the test at once."""
     actor = cls(config, bus, run, id or bus.id)
     try:
         async with asyncio.timeout(None) as alive:

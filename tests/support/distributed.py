@@ -1,4 +1,4 @@
-"""What one process of several does, run by torchrun: three updates on one batch, a checkpoint, and one more."""
+"""The program of one process of several, run by torchrun: three updates on one batch, a checkpoint, and one more."""
 
 import json
 import sys

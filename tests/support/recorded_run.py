@@ -1,4 +1,4 @@
-"""What surrounds a trainer, small: real samples of published versions, scores and closings, over the bus."""
+"""The environment of a trainer, small: real samples of published versions, scores and closings, over the bus."""
 
 import asyncio
 from pathlib import Path
@@ -106,7 +106,7 @@ class RunFeeder:
             await self.group(number, group, spoilt, lag)
 
     async def steps(self) -> list[StepManifest | StepDone | StepFailed]:
-        """What is written about steps."""
+        """The records about steps."""
         found = [r.message async for r in self.bus.history("HR_STEP", STEP.at(run=self.run))]
         return [record for record in found if isinstance(record, StepManifest | StepDone | StepFailed)]
 

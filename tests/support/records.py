@@ -1,4 +1,4 @@
-"""Hand-made records of a run, for tests of whoever reads its streams: small, complete, and easy to break."""
+"""Hand-made records of a run, for tests of the readers of its streams: small, complete, and easy to break."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ TASK = TaskRef("generated/train", "t0")
 
 
 def letter(msg_id: str) -> DeadLetter:
-    """What is left of a request that nobody could fill."""
+    """The dead letter of a request that nobody could fill."""
     return DeadLetter(
         stream="HR_TASK",
         consumer="rollout",

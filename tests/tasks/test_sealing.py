@@ -1,4 +1,4 @@
-"""What is taken out of hidden tests, and how the judge compares what they saw."""
+"""The parts that are taken out of hidden tests, and how the judge compares what they saw."""
 
 import ast
 import builtins
@@ -78,7 +78,7 @@ def test_what_is_not_a_value_against_a_literal_stays(source: bytes) -> None:
 
 
 def ran(files: dict[str, bytes], name: str, **names: object) -> list[str]:
-    """What a sealed plain function of test_x.py observes."""
+    """The observations of a sealed plain function of test_x.py."""
     seen = Observations()
     space: dict[str, object] = {"__builtins__": builtins, "__observe__": seen.observe, **names}
     source = files["test_x.py"].replace(b"from x import f", b"").partition(b"class")[0]

@@ -60,7 +60,7 @@ class NoEngine(Exception):
 
 
 class ClientServed(NamedTuple):
-    """What a client's turn is sampled from."""
+    """The engine and policy version that sample a client's turn."""
 
     engine: Engine
     renderer: Callable[[ClientTurn], ClientRenderer]
@@ -68,7 +68,7 @@ class ClientServed(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What an episode samples from, and how it reads and writes."""
+    """The sampler of an episode, and its renderer."""
 
     engine: Engine
     renderer: Renderer

@@ -56,7 +56,7 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def about(self) -> str:
-        """What it should give, in words."""
+        """The expected result, in words."""
         return self.template.about.format_map(self.names)
 
     def source(self, bug: tuple[int, int, int] | None = None) -> list[str]:
@@ -77,7 +77,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     line: int
     """Line of the bug, 1-based."""
     fixed: str
-    """What that line should be."""
+    """The correct form of that line."""
 
 
 @lru_cache(16384)
@@ -89,7 +89,7 @@ def _loaded(source: str) -> Callable[..., object]:
 
 
 def _callable(function: Function, bug: tuple[int, int, int] | None = None) -> Callable[[Arguments], object]:
-    """What a function gives for arguments: a value, or the name of the exception that it raises."""
+    """The result of a function for arguments: a value, or the name of the exception that it raises."""
     head, *body = function.source(bug)
     run = _loaded("\n".join([head.replace(function.name, "subject", 1), *body]))
 

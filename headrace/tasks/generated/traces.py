@@ -198,9 +198,9 @@ def play(made: repositories.Made, fault: Fault, rng: random.Random, answer: Answ
 
 
 FAULTS: tuple[Fault, ...] = ("quits",) * 8 + ("unread", "wrong", "careless")
-"""What a faulty trace is drawn from. Mostly quitting: it is short, so most tokens still teach how to work, and a policy
-unlearns it within a few steps; wrong changes cost it what it knows about the function (measured: greedy 0.61 on tasks
-with equal shares, 0.85 with five to one, after 1.2 M tokens)."""
+"""The faults that a faulty trace draws from. Mostly quitting: it is short, so most tokens still teach how to work, and
+a policy unlearns it within a few steps; wrong changes cost it what it knows about the function (measured: greedy 0.61
+on tasks with equal shares, 0.85 with five to one, after 1.2 M tokens)."""
 
 
 def _plays(

@@ -1,10 +1,10 @@
-"""What the untouched code computes where a test compares two computed values: the answers that make it a sealed test.
+"""Results of the untouched code where a test compares two computed values: the answers that make it a sealed test.
 
 A value may be recorded only if it does not depend on where and when it is computed. The processes that run tests here
 are forks of one interpreter, with its hash seed: an order of strings in a set would be the same in all of them, and
 another in the next template. So the tests run again in fresh sandboxes by interpreters of their own, with hash seeds
-and random numbers of their own, one of them in another year. What differs anywhere, or is not seen everywhere, is not
-recorded: the two values are then compared with each other (tasks/sealing.py).
+and random numbers of their own, one of them in another year. A value that differs anywhere, or is missing anywhere, is
+not recorded: the two values are then compared with each other (tasks/sealing.py).
 
 The other year is Python's alone (`time`, and `datetime` in its pure form, which asks `time`): a test that looks at the
 times of files as well may fail there, and is not recorded.

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 Body = Callable[[dict[str, int]], None]
-"""What a forked process runs; it receives the write ends of its pipes by name and does not return."""
+"""The code of a forked process; it receives the write ends of its pipes by name and does not return."""
 Done = Callable[["Job"], None]
 
 
@@ -104,7 +104,7 @@ class Job:
         return os.waitstatus_to_exitcode(self.status) if self.status is not None else -signal.SIGKILL
 
     def text(self, name: str) -> bytes:
-        """What was kept of a stream."""
+        """The part of a stream that was kept."""
         return bytes(self.output.get(name, b""))
 
 

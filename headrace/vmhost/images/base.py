@@ -46,7 +46,7 @@ def ensure(
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            for left in cache.glob("making-*"):  # of a process that died: whoever makes something holds the lock
+            for left in cache.glob("making-*"):  # of a process that died: the maker holds the lock
                 shutil.rmtree(left, ignore_errors=True)
             version = process.version()
             base = packages.base(cache, say)
@@ -58,7 +58,7 @@ def ensure(
 
 
 class Parts(NamedTuple):
-    """What every template of this machine is made with."""
+    """The parts that every template of this machine shares."""
 
     cache: Path
     base: Path
@@ -69,7 +69,7 @@ class Parts(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a name stands for: a built-in image, an imported one, or a recipe on top of another plan."""
+    """The meaning of a template's name: a built-in image, an imported one, or a recipe on top of another plan."""
 
     name: str
     memory_mb: int
@@ -91,7 +91,7 @@ class Plan(NamedTuple):
 
 
 def plan(environment: Environment, name: str, depth: int = 0) -> Plan:
-    """What a template of this name is made of. VmhostError when nobody knows it."""
+    """The plan for a template of this name. VmhostError when the name is unknown."""
     cache = Path(environment.cache_dir).absolute()
     if not 1 <= environment.slots_per_vm <= packages.SLOTS_MAX:
         raise VmhostError(f"slots_per_vm must be 1 to {packages.SLOTS_MAX}, not {environment.slots_per_vm}")

@@ -40,7 +40,7 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of its root and of all below: what a template is addressed by."""
     source: str
     bytes: int
-    """What its root takes in a guest's memory."""
+    """Size of its root in a guest's memory."""
     entries: int
     skipped: int
     env: dict[str, str]
@@ -63,7 +63,7 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
 def take(cache: Path, path: Path, name: str = "", tag: str = "") -> Image:
     """Import an archive or a folder. VmhostError with one sentence."""
     cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "lock").open("w") as lock:  # whoever finds something in the making and no lock held throws it away
+    with (cache / "lock").open("w") as lock:  # a process that finds unfinished work and no lock held removes it
         fcntl.flock(lock, fcntl.LOCK_EX)
         return _take(cache, path, name, tag)
 

@@ -39,7 +39,7 @@ BROKEN = (
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What an image says about how its programs run."""
+    """The image's own settings for its programs."""
 
     env: dict[str, str] = {}
     user: str = ""

@@ -33,7 +33,7 @@ class BadImage(VmhostError):
 
 
 class Inode(msgspec.Struct, eq=False):
-    """What a path stands for; hard links share one."""
+    """The file behind a path; hard links share one."""
 
     mode: int
     uid: int = 0
@@ -78,7 +78,7 @@ class Tree:
         return self._walk(path, last=True)
 
     def size(self) -> int:
-        """What it takes in a RAM disk: contents in whole pages, one page per entry."""
+        """Its size in a RAM disk: contents in whole pages, one page per entry."""
         seen = {id(inode): inode for inode, _ in self._nodes.values()}
         return sum(PAGE + -(-inode.size // PAGE) * PAGE for inode in seen.values())
 

@@ -60,7 +60,7 @@ class Host:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What its sandboxes can do."""
+        """The capabilities of its sandboxes."""
         return self._backend.capabilities
 
     def facts(self) -> dict[str, Any]:

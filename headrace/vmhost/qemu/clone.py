@@ -214,7 +214,7 @@ class Clone:
         return (await self._control.call(header, (), START_S))[0]
 
     async def check_integrity(self, thorough: bool = False) -> tuple[str, ...]:
-        """What was changed here that no legitimate work changes (see integrity). `thorough` also asks the machine's
+        """Changes here that no legitimate work makes (see integrity). `thorough` also asks the machine's
         first process, which costs tens of milliseconds. SandboxLost; VmhostError when it cannot be checked."""
         if self._lost.done():
             raise SandboxLost(self._lost.result())

@@ -12,8 +12,8 @@ Documentation/staging/static-keys; here those of packet time stamps and socket f
 read-only memory, lists their addresses. At such an address the two forms of that branch are accepted, and nothing else.
 
 Not covered: memory that legitimate work writes too, such as heaps and stacks of running processes, the kernel's data
-and its modules. What root can change there without writing a fixed page, `differences` finds in the report of the
-machine's first process.
+and its modules. `differences` finds the changes that root can make there without writing a fixed page in the report of
+the machine's first process.
 """
 
 import os

@@ -105,14 +105,14 @@ async def test_no_machine_outlives_its_actor_and_every_slot_comes_again(
     run = f"r{token_hex(4)}"
     recipe = c.Curriculum(group_size=SIZE, groups_per_step=PER_STEP, staleness=BOUND, steps=3)
     config = c.Config(curriculum=recipe, evaluation=c.Evaluation(before=False, after=False))
-    hands = Hands(await connect(), run, Sandboxes(await connect("rollout"), 60.0))
+    handlers = Hands(await connect(), run, Sandboxes(await connect("rollout"), 60.0))
     async with living(Curriculum, config, await connect("curriculum"), run) as curriculum:
         async with node(server, tmp_path, run) as process:
-            await hands.start()
-            await hands.serve(0)
+            await handlers.start()
+            await handlers.serve(0)
             async with asyncio.timeout(120):
                 for _ in range(SLOTS):
-                    await hands.at_work.acquire()
+                    await handlers.at_work.acquire()
             watches = machines(process)
             process.kill()
             for watch in watches:
@@ -120,9 +120,9 @@ async def test_no_machine_outlives_its_actor_and_every_slot_comes_again(
                 os.close(watch)
         async with node(server, tmp_path, run):
             async with asyncio.timeout(120):
-                await hands.all_solved.wait()
-            await hands.closed(PER_STEP * (BOUND + 1))
+                await handlers.all_solved.wait()
+            await handlers.closed(PER_STEP * (BOUND + 1))
         assert curriculum.state.problems == []
-    await hands.stop()
-    assert len(watches) == SLOTS == len(hands.lost), "\n".join(map(str, sorted(hands.lost)))
-    assert len(hands.solved) == SLOTS and {attempt for _, _, attempt in hands.solved} == {1}
+    await handlers.stop()
+    assert len(watches) == SLOTS == len(handlers.lost), "\n".join(map(str, sorted(handlers.lost)))
+    assert len(handlers.solved) == SLOTS and {attempt for _, _, attempt in handlers.solved} == {1}

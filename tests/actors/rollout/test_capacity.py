@@ -33,18 +33,18 @@ async def test_a_request_that_waits_for_room_lets_the_holder_of_that_room_pass(
         rollout=Credit(credit=1),
     )
     async with living(Environment, narrow, await connect("environment", node="n1"), ANY_RUN):
-        async with living(Rollout, narrow, await connect("rollout"), "room", "leaving"):
-            await issue(observer, request("room", "g1", suite=GATED))
-            await first(observer, "HR_TURN", TURN.at(run="room", trajectory="g1-0-0"), TurnSampled)
-            await issue(observer, request("room", "g2", policy="idle"))
+        async with living(Rollout, narrow, await connect("rollout"), "capacity", "leaving"):
+            await issue(observer, request("capacity", "g1", suite=GATED))
+            await first(observer, "HR_TURN", TURN.at(run="capacity", trajectory="g1-0-0"), TurnSampled)
+            await issue(observer, request("capacity", "g2", policy="idle"))
         # g1 went back behind g2, and the only machine is still its own.
         (tmp_path / "gate").touch()
-        async with living(Rollout, narrow, await connect("rollout"), "room", "heir"):
+        async with living(Rollout, narrow, await connect("rollout"), "capacity", "heir"):
             async with asyncio.timeout(60):
-                end = await first(observer, "HR_TRAJ", TRAJ.at(run="room", group="g1"), Trajectory)
-                await first(observer, "HR_TRAJ", TRAJ.at(run="room", group="g2"), Trajectory)
+                end = await first(observer, "HR_TRAJ", TRAJ.at(run="capacity", group="g1"), Trajectory)
+                await first(observer, "HR_TRAJ", TRAJ.at(run="capacity", group="g2"), Trajectory)
     assert end.rollout == "heir" and end.outcome == "finished"
-    assert await everything(observer, "HR_LEDGER", FAIL.where(run="room")) == []
+    assert await everything(observer, "HR_LEDGER", FAIL.where(run="capacity")) == []
 
 
 async def test_a_rollout_pulls_the_configured_lanes_and_leaves_the_others(connect: Connect, tmp_path: Path) -> None:

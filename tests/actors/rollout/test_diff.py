@@ -1,4 +1,4 @@
-"""What counts as the agent's change."""
+"""Changes that count as the agent's own."""
 
 from headrace.actors.rollout.diff import diff
 

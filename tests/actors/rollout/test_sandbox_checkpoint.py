@@ -52,7 +52,7 @@ TASK = Task(ref=REF, family="by-hand", prompt="look", files={"a.txt": b"a"}, all
 SECRET = (
     "head -c 16 /dev/urandom | od -An -tx1 > secret.txt; (sleep 600) > /dev/null 2>&1 & echo $! > pid; cat secret.txt"
 )
-"""What no second run would give again: a draw, and a process."""
+"""State that a second run would not give again: a draw, and a process."""
 LARGE = os.urandom(3 << 20)
 LOOK = "cat secret.txt; kill -0 $(cat pid) && echo it lives"
 
@@ -78,7 +78,7 @@ class Script(ScriptedEngine):
 
 
 class Told:
-    """What the episode reported."""
+    """The episode's report."""
 
     def __init__(self) -> None:
         self.kinds: list[str] = []

@@ -1,4 +1,4 @@
-"""What actors in a region can do through their own broker, and what a region can't."""
+"""Rights of actors in a region through their own broker, and the limits of a region."""
 
 import asyncio
 import stat

@@ -60,11 +60,11 @@ async def test_it_is_an_engine(engine: Engine) -> None:
 async def test_a_repeat_gives_the_same_ids_whatever_the_batch(engine: EmbeddedEngine) -> None:
     alone = await engine.sample(request("alone", tokens=40))
     others = [request(f"o{i}", tuple(range(i + 1)), tokens=30 + i, seed=i) for i in range(9)]
-    crowd = await asyncio.gather(*(engine.sample(r) for r in (*others, request("crowd", tokens=40))))
+    batch = await asyncio.gather(*(engine.sample(r) for r in (*others, request("batch", tokens=40))))
     again = await engine.sample(request("alone", tokens=40))
-    assert alone.ids == crowd[-1].ids == again.ids and alone.logprobs == crowd[-1].logprobs == again.logprobs
+    assert alone.ids == batch[-1].ids == again.ids and alone.logprobs == batch[-1].logprobs == again.logprobs
     assert msgspec.msgpack.encode(alone) == msgspec.msgpack.encode(again), "a repeat reports all positions again"
-    assert len({sample.ids for sample in crowd}) == 10
+    assert len({sample.ids for sample in batch}) == 10
     assert (await engine.sample(request("seed", tokens=40, seed=8))).ids != alone.ids
 
 
@@ -278,11 +278,11 @@ async def test_a_failing_forward_is_an_error_not_a_hang(
     assert latest is not None
 
     def broken(*_: object) -> None:
-        raise MemoryError("no room")
+        raise MemoryError("no memory left")
 
     with monkeypatch.context() as patch:
         patch.setattr(latest.model, "forward_cached", broken)
-        with pytest.raises(EngineError, match=r"forward pass failed: MemoryError\('no room'\)"):
+        with pytest.raises(EngineError, match=r"forward pass failed: MemoryError\('no memory left'\)"):
             await engine.sample(request())
     assert len((await engine.sample(request())).ids) == 8
 

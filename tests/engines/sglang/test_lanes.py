@@ -78,24 +78,24 @@ async def test_production_takes_no_place_from_training_nor_waits_for_one() -> No
     async def ask() -> dict[str, object]:
         return {}
 
-    room, entered, leave = Admission(2, ask), [], asyncio.Event()
+    admission, entered, leave = Admission(2, ask), [], asyncio.Event()
 
     async def guest(name: str, first: bool) -> None:
-        async with room.place(first):
+        async with admission.place(first):
             entered.append(name)
             await leave.wait()
 
-    async with room.place(), room.place():
+    async with admission.place(), admission.place():
         works = [asyncio.create_task(guest("train", False))]
         await asyncio.sleep(0)
         works += [asyncio.create_task(guest(f"user{index}", True)) for index in range(3)]
         await asyncio.sleep(0)
-        assert entered == ["user0", "user1"], "beside a full house, up to the allowance"
+        assert entered == ["user0", "user1"], "beside a full server, up to the allowance"
     await asyncio.sleep(0)
-    assert entered == ["user0", "user1"] and room.waiting == 2, "training waits for production that waits"
+    assert entered == ["user0", "user1"] and admission.waiting == 2, "training waits for production that waits"
     leave.set()
     await asyncio.gather(*works)
-    assert entered == ["user0", "user1", "user2", "train"] and room.inside == 0
+    assert entered == ["user0", "user1", "user2", "train"] and admission.inside == 0
 
 
 async def test_a_turn_of_production_takes_the_place_of_one_of_training(versions: Versions, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The parts of the SGLang client that need no engine: the wire, the door, terms, stage, back-pressure."""
+"""The parts of the SGLang client that need no engine: the wire, admission, terms, stage, back-pressure."""
 
 import asyncio
 import base64
@@ -265,25 +265,25 @@ async def test_who_has_no_place_waits_outside_the_server() -> None:
     async def ask() -> dict[str, Any]:
         return {"loads": [figures]}
 
-    room = Admission(3, ask)
+    admission = Admission(3, ask)
     entered, leave = asyncio.Event(), asyncio.Event()
 
     async def guest() -> None:
-        async with room.place():
+        async with admission.place():
             entered.set()
             await leave.wait()
 
-    async with room.place(), room.place():
-        await room.look()
-        assert room.allowed == 1
+    async with admission.place(), admission.place():
+        await admission.look()
+        assert admission.allowed == 1
         third = asyncio.create_task(guest())
         await asyncio.sleep(0)
-        assert room.waiting == 1 and not entered.is_set()
+        assert admission.waiting == 1 and not entered.is_set()
         figures.update(num_waiting_reqs=0)
         for _ in range(2):
-            await room.look()
+            await admission.look()
         await entered.wait()
-        assert room.allowed == 3 and room.inside == 3
+        assert admission.allowed == 3 and admission.inside == 3
         leave.set()
         await third
-    assert room.inside == 0
+    assert admission.inside == 0

@@ -47,7 +47,7 @@ def apply() -> Any:
 
 
 def given(file: Path) -> list[Any]:
-    """What arrives in the server's scheduler."""
+    """The tensors that arrive in the server's scheduler."""
     (payload,) = sparse.body(file, "5-x")["serialized_named_tensors"]
     found: list[Any] = pickle.loads(base64.b64decode(payload))
     return found

@@ -1,4 +1,4 @@
-"""A server that behaves like SGLang 0.5.23 where that was measured, over the house's own model. It is not SGLang, and
+"""A server that behaves like SGLang 0.5.23 where that was measured, over headrace's own model. It is not SGLang, and
 nothing that was tested against it is called so; the real server has the marker `sglang`.
 
 Copied: streamed replies that repeat everything, spans over output tokens, held requests and 503 while paused, the
@@ -75,7 +75,7 @@ class Double:
         self.config, self.max_running = config, max_running
         self.model = tiny.model(config, exact=False, seed=99)
         self.version = self.told = "default"
-        """What computes, and what /model_info says: an update that answers 400 changes the first alone."""
+        """The weights that compute, and those that /model_info reports: an update with answer 400 changes the first."""
         self.model_path = "/nowhere"
         self.paused = self.sick_when_paused = False
         self.running: list[Request] = []

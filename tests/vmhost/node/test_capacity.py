@@ -1,4 +1,4 @@
-"""What a node has left: too little of anything is a sentence with figures."""
+"""The capacity that a node has left: too little of anything is a sentence with figures."""
 
 import os
 from pathlib import Path

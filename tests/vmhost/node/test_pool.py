@@ -1,4 +1,4 @@
-"""The pool of real machines: who shares one, how many wait ready, and when there is no room for another."""
+"""The pool of real machines: who shares one, how many wait ready, and when another does not fit."""
 
 import asyncio
 import os
@@ -145,7 +145,7 @@ async def test_no_room_is_said_and_the_judges_share_is_kept() -> None:
             await host.acquire(ask(group="b", isolation="episode"))
         judge = await host.acquire(ask(group="a", role="judge"))
         assert (await judge.call(ListFiles())).ok
-        host.release(judge.id)  # unused slots are left, but its room may be needed
+        host.release(judge.id)  # unused slots are left, but its memory may be needed
         other = await host.acquire(ask(group="b", role="judge"))
         host.release(one.id)
         assert (await host.acquire(ask(group="c", isolation="episode"))).alive

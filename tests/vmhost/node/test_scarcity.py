@@ -1,4 +1,4 @@
-"""What a host does without memory and without disk, and a sandbox in a full file system: one sentence, no harm."""
+"""A host without memory or disk, and a sandbox in a full file system, answer with one sentence and lose nothing."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What the host sees of a machine that was touched, and of one that only worked."""
+"""The host's findings in a machine that was tampered with, and in one that only worked."""
 
 import mmap
 import os

@@ -112,7 +112,7 @@ try:
 except ConnectionRefusedError:
     print("getpid works" if os.getpid() else "")
 """
-"""What namespaces alone leave open, tried from inside."""
+"""Attacks that namespaces alone leave open, tried from inside."""
 
 
 async def test_what_namespaces_do_not_separate_is_refused(group: list[VmSandbox]) -> None:

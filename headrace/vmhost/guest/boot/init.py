@@ -180,7 +180,7 @@ def _condition(slots: list[int]) -> dict[str, Any]:
 
 
 def facts() -> dict[str, Any]:
-    """What a tool could notice about its machine. It must be equal in every lane (see vmhost/node/fidelity.py)."""
+    """Facts that a tool could notice about its machine, equal in every lane (see vmhost/node/fidelity.py)."""
 
     def text(path: str) -> str:
         try:
