@@ -17,10 +17,11 @@ MAY: dict[str, set[str]] = {
     "messages": set(),
     "config": set(),
     "kernels": set(),
+    "metrics": set(),
     "algorithms": {"kernels", "messages"},
     "policy": {"kernels", "messages", "config"},
     "weights": {"kernels", "messages"},
-    "bus": {"messages", "config"},
+    "bus": {"messages", "config", "metrics"},
     "vmhost": {"messages", "config"},
     "rendering": {"messages", "policy"},
     "engines": {"policy", "kernels", "weights", "messages", "config"},
@@ -35,12 +36,13 @@ MAY: dict[str, set[str]] = {
 }
 _LIBRARIES = set(MAY)
 MAY["actors"] = _LIBRARIES
-MAY["dashboard"] = {"bus", "messages", "config", "ledger", "replay"}
+MAY["dashboard"] = {"bus", "messages", "config", "ledger", "metrics", "replay", "rendering"}
 MAY["launch"] = {
     "actors",
     "dashboard",
     "ledger",
     "bus",
+    "metrics",
     "messages",
     "config",
     "tasks",
@@ -73,7 +75,7 @@ ONLY = {
     "triton": {"kernels"},
     "gguf": {"policy"},
     "lz4": {"messages", "weights"},
-    "prometheus_client": {"engines"},
+    "prometheus_client": {"dashboard", "engines", "metrics"},
 }
 
 

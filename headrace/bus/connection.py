@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from secrets import token_hex
@@ -28,6 +29,7 @@ from headrace.messages import subjects as s
 from headrace.messages.base import Message
 from headrace.messages.codec import UnreadableMessage, decode, encode
 from headrace.messages.operations import Ack, BlobRef
+from headrace.metrics import process as metrics
 
 MAX_INLINE = 1 << 20
 """Bytes of an encoded message above which it becomes a claim check."""
@@ -134,7 +136,10 @@ class Bus(Records):
                 headers["Nats-Expected-Last-Subject-Sequence-Subject"] = expect_filter
         with tracing.sending(subject, msg_id, len(payload)):
             tracing.inject(headers)
-            return await self._store(subject, payload, headers)
+            started = time.perf_counter()
+            seq = await self._store(subject, payload, headers)
+            metrics.published(tracing.template(subject), len(payload), time.perf_counter() - started)
+            return seq
 
     async def _store_chunk(self, subject: str, chunk: bytes, msg_id: str) -> int:
         headers = {"Nats-Msg-Id": msg_id, "Nats-Expected-Last-Subject-Sequence": "0"}

@@ -18,6 +18,7 @@ from headrace.cli.bus import declare, permissions
 from headrace.cli.keys import add as keys_add
 from headrace.cli.keys import listing as keys_list
 from headrace.cli.keys import revoke as keys_revoke
+from headrace.cli.observe import export_metrics
 from headrace.cli.policy import from_gguf
 from headrace.cli.replay import dlq, rejudge, replay, retrain
 from headrace.cli.run import actor, audit, chaos, check, down, evaluate, staleness, status, subjects, up, wire
@@ -44,6 +45,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     dlq,
     evaluate,
     run_export,
+    export_metrics,
     subjects,
     wire,
 )

@@ -6,7 +6,7 @@ imported from here; the files behind it are one per kind of section.
 
 from headrace.config.base import ConfigError, Section
 from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks
-from headrace.config.nodes import Bus, Environment, Processes, Run
+from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run
 from headrace.config.policy import Engine, Numerics, Policy, Weights
 from headrace.config.reading import load, parse
 from headrace.config.training import Algorithm, MidTraining, Replay, Trainer
@@ -18,11 +18,13 @@ __all__ = [
     "Config",
     "ConfigError",
     "Curriculum",
+    "Dashboard",
     "Engine",
     "Environment",
     "Evaluation",
     "Judge",
     "Limits",
+    "Metrics",
     "MidTraining",
     "Numerics",
     "Policy",

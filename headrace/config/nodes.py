@@ -6,9 +6,11 @@ from msgspec import Meta
 
 from headrace.config.base import (
     ActorName,
+    Amount,
     Brokers,
     Count,
     Duration,
+    Host,
     HttpUrl,
     OptionalPath,
     OptionalToken,
@@ -51,6 +53,38 @@ class Bus(Section, frozen=True, kw_only=True):
     (headrace/bus/payloads/shared_memory.py); empty: all of it goes through the broker."""
     blob_upload: Literal["before", "after", "never"] = "after"
     """When such a payload is stored at the broker too; never is for one node, with a folder on the broker's disk."""
+
+
+class Metrics(Section, frozen=True, kw_only=True):
+    """Metrics of every process for Prometheus, and followers that write figures elsewhere."""
+
+    enabled: bool = True
+    """Serve the metrics of every process over HTTP; the addresses are in <run dir>/<id>/targets/."""
+    host: Host = "127.0.0.1"
+    port: Port = 0
+    """0: a free port per process. Another one suits hosts and containers with one process each."""
+    tensorboard: OptionalPath = ""
+    """Folder for TensorBoard's event files; empty writes none. Needs pip install 'headrace[tensorboard]'."""
+    wandb: OptionalPath = ""
+    """Project of Weights & Biases; empty: none. Offline unless WANDB_MODE=online. Needs 'headrace[wandb]'."""
+    mlflow: OptionalPath = ""
+    """Tracking address of MLflow, such as sqlite:///mlflow.db or http://host:5000; empty: none. Needs
+    'headrace[mlflow]'."""
+
+
+class Dashboard(Section, frozen=True, kw_only=True):
+    """The live page of a run, and the WebSocket at which it reads the broker."""
+
+    enabled: bool = True
+    """Serve the page from `headrace up`."""
+    host: Host = "127.0.0.1"
+    port: Port = 0
+    """HTTP port of the page; 0 takes a free one."""
+    websocket: HttpUrl = ""
+    """http:// or https:// address of the broker's WebSocket where `[bus] url` names a broker."""
+    gpu_hour: Amount = 0.0
+    """Price of an accelerator-hour and of a CPU-core-hour, in any currency; 0 shows no cost."""
+    core_hour: Amount = 0.0
 
 
 class Processes(Section, frozen=True, kw_only=True):

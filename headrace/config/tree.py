@@ -2,7 +2,7 @@
 
 from headrace.config.base import Section
 from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks
-from headrace.config.nodes import Bus, Environment, Processes, Run
+from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run
 from headrace.config.policy import Engine, Numerics, Policy, Weights
 from headrace.config.training import Algorithm, MidTraining, Replay, Trainer
 
@@ -29,3 +29,5 @@ class Config(Section, frozen=True, kw_only=True):
     weights: Weights = Weights()
     evaluation: Evaluation = Evaluation()
     production: Production = Production()
+    metrics: Metrics = Metrics()
+    dashboard: Dashboard = Dashboard()

@@ -46,7 +46,6 @@ def number(value: Any) -> str:
 def headline(report: Report) -> str:
     """The table at the top."""
     unseen, ledger, product = report.unseen_templates, report.ledger, report.production
-    isolated = report.backend != "process"
     rows = [
         ("Held-out tasks passed at temperature 1, before", report.heldout_before),
         ("Held-out tasks passed at temperature 1, after", report.heldout_after_t1),
@@ -54,7 +53,12 @@ def headline(report: Report) -> str:
         ("Templates without training: before, after (T=1)", f"{number(unseen.before)}, {number(unseen.after_t1)}"),
         ("Held-out tasks", report.heldout_tasks),
         ("Steps", report.steps),
-        ("Episodes in microVMs" if isolated else "Episodes (process backend: NOT isolated)", report.episodes),
+        (
+            "Episodes in isolated sandboxes"
+            if report.isolated
+            else f"Episodes ({report.backend} backend: NOT isolated)",
+            report.episodes,
+        ),
         ("VM clones", report.vm_clones),
         ("CPU of the VMs per episode, judge included", f"{number(report.cpu_ms_per_episode)} ms"),
         ("Largest staleness, bound", f"{number(report.staleness_max)}, {ledger.staleness_bound}"),

@@ -6,6 +6,7 @@ Every figure comes from the streams or was observed while the run was active. A 
 import statistics
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -64,7 +65,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     seed: int
     backend: str | None
-    """Backend of the sandboxes: `qemu`, or `process`, which is not isolated."""
+    """Backends of the sandboxes."""
+    isolated: bool
+    """All of them declare that their sandboxes are isolated."""
     isolation: str
     cpu_ms_per_episode: float | None
     """CPU of the virtual machines, the judge's included."""
@@ -113,8 +116,22 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 DELTA_NOTE = "the demo's learning rate changes most weights in every step; production rates change one in a hundred"
 
 
+class Backends(NamedTuple):
+    """Capabilities that the backends of a run's sandboxes share."""
+
+    isolated: bool = False
+    machines: bool = False
+    """At least one of them runs sandboxes under kernels of their own."""
+
+
 def build(
-    config: Config, watch: Watch, records: Records, ledger: AuditReport, moments: Moments, restarts: Sequence[str]
+    config: Config,
+    watch: Watch,
+    records: Records,
+    ledger: AuditReport,
+    moments: Moments,
+    restarts: Sequence[str],
+    backends: Backends,
 ) -> Report:
     """The report of a run that has ended."""
     steps, results = watch.steps, watch.evaluations
@@ -130,6 +147,7 @@ def build(
         run=watch.run,
         seed=config.run.seed,
         backend="+".join(sorted(records.backends)) or None,
+        isolated=backends.isolated,
         isolation=config.environment.isolation,
         cpu_ms_per_episode=round(vm_cpu_ms / records.episodes, 1) if records.episodes else None,
         errors=errors.counts(watch),
@@ -158,7 +176,7 @@ def build(
         episodes=records.episodes,
         tool_calls=records.tool_calls,
         malformed_calls=records.malformed_calls,
-        vm_clones=0 if records.backends == {"process"} else int(watch.metric("environment", "clones")),
+        vm_clones=int(watch.metric("environment", "clones")) if backends.machines else 0,
         tokens_sampled=records.sampled_tokens,
         max_abs_dlp=max((step.max_abs_dlp for step in steps if step.rescored_tokens), default=None),
         rescored_tokens=sum(step.rescored_tokens for step in steps),

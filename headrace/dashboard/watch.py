@@ -32,6 +32,8 @@ class Watch:
         self.bus, self.run, self.config, self.started = bus, run, config, started
         self.phase = "starting"
         self.steps: list[StepDone] = []
+        self.step_ended = 0.0
+        """When the newest step was stored, in seconds since the epoch."""
         self.failed_steps: list[StepFailed] = []
         self.evaluations: list[EvalResult] = []
         self.asked: list[EvalRequest] = []
@@ -77,6 +79,7 @@ class Watch:
             if isinstance(message, StepDone):
                 self.enter("reinforcement learning")
                 self.steps.append(message)
+                self.step_ended = received.time
             elif isinstance(message, StepFailed):
                 self.failed_steps.append(message)
                 say(f"step {message.step} failed: {message.reason}; {message.command}")

@@ -47,11 +47,17 @@ async def write_report(run: "Run", bus: "Bus", watch: "Watch", moments: "Moments
     """Audit the run, write report.json and report.html, and print the table; 1 when the audit does not balance."""
     from headrace.dashboard import page, records, report
     from headrace.replay.audit import audit
+    from headrace.vmhost.backends.registry import capabilities
 
     ledger = await audit(bus, run.folder.id)
     stored = await records.collect(bus, run.folder.id, watch.asked)
     await bus.close()
-    built = report.build(run.config, watch, stored, ledger, moments, run.restarts)
+    declared = [capabilities(name) for name in stored.backends]
+    backends = report.Backends(
+        isolated=bool(declared) and all(each.isolated for each in declared),
+        machines=any(each.kernel_private for each in declared),
+    )
+    built = report.build(run.config, watch, stored, ledger, moments, run.restarts, backends)
     text = msgspec.json.format(msgspec.json.encode(built), indent=2)
     (run.folder.path / "report.json").write_bytes(text + b"\n")
     (run.folder.path / "report.html").write_text(page.render(built, watch, stored))

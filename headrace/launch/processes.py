@@ -14,6 +14,7 @@ from headrace.launch.broker import Broker
 from headrace.launch.output import say
 from headrace.launch.runs import RunDir, RunError
 from headrace.launch.supervision.children import Child, ChildFailed, actor_command
+from headrace.launch.supervision.exporters import Exporters
 from headrace.launch.supervision.signals import Stopping
 
 DRAIN_S = 20.0
@@ -49,6 +50,9 @@ class Run:
         self.broker = Broker(config, folder)
         self.children: list[Child] = []
         self.restarts: list[str] = []
+        self.finished = False
+        """The run's last event is stored."""
+        self._exporters = Exporters(config, folder)
         self._stopping = stopping
 
     async def start(self) -> None:
@@ -79,6 +83,7 @@ class Run:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.broker.watch(self.on_restart))
                 group.create_task(self._watch_disk())
+                group.create_task(self._exporters.watch(say))
                 for child in self.children:
                     group.create_task(child.watch(self.on_restart))
         except BaseExceptionGroup as failures:
@@ -98,7 +103,10 @@ class Run:
 
     async def stop(self) -> None:
         """Drain all actors together. May be called again."""
-        await asyncio.gather(*(child.stop(DRAIN_S, self._stopping.now) for child in self.children))
+        await asyncio.gather(
+            self._exporters.stop(finished=self.finished),
+            *(child.stop(DRAIN_S, self._stopping.now) for child in self.children),
+        )
 
     async def close(self) -> None:
         """Drain all actors, then stop the broker."""

@@ -1,12 +1,35 @@
 """Runs one or several actors in this process."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 
 from headrace.actors.registry import load_class
 from headrace.config import Config
 from headrace.launch.runs import RunError
+
+
+@contextmanager
+def measured(config: Config, name: str, run: str) -> Iterator[None]:
+    """Serve this process's metrics around a block, where [metrics] asks for it. RunError when the port is taken."""
+    if not config.metrics.enabled:
+        yield
+        return
+    from headrace.metrics.exposition import Exposition, PortTaken
+
+    targets = Path(config.run.dir) / run / "targets"
+    try:
+        exposition = Exposition(config.metrics.host, config.metrics.port, targets, name, {"run": run})
+    except PortTaken as error:
+        raise RunError(str(error), 4) from None
+    except OSError as error:
+        raise RunError(f"cannot write {targets}: {error.strerror}", 3) from None
+    try:
+        yield
+    finally:
+        exposition.close()
 
 
 def serve(config: Config, names: Sequence[str], run: str, url: str, credentials: str) -> int:
@@ -34,6 +57,7 @@ def serve(config: Config, names: Sequence[str], run: str, url: str, credentials:
         # Once before anything starts: a wrong address or key, or a missing stream, is one sentence, not a restart loop.
         async with await Bus.connect(url, role=classes[0][0].role, credentials=keys) as bus:
             await streams.require(bus.connection)
-        return await run_actors(classes, config, run, url=url, credentials=keys)
+        with measured(config, names[0].replace(":", "-"), run):
+            return await run_actors(classes, config, run, url=url, credentials=keys)
 
     return uvloop.run(main())

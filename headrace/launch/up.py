@@ -69,25 +69,30 @@ async def see_through(run: Run, started: float, stopping: Stopping, beside: Besi
     """Start the processes, show progress until the run is finished, then audit it and write its report."""
     from headrace.bus.connection import Bus
     from headrace.dashboard.report import Moments
+    from headrace.dashboard.run_metrics import RunMetrics
     from headrace.dashboard.watch import Watch
     from headrace.launch import closing, users
+    from headrace.launch.serve import measured
 
     ready = time.time()
     await run.start()
     bus = await Bus.connect(run.broker.url, role="operator", credentials=run.broker.credentials)
     watch = Watch(bus, run.folder.id, run.config, started)
     try:
-        async with asyncio.TaskGroup() as group:
-            keeper = group.create_task(run.watch())
-            meter = group.create_task(closing.meter(run, watch))
-            other = group.create_task(beside(run, watch)) if beside is not None else None
-            simulated_users = None
-            if run.config.production.enabled and run.config.production.simulate:
-                simulated_users = group.create_task(users.simulate(run.config, run.folder.path, stopping.asked))
-            await watch.until_finished(say)
-            for task in (keeper, meter, other, simulated_users):
-                if task is not None:
-                    task.cancel()
+        with measured(run.config, "up", run.folder.id):
+            async with asyncio.TaskGroup() as group:
+                keeper = group.create_task(run.watch())
+                meter = group.create_task(closing.meter(run, watch))
+                figures = group.create_task(RunMetrics(watch, bus, run.folder.path).follow())
+                other = group.create_task(beside(run, watch)) if beside is not None else None
+                simulated_users = None
+                if run.config.production.enabled and run.config.production.simulate:
+                    simulated_users = group.create_task(users.simulate(run.config, run.folder.path, stopping.asked))
+                await watch.until_finished(say)
+                run.finished = True
+                for task in (keeper, meter, figures, other, simulated_users):
+                    if task is not None:
+                        task.cancel()
     except BaseExceptionGroup as failures:
         raise first_of(failures) from None
     moments = Moments(started=started, ready=ready, shutdown=time.time())

@@ -66,7 +66,7 @@ async def test_a_report_is_made_of_the_streams(connect: Connect) -> None:
 
     watch = Watch(operator, run, Config(), started=1.0)
     moments = report.Moments(started=1.0, ready=2.0, shutdown=3.0)
-    built = report.build(Config(), watch, found, await audit(operator, run), moments, ["judge died"])
+    built = report.build(Config(), watch, found, await audit(operator, run), moments, ["judge died"], report.Backends())
     plain = json.loads(msgspec.json.encode(built))
     assert (plain["episodes"], plain["unreadable_records"], plain["heldout_before"]) == (1, 1, None)
     assert plain["restarts"] == ["judge died"] and plain["time"]["setup_s"] == 1.0 and plain["ledger"]["issued"] == 0

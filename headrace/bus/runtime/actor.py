@@ -23,6 +23,7 @@ from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
 from headrace.messages.operations import Ack, Event, Metric
+from headrace.metrics import process as metrics
 
 Level = Literal["info", "warning", "error"]
 
@@ -192,6 +193,7 @@ class Actor:
         fields = {f"data_{key}" if key in ("event", "text", "level") else key: value for key, value in plain.items()}
         getattr(self.log, level)(kind, text=text, **fields)
         tracing.here().event(kind, text=text, **plain)
+        metrics.event(self.name(), kind, level)
         record = Event(actor=self.name(), id=self.id, run=self.run, kind=kind, level=level, text=text, data=plain)
         try:
             await self.bus.publish(s.EVENT.at(run=self._run_token, actor=self.role, type="event"), record)
@@ -204,7 +206,8 @@ class Actor:
         return await self.bus.publish(where, message, msg_id=msg_id)
 
     async def metric(self, **values: float) -> None:
-        """Figures of this moment, on core NATS."""
+        """Figures of this moment, on core NATS and for Prometheus. KeyError for one that metrics/figures.py lacks."""
+        metrics.figures(self.name(), self.id, values)
         record = Metric(actor=self.name(), id=self.id, run=self.run, time=time.time(), values=values)
         await self.bus.emit(s.METRIC.at(actor=self.role), record)
 
@@ -216,7 +219,9 @@ class Actor:
 
     def take_utilization(self) -> float:
         """Share of the time since the last call in which the actor worked, 0 to 1."""
-        return self._utilization.take()
+        share = self._utilization.take()
+        metrics.busy(self.name(), share)
+        return share
 
     @property
     def _run_token(self) -> str:
@@ -258,3 +263,4 @@ class Actor:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        metrics.ended(self.id)

@@ -6,6 +6,7 @@ the broker tells the dead_letter actor. Retry and any other failure bring it bac
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from headrace.bus.nats.records import UNREADABLE
 from headrace.bus.runtime import logging, tracing
 from headrace.messages import subjects as s
 from headrace.messages.operations import Rejected
+from headrace.metrics import process as metrics
 
 Handler = Callable[[Received[Any]], Awaitable[None]]
 
@@ -55,6 +57,7 @@ class DeliveryHandler:
 
     async def run(self, received: Received[Any]) -> None:
         """Handle and settle. Raises only when it could not even be settled, or CancelledError, given back before."""
+        started, outcome = time.perf_counter(), "handed_back"
         with (
             self._utilization(),
             tracing.processing(received.subject, received.headers, self.durable, received.deliveries) as span,
@@ -64,10 +67,13 @@ class DeliveryHandler:
                 _ = received.message
                 await self._handler(received)
                 await (received.ack_sync() if self.ack_sync else received.ack())
+                outcome = "handled"
             except Reject as error:
                 span.fail(error)
+                outcome = "rejected"
                 await self._give_up(received, error.reason)
             except Retry as error:
+                outcome = "retried"
                 if not await self._used_up(received, error.reason):
                     self._log.info("retry", subject=received.subject, seq=received.seq, reason=error.reason)
                     await received.nak(error.delay)
@@ -76,13 +82,17 @@ class DeliveryHandler:
                 raise
             except UNREADABLE as error:
                 span.fail(error)
+                outcome = "failed"
                 if error is received.error:
                     await self._give_up(received, str(error))
                 else:
                     await self._failed(received, error)
             except Exception as error:
                 span.fail(error)
+                outcome = "failed"
                 await self._failed(received, error)
+            finally:
+                metrics.delivered(received.stream, outcome, time.perf_counter() - started)
 
     async def _failed(self, received: Received[Any], error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"

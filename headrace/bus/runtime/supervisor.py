@@ -25,6 +25,7 @@ from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.operations import Heartbeat
+from headrace.metrics import process as metrics
 
 HEARTBEAT_S = 2.0
 DRAIN_S = 10.0
@@ -100,6 +101,7 @@ class Supervisor:
                 self._code = EXIT_NO_BROKER if no_broker else EXIT_FOR_GOOD if for_good else EXIT_GAVE_UP
                 self._stop.set()
                 return
+            metrics.restarted(life.cls.name())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(0.1 * 2 ** len(self._failures), 5.0)):
                     await self._stop.wait()

@@ -17,6 +17,7 @@ from headrace.messages.operations import Ack, Advisory, Event, Ping, Rejected
 from headrace.messages.product import Traffic
 from headrace.messages.rollout import RolloutRequest
 from headrace.messages.tasks import TaskRef
+from headrace.metrics.figures import FIGURES, Figure
 from tests.conftest import Connect
 
 pytestmark = pytest.mark.anyio
@@ -292,7 +293,8 @@ async def test_drain_finishes_what_runs_and_gives_back_the_rest(connect: Connect
     await again.shut(5)
 
 
-async def test_serve_listen_metric(connect: Connect) -> None:
+async def test_serve_listen_metric(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FIGURES, ("probe", "speed"), Figure("headrace_probe_speed_ratio", "Of this test."))
     asker, actor = await connect("judge"), make(await connect())
     heard = asyncio.Queue[Message]()
 

@@ -1,0 +1,1 @@
+"""Commands that watch a run: page, terminal, logs, exporters."""

@@ -1,0 +1,23 @@
+"""The figures of a step or an evaluation by name, as every exporter writes them."""
+
+import math
+
+from headrace.messages.base import Message
+from headrace.messages.evaluation import EvalResult
+from headrace.messages.training import StepDone
+
+_OF_STEPS = (
+    *("reward_mean", "pass_rate", "loss", "grad_norm", "learning_rate", "entropy", "clipped", "k1", "k3"),
+    *("max_abs_dlp", "staleness_max", "staleness_bound", "tokens", "trained_slots", "seconds", "waited_s", "version"),
+)
+
+
+def figures(message: Message, steps: int) -> tuple[int, dict[str, float]] | None:
+    """(step, name to finite value) of a record; None for one without figures. steps: steps done so far."""
+    if isinstance(message, StepDone):
+        values = {f"train/{name}": float(getattr(message, name)) for name in _OF_STEPS}
+        return message.step, {name: value for name, value in values.items() if math.isfinite(value)}
+    if isinstance(message, EvalResult):
+        name = message.reason or message.id
+        return steps, {f"eval/{name}/rate": message.rate, f"eval/{name}/infra_failures": float(message.infra_failures)}
+    return None

@@ -1,0 +1,149 @@
+"""Metrics of a whole run for Prometheus: its steps, staleness, groups, streams and disk. Names hold no ids.
+
+`headrace up` and `headrace dashboard` serve them beside the metrics of their own process.
+"""
+
+import asyncio
+import math
+import shutil
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError
+from headrace.dashboard.watch import Watch
+from headrace.messages import subjects as s
+from headrace.messages.ledger import GroupClosed
+from headrace.messages.product import Traffic
+from headrace.messages.training import StepDone
+from headrace.metrics import process
+
+POLL_S = 5.0
+
+
+class _State(msgspec.Struct):
+    messages: int = 0
+    bytes: int = 0
+
+
+class _Info(msgspec.Struct):
+    state: _State
+
+
+def staleness_p99(step: StepDone) -> int:
+    """The staleness that 99 % of a step's tokens do not exceed."""
+    total, seen = sum(step.staleness.values()), 0
+    for age, count in sorted((int(age), count) for age, count in step.staleness.items()):
+        seen += count
+        if seen >= 0.99 * total:
+            return age
+    return 0
+
+
+def zero_advantage(group: GroupClosed) -> bool:
+    """Whether all attempts of a group have one reward, so that it teaches nothing."""
+    return len({slot.reward for slot in group.slots}) < 2
+
+
+class RunMetrics(Collector):
+    """Call `follow` beside the run; Prometheus calls `collect` from its own thread."""
+
+    def __init__(self, watch: Watch, bus: Bus, folder: Path) -> None:
+        self._watch, self._bus, self._folder = watch, bus, folder
+        self._streams: dict[str, _State] = {}
+        self._closings: dict[str, bool] = {}
+        self._traffic: dict[tuple[str, str], Traffic] = {}
+
+    async def follow(self) -> None:
+        """Keep the figures current for as long as this is awaited."""
+        await self._bus.listen(s.TRAFFIC.where(), self._on_traffic)
+        process.registry.register(self)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._follow_closings())
+                group.create_task(self._poll())
+        finally:
+            process.registry.unregister(self)
+
+    async def _on_traffic(self, message: object) -> None:
+        if isinstance(message, Traffic) and message.run in ("", self._watch.run) and not message.server:
+            self._traffic[message.region, message.run] = message
+
+    async def _follow_closings(self) -> None:
+        async for received in self._bus.follow("HR_SCORE", s.CLOSE.where(run=self._watch.run)):
+            if isinstance(received.message, GroupClosed):
+                self._closings[received.message.group] = zero_advantage(received.message)
+
+    async def _poll(self) -> None:
+        while True:
+            for stream in s.STREAMS:
+                try:
+                    reply = await self._bus.connection.api(f"STREAM.INFO.{stream.name}", {})
+                    self._streams[stream.name] = msgspec.json.decode(reply, type=_Info).state
+                except BusError:
+                    break  # the broker restarts; the last figures stay until the next round
+            await asyncio.sleep(POLL_S)
+
+    def collect(self) -> Iterable[Metric]:
+        """Every family that has a value."""
+        steps, failed = list(self._watch.steps), len(self._watch.failed_steps)
+        yield CounterMetricFamily("headrace_completed_steps", "Steps that were taken.", value=len(steps))
+        yield CounterMetricFamily("headrace_failed_steps", "Steps that were refused.", value=failed)
+        alarms = sum(bool(step.alarm) for step in steps)
+        yield CounterMetricFamily("headrace_mismatch_alarms", "Steps with a mismatch above a limit.", value=alarms)
+        events = Counter(event.kind for _, event in list(self._watch.events))
+        problems = events["ledger_problem"]
+        yield CounterMetricFamily("headrace_ledger_problems", "Contradictions in the streams.", value=problems)
+        if steps:
+            yield from self._of_steps(steps)
+        yield from self._of_streams()
+        usage = shutil.disk_usage(self._folder)
+        free = usage.free / max(1, usage.total)
+        yield GaugeMetricFamily("headrace_disk_free_ratio", "Free share of the disk of the run's folder.", value=free)
+        waiting = sum(each.waiting for each in list(self._traffic.values()))
+        yield GaugeMetricFamily("headrace_waiting_sessions", "Users' sessions without an engine slot.", value=waiting)
+        lent = max(0, events["lent"] - events["reclaimed"])
+        yield GaugeMetricFamily("headrace_lent_rollouts", "Production rollout actors lent to training.", value=lent)
+
+    def _of_steps(self, steps: list[StepDone]) -> Iterable[Metric]:
+        last = steps[-1]
+        groups = [self._closings[group] for group in last.groups if group in self._closings]
+        figures = {
+            "headrace_step_seconds": ("Median duration of the last ten steps, waiting included.", _median(steps)),
+            "headrace_step_end_timestamp_seconds": ("When the newest step ended.", self._watch.step_ended),
+            "headrace_step_reward_mean": ("Mean reward of the newest step.", last.reward_mean),
+            "headrace_step_pass_ratio": ("Share of the newest step's attempts that passed.", last.pass_rate),
+            "headrace_staleness_p99_versions": ("Staleness of 99 % of the step's tokens.", float(staleness_p99(last))),
+            "headrace_staleness_bound_versions": ("The bound on staleness.", float(last.staleness_bound)),
+            "headrace_mismatch_k1_nats": ("Mean of sampler minus trainer log-probability.", last.k1),
+            "headrace_mismatch_k3_nats": ("Estimate of the divergence of sampler and trainer.", last.k3),
+            "headrace_policy_entropy_nats": ("Entropy of the policy per token.", last.entropy),
+            "headrace_zero_advantage_ratio": (
+                "Share of the step's groups whose attempts have one reward.",
+                sum(groups) / len(groups) if groups else math.nan,
+            ),
+        }
+        for name, (text, value) in figures.items():
+            if math.isfinite(value):
+                yield GaugeMetricFamily(name, text, value=value)
+
+    def _of_streams(self) -> Iterable[Metric]:
+        messages = GaugeMetricFamily("headrace_stream_messages", "Messages in a stream.", labels=["stream"])
+        stored = GaugeMetricFamily("headrace_stream_bytes", "Size of a stream.", labels=["stream"])
+        planned = GaugeMetricFamily("headrace_stream_planned_bytes", "Size a stream is meant for.", labels=["stream"])
+        for name, state in list(self._streams.items()):
+            messages.add_metric([name], state.messages)
+            stored.add_metric([name], state.bytes)
+            planned.add_metric([name], s.STREAM[name].max_bytes)
+        yield from (messages, stored, planned)
+
+
+def _median(steps: list[StepDone]) -> float:
+    return statistics.median(step.seconds + step.waited_s for step in steps[-10:])

@@ -1,0 +1,1 @@
+"""Prometheus metrics of a process, and how they are served."""

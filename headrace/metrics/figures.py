@@ -1,0 +1,75 @@
+"""The figures that actors publish in Metric messages, as Prometheus metrics: name, kind and help text of each.
+
+An actor calls `self.metric(name=value)`; the pair of its name and the figure's name stands here. Names follow
+``headrace_<thing>_<unit>[_total]``. Nothing here has an id as a label: Prometheus adds the process as ``instance``.
+"""
+
+from typing import Literal, NamedTuple
+
+SERVER_PREFIX = "server_"
+"""Figures that a rollout actor passes on from its SGLang server begin with this."""
+
+
+class Figure(NamedTuple):
+    """A Prometheus metric for one figure of one kind of actor."""
+
+    name: str
+    """Without ``_total``, which a counter's sample adds."""
+    help: str
+    kind: Literal["gauge", "counter"] = "gauge"
+    scale: float = 1.0
+    """The figure times this is in the unit of the name."""
+    merge: Literal["sum", "min", "max"] = "sum"
+    """How the figures of several actors of a kind in one process become one."""
+
+
+def _count(name: str, help: str) -> Figure:
+    return Figure(name, help, "counter")
+
+
+FIGURES: dict[tuple[str, str], Figure] = {
+    ("curriculum", "groups_issued"): _count("headrace_issued_groups", "Groups issued by the curriculum."),
+    ("curriculum", "groups_open"): Figure("headrace_open_groups", "Groups that wait for scores."),
+    ("curriculum", "groups_closed"): _count("headrace_closed_groups", "Groups closed for training."),
+    ("curriculum", "groups_dropped"): _count("headrace_dropped_groups", "Groups that are never trained on."),
+    ("curriculum", "groups_retired"): _count("headrace_retired_groups", "Groups whose credit came back."),
+    ("curriculum", "served_oldest"): Figure(
+        "headrace_served_oldest_version", "Oldest version that a live replica serves; -1 without any.", merge="min"
+    ),
+    ("environment", "leases"): Figure("headrace_leased_sandboxes", "Sandboxes that a caller holds on this node."),
+    ("environment", "calls"): _count("headrace_sandbox_calls", "Calls that sandboxes of this node answered."),
+    ("environment", "vms"): Figure("headrace_live_machines", "Machines that run on this node."),
+    ("environment", "sandboxes"): Figure("headrace_live_sandboxes", "Sandboxes that live on this node."),
+    ("environment", "clones"): _count("headrace_machine_clones", "Machines that were ever made on this node."),
+    ("environment", "vm_cpu_ms"): Figure(
+        "headrace_machine_cpu_seconds", "CPU time of this node's machines.", "counter", 0.001
+    ),
+    ("judge", "scored"): _count("headrace_scored_trajectories", "Trajectories that got a score."),
+    ("judge", "passed"): _count("headrace_passed_trajectories", "Trajectories whose hidden tests passed."),
+    ("judge", "sandboxes"): Figure("headrace_judge_sandboxes", "Sandboxes that the judge holds."),
+    ("rollout", "episodes"): _count("headrace_finished_episodes", "Episodes that a rollout actor finished."),
+    ("rollout", "sampled_tokens"): _count("headrace_sampled_tokens", "Tokens sampled by the policy."),
+    ("rollout", "running"): Figure("headrace_running_episodes", "Episodes in progress."),
+    ("rollout", "sandboxes"): Figure("headrace_rollout_sandboxes", "Sandboxes that rollout actors hold."),
+    ("rollout", "version"): Figure("headrace_served_version", "Version that the engine samples with.", merge="min"),
+    ("trainer", "version"): Figure("headrace_trained_version", "Newest version of the trainer.", merge="max"),
+    ("trainer", "groups_ready"): Figure("headrace_ready_groups", "Closed groups that wait for their batch."),
+    ("trainer", "mid_training_tokens"): _count("headrace_mid_training_tokens", "Tokens read in mid-training."),
+    ("trainer", "mid_training_loss"): Figure("headrace_mid_training_loss_nats", "Loss of mid-training per token."),
+    ("weight_sender", "version"): Figure("headrace_published_version", "Newest published version.", merge="max"),
+    ("weight_sender", "wire_bytes"): Figure("headrace_version_wire_bytes", "Size of the newest delta on the wire."),
+    ("weight_sender", "density"): Figure("headrace_version_changed_ratio", "Share of weights that the delta changes."),
+    ("weight_sender", "encode_s"): Figure("headrace_version_encode_seconds", "Time to encode the newest version."),
+    ("weight_receiver", "version"): Figure("headrace_staged_version", "Newest version verified here.", merge="min"),
+    ("weight_receiver", "fetched_bytes"): Figure("headrace_version_fetched_bytes", "Bytes fetched for that version."),
+}
+
+
+def figure_of(actor: str, name: str) -> Figure:
+    """The metric of a figure. KeyError, with what to do, for a figure that has none."""
+    if actor == "rollout" and name.startswith(SERVER_PREFIX):
+        return Figure(f"headrace_engine_{name.removeprefix(SERVER_PREFIX)}", f"SGLang server: {name}.")
+    try:
+        return FIGURES[actor, name]
+    except KeyError:
+        raise KeyError(f"the figure {name!r} of {actor} has no metric: add it to headrace/metrics/figures.py") from None
