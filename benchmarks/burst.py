@@ -2,8 +2,8 @@
 
     python -m benchmarks.burst [--nodes 300] [--burst 100000] [--rates 250,500,1000]
 
-THIS IS A SIMULATION of machines. What is real: nats-server, the environment actor of every node (its leases, its pool,
-its queue group, its heartbeats), the client (`actors.sandbox_client`), every message. What is not: QEMU. A simulated
+THIS IS A SIMULATION of machines. Real: nats-server, the environment actor of every node (its leases, its pool,
+its queue group, its heartbeats), the client (`actors.sandbox_client`), every message. Simulated: QEMU. A simulated
 machine takes as long to come up as a measured clone did (log-normal through the measured p50 and p99), at most
 `--starts` at once on a node, and holds as much private memory as a measured one between parked and after a pytest run;
 a node refuses when its memory is full. Defaults are those of the measurement on two cores under TCG
@@ -109,10 +109,12 @@ class SimulatedBackend:
     name, slots = "simulated", 1
     capabilities = Capabilities()
 
-    def __init__(self, seed: int, p50_ms: float, p99_ms: float, least: float, most: float, room: float, starts: int):
+    def __init__(
+        self, seed: int, p50_ms: float, p99_ms: float, least: float, most: float, capacity: float, starts: int
+    ):
         self._rng = random.Random(seed)
         self._mu, self._sigma = math.log(p50_ms / 1e3), math.log(p99_ms / p50_ms) / 2.326
-        self._least, self._most, self._room = least, most, room
+        self._least, self._most, self._capacity = least, most, capacity
         self._starts = asyncio.Semaphore(starts)
         self.used = 0.0
 
@@ -140,10 +142,10 @@ class SimulatedBackend:
 
     def shortage(self, template: str) -> str:
         """Memory, if the largest machine would not fit any more."""
-        return "" if self.used + self._most <= self._room else "too little memory is free"
+        return "" if self.used + self._most <= self._capacity else "too little memory is free"
 
     def facts(self) -> dict[str, Any]:
-        """What it is."""
+        """The value of this variable."""
         return {"backend": "simulated"}
 
     def cpu_ms(self) -> float:
@@ -159,13 +161,13 @@ class SimulatedBackend:
 
 async def nodes(url: str, credentials: str, first: int, count: int, draws: Sequence[float]) -> None:
     """Run many nodes in this process until its standard input ends."""
-    p50, p99, least, most, room, starts = draws
+    p50, p99, least, most, capacity, starts = draws
 
     class SimulatedHost(Host):
         @classmethod
         async def open(cls, section: Environment, *, on_event: OnEvent | None = None) -> "Host":
             seed = first + len(actors)
-            backend: Any = SimulatedBackend(seed, p50, p99, least, most, room, int(starts))
+            backend: Any = SimulatedBackend(seed, p50, p99, least, most, capacity, int(starts))
             return cls(section, backend, on_event or (lambda *event: None))
 
     vars(environment)["Host"] = SimulatedHost

@@ -91,7 +91,7 @@ class Cheat(NamedTuple):
     hidden: str = ""
     """A hidden test instead of the task's, for what sealing can't reach; ``{call}`` is a call of the function."""
     leaks: bool = False
-    """What the script prints is something that it should not have found."""
+    """The script prints something that it should not have found."""
 
 
 CHEATS = (

@@ -98,10 +98,12 @@ def main() -> None:
         figures[f"{name}_attempts"] = report["ledger"]["attempts"]
         for engine in report["engines"]:
             figures |= {f"{name}_{key}": engine[key] for key in KEPT}
-    books = [report["ledger"] for report in reports.values()]
+    ledgers = [report["ledger"] for report in reports.values()]
     targets = {
-        "books_balanced": at_least(float(all(book["balanced"] for book in books)), 1.0),
-        "staleness_over_bound": at_most(max(book["staleness_max"] - book["staleness_bound"] for book in books), 0),
+        "books_balanced": at_least(float(all(ledger["balanced"] for ledger in ledgers)), 1.0),
+        "staleness_over_bound": at_most(
+            max(ledger["staleness_max"] - ledger["staleness_bound"] for ledger in ledgers), 0
+        ),
     }
     if args.kill:
         targets["server_killed_and_started_again"] = at_least(figures["server_kills"], 1)

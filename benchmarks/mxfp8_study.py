@@ -37,7 +37,7 @@ LAST = 5
 
 
 def overrides(args: argparse.Namespace, arm: str, seed: int, root: Path) -> list[str]:
-    """What a cell changes in deploy/demo.toml."""
+    """The settings that a cell changes in deploy/demo.toml."""
     return [
         *settings(args, Cell(args.staleness, False, seed), root),
         f"run.id={arm}-s{seed}",

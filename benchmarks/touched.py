@@ -101,7 +101,7 @@ def overwrite(clone: Clone, page: int, data: bytes, offset: int = 0) -> bytes:
 
 
 def work(template: str) -> list[tuple[str, Op]]:
-    """What sandboxes do, by name."""
+    """The operations of sandboxes, by name."""
 
     def shell(script: str) -> Exec:
         return Exec(argv=("sh", "-c", script), timeout_s=120.0)

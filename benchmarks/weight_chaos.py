@@ -43,7 +43,7 @@ from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
 
 VICTIMS = ("sender", "receiver", "broker")
-BLOWS = (signal.SIGKILL, signal.SIGSTOP)
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 STAGES = ("announced", "chunk", "manifest", "head", "staged")
 RUN, NODE = "rchaos", "n1"
 ASLEEP_S = 0.5
@@ -186,7 +186,7 @@ class Arena:
             if found != self.hashes.get(int(file.stem)):
                 self.wrong.append(f"{file.name} lies there with state {found}")
 
-    async def round(self, version: int, victim: str, blow: signal.Signals, stage: str) -> None:
+    async def round(self, version: int, victim: str, fault: signal.Signals, stage: str) -> None:
         """Publish one version and inject its fault."""
         after = await self.looker.last_seq("HR_EVENT")
         ready = self.write(version)
@@ -195,8 +195,8 @@ class Arena:
         await watch
         since = time.monotonic()
         if victim == "broker":
-            await self._strike_broker(blow)
-        elif blow is signal.SIGKILL:
+            await self._fault_broker(fault)
+        elif fault is signal.SIGKILL:
             self.children[victim].kill()
             await self.children[victim].wait()
             self.look()
@@ -206,11 +206,11 @@ class Arena:
         await self.staged(version, after)
         self.recovery_s.append(time.monotonic() - since)
         self.look()
-        self.counts[f"{victim}_{blow.name.lower()}"] += 1
+        self.counts[f"{victim}_{fault.name.lower()}"] += 1
         self.counts[stage] += 1
 
-    async def _strike_broker(self, blow: signal.Signals) -> None:
-        if blow is signal.SIGSTOP:
+    async def _fault_broker(self, fault: signal.Signals) -> None:
+        if fault is signal.SIGSTOP:
             os.kill(self.server.pid, signal.SIGSTOP)
             self.look()
             await asyncio.sleep(ASLEEP_S)
@@ -258,15 +258,15 @@ async def chaos(folder: Path, rounds: int, seed: int) -> Figures:
     arena = Arena(folder, seed)
     await arena.open()
     try:
-        ways = list(itertools.product(VICTIMS, BLOWS, STAGES))
+        ways = list(itertools.product(VICTIMS, SIGNALS, STAGES))
         order: list[tuple[str, signal.Signals, str]] = []
         for version in range(rounds):
             if not order:
                 order = arena.rng.sample(ways, len(ways))
-            victim, blow, stage = order.pop()
-            name = f"round {version}: {blow.name} for the {victim} at stage {stage}"
+            victim, fault, stage = order.pop()
+            name = f"round {version}: {fault.name} for the {victim} at stage {stage}"
             try:
-                await within(arena.round(version, victim, blow, stage), name)
+                await within(arena.round(version, victim, fault, stage), name)
             except BaseException:
                 arena.explain()
                 raise
