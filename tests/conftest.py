@@ -1,4 +1,4 @@
-"""Fixtures that all tests share: a real broker with every stream, and connections in any role."""
+"""Fixtures that the tests of every folder share: a real broker with every stream, and connections in any role."""
 
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,6 +15,9 @@ from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 
+CONNECT_S = 60.0
+"""For a busy machine: an actor itself gives up sooner, and its supervisor tries again."""
+
 Connect = Callable[..., Awaitable[Bus]]
 
 
@@ -29,7 +32,9 @@ async def server(anyio_backend: object, tmp_path_factory: pytest.TempPathFactory
     """A real nats-server of this module, with every stream declared and a user per role."""
     folder: Path = tmp_path_factory.mktemp("broker")
     async with Server(folder) as broker:
-        async with await Bus.connect(broker.url, role="admin", credentials=broker.credentials) as admin:
+        async with await Bus.connect(
+            broker.url, role="admin", credentials=broker.credentials, timeout=CONNECT_S
+        ) as admin:
             await declare(admin)
         yield broker
 
@@ -40,7 +45,8 @@ async def connect(server: Server) -> AsyncIterator[Connect]:
     opened: list[Bus] = []
 
     async def one(role: str = "admin", **options: Any) -> Bus:
-        bus = await Bus.connect(server.url, role=role, credentials=server.credentials, **options)
+        keywords = {"credentials": server.credentials, "timeout": CONNECT_S} | options
+        bus = await Bus.connect(server.url, role=role, **keywords)
         opened.append(bus)
         return bus
 

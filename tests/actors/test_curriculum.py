@@ -24,6 +24,7 @@ from headrace.replay.audit import prove
 from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.counterpart import Counterpart
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -51,7 +52,7 @@ async def world(connect: Connect, run: str, bound: int = 1) -> AsyncIterator[Cou
 
 
 async def until_finished(bus: Bus, run: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         async for received in bus.follow("HR_EVENT", EVENT.where(run=run, actor="curriculum", type="event")):
             if received.message.kind == "run_finished":
                 return

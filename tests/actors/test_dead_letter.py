@@ -21,6 +21,7 @@ from headrace.messages.subjects import DLQ, TASK, TRAJ
 from tests.conftest import Connect
 from tests.support import records
 from tests.support.actors import living
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 T = TypeVar("T")
@@ -59,7 +60,7 @@ async def letter(bus: Bus, group: str) -> DeadLetter:
 
 async def soon(what: Awaitable[T]) -> T:
     """Wait, but not for ever."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         return await what
 
 
@@ -138,10 +139,13 @@ async def test_the_next_actor_writes_what_a_killed_one_held(connect: Connect) ->
     first.took = asyncio.Event()
     await first.start()
     seq = await ask(admin, "g000005")
-    async with hands(await connect("rollout"), "refuse"), asyncio.timeout(10):
+    async with hands(await connect("rollout"), "refuse"), asyncio.timeout(PATIENCE_S):
         await first.took.wait()
     await first.shut(1)
-    async with living(DeadLetterActor, Config(), await connect("dead_letter"), records.RUN), asyncio.timeout(20):
+    async with (
+        living(DeadLetterActor, Config(), await connect("dead_letter"), records.RUN),
+        asyncio.timeout(PATIENCE_S),
+    ):
         found = await letter(admin, "g000005")
     assert found.command == f"headrace dlq retry {records.RUN} HR_TASK/rollout-{records.RUN}-train/{seq}"
 

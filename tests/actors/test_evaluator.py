@@ -19,6 +19,7 @@ from tests.conftest import Connect
 from tests.support import records as r
 from tests.support.actors import living
 from tests.support.counterpart import Counterpart
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -47,7 +48,7 @@ async def ask(bus: Bus, run: str, tasks: int = 20, **fields: Any) -> EvalRequest
 
 
 async def answer(bus: Bus, run: str, id: str = "heldout-before") -> EvalResult:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         async for received in bus.follow("HR_EVENT", EVENT.where(run=run, actor="evaluator", type="eval_result")):
             result = received.message
             if isinstance(result, EvalResult) and result.id == id:

@@ -21,6 +21,7 @@ from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightHead
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 CONFIG = Config(production=Production(gate_tasks=4, feedback_batch=2))
@@ -112,7 +113,7 @@ async def requests(gate: Gate) -> AsyncIterator[EvalRequest]:
 async def test_the_gate_promotes_refuses_and_remembers_its_baseline(gate: Gate, connect: Connect) -> None:
     asked = requests(gate)
     await gate.publish_version(5)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         async with living(Feedback, CONFIG, await connect("feedback"), gate.run) as first:
             await gate.feedback(2)
             request = await anext(asked)
@@ -137,7 +138,7 @@ async def test_the_gate_promotes_refuses_and_remembers_its_baseline(gate: Gate, 
 
 async def test_a_gate_without_a_measured_task_promotes_nothing(gate: Gate, connect: Connect) -> None:
     await gate.publish_version(1)
-    async with asyncio.timeout(30), living(Feedback, CONFIG, await connect("feedback"), gate.run) as actor:
+    async with asyncio.timeout(PATIENCE_S), living(Feedback, CONFIG, await connect("feedback"), gate.run) as actor:
         await gate.feedback(2)
         await gate.answer(await anext(requests(gate)), passed=0, infra=4)
         await gate.event("gate_inconclusive")
@@ -149,7 +150,7 @@ async def test_an_operators_promotion_reaches_new_sessions(gate: Gate, connect: 
     config = Config(run=RunSection(dir=str(tmp_path)))
     (tmp_path / gate.run).mkdir()
     await gate.publish_version(3)
-    async with asyncio.timeout(30), living(Feedback, config, await connect("feedback"), gate.run):
+    async with asyncio.timeout(PATIENCE_S), living(Feedback, config, await connect("feedback"), gate.run):
         async with living(Gateway, config, await connect("gateway"), gate.run) as gateway:
             await gate.promote(9)
             assert "from 0 to 3, got 9" in (await gate.event("promotion_refused")).text

@@ -26,6 +26,7 @@ from headrace.messages.judging import Score
 from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import RolloutRequest, SlotFailed, Trajectory
 from headrace.messages.weights import WeightsSwapped
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 Connect = Callable[..., Awaitable[Bus]]
@@ -124,7 +125,7 @@ async def test_there_is_no_product_before_a_policy_is_served(product: Product, t
     swapped = WeightsSwapped(run=product.run, rollout="product", node="n", version=0, state_hash="", pause_ms=0.0)
     where = subjects.EVENT.at(run=product.run, actor="rollout", type=swapped.type_name)
     await product.rollout.publish(where, swapped)
-    async with asyncio.timeout(10), aiohttp.ClientSession() as http:
+    async with asyncio.timeout(PATIENCE_S), aiohttp.ClientSession() as http:
         await users.Product(http, tmp_path / product.run, asyncio.Event()).opened()
     assert (await product.call("GET", "/healthz"))[1]["version"] == 0
 
@@ -175,7 +176,7 @@ async def test_a_restarted_gateway_knows_its_sessions(product: Product, tmp_path
         await product.open()
         assert product.url != before
         await product.answer(request)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while (await asked).get("state") != "finished":
                 asked = asyncio.create_task(user.call("GET", f"/v1/sessions/{open_one['session']}?wait=30"))
     _, view = await product.call("GET", f"/v1/sessions/{done_one['session']}?wait=10")

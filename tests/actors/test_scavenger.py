@@ -13,6 +13,7 @@ from headrace.bus.connection import Bus
 from headrace.config import Config, Production
 from headrace.messages import subjects
 from headrace.messages.product import CapacityLease, Traffic, lease_key
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 Connect = Callable[..., Awaitable[Bus]]
@@ -37,7 +38,7 @@ async def test_quiet_lends_and_one_session_takes_back(connect: Connect) -> None:
 
     watching = asyncio.create_task(watch())
     try:
-        assert await asyncio.wait_for(seen.get(), 10) == OWN
+        assert await asyncio.wait_for(seen.get(), PATIENCE_S) == OWN
         where = subjects.TRAFFIC.at(region="here")
         began = time.monotonic()
         while seen.empty():
@@ -46,7 +47,7 @@ async def test_quiet_lends_and_one_session_takes_back(connect: Connect) -> None:
         assert await seen.get() == LENT
         assert time.monotonic() - began >= 0.05, "lending waits for a quiet while"
         await gateway.emit(where, traffic(0, waiting=1))
-        assert await asyncio.wait_for(seen.get(), 10) == OWN
+        assert await asyncio.wait_for(seen.get(), PATIENCE_S) == OWN
     finally:
         watching.cancel()
         await actor.shut(1.0)

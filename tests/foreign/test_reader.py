@@ -24,6 +24,7 @@ from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.counterpart import Counterpart
 from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
 from tests.support.weight_runs import WeightRun, within
 
 pytestmark = pytest.mark.anyio
@@ -39,7 +40,7 @@ async def read(server: Server, run: str) -> dict[str, Any]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         out, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()
     found: dict[str, Any] = json.loads(out)
@@ -80,7 +81,7 @@ async def test_it_recounts_a_run_and_rebuilds_a_version(
     await run.actor(WeightSender)
     for version, density in enumerate((0.0, 0.01, 0.4, 0.02)):
         await run.train(version, density=density)
-        await within(30, run.head(version))
+        await within(PATIENCE_S, run.head(version))
     await train(connect, run.id)
     await run.bus.connection.flush()
     admin = await connect("admin")

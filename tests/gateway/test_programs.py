@@ -14,6 +14,7 @@ from headrace.gateway.conversation import ModelRequest
 from headrace.messages.product import ClientCall
 from tests.support.clients import endpoints
 from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.clients]
 
@@ -48,7 +49,7 @@ async def program(*command: str, folder: Path, **environment: str) -> str:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(PATIENCE_S):
         output, _ = await process.communicate()
     assert process.returncode == 0, output.decode()
     return output.decode()

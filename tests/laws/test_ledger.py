@@ -20,6 +20,7 @@ from headrace.messages.subjects import EVENT
 from headrace.replay.audit import audit, prove
 from tests.conftest import Connect
 from tests.support.counterpart import Counterpart
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 P, SIZE, STEPS = 2, 3, 6
@@ -76,8 +77,8 @@ async def test_the_books_balance_while_curricula_are_killed(
         await actor.start()
         lives += 1
         # The first ones are killed in the middle of what the next closing sets off; the last one may finish.
-        further = asyncio.create_task(counterpart.closed(min(2 * lives + 1, STEPS * P)))
-        async with asyncio.timeout(60):
+        further = asyncio.create_task(weather.closed(min(2 * lives + 1, STEPS * P)))
+        async with asyncio.timeout(PATIENCE_S):
             await asyncio.wait({end, further} if lives < 5 else {end}, return_when=asyncio.FIRST_COMPLETED)
         further.cancel()
         await asyncio.gather(further, return_exceptions=True)

@@ -22,6 +22,7 @@ from headrace.replay.audit import prove
 from tests.conftest import Connect
 from tests.support import mutations
 from tests.support.actors import living
+from tests.support.patience import PATIENCE_S
 from tests.support.world import CONFIG
 
 pytestmark = pytest.mark.anyio
@@ -58,7 +59,7 @@ async def test_the_live_page_and_the_audit_pass_over_what_they_cannot_read(conne
     await admin.publish_raw(s.STEP.at(run=run), bytes(100), {"Hr-Type": "step_done/1"})
     await admin.publish(event, Event(actor="curriculum", id="c", run=run, kind="run_finished"))
     dashboard = await connect("dashboard")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         await Watch(dashboard, run, c.Config(), time.time()).until_finished(lambda line: None)
     assert {record.reason for record in dashboard.skipped.values() if record.stream == "HR_EVENT"} == {
         "not a readable promotion: Object missing required field `version`",
@@ -143,6 +144,6 @@ async def test_an_unreadable_entry_of_a_bucket_is_passed_over(connect: Connect) 
     watching = state.watch(key)
     change = asyncio.ensure_future(anext(watching))
     await state.put(key, Event(actor="a", id="a", kind="k"))
-    name, value, _ = await asyncio.wait_for(change, 10)
+    name, value, _ = await asyncio.wait_for(change, PATIENCE_S)
     assert name == key and isinstance(value, Event)
     await watching.aclose()  # type: ignore[attr-defined]

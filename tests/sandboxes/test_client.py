@@ -28,6 +28,7 @@ from headrace.sandboxes import calls, client
 from headrace.sandboxes.client import NodeSilent, Sandboxes, Superseded
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -129,7 +130,7 @@ async def test_a_call_on_a_node_that_dies_does_not_wait_for_its_time_limit(
             if started_anew:
                 again = await connect("environment", node=node)
                 await stack.enter_async_context(living(Environment, CONFIG, again, ANY_RUN))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 with pytest.raises(SandboxLost) as lost:
                     await call
     assert isinstance(lost.value, NodeSilent) is not started_anew
@@ -153,7 +154,7 @@ async def test_an_answer_that_its_node_may_not_give_any_more_is_asked_for_again(
         while not log.exists():
             await asyncio.sleep(0.02)
         bus.connection.client._transport._io_writer.transport.abort()  # type: ignore[union-attr]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await again.wait()
             gate.touch()
             await refused.wait()
@@ -196,7 +197,7 @@ async def test_a_burst_waits_here_and_not_on_the_way(connect: Connect, monkeypat
             self.most = max(self.most, self.inside)
             if self.most == 4:
                 self.together.set()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE_S):
                 await self.together.wait()
             self.inside -= 1
             return SandboxReply(failure="refused", detail="no")

@@ -13,6 +13,7 @@ from headrace.messages.rollout import RolloutRequest
 from headrace.messages.subjects import CLOSE, EVENT, FAIL, SCORE, STEP, TASK, TRAJ
 from headrace.messages.weights import WeightsSwapped
 from tests.support import records
+from tests.support.patience import PATIENCE_S
 
 
 class Hands(Actor):
@@ -67,7 +68,7 @@ class Counterpart:
 
     async def next_request(self) -> RolloutRequest:
         """The next request that nobody answered."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             return await self.requests.get()
 
     async def request_for(self, group: str, slot: int, attempt: int) -> RolloutRequest:
@@ -132,12 +133,12 @@ class Counterpart:
 
     async def closed(self, count: int) -> None:
         """Wait until so many groups are closed."""
-        async with asyncio.timeout(20), self._changed:
+        async with asyncio.timeout(PATIENCE_S), self._changed:
             await self._changed.wait_for(lambda: len(self.closings) >= count)
 
     async def stepped(self, count: int) -> None:
         """Wait until so many steps are taken."""
-        async with asyncio.timeout(20), self._changed:
+        async with asyncio.timeout(PATIENCE_S), self._changed:
             await self._changed.wait_for(lambda: self.steps >= count)
 
     async def _follow(self) -> None:

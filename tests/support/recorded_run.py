@@ -18,6 +18,7 @@ from headrace.messages.training import SnapshotReady, StepDone, StepFailed, Step
 from headrace.policy.model import Model
 from headrace.weights import snapshot
 from tests.support import world
+from tests.support.patience import PATIENCE_S
 
 torch.set_num_threads(1)  # two threads on two busy cores wait for each other
 GROUP, PER_STEP = 2, 2
@@ -47,7 +48,7 @@ class RunFeeder:
 
     async def version(self, number: int) -> SnapshotReady:
         """Wait for a version and load it."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             where = EVENT.where(run=self.run, actor="trainer", type="snapshot_ready")
             async for received in self.bus.follow("HR_EVENT", where):
                 ready = received.message

@@ -24,6 +24,7 @@ from tests.conftest import Connect
 from tests.support.actors import living
 from tests.support.counterpart import Counterpart
 from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm, pytest.mark.slow]
 
@@ -108,9 +109,9 @@ async def test_no_machine_outlives_its_actor_and_every_slot_comes_again(
     handlers = Hands(await connect(), run, Sandboxes(await connect("rollout"), 60.0))
     async with living(Curriculum, config, await connect("curriculum"), run) as curriculum:
         async with node(server, tmp_path, run) as process:
-            await handlers.start()
-            await handlers.serve(0)
-            async with asyncio.timeout(120):
+            await hands.start()
+            await hands.serve(0)
+            async with asyncio.timeout(PATIENCE_S):
                 for _ in range(SLOTS):
                     await handlers.at_work.acquire()
             watches = machines(process)
@@ -119,9 +120,9 @@ async def test_no_machine_outlives_its_actor_and_every_slot_comes_again(
                 assert select.select([watch], [], [], 20)[0], "a QEMU outlived its actor"
                 os.close(watch)
         async with node(server, tmp_path, run):
-            async with asyncio.timeout(120):
-                await handlers.all_solved.wait()
-            await handlers.closed(PER_STEP * (BOUND + 1))
+            async with asyncio.timeout(PATIENCE_S):
+                await hands.all_solved.wait()
+            await hands.closed(PER_STEP * (BOUND + 1))
         assert curriculum.state.problems == []
     await handlers.stop()
     assert len(watches) == SLOTS == len(handlers.lost), "\n".join(map(str, sorted(handlers.lost)))

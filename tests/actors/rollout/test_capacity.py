@@ -17,6 +17,7 @@ from headrace.messages.subjects import FAIL, TASK, TRAJ, TURN
 from tests.actors.rollout.test_actor import GATED, config, everything, first, gated_suite, issue, request
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -39,10 +40,10 @@ async def test_a_request_that_waits_for_room_lets_the_holder_of_that_room_pass(
             await issue(observer, request("capacity", "g2", policy="idle"))
         # g1 went back behind g2, and the only machine is still its own.
         (tmp_path / "gate").touch()
-        async with living(Rollout, narrow, await connect("rollout"), "capacity", "heir"):
-            async with asyncio.timeout(60):
-                end = await first(observer, "HR_TRAJ", TRAJ.at(run="capacity", group="g1"), Trajectory)
-                await first(observer, "HR_TRAJ", TRAJ.at(run="capacity", group="g2"), Trajectory)
+        async with living(Rollout, narrow, await connect("rollout"), "room", "heir"):
+            async with asyncio.timeout(PATIENCE_S):
+                end = await first(observer, "HR_TRAJ", TRAJ.at(run="room", group="g1"), Trajectory)
+                await first(observer, "HR_TRAJ", TRAJ.at(run="room", group="g2"), Trajectory)
     assert end.rollout == "heir" and end.outcome == "finished"
     assert await everything(observer, "HR_LEDGER", FAIL.where(run="capacity")) == []
 
@@ -58,7 +59,7 @@ async def test_a_rollout_pulls_the_configured_lanes_and_leaves_the_others(connec
         await issue(observer, request("lanes", "u1.left", policy="idle", lane="production"))
         await issue(observer, request("lanes", "g1", policy="idle", lane="train"))
         await issue(observer, request("lanes", "e1", policy="idle", lane="eval"))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             await first(observer, "HR_TRAJ", TRAJ.at(run="lanes", group="e1"), Trajectory)
         for lane in ("production", "train"):
             assert await observer.last("HR_TASK", TASK.where(run="lanes", lane=lane)) is not None, lane

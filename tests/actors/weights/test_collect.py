@@ -16,6 +16,7 @@ from headrace.weights import chain, proof, snapshot
 from headrace.weights.receiving.staging import BrokenVersion
 from headrace.weights.signing import Trust
 from tests.conftest import Connect
+from tests.support.patience import PATIENCE_S
 from tests.support.weight_runs import WeightRun, within
 from tests.support.weights import model
 
@@ -53,23 +54,23 @@ async def test_old_chains_are_collected_as_full_snapshots_are_published(connect:
     await run.actor(WeightReceiver)
     trainer = await run.actor(Collector, bus=await connect("trainer"))
     await run.train(0)
-    await within(60, run.staged(0))
+    await within(PATIENCE_S, run.staged(0))
     await say(EvalRequest(run=run.id, id="e", suite="s", policy=PolicyRef("pinned", 1), tasks=1))
     for version in range(1, 6):
         await run.train(version)
-        staged = await within(60, run.staged(version))
-    await within(60, collected(run, 2))
+        staged = await within(PATIENCE_S, run.staged(version))
+    await within(PATIENCE_S, collected(run, 2))
     await run.actor(WeightReceiver, node="n2")
-    joined = await within(60, run.staged(5, node="n2"))
+    joined = await within(PATIENCE_S, run.staged(5, node="n2"))
     assert snapshot.file_hash(joined.path) == snapshot.file_hash(staged.path) == run.hashes[5]
-    pinned = await within(60, run.staged(1, node="n2"))
+    pinned = await within(PATIENCE_S, run.staged(1, node="n2"))
     assert snapshot.file_hash(pinned.path) == run.hashes[1], "an open evaluation names it"
     gone = {"tasks": 1, "passed": 1, "rate": 1.0, "infra_failures": 0}
     await say(EvalResult(run=run.id, id="e", suite="s", policy=PolicyRef("pinned", 1), version=1, **gone))  # type: ignore[arg-type]
     # A restart goes through the old ones again, and finds them free.
     await trainer.shut(1.0)
     await run.actor(Collector, bus=await connect("trainer"))
-    await within(60, collected(run, 1))
+    await within(PATIENCE_S, collected(run, 1))
     found = await proof.prove(run.bus, run.id, Trust.load(run.bus.credentials))
     assert (found.newest, found.faults) == (5, []) and found.collected >= 3
     await run.close()

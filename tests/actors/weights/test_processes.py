@@ -13,6 +13,7 @@ import pytest
 from headrace.bus.broker.server import Server
 from headrace.weights import report, snapshot
 from tests.conftest import Connect
+from tests.support.patience import PATIENCE_S
 from tests.support.weight_runs import WeightRun, within
 from tests.support.weights import model
 
@@ -59,21 +60,21 @@ async def test_kill_9_in_the_middle_of_a_version_shows_nothing_and_loses_nothing
 ) -> None:
     async with actors(run, server) as child:
         await run.train(0)
-        await within(60, first(run, f"hr.weights.{run.id}.0.0.*"))
+        await within(PATIENCE_S, first(run, f"hr.weights.{run.id}.0.0.*"))
         child.kill()
         await child.wait()
     # On a starved machine the kill may come after the head; then the version is whole. In part it is never there.
     assert {head.state_hash for head in await run.heads()} <= {run.hashes[0]}
     node = run.trainer.node
     async with actors(run, server) as child:
-        staged = await within(60, run.staged(0, node=node))
+        staged = await within(PATIENCE_S, run.staged(0, node=node))
         assert snapshot.file_hash(staged.path) == run.hashes[0]
         await run.train(1, density=0.3)
-        await within(60, first(run, f"hr.weights.{run.id}.1.>"))
+        await within(PATIENCE_S, first(run, f"hr.weights.{run.id}.1.>"))
         child.kill()
         await child.wait()
     async with actors(run, server) as child:
-        staged = await within(60, run.staged(1, node=node))
+        staged = await within(PATIENCE_S, run.staged(1, node=node))
         assert snapshot.file_hash(staged.path) == run.hashes[1]
         child.send_signal(signal.SIGTERM)
         assert await child.wait() == 0

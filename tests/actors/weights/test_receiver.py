@@ -17,6 +17,7 @@ from headrace.messages.subjects import EVENT
 from headrace.messages.weights import WeightChunk
 from headrace.weights import snapshot
 from tests.conftest import Connect
+from tests.support.patience import PATIENCE_S
 from tests.support.weight_runs import WeightRun, within
 
 pytestmark = pytest.mark.anyio
@@ -52,7 +53,7 @@ async def test_every_version_arrives_with_the_trainers_hash(run: WeightRun) -> N
     receiver = await run.actor(WeightReceiver)
     for version in range(6):
         await run.train(version)
-        staged = await within(20, run.staged(version))
+        staged = await within(PATIENCE_S, run.staged(version))
         assert staged.state_hash == run.hashes[version] == snapshot.file_hash(staged.path)
         assert staged.path == str((run.folder / run.id / "nodes/n1/weights" / f"{version}.safetensors").resolve())
     assert receiver.store.versions() == [3, 4, 5]
@@ -62,15 +63,15 @@ async def test_a_late_joiner_and_one_that_was_away_catch_up(run: WeightRun) -> N
     await run.actor(WeightSender)
     first = await run.actor(WeightReceiver)
     await run.train(0)
-    await within(20, run.staged(0))
+    await within(PATIENCE_S, run.staged(0))
     await first.shut(1.0)
     for version in range(1, 6):
         await run.train(version)
-        await within(20, run.head(version))
+        await within(PATIENCE_S, run.head(version))
     await run.actor(WeightReceiver)
     late = await run.actor(WeightReceiver, node="n2")
     for node in ("n1", "n2"):
-        staged = await within(20, run.staged(5, node=node))
+        staged = await within(PATIENCE_S, run.staged(5, node=node))
         assert snapshot.file_hash(staged.path) == run.hashes[5]
     assert late.store.versions() == [5], "what lies between is skipped"
 
@@ -79,13 +80,13 @@ async def test_a_restart_finds_what_is_staged_and_builds_again_what_is_damaged(r
     await run.actor(WeightSender)
     first = await run.actor(WeightReceiver)
     await run.train(0)
-    staged = await within(20, run.staged(0))
+    staged = await within(PATIENCE_S, run.staged(0))
     await first.shut(1.0)
     inode = Path(staged.path).stat().st_ino
     seq = await run.bus.last_seq("HR_EVENT")
     second = await run.actor(WeightReceiver)
-    await within(20, run.staged(0, start=seq + 1))
-    assert "[0]" in await within(10, run.event("resumed"))
+    await within(PATIENCE_S, run.staged(0, start=seq + 1))
+    assert "[0]" in await within(PATIENCE_S, run.event("resumed"))
     await second.shut(1.0)
     assert Path(staged.path).stat().st_ino == inode
     data = bytearray(Path(staged.path).read_bytes())
@@ -93,7 +94,7 @@ async def test_a_restart_finds_what_is_staged_and_builds_again_what_is_damaged(r
     Path(staged.path).write_bytes(data)
     seq = await run.bus.last_seq("HR_EVENT")
     await run.actor(WeightReceiver)
-    await within(20, run.staged(0, start=seq + 1))
+    await within(PATIENCE_S, run.staged(0, start=seq + 1))
     assert snapshot.file_hash(staged.path) == run.hashes[0]
 
 
@@ -102,7 +103,7 @@ async def test_chunks_without_a_head_are_not_seen(run: WeightRun) -> None:
     first = await run.actor(WeightSender)
     receiver = await run.actor(WeightReceiver)
     await run.train(0)
-    await within(20, run.staged(0))
+    await within(PATIENCE_S, run.staged(0))
     publish, reached = first.bus.publish, asyncio.Event()
 
     async def stall(subject: str, message: Any, **options: Any) -> int:
@@ -113,13 +114,13 @@ async def test_chunks_without_a_head_are_not_seen(run: WeightRun) -> None:
 
     first.bus.publish = stall  # type: ignore[method-assign]
     await run.train(1)
-    await within(20, reached.wait())
+    await within(PATIENCE_S, reached.wait())
     await first.shut(0.0)
     where = EVENT.where(run=run.id, type="weights_staged")
     assert [r.message.version async for r in run.bus.history("HR_EVENT", where)] == [0]
     assert receiver.store.versions() == [0]
     await run.actor(WeightSender)
-    await within(20, run.staged(1))
+    await within(PATIENCE_S, run.staged(1))
 
 
 async def test_a_damaged_chunk_is_told_and_fetched_again(run: WeightRun) -> None:
@@ -128,9 +129,9 @@ async def test_a_damaged_chunk_is_told_and_fetched_again(run: WeightRun) -> None
     seen = damage(bus, 1)
     await run.actor(WeightReceiver, bus=bus)
     await run.train(0)
-    staged = await within(20, run.staged(0))
+    staged = await within(PATIENCE_S, run.staged(0))
     assert snapshot.file_hash(staged.path) == run.hashes[0]
-    text = await within(10, run.event("chunk_damaged"))
+    text = await within(PATIENCE_S, run.event("chunk_damaged"))
     assert f"(sequence {seen[0]}) does not match its manifest" in text
 
 
@@ -139,15 +140,15 @@ async def test_a_chunk_that_stays_damaged_is_an_error_and_the_next_head_heals(ru
     bus = await run.connect("weight_sync", node="n1")
     receiver = await run.actor(WeightReceiver, bus=bus)
     await run.train(0)
-    await within(20, run.staged(0))
+    await within(PATIENCE_S, run.staged(0))
     whole = bus.get
     damage(bus, 1000)
     await run.train(1)
-    assert "does not match its manifest" in await within(20, run.event("stage_failed"))
+    assert "does not match its manifest" in await within(PATIENCE_S, run.event("stage_failed"))
     assert receiver.store.versions() == [0]
     bus.get = whole  # type: ignore[method-assign]
     await run.train(2)
-    await within(20, run.staged(2))
+    await within(PATIENCE_S, run.staged(2))
     assert snapshot.file_hash(receiver.store.path(2)) == run.hashes[2]
 
 
@@ -156,17 +157,17 @@ async def test_a_pinned_version_is_rebuilt_and_kept_while_an_evaluation_needs_it
     receiver = await run.actor(WeightReceiver)
     for version in range(5):
         await run.train(version)
-        await within(20, run.staged(version))
+        await within(PATIENCE_S, run.staged(version))
     assert receiver.store.versions() == [2, 3, 4]
     curriculum, evaluator = await run.connect("curriculum"), await run.connect("evaluator")
     policy = PolicyRef(kind="pinned", version=1)
     request = EvalRequest(id="e1", run=run.id, suite="s", tasks=1, policy=policy)
     seq = await curriculum.publish(EVENT.at(run=run.id, actor="curriculum", type="eval_request"), request)
-    staged = await within(20, run.staged(1, start=seq))
+    staged = await within(PATIENCE_S, run.staged(1, start=seq))
     assert snapshot.file_hash(staged.path) == run.hashes[1]
     for version in (5, 6):
         await run.train(version)
-        await within(20, run.staged(version))
+        await within(PATIENCE_S, run.staged(version))
     assert receiver.store.versions() == [1, 4, 5, 6]
     result = EvalResult(id="e1", run=run.id, suite="s", policy=policy, version=1, tasks=1, passed=1, rate=1.0,
                         infra_failures=0)  # fmt: skip
@@ -176,4 +177,4 @@ async def test_a_pinned_version_is_rebuilt_and_kept_while_an_evaluation_needs_it
         version += 1
         assert version < 12, "the pin is never given up"
         await run.train(version)
-        await within(20, run.staged(version))
+        await within(PATIENCE_S, run.staged(version))

@@ -13,13 +13,12 @@ from headrace.actors.weight_sender import WeightSender
 from headrace.bus.connection import Bus
 from headrace.messages.subjects import EVENT
 from headrace.weights import chain, snapshot
+from tests.support.patience import PATIENCE_S
 from tests.support.region_brokers import World, world
 from tests.support.weight_runs import WeightRun, within
 
 pytestmark = pytest.mark.anyio
 NAMES = ("ap", "eu", "sa", "us")
-PATIENCE_S = 120
-"""For a starved machine; nothing here takes a second of its own."""
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from headrace.messages.base import Message
 from headrace.messages.subjects import WEIGHT_MANIFEST
 from headrace.weights import chain, report
 from tests.conftest import Connect
+from tests.support.patience import PATIENCE_S
 from tests.support.weight_runs import WeightRun, within
 
 pytestmark = pytest.mark.anyio
@@ -46,11 +47,11 @@ async def test_versions_become_a_full_snapshot_and_deltas(run: WeightRun) -> Non
     sender = await run.actor(WeightSender)
     for version in range(6):
         await run.train(version)
-        head = await within(20, run.head(version))
+        head = await within(PATIENCE_S, run.head(version))
         assert head.state_hash == run.hashes[version]
         run.path(version).unlink()
     assert [head.full_version for head in await run.heads()] == [0, 0, 0, 0, 3, 3], "a full snapshot after three"
-    await within(20, run.event("published", "version 5:"))
+    await within(PATIENCE_S, run.event("published", "version 5:"))
     assert sender.store.versions() == [5], "links to old files are given up"
     good, text = await report.verify(run.bus, run.id)
     assert good, text
@@ -62,7 +63,7 @@ async def test_it_skips_to_the_newest(run: WeightRun) -> None:
     gate = Gate(bus, ".head")
     await run.actor(WeightSender, bus=bus)
     await run.train(0)
-    await within(20, gate.reached.wait())
+    await within(PATIENCE_S, gate.reached.wait())
     for version in range(1, 5):
         await run.train(version)
     for version in range(1, 4):
@@ -70,7 +71,7 @@ async def test_it_skips_to_the_newest(run: WeightRun) -> None:
     last = await bus.last("HR_EVENT", f"hr.event.{run.id}.trainer.snapshot_ready")
     assert last is not None and last.message.version == 4
     gate.open.set()
-    await within(20, run.head(4))
+    await within(PATIENCE_S, run.head(4))
     versions = [head.version for head in await run.heads()]
     assert versions[0] == 0 and versions[-1] == 4 and len(versions) < 5
 
@@ -80,10 +81,10 @@ async def test_the_same_version_is_not_published_twice_and_old_bytes_are_an_empt
     ready = run.write(0)
     await run.announce(ready)
     await run.announce(ready)
-    await within(20, run.head(0))
+    await within(PATIENCE_S, run.head(0))
     await run.announce(ready)
     await run.train(1, same=True)
-    head = await within(20, run.head(1))
+    head = await within(PATIENCE_S, run.head(1))
     assert head.state_hash == run.hashes[0]
     assert [head.version for head in await run.heads()] == [0, 1]
     manifest = await chain.manifest(run.bus, run.id, head.manifest_seq)
@@ -95,10 +96,10 @@ async def test_the_same_version_is_not_published_twice_and_old_bytes_are_an_empt
 async def test_killed_before_the_commit_a_successor_publishes_it(run: WeightRun, ending: str, files: str) -> None:
     first = await run.actor(WeightSender)
     await run.train(0)
-    await within(20, run.head(0))
+    await within(PATIENCE_S, run.head(0))
     gate = Gate(first.bus, ending)
     await run.train(1)
-    await within(20, gate.reached.wait())
+    await within(PATIENCE_S, gate.reached.wait())
     await first.shut(0.0)
     assert [head.version for head in await run.heads()] == [0], "nothing of version 1 is to be seen"
     if files == "lost":
@@ -106,22 +107,22 @@ async def test_killed_before_the_commit_a_successor_publishes_it(run: WeightRun,
         for file in first.store.folder.iterdir():
             file.unlink()
     await run.actor(WeightSender)
-    head = await within(20, run.head(1))
+    head = await within(PATIENCE_S, run.head(1))
     assert head.state_hash == run.hashes[1]
     manifest = await chain.manifest(run.bus, run.id, head.manifest_seq)
     assert manifest.base_version == 0, "a delta, though the base had to be rebuilt" if files == "lost" else ""
     if files == "lost":
-        assert "version 0" in await within(10, run.event("base_rebuilt"))
+        assert "version 0" in await within(PATIENCE_S, run.event("base_rebuilt"))
 
 
 async def test_killed_after_the_commit_nothing_is_published_again(run: WeightRun) -> None:
     first = await run.actor(WeightSender)
     await run.train(0)
-    await within(20, run.head(0))
+    await within(PATIENCE_S, run.head(0))
     await first.shut(0.0)
     await run.actor(WeightSender)
     await run.train(1)
-    await within(20, run.head(1))
+    await within(PATIENCE_S, run.head(1))
     assert [head.version for head in await run.heads()] == [0, 1]
 
 
@@ -129,15 +130,15 @@ async def test_a_sender_that_slept_is_refused_by_the_expected_sequence(run: Weig
     bus = await run.connect("weight_sync", node="n1")
     sleeper = await run.actor(WeightSender, bus=bus)
     await run.train(0)
-    await within(20, run.head(0))
+    await within(PATIENCE_S, run.head(0))
     gate = Gate(bus, ".head")
     await run.train(1)
-    await within(20, gate.reached.wait())
+    await within(PATIENCE_S, gate.reached.wait())
     await run.actor(WeightSender, node="n2")
     await run.train(2)
-    await within(20, run.head(2))
+    await within(PATIENCE_S, run.head(2))
     gate.open.set()
-    error = await within(20, asyncio.shield(sleeper.failed))
+    error = await within(PATIENCE_S, asyncio.shield(sleeper.failed))
     assert isinstance(error, WrongSequence)
     heads = await run.heads()
     assert [head.state_hash for head in heads] == [run.hashes[head.version] for head in heads]
@@ -149,15 +150,15 @@ async def test_a_sender_that_slept_is_refused_by_the_expected_sequence(run: Weig
 async def test_a_file_that_is_not_what_was_announced_is_refused_and_the_next_one_goes(run: WeightRun) -> None:
     sender = await run.actor(WeightSender)
     await run.train(0)
-    await within(20, run.head(0))
+    await within(PATIENCE_S, run.head(0))
     ready = run.write(1)
     data = bytearray(run.path(1).read_bytes())
     data[-3] ^= 4
     run.path(1).write_bytes(data)
     await run.announce(ready)
-    assert "version 1" in await within(20, run.event("snapshot_refused"))
+    assert "version 1" in await within(PATIENCE_S, run.event("snapshot_refused"))
     await run.train(2)
-    await within(20, run.event("published", "version 2:"))
+    await within(PATIENCE_S, run.event("published", "version 2:"))
     assert [head.version for head in await run.heads()] == [0, 2]
     assert [file.name for file in sender.store.folder.iterdir()] == ["2.safetensors"]
 
@@ -166,7 +167,7 @@ async def test_the_same_number_with_other_bits_is_a_new_incarnation(run: WeightR
     await run.actor(WeightSender)
     await run.train(0)
     await run.train(1)
-    await within(20, run.head(1))
+    await within(PATIENCE_S, run.head(1))
     run.path(1).unlink()
     again = run.write(1, density=0.02)
     await run.announce(again)
@@ -182,12 +183,12 @@ async def test_a_base_that_is_lost_after_a_full_snapshot_is_built_again(run: Wei
     sender = await run.actor(WeightSender)
     for version in range(4):
         await run.train(version)
-        await within(60, run.head(version))
+        await within(PATIENCE_S, run.head(version))
     async for received in run.bus.follow("HR_WEIGHTS", WEIGHT_MANIFEST.where(run=run.id, version=3)):
         if received.message.base_version < 0:
             break
     sender.store.drop([3])
     await run.train(4)
-    head = await within(60, run.head(4))
+    head = await within(PATIENCE_S, run.head(4))
     assert (head.full_version, head.state_hash) == (3, run.hashes[4])
-    assert "version 3 was built again" in await within(60, run.event("base_rebuilt"))
+    assert "version 3 was built again" in await within(PATIENCE_S, run.event("base_rebuilt"))

@@ -15,6 +15,7 @@ from headrace.weights import chain, proof, shards, snapshot
 from headrace.weights.publishing import precision
 from headrace.weights.signing import Trust, sealed
 from tests.conftest import Connect
+from tests.support.patience import PATIENCE_S
 from tests.support.weight_runs import WeightRun, within
 from tests.support.weights import model
 
@@ -37,7 +38,7 @@ async def test_versions_are_signed_and_forged_heads_change_nothing(run: WeightRu
     sender = await run.actor(WeightSender)
     receiver = await run.actor(WeightReceiver)
     await run.train(0)
-    await within(60, run.staged(0))
+    await within(PATIENCE_S, run.staged(0))
     head = (await run.heads())[0]
     trust = Trust.load(run.bus.credentials)
     trust.check(head)
@@ -50,13 +51,13 @@ async def test_versions_are_signed_and_forged_heads_change_nothing(run: WeightRu
     for message in (forged, msgspec.structs.replace(head, version=9, signature=b"", signer=""), strangers, head):
         await bus.publish(where, message)
     for text in ("it was changed", "is not signed", "not among [weights] publishers", "an old head was stored again"):
-        await within(60, run.event("head_refused", text))
+        await within(PATIENCE_S, run.event("head_refused", text))
     assert receiver.store.versions() == [0]
     # The sender wrote on top of a head that is the last no more: it fails, and its successor goes on after the forged.
     await sender.shut(1.0)
     await run.actor(WeightSender)
     await run.train(1)
-    staged = await within(60, run.staged(1))
+    staged = await within(PATIENCE_S, run.staged(1))
     assert snapshot.file_hash(staged.path) == run.hashes[1]
     found = await proof.prove(run.bus, run.id, trust)
     assert (found.versions, found.newest, len(found.faults)) == (2, 1, 4)
@@ -66,15 +67,15 @@ async def test_what_nobody_signed_is_refused_until_the_configuration_says_so(run
     bus = await run.connect("weight_sync", node="n1")
     bus.credentials = None
     await run.actor(WeightSender, bus=bus)
-    assert "versions go out unsigned" in await within(60, run.event("unsigned"))
+    assert "versions go out unsigned" in await within(PATIENCE_S, run.event("unsigned"))
     receiver = await run.actor(WeightReceiver)
     await run.train(0)
-    text = await within(60, run.event("head_refused"))
+    text = await within(PATIENCE_S, run.event("head_refused"))
     assert "the head of version 0" in text and "[weights] unsigned = true" in text
     assert receiver.store.versions() == []
     configure(run, unsigned=True)
     await run.actor(WeightReceiver, node="n2")
-    assert (await within(60, run.staged(0, node="n2"))).state_hash == run.hashes[0]
+    assert (await within(PATIENCE_S, run.staged(0, node="n2"))).state_hash == run.hashes[0]
 
 
 async def test_a_node_stages_its_own_shards_and_finds_them_again(run: WeightRun) -> None:
@@ -83,7 +84,7 @@ async def test_a_node_stages_its_own_shards_and_finds_them_again(run: WeightRun)
     receiver = await run.actor(WeightReceiver)
     for version in range(2):
         await run.train(version)
-        staged = await within(60, run.staged(version))
+        staged = await within(PATIENCE_S, run.staged(version))
     head = (await run.heads())[-1]
     manifest = await chain.manifest(run.bus, run.id, head.manifest_seq)
     own = shards.holding(manifest.tensors, ["layers.0.norm"])
@@ -92,7 +93,7 @@ async def test_a_node_stages_its_own_shards_and_finds_them_again(run: WeightRun)
     await receiver.shut(1.0)
     again = await run.actor(WeightReceiver)
     await run.train(2)
-    await within(60, run.staged(2))
+    await within(PATIENCE_S, run.staged(2))
     assert again.store.versions() == [0, 1, 2]
 
 
@@ -102,8 +103,8 @@ async def test_rounded_weights_and_squashes_are_published_as_configured(run: Wei
     await run.actor(WeightReceiver)
     for version in range(3):
         await run.train(version)
-        staged = await within(60, run.staged(version))
-    assert "versions 0 to 2 in one delta" in await within(60, run.event("squashed"))
+        staged = await within(PATIENCE_S, run.staged(version))
+    assert "versions 0 to 2 in one delta" in await within(PATIENCE_S, run.event("squashed"))
     served = run.folder / "served"
     wanted = precision.publish(run.path(2), served, "mxfp8")
     assert staged.state_hash == wanted == snapshot.file_hash(staged.path)
@@ -112,7 +113,7 @@ async def test_rounded_weights_and_squashes_are_published_as_configured(run: Wei
     await sender.shut(1.0)
     await run.actor(WeightSender)
     await run.train(3)
-    await within(60, run.staged(3))
+    await within(PATIENCE_S, run.staged(3))
     assert [head.version for head in await run.heads()] == [0, 1, 2, 3], "nothing was published twice"
     squashes = [squash async for squash in chain.squashes(run.bus, run.id, Trust.load(run.bus.credentials))]
     assert [(squash.base_version, squash.version) for squash in squashes] == [(0, 2)]

@@ -13,6 +13,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.messages.operations import Event
 from headrace.messages.subjects import EVENT, STREAMS
+from tests.support.patience import PATIENCE_S
 from tests.support.region_brokers import free_port
 
 pytestmark = pytest.mark.anyio
@@ -44,7 +45,7 @@ async def leader(bus: Bus, stream: str) -> str:
 
 async def declared(bus: Bus) -> None:
     """Declare as soon as the brokers have found each other."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 await cluster.declare_replicated(bus, reserve=False)
@@ -74,13 +75,13 @@ async def test_killing_the_leader_under_load_loses_nothing_that_was_acknowledged
         await bus.close()
 
     publishers = [asyncio.create_task(publish(name)) for name in range(4)]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await enough.wait()
     dead = await leader(admin, "HR_EVENT")
     await brokers[dead].kill()
     before = len(acknowledged)
     enough.clear()
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(PATIENCE_S):
         while len(acknowledged) < before + 400:
             await asyncio.sleep(0.05)  # until the survivors have taken as much again
     assert await leader(admin, "HR_EVENT") != dead
@@ -94,7 +95,7 @@ async def test_killing_the_leader_under_load_loses_nothing_that_was_acknowledged
     await admin.close()
     # The one that died has everything again: it alone answers with the other two as followers of a new leader.
     back = await Bus.connect(brokers[dead].url, role="admin", credentials=keys, timeout=30.0)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             info = msgspec.json.decode(
                 await back.connection.patiently(lambda: back.connection.api("STREAM.INFO.HR_EVENT"), 60.0)

@@ -13,6 +13,7 @@ from headrace.messages.operations import Event
 from headrace.messages.subjects import covers
 from tests.conftest import Connect
 from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -178,7 +179,7 @@ async def test_a_refusal_is_told_also_when_nobody_waits(connect: Connect) -> Non
     told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     judge.connection.on_error.append(told.set_result)
     await judge.emit("hr.traffic.local", event())
-    assert await asyncio.wait_for(told, 10) == "role 'judge' may not publish hr.traffic.local"
+    assert await asyncio.wait_for(told, PATIENCE_S) == "role 'judge' may not publish hr.traffic.local"
 
 
 def test_no_role_may_do_anything_and_unknown_roles_have_nothing() -> None:

@@ -19,6 +19,7 @@ from headrace.messages.rollout import TurnDone
 from headrace.messages.subjects import EVENT, FAIL, LEDGER, STREAMS, TURN
 from headrace.messages.weights import WeightHead
 from tests.support import records
+from tests.support.patience import PATIENCE_S
 from tests.support.region_brokers import World, world
 
 pytestmark = pytest.mark.anyio
@@ -62,7 +63,7 @@ async def test_a_consumer_in_a_region_takes_the_hubs_messages(brokers: World) ->
     inbox = here.connection.inbox()
     await here.connection.subscribe(f"{inbox}.*", take)
     await here.connection.publish_request("$JS.API.CONSUMER.MSG.NEXT.HR_TASK.d", b'{"batch":1}', f"{inbox}.1")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         message = await got
     assert message.subject == "hr.task.r2.train.s"
     await here.connection.call(message.reply, b"+ACK")
@@ -173,7 +174,7 @@ async def test_a_broker_with_another_key_does_not_get_in(brokers: World) -> None
     stranger = brokers.regions["eu"].server.credentials / "region.nk"
     link = f"nats-leaf://127.0.0.1:{brokers.regions['eu'].wire.port}"
     folder = regions.prepare_region(brokers.folder / "stranger", "stranger", link, stranger)
-    async with Server(folder, prepared=True), asyncio.timeout(60):
+    async with Server(folder, prepared=True), asyncio.timeout(PATIENCE_S):
         while "Authorization Violation" not in (folder / "log").read_text():
             await asyncio.sleep(0.05)  # a broker offers no event for this
     assert 'remote "stranger"' not in (brokers.hub.folder / "log").read_text()

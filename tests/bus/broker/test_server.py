@@ -21,6 +21,7 @@ from headrace.messages.operations import Event
 from headrace.messages.training import StepFailed
 from tests.support import records
 from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -92,7 +93,7 @@ async def test_it_never_outlives_its_parent(tmp_path: Path) -> None:
         sys.executable, "-c", CHILD, str(tmp_path), stdout=asyncio.subprocess.PIPE
     )
     assert child.stdout is not None
-    pid = int(await asyncio.wait_for(child.stdout.readline(), 30))
+    pid = int(await asyncio.wait_for(child.stdout.readline(), PATIENCE_S))
     handle = os.pidfd_open(pid)
     child.send_signal(signal.SIGKILL)
     await child.wait()
@@ -100,7 +101,7 @@ async def test_it_never_outlives_its_parent(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     loop.add_reader(handle, gone.set)  # readable once the process has ended
     try:
-        await asyncio.wait_for(gone.wait(), 10)
+        await asyncio.wait_for(gone.wait(), PATIENCE_S)
     finally:
         loop.remove_reader(handle)
         os.close(handle)
@@ -127,7 +128,7 @@ async def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> Non
     await enough.wait()
     await server.kill()
     again = await Server(tmp_path, port=port).start()
-    await asyncio.wait_for(asyncio.gather(*tasks), 30)
+    await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_S)
     stored = {received.seq: received.message.text async for received in bus.history("HR_EVENT", where)}
     assert len(acknowledged) == 8 * 150, "the publishers went on by themselves"
     assert stored == acknowledged, "nothing lost, nothing twice"

@@ -17,6 +17,7 @@ from headrace.messages.codec import encode
 from headrace.messages.operations import Ack, Event, Ping
 from headrace.messages.rollout import ToolResult, TurnDone
 from tests.conftest import Connect
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -185,10 +186,10 @@ async def test_follow_gives_history_then_live(connect: Connect) -> None:
                 return
 
     task = asyncio.create_task(read())
-    await asyncio.wait_for(live.wait(), 10)
+    await asyncio.wait_for(live.wait(), PATIENCE_S)
     for n in range(3, 600):
         await bus.publish(where, event(str(n)))
-    await asyncio.wait_for(task, 20)
+    await asyncio.wait_for(task, PATIENCE_S)
     assert seen == [str(n) for n in range(600)]
 
 

@@ -8,6 +8,7 @@ import pytest
 from headrace.bus.errors import BusError, WrongSequence
 from headrace.messages.operations import Ack, Ping
 from tests.conftest import Connect
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -87,7 +88,7 @@ async def test_a_watch_on_an_empty_bucket_waits_for_the_first_value(connect: Con
     task = asyncio.create_task(first())
     await bus.connection.flush()
     await kv.put(here, Ack(detail="x"))
-    assert await asyncio.wait_for(task, 10) == (here, Ack(detail="x"))
+    assert await asyncio.wait_for(task, PATIENCE_S) == (here, Ack(detail="x"))
 
 
 async def test_an_unknown_bucket_is_named(connect: Connect) -> None:

@@ -19,6 +19,7 @@ from headrace.bus.runtime.supervisor import Supervisor
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.operations import Ack, Event, Ping
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -72,7 +73,7 @@ async def test_follow_goes_on_without_loss_or_repeat(broker: Broker) -> None:
     for n in range(50):
         await writer.publish(where, event(str(n)))
         await writer.publish(other, event("noise"))
-    await asyncio.wait_for(half.wait(), 10)
+    await asyncio.wait_for(half.wait(), PATIENCE_S)
     await broker.restart()
     for n in range(50, 100):
         await writer.publish(where, event(str(n)))
@@ -80,7 +81,7 @@ async def test_follow_goes_on_without_loss_or_repeat(broker: Broker) -> None:
     await broker.restart()
     for n in range(100, 150):
         await writer.publish(where, event(str(n)))
-    await asyncio.wait_for(task, 20)
+    await asyncio.wait_for(task, PATIENCE_S)
     assert seen == [str(n) for n in range(150)]
     await writer.close()
     await reader.close()
@@ -156,11 +157,11 @@ async def test_a_consumer_pulls_again_and_nothing_is_lost(broker: Broker) -> Non
     await actor.serve("hr.rpc.tests.ping", _answer)
     for n in range(30):
         await writer.publish(where, event(str(n)))
-    await asyncio.wait_for(half.wait(), 10)
+    await asyncio.wait_for(half.wait(), PATIENCE_S)
     await broker.restart()
     for n in range(30, 60):
         await writer.publish(where, event(str(n)))
-    await asyncio.wait_for(done.wait(), 20)
+    await asyncio.wait_for(done.wait(), PATIENCE_S)
     assert seen == {str(n) for n in range(60)}
     assert await writer.request("hr.rpc.tests.ping", Ping(note="still here")) == Ack(detail="still here")
     await actor.shut(5)
@@ -182,11 +183,11 @@ async def test_a_request_in_flight_ends_at_the_break(broker: Broker) -> None:
         return Ack()
 
     await helper.respond("hr.rpc.environment.never", never)
-    call = asyncio.create_task(asker.request("hr.rpc.environment.never", Ping(), timeout=60.0))
+    call = asyncio.create_task(asker.request("hr.rpc.environment.never", Ping(), timeout=3600.0))
     await asked.wait()
     await broker.restart()
     with pytest.raises((Disconnected, NoResponders)):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await call
     await asker.close()
     await helper.close()
@@ -203,10 +204,10 @@ async def test_a_watch_goes_on(broker: Broker) -> None:
 
     task = asyncio.create_task(watch())
     await kv.put("a.x", Ack(detail="1"))
-    assert await asyncio.wait_for(seen.get(), 10) == Ack(detail="1")
+    assert await asyncio.wait_for(seen.get(), PATIENCE_S) == Ack(detail="1")
     await broker.restart()
     await kv.put("a.x", Ack(detail="2"))
-    assert await asyncio.wait_for(seen.get(), 10) == Ack(detail="2")
+    assert await asyncio.wait_for(seen.get(), PATIENCE_S) == Ack(detail="2")
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await bus.close()
@@ -233,6 +234,6 @@ async def test_actors_live_through_it(broker: Broker) -> None:
         if revision > before:
             break
     life.stop()
-    assert await asyncio.wait_for(task, 20) == 0
+    assert await asyncio.wait_for(task, PATIENCE_S) == 0
     assert Judge.started == 1
     await operator.close()

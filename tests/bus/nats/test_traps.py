@@ -21,6 +21,7 @@ from headrace.messages.operations import Ack, Advisory, DeadLetter, Event, Ping
 from headrace.messages.rollout import RolloutRequest
 from headrace.messages.tasks import TaskRef
 from tests.conftest import Connect
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -113,7 +114,7 @@ async def test_3_the_schedule_of_repeats_does_not_shorten_the_acknowledgement_wa
     assert "backoff" not in config and config["ack_wait"] == 5_000_000_000
     await actor.bus.publish(where, event("slow"))
     await actor.bus.publish(where, event("end"))
-    await asyncio.wait_for(done.wait(), 10)
+    await asyncio.wait_for(done.wait(), PATIENCE_S)
     assert deliveries == [1, 1]
     await actor.shut(5)
 
@@ -128,10 +129,10 @@ async def test_4_a_full_stream_is_back_pressure(connect: Connect, monkeypatch: p
     for n in range(2):
         await bus.publish(f"{name}.a", event(str(n)))
     blocked = asyncio.create_task(bus.publish(f"{name}.a", event("waits")))
-    assert "the stream is full" in await asyncio.wait_for(told, 10)
+    assert "the stream is full" in await asyncio.wait_for(told, PATIENCE_S)
     assert not blocked.done()
     await bus.purge(name, before=2)
-    assert await asyncio.wait_for(blocked, 10) == 3
+    assert await asyncio.wait_for(blocked, PATIENCE_S) == 3
     bus.patience_s, bus.on_full = 0.1, None
     with pytest.raises(BusError, match=r"could not be stored within 0.1 s: maximum messages exceeded"):
         await bus.publish(f"{name}.a", event("given up"))
@@ -179,7 +180,7 @@ async def test_9_a_reader_that_is_too_slow_is_told_of(connect: Connect) -> None:
     await bus.connection.client.subscribe("slow.reader", cb=slow, pending_msgs_limit=4)
     for _ in range(10):
         await bus.connection.send("slow.reader", b"x")
-    assert "slow.reader is too slow" in await asyncio.wait_for(told, 10)
+    assert "slow.reader is too slow" in await asyncio.wait_for(told, PATIENCE_S)
     assert bus.connection.dropped > 0
     stuck.set()
 
@@ -208,7 +209,7 @@ async def test_10_pulls_overlap_and_never_ask_for_more_than_free_hands(
     where = s.EVENT.at(run=actor.run, actor="admin", type="input")
     await asyncio.gather(*(actor.bus.publish(where, event(str(n))) for n in range(200)))
     await actor.consume(s.EVENT, handle, durable=f"d{token_hex(4)}", filter=where, credit=16)
-    await asyncio.wait_for(done.wait(), 10)
+    await asyncio.wait_for(done.wait(), PATIENCE_S)
     assert all(count + held <= 16 for count, held in asked)
     assert len(asked) < 100, "refilled by halves, not one by one"
     await actor.shut(5)
@@ -227,7 +228,7 @@ async def test_11_ack_sync_is_confirmed_before_the_next_step(connect: Connect) -
 
     await actor.consume(s.EVENT, handle, durable=durable, filter=where)
     await actor.bus.publish(where, event())
-    await asyncio.wait_for(settled.wait(), 10)
+    await asyncio.wait_for(settled.wait(), PATIENCE_S)
     await actor.shut(5)
 
 

@@ -19,6 +19,7 @@ from headrace.messages.rollout import RolloutRequest
 from headrace.messages.tasks import TaskRef
 from headrace.metrics.figures import FIGURES, Figure
 from tests.conftest import Connect
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -72,7 +73,7 @@ async def test_each_message_is_handled_once_and_acknowledged(connect: Connect) -
     durable = f"d{token_hex(4)}"
     await actor.consume(s.EVENT, handle, durable=durable, filter=inputs(actor), ack_sync=True)
     await publish(actor, *texts[20:])
-    await asyncio.wait_for(done.wait(), 10)
+    await asyncio.wait_for(done.wait(), PATIENCE_S)
     await actor.shut(5)
     assert seen == texts, "credit 1 keeps the order"
     assert await pending(actor.bus, "HR_EVENT", durable) == (0, 0)
@@ -97,7 +98,7 @@ async def test_a_new_consumer_goes_on_where_the_last_one_was(connect: Connect) -
     second = make(bus, first.run)
     # another start than the first time: the position that exists counts
     await second.consume(s.EVENT, handle, durable=durable, filter=inputs(first), start="new")
-    await asyncio.wait_for(got.acquire(), 10)
+    await asyncio.wait_for(got.acquire(), PATIENCE_S)
     await second.shut(5)
     assert seen == ["a", "b", "c"]
 
@@ -124,7 +125,7 @@ async def test_retry_comes_again_and_failures_become_dead_letters(connect: Conne
         s.EVENT, handle, durable=durable, filter=inputs(actor), credit=4, max_deliver=3, backoff=(0.01,)
     )
     seqs = await publish(actor, "later", "reject", "poison")
-    await asyncio.wait_for(fine.wait(), 10)
+    await asyncio.wait_for(fine.wait(), PATIENCE_S)
     reasons: dict[int, str] = {}
     async for received in actor.bus.follow("HR_ADVISORY", s.ADVISORY.where(stream="HR_EVENT", consumer=durable)):
         reasons[received.message.stream_seq] = received.message.reason
@@ -149,7 +150,7 @@ async def test_an_unknown_type_is_a_dead_letter_at_once(connect: Connect) -> Non
     await actor.consume(s.EVENT, handle, durable=durable, filter=inputs(actor))
     where = s.EVENT.at(run=actor.run, actor="admin", type="input")
     await actor.bus.publish_raw(where, b"\x80", {"Hr-Type": "from_the_future/7"})
-    told = await asyncio.wait_for(advisory(actor.bus, durable), 10)
+    told = await asyncio.wait_for(advisory(actor.bus, durable), PATIENCE_S)
     assert told.message.kind == "terminated" and "from_the_future/7" in told.message.reason
     await actor.shut(5)
 
@@ -201,13 +202,13 @@ async def test_credit_bounds_what_is_in_flight(connect: Connect) -> None:
     await publish(actor, *(str(n) for n in range(40)))
     durable = f"d{token_hex(4)}"
     consumer = await actor.consume(s.EVENT, handle, durable=durable, filter=inputs(actor), credit=4)
-    await asyncio.wait_for(full.wait(), 10)
+    await asyncio.wait_for(full.wait(), PATIENCE_S)
     assert consumer.in_flight == 4
     left, outstanding = await pending(actor.bus, "HR_EVENT", durable)
     assert (left, outstanding) == (36, 4), "the broker keeps the rest for others"
     for _ in range(40):
         gate.release()
-    await asyncio.wait_for(done.wait(), 10)
+    await asyncio.wait_for(done.wait(), PATIENCE_S)
     assert most == 4
     await actor.shut(5)
 
@@ -226,7 +227,7 @@ async def test_pause_leaves_messages_to_others_and_resume_takes_them(connect: Co
     await actor.bus.connection.flush()
     assert await pending(actor.bus, "HR_EVENT", durable) == (1, 0), "paused at once: nothing was pulled"
     consumer.resume()
-    assert await asyncio.wait_for(seen.get(), 10) == "before the first pull"
+    assert await asyncio.wait_for(seen.get(), PATIENCE_S) == "before the first pull"
     consumer.pause()
     while consumer._subscription is not None:
         await asyncio.sleep(0.01)
@@ -234,7 +235,7 @@ async def test_pause_leaves_messages_to_others_and_resume_takes_them(connect: Co
     await actor.bus.connection.flush()
     assert await pending(actor.bus, "HR_EVENT", durable) == (1, 0)
     consumer.resume()
-    assert await asyncio.wait_for(seen.get(), 10) == "while paused"
+    assert await asyncio.wait_for(seen.get(), PATIENCE_S) == "while paused"
     await actor.shut(5)
 
 
@@ -246,14 +247,14 @@ async def test_heartbeats_keep_a_long_handler_from_redelivery(connect: Connect) 
     async def handle(received: Received[Event]) -> None:
         deliveries.append(received.deliveries)
         if received.message.text == "long":
-            await asyncio.sleep(1.0)  # several acknowledgement waits
+            await asyncio.sleep(2.5)  # longer than two acknowledgement waits
         else:
             done.set()
 
     durable = f"d{token_hex(4)}"
-    await actor.consume(s.EVENT, handle, durable=durable, filter=inputs(actor), ack_wait=0.3)
+    await actor.consume(s.EVENT, handle, durable=durable, filter=inputs(actor), ack_wait=1.0)
     await publish(actor, "long", "next")
-    await asyncio.wait_for(done.wait(), 10)
+    await asyncio.wait_for(done.wait(), PATIENCE_S)
     assert deliveries == [1, 1]
     await actor.shut(5)
 
@@ -288,7 +289,7 @@ async def test_drain_finishes_what_runs_and_gives_back_the_rest(connect: Connect
         await texts.put((received.message.text, received.deliveries))
 
     await again.consume(s.EVENT, handle_again, durable=durable, filter=inputs(actor), credit=2)
-    got = {await asyncio.wait_for(texts.get(), 10), await asyncio.wait_for(texts.get(), 10)}
+    got = {await asyncio.wait_for(texts.get(), PATIENCE_S), await asyncio.wait_for(texts.get(), PATIENCE_S)}
     assert got == {("endless", 2), ("never started", 1)}, "given back at once, long before the acknowledgement wait"
     await again.shut(5)
 
@@ -314,9 +315,9 @@ async def test_serve_listen_metric(connect: Connect, monkeypatch: pytest.MonkeyP
     assert refused == Ack(ok=False, detail="RuntimeError: broken part")
     load = Traffic(region="local", active=1, waiting=0, requests_per_s=0.5, capacity=4)
     await actor.bus.emit(s.TRAFFIC.at(region="local"), load)
-    assert await asyncio.wait_for(heard.get(), 10) == load
+    assert await asyncio.wait_for(heard.get(), PATIENCE_S) == load
     await actor.metric(speed=3.0)
-    metric: Any = await asyncio.wait_for(heard.get(), 10)
+    metric: Any = await asyncio.wait_for(heard.get(), PATIENCE_S)
     assert metric.values == {"speed": 3.0} and metric.actor == "probe"
     await actor.shut(5)
 
@@ -328,5 +329,5 @@ async def test_a_failing_background_task_fails_the_actor(connect: Connect) -> No
         raise RuntimeError("gone")
 
     actor.spawn(broken(), "broken")
-    assert str(await asyncio.wait_for(actor.failed, 10)) == "gone"
+    assert str(await asyncio.wait_for(actor.failed, PATIENCE_S)) == "gone"
     await actor.shut(1)

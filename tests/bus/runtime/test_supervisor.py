@@ -16,6 +16,7 @@ from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.operations import Heartbeat, Ping
 from tests.conftest import Connect
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -64,14 +65,14 @@ async def test_an_actor_that_fails_is_started_again(server: Server, connect: Con
             break
     assert kinds == ["actor_failed", "actor_failed", "started"]
     life.stop()
-    assert await asyncio.wait_for(task, 10) == 0
+    assert await asyncio.wait_for(task, PATIENCE_S) == 0
 
 
 async def test_too_many_failures_end_the_process_with_a_code(server: Server, connect: Connect) -> None:
     run = f"r{token_hex(4)}"
     Lively.lives = 0
     life = supervisor(server, run, restarts=2)
-    code = await asyncio.wait_for(life.run([(NeverStarts, "j2"), (Lively, "j3")]), 20)
+    code = await asyncio.wait_for(life.run([(NeverStarts, "j2"), (Lively, "j3")]), PATIENCE_S)
     assert code == EXIT_GAVE_UP and Lively.lives == 1, "its healthy neighbour was drained, not restarted"
     kinds = []
     async for kind in events(connect, run):
@@ -97,7 +98,7 @@ async def test_beats_presence_and_ping(server: Server, connect: Connect) -> None
     presence = await operator.kv("HR_PRESENCE")
     life = supervisor(server, run)
     task = asyncio.create_task(life.run([(Lively, "j4")]))
-    first = await asyncio.wait_for(beats.get(), 10)
+    first = await asyncio.wait_for(beats.get(), PATIENCE_S)
     assert (first.actor, first.id) == ("lively", "j4")
     async for key, message, _ in presence.watch("judge.*"):
         if key == "judge.j4" and isinstance(message, Heartbeat) and message.run == run:
@@ -105,16 +106,16 @@ async def test_beats_presence_and_ping(server: Server, connect: Connect) -> None
     answer = await operator.request("hr.rpc.judge.j4.ping", Ping())
     assert isinstance(answer, Heartbeat) and answer.id == "j4"
     life.stop()
-    assert await asyncio.wait_for(task, 10) == 0
+    assert await asyncio.wait_for(task, PATIENCE_S) == 0
     states = [first.state]
     while states[-1] != "stopped":
-        states.append((await asyncio.wait_for(beats.get(), 10)).state)
+        states.append((await asyncio.wait_for(beats.get(), PATIENCE_S)).state)
     assert await presence.get("judge.j4") is None
 
 
 async def test_no_broker_gives_up_with_its_own_code() -> None:
     life = Supervisor(Config(), "r1", url="nats://127.0.0.1:1", restarts=1, connect_s=0.1)
-    assert await asyncio.wait_for(life.run([(Lively, "j5")]), 20) == 4
+    assert await asyncio.wait_for(life.run([(Lively, "j5")]), PATIENCE_S) == 4
 
 
 CHILD = """
@@ -154,7 +155,7 @@ async def test_a_signal_drains_a_real_process(
             child.send_signal(how)
         if kind == "drain_seen":
             break
-    _, log = await asyncio.wait_for(child.communicate(), 20)
+    _, log = await asyncio.wait_for(child.communicate(), PATIENCE_S)
     assert child.returncode == 0, log.decode()
     assert b'"event": "started"' in log and b'"actor": "judge"' in log
 

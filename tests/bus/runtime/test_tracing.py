@@ -19,6 +19,7 @@ from headrace.messages import subjects as s
 from headrace.messages.base import Message
 from headrace.messages.operations import Ack, Event, Ping
 from tests.conftest import Connect
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -43,7 +44,7 @@ async def relay(connect: Connect, run: str) -> tuple[Received[Any], Received[Any
 
     await actor.consume(s.EVENT, handle, durable=f"d{token_hex(4)}", filter=first)
     await actor.bus.publish(first, event("one"))
-    await asyncio.wait_for(done.wait(), 10)
+    await asyncio.wait_for(done.wait(), PATIENCE_S)
     one, two = [r async for r in actor.bus.history("HR_EVENT", first, second)]
     with tracing.span("train step", root=True, links=[tracing.link(one), tracing.link(two)]):
         seq = await actor.bus.publish(third, event("three"))

@@ -24,6 +24,7 @@ from headrace.messages.rollout import RolloutRequest
 from headrace.messages.subjects import EVENT, LEDGER, TASK
 from tests.support import records
 from tests.support.actors import living
+from tests.support.patience import PATIENCE_S
 
 GROUPS = ("g000001", "g000002", "g000003")
 
@@ -67,7 +68,7 @@ async def _fill(config: Config, server: Server) -> None:
         for attempt in (0, 1):  # the second group's slot was issued again meanwhile
             issued = records.issued("g000002", 1, attempt)
             await admin.publish(LEDGER.at(run=records.RUN, group="g000002"), issued)
-        async with living(DeadLetterActor, config, dead_letter_bus, records.RUN), asyncio.timeout(20):
+        async with living(DeadLetterActor, config, dead_letter_bus, records.RUN), asyncio.timeout(PATIENCE_S):
             async for _ in admin.follow("HR_DLQ", start=len(GROUPS)):
                 break
 

@@ -21,6 +21,7 @@ from headrace.vmhost.node.host import Host
 from headrace.vmhost.qemu.clone import Clone
 from tests.support.archives import docker_save, file, folder
 from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -150,7 +151,7 @@ async def many(backend: str, count: int, isolation: str) -> None:
             if slot % 8 == 7 or slot == count // 10 - 1:
                 host.release_group(GroupKey("r1", "train", "rollout", group))
         await host.settle()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while host._channels or footprint()[2]:  # keepers remove their folders on their way out
                 await asyncio.sleep(0.01)
         return footprint()

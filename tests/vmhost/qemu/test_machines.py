@@ -32,6 +32,7 @@ from headrace.vmhost.node import fidelity
 from headrace.vmhost.node.host import Host, VmSandbox
 from tests.support.hosts import CACHE, ask, clone_of, environment
 from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm]
 
@@ -155,11 +156,11 @@ async def test_output_without_end_is_cut_and_ended(group: list[VmSandbox]) -> No
 async def test_a_machine_killed_in_a_call_is_lost_at_once_and_the_next_attempt_gets_another(host: Host) -> None:
     sandbox = await host.acquire(ask(group="killed"))
     clone = clone_of(host, sandbox)
-    call = asyncio.create_task(sandbox.call(Exec(argv=("sleep", "60"), timeout_s=60.0), "c1"))
+    call = asyncio.create_task(sandbox.call(Exec(argv=("sleep", "3600"), timeout_s=3600.0), "c1"))
     await asyncio.sleep(0)
     os.kill(clone.pid, signal.SIGKILL)
     with pytest.raises(SandboxLost):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await call
     with pytest.raises(SandboxLost):
         await host.acquire(ask(group="killed"))
@@ -177,7 +178,7 @@ async def test_a_machine_that_died_before_it_is_ended_is_still_counted(host: Hos
     while Path(f"/proc/{machine.pid}/stat").read_text().rpartition(") ")[2][0] != "Z":  # the loop hears nothing yet
         pass
     machine.kill()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         await machine.gone
 
 
@@ -195,7 +196,7 @@ async def test_what_runs_in_a_slot_that_was_left_is_ended(host: Host, monkeypatc
     assert await processes() >= quiet + 8
     host.release(one.id)
     await asyncio.wait(clone._leaving)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while await processes() > quiet:
             pass
     host.release(two.id)
