@@ -15,14 +15,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.bus.connection import Bus
-from headrace.config import Config
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import StepFailed, StepManifest
 from headrace.policy.config import CheckpointError as PolicyError
 from headrace.replay.recipe import under
-from headrace.replay.recorded_run import Outcome, RecordedRun, ReplayError, of_run
+from headrace.replay.recorded_run import Outcome, RecordedRun, ReplayError
 from headrace.training.checkpoint import CheckpointError
 from headrace.training.outcome import StepOutcome
 from headrace.training.trainer import PolicyTrainer, TrainerError
@@ -147,13 +145,6 @@ class Rerun:
         except (TrainerError, CheckpointError, PolicyError, ValueError) as error:
             text = str(error).replace(str(target), str(checkpoint))
             raise ReplayError(f"run {self.recorded.run} cannot be opened: {text}") from None
-
-
-async def replay_step(bus: Bus, config: Config, folder: Path, run: str, step: int) -> StepReplay:
-    """One step of a run, from its streams and its folder. ReplayError says why it cannot be done."""
-    with Rerun(await of_run(bus, config, folder, run)) as rerun:
-        loaded = await rerun.reach(step)
-        return compare(loaded, await asyncio.to_thread(attempt, loaded))
 
 
 async def replay_steps(

@@ -26,7 +26,8 @@ from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
 from headrace.replay.audit import prove
-from headrace.replay.step import replay_step
+from headrace.replay.recorded_run import of_run
+from headrace.replay.step import replay_steps
 from headrace.training.batch import segments_of
 from headrace.training.micro_batch import micro_batches
 from headrace.weights import snapshot
@@ -152,5 +153,5 @@ async def test_a_trajectory_of_100_000_tokens_in_a_group_of_128(connect: Connect
     report, wrong = await prove(await connect("operator"), run)
     assert wrong == []
     assert (report.issued, report.trained, report.attempts.kept) == (GROUP, GROUP, GROUP)
-    replayed = await replay_step(await connect("replay"), config(tmp_path), folder, run, 0)
-    assert replayed.bitwise_equal
+    recorded = await of_run(await connect("replay"), config(tmp_path), folder, run)
+    assert [replayed.bitwise_equal async for replayed in replay_steps(recorded, [0])] == [True]

@@ -19,7 +19,6 @@ from headrace.messages import subjects
 
 HEADER = "traceparent"
 _PARENT = re.compile(r"^00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})$")
-_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 Kind = Literal["internal", "producer", "consumer", "client", "server"]
 
@@ -231,11 +230,6 @@ def configure(endpoint: str, **resource: str) -> None:
     _provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=5)))
     _tracer = _provider.get_tracer("headrace")
-
-
-def exporting() -> bool:
-    """Whether spans go anywhere."""
-    return _tracer is not None
 
 
 def flush(timeout: float = 5.0) -> None:

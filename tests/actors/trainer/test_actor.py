@@ -17,7 +17,8 @@ from headrace.messages.subjects import CLOSE, EVENT, STEP
 from headrace.messages.training import StepDone, StepFailed, StepManifest
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.replay.fetching import Records
-from headrace.replay.step import replay_step
+from headrace.replay.recorded_run import of_run
+from headrace.replay.step import replay_steps
 from headrace.training.outcome import StepOutcome
 from headrace.training.trainer import PolicyTrainer
 from headrace.weights import snapshot
@@ -176,9 +177,8 @@ async def test_the_bound_is_what_the_closings_say_and_grows_with_what_is_kept(co
     ]  # fmt: skip
     refused = [(r.step, r.reason) for r in records if isinstance(r, StepFailed)]
     assert refused == [(5, "cannot_rescore")], "what was too old to need is not kept"
-    for step in range(6):
-        bus = await connect("replay")
-        assert (await replay_step(bus, config(tmp_path), feeder.folder, feeder.run, step)).bitwise_equal
+    recorded = await of_run(await connect("replay"), config(tmp_path), feeder.folder, feeder.run)
+    assert [replayed.bitwise_equal async for replayed in replay_steps(recorded, range(6))] == [True] * 6
 
 
 COLLAPSING: dict[str, dict[str, Any]] = {
@@ -214,8 +214,9 @@ async def test_a_rollback_is_a_record_that_replays_and_survives_a_kill(connect: 
         (taken.step + 1, "discarded_version", taken.state_hash)
     ]
     assert all(r.incarnation == 0 for r in await feeder.steps()), "a restart decides the same"
-    for step in (taken.step - 1, taken.step, taken.step + 1, taken.step + 2):
-        assert (await replay_step(await connect("replay"), setting, feeder.folder, feeder.run, step)).bitwise_equal
+    recorded = await of_run(await connect("replay"), setting, feeder.folder, feeder.run)
+    steps = range(taken.step - 1, taken.step + 3)
+    assert [replayed.bitwise_equal async for replayed in replay_steps(recorded, steps)] == [True] * 4
 
 
 class Raising(Trainer):

@@ -1,0 +1,73 @@
+"""Nothing unreachable: a function or class that no code names outside the tests is deleted or connected."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+from tests.support.paths import ROOT
+
+CALLERS = ("headrace", "benchmarks", "examples")
+WAITING = {
+    "log_softmax_backward",
+    "log_softmax_backward_triton",
+    "dual",
+    "unpermute",
+    "unpermute_backward",
+    "unpermute_backward_triton",
+    "route_backward_triton",
+}
+"""Kernels whose caller, the trainer on a GPU, is still being written. This list only gets shorter."""
+BY_NAME = re.compile(r"(visit|pytest)_\w+|create_module|writable|__\w+__")
+"""Methods that ast, pytest, importlib and io call by their names."""
+DOTTED, WORD = re.compile(r"[\w.:-]+"), re.compile(r"\w+")
+
+
+@functools.cache
+def parsed(path: Path) -> tuple[frozenset[str], tuple[tuple[int, str], ...]]:
+    """The identifiers that a file uses (read, called, reached as an attribute, or spelled in a dotted string), and the
+    lines and names of its functions and classes."""
+    used: set[str] = set()
+    defined: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name):
+            used.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        elif isinstance(node, ast.keyword) and node.arg:
+            used.add(node.arg)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if DOTTED.fullmatch(node.value):  # the registries name their parts as module:attribute
+                used.update(WORD.findall(node.value))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.append((node.lineno, node.name))
+    return frozenset(used), tuple(defined)
+
+
+def unnamed(definitions: list[Path], callers: list[Path]) -> list[str]:
+    """Functions and classes in `definitions` whose names no file of `callers` uses."""
+    used = frozenset[str]().union(*(parsed(path)[0] for path in callers))
+    return [
+        f"{path}:{line}: {name}"
+        for path in definitions
+        for line, name in parsed(path)[1]
+        if name not in used and not BY_NAME.fullmatch(name) and name not in WAITING
+    ]
+
+
+def callers() -> list[Path]:
+    return [path for folder in CALLERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_the_search_finds_a_function_without_a_caller(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text('def called(): ...\ndef named(): ...\ndef lonely(): ...\ncalled(), "module:named"\n')
+    assert unnamed([path], [path]) == [f"{path}:3: lonely"]
+
+
+def test_every_function_has_a_caller() -> None:
+    assert unnamed(sorted((ROOT / "headrace").rglob("*.py")), callers()) == []
+
+
+def test_the_kernels_that_wait_for_a_caller_still_wait() -> None:
+    assert {name for path in callers() for name in parsed(path)[0]} & WAITING == set(), "shorten WAITING"
