@@ -246,11 +246,13 @@ class Bus(Records):
             with tracing.processing(raw.subject, raw.headers or {}) as span:
                 try:
                     payload, headers = encode(await handler(await self._resolve(decode(raw.data, raw.headers))))
-                except Exception as error:  # an answer that cannot be encoded is answered too, or its asker waits
+                    if len(payload) > MAX_INLINE:
+                        payload, headers = encode(await claim_checks.put(self._store_chunk, payload, headers))
+                except (
+                    Exception
+                ) as error:  # an answer that cannot be encoded or stored is answered too, or its asker waits
                     span.fail(error)
                     payload, headers = encode(Ack(ok=False, detail=ascii(f"{type(error).__name__}: {error}")))
-                if len(payload) > MAX_INLINE:
-                    payload, headers = encode(await claim_checks.put(self._store_chunk, payload, headers))
                 await self.connection.send(raw.reply, payload, headers)
 
         return await self.listen_raw(subject, answer, queue=queue)
@@ -320,7 +322,11 @@ class Bus(Records):
             self._uploads = asyncio.create_task(shared_memory.upload_for_ever(self._store_chunk))
 
     async def close(self) -> None:
-        """Send what waits, then close."""
+        """Send what waits, end the answers that are still being made, then close: no task outlives the connection."""
+        answering = self._answering - {asyncio.current_task()}
+        for task in answering:
+            task.cancel()
+        await asyncio.gather(*answering, return_exceptions=True)
         if self._uploads is not None and self.shared_memory is not None:
             self._uploads.cancel()
             await asyncio.gather(self._uploads, return_exceptions=True)

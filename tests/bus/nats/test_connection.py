@@ -241,3 +241,50 @@ async def test_a_request_over_1_mib_travels_as_a_claim_check(connect: Connect) -
     await answering.respond("hr.rpc.environment.digest", digest)
     answer = await asking.request("hr.rpc.environment.digest", big)
     assert answer == Ack(detail=hashlib.sha256(big.text.encode()).hexdigest())
+
+
+async def test_an_answer_may_repeat_the_content_of_its_request(connect: Connect) -> None:
+    asking, answering = await connect("judge"), await connect("environment")
+    big = Event(actor="a", id="a", kind="k", text=token_hex(2 << 20))
+
+    async def echo(message: Message) -> Message:
+        return message
+
+    await answering.respond("hr.rpc.environment.echo", echo)
+    answers = await asyncio.gather(*(asking.request("hr.rpc.environment.echo", big, timeout=PATIENCE_S) for _ in "ab"))
+    assert answers == [big, big]
+    while answering._answering:  # the answer is sent, its task ends in one of the next turns
+        await asyncio.sleep(0)
+
+
+async def test_an_answer_that_cannot_be_stored_is_an_answer_too(connect: Connect) -> None:
+    """The scavenger may not write blobs; its asker waited for the whole of its deadline."""
+    asking, answering = await connect("operator"), await connect("scavenger")
+
+    async def large(message: Message) -> Message:
+        return Ack(detail=token_hex(2 << 20))
+
+    await answering.respond("hr.rpc.scavenger.n1.ping", large)
+    answer = await asking.request("hr.rpc.scavenger.n1.ping", Ping(), timeout=PATIENCE_S)
+    assert isinstance(answer, Ack) and not answer.ok and "may not publish on hr.blob." in answer.detail
+
+
+async def test_a_closed_connection_leaves_no_answer_running(connect: Connect) -> None:
+    asking, answering = await connect("judge"), await connect("environment")
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def endless(message: Message) -> Message:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        raise AssertionError("nothing wakes it")
+
+    await answering.respond("hr.rpc.environment.endless", endless)
+    request = asyncio.create_task(asking.request("hr.rpc.environment.endless", Ping(), timeout=3600))
+    await began.wait()
+    await answering.close()
+    assert ended.is_set() and not answering._answering
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
