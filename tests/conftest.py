@@ -45,7 +45,7 @@ async def connect(server: Server) -> AsyncIterator[Connect]:
     opened: list[Bus] = []
 
     async def one(role: str = "admin", **options: Any) -> Bus:
-        keywords = {"credentials": server.credentials, "timeout": CONNECT_S} | options
+        keywords: dict[str, Any] = {"credentials": server.credentials, "timeout": CONNECT_S} | options
         bus = await Bus.connect(server.url, role=role, **keywords)
         opened.append(bus)
         return bus
