@@ -1,6 +1,8 @@
 """Triton kernels against float64, in the interpreter or on a GPU: run as a program, the mode is chosen at import.
 
-TRITON_INTERPRET=1 python -m tests.kernels.interpreted [kernel ...]
+TRITON_INTERPRET=1 python -m tests.kernels.interpreted [--bfloat16] [kernel ...]
+
+--bfloat16 leaves out float32, whose path through a kernel is the same without the casts.
 """
 
 import sys
@@ -145,7 +147,12 @@ if __name__ == "__main__":
     if not dispatch.INTERPRETED:
         torch.set_default_device("cuda")
     torch.manual_seed(0)
-    for name in sys.argv[1:] or KERNELS:
+    names = [name for name in sys.argv[1:] if name != "--bfloat16"]
+    if len(names) < len(sys.argv) - 1:
+        DTYPES = DTYPES[1:]
+        interpreted_attention.DTYPES = interpreted_attention.DTYPES[1:]
+        interpreted_moe.DTYPES = interpreted_moe.DTYPES[1:]
+    for name in names or KERNELS:
         began = time.process_time()
         KERNELS[name]()
         print(f"{name}: right, {time.process_time() - began:.1f} s", flush=True)
