@@ -77,7 +77,7 @@ async def test_the_books_balance_while_curricula_are_killed(
         await actor.start()
         lives += 1
         # The first ones are killed in the middle of what the next closing sets off; the last one may finish.
-        further = asyncio.create_task(weather.closed(min(2 * lives + 1, STEPS * P)))
+        further = asyncio.create_task(counterpart.closed(min(2 * lives + 1, STEPS * P)))
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.wait({end, further} if lives < 5 else {end}, return_when=asyncio.FIRST_COMPLETED)
         further.cancel()

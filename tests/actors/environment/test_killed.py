@@ -109,8 +109,8 @@ async def test_no_machine_outlives_its_actor_and_every_slot_comes_again(
     handlers = Hands(await connect(), run, Sandboxes(await connect("rollout"), 60.0))
     async with living(Curriculum, config, await connect("curriculum"), run) as curriculum:
         async with node(server, tmp_path, run) as process:
-            await hands.start()
-            await hands.serve(0)
+            await handlers.start()
+            await handlers.serve(0)
             async with asyncio.timeout(PATIENCE_S):
                 for _ in range(SLOTS):
                     await handlers.at_work.acquire()
@@ -121,8 +121,8 @@ async def test_no_machine_outlives_its_actor_and_every_slot_comes_again(
                 os.close(watch)
         async with node(server, tmp_path, run):
             async with asyncio.timeout(PATIENCE_S):
-                await hands.all_solved.wait()
-            await hands.closed(PER_STEP * (BOUND + 1))
+                await handlers.all_solved.wait()
+            await handlers.closed(PER_STEP * (BOUND + 1))
         assert curriculum.state.problems == []
     await handlers.stop()
     assert len(watches) == SLOTS == len(handlers.lost), "\n".join(map(str, sorted(handlers.lost)))
