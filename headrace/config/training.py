@@ -19,6 +19,10 @@ class MidTraining(Section, frozen=True, kw_only=True):
     weight_decay: Amount = 0.0
     quality: Share = 0.35
     """Share of traces without a planted fault."""
+    multi_line: Share = 0.72
+    """Share of traces whose broken function has several lines; the suites have 0.5."""
+    context_weight: Share = 0.05
+    """Loss weight of what a policy reads; what it writes has 1. A pretrained policy needs none."""
     processes: Threads = 2
     """Processes that share each batch, one torch thread each. Part of the recipe: another number gives other bits."""
 
@@ -95,6 +99,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Trajectories re-scored exactly at every step (Law 5)."""
     checkpoint_every: Positive = 10
     micro_tokens: Positive = 8192
+    frozen: tuple[str, ...] = ()
+    """Parameters that no training changes, by patterns over headrace's names: embedding, layers.0.*, norm.
+    Layers below the first trained one cost no backward pass, and no delta names a frozen parameter."""
 
 
 class Replay(Section, frozen=True, kw_only=True):

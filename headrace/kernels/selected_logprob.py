@@ -71,10 +71,11 @@ class _Selected(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, targets, lse = ctx.saved_tensors
         g_hidden = torch.empty_like(hidden)
-        g_weight = torch.zeros_like(weight, dtype=torch.float32)
+        learns = ctx.needs_input_grad[1]  # a frozen head costs no product here
+        g_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         heat = ctx.temperature
         slopes = grad
         if isinstance(heat, Tensor) or heat not in (0, 1):
@@ -88,8 +89,9 @@ class _Selected(torch.autograd.Function):
             slope.scatter_add_(1, targets[part, None], slopes[part, None])
             slope = slope.to(weight.dtype)
             torch.mm(slope, weight, out=g_hidden[part])
-            g_weight += torch.mm(slope.T, rows)
-        return g_hidden, g_weight.to(weight.dtype), None, None, None
+            if g_weight is not None:
+                g_weight += torch.mm(slope.T, rows)
+        return g_hidden, None if g_weight is None else g_weight.to(weight.dtype), None, None, None
 
 
 def _selected(

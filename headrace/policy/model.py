@@ -47,6 +47,9 @@ class Model(nn.Module):
         self._scale = config.head_dim**-0.5 * (config.rope.heat if config.latent and config.rope else 1.0)
         self.recompute = False
         """Keep no activations inside layers; backward computes them again, with the routes of the first time."""
+        self.served_dtype: torch.dtype | None = None
+        """Set by a trainer whose weights are published in fewer bits than they are computed in: see
+        `training.served.precision`."""
         self.plausible = 0.0
         """See `kernels.route.Rule`: when a replayed expert is not believed."""
         if seed is not None:

@@ -38,11 +38,12 @@ def checkpoint_bundle(
     template_kwargs: Mapping[str, bool | int | float | str] | None = None,
     date: datetime.date | None = None,
     tools: Sequence[ToolSchema] = schemas.TABLE,
+    system: str = "",
 ) -> RendererBundle:
     """Of a Hugging Face folder. RendererError says what is missing.
 
     renderer, chat_template, template_kwargs: as in ``[policy]``. date: what templates see as today; today by default.
-    tools: all that the run's tasks may offer.
+    tools: all that the run's tasks may offer. system: the system's text; empty for `SYSTEM`.
     """
     try:
         tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
@@ -56,6 +57,7 @@ def checkpoint_bundle(
         bundle = _chat_bundle(folder, tokenizer, tokenizer_json, chat_template)
         bundle = msgspec.structs.replace(
             bundle,
+            system=system or SYSTEM,
             template_kwargs=dict(template_kwargs or {}),
             date=(date or datetime.date.today()).isoformat(),
             tools=schemas.functions_json(tools),
@@ -85,7 +87,6 @@ def _chat_bundle(folder: Path, tokenizer: Tokenizer, tokenizer_json: str, chat_t
         special_tokens=special,
         eos_ids=tuple(sorted(eos)),
         generation={key: value for key, value in generation.items() if isinstance(value, bool | int | float | str)},
-        system=SYSTEM,
     )
 
 

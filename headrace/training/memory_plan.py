@@ -40,6 +40,8 @@ class Layout(NamedTuple):
     """Earlier versions that re-scoring may rebuild: the staleness bound."""
     reference: bool = False
     """A reference policy for the KL term."""
+    rounded: bool = False
+    """A float32 policy that is served as bfloat16: its masters are not its weights."""
     snapshots: int = 0
     """Copies of masters and moments: 2 with the guard, 1 more with several minibatches."""
 
@@ -147,7 +149,9 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     count, size = parameters(config), element_bytes(config)
     share = -(-count.total // layout.devices)
     trained = -(-(count.total - count.frozen) // layout.devices)
-    same = config.dtype == "float32"  # masters are the weights themselves, but for experts on the eight-bit grid
+    same = (
+        config.dtype == "float32" and not layout.rounded
+    )  # masters are the weights themselves, but for experts on the eight-bit grid
     mastered = -(-count.experts // layout.devices) if same and config.expert_format == "mxfp8" else trained
     masters = 0 if same and config.expert_format != "mxfp8" else 4 * mastered
     moments = 2 * layout.moment_bytes * trained
@@ -164,7 +168,7 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
         weights=size * share,
         masters=0 if layout.offload else masters,
         moments=0 if layout.offload else moments,
-        gradients=(4 if same else 4 + size) * trained,
+        gradients=(4 if config.dtype == "float32" else 4 + size) * trained,
         gathered=gathered,
         activations=activations,
         head=head,
@@ -201,5 +205,6 @@ def layout_of(config: Config) -> Layout:
         recompute=numerics.recompute,
         versions=config.curriculum.staleness,
         reference=algorithm.kl_weight > 0.0,
+        rounded=config.weights.precision == "bf16",
         snapshots=(2 if guarded else 0) + (1 if algorithm.minibatches > 1 else 0),
     )

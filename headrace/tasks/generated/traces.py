@@ -26,7 +26,7 @@ Answer = Callable[[Task, Sandbox, Sequence[ToolCall]], list[ToolResult]]
 Fault = Literal["", "quits", "unread", "wrong", "careless"]
 
 MULTI_LINE = 0.72
-"""Share of multi-line functions in traces; the suites have 0.5."""
+"""Share of multi-line functions in traces, `[mid_training] multi_line` by default; the suites have 0.5."""
 
 _LATE = 0.2
 """Share of quitters that have at least searched; the others are the shortest of traces."""
@@ -36,7 +36,7 @@ _RETRY = 0.25
 
 CONTEXT = 0.05
 """Loss weight of what a policy reads: it need not learn to write repositories (0.25 cost it a seventh of its multi-line
-tasks after the same tokens)."""
+tasks after the same tokens). `[mid_training] context_weight` by default."""
 
 
 class Format(Protocol):

@@ -62,6 +62,8 @@ class _Hello(msgspec.Struct, frozen=True):
     numerics: Numerics
     fd: int
     number: int
+    frozen: list[str]
+    """Parameters without a gradient."""
 
 
 def shares(texts: Sequence[Text], count: int) -> list[Share]:
@@ -128,7 +130,8 @@ class _Helper:
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
-        self.alive = self.send(msgspec.msgpack.encode(_Hello(model.config, model.numerics, fd, number)))
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        self.alive = self.send(msgspec.msgpack.encode(_Hello(model.config, model.numerics, fd, number, frozen)))
 
     def send(self, frame: bytes) -> bool:
         """Whether it was taken."""
@@ -205,6 +208,8 @@ class Shards:
                 self._lose(helper)
             loss += self._alone(helper, part) if found is None else found
             for parameter, gradient in zip(self._model.parameters(), helper.gradients, strict=True):
+                if not parameter.requires_grad:
+                    continue
                 if parameter.grad is None:
                     parameter.grad = gradient.clone()
                 else:
@@ -252,10 +257,12 @@ def serve(inbox: IO[bytes], outbox: IO[bytes]) -> None:
     memory = mmap.mmap(hello.fd, 0)
     for parameter, view in zip(model.parameters(), _views(model, memory, 0), strict=True):
         parameter.data = view
+    for name in hello.frozen:
+        model.get_parameter(name).requires_grad_(False)
     gradients = _views(model, memory, _size(model) * hello.number)
     while (frame := _read(inbox)) is not None:
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient.zero_()
+            parameter.grad = gradient.zero_() if parameter.requires_grad else None
         loss = backward(model, msgspec.msgpack.decode(frame, type=Share))
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             if parameter.grad is not None and parameter.grad.data_ptr() != gradient.data_ptr():

@@ -1,7 +1,9 @@
 """How float32 masters become the weights that are served: plain rounding, or the eight-bit grid for experts.
 
 The idea: the optimizer never sees a rounded number. After each update every master is cast into the model, and the
-model holds exactly what engines get. The table of what is cast where is in `kernels.mxfp8`.
+model holds exactly what engines get. The table of what is cast where is in `kernels.mxfp8`. With `Model.served_dtype`
+= bfloat16 a float32 model holds numbers that bfloat16 has: products are float32's, published bytes and deltas
+bfloat16's.
 """
 
 import torch
@@ -20,7 +22,7 @@ def quantised(model: Model, name: str) -> bool:
 
 def master_of(model: Model, name: str, parameter: nn.Parameter) -> Tensor:
     """The float32 master of a parameter: the parameter itself where it is float32 and served as it is."""
-    if parameter.dtype == torch.float32 and not quantised(model, name):
+    if parameter.dtype == torch.float32 and not quantised(model, name) and model.served_dtype is None:
         return parameter
     return parameter.detach().float().clone()
 
@@ -32,7 +34,7 @@ def cast_into(model: Model, name: str, parameter: nn.Parameter, master: Tensor) 
         # Of a shard, its own rows: shards are cut between experts, blocks lie within a row.
         _local(parameter).copy_(mxfp8.rounded(_local(master).to(parameter.dtype)))
     else:
-        parameter.copy_(master)
+        parameter.copy_(master if model.served_dtype is None else master.to(model.served_dtype))
 
 
 def _local(x: Tensor) -> Tensor:

@@ -9,7 +9,9 @@ MXFP8 ten times fewer bytes change than in bf16: measured), and the state hash i
   power-of-two scale each (e8m0, biased by 127, as uint8 in ``<name>_scale``), by `kernels.mxfp8`, with which the
   embedded engine reads them back. Embeddings, output head, routers, norms and tensors without whole blocks stay bf16.
 
-Trade-off: the trainer's own file is not what is served, so exact mode then measures the rounding.
+Under ``bf16`` a float32 trainer holds rounded weights itself (`training.served.precision`), so the rounding here
+changes no number. Trade-off of ``mxfp8``: the trainer's own file is not what is served, so exact mode then measures the
+rounding.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,0 +1,77 @@
+"""The demo with a pretrained checkpoint: its files are in order, and a GGUF file becomes a policy that takes steps."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from headrace.config import load
+from headrace.rendering.bundle import checkpoint_bundle
+from headrace.rendering.registry import Renderers
+from headrace.rendering.schemas import TABLE
+from tests.launch.test_up import HEADRACE, up
+from tests.policy.gguf.test_convert import written
+from tests.support.paths import ROOT
+
+DEMO = ROOT / "deploy" / "demo-pretrained.toml"
+TEMPLATE = ROOT / "deploy" / "smollm2.jinja"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A folder made from a tiny GGUF file as the Makefile makes SmolLM2's."""
+    written(tmp_path / "tiny.gguf")
+    folder = tmp_path / "hf"
+    words = ["policy", "from-gguf", str(tmp_path / "tiny.gguf"), str(folder)]
+    assert main([*words, "--dtype", "float32", "--chat-template", str(TEMPLATE)]) == 0
+    return folder
+
+
+def test_the_template_shows_tools_and_writes_calls_that_are_read_back(checkpoint: Path) -> None:
+    bundle = checkpoint_bundle(checkpoint, system="You fix Python functions.")
+    assert bundle.renderer == "pythonic"
+    renderer = Renderers(bundle).open(TABLE)
+    prompt = renderer.prompt("f should give 1")
+    text = renderer.tokenizer.decode(prompt)
+    assert text.startswith("<|im_start|>system\nYou fix Python functions.\nTools: search(query, glob) read_file(")
+    assert text.endswith("<|im_start|>user\nf should give 1<|im_end|>\n<|im_start|>assistant\n")
+    calls = [("edit_file", {"path": "a.py", "lines": "2", "text": '    return "\\n"'}), ("run_tests", {})]
+    parsed = renderer.parse(renderer.turn(calls), prompt=prompt)
+    assert [(call.name, call.arguments, call.error) for call in parsed.calls] == [(*call, "") for call in calls]
+
+
+def test_a_chat_template_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = str(tmp_path / "no.jinja")
+    assert main(["policy", "from-gguf", str(tmp_path / "x.gguf"), str(tmp_path), "--chat-template", missing]) == 2
+    assert f"--chat-template {missing} cannot be read" in capsys.readouterr().err
+
+
+def test_the_configuration_of_the_demo_is_in_order() -> None:
+    config = load(DEMO)
+    assert config.policy.checkpoint == ".cache/smollm2"
+    assert config.weights.precision == "bf16" and config.trainer.frozen == ("embedding",)
+    assert config.limits.max_turns * config.limits.max_turn_tokens >= config.limits.max_tokens
+
+
+@pytest.mark.anyio
+async def test_a_gguf_file_becomes_a_policy_that_takes_a_step(checkpoint: Path, tmp_path: Path) -> None:
+    tiny = {
+        "policy.checkpoint": str(checkpoint),
+        "mid_training.tokens": 1200,
+        "mid_training.batch_tokens": 600,
+        "mid_training.processes": 1,
+        "curriculum.steps": 1,
+        "curriculum.group_size": 2,
+        "curriculum.groups_per_step": 1,
+        "curriculum.staleness": 0,
+        "limits.max_turns": 1,
+        "limits.context_tokens": 512,
+    }
+    async with up(tmp_path, *HEADRACE, "up", str(DEMO), **tiny) as run:
+        code, said = await run.end(240.0)
+    assert code == 0, said
+    report = json.loads((run.run / "report.json").read_text())
+    assert report["ledger"]["balanced"] and report["steps"] == 1
+    assert report["max_abs_dlp"] == 0.0  # float32 products of bfloat16 numbers: the sampler had the trainer's weights
+    assert report["engines"][0]["tokens"] > 0
