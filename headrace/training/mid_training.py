@@ -7,8 +7,8 @@ purpose (they quit early, edit a file that they have not read, write a wrong fix
 to improve.
 
 The traces and the recipe decide everything: the same inputs give the same weights. This holds for a trainer that was
-killed meanwhile: weights, moments and the count of steps are saved every 20 s, and a restarted trainer makes the traces
-of the steps before again and skips them, in a twentieth of the time that learning from them took.
+killed meanwhile: weights, moments and the count of steps are saved now and then, and a restarted trainer makes the
+traces of the steps before again and skips them, in a twentieth of the time that learning from them took.
 """
 
 import math
@@ -30,7 +30,11 @@ __all__ = ["MidTrainingFailed", "Progress", "Trace", "batches", "learning_rate",
 
 
 KEEP_S = 20.0
-"""Seconds between two checkpoints."""
+"""Seconds between two checkpoints, at least."""
+KEEP_SHARE = 0.05
+"""Share of the time that checkpoints may take: those of a larger model are written less often."""
+REPORT_S = 5.0
+"""Seconds after which progress is reported, however few steps that were."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +81,15 @@ def run(
 ) -> int:
     """Train `model` in place until `recipe.tokens` were read; returns the steps taken.
 
-    `progress` is called every `every` steps and at the end, from this thread. `kept` is a file to go on from, if it is
-    there, and to write every KEEP_S; `traces` begin with the first in any case. MidTrainingFailed when the numbers
-    break or the file is of another recipe, CheckpointError when it is damaged.
+    `progress` is called every `every` steps or REPORT_S and at the end, from this thread. `kept` is a file to go on
+    from, if it is there, and to write every KEEP_S or more (KEEP_SHARE); `traces` begin with the first in any case.
+    MidTrainingFailed when the numbers break or the file is of another recipe, CheckpointError when it is damaged.
     """
     state = TrainerState(model, settings=OptimizerSettings((0.9, recipe.beta2), recipe.weight_decay))
     started = time.perf_counter()
     tokens = _resume(kept, state, recipe) if kept is not None else 0
-    saved = started
+    saved = reported = started
+    cost = 0.0
     seen: list[float] = []
     stream = batches(traces, recipe.batch_tokens)
     for _ in range(state.step):
@@ -106,13 +111,15 @@ def run(
             seen.append(loss)
             tokens += sum(len(trace.ids) - 1 for trace in members)
             members = following.pop()
-            if state.step % every == 0 or tokens >= recipe.tokens:
-                mean = sum(seen) / len(seen)
-                progress(Progress(state.step, tokens, recipe.tokens, mean, time.perf_counter() - started))
+            now = time.perf_counter()
+            if state.step % every == 0 or now - reported >= REPORT_S or tokens >= recipe.tokens:
+                progress(Progress(state.step, tokens, recipe.tokens, sum(seen) / len(seen), now - started))
+                reported = now
                 seen.clear()
-            if kept is not None and time.perf_counter() - saved >= KEEP_S:
+            if kept is not None and now - saved >= max(KEEP_S, cost / KEEP_SHARE):
                 checkpoint.save(kept, state, position={"tokens": tokens, "recipe": _words(recipe)})
                 saved = time.perf_counter()
+                cost = saved - now
     return state.step
 
 

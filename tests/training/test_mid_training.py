@@ -1,4 +1,5 @@
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +62,7 @@ def test_what_was_stopped_goes_on_to_the_same_bits(
     tmp_path: Path, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.training.mid_training.KEEP_S", 0.0)
+    monkeypatch.setattr("headrace.training.mid_training.KEEP_SHARE", math.inf)
     recipe, kept = msgspec.structs.replace(RECIPE, tokens=2000, processes=processes), tmp_path / "kept"
     whole, seen = model(), list[Progress]()
     steps = run(whole, texts(), recipe)
@@ -77,6 +79,7 @@ def test_what_was_kept_under_another_recipe_or_damaged_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.training.mid_training.KEEP_S", 0.0)
+    monkeypatch.setattr("headrace.training.mid_training.KEEP_SHARE", math.inf)
     kept = tmp_path / "kept"
     run(model(), texts(), msgspec.structs.replace(RECIPE, tokens=300), kept=kept)
     with pytest.raises(MidTrainingFailed, match=r"another \[mid_training\]"):
@@ -119,3 +122,19 @@ def test_broken_numbers_stop_it() -> None:
         net.head[3, 3] = float("nan")
     with pytest.raises(MidTrainingFailed, match="step 0"):
         run(net, texts(), RECIPE)
+
+
+def test_progress_is_told_by_time_where_steps_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.training.mid_training.REPORT_S", 0.0)
+    seen = list[Progress]()
+    steps = run(model(), texts(), msgspec.structs.replace(RECIPE, tokens=500), seen.append)
+    assert [progress.step for progress in seen] == list(range(1, steps + 1))
+
+
+def test_frozen_parameters_stay_and_the_others_learn() -> None:
+    net, before = model(), model().state()
+    net.embedding.requires_grad_(False)
+    run(net, texts(), msgspec.structs.replace(RECIPE, tokens=500))
+    after = net.state()
+    same = {name for name, value in after.items() if torch.equal(value, before[name])}
+    assert same == {"model.embed_tokens.weight"}

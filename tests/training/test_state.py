@@ -65,3 +65,21 @@ def test_the_hash_follows_the_bits() -> None:
     backward(state.model)
     state.apply(1e-3)
     assert state.hash() != other.hash()
+
+
+def test_a_float32_model_may_hold_the_numbers_of_bfloat16() -> None:
+    net = model()
+    net.embedding.requires_grad_(False)
+    net.served_dtype = torch.bfloat16
+    state = TrainerState(net)
+    for _ in range(3):
+        backward(net)
+        state.apply(1e-5)  # below bfloat16's grid: the masters add the steps up
+        assert all(torch.equal(value, value.bfloat16().float()) for value in net.state().values())
+    assert any(not torch.equal(state.master[name], net.get_parameter(name)) for name in state.master)
+    other = model(1)
+    other.embedding.requires_grad_(False)
+    other.served_dtype = torch.bfloat16
+    restored = TrainerState(other)
+    restored.restore(state.tensors(), version=state.version, step=state.step)
+    assert restored.hash() == state.hash()

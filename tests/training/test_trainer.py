@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from headrace.config import Config
 from headrace.messages.base import Array
@@ -52,6 +53,26 @@ def test_learns_with_stale_samples_and_keeps_every_law(tmp_path: Path) -> None:
     assert all(outcome.rescored_tokens == 12 and outcome.exact and not outcome.failed for outcome in outcomes)
     assert outcomes[5].staleness == {"0": 48, "1": 16}
     assert len({outcome.state_hash for outcome in outcomes}) == 25
+
+
+def test_a_frozen_rounded_policy_is_published_exactly_and_resumed_bit_equal(tmp_path: Path) -> None:
+    config = changed(trainer={"frozen": ("embedding", "layers.0.*")}, weights={"precision": "bf16"})
+    trainer = prepare(tmp_path, config)
+    first = trainer.state.published()
+    outcomes = advance(trainer, 2)
+    assert all(outcome.max_abs_dlp == 0.0 and outcome.exact and not outcome.failed for outcome in outcomes)
+    published = trainer.state.published()
+    assert all(torch.equal(value, value.bfloat16().float()) for value in published.values())
+    same = {name for name, value in published.items() if torch.equal(value, first[name])}
+    assert {name for name in published if "embed" in name or ".layers.0." in name} <= same < set(published)
+    trainer.save({})
+    assert prepare(tmp_path, config).state.hash() == trainer.state.hash()
+
+
+@pytest.mark.parametrize("pattern", ["layers.9.*", "*"])
+def test_frozen_parameters_must_exist_and_leave_some(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(TrainerError, match="frozen"):
+        prepare(tmp_path, changed(trainer={"frozen": (pattern,)}))
 
 
 def test_a_killed_trainer_goes_on_bit_equal(tmp_path: Path) -> None:
@@ -104,13 +125,14 @@ from headrace.training import mid_training
 from headrace.training.trainer import PolicyTrainer
 from tests.training.test_mid_training import texts
 from tests.training.test_trainer import MIDDLE
-from tests.training.world import TOKENIZER
+from tests.support.world import TOKENIZER
 
 def until(count):
     yield from itertools.islice(texts(), count)
     os.kill(os.getpid(), signal.SIGKILL)
 
 mid_training.KEEP_S = 0.0
+mid_training.KEEP_SHARE = float('inf')
 PolicyTrainer.prepare(MIDDLE, Path(sys.argv[1]), tokenizer_json=TOKENIZER, traces=lambda: until(int(sys.argv[2])))
 """
 MIDDLE = changed(mid_training={"tokens": 1500, "batch_tokens": 100, "processes": 2})
