@@ -62,7 +62,7 @@ REGISTRY_IMPORTS = {"messages"}
 
 # Where only some parts of a folder may be imported.
 PARTS: dict[tuple[str, str], set[str]] = {
-    ("launch", "engines"): {"sglang"},
+    ("launch", "engines"): {"sglang", "registry"},
     ("harness", "engines"): {"base"},
     ("judging", "vmhost"): {"guest", "images"},
     ("judging", "sandboxes"): {"calls"},

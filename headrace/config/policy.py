@@ -53,7 +53,8 @@ class Policy(Section, frozen=True, kw_only=True):
 class Engine(Section, frozen=True, kw_only=True):
     """The engine that samples."""
 
-    kind: Literal["embedded", "sglang"] = "embedded"
+    kind: Text = "embedded"
+    """embedded, sglang, an installed plugin of ``headrace.engines``, or module:attribute."""
     exact: bool = True
     """Same bits as the trainer's scoring, whatever the batch; refused where the numerics probe finds no way."""
     max_batch: Annotated[int, Meta(ge=1, le=65536)] = 64

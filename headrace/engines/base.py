@@ -4,7 +4,7 @@ An engine keeps a weight set per policy in use. A new version is staged beside t
 decode steps; requests in flight go on, and their spans say which version forwarded which position.
 """
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -55,6 +55,10 @@ class EngineError(Exception):
     """The engine could not sample: infrastructure, never the policy's failure."""
 
 
+class UnusableEngine(Exception):
+    """This machine cannot run the engine that the configuration asks for, or not so: the actor gives up."""
+
+
 class Engine(Protocol):
     """All methods may be called concurrently from one event loop."""
 
@@ -84,3 +88,22 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """End the engine; requests in flight get EngineError."""
+
+
+class OutsideLoad(Protocol):
+    """Requests of other clients: those that run, wait, and are done since the server's start."""
+
+    running: int
+    queued: int
+    done: int
+
+
+@runtime_checkable
+class ServerEngine(Protocol):
+    """An engine whose requests run in a server of its own, which other clients may use too."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges of the server, for reports."""
+
+    async def outside(self) -> "OutsideLoad | None":
+        """The load that other clients put on the server. EngineError when it cannot be told."""

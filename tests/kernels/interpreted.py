@@ -19,7 +19,7 @@ from headrace.kernels.selected_logprob import selected_logprob_backward_triton, 
 from tests.kernels import interpreted_attention, interpreted_delta, interpreted_moe
 
 # Dtypes and the relative size of one rounding: the interpreter truncates where a GPU rounds to nearest.
-DTYPES = ((torch.float32, 2**-23), (torch.bfloat16, 2**-7))
+DTYPES: tuple[tuple[torch.dtype, float], ...] = ((torch.float32, 2**-23), (torch.bfloat16, 2**-7))
 
 
 def matmul() -> None:

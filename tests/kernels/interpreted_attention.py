@@ -10,7 +10,7 @@ from headrace.kernels.block_attention import BLOCK
 from tests.kernels.plain import plain_attention
 
 # Dtypes and the bound on an element's error, as part of the largest value: the interpreter truncates to bfloat16.
-DTYPES = ((torch.float32, 1e-5), (torch.bfloat16, 1e-2))
+DTYPES: tuple[tuple[torch.dtype, float], ...] = ((torch.float32, 1e-5), (torch.bfloat16, 1e-2))
 
 
 def drawn(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from headrace.kernels.expert_mlp import plan
 from headrace.kernels.route import Rule, route
 from headrace.kernels.route_topk import route_backward_triton, route_triton
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 
 
 def softmaxes() -> None:

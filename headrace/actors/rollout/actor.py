@@ -24,6 +24,7 @@ from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
 from headrace.engines.base import EngineError
+from headrace.engines.registry import ENGINES
 from headrace.harness.tools.registry import TOOLS
 from headrace.harness.tools.toolbox import with_tools
 from headrace.messages.ledger import Admission, admission_key
@@ -59,7 +60,10 @@ class Rollout(Actor):
         self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
         tasks = self.config.tasks
         try:
-            used = (*plugins((TOOLS, tasks.tools)), *suite_plugins((tasks.suite, tasks.heldout, tasks.unseen)))
+            used = (
+                *plugins((TOOLS, tasks.tools), (ENGINES, (self.config.engine.kind,))),
+                *suite_plugins((tasks.suite, tasks.heldout, tasks.unseen)),
+            )
         except (PluginError, UnknownSuite) as error:
             raise Unrecoverable(f"{type(error).__name__}: {error}") from error
         await agree(self.bus, self.run, used)
@@ -77,9 +81,8 @@ class Rollout(Actor):
         self.spawn(self._policies.load(), "weights")
         self.every(self.config.environment.lease_s / 3, self._sandboxes.renew, "lease renewal")
         self.every(2.0, self._measure, "metrics")
-        if self.config.engine.kind == "sglang":
-            reports = ServerReports(self.config, self.bus, self.id, self.event, self.metric)
-            self.every(EVERY_S, lambda: reports.publish(self._policies.engine), "the server's metrics")
+        reports = ServerReports(self.config, self.bus, self.id, self.event, self.metric)
+        self.every(EVERY_S, lambda: reports.publish(self._policies.engine), "the server's metrics")
         leases = await self.bus.kv("HR_LEASE")
         held = await leases.get(lease_key(self.run, self.id))
         lease = held[0] if held is not None else None

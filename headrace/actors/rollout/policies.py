@@ -12,17 +12,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from headrace.bus.connection import Bus
 from headrace.bus.errors import MessageGone
 from headrace.bus.payloads import renderer_bundles
 from headrace.config import Config
-from headrace.config import Engine as EngineSection
-from headrace.engines.base import Engine, EngineError
-from headrace.engines.embedded.engine import EmbeddedEngine
-from headrace.engines.sglang.compatibility import IncompatibleServer
-from headrace.engines.sglang.open import opened
+from headrace.engines.base import Engine, EngineError, UnusableEngine
+from headrace.engines.registry import ENGINES, EngineSetup
 from headrace.harness.scripted import ScriptedEngine, script
 from headrace.harness.tools.registry import schemas_of
 from headrace.harness.tools.toolbox import tools_of
@@ -32,10 +27,7 @@ from headrace.messages.rollout import PolicyRef
 from headrace.messages.subjects import EVENT
 from headrace.messages.tasks import Oracle, Task
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
-from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import hugging_face
-from headrace.policy.numerics import Numerics
-from headrace.policy.numerics_probe import probe
 from headrace.registry import PluginError
 from headrace.rendering import schemas
 from headrace.rendering.base import Renderer, RendererError
@@ -53,10 +45,6 @@ STAGED_WITHIN_S = 60.0
 
 class NoPolicy(Exception):
     """The policy that a request names can't be had on this node: infrastructure."""
-
-
-class NoEngine(Exception):
-    """This machine can't run the engine that the configuration asks for: the actor gives up."""
 
 
 class ClientServed(NamedTuple):
@@ -246,30 +234,25 @@ class Policies:
             if self._engine is None:
                 section = self._config.engine
                 policy = hugging_face.from_section(self._config.policy)
-                if section.kind == "sglang":
-                    self._engine = await self._open_server(section, policy)
-                    return self._engine
-                found = await asyncio.to_thread(_probe, policy, section)
-                if section.exact and not found.exact:
-                    raise NoEngine(f"exact mode can't be had on this machine: {found.reason}")
-                self._engine = EmbeddedEngine(policy, found, section.max_batch, section.threads)
+                try:
+                    opener = ENGINES.get(section.kind)
+                except PluginError as error:
+                    raise UnusableEngine(str(error)) from None
+                self._engine = await opener(EngineSetup(section, policy, self._folder, self._id, self._tokenizer))
             return self._engine
 
-    async def _open_server(self, section: EngineSection, policy: PolicyConfig) -> Engine:
-        """An SGLang server; one that runs already must be fit, or the actor gives up. EngineError without a bundle."""
+    async def _tokenizer(self) -> Path | None:
+        """The tokenizer.json of the run's bundle, as a file; None in a run without a bundle. EngineError."""
         try:
             renderers = await self._open_renderers()
         except NoPolicy as error:
             raise EngineError(str(error)) from None
-        if renderers is not None:  # the server loads a checkpoint folder, tokenizer included
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / "tokenizer.json").write_text(renderers.bundle.tokenizer_json, encoding="utf-8")
-        try:
-            engine = opened(section, policy, self._folder, self._id)
-            await engine.attach()
-        except IncompatibleServer as error:
-            raise NoEngine(str(error)) from None
-        return engine
+        if renderers is None:
+            return None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / "tokenizer.json"
+        path.write_text(renderers.bundle.tokenizer_json, encoding="utf-8")
+        return path
 
     async def _renderer(self, task: Task) -> Renderer:
         """The renderer of the run's bundle for the tools of a task. NoPolicy when this node cannot have it: sampling in
@@ -315,9 +298,3 @@ class Policies:
 def _byte_renderer() -> Renderer:
     """For scripts only: a tokenizer that knows the tags and single bytes."""
     return TerseRenderer(Tokenizer.train((), 256 + len(schemas.tags())))
-
-
-def _probe(policy: PolicyConfig, section: EngineSection) -> Numerics:
-    """Under the threads that the engine will have: they are part of the arithmetic."""
-    torch.set_num_threads(section.threads)
-    return probe(policy, exact=section.exact)

@@ -11,8 +11,7 @@ from typing import Any
 
 from headrace.bus.connection import Bus
 from headrace.config import Config
-from headrace.engines.base import Engine, EngineError
-from headrace.engines.sglang.engine import SglangEngine
+from headrace.engines.base import Engine, EngineError, ServerEngine
 from headrace.messages import subjects
 from headrace.messages.product import Traffic
 
@@ -22,7 +21,7 @@ EVENTS = {"lost": "server_lost", "starts": "server_started", "reloads": "version
 
 
 class ServerReports:
-    """Reports on the SGLang server of one rollout actor; nothing for other engines."""
+    """Reports on the SGLang server of one rollout actor; nothing for an engine without one."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class ServerReports:
 
     async def publish(self, engine: Engine | None) -> None:
         """Publish what has changed; called once a second."""
-        if not isinstance(engine, SglangEngine):
+        if not isinstance(engine, ServerEngine):
             return
         stats: dict[str, Any] = engine.stats()
         for name, kind in EVENTS.items():
@@ -52,7 +51,7 @@ class ServerReports:
         if self._shared:
             await self._traffic(engine)
 
-    async def _traffic(self, engine: SglangEngine) -> None:
+    async def _traffic(self, engine: ServerEngine) -> None:
         """Publish the load of other clients. Nothing while the server is down, starts, or cannot tell clients apart."""
         try:
             outside = await engine.outside()

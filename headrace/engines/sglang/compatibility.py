@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.engines.base import UnusableEngine
 from headrace.engines.sglang.versions import VERSIONS
 from headrace.engines.sglang.weights.sparse import LOADER
 from headrace.policy.config import PolicyConfig
@@ -32,7 +33,7 @@ ARITHMETIC = (
 """Settings that decide the bits, as far as the server reports them."""
 
 
-class IncompatibleServer(Exception):
+class IncompatibleServer(UnusableEngine):
     """A server that this client cannot use; the sentence says what to change."""
 
 

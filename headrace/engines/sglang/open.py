@@ -3,10 +3,19 @@
 from pathlib import Path
 
 from headrace.config import Engine as EngineSection
+from headrace.engines.registry import EngineSetup
 from headrace.engines.sglang.compatibility import IncompatibleServer
 from headrace.engines.sglang.engine import SglangEngine
 from headrace.engines.sglang.server import Server, free_port
 from headrace.policy.config import PolicyConfig
+
+
+async def open_engine(setup: EngineSetup) -> SglangEngine:
+    """The engine of a rollout actor, attached where its server runs already. UnusableEngine, EngineError."""
+    await setup.tokenizer()  # the server loads a checkpoint folder, tokenizer included
+    engine = opened(setup.section, setup.policy, setup.run, setup.id)
+    await engine.attach()
+    return engine
 
 
 def opened(section: EngineSection, policy: PolicyConfig, run: Path, id: str) -> SglangEngine:

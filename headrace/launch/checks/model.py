@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.config import Config, Engine, Policy
+from headrace.engines.registry import ENGINES
 from headrace.engines.sglang.versions import VERSIONS
 from headrace.launch.checks.finding import Finding, bad, good
+from headrace.registry import PluginError
 
 ANSWER_S = 1.0
 
@@ -19,6 +21,10 @@ def check(config: Config) -> Iterator[Finding]:
         yield from _checkpoint(config.policy)
     else:
         yield good("policy", "a policy and a tokenizer are made from the section's sizes")
+    try:
+        ENGINES.get(config.engine.kind)
+    except PluginError as error:
+        yield bad("engine.kind", str(error))
     if config.engine.kind == "sglang":
         yield _installed(config.engine) if config.engine.python else _running(config.engine)
         stage = Path(config.engine.stage_dir)
@@ -27,7 +33,6 @@ def check(config: Config) -> Iterator[Finding]:
 
 
 def _checkpoint(section: Policy) -> Iterator[Finding]:
-    from headrace.registry import PluginError
     from headrace.rendering.base import RendererError
     from headrace.rendering.bundle import checkpoint_bundle
 

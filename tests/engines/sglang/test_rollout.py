@@ -8,11 +8,12 @@ import pytest
 
 from headrace.actors.environment.actor import Environment
 from headrace.actors.rollout.actor import Rollout
-from headrace.actors.rollout.policies import NoEngine, Policies
+from headrace.actors.rollout.policies import Policies
 from headrace.bus.connection import Bus
 from headrace.config import Config, Production, Run
 from headrace.config import Engine as EngineSection
 from headrace.config import Environment as Section
+from headrace.engines.base import UnusableEngine
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT
 from headrace.policy.layout import hugging_face
@@ -96,6 +97,6 @@ async def test_an_actor_that_cannot_have_its_engine_gives_up_with_a_sentence(
         return None
 
     policies = Policies(settings, bus, "s2", "roll", ignore, ignore)
-    with pytest.raises(NoEngine, match=words):
+    with pytest.raises(UnusableEngine, match=words):
         await policies._open_engine()
     await policies.stop()
