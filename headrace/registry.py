@@ -1,10 +1,9 @@
 """A registry per seam: headrace's own parts and those that users bring, found by name.
 
-A name is looked up in this order: a built-in of the seam; an entry point of the group ``headrace.<seam>`` (tools,
-engines, sandboxes, suites, rewards, renderers, advantages, losses) in any installed distribution; ``module:attribute``,
-which needs no installation, only a module that Python can import. Built-ins are written ``module:attribute`` too, so a
-registry imports nothing until a name is asked for, and a low folder may hold the registry of a seam that a higher
-folder implements.
+A name is looked up in this order: a built-in of the seam; an entry point of the group ``headrace.<seam>`` (`SEAMS`) in
+any installed distribution; ``module:attribute``, which needs no installation, only a module that Python can import.
+Built-ins are written ``module:attribute`` too, so a registry imports nothing until a name is asked for, and a low
+folder may hold the registry of a seam that a higher folder implements.
 
 Whatever is no built-in is a plugin: `Registry.plugin` gives its version and the hash of its source. Records that depend
 on it carry both, and a node with another hash refuses (Law 4). The hash covers the file of a single module, and every
@@ -26,7 +25,7 @@ from headrace.messages.plugins import Plugin
 
 T = TypeVar("T")
 
-SEAMS = ("tools", "engines", "sandboxes", "suites", "rewards", "renderers", "advantages", "losses")
+SEAMS = ("tools", "engines", "sandboxes", "suites", "rewards", "renderers", "advantages", "losses", "checkers")
 
 
 class PluginError(Exception):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from headrace.algorithms.staleness import batch_of, first_batch_of
-from headrace.bus.errors import BusError, WrongSequence
+from headrace.bus.errors import BusError, Unrecoverable, WrongSequence
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
 from headrace.ledger import lost_attempts, training
@@ -37,6 +37,7 @@ from headrace.messages.operations import DeadLetter
 from headrace.messages.subjects import CLOSE, DLQ, EVENT, FAIL, LEDGER, SCORE, STEP
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
 from headrace.tasks import open_suite
+from headrace.tasks.trust import refusal
 from headrace.weights.receiving import readiness
 
 FENCE = "curriculum"
@@ -60,8 +61,10 @@ class Curriculum(Actor):
         self.rules = Rules(
             own.group_size, own.groups_per_step, own.staleness, own.steps, own.attempts, own.on_stale, own.speculate
         )
-        suite = self.config.tasks.suite
-        self.tasks = training.TaskOrder(open_suite(suite, self.config.tasks.dir).ids(), self.config.run.seed)
+        suite = open_suite(self.config.tasks.suite, self.config.tasks.dir)
+        if refused := refusal(suite, self.config.tasks.train_on_logs):
+            raise Unrecoverable(refused)
+        self.tasks = training.TaskOrder(suite.ids(), self.config.run.seed)
         self.state = RunState(self.run)
         self._issuer = Issuer(
             self.bus, self.state, settings_of(self.config, self.config.curriculum.temperature).request

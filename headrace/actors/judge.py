@@ -96,6 +96,10 @@ class Judge(Actor):
         if received.deliveries > 1 and await self._is_scored(trajectory, received.seq):
             return
         task, oracle = self._task_of(trajectory)
+        if trajectory.lane == "train" and oracle.grading.trust == "log" and not self.config.tasks.train_on_logs:
+            text = f"task {task.ref.task} of {task.ref.suite} is judged by a log, which a policy in training can forge"
+            self.fail(Unrecoverable(f"{text}; set [tasks] train_on_logs = true to train on it all the same"))
+            raise Reject(text)
         candidate = Candidate(trajectory=trajectory, task=task, oracle=oracle)
         options = Options(
             again=self._drawn(trajectory),

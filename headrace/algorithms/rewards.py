@@ -32,6 +32,8 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """``passed``, ``failed``, ``cheating`` or ``candidate_crash``."""
     passed: bool
     tests: tuple[TestOutcome, ...]
+    value: float | None = None
+    """The number of a reward file or a checker; None where tests decide."""
     suspicions: tuple[str, ...]
     tokens: int
     """Sampled tokens of all turns."""
@@ -51,7 +53,7 @@ def shaped(judged: Judged) -> float:
     """The built-in reward: 1 or 0 for the verdict, minus length_penalty x C_{k,q}(effort)."""
     options = judged.options
     return shaped_reward(
-        judged.passed,
+        earned(judged),
         tokens=judged.tokens,
         calls=judged.calls,
         turns=judged.turns,
@@ -59,6 +61,13 @@ def shaped(judged: Judged) -> float:
         k=float(options["length_k"]),
         q=float(options["length_q"]),
     )
+
+
+def earned(judged: Judged) -> float:
+    """1 or 0 for the verdict; the number of a reward file or a checker where there is one and nobody cheated."""
+    if judged.value is not None and judged.verdict in ("passed", "failed"):
+        return judged.value
+    return 1.0 if judged.passed else 0.0
 
 
 def concave(x: float, k: float, q: float) -> float:
@@ -76,8 +85,8 @@ def effort(tokens: int, calls: int, turns: int) -> float:
 
 
 def shaped_reward(
-    passed: bool, *, tokens: int, calls: int, turns: int, weight: float = 0.0, k: float = 0.01, q: float = 0.5
+    passed: float, *, tokens: int, calls: int, turns: int, weight: float = 0.0, k: float = 0.01, q: float = 0.5
 ) -> float:
-    """1 or 0 for the verdict, minus weight x C_{k,q}(effort). weight 0 gives the verdict alone."""
-    reward = 1.0 if passed else 0.0
+    """The value of the verdict (1 for a pass, 0 for none), minus weight x C_{k,q}(effort)."""
+    reward = float(passed)
     return reward - weight * concave(effort(tokens, calls, turns), k, q) if weight else reward

@@ -99,7 +99,7 @@ async def run_episode(
                 more, kind = context.summary_ids(), "summary"
             session = f"{request.trajectory}/{context.segment}"
             sessions.add(session)
-            turn = await _sample(engine, renderer, request, context, more, kind, turns, session)
+            turn = await sample_turn(engine, renderer, request, context, more, kind, turns, session)
             await on_sampled(turn)
             context.take(turn)
             if kind == "summary":
@@ -135,7 +135,7 @@ def _outcome(turns: Sequence[Turn], request: RolloutRequest, start: float) -> Ou
     return None
 
 
-async def _sample(
+async def sample_turn(
     engine: Engine,
     renderer: Renderer,
     request: RolloutRequest,

@@ -10,8 +10,9 @@ from headrace.messages.tasks import Task
 
 
 def initial_prompt(request: RolloutRequest, task: Task) -> str:
-    """The user's text on the production lane, the task's elsewhere."""
-    return request.prompt or task.prompt
+    """The user's text on the production lane, the task's elsewhere, behind the instructions of the suite."""
+    prompt = request.prompt or task.prompt
+    return f"{task.system}\n\n{prompt}" if task.system else prompt
 
 
 def toolbox_for(task: Task, detailed_results: bool, context_tokens: int) -> Toolbox:

@@ -5,7 +5,9 @@ the visible tests so that they pass. Together they check the pipeline from both 
 passes, and a judge is sound when the other two fail.
 """
 
+import base64
 import difflib
+import shlex
 from collections.abc import Sequence
 
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
@@ -34,16 +36,29 @@ def edits(path: str, before: bytes, after: bytes) -> list[Call]:
     return calls
 
 
+def written(path: str, before: bytes, after: bytes) -> list[Call]:
+    """Calls that turn `before` into `after`: edits of text, and a shell command where either is not text."""
+    try:
+        return edits(path, before, after)
+    except UnicodeDecodeError:
+        quoted, data = shlex.quote(path), base64.b64encode(after).decode()
+        return [("terminal", {"command": f'mkdir -p "$(dirname {quoted})" && echo {data} | base64 -d > {quoted}'})]
+
+
 def script(name: str, task: Task, oracle: Oracle) -> list[list[Call]]:
-    """The turns of a scripted policy."""
+    """The turns of a scripted policy; none in an episode without a sandbox, which is a message."""
+    if not task.sandbox:
+        return []
     if name == "idle":
         return [[_FINISH]]
     if name == "oracle":
         calls = [
             call
             for path, content in sorted(oracle.solution.items())
-            for call in edits(path, task.files.get(path, b""), content)
+            for call in written(path, task.files.get(path, b""), content)
         ]
+        calls += [("terminal", {"command": f"rm -f -- {shlex.quote(path)}"}) for path in oracle.removed]
+        calls += [("terminal", {"command": oracle.script})] if oracle.script else []
     elif name == "edit-tests":
         paths = [path for path in task.tests.paths if path in task.files] or [
             path for path in sorted(task.files) if path.rpartition("/")[2].startswith("test_") and path.endswith(".py")
@@ -74,8 +89,9 @@ class ScriptedEngine:
     The script is not bound by `max_turn_tokens`: it is not a generation, and a correct line may be long.
     """
 
-    def __init__(self, turns: Sequence[Sequence[Call]], renderer: Renderer) -> None:
-        """turns: the calls of each turn, such as `script` gives."""
+    def __init__(self, turns: Sequence[Sequence[Call]], renderer: Renderer, message: str | None = None) -> None:
+        """turns: the calls of each turn, such as `script` gives. message: the whole of an episode without a sandbox, in
+        place of turns."""
         self._turns: list[tuple[int, ...]] = []
         """Ids of the script's turns in order."""
         calls = 0
@@ -84,7 +100,11 @@ class ScriptedEngine:
         for turn in turns:
             self._turns.append(tuple(renderer.turn(turn, before=calls)))
             calls += len(turn)
-        self._finish = tuple(renderer.turn([_FINISH]))
+        if message is not None:
+            self._turns = [(*renderer.tokenizer.encode(message), renderer.stop_ids[0])]
+            self._finish = self._turns[0]
+        else:
+            self._finish = tuple(renderer.turn([_FINISH]))
 
     @property
     def fingerprint(self) -> str:

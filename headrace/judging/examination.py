@@ -20,23 +20,27 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from headrace.judging import rules
+from headrace.judging import checkers, rules
 from headrace.judging.candidates import Candidate, repository
+from headrace.judging.grading import LARGEST, examined
 from headrace.judging.machines import Machines, S
-from headrace.judging.outcomes import RefusedOutput, read
+from headrace.judging.outcomes import RefusedOutput
 from headrace.judging.rules import Severity
-from headrace.judging.verdicts import Examination, Verdict, all_passed, conclude
+from headrace.judging.verdicts import Examination, Verdict, conclude, passes
 from headrace.messages.sandbox import (
     Acquire,
     CheckIntegrity,
     Isolation,
     NoCapacity,
     OpResult,
+    ReadFile,
     RunTests,
+    Sandbox,
     SandboxLost,
 )
+from headrace.messages.tasks import ANSWER
+from headrace.registry import PluginError
 from headrace.sandboxes.calls import NodeSilent, Superseded
-from headrace.tasks.sealing import settle
 
 TRIES = 3
 """Sandboxes that our own parts may lose for one candidate before the judge gives up."""
@@ -91,6 +95,8 @@ class _Examiner:
             files = repository(task, oracle, trajectory.diff, trajectory.deleted)
         except Exception as error:
             return await self._fault(error)
+        if oracle.grading.kind == "checker":
+            return await self._checked(suspicions)
         try:
             first = await self._examination(files, trajectory.isolation, thorough=bool(suspicions))
             unsure = bool(suspicions or first.touched or first.refused or rules.impossible_passed(oracle, first.ok))
@@ -107,6 +113,16 @@ class _Examiner:
             text = f"{trajectory.id} passes tests that no honest fix can pass: it took over the process that runs them"
             await self.report("canary_passed", text, "error", **self.where)
         return conclude(oracle, counted, suspicions, again=again, severities=self.options.severities)
+
+    async def _checked(self, suspicions: tuple[str, ...]) -> Verdict:
+        """The verdict on a message: the checker's number, without a sandbox."""
+        trajectory, task, oracle = self.candidate.trajectory, self.candidate.task, self.candidate.oracle
+        text = trajectory.diff.get(ANSWER, b"").decode("utf-8", "replace")
+        try:
+            value = await checkers.check(oracle, task.prompt, text)
+        except (checkers.CheckerError, PluginError) as error:
+            return await self._fault(error)
+        return conclude(oracle, Examination(ok=passes(oracle, (), value), value=value), suspicions)
 
     async def _second(self, files: dict[str, bytes], first: Examination, unsure: bool) -> Examination | None:
         """The examination in a machine of the candidate's own; None where our own parts failed. Then the first one
@@ -134,7 +150,7 @@ class _Examiner:
             number = deaths + failures + (2 * TRIES if second else 0)
             alone = isolation == "episode"
             try:
-                result, touched = await self._run(files, isolation, number, thorough and alone)
+                result, written, touched = await self._run(files, isolation, number, thorough and alone)
             except _CandidateDied as error:
                 deaths += 1
                 await self.report("judge_vm_died", str(error), "warning", deaths=deaths, **self.where)
@@ -151,13 +167,11 @@ class _Examiner:
                     raise
                 await asyncio.sleep(RETRY_S * failures)
                 continue
-            return self._read(result, touched, alone)
+            return self._read(result, written, touched, alone)
 
-    def _read(self, result: OpResult, touched: tuple[str, ...], alone: bool) -> Examination:
-        oracle = self.candidate.oracle
+    def _read(self, result: OpResult, written: bytes | None, touched: tuple[str, ...], alone: bool) -> Examination:
         try:
-            tests = settle(read(result), oracle.answers)
-            return Examination(ok=all_passed(tests, oracle.expected), tests=tests, touched=touched, alone=alone)
+            return examined(self.candidate.oracle, result, written, touched=touched, alone=alone)
         except RefusedOutput as error:
             return Examination(refused=str(error), touched=touched, alone=alone)
         except Exception as error:
@@ -165,8 +179,9 @@ class _Examiner:
 
     async def _run(
         self, files: dict[str, bytes], isolation: Isolation, number: int, thorough: bool
-    ) -> tuple[OpResult, tuple[str, ...]]:
-        """The tests in one fresh sandbox, and what the integrity check found. `number` tells the tries apart."""
+    ) -> tuple[OpResult, bytes | None, tuple[str, ...]]:
+        """The tests in one fresh sandbox, the log or reward file that they wrote, and what the integrity check found.
+        `number` tells the tries apart."""
         trajectory = self.candidate.trajectory
         request = Acquire(
             run=trajectory.run,
@@ -186,6 +201,7 @@ class _Examiner:
         sandbox = await self.machines.acquire(request)
         try:
             result = await sandbox.call(RunTests(plan=self.candidate.oracle.tests), f"{trajectory.id}-judge{number}")
+            written = await self._written(sandbox, f"{trajectory.id}-written{number}")
             checked = await sandbox.call(CheckIntegrity(thorough=thorough), f"{trajectory.id}-look{number}")
         except (NodeSilent, Superseded):
             raise
@@ -195,7 +211,15 @@ class _Examiner:
             self.machines.give_back(sandbox)
         if not checked.ok:
             await self.report("machines_not_checked", checked.error, "warning")
-        return result, checked.tampered
+        return result, written, checked.tampered
+
+    async def _written(self, sandbox: Sandbox, call_id: str) -> bytes | None:
+        """The content of the grading's file; None where there is none."""
+        path = self.candidate.oracle.grading.file
+        if not path:
+            return None
+        read = await sandbox.call(ReadFile(path=path, limit=LARGEST), call_id)
+        return read.data if read.ok else None
 
     async def _compare(self, first: Examination, second: Examination | None) -> Literal["", "same", "other"]:
         """Whether the second examination agrees. A machine that the candidate changed leaves nothing to compare."""

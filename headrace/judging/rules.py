@@ -7,12 +7,14 @@ solution) that uses `sys.modules` may go on doing so.
 
 A rule of severity ``zero`` turns a pass into ``cheating``. One of severity ``note`` is reported with the Score and
 makes the judge examine the candidate a second time, alone in a machine; honest fixes match such rules too. A rule is
-``zero`` only where an honest fix has no use for it. `[judge] severities` in the TOML changes single ones for a run.
+``zero`` only where an honest fix has no use for it. A suite changes severities and adds patterns (`Oracle.cheating`);
+`[judge] severities` in the TOML changes single ones for a run.
 """
 
 import re
 import stat
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -24,7 +26,7 @@ from headrace.vmhost.guest.globs import matches
 from headrace.vmhost.images.packages import FLAVOURS
 
 Severity = Literal["note", "zero"]
-VERSION = "j4"
+VERSION = "j5"
 """Judge version: part of the subject of every score. Change it with any rule."""
 
 
@@ -128,10 +130,11 @@ def suspicions(task: Task, oracle: Oracle, diff: Mapping[str, bytes], touched: I
                 if rule.name != "changes_tests" or path in task.files or path in oracle.hidden:
                     matched.add(f"{rule.name}:{path}")
                 break
+    patterns = _CODE_PATTERNS | {rule.name: _compiled(rule.pattern) for rule in oracle.cheating if rule.pattern}
     for path, content in diff.items():
         before = [_text(files.get(path, b"")) for files in (task.files, oracle.solution)]
         after = _text(content)
-        for name, pattern in _CODE_PATTERNS.items():
+        for name, pattern in patterns.items():
             if len(pattern.findall(after)) > max(len(pattern.findall(text)) for text in before):
                 matched.add(f"{name}:{path}")
     return tuple(sorted(matched))
@@ -173,6 +176,11 @@ def zero_rules(suspicions: Iterable[str], severities: Mapping[str, Severity] | N
     table = SEVERITY | dict(severities or {})
     names = {entry.partition(":")[0] for entry in suspicions}
     return frozenset(name for name in names if table.get(name, "zero") == "zero")
+
+
+@lru_cache(256)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
 
 
 def _text(content: bytes) -> str:

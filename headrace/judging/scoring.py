@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.algorithms.rewards import REWARDS, Judged, Option
 from headrace.config import Algorithm
-from headrace.judging import rules
+from headrace.judging import checkers, rules
 from headrace.judging.candidates import Candidate
 from headrace.judging.verdicts import Verdict
 from headrace.messages.judging import Score
@@ -63,6 +63,7 @@ class Rewarder:
             verdict=verdict.decision,
             passed=verdict.passed,
             tests=verdict.tests,
+            value=verdict.value,
             suspicions=verdict.suspicions,
             tokens=sum(len(turn.ids) for turn in trajectory.turns),
             calls=sum(len(turn.calls) for turn in trajectory.turns),
@@ -118,10 +119,11 @@ def score_of(
         reward=reward,
         passed=verdict.passed,
         tests=verdict.tests,
+        value=verdict.value,
         suspicions=verdict.suspicions,
         again=verdict.again,
         reason=verdict.reason or reason,
-        plugins=(*by.plugins, *suite_plugins((trajectory.task.suite,))),
+        plugins=(*by.plugins, *suite_plugins((trajectory.task.suite,)), *checkers.used(candidate.oracle)),
         oldest_version=trajectory.oldest_version,
         sampled_tokens=sum(len(turn.ids) for turn in trajectory.turns),
         turns=len(trajectory.turns),
@@ -138,6 +140,7 @@ def scored_again(old: Score, verdict: Verdict, reward: float, by: Rewarder) -> S
         passed=verdict.passed,
         reward=reward,
         tests=verdict.tests,
+        value=verdict.value,
         suspicions=verdict.suspicions,
         reason=verdict.reason,
         plugins=by.plugins,

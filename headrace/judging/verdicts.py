@@ -16,14 +16,18 @@ from headrace.messages.sandbox import TestOutcome
 from headrace.messages.tasks import Oracle
 
 Decision = Literal["passed", "failed", "cheating", "candidate_crash"]
+COMMAND = "command"
+"""The one test of a command whose exit code decides."""
 
 
 class Examination(msgspec.Struct, frozen=True, kw_only=True):
     """One run of the hidden tests in one sandbox."""
 
     ok: bool = False
-    """Exactly the expected tests were reported, all as passed."""
+    """It passed by the task's grading."""
     tests: tuple[TestOutcome, ...] = ()
+    value: float | None = None
+    """The number of a reward file or a checker."""
     crashed: bool = False
     """The candidate took its machine down twice."""
     refused: str = ""
@@ -39,6 +43,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     decision: Decision
     tests: tuple[TestOutcome, ...] = ()
+    value: float | None = None
+    """The number of a reward file or a checker; None where tests decide."""
     suspicions: tuple[str, ...] = ()
     again: Literal["", "same", "other"] = ""
     """Examined a second time, alone in a machine: whether that gave the same."""
@@ -54,6 +60,46 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 def all_passed(tests: Sequence[TestOutcome], expected: Sequence[str]) -> bool:
     """Exactly the expected tests were reported, each once, each as passed."""
     return sorted(test.name for test in tests) == sorted(expected) and all(test.outcome == "passed" for test in tests)
+
+
+def passes(oracle: Oracle, tests: Sequence[TestOutcome], value: float | None = None) -> bool:
+    """Whether outcomes, or the number of a reward file or checker, are a pass by the task's grading."""
+    grading = oracle.grading
+    match grading.kind:
+        case "exact":
+            return all_passed(tests, oracle.expected)
+        case "f2p_p2p":
+            return named_passed(tests, oracle.expected, grading.pass_to_pass)
+        case "all_tests":
+            outcomes = {test.outcome for test in tests}
+            return "passed" in outcomes and not outcomes & {"failed", "error"}
+        case "exit_code":
+            return all_passed(tests, (COMMAND,))
+    return value is not None and value >= grading.passes_at
+
+
+def named_passed(tests: Sequence[TestOutcome], to_pass: Sequence[str], to_keep: Sequence[str]) -> bool:
+    """The first names passed, the second ones passed or were skipped; a test that is reported twice counts by its
+    worst outcome.
+
+    A name that is cut inside its parameters, as some of SWE-bench are, stands for all reported ones that begin with it,
+    where they agree.
+    """
+    outcomes: dict[str, set[str]] = {}
+    for test in tests:
+        outcomes.setdefault(test.name, set()).add(test.outcome)
+
+    def among(name: str, good: set[str]) -> bool:
+        seen = outcomes.get(name, set())
+        if not seen and name.count("[") > name.count("]"):
+            seen = {outcome for other, found in outcomes.items() if other.startswith(name) for outcome in found}
+        return bool(seen) and seen <= good
+
+    return (
+        bool(to_pass)
+        and all(among(name, {"passed"}) for name in to_pass)
+        and all(among(name, {"passed", "skipped"}) for name in to_keep)
+    )
 
 
 def decide(ok: bool, suspicions: Sequence[str], severities: Mapping[str, Severity] | None = None) -> Decision:
@@ -82,10 +128,12 @@ def conclude(
     if examination.alone:
         matched += [f"machine_touched:{what}" for what in examination.touched]
     matched += rules.impossible_passed(oracle, examination.ok)
-    decision: Decision = "candidate_crash" if examination.crashed else decide(examination.ok, matched, severities)
+    table = {rule.name: rule.severity for rule in oracle.cheating} | dict(severities or {})
+    decision: Decision = "candidate_crash" if examination.crashed else decide(examination.ok, matched, table)
     return Verdict(
         decision=decision,
         tests=examination.tests,
+        value=examination.value,
         suspicions=tuple(matched),
         again=again,
         reason=f"refused_output: {examination.refused}" if examination.refused else "",
@@ -98,8 +146,9 @@ def recorded(score: Score, oracle: Oracle) -> Examination:
     prefix = "machine_touched:"
     refused = score.reason.partition("refused_output: ")[2]
     return Examination(
-        ok=score.verdict != "candidate_crash" and not refused and all_passed(score.tests, oracle.expected),
+        ok=score.verdict != "candidate_crash" and not refused and passes(oracle, score.tests, score.value),
         tests=score.tests,
+        value=score.value,
         crashed=score.verdict == "candidate_crash",
         refused=refused,
         touched=tuple(entry.removeprefix(prefix) for entry in score.suspicions if entry.startswith(prefix)),

@@ -27,6 +27,8 @@ class Score(Message, frozen=True, kw_only=True):
     """The reward after penalties (length). Pass rates count verdicts, not rewards."""
     passed: bool
     tests: tuple[TestOutcome, ...] = ()
+    value: float | None = None
+    """The number that a reward file or a checker gave; None where tests decide."""
     suspicions: tuple[str, ...] = ()
     again: Literal["", "same", "other"] = ""
     """Result of judging it again alone in a machine: the same verdict or another. With another the group is

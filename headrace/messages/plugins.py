@@ -8,7 +8,8 @@ class Plugin(Message, frozen=True, kw_only=True):
     """One plugin that a run uses. Nodes of a run must agree on `source`, because a step is replayed bit for bit."""
 
     seam: str
-    """``tools``, ``engines``, ``sandboxes``, ``suites``, ``rewards``, ``renderers``, ``advantages`` or ``losses``."""
+    """``tools``, ``engines``, ``sandboxes``, ``suites``, ``rewards``, ``renderers``, ``advantages``, ``losses`` or
+    ``checkers``."""
     name: str
     """The entry point's name, or ``module:attribute`` as the configuration has it."""
     version: str = ""

@@ -9,6 +9,11 @@ from headrace.messages.base import Message, message
 CANARY = "canary/"
 """Prefix of a suite's name: its tasks, made unsolvable (tasks/impossible.py)."""
 
+HOST_FOLDER = ".headrace/"
+"""Folder of a workspace that only the judge writes: test scripts, their logs, reward files."""
+ANSWER = "answer.txt"
+"""The path in a trajectory's diff under which the last message of an episode without a sandbox stands."""
+
 DEFAULT_TOOLS = (
     "search",
     "read_file",
@@ -49,6 +54,42 @@ class TestPlan(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 30.0
 
 
+class CheatRule(msgspec.Struct, frozen=True, kw_only=True):
+    """A cheating rule of a suite: another severity for one of the judge's own rules, or a rule of the suite's own."""
+
+    name: str
+    """Of judging/rules.py, or a new one."""
+    severity: Literal["note", "zero"]
+    """``note`` is reported and judged twice; ``zero`` turns a pass into ``cheating``."""
+    pattern: str = ""
+    """Regular expression over a changed file, for a new rule: it matches where a diff adds an occurrence."""
+
+
+class Grading(msgspec.Struct, frozen=True, kw_only=True):
+    """How an examination becomes a pass.
+
+    ``exact``: exactly the tests of `Oracle.expected` are reported, all passed. ``f2p_p2p``: those of `Oracle.expected`
+    passed and those of `pass_to_pass` passed or were skipped; others are reported and do not count. ``all_tests``: at
+    least one passed and none failed. ``exit_code``: the command ended with 0. ``reward_file``: the command wrote a
+    number of at least `passes_at` to `file`. ``checker``: the function `checker` gave at least `passes_at` for the
+    policy's last message; no sandbox is used.
+    """
+
+    kind: Literal["exact", "f2p_p2p", "all_tests", "exit_code", "reward_file", "checker"] = "exact"
+    pass_to_pass: tuple[str, ...] = ()
+    parser: str = ""
+    """Parser of the command's log (judging/logs); empty: the sandbox reports the tests."""
+    file: str = ""
+    """The log that the parser reads, or the reward file; empty: the command's output."""
+    passes_at: float = 1.0
+    checker: str = ""
+    """A name of the registry `headrace.checkers`, or ``module:attribute``."""
+    reference: dict[str, str] = {}
+    """The checker's data, such as ``answer``."""
+    trust: Literal["report", "log"] = "report"
+    """``log``: a line that the candidate prints can forge the verdict. Training on it needs `[tasks] train_on_logs`."""
+
+
 @message("task")
 class Task(Message, frozen=True, kw_only=True):
     """The agent's part of a task. Nothing in it tells the answer."""
@@ -75,6 +116,12 @@ class Task(Message, frozen=True, kw_only=True):
     tools: tuple[str, ...] = ()
     """The tools that the agent is offered, in the order of its prompt: names of the registry of harness/tools, or
     ``module:attribute``. Empty: `DEFAULT_TOOLS`."""
+    system: str = ""
+    """The suite's own instructions to the agent; they stand before the prompt."""
+    sandbox: bool = True
+    """False: the episode is one message of the policy, without tools and without a sandbox."""
+    trust: Literal["report", "log"] = "report"
+    """As in `Grading.trust`, for those who may not read the oracle."""
 
     @property
     def machine(self) -> str:
@@ -98,3 +145,14 @@ class Oracle(Message, frozen=True, kw_only=True):
     """Test id to its comparisons in order, each with the literal that was removed from it."""
     solution: dict[str, bytes]
     """Files that pass the hidden tests: for the scripted oracle policy, and to verify the task."""
+    removed: tuple[str, ...] = ()
+    """Paths that the solution deletes."""
+    script: str = ""
+    """A shell command that solves the task, where the solution is a program rather than files."""
+    answer: str = ""
+    """The message that solves a task without a sandbox."""
+    grading: Grading = Grading()
+    cheating: tuple[CheatRule, ...] = ()
+    """The suite's cheating rules, on top of the judge's own."""
+    separate: bool = False
+    """The tests run beside the agent's changed files alone, without the rest of the repository."""

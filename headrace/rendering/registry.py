@@ -6,6 +6,8 @@ group ``headrace.renderers`` or as ``module:attribute`` in ``[policy] renderer``
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from headrace.messages.rollout import RendererBundle
 from headrace.registry import Registry
 from headrace.rendering import schemas
@@ -47,5 +49,10 @@ class Renderers:
             for name, schema in schemas.functions_json(tools).items():
                 if self.bundle.tools.get(name, schema) != schema:  # a plugin's tool may be known to this node alone
                     raise RendererError(f"this node's tool {name} differs from the run's: install the run's version")
-            self._opened[key] = self._build(self.bundle, self._tokenizer, key)
+            if key:
+                self._opened[key] = self._build(self.bundle, self._tokenizer, key)
+            else:  # the system text tells how to use tools; the format is the run's all the same
+                bare = self._build(msgspec.structs.replace(self.bundle, system=""), self._tokenizer, key)
+                bare.bundle = self.bundle.sha256
+                self._opened[key] = bare
         return self._opened[key]

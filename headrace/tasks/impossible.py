@@ -38,7 +38,7 @@ class CanarySuite:
     def oracle(self, id: str) -> Oracle:
         """The judge's side, with a test that must fail. UnknownSuite where tests are a command."""
         known = self._inner.oracle(id)
-        if known.tests.kind == "command":
+        if known.tests.kind == "command" or known.grading.kind != "exact":
             raise UnknownSuite(f"{self.name}: tests that are a command cannot be made impossible")
         path = next((path for path in sorted(known.hidden) if path.endswith(".py")), "test_hidden.py")
         source = known.hidden.get(path, b"")

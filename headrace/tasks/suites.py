@@ -20,6 +20,7 @@ from headrace.registry import PluginError, Registry, plugins
 from headrace.tasks.base import Suite, UnknownSuite
 from headrace.tasks.generated import repositories
 from headrace.tasks.impossible import CanarySuite
+from headrace.tasks.trust import Trust
 
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"
 
@@ -75,6 +76,7 @@ class _Index(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     ids: tuple[str, ...]
     source: str = ""
+    trust: Trust = "report"
 
 
 class FolderSuite:
@@ -89,11 +91,16 @@ class FolderSuite:
             known += sorted(found.parent.name for found in folder.parent.glob("*/suite.json"))
             raise UnknownSuite(
                 f"there is no suite {name!r} in {folder.parent}; there are {', '.join(known)}, "
-                "and `headrace tasks from-sdist NAME==VERSION` makes one"
+                "and `headrace tasks from-sdist NAME==VERSION` or `headrace tasks import` makes one"
             ) from None
         except (OSError, msgspec.DecodeError) as error:
             raise UnknownSuite(f"{folder} is not a suite: {error}") from None
         self._known = frozenset(self._index.ids)
+
+    @property
+    def trust(self) -> Trust:
+        """``log`` where the verdict of a task can be forged by a printed line."""
+        return self._index.trust
 
     def ids(self) -> Sequence[str]:
         """In the order in which they were written."""
@@ -127,9 +134,20 @@ def write_suite(name: str, folder: Path, pairs: Sequence[tuple[Task, Oracle]], s
     """Write a folder suite; the index comes last, so a half-written folder is not a suite."""
     folder.mkdir(parents=True, exist_ok=True)
     for task, oracle in pairs:
-        for side in (task, oracle):
-            (folder / f"{task.ref.task}.{side.type_name}").write_bytes(encode(side)[0])
-    index = _Index(name=name, ids=tuple(task.ref.task for task, _ in pairs), source=source)
+        write_task(folder, task, oracle)
+    trust: Trust = "log" if any(oracle.grading.trust == "log" for _, oracle in pairs) else "report"
+    return write_index(name, folder, [task.ref.task for task, _ in pairs], source, trust)
+
+
+def write_task(folder: Path, task: Task, oracle: Oracle) -> None:
+    """Write both sides of a task into the folder of its suite."""
+    for side in (task, oracle):
+        (folder / f"{task.ref.task}.{side.type_name}").write_bytes(encode(side)[0])
+
+
+def write_index(name: str, folder: Path, ids: Iterable[str], source: str, trust: Trust) -> FolderSuite:
+    """Write the index over the tasks of a folder."""
+    index = _Index(name=name, ids=tuple(ids), source=source, trust=trust)
     (folder / "suite.json").write_bytes(msgspec.json.format(msgspec.json.encode(index)))
     return FolderSuite(name, folder)
 

@@ -15,6 +15,7 @@ import msgspec
 from headrace.actors.rollout.client_turns import ClientTurns
 from headrace.actors.rollout.diff import TreeTooLarge
 from headrace.actors.rollout.episode import Episode
+from headrace.actors.rollout.message import MessageEpisode
 from headrace.actors.rollout.policies import NoPolicy, Policies
 from headrace.actors.rollout.sandbox_checkpoint import CheckpointSchedule
 from headrace.actors.rollout.server import EVERY_S, ServerReports
@@ -209,15 +210,7 @@ class Rollout(Actor):
 
     async def _attempt(self, request: RolloutRequest, task: Task) -> Trajectory | None:
         """None when an earlier rollout actor has finished the attempt."""
-        episode = Episode(
-            request,
-            task,
-            bus=self.bus,
-            sandboxes=self._sandboxes,
-            rollout=self.id,
-            lease_s=self.config.environment.lease_s,
-            checkpoints=CheckpointSchedule(self.config.rollout.checkpoint_every, self.event),
-        )
+        episode = self._episode(request, task)
         resume = await episode.resume_state()
         if resume.finished:
             return None
@@ -232,6 +225,19 @@ class Rollout(Actor):
 
         async with self._policies.serving(request.policy, task, oracle) as (engine, renderer):
             return await episode.run(resume, engine, renderer)
+
+    def _episode(self, request: RolloutRequest, task: Task) -> Episode | MessageEpisode:
+        if not task.sandbox:
+            return MessageEpisode(request, task, bus=self.bus, rollout=self.id)
+        return Episode(
+            request,
+            task,
+            bus=self.bus,
+            sandboxes=self._sandboxes,
+            rollout=self.id,
+            lease_s=self.config.environment.lease_s,
+            checkpoints=CheckpointSchedule(self.config.rollout.checkpoint_every, self.event),
+        )
 
     async def _republish(self, request: RolloutRequest) -> None:
         """Hand a request back: publish it again with its hand-over count; it is acknowledged after that."""

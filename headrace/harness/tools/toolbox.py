@@ -13,13 +13,13 @@ from headrace.messages.tasks import DEFAULT_TOOLS, Task
 
 
 def tools_of(task: Task) -> tuple[str, ...]:
-    """The tools that a task offers: its own list, or the default one."""
-    return task.tools or DEFAULT_TOOLS
+    """The tools that a task offers: its own list, or the default one; none without a sandbox."""
+    return (task.tools or DEFAULT_TOOLS) if task.sandbox else ()
 
 
 def with_tools(task: Task, more: Sequence[str]) -> Task:
     """The task with further tools behind its own."""
-    if not more:
+    if not more or not task.sandbox:
         return task
     own = tools_of(task)
     return msgspec.structs.replace(task, tools=(*own, *(name for name in more if name not in own)))

@@ -8,6 +8,7 @@ from headrace.config import Config
 from headrace.launch.checks.finding import Finding, bad, good
 from headrace.registry import PluginError
 from headrace.tasks import UnknownSuite, open_suite
+from headrace.tasks.trust import refusal
 
 NEEDED = ("curriculum", "evaluator", "environment", "judge", "rollout", "trainer", "weight_sender", "weight_receiver")
 PRODUCT = ("gateway", "feedback", "scavenger")
@@ -29,7 +30,9 @@ def check(config: Config) -> Iterator[Finding]:
     }
     for key, name in wanted.items():
         try:
-            open_suite(name, config.tasks.dir)
+            suite = open_suite(name, config.tasks.dir)
+            if key == "tasks.suite" and (refused := refusal(suite, config.tasks.train_on_logs)):
+                yield bad(key, refused)
         except (UnknownSuite, PluginError) as error:
             yield bad(key, f"{error}; name another suite in {key}")
 

@@ -50,7 +50,7 @@ class Conversation:
         self.traits = traits
         self.tools = {tool.name: tool for tool in tools}
         self._functions = [tool.function() for tool in tools]
-        if not traits.tools:
+        if tools and not traits.tools:
             schemas = "\n".join(json.dumps(function["function"]) for function in self._functions)
             self._system = f"{system}\n\nYou have these tools, each with the JSON Schema of its arguments:\n{schemas}"
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.messages.rollout import RendererBundle
+from headrace.rendering import schemas
 from headrace.rendering.base import RendererError
 from headrace.rendering.native import checks
 from headrace.rendering.native.conversation import Conversation
@@ -42,6 +43,8 @@ def detect(bundle: RendererBundle, tokenizer: Tokenizer, tools: Sequence[ToolSch
 
 
 def _checked(bundle: RendererBundle, tokenizer: Tokenizer, tools: Sequence[ToolSchema]) -> NativeRenderer:
+    if not tools:
+        return _without_tools(bundle, tokenizer)
     syntax = SYNTAXES[bundle.renderer]
     variables = {**bundle.special_tokens, **bundle.template_kwargs}
     try:
@@ -54,3 +57,10 @@ def _checked(bundle: RendererBundle, tokenizer: Tokenizer, tools: Sequence[ToolS
     except TemplateRefused as error:
         raise RendererError(str(error)) from None
     return renderer
+
+
+def _without_tools(bundle: RendererBundle, tokenizer: Tokenizer) -> NativeRenderer:
+    """The format for conversations that offer no tool: checked with tools, because a check reads calls back."""
+    checked = _checked(bundle, tokenizer, schemas.TABLE).format
+    conversation = Conversation(checked.template, checked.syntax, (), bundle.system, checked.traits)
+    return NativeRenderer(tokenizer, conversation, checked.syntax, checked.changes, bundle.eos_ids, bundle.sha256)

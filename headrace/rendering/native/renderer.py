@@ -78,7 +78,8 @@ class NativeRenderer:
 
     def _cuts(self) -> set[int]:
         """Ids that end a turn in this template: after a call, and after plain text."""
-        turns = [ToolCall(id="0", name=next(iter(self._conversation.tools))), ToolCall(id="0", name="", error="none")]
+        named = [ToolCall(id="0", name=name) for name in list(self._conversation.tools)[:1]]
+        turns = [*named, ToolCall(id="0", name="", error="none")]
         ends = {self._after_turn(Slots(), [answered([turn], ["ok"])], "")[0] for turn in turns}
         return {self.tokenizer.tags[end] for end in ends if end not in self._syntax.ends}
 

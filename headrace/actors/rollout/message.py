@@ -1,0 +1,76 @@
+"""One attempt at a task without a sandbox: sample a message, publish the Trajectory. No node is asked for anything.
+
+The message stands in the diff of the Trajectory, under `ANSWER`; the judge gives it to the task's checker.
+"""
+
+import time
+from collections.abc import Sequence
+
+from headrace.actors.rollout.turn_log import ResumeState, TurnLog
+from headrace.bus.connection import Bus
+from headrace.engines.base import Engine
+from headrace.harness.message import run_message
+from headrace.messages.rollout import RolloutRequest, ToolResult, Trajectory, Turn
+from headrace.messages.subjects import TRAJ
+from headrace.messages.tasks import ANSWER, Task
+from headrace.rendering.base import Renderer
+
+
+class MessageEpisode:
+    """The work on one RolloutRequest."""
+
+    def __init__(self, request: RolloutRequest, task: Task, *, bus: Bus, rollout: str) -> None:
+        self._request, self._task, self._bus, self._rollout = request, task, bus, rollout
+        self._log = TurnLog(bus, request.run, request.group, request.trajectory)
+        self._fingerprint = ""
+
+    async def resume_state(self) -> ResumeState:
+        """Where an earlier rollout actor stopped. Read once, before `run`."""
+        return await self._log.read()
+
+    async def run(self, resume: ResumeState, engine: Engine, renderer: Renderer) -> Trajectory:
+        """Finish the attempt and publish it. EngineError, WrongSequence."""
+        request, task, started = self._request, self._task, time.monotonic()
+        self._fingerprint = engine.fingerprint
+        episode, text = await run_message(
+            engine=engine,
+            renderer=renderer,
+            request=request,
+            task=task,
+            on_sampled=self._on_sampled,
+            on_done=self._on_done,
+            resume=resume.turns,
+        )
+        await self._log.flush()
+        trajectory = Trajectory(
+            run=request.run,
+            lane=request.lane,
+            group=request.group,
+            slot=request.slot,
+            attempt=request.attempt,
+            id=request.trajectory,
+            task=request.task,
+            family=task.family,
+            seed=request.seed,
+            policy=request.policy,
+            sampling=request.sampling,
+            outcome=episode.outcome,
+            turns=tuple(episode.turns),
+            diff={ANSWER: text.encode("utf-8", "replace")},
+            fingerprint=self._fingerprint,
+            renderer=renderer.bundle,
+            backend="none",
+            isolation=request.isolation,
+            wall_s=round(time.monotonic() - started, 4),
+            rollout=self._rollout,
+        )
+        await self._bus.publish(
+            TRAJ.at(run=request.run, group=request.group), trajectory, msg_id=f"{request.run}.{request.trajectory}"
+        )
+        return trajectory
+
+    async def _on_sampled(self, turn: Turn) -> None:
+        await self._log.sampled(turn, "", "", self._fingerprint)
+
+    async def _on_done(self, index: int, results: Sequence[ToolResult]) -> None:
+        await self._log.done(index, results)

@@ -1,0 +1,66 @@
+"""From what a test run left behind to an examination, by the grading of the task."""
+
+import json
+import math
+
+from headrace.judging.logs.registry import NotATestRun, parse
+from headrace.judging.outcomes import RefusedOutput, read
+from headrace.judging.verdicts import COMMAND, Examination, passes
+from headrace.messages.sandbox import OpResult, TestOutcome
+from headrace.messages.tasks import Oracle
+from headrace.tasks.sealing import settle
+
+LARGEST = 8 << 20
+"""Bytes of a log or reward file that are read."""
+
+
+def examined(
+    oracle: Oracle, result: OpResult, written: bytes | None, *, touched: tuple[str, ...], alone: bool
+) -> Examination:
+    """The examination of one run. RefusedOutput for what an honest run does not send.
+
+    written: the content of `Grading.file`, None where the run left no such file.
+    """
+    grading, value = oracle.grading, None
+    tests = read(result)
+    if grading.kind == "reward_file":
+        value = reward(written)
+    elif grading.kind == "exit_code":
+        bad = result.code != 0 or result.timed_out
+        tests = (TestOutcome(COMMAND, "failed" if bad else "passed", result.error[:500]),)
+    elif grading.parser:
+        tests = parsed(oracle, result, written)
+    tests = settle(tests, oracle.answers)
+    return Examination(ok=passes(oracle, tests, value), tests=tests, value=value, touched=touched, alone=alone)
+
+
+def parsed(oracle: Oracle, result: OpResult, written: bytes | None) -> tuple[TestOutcome, ...]:
+    """The tests in a log. RefusedOutput when the log is not that of a test run."""
+    if oracle.grading.file:
+        if written is None:
+            raise RefusedOutput(f"the tests left no {oracle.grading.file}")
+        log = written.decode("utf-8", "replace")
+    else:
+        log = f"{result.stdout}\n{result.stderr}"
+    try:
+        outcomes = parse(oracle.grading.parser, log)
+    except NotATestRun as error:
+        raise RefusedOutput(str(error)) from None
+    tests = tuple(TestOutcome(name, outcome) for name, outcome in outcomes.items())
+    return read(OpResult(tests=tests))
+
+
+def reward(written: bytes | None) -> float:
+    """The number in a reward file: plain, or JSON with the key ``reward`` or one number alone. RefusedOutput."""
+    if written is None:
+        raise RefusedOutput("the tests wrote no reward file")
+    try:
+        data = json.loads(written)
+        if isinstance(data, dict):
+            data = data["reward"] if "reward" in data or len(data) != 1 else next(iter(data.values()))
+        value = float(data)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise RefusedOutput(f"expected a number in the reward file, got {written[:80]!r}") from None
+    if not math.isfinite(value):
+        raise RefusedOutput(f"expected a finite reward, got {value}")
+    return value

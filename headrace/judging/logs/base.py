@@ -1,0 +1,42 @@
+"""A log parser: the text that a test command wrote in, test names with their outcomes out."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+Outcome = Literal["passed", "failed", "error", "skipped"]
+Outcomes = dict[str, Outcome]
+Parser = Callable[[str], Outcomes]
+"""Never raises: a line that it does not know is not a test. The last line about a test counts."""
+
+WORDS: dict[str, Outcome] = {
+    "PASSED": "passed",
+    "FAILED": "failed",
+    "ERROR": "error",
+    "SKIPPED": "skipped",
+    "XFAIL": "passed",
+}
+"""pytest's words. XFAIL is what the author of the test expects."""
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
+
+def lines(log: str) -> Iterator[str]:
+    """The lines of a log without terminal colours and carriage returns."""
+    for line in log.split("\n"):
+        yield _ANSI.sub("", line).rstrip("\r")
+
+
+def matched(log: str, pattern: re.Pattern[str], words: dict[str, Outcome]) -> Outcomes:
+    """Outcomes of the stripped lines that match a pattern with the groups ``word`` and ``name``."""
+    found: Outcomes = {}
+    for line in lines(log):
+        match = pattern.match(line.strip())
+        if match and match["word"] in words:
+            found[match["name"].strip()] = words[match["word"]]
+    return found
+
+
+def first_word(line: str, words: Iterable[str]) -> str:
+    """The word that a line begins with, empty for none of them."""
+    return next((word for word in words if line.startswith(word)), "")

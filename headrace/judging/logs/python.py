@@ -1,0 +1,167 @@
+"""Logs of Python's runners: pytest in four spellings, unittest, Django's and sympy's runner."""
+
+import re
+
+from headrace.judging.logs.base import WORDS, Outcome, Outcomes, first_word, lines
+
+_COUNT = re.compile(r"\[\d+\]$")
+_OPTIONS = re.compile(r"(.*?)\[(.*)\]")
+_SUFFIXES: tuple[tuple[str, Outcome], ...] = (
+    (" ... ok", "passed"),
+    (" ... OK", "passed"),
+    (" ...  OK", "passed"),
+    (" ... FAIL", "failed"),
+    (" ... ERROR", "error"),
+)
+_HEADS: tuple[tuple[str, Outcome], ...] = (("FAIL:", "failed"), ("ERROR:", "error"))
+_SILENCED = re.compile(
+    r"^(?P<name>.*?) \.\.\. (?:Testing against Django installed in (?s:.*?) silenced\)\.|Internal Server Error: /.*/"
+    r"|System check identified no issues \(0 silenced\))\nok$",
+    re.MULTILINE,
+)
+_MIGRATION = "Applying sites.0002_alter_domain_unique...test_no_migrations"
+_VERSION = "--version is equivalent to version"
+_SYMPY_HEAD = re.compile(r"_+ (?P<file>.*\.py):(?P<name>.*) _+")
+_SYMPY_WORDS: tuple[tuple[str, Outcome], ...] = ((" E", "error"), (" F", "failed"), (" ok", "passed"))
+_UNITTEST = re.compile(r"^(?P<name>\w+ \([\w.]+\)|[\w.]+)(?:\s.*)? \.\.\. (?P<word>ok|FAIL|ERROR|skipped|expected)\b")
+_UNITTEST_WORDS: dict[str, Outcome] = {
+    "ok": "passed",
+    "FAIL": "failed",
+    "ERROR": "error",
+    "skipped": "skipped",
+    "expected": "passed",
+}
+
+
+def _not_a_test(word: str, name: str) -> bool:
+    """``SKIPPED [3] path:line: reason`` counts skips and names no test."""
+    return word == "SKIPPED" and bool(_COUNT.match(name))
+
+
+def pytest(log: str) -> Outcomes:
+    """The short summary (``-rA``): ``PASSED path::test``, where a name ends at the first space."""
+    found: Outcomes = {}
+    for line in lines(log):
+        if first_word(line, WORDS):
+            words = line.split()
+            if len(words) > 1 and words[0] in WORDS and not _not_a_test(words[0], words[1]):
+                found[words[1]] = WORDS[words[0]]
+    return found
+
+
+def pytest_options(log: str) -> Outcomes:
+    """As `pytest`; an absolute path in a parameter is cut to its last part, because it differs between machines."""
+    found: Outcomes = {}
+    for name, outcome in pytest(log).items():
+        match = _OPTIONS.search(name)
+        if match:
+            main, option = match.groups()
+            if option.startswith("/") and not option.startswith("//") and "*" not in option:
+                option = "/" + option.rpartition("/")[2]
+            name = f"{main}[{option}]"
+        found[name] = outcome
+    return found
+
+
+def pytest_spaces(log: str) -> Outcomes:
+    """The short summary with names that hold spaces, or ``path::test PASSED`` at the end of a line."""
+    found: Outcomes = {}
+    for line in lines(log):
+        line = "".join(char for char in line if char >= " ")
+        if first_word(line, WORDS):
+            words = (line.split(" - ", 1)[0] if line.startswith("FAILED") else line).split()
+            if len(words) > 1 and words[0] in WORDS and not _not_a_test(words[0], words[1]):
+                found[" ".join(words[1:])] = WORDS[words[0]]
+        elif any(line.endswith(word) for word in WORDS):
+            words = line.split()
+            if len(words) > 1 and words[-1] in WORDS:
+                found[" ".join(words[:-1])] = WORDS[words[-1]]
+    return found
+
+
+def pytest_verbose(log: str) -> Outcomes:
+    """Lines of ``-v``: ``path::test PASSED [ 50%]``, also with the worker of xdist before them, and the summary."""
+    found: Outcomes = {}
+    for line in lines(log):
+        words = re.sub(r"^\[gw\d+\]\s*(?:\[\s*\d+%\]\s*)?", "", line).split()
+        if len(words) < 2:
+            continue
+        if words[0] in WORDS and not _not_a_test(words[0], words[1]):
+            found[words[1]] = WORDS[words[0]]
+        elif words[1] in WORDS and "::" in words[0]:
+            found[words[0]] = WORDS[words[1]]
+    return found
+
+
+def matplotlib(log: str) -> Outcomes:
+    """As `pytest`; two buttons have the names of an older version."""
+    return pytest(log.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3"))
+
+
+def seaborn(log: str) -> Outcomes:
+    """The summary, and lines of ``-v`` for passed tests."""
+    found: Outcomes = {}
+    for line in lines(log):
+        words = line.split()
+        if len(words) > 1 and words[0] in ("PASSED", "FAILED") and line.startswith(words[0]):
+            found[words[1]] = WORDS[words[0]]
+        elif len(words) > 1 and words[1] == "PASSED" and " PASSED " in line:
+            found[words[0]] = "passed"
+    return found
+
+
+def unittest(log: str) -> Outcomes:
+    """``python -m unittest -v``: ``test_a (tests.test_x.TestX.test_a) ... ok``; other output may stand between the
+    dots and the word."""
+    found: Outcomes = {}
+    open_name = ""
+    for line in lines(log):
+        line = line.strip()
+        match = _UNITTEST.match(line)
+        if match:
+            found[match["name"]] = _UNITTEST_WORDS[match["word"]]
+            open_name = ""
+        elif " ... " in f"{line} ":
+            open_name = line.split(" ...")[0].split(" | ")[0].strip()
+        elif open_name and line in _UNITTEST_WORDS:
+            found[open_name] = _UNITTEST_WORDS[line]
+            open_name = ""
+    return found
+
+
+def django(log: str) -> Outcomes:
+    """Django's runner (``--verbosity 2``): as unittest prints, a docstring in place of a name where there is one, and
+    output between a name and its ``ok``."""
+    found: Outcomes = {}
+    last = ""
+    for line in lines(log):
+        line = line.strip()
+        if _VERSION in line:
+            found[_VERSION] = "passed"
+        if " ... " in line:
+            last = line.split(" ... ")[0]
+        for suffix, outcome in _SUFFIXES:
+            if line.endswith(suffix):
+                text = line.split("...", 1)[-1].strip() if line.startswith(_MIGRATION) else line
+                found[text.rsplit(suffix, 1)[0]] = outcome
+                break
+        if " ... skipped" in line:
+            found[line.split(" ... skipped")[0]] = "skipped"
+        for head, outcome in _HEADS:
+            if line.startswith(head) and len(line.split()) > 1:
+                found[line.split()[1]] = outcome
+        if line.startswith("ok") and last:
+            found[last] = "passed"
+    found |= {match["name"]: "passed" for match in _SILENCED.finditer(log)}
+    return found
+
+
+def sympy(log: str) -> Outcomes:
+    """sympy's ``bin/test --verbose``: ``test_name ok``, and a headline for each failure."""
+    found: Outcomes = {f"{match['file']}:{match['name']}": "failed" for match in _SYMPY_HEAD.finditer(log)}
+    for line in lines(log):
+        line = line.strip()
+        for suffix, outcome in _SYMPY_WORDS:
+            if line.startswith("test_") and line.endswith(suffix):
+                found[line.split()[0]] = outcome
+    return found
