@@ -1,4 +1,4 @@
-"""False alarms: how many known solutions of the bundled suites match a cheating rule, without being a rule's baseline."""
+"""False alarms: how many known solutions of the bundled suites match a cheating rule that does not know them."""
 
 import msgspec
 import pytest
