@@ -1,6 +1,7 @@
 """Measures size and speed of the delta of one optimizer step, with headrace's codecs and their peers.
 
     python -m benchmarks.weight_delta [--size 60m] [--pretrain 30] [--steps 6] [--rates 1e-7,3e-7,1e-6,3e-6,1e-5]
+    python -m benchmarks.weight_delta --run RUN     # the real steps of a recorded run, in our codecs
 
 One model, real optimizer steps (`weight_steps`), our codecs and their peers on the same tensors in the same run. Speeds
 are GB of the model's raw bytes per second of one core's processor time, best of `--repeats`: encode compares, codes
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import recorded_deltas
 from benchmarks.conditions import Figures, at_least, finish
 from benchmarks.weight_peers import Peer, peers
 from benchmarks.weight_steps import SIZES, Trained, Weights, density, mxfp8, rate_for
@@ -157,8 +159,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rates", default="1e-7,3e-7,1e-6,3e-6,1e-5")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--run", help="a recorded run, such as latest: measure its published versions instead")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.run:
+        finish({"run": args.run} | recorded_deltas.measure(args.run, ours, args.repeats), {}, "numpy", "zstandard")
+        return
     trained = Trained(args.size, pretrain=args.pretrain, steps=args.steps)
     cases = {f"lr_{rate}": (float(rate), trained.step(float(rate))) for rate in args.rates.split(",") if rate}
     cases |= {"at_0p94_pct": rate_for(trained, 0.0094), "at_2p6_pct": rate_for(trained, 0.026)}

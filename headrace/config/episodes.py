@@ -96,6 +96,8 @@ class Evaluation(Section, frozen=True, kw_only=True):
     heldout_tasks: Count = 200
     unseen_tasks: Count = 48
     before: bool = True
+    before_greedy: bool = False
+    """Measure greedily before training too, not only at temperature 1."""
     after: bool = True
 
 

@@ -49,8 +49,15 @@ def headline(report: Report) -> str:
     rows = [
         ("Held-out tasks passed at temperature 1, before", report.heldout_before),
         ("Held-out tasks passed at temperature 1, after", report.heldout_after_t1),
-        ("Held-out tasks passed greedily, after", report.heldout_after_greedy),
+        (
+            "Held-out tasks passed greedily: before, after",
+            f"{number(report.heldout_before_greedy)}, {number(report.heldout_after_greedy)}",
+        ),
         ("Templates without training: before, after (T=1)", f"{number(unseen.before)}, {number(unseen.after_t1)}"),
+        (
+            "Templates without training: before, after (greedy)",
+            f"{number(unseen.before_greedy)}, {number(unseen.after_greedy)}",
+        ),
         ("Held-out tasks", report.heldout_tasks),
         ("Steps", report.steps),
         (

@@ -44,6 +44,7 @@ class UnseenTemplates(msgspec.Struct, frozen=True, kw_only=True):
 
     tasks: int
     before: float | None
+    before_greedy: float | None
     after_t1: float | None
     after_greedy: float | None
 
@@ -78,6 +79,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     time: Durations
     heldout_tasks: int
     heldout_before: float | None
+    heldout_before_greedy: float | None
     heldout_after_t1: float | None
     heldout_after_greedy: float | None
     unseen_templates: UnseenTemplates
@@ -163,11 +165,13 @@ def build(
         ),
         heldout_tasks=tasks_of(results, "heldout_after_t1"),
         heldout_before=rate_of(results, "heldout_before"),
+        heldout_before_greedy=rate_of(results, "heldout_before_greedy"),
         heldout_after_t1=rate_of(results, "heldout_after_t1"),
         heldout_after_greedy=rate_of(results, "heldout_after_greedy"),
         unseen_templates=UnseenTemplates(
             tasks=tasks_of(results, "unseen_after_t1"),
             before=rate_of(results, "unseen_before"),
+            before_greedy=rate_of(results, "unseen_before_greedy"),
             after_t1=rate_of(results, "unseen_after_t1"),
             after_greedy=rate_of(results, "unseen_after_greedy"),
         ),

@@ -74,8 +74,9 @@ def print_table(report: "Report", folder: Path) -> None:
     unseen = report.unseen_templates
     rows = [
         ("held-out tasks, temperature 1", f"{show(report.heldout_before)} -> {show(report.heldout_after_t1)}"),
-        ("held-out tasks, greedy, after", show(report.heldout_after_greedy)),
+        ("held-out tasks, greedy", f"{show(report.heldout_before_greedy)} -> {show(report.heldout_after_greedy)}"),
         ("templates without training", f"{show(unseen.before)} -> {show(unseen.after_t1)}"),
+        ("the same, greedy", f"{show(unseen.before_greedy)} -> {show(unseen.after_greedy)}"),
         ("steps, episodes, VM clones", f"{report.steps}, {report.episodes}, {report.vm_clones}"),
         ("staleness, largest / bound", f"{report.staleness_max} / {report.ledger.staleness_bound}"),
         ("sampler against trainer, largest |dlp|", str(report.max_abs_dlp)),

@@ -134,6 +134,7 @@ async def measured(run: Run, wanted: Measurement, policy: PolicyRef) -> int:
         await asyncio.wait({keeper})
     await bus.close()
     line = {
+        "id": result.id,
         "policy": wanted.policy,
         "suite": result.suite,
         "version": result.version,

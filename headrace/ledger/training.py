@@ -85,7 +85,9 @@ def evaluations(config: Config, run: str, when: Literal["before", "after"], vers
         ("heldout", config.tasks.heldout, sizes.heldout_tasks),
         ("unseen", config.tasks.unseen, sizes.unseen_tasks),
     )
-    kinds = (("", 1.0),) if when == "before" else (("_t1", 1.0), ("_greedy", 0.0))
+    kinds: tuple[tuple[str, float], ...] = (("_t1", 1.0), ("_greedy", 0.0))
+    if when == "before":
+        kinds = (("", 1.0), ("_greedy", 0.0)) if sizes.before_greedy else (("", 1.0),)
     for name, suite, tasks in suites:
         for kind, temperature in kinds:
             if tasks > 0:

