@@ -20,6 +20,8 @@ from headrace.registry import PluginError, Registry, plugins
 from headrace.tasks.base import Suite, UnknownSuite
 from headrace.tasks.generated import repositories
 from headrace.tasks.impossible import CanarySuite
+from headrace.tasks.mix import NAME as MIX
+from headrace.tasks.mix import mixed, parts
 from headrace.tasks.trust import Trust
 
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"
@@ -164,12 +166,21 @@ def _impossible(rest: str, root: Path) -> Suite:
     return CanarySuite(open_suite(rest, root))
 
 
+def _mixed(rest: str, root: Path) -> Suite:
+    """``mix/`` and other suites with their weights."""
+    return mixed(rest, root, open_suite)
+
+
 Opener = Callable[[str, Path], Suite]
 """Opens a suite of a source, given the name behind the source's own and the folder of suites. UnknownSuite."""
 
 SUITES: Registry[Opener] = Registry(
     "suites",
-    {"generated": "headrace.tasks.suites:_generated", "canary": "headrace.tasks.suites:_impossible"},
+    {
+        "generated": "headrace.tasks.suites:_generated",
+        "canary": "headrace.tasks.suites:_impossible",
+        MIX: "headrace.tasks.suites:_mixed",
+    },
     needs=("__call__",),
 )
 
@@ -195,7 +206,14 @@ def open_suite(name: str, root: str | Path = "suites") -> Suite:
 
 def suite_plugins(names: Iterable[str]) -> tuple[Plugin, ...]:
     """The sources from outside among these suites. UnknownSuite as in `open_suite`."""
+    single = [name for each in names for name in _single(each.removeprefix(CANARY))]
     try:
-        return plugins((SUITES, [source for name in names if (source := _source(name.removeprefix(CANARY)))]))
+        return plugins((SUITES, [source for name in single if (source := _source(name))]))
     except PluginError as error:
         raise UnknownSuite(str(error)) from None
+
+
+def _single(name: str) -> list[str]:
+    """The suites of a mix; any other suite alone."""
+    source, _, rest = name.partition("/")
+    return [part for part, _ in parts(rest)] if source == MIX else [name]

@@ -1,0 +1,89 @@
+"""`headrace tasks atif`: the trajectories of a run as ATIF 1.7 documents, one a line."""
+
+import argparse
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.cli.arguments import add_run
+from headrace.launch.output import say
+from headrace.launch.runs import RunError
+
+if TYPE_CHECKING:
+    from headrace.bus.connection import Bus
+    from headrace.cli.arguments import Commands
+    from headrace.messages.judging import Score
+    from headrace.tasks.exporting.atif import Decode
+
+
+def add(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("atif", help="write a run's trajectories as ATIF 1.7, one a line")
+    add_run(parser, optional=False)
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl")
+    parser.set_defaults(handler=handle)
+
+
+def handle(args: argparse.Namespace) -> int:
+    """Write the file; 1 when the run has no trajectory any more."""
+    from headrace.launch.session import looped
+
+    return looped(write(args))
+
+
+async def write(args: argparse.Namespace) -> int:
+    """The same on the event loop."""
+    from headrace import __version__
+    from headrace.config import load
+    from headrace.launch import runs
+    from headrace.launch.session import bus_of
+    from headrace.messages.rollout import Trajectory
+    from headrace.messages.subjects import TRAJ
+    from headrace.tasks import UnknownSuite, open_suite
+    from headrace.tasks.exporting.atif import trajectory
+
+    folder = runs.find(args.run)
+    config = load(folder.config)
+    count = 0
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(bus_of(folder, "judge"))
+        decode, scores = await _decoder(bus, folder.id), await _scores(bus, folder.id)
+        file = stack.enter_context(args.file.open("w", encoding="utf-8"))
+        async for received in bus.history("HR_TRAJ", TRAJ.at(run=folder.id, group="any").removesuffix("any") + "*"):
+            made = received.message
+            if not isinstance(made, Trajectory) or made.lane == "production":
+                continue
+            try:
+                task = open_suite(made.task.suite, config.tasks.dir).task(made.task.task)
+            except UnknownSuite as error:
+                raise RunError(str(error)) from None
+            version = f"{made.policy.kind}:{made.policy.name or made.policy.version}"
+            document = trajectory(made, task, decode, scores.get(received.seq), __version__, version)
+            file.write(json.dumps(document, ensure_ascii=False) + "\n")
+            count += 1
+    say(f"{count} trajectories in {args.file}")
+    return 0 if count else 1
+
+
+async def _decoder(bus: "Bus", run: str) -> "Decode":
+    """The run's tokenizer; a run of scripts alone writes plain bytes."""
+    from headrace.bus.payloads import renderer_bundles
+    from headrace.rendering.schemas import tags
+    from headrace.rendering.tokenizer import Tokenizer
+
+    bundle = await renderer_bundles.fetch(bus, run)
+    tokenizer = Tokenizer.train((), 256 + len(tags())) if bundle is None else Tokenizer.parse(bundle.tokenizer_json)
+    return tokenizer.decode
+
+
+async def _scores(bus: "Bus", run: str) -> "dict[int, Score]":
+    """The scores of a run by the sequence of their trajectory."""
+    from headrace.messages.judging import Score
+    from headrace.messages.subjects import SCORE
+
+    scores: dict[int, Score] = {}
+    async for received in bus.history("HR_SCORE", SCORE.where(run=run)):
+        if isinstance(score := received.message, Score):
+            scores[score.trajectory_seq] = score
+    return scores

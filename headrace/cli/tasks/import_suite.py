@@ -1,0 +1,77 @@
+"""`headrace tasks import`: a suite from SWE-bench or SWE-smith rows, Harbor folders or plain JSONL."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.cli.arguments import add_config
+from headrace.launch.output import say
+from headrace.launch.runs import RunError
+
+if TYPE_CHECKING:
+    from headrace.cli.arguments import Commands
+
+FORMATS = ("swebench", "swesmith", "harbor", "jsonl")
+SHOWN = 10
+"""Refusals that are printed by reason; all of them stand in the suite's import.json."""
+
+
+def add(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("import", help="make a suite of tasks that exist elsewhere")
+    parser.add_argument("format", choices=FORMATS)
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="FILE.jsonl, or the folder of Harbor tasks")
+    parser.add_argument("--name", default="", help="suite name; default: the source's")
+    parser.add_argument("--repos", type=Path, metavar="DIR", help="folder of checkouts, for rows that name a commit")
+    parser.add_argument("--template", default="", help="run in this template instead of the task's image")
+    parser.add_argument("--system", type=Path, metavar="FILE", help="instructions to the agent, for every task")
+    parser.add_argument("--tools", default="", metavar="A,B", help="tools that the tasks offer; default: all")
+    add_config(parser)
+    parser.set_defaults(handler=handle)
+
+
+def handle(args: argparse.Namespace) -> int:
+    """Import what is not imported yet; 1 when nothing could be."""
+    from headrace.config import load
+    from headrace.tasks.base import UnknownSuite
+    from headrace.tasks.importing import harbor, jsonl, swebench, swesmith
+    from headrace.tasks.importing.base import ImportOptions, SourceError
+    from headrace.tasks.importing.writing import REPORT, import_suite
+
+    readers = {"swebench": swebench.read, "swesmith": swesmith.read, "harbor": harbor.read, "jsonl": jsonl.read}
+    name = args.name or args.source.resolve().stem
+    if "/" in name or name.startswith("."):
+        raise RunError(f"expected a suite name without a slash, got {name!r}")
+    options = ImportOptions(
+        suite=name,
+        source=args.source,
+        repos=args.repos,
+        template=args.template,
+        system=args.system.read_text(encoding="utf-8").strip() if args.system else "",
+        tools=tuple(tool for tool in args.tools.split(",") if tool),
+    )
+    _check_tools(options.tools)
+    folder = Path(load(args.config, args.set).tasks.dir) / name
+    try:
+        report = import_suite(name, folder, f"{args.format} {args.source}", readers[args.format](options))
+    except (SourceError, UnknownSuite) as error:
+        raise RunError(str(error)) from None
+    for refusal in report.refused[:SHOWN]:
+        say(f"refused {refusal.id}: {refusal.reason}")
+    if len(report.refused) > SHOWN:
+        say(f"{len(report.refused) - SHOWN} more were refused")
+    for note, count in sorted(report.notes.items()):
+        say(f"{count} of {report.tasks} tasks: {note}")
+    trust = "; verdicts are read from logs, so training needs [tasks] train_on_logs" if report.trust == "log" else ""
+    say(f"{report.tasks} tasks ({report.made} new), {len(report.refused)} refused in {folder} ({REPORT}){trust}")
+    return 0 if report.tasks else 1
+
+
+def _check_tools(names: tuple[str, ...]) -> None:
+    from headrace.harness.tools.registry import schemas_of
+    from headrace.registry import PluginError
+
+    try:
+        schemas_of(names)
+    except PluginError as error:
+        raise RunError(f"--tools: {error}") from None

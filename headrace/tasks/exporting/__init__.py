@@ -1,0 +1,1 @@
+"""headrace's tasks and trajectories in the formats of others: Harbor folders, ATIF."""

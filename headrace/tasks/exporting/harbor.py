@@ -1,0 +1,128 @@
+"""A suite as Harbor task folders (schema 1.4): instruction, environment, tests, known solution.
+
+Every Python task becomes a Dockerfile over `IMAGE` with the repository copied in. The tests run by pytest with the
+expected names as arguments, so that a missing test fails; known-failing tests of the same files do not count.
+"""
+
+import json
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from headrace.messages.tasks import Oracle, Task
+from headrace.tasks.base import Suite
+
+IMAGE = "python:3.11-slim"
+WORKDIR = "/app"
+SCHEMA = "1.4"
+
+
+class Exported(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of an export."""
+
+    tasks: int
+    refused: dict[str, str]
+    """Task id to the reason."""
+
+
+class ExportRefused(Exception):
+    """A task has no form in the other format; the text says why."""
+
+
+def export(suite: Suite, ids: Iterable[str], folder: Path, organisation: str = "headrace") -> Exported:
+    """Write tasks of a suite as folders. Tasks that Harbor cannot hold are named in the result."""
+    count, refused = 0, dict[str, str]()
+    for id in ids:
+        try:
+            files = folder_of(suite.task(id), suite.oracle(id), organisation)
+        except ExportRefused as error:
+            refused[id] = str(error)
+            continue
+        for path, data in files.items():
+            place = folder / id / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(data)
+        count += 1
+    return Exported(tasks=count, refused=refused)
+
+
+def folder_of(task: Task, oracle: Oracle, organisation: str = "headrace") -> dict[str, bytes]:
+    """The files of one Harbor folder. ExportRefused."""
+    if not task.sandbox:
+        raise ExportRefused("a task without a sandbox has no environment")
+    if oracle.grading.trust == "log" or oracle.grading.parser:
+        raise ExportRefused("a log that headrace parses has no place in a Harbor verifier")
+    tests = {f"tests/files/{path}": data for path, data in oracle.hidden.items()}
+    tests["tests/test.sh"] = _script(oracle).encode()
+    solution = {f"solution/files/{path}": data for path, data in oracle.solution.items()}
+    solution["solution/solve.sh"] = _solve(oracle).encode()
+    environment = {f"environment/repository/{path}": data for path, data in task.files.items()}
+    environment["environment/Dockerfile"] = _dockerfile(task).encode()
+    text = {"instruction.md": _instruction(task).encode(), "task.toml": _toml(task, oracle, organisation).encode()}
+    return text | environment | tests | solution
+
+
+def _instruction(task: Task) -> str:
+    system = f"{task.system}\n\n" if task.system else ""
+    return f"{system}{task.prompt}\n\nThe repository is in {WORKDIR}.\n"
+
+
+def _dockerfile(task: Task) -> str:
+    image = task.image or IMAGE
+    install = "" if task.image else "RUN pip install --no-cache-dir pytest==9.0.2\n"
+    copy = f"COPY repository/ {WORKDIR}/\n" if task.files else ""
+    return f"FROM {image}\n{install}WORKDIR {task.repository or WORKDIR}\n{copy}"
+
+
+def _toml(task: Task, oracle: Oracle, organisation: str) -> str:
+    name = "".join(char if char.isalnum() or char in "._-" else "-" for char in task.ref.task).strip(".-_") or "task"
+    quoted = json.dumps
+    hosts = sorted({address.rpartition(":")[0] for address in task.network})
+    network = f'network_mode = "allowlist"\nallowed_hosts = {quoted(hosts)}' if hosts else 'network_mode = "no-network"'
+    return f"""schema_version = "{SCHEMA}"
+artifacts = []
+
+[task]
+name = {quoted(f"{organisation}/{name}")}
+description = {quoted(task.prompt[:200])}
+
+[metadata]
+suite = {quoted(task.ref.suite)}
+category = {quoted(task.family)}
+
+[verifier]
+timeout_sec = {max(60.0, 4 * oracle.tests.timeout_s)}
+
+[agent]
+timeout_sec = 600.0
+
+[environment]
+{network}
+workdir = {quoted(task.repository or WORKDIR)}
+"""
+
+
+def _script(oracle: Oracle) -> str:
+    """The verifier: the host's files, the tests, the reward."""
+    plan, grading = oracle.tests, oracle.grading
+    copy = 'cp -r /tests/files/. "$PWD"/\n' if oracle.hidden else ""
+    if plan.kind == "command":
+        command = shlex.join(plan.argv)
+        if grading.kind == "reward_file":
+            ending = f"mkdir -p /logs/verifier\ncp {shlex.quote(grading.file)} /logs/verifier/reward.txt\n"
+            return f"#!/bin/bash\nexport PYTHONPATH=$PWD\n{copy}{command}\n{ending}"
+    else:
+        named = [*oracle.expected, *grading.pass_to_pass] if grading.kind in ("exact", "f2p_p2p") else plan.paths
+        command = shlex.join(["python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", *named])
+    return (
+        f"#!/bin/bash\nexport PYTHONPATH=$PWD\n{copy}mkdir -p /logs/verifier\n"
+        f"if {command}; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi\n"
+    )
+
+
+def _solve(oracle: Oracle) -> str:
+    copy = 'cp -r /solution/files/. "$PWD"/\n' if oracle.solution else ""
+    gone = f"rm -f -- {shlex.join(oracle.removed)}\n" if oracle.removed else ""
+    return f"#!/bin/bash\n{copy}{gone}{oracle.script}\n"

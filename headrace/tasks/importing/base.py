@@ -1,0 +1,153 @@
+"""An importer: entries of a source one after another, each with a function that makes its task or refuses it."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.messages.tasks import Oracle, Task, TaskRef
+
+LARGEST_TREE = 32 << 20
+"""Bytes of a repository that travels with its task; a larger one belongs into an image."""
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
+
+
+class ImportRefused(Exception):
+    """One entry makes no task; the text says why, and what would help."""
+
+
+class SourceError(Exception):
+    """The source cannot be read at all; one sentence says why."""
+
+
+class Made(msgspec.Struct, frozen=True, kw_only=True):
+    """A task from outside, and what its import left out."""
+
+    task: Task
+    oracle: Oracle
+    notes: tuple[str, ...] = ()
+    """Wishes of the source that the task does not fulfil."""
+
+
+class Entry(NamedTuple):
+    """One task of a source."""
+
+    id: str
+    digest: str
+    """Of all that the task is made of: an entry that was imported before under the same digest is not made again."""
+    make: Callable[[], Made]
+    """ImportRefused says why not."""
+
+
+class ImportOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings that the command line adds to a source."""
+
+    suite: str
+    source: Path
+    repos: Path | None = None
+    """Folder of checkouts, for rows that name a repository and a commit."""
+    template: str = ""
+    """Run without the task's image, in this template; needs the files beside the row."""
+    system: str = ""
+    tools: tuple[str, ...] = ()
+
+    def ref(self, id: str) -> TaskRef:
+        """The task's name in the suite."""
+        return TaskRef(self.suite, id)
+
+
+Read = Callable[[ImportOptions], Iterator[Entry]]
+"""Reads a source as a stream. SourceError."""
+
+
+def clean_id(text: str) -> str:
+    """An id that is a file's name too. ImportRefused when nothing is left of it."""
+    id = re.sub(r"[^A-Za-z0-9._-]+", "_", text.replace("/", "__")).lstrip("._-")[:120]
+    if not _ID.fullmatch(id):
+        raise ImportRefused(f"expected an id with letters or digits, got {text!r}")
+    return id
+
+
+def rows(path: Path) -> Iterator[tuple[int, bytes, Any]]:
+    """The rows of a JSONL file (or of one JSON list): number from 1, bytes, and the value; an unreadable row is a
+    ValueError in place of its value. SourceError."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(1)
+            file.seek(0)
+            if head == b"[":
+                for number, row in enumerate(json.load(file), 1):
+                    yield number, json.dumps(row, sort_keys=True).encode(), row
+                return
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        yield number, line, json.loads(line)
+                    except ValueError as error:
+                        yield number, line, error
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} cannot be read: {error}") from None
+
+
+def digest(*parts: bytes) -> str:
+    """Of the parts of an entry."""
+    hash = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        hash.update(len(part).to_bytes(8, "little") + part)
+    return hash.hexdigest()
+
+
+def text_of(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    """A string of a row. ImportRefused when it is missing and has no default, or is something else."""
+    value = row.get(key)
+    if value is None:
+        if default is None:
+            raise ImportRefused(f"the row has no {key}")
+        return default
+    if not isinstance(value, str):
+        raise ImportRefused(f"{key}: expected a string, got {type(value).__name__}")
+    return value
+
+
+def names_of(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """A list of strings of a row, also written as JSON in a string. ImportRefused."""
+    value = row.get(key, [])
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "[]")
+        except ValueError:
+            raise ImportRefused(f"{key}: expected a JSON list of test names") from None
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ImportRefused(f"{key}: expected a list of test names")
+    return tuple(dict.fromkeys(value))
+
+
+def row_entries(options: ImportOptions, id_key: str, make: Callable[[dict[str, Any], str], Made]) -> Iterator[Entry]:
+    """The entries of a JSONL file. make: a row and its id in, a task out."""
+    for number, data, row in rows(options.source):
+        named = row.get(id_key) if isinstance(row, dict) else None
+        try:
+            id = clean_id(str(named)) if named is not None else f"{number:06d}"
+        except ImportRefused:
+            id = f"{number:06d}"
+        key = digest(data, msgspec.json.encode(_settings(options)))
+        yield Entry(id, key, _maker(row, id, make))
+
+
+def _settings(options: ImportOptions) -> tuple[str, ...]:
+    return (options.template, options.system, *options.tools, str(options.repos or ""))
+
+
+def _maker(row: Any, id: str, make: Callable[[dict[str, Any], str], Made]) -> Callable[[], Made]:
+    def made() -> Made:
+        if isinstance(row, ValueError):
+            raise ImportRefused(f"the row is not JSON: {row}")
+        if not isinstance(row, dict):
+            raise ImportRefused(f"expected a row that is an object, got {type(row).__name__}")
+        return make(row, id)
+
+    return made

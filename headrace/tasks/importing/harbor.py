@@ -1,0 +1,247 @@
+"""Harbor task folders (task.toml 1.0 to 1.4): instruction, environment, tests, known solution.
+
+The verifier runs in the judge's fresh sandbox and its reward file decides. Harbor mounts tests at /tests and expects
+the reward under /logs/verifier. In an image the script does the same; in a template (``--template``) these folders and
+the work folder lie in the workspace, and the scripts' text is changed to say so, which the report notes.
+
+A separate verifier gets the declared artifacts and the tests, without the rest of the agent's workspace. Tasks with
+steps, several services, GPUs or tools behind MCP are refused by name.
+"""
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from headrace.messages.tasks import HOST_FOLDER, Grading, Oracle, Task, TestPlan
+from headrace.tasks.importing import trees
+from headrace.tasks.importing.base import Entry, ImportOptions, ImportRefused, Made, SourceError, clean_id, digest
+
+VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
+TESTS, LOGS, VERIFY = f"{HOST_FOLDER}tests/", f"{HOST_FOLDER}logs/verifier/", f"{HOST_FOLDER}verify.sh"
+_COPY = re.compile(r"^\s*(?:COPY|ADD)\s+(?!--from)(?:--\S+\s+)*(\S+)\s+(\S+)\s*$", re.IGNORECASE | re.MULTILINE)
+_WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)\s*$", re.IGNORECASE | re.MULTILINE)
+_FROM = re.compile(r"^\s*FROM\s+(?:--\S+\s+)*(\S+)", re.IGNORECASE | re.MULTILINE)
+_MISSING = {"gpus": "GPU", "tpu": "TPU", "mcp_servers": "tools behind MCP", "healthcheck": "health check"}
+_SERVICES = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
+
+
+def read(options: ImportOptions) -> Iterator[Entry]:
+    """The task folders in a folder, or the folder itself. SourceError when there is none."""
+    root = options.source
+    folders = [root] if (root / "task.toml").exists() else sorted(path.parent for path in root.glob("*/task.toml"))
+    if not folders:
+        raise SourceError(f"{root} has no task.toml, and no folder in it has one; expected Harbor tasks")
+    for folder in folders:
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        parts = [part for path in files for part in (path.relative_to(folder).as_posix().encode(), path.read_bytes())]
+        settings = json.dumps([options.template, options.system, *options.tools]).encode()
+        yield Entry(clean_id(folder.resolve().name), digest(settings, *parts), _maker(folder, options))
+
+
+def _maker(folder: Path, options: ImportOptions) -> Any:
+    return lambda: _made(folder, options)
+
+
+def _made(folder: Path, options: ImportOptions) -> Made:
+    config = _config(folder)
+    environment, verifier = _table(config, "environment"), _table(config, "verifier")
+    notes = _refuse(folder, config, environment, verifier)
+    instruction = folder / "instruction.md"
+    if not instruction.exists() or not (folder / "tests" / "test.sh").exists():
+        raise ImportRefused("expected instruction.md and tests/test.sh")
+    dockerfile = folder / "environment" / "Dockerfile"
+    docker = dockerfile.read_text() if dockerfile.exists() else ""
+    workdirs = _WORKDIR.findall(docker)
+    workdir = str(environment.get("workdir") or (workdirs[-1] if workdirs else "/app"))
+    separate = verifier.get("environment_mode", "separate" if "environment" in verifier else "shared") == "separate"
+    if separate and "environment" in verifier and not options.template:
+        raise ImportRefused("the separate verifier has an image of its own, and a task here has one image")
+    where, files = _place(folder, environment, docker, workdir, options)
+    mapped = bool(options.template)
+    tests = {f"{TESTS}{path}": data for path, data in trees.read(folder / "tests").items()}
+    hidden = tests | {VERIFY: _verify(workdir, mapped, _variables(verifier)).encode()}
+    timeout = float(verifier.get("timeout_sec", 600.0))
+    solve = folder / "solution" / "solve.sh"
+    ref = options.ref(clean_id(folder.resolve().name))
+    reward = f"{LOGS}reward"
+    oracle = Oracle(
+        ref=ref,
+        hidden=hidden,
+        tests=TestPlan(kind="command", argv=("bash", VERIFY), timeout_s=timeout),
+        expected=(),
+        solution={},
+        script=_moved(solve.read_text(), workdir) if mapped and solve.exists() else _text(solve),
+        grading=Grading(kind="reward_file", file=reward),
+        separate=separate,
+    )
+    metadata = _table(config, "metadata")
+    task = Task(
+        ref=ref,
+        family=f"harbor:{metadata.get('category', 'task')}",
+        prompt=_moved(instruction.read_text(), workdir) if mapped else instruction.read_text(),
+        files=files,
+        allowed=_artifacts(config, workdir) if separate else ("**",),
+        tests=TestPlan(kind="command", argv=("true",)),
+        network=_hosts(environment),
+        system=options.system,
+        tools=options.tools,
+        **where,
+    )
+    if mapped:
+        notes.append(f"paths {workdir}, /tests and /logs moved into the workspace")
+    return Made(task=task, oracle=oracle, notes=tuple(notes))
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = tomllib.loads((folder / "task.toml").read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ImportRefused(f"task.toml: {error}") from None
+    version = str(config.get("schema_version", config.get("version", "1.0")))
+    if version not in VERSIONS:
+        raise ImportRefused(f"task.toml has schema {version}; expected one of {', '.join(VERSIONS)}")
+    return config
+
+
+def _table(config: dict[str, Any], key: str) -> dict[str, Any]:
+    table = config.get(key, {})
+    if not isinstance(table, dict):
+        raise ImportRefused(f"task.toml: expected a table [{key}]")
+    return table
+
+
+def _refuse(folder: Path, config: dict[str, Any], environment: dict[str, Any], verifier: dict[str, Any]) -> list[str]:
+    """Wishes that are left out of this task. ImportRefused for what cannot be."""
+    if config.get("steps"):
+        raise ImportRefused(f"the task has {len(config['steps'])} steps; a task here has one instruction")
+    if services := next((name for name in _SERVICES if (folder / "environment" / name).exists()), ""):
+        raise ImportRefused(f"environment/{services}: a task here has one machine")
+    for key, what in _MISSING.items():
+        if environment.get(key):
+            raise ImportRefused(f"environment.{key}: sandboxes here have no {what}")
+    if str(environment.get("os", "linux")).lower() != "linux":
+        raise ImportRefused(f"environment.os = {environment['os']}: sandboxes here run Linux")
+    if verifier.get("collect"):
+        raise ImportRefused("verifier.collect: commands between agent and verifier do not run here")
+    asked = [
+        f"environment.{key}" for key in ("cpus", "memory_mb", "storage_mb", "memory", "storage") if key in environment
+    ]
+    asked += [f"{table}.user" for table in ("agent", "verifier") if _table(config, table).get("user")]
+    if _public(environment):
+        asked.append("public network: only listed hosts can be reached")
+    return asked
+
+
+def _public(environment: dict[str, Any]) -> bool:
+    if "network_mode" in environment:
+        return bool(environment["network_mode"] == "public")
+    return bool(environment.get("allow_internet", True))
+
+
+def _hosts(environment: dict[str, Any]) -> tuple[str, ...]:
+    """The listed hosts, at the ports of HTTP."""
+    hosts = environment.get("allowed_hosts") or []
+    return tuple(f"{host}:{port}" for host in hosts for port in (80, 443))
+
+
+def _place(
+    folder: Path, environment: dict[str, Any], docker: str, workdir: str, options: ImportOptions
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Where the task runs, and the files that travel with it. ImportRefused when it can run nowhere."""
+    image = str(environment.get("docker_image") or "")
+    if options.template:
+        return {"template": options.template}, _copied(folder / "environment", docker, workdir)
+    if image:
+        return {"image": image, "repository": workdir}, {}
+    if not docker:
+        raise ImportRefused("the task names no docker_image and has no environment/Dockerfile")
+    instructions = {line.split()[0].upper() for line in docker.splitlines() if line.strip() and line.strip()[0] != "#"}
+    base = _FROM.search(docker)
+    if base and instructions <= {"FROM", "WORKDIR", "COPY", "ADD", "ENV", "LABEL"}:
+        return {"image": base[1], "repository": workdir}, _copied(folder / "environment", docker, workdir)
+    raise ImportRefused(
+        "environment/Dockerfile runs commands: build it (`headrace images build`), name the image as "
+        "environment.docker_image, or import with --template"
+    )
+
+
+def _copied(context: Path, docker: str, workdir: str) -> dict[str, bytes]:
+    """The files that a Dockerfile copies into its work folder."""
+    files: dict[str, bytes] = {}
+    for source, target in _COPY.findall(docker):
+        place = target if target.startswith("/") else f"{workdir}/{target}"
+        place = re.sub(r"/(?:\./)+|/\.$|//+", "/", place + ("/" if target in (".", "./") else ""))
+        if place.rstrip("/") != workdir.rstrip("/") and not place.startswith(f"{workdir.rstrip('/')}/"):
+            raise ImportRefused(f"environment/Dockerfile copies to {target}, outside of {workdir}")
+        inner = place[len(workdir.rstrip("/")) + 1 :]
+        path = context / source.lstrip("/")
+        if path.is_dir():
+            prefix = f"{inner.rstrip('/')}/" if inner.rstrip("/") else ""
+            files |= {
+                f"{prefix}{name}": data
+                for name, data in trees.read(path).items()
+                if name not in ("Dockerfile", ".dockerignore")
+            }
+        elif path.is_file():
+            name = f"{inner}{path.name}" if not inner or inner.endswith("/") else inner
+            files[name] = path.read_bytes()
+        else:
+            raise ImportRefused(f"environment/Dockerfile copies {source}, which is not there")
+    return files
+
+
+def _artifacts(config: dict[str, Any], workdir: str) -> tuple[str, ...]:
+    """Globs of the files that a separate verifier gets. ImportRefused without any."""
+    globs: list[str] = []
+    for entry in config.get("artifacts", []):
+        source = entry["source"] if isinstance(entry, dict) else str(entry)
+        inner = source.removeprefix(workdir.rstrip("/") + "/")
+        if inner.startswith("/"):
+            raise ImportRefused(f"the artifact {source} lies outside of {workdir}")
+        globs += [inner, f"{inner.rstrip('/')}/**"]
+    if not globs:
+        raise ImportRefused("the verifier is separate and the task declares no artifacts, so it would see nothing")
+    return tuple(globs)
+
+
+def _variables(verifier: dict[str, Any]) -> str:
+    """Exports of the verifier's variables. ImportRefused for one that the host has to fill in."""
+    lines = []
+    for name, value in verifier.get("env", {}).items():
+        if "${" in str(value):
+            raise ImportRefused(f"verifier.env.{name} is filled in from the host's environment")
+        lines.append(f"export {name}={shlex.quote(str(value))}\n")
+    return "".join(lines)
+
+
+def _moved(text: str, workdir: str) -> str:
+    """A text whose paths lie in the workspace, which is the current folder."""
+    text = re.sub(rf"(?<![\w./-]){re.escape(workdir.rstrip('/'))}/(?=\w)", "", text)
+    return re.sub(rf"(?<![\w./-]){re.escape(workdir.rstrip('/'))}(?![\w/-])", ".", text)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _verify(workdir: str, mapped: bool, variables: str) -> str:
+    """The script that runs the verifier and leaves its reward, as text or JSON, at one path."""
+    reward = f"{LOGS}reward"
+    take = f"cat {{logs}}/reward.json > {reward} 2>/dev/null || cat {{logs}}/reward.txt > {reward} || rm -f {reward}\n"
+    head = f"#!/bin/bash\nroot=$PWD\nrm -rf {HOST_FOLDER}logs\nmkdir -p {LOGS}\n{variables}"
+    if not mapped:
+        inside = "mkdir -p /logs/verifier /tests\nrm -f /logs/verifier/reward.*\n"
+        inside += f'cp -r {TESTS}. /tests/\nbash /tests/test.sh\ncd "$root"\n'
+        return head + inside + take.format(logs="/logs/verifier")
+    # Longest first: the tests' own folder may lie below the work folder.
+    moves = [(r"/logs/verifier", f"$root/{LOGS.rstrip('/')}"), (r"/tests", f"$root/{TESTS.rstrip('/')}")]
+    moves = [*moves, (re.escape(workdir.rstrip("/")), "$root")]
+    edits = " ".join(
+        f'-e "s#\\(^\\|[^A-Za-z0-9_./-]\\){old}\\($\\|[^A-Za-z0-9_-]\\)#\\1{new}\\2#g"' for old, new in moves
+    )
+    inside = f'find {TESTS} -type f -exec sed -i {edits} {{}} +\nbash {TESTS}test.sh\ncd "$root"\n'
+    return head + inside + take.format(logs=LOGS.rstrip("/"))

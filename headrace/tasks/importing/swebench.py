@@ -1,0 +1,222 @@
+"""SWE-bench rows: the old shape (repository, commit, patches, test names) and that of 5.x (image, parser, script).
+
+With a checkout of the repository (``--repos``) the files travel with the task, the test patch becomes hidden files, and
+where the project's tests are pytest's the sandbox itself reports them. Without one the task names the row's image, and
+a script applies the test patch inside and writes a log, which has ``trust = "log"``.
+"""
+
+import base64
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from headrace.messages.tasks import HOST_FOLDER, Grading, Oracle, Task, TestPlan
+from headrace.tasks.importing import trees
+from headrace.tasks.importing.base import (
+    Entry,
+    ImportOptions,
+    ImportRefused,
+    Made,
+    names_of,
+    row_entries,
+    text_of,
+)
+
+TIMEOUT_S = 1800.0
+SCRIPT, PATCH, LOG = f"{HOST_FOLDER}eval.sh", f"{HOST_FOLDER}test.patch", f"{HOST_FOLDER}test.log"
+FOLDER = "/testbed"
+_PYTEST = "python -m pytest -rA -p no:cacheprovider"
+RUNNERS: dict[str, tuple[str, str]] = {
+    "astropy/astropy": ("pytest_spaces", f"{_PYTEST} -vv -o console_output_style=classic --tb=no"),
+    "django/django": ("django", "./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1"),
+    "matplotlib/matplotlib": ("matplotlib", _PYTEST),
+    "mwaskom/seaborn": ("seaborn", "python -m pytest --no-header -rA"),
+    "psf/requests": ("pytest_options", _PYTEST),
+    "pydicom/pydicom": ("pytest_options", _PYTEST),
+    "pylint-dev/pylint": ("pytest_options", _PYTEST),
+    "scikit-learn/scikit-learn": ("pytest_spaces", f"{_PYTEST} -n0 --show-capture=no -W ignore"),
+    "sphinx-doc/sphinx": ("pytest_spaces", "tox --current-env -epy39 -v --"),
+    "sympy/sympy": ("sympy", "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning' bin/test -C --verbose"),
+}
+"""Parser and test command of a repository; every other one is tested by pytest. Old rows carry neither."""
+PARSERS = {
+    "parse_log_pytest": "pytest",
+    "parse_log_pytest_options": "pytest_options",
+    "parse_log_pytest_v2": "pytest_spaces",
+    "parse_log_matplotlib": "matplotlib",
+    "parse_log_seaborn": "seaborn",
+    "parse_log_django": "django",
+    "parse_log_sympy": "sympy",
+    "parse_log_gotest": "go",
+    "parse_log_cargo": "cargo",
+    "parse_log_jest": "jest",
+    "parse_log_tap": "tap",
+    "parse_log_astropy": "pytest_spaces",
+    "parse_log_scikit": "pytest_spaces",
+    "parse_log_sphinx": "pytest_spaces",
+    "parse_log_requests": "pytest_options",
+    "parse_log_pydicom": "pytest_options",
+    "parse_log_pylint": "pytest_options",
+} | dict.fromkeys(
+    (f"parse_log_{name}" for name in "astroid flask marshmallow pvlib pyvista sqlfluff xarray".split()), "pytest"
+)
+"""Parsers of swebench 5.x by their names in a row."""
+
+
+def read(options: ImportOptions) -> Iterator[Entry]:
+    """The rows of a JSONL file."""
+
+    def make(row: dict[str, Any], id: str) -> Made:
+        return _made(row, id, options)
+
+    return row_entries(options, "instance_id", make)
+
+
+def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:
+    to_pass, to_keep = names_of(row, "FAIL_TO_PASS"), names_of(row, "PASS_TO_PASS")
+    if not to_pass:
+        raise ImportRefused("FAIL_TO_PASS is empty: no test tells a fix from none")
+    if text_of(row, "eval_type", "pass_and_fail") != "pass_and_fail":
+        raise ImportRefused("eval_type is fail_only: a test that never ran would count as passed")
+    if row.get("image_assets") not in (None, {}, "{}", ""):
+        raise ImportRefused("image_assets: the row's tests compare with files that are only on the network")
+    repo, commit = text_of(row, "repo"), text_of(row, "base_commit")
+    parser, command = RUNNERS.get(repo, ("pytest", _PYTEST))
+    if "log_parser" in row:
+        named = text_of(row, "log_parser")
+        if named not in PARSERS:
+            raise ImportRefused(f"log_parser: headrace has no parser {named}")
+        parser = PARSERS[named]
+    name = repo.replace("/", "__")
+    files = trees.find(options.repos, (id, f"{name}@{commit}", name, repo.rpartition("/")[2]), commit)
+    grading = Grading(kind="f2p_p2p", pass_to_pass=to_keep)
+    parts = _Parts(row, id, options, repo, to_pass, grading)
+    if files is not None:
+        return _with_files(parts, files, parser, command)
+    if options.template:
+        raise ImportRefused(
+            f"--template {options.template} needs the repository: put a checkout of {repo} into --repos"
+        )
+    return _with_image(parts, parser, command)
+
+
+class _Parts:
+    """The fields of a row that both ways use."""
+
+    def __init__(
+        self,
+        row: dict[str, Any],
+        id: str,
+        options: ImportOptions,
+        repo: str,
+        to_pass: tuple[str, ...],
+        grading: Grading,
+    ) -> None:
+        self.id, self.options, self.repo, self.to_pass, self.grading = id, options, repo, to_pass, grading
+        self.prompt = text_of(row, "problem_statement")
+        self.patch, self.test_patch = text_of(row, "patch"), text_of(row, "test_patch")
+        self.script = text_of(row, "eval_script", "")
+        self.commit = text_of(row, "base_commit")
+        self.image = text_of(row, "image", "") or text_of(row, "image_name", "") or text_of(row, "docker_image", "")
+
+    def task(self, plan: TestPlan, files: dict[str, bytes], trust: Any, **where: Any) -> Task:
+        """The agent's side."""
+        return Task(
+            ref=self.options.ref(self.id),
+            family=f"swebench:{self.repo}",
+            prompt=self.prompt,
+            files=files,
+            allowed=("**",),
+            tests=plan,
+            system=self.options.system,
+            tools=self.options.tools,
+            trust=trust,
+            **where,
+        )
+
+
+def _with_files(parts: _Parts, files: dict[str, bytes], parser: str, command: str) -> Made:
+    """The repository beside the task; the agent sees the tests as they were before the test patch."""
+    tests = trees.apply(files, parts.test_patch, "test_patch")
+    gold = trees.apply(files, parts.patch, "patch")
+    notes: tuple[str, ...] = ()
+    named = sorted({name.partition("::")[0] for name in (*parts.to_pass, *parts.grading.pass_to_pass)})
+    whole = trees.with_changes(files, tests)
+    if parser.startswith("pytest") and all("::" in name for name in parts.to_pass) and whole.keys() >= set(named):
+        plan, grading = TestPlan(kind="pytest", paths=tuple(named), timeout_s=TIMEOUT_S), parts.grading
+        # A test module that the candidate changes is replaced by the host's.
+        hidden = {path: whole[path] for path in named} | tests.changed
+    else:
+        runs = _tested(tests.changed, parser)
+        script = f'#!/bin/bash\n{command} {shlex.join(runs)}\necho ">>>>> Test Exit Code: $?"\n'
+        plan, grading = _command(), _logged(parts.grading, parser)
+        hidden = tests.changed | {SCRIPT: script.encode()}
+        notes = ("tests run by a command whose log is parsed",)
+    visible = TestPlan(kind="pytest", paths=tuple(path for path in named if path in files), timeout_s=120.0)
+    oracle = Oracle(
+        ref=parts.options.ref(parts.id),
+        hidden=hidden,
+        tests=plan,
+        expected=parts.to_pass,
+        solution=gold.changed,
+        removed=gold.removed,
+        grading=grading,
+    )
+    task = parts.task(visible, files, grading.trust, template=parts.options.template or "debian")
+    return Made(task=task, oracle=oracle, notes=notes)
+
+
+def _with_image(parts: _Parts, parser: str, command: str) -> Made:
+    """The repository in the row's image; a script applies the test patch there and writes the log."""
+    key = parts.id.lower().replace("__", "_1776_")
+    image = parts.image or f"docker.io/swebench/sweb.eval.x86_64.{key}:latest"
+    script = parts.script or _script(parts, parser, command)
+    grading = _logged(parts.grading, parser)
+    data = base64.b64encode(parts.patch.encode()).decode()
+    oracle = Oracle(
+        ref=parts.options.ref(parts.id),
+        hidden={SCRIPT: script.encode(), PATCH: parts.test_patch.encode()},
+        tests=_command(),
+        expected=parts.to_pass,
+        solution={},
+        script=f"echo {data} | base64 -d | git apply -",
+        grading=grading,
+    )
+    visible = TestPlan(kind="command", argv=("sh", "-c", command), timeout_s=120.0)
+    return Made(task=parts.task(visible, {}, grading.trust, image=image, repository=FOLDER), oracle=oracle)
+
+
+def _command() -> TestPlan:
+    return TestPlan(kind="command", argv=("sh", "-c", f"bash {SCRIPT} > {LOG} 2>&1"), timeout_s=TIMEOUT_S)
+
+
+def _logged(grading: Grading, parser: str) -> Grading:
+    return Grading(kind="f2p_p2p", pass_to_pass=grading.pass_to_pass, parser=parser, file=LOG, trust="log")
+
+
+def _tested(changed: dict[str, bytes], parser: str) -> list[str]:
+    """Arguments of the test command: Django's runner takes module names."""
+    paths = [path for path in sorted(changed) if path.endswith(".py")]
+    if parser == "django":
+        return [path.removeprefix("tests/").removesuffix(".py").replace("/", ".") for path in paths]
+    return paths
+
+
+def _script(parts: _Parts, parser: str, command: str) -> str:
+    """The test script of an old row, in the environment that SWE-bench's images have."""
+    paths = trees.paths_of(parts.test_patch)
+    quoted = shlex.join(paths)
+    tested = shlex.join(_tested(dict.fromkeys(paths, b""), parser))
+    return f"""#!/bin/bash
+set -uxo pipefail
+[ -f /opt/miniconda3/bin/activate ] && source /opt/miniconda3/bin/activate && conda activate testbed
+git config --global --add safe.directory {FOLDER}
+cd {FOLDER}
+for path in {quoted}; do git checkout {shlex.quote(parts.commit)} -- "$path" || rm -f -- "$path"; done
+git apply -v {PATCH} || echo ">>>>> Patch Apply Failed"
+: '>>>>> Start Test Output'
+{command} {tested}
+code=$?
+: '>>>>> End Test Output'
+echo ">>>>> Test Exit Code: $code"
+"""

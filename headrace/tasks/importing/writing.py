@@ -1,0 +1,111 @@
+"""Writing an imported suite: entry after entry, with a journal, so that an import that was cut off goes on.
+
+The index is written last, as with every suite: until then the folder is not one. `import.json` says at the end how many
+tasks there are, which entries were refused and why, and what was left out of the others.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from headrace.tasks.importing.base import Entry, ImportRefused, Made
+from headrace.tasks.suites import write_index, write_task
+from headrace.tasks.trust import Trust
+
+JOURNAL, REPORT = "import.jsonl", "import.json"
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry in the journal."""
+
+    id: str
+    digest: str
+    refused: str = ""
+    notes: tuple[str, ...] = ()
+    trust: Trust = "report"
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An entry that made no task."""
+
+    id: str
+    reason: str
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of an import."""
+
+    suite: str
+    source: str
+    tasks: int
+    made: int
+    """Tasks that this call made; the others were made before it was cut off."""
+    refused: tuple[Refusal, ...]
+    notes: dict[str, int]
+    """Wishes that were left out, with the number of tasks that asked for it."""
+    trust: Trust
+
+
+def import_suite(
+    name: str, folder: Path, source: str, entries: Iterable[Entry], say: Callable[[str], None] = lambda text: None
+) -> Report:
+    """Import every entry that is not in the journal yet, and write index and report. SourceError of the reader."""
+    folder.mkdir(parents=True, exist_ok=True)
+    known = {line.id: line for line in _read(folder / JOURNAL)}
+    lines: dict[str, Line] = {}
+    twice: list[Refusal] = []
+    made = 0
+    with (folder / JOURNAL).open("ab") as journal:
+        for entry in entries:
+            if entry.id in lines:
+                twice.append(Refusal(entry.id, "an earlier entry has the same id"))
+                continue
+            line = known.get(entry.id)
+            if line is None or line.digest != entry.digest or not _complete(folder, line):
+                line = _import(folder, entry)
+                made += not line.refused
+                journal.write(msgspec.json.encode(line) + b"\n")
+                journal.flush()
+                if line.refused:
+                    say(f"refused {entry.id}: {line.refused}")
+            lines[entry.id] = line
+    tasks = [line for line in lines.values() if not line.refused]
+    trust: Trust = "log" if any(line.trust == "log" for line in tasks) else "report"
+    write_index(name, folder, [line.id for line in tasks], source, trust)
+    report = Report(
+        suite=name,
+        source=source,
+        tasks=len(tasks),
+        made=made,
+        refused=(*(Refusal(line.id, line.refused) for line in lines.values() if line.refused), *twice),
+        notes=dict(Counter(note for line in tasks for note in line.notes)),
+        trust=trust,
+    )
+    (folder / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    return report
+
+
+def _import(folder: Path, entry: Entry) -> Line:
+    try:
+        made: Made = entry.make()
+    except ImportRefused as error:
+        return Line(id=entry.id, digest=entry.digest, refused=str(error))
+    write_task(folder, made.task, made.oracle)
+    return Line(id=entry.id, digest=entry.digest, notes=made.notes, trust=made.oracle.grading.trust)
+
+
+def _complete(folder: Path, line: Line) -> bool:
+    return bool(line.refused) or all((folder / f"{line.id}.{side}").exists() for side in ("task", "oracle"))
+
+
+def _read(path: Path) -> list[Line]:
+    """The lines of a journal; a last line that was cut off is none."""
+    lines = []
+    for data in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            lines.append(msgspec.json.decode(data, type=Line))
+        except msgspec.DecodeError:
+            continue
+    return lines

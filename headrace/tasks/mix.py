@@ -1,0 +1,103 @@
+"""A suite of suites: ``mix/generated/train*3+sums*1`` holds three tasks of the first for each of the second.
+
+The order is a fixed pattern: at every place each suite has had its share, up to one task. A short suite starts again
+while a longer one goes on; the mix ends once every suite was seen whole.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import overload
+
+import msgspec
+
+from headrace.messages.tasks import Oracle, Task, TaskRef
+from headrace.tasks.base import Suite, UnknownSuite
+from headrace.tasks.trust import Trust, trust_of
+
+NAME = "mix"
+_PART = re.compile(r"(?P<name>.+?)(?:\*(?P<weight>[1-9]\d{0,3}))?")
+
+
+def parts(text: str) -> list[tuple[str, int]]:
+    """The suites of a mix with their weights. UnknownSuite where the text is none."""
+    found = []
+    for part in text.split("+"):
+        match = _PART.fullmatch(part.strip())
+        if match is None:
+            raise UnknownSuite(f"expected a mix such as mix/generated/train*3+mine*1, got 'mix/{text}'")
+        found.append((match["name"], int(match["weight"] or 1)))
+    return found
+
+
+class _Ids(Sequence[str]):
+    """Ids ``<suite's number>~<id>`` in the order of the pattern, without making the list."""
+
+    def __init__(self, ids: Sequence[Sequence[str]], weights: Sequence[int]) -> None:
+        self._ids, self._weights = ids, weights
+        self._pattern: list[tuple[int, int]] = []
+        """Of one period: which suite, and how many of its tasks came before in the period."""
+        had = [0] * len(weights)
+        total = sum(weights)
+        for place in range(1, total + 1):
+            behind = max(range(len(weights)), key=lambda n: (weights[n] * place / total - had[n], -n))
+            self._pattern.append((behind, had[behind]))
+            had[behind] += 1
+        self._length = max(-(-len(each) // weight) for each, weight in zip(ids, weights, strict=True)) * total
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[n] for n in range(*index.indices(self._length))]
+        if not -self._length <= index < self._length:
+            raise IndexError(index)
+        period, place = divmod(index % self._length, len(self._pattern))
+        suite, before = self._pattern[place]
+        each = self._ids[suite]
+        return f"{suite}~{each[(period * self._weights[suite] + before) % len(each)]}"
+
+
+class MixedSuite:
+    """The tasks of several suites."""
+
+    def __init__(self, text: str, open_one: Callable[[str], Suite]) -> None:
+        """UnknownSuite when a part is none, or has no tasks."""
+        named = parts(text)
+        self.name = f"{NAME}/{text}"
+        self._suites = [open_one(name) for name, _ in named]
+        empty = next((suite.name for suite in self._suites if not len(suite.ids())), "")
+        if empty:
+            raise UnknownSuite(f"{self.name}: suite {empty} has no tasks")
+        self._ids = _Ids([suite.ids() for suite in self._suites], [weight for _, weight in named])
+        self.trust: Trust = "log" if any(trust_of(suite) == "log" for suite in self._suites) else "report"
+
+    def ids(self) -> Sequence[str]:
+        """By weight."""
+        return self._ids
+
+    def _find(self, id: str) -> tuple[Suite, str]:
+        number, tilde, inner = id.partition("~")
+        if not tilde or not number.isdigit() or int(number) >= len(self._suites):
+            raise UnknownSuite(f"{self.name} has no task {id!r}")
+        return self._suites[int(number)], inner
+
+    def task(self, id: str) -> Task:
+        """The agent's side, under the mix's name."""
+        suite, inner = self._find(id)
+        return msgspec.structs.replace(suite.task(inner), ref=TaskRef(self.name, id))
+
+    def oracle(self, id: str) -> Oracle:
+        """The judge's side."""
+        suite, inner = self._find(id)
+        return msgspec.structs.replace(suite.oracle(inner), ref=TaskRef(self.name, id))
+
+
+def mixed(text: str, root: Path, open_suite: Callable[[str, Path], Suite]) -> MixedSuite:
+    """The mix that a name describes."""
+    return MixedSuite(text, lambda name: open_suite(name, root))
