@@ -31,6 +31,8 @@ from headrace.sandboxes.client import Sandboxes, Superseded
 from headrace.tasks import UnknownSuite, open_suite
 from headrace.tasks.suites import suite_plugins
 
+ACK_WAIT_S = 10.0
+"""After this time the trajectory of a killed judge is delivered to another; a judge at work prolongs it in time."""
 _ONCE = frozenset({"machines_not_checked"})
 """Events about the node rather than about a candidate: one of each is enough."""
 
@@ -61,6 +63,7 @@ class Judge(Actor):
             durable=f"judge-{self.run}",
             filter=TRAJ.at(run=self.run, group="any").removesuffix("any") + "*",
             credit=self.config.judge.credit,
+            ack_wait=ACK_WAIT_S,
         )
 
     async def stop(self) -> None:

@@ -19,8 +19,10 @@ import pytest
 from headrace.bus.broker.server import running
 from headrace.bus.connection import Bus
 from headrace.messages import subjects as s
+from headrace.messages.ledger import SlotIssued
 from headrace.messages.training import StepDone
 from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 DEMO = ROOT / "deploy" / "demo.toml"
@@ -40,7 +42,7 @@ TINY = {
     "production.enabled": False,
     "run.min_free_mb": 64,
 }
-GRACE_S = 60.0
+GRACE_S = PATIENCE_S
 """How long to wait for a process that has been told to end, before the test fails."""
 
 
@@ -172,9 +174,13 @@ async def test_an_interrupted_run_keeps_its_books_and_goes_on(tmp_path: Path) ->
     async with up(tmp_path, **{"curriculum.steps": 500, "run.id": run}) as again:
         await again.line("run r")
         bus = await again.operator()
+        issued = await bus.last_seq("HR_LEDGER")
         async for received in bus.follow("HR_STEP", s.STEP.at(run=run), start=await bus.last_seq("HR_STEP") + 1):
             if isinstance(received.message, StepDone):
                 break
+        async for record in bus.follow("HR_LEDGER", s.LEDGER.where(run=run), start=issued + 1):
+            if isinstance(record.message, SlotIssued):
+                break  # the step returned its credit
         await bus.close()
         family = again.family()
         again.process.kill()

@@ -20,13 +20,15 @@ import pytest
 from headrace.actors.dead_letter import DeadLetter
 from headrace.actors.environment.actor import Environment
 from headrace.actors.gateway import Gateway
+from headrace.actors.rollout.actor import LANES
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.config import Config, Limits, Production, Run
 from headrace.config import Environment as EnvironmentSection
 from headrace.messages.rollout import PolicyRef, RolloutRequest
-from headrace.messages.subjects import DLQ, TASK, token
+from headrace.messages.subjects import DLQ, STREAMS, TASK, token
 from headrace.messages.tasks import TaskRef
+from headrace.vmhost.backends.process import ProcessBackend
 from headrace.vmhost.node import host
 from tests.conftest import Connect
 from tests.support.actors import living
@@ -57,6 +59,24 @@ def children() -> set[int]:
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
     return below - {os.getpid()}
+
+
+async def consumers(admin: Bus) -> dict[bool, set[str]]:
+    """The names of all consumers of all streams: durable ones and ephemeral ones."""
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for stream in STREAMS:
+        reply = msgspec.json.decode(await admin.connection.api(f"CONSUMER.LIST.{stream.name}", {"offset": 0}))
+        assert reply["total"] == len(reply["consumers"]), "one page holds all of them"
+        for consumer in reply["consumers"]:
+            names[bool(consumer["config"].get("durable_name"))].add(f"{stream.name} {consumer['name']}")
+    return names
+
+
+def files(environment: Environment) -> tuple[int, int]:
+    """Open files of this process, and folders of sandboxes."""
+    backend = environment._host._backend
+    assert isinstance(backend, ProcessBackend)
+    return len(os.listdir("/proc/self/fd")), len(os.listdir(backend._folder))
 
 
 class Product:
@@ -157,6 +177,9 @@ async def test_every_request_ends_and_nothing_is_left(
     ):
         gateway.promoted = PolicyRef("scripted", name="oracle")
         product = Product(server, config, run, gateway, operator)
+        durable = (await consumers(admin))[True] | {f"HR_TASK rollout-{run}-{lane}" for lane in LANES}
+        ephemeral = (await consumers(admin))[False]
+        open_files, folders = files(environment)
         async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
             group.create_task(product.kill(kills, total))
             limit = asyncio.Semaphore(16)
@@ -176,8 +199,18 @@ async def test_every_request_ends_and_nothing_is_left(
             await asyncio.sleep(0.05)  # dead letters free the queue
         while len(environment._leases):
             await asyncio.sleep(0.05)  # the last leases of killed actors lapse
+        while files(environment)[1] > folders:
+            await asyncio.sleep(0.05)
+        assert files(environment)[0] <= open_files, "a file stays open"
         kept = await admin.kv("HR_STATE")
         assert await kept.keys(f"{run}.session.>") == []
     letters = [received.message async for received in operator.history("HR_DLQ", DLQ.where())]
-    assert len([letter for letter in letters if letter.subject.startswith(f"hr.task.{run}.")]) == total // 8
+    tasks = [letter.subject for letter in letters if letter.subject.startswith(f"hr.task.{run}.")]
+    ours = Counter(subject.endswith(".none") for subject in tasks)
+    assert ours[True] == total // 8 and ours[False] <= product.ends["failed"], "a dead letter is an answer to its user"
     assert children() <= before, "a process is left"
+    left = await consumers(admin)
+    assert left[True] <= durable, "one durable consumer per actor and lane, however many rollout actors came and went"
+    if kills > 1:  # the broker ends the ephemeral consumers of a killed process after a minute
+        while {name for name in (await consumers(admin))[False] if name not in ephemeral}:
+            await asyncio.sleep(1.0)

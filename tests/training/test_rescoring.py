@@ -1,4 +1,6 @@
+import functools
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,9 +21,15 @@ def models() -> dict[int, Model]:
     return {0: older, 1: newer}
 
 
+@functools.cache
+def played(*spans: int) -> Any:
+    """Manifest, trajectories and scores of one batch: records, which no test changes."""
+    return batch(models(), 1, list(spans))
+
+
 def rescore(models: dict[int, Model], data: Batch, sample: int, seed: int) -> Rescored:
     """As the trainer measures its batches."""
-    _, trajectories, _ = batch(globals()["models"](), 1, [0, 0, 1, 1])
+    _, trajectories, _ = played(0, 0, 1, 1)
     return measure(models, data, trajectories.values(), sample, seed, "f").rescored
 
 
@@ -31,7 +39,7 @@ def difference(models: dict[int, Model], segment: Segment) -> float:
 
 
 def made(spans: list[int]) -> Batch:
-    manifest, trajectories, scores = batch(models(), 1, spans)
+    manifest, trajectories, scores = played(*spans)
     return build(manifest.groups, trajectories, scores)
 
 
@@ -64,9 +72,10 @@ def test_the_sample_follows_the_seed() -> None:
         lied[seed - 1] = rescore(models(), data, sample=3, seed=seed).tokens
     assert lied.tolist() == [12, 12]
     data.segments[4].behaviour.sub_(1.0)
-    seen = [rescore(models(), data, sample=3, seed=seed).max_abs_dlp > 0.5 for seed in range(30)]
+    versions = models()
+    seen = [rescore(versions, data, sample=3, seed=seed).max_abs_dlp > 0.5 for seed in range(30)]
     assert 0 < sum(seen) < 30
-    assert seen == [rescore(models(), data, sample=3, seed=seed).max_abs_dlp > 0.5 for seed in range(30)]
+    assert seen == [rescore(versions, data, sample=3, seed=seed).max_abs_dlp > 0.5 for seed in range(30)]
 
 
 def test_nothing_to_score_is_not_a_zero() -> None:

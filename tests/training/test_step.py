@@ -1,4 +1,6 @@
 import dataclasses
+import functools
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,8 +17,14 @@ from headrace.training.step import take
 from tests.support.world import CONFIG, batch, model
 
 
+@functools.cache
+def played(version: int) -> Any:
+    """Manifest, trajectories and scores of one batch: records, which no test changes."""
+    return batch({0: model()}, version, [0, 0, 0, 0])
+
+
 def made(version: int = 0, **changes: float) -> Batch:
-    manifest, trajectories, scores = batch({0: model()}, version, [0, 0, 0, 0])
+    manifest, trajectories, scores = played(version)
     scores = {seq: msgspec.structs.replace(score, **changes) for seq, score in scores.items()}
     return build(manifest.groups, trajectories, scores)
 
