@@ -105,5 +105,5 @@ class ServerEngine(Protocol):
     def stats(self) -> dict[str, Any]:
         """Counters and gauges of the server, for reports."""
 
-    async def outside(self) -> "OutsideLoad | None":
+    async def outside(self) -> OutsideLoad | None:
         """The load that other clients put on the server. EngineError when it cannot be told."""

@@ -78,7 +78,12 @@ def two_steps(model: Model, reference: Model, data: Batch) -> list[StepOutcome]:
     return outcomes
 
 
-@pytest.mark.parametrize("name", POLICIES)
+SLOW = {"latent", "mxfp8"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in POLICIES]
+)
 def test_another_device_gives_the_cpus_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = POLICIES[name]
     numerics, data = probe(config), batch(config)

@@ -98,6 +98,7 @@ def test_damaged_templates_are_refused(made: template.Template, copy: Path, monk
 
 
 @pytest.mark.vm
+@pytest.mark.slow  # makes a template twice; that such a one is refused is checked above
 def test_a_truncated_template_is_made_again(made: template.Template, tmp_path: Path) -> None:
     """In a cache of its own, which borrows the base image and what the probe found."""
     for source in (*CACHE.glob("base-*"), CACHE / "probe.json"):
