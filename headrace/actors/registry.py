@@ -14,6 +14,7 @@ ACTORS = {
     "feedback": "headrace.actors.feedback:Feedback",
     "scavenger": "headrace.actors.scavenger:Scavenger",
     "environment": "headrace.actors.environment.actor:Environment",
+    "search": "headrace.actors.search:Search",
     "judge": "headrace.actors.judge:Judge",
     "rollout": "headrace.actors.rollout.actor:Rollout",
     "trainer": "headrace.actors.trainer.actor:Trainer",

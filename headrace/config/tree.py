@@ -2,7 +2,7 @@
 
 from headrace.config.base import Section
 from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks
-from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run
+from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run, Search
 from headrace.config.policy import Engine, Numerics, Policy, Weights
 from headrace.config.training import Algorithm, MidTraining, Replay, Trainer
 
@@ -16,6 +16,7 @@ class Config(Section, frozen=True, kw_only=True):
     policy: Policy = Policy()
     engine: Engine = Engine()
     environment: Environment = Environment()
+    search: Search = Search()
     rollout: Rollout = Rollout()
     judge: Judge = Judge()
     tasks: Tasks = Tasks()

@@ -16,6 +16,7 @@ from headrace.launch.runs import RunDir, RunError
 from headrace.launch.supervision.children import Child, ChildFailed, actor_command
 from headrace.launch.supervision.exporters import Exporters
 from headrace.launch.supervision.signals import Stopping
+from headrace.search.models import installed
 
 DRAIN_S = 20.0
 FLOOR = 8
@@ -23,15 +24,19 @@ FLOOR = 8
 
 
 def process_groups(config: Config) -> list[tuple[str, ...]]:
-    """The processes to start; without the production lane those of its actors are left out."""
+    """The processes to start; without the production lane those of its actors are left out, and the search actor where
+    this machine has no model."""
     product = {"gateway", "feedback", "scavenger"}
     groups = []
     for group in config.processes.groups:
         wanted = tuple(
             name
             for name in group
-            if config.production.enabled
-            or (name.partition(":")[0] not in product and name.partition(":")[2] not in config.production.rollouts)
+            if (name.partition(":")[0] != "search" or installed(config.search.model))
+            and (
+                config.production.enabled
+                or (name.partition(":")[0] not in product and name.partition(":")[2] not in config.production.rollouts)
+            )
         )
         if wanted:
             groups.append(wanted)

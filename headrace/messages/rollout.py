@@ -10,6 +10,7 @@ from msgspec import Meta
 from headrace.messages.base import Array, Count, Message, Name, Version, message
 from headrace.messages.operations import BlobRef
 from headrace.messages.sandbox import Isolation
+from headrace.messages.search import Retrieved
 from headrace.messages.tasks import TaskRef
 
 Lane = Literal["train", "eval", "production"]
@@ -94,6 +95,8 @@ class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
     output: str
     truncated: bool = False
     wall_ms: float = 0.0
+    retrieved: Retrieved | None = None
+    """Of a semantic search."""
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -23,10 +23,11 @@ DEFAULT_TOOLS = (
     "run_tests",
     "terminal",
     "lint",
-    "keyword_search",
+    "semantic_search",
     "finish",
 )
-"""The tools of a task that names none."""
+"""The tools of a task that names none. Where a run has no search service, keyword_search takes the place of
+semantic_search."""
 
 
 class TaskRef(msgspec.Struct, frozen=True):

@@ -65,7 +65,7 @@ def normal(text: str, counts: Counter[str] | None = None) -> str:
 
 def same(recorded: ToolResult, again: ToolResult) -> bool:
     """Whether a call was answered as it was, but for what differs from run to run."""
-    old, new = ((normal(one.output), one.ok, one.truncated) for one in (recorded, again))
+    old, new = ((normal(one.output), one.ok, one.truncated, one.retrieved) for one in (recorded, again))
     return old == new
 
 
@@ -80,8 +80,9 @@ async def rerun(
         for call, recorded in zip(turn.calls, turn.results, strict=False):  # the last turn may have no answers
             calls += 1
             again = await run(call)
-            old, new = normal(recorded.output, counts), normal(again.output)
-            if (old, recorded.ok, recorded.truncated) != (new, again.ok, again.truncated):
+            old, new = (_shown(one) for one in (recorded, again))
+            normal(recorded.output, counts)
+            if not same(recorded, again):
                 differing.append(_difference(turn.index, call, recorded, again, old, new))
     known = trajectory.digest_after
     workspace = (await digest()) == known if known else None
@@ -94,6 +95,14 @@ async def rerun(
         workspace_equal=workspace,
         backend=backend,
     )
+
+
+def _shown(result: ToolResult) -> str:
+    """A result as text: what the policy read, then the evidence of a search."""
+    text = normal(result.output)
+    if (found := result.retrieved) is None:
+        return text
+    return "\n".join((text, f"root {found.root}", f"model {found.model} {found.mode}", *found.chunks))
 
 
 def _difference(

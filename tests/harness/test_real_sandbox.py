@@ -89,7 +89,7 @@ async def test_traces_read_what_a_sandbox_says(fresh: Fresh, renderer: TerseRend
     for number, fault in enumerate(["", "", "", "unread", "wrong", "careless", "", "wrong"]):
         made = make("train", 2_000_000 + number)
         real = await fresh(made.task.files)
-        box = Toolbox()
+        box = Toolbox(tuple(schemas.BY_NAME))
         seen: list[tuple[list[str], list[str]]] = []
 
         def both(task: Task, sandbox: Sandbox, calls: object, seen: list[object] = seen) -> list[object]:  # type: ignore[assignment]
@@ -128,7 +128,7 @@ ODD_CALLS = [
 
 async def test_odd_calls_get_the_same_answers_too(fresh: Fresh) -> None:
     made = make("train", 3_000_000)
-    real, local, box = await fresh(made.task.files), LocalFiles(made.task.files), Toolbox()
+    real, local, box = await fresh(made.task.files), LocalFiles(made.task.files), Toolbox(tuple(schemas.BY_NAME))
     for number, (name, arguments) in enumerate(ODD_CALLS):
         call = ToolCall(id=str(number), name=name, arguments=arguments)
         got, expected = await box.run(call, real, made.task), await box.run(call, local, made.task)
@@ -174,7 +174,7 @@ def shop() -> Made:
     ],
 )
 async def test_each_tool(fresh: Fresh, shop: Made, name: str, arguments: dict[str, str], ok: bool, says: str) -> None:
-    result = await Toolbox().run(
+    result = await Toolbox(tuple(schemas.BY_NAME)).run(
         ToolCall(id="0", name=name, arguments=arguments), await fresh(shop.task.files), shop.task
     )
     assert says in result.output and result.ok is ok
@@ -182,7 +182,7 @@ async def test_each_tool(fresh: Fresh, shop: Made, name: str, arguments: dict[st
 
 async def test_hostile_arguments_are_answered(fresh: Fresh, shop: Made) -> None:
     """Any argument that a policy writes comes back as text; nothing but SandboxLost may escape a tool."""
-    sandbox, box = await fresh(shop.task.files), Toolbox()
+    sandbox, box = await fresh(shop.task.files), Toolbox(tuple(schemas.BY_NAME))
     nasty = [
         "",
         "\0",
@@ -211,10 +211,11 @@ async def test_hostile_arguments_are_answered(fresh: Fresh, shop: Made) -> None:
 async def test_details_bring_the_messages(fresh: Fresh, shop: Made) -> None:
     call = ToolCall(id="0", name="run_tests")
     sandbox = await fresh(shop.task.files)
-    assert (await Toolbox().run(call, sandbox, shop.task)).output == "failed test_bad\n1 passed"
+    assert (await Toolbox(tuple(schemas.BY_NAME)).run(call, sandbox, shop.task)).output == "failed test_bad\n1 passed"
     full = (await Toolbox(details=True).run(call, sandbox, shop.task, "again")).output
     assert "one is not two" in full and full.endswith("1 passed")
 
 
 async def test_every_known_tool_is_in_the_table() -> None:
-    assert tuple(schemas.BY_NAME) == task_messages.DEFAULT_TOOLS
+    offered = ["keyword_search" if name == "semantic_search" else name for name in task_messages.DEFAULT_TOOLS]
+    assert list(schemas.BY_NAME) == offered

@@ -27,16 +27,19 @@ from headrace.bus.runtime.plugins import agree
 from headrace.engines.base import EngineError
 from headrace.engines.registry import ENGINES
 from headrace.harness.tools.registry import TOOLS
-from headrace.harness.tools.toolbox import with_tools
+from headrace.harness.tools.toolbox import with_search, with_tools
 from headrace.messages.ledger import Admission, admission_key
 from headrace.messages.product import CapacityLease, lease_key
 from headrace.messages.rollout import Lane, RolloutRequest, SlotFailed, Trajectory
 from headrace.messages.sandbox import NoCapacity, SandboxLost
+from headrace.messages.search import SearchLost
 from headrace.messages.subjects import FAIL, RPC, TASK, token
 from headrace.messages.tasks import Oracle, Task
 from headrace.messages.weights import WeightsSwapped
 from headrace.registry import PluginError, plugins
 from headrace.sandboxes.client import Sandboxes, Superseded
+from headrace.search.client import SearchClient
+from headrace.search.models import SearchModelError, find, offers_search, plugin
 from headrace.tasks import UnknownSuite, open_suite
 from headrace.tasks.suites import suite_plugins
 
@@ -45,6 +48,7 @@ ACK_WAIT_S = 30.0
 REASONS: tuple[tuple[type[Exception], str], ...] = (
     (SandboxLost, "sandbox_lost"),
     (EngineError, "engine_error"),
+    (SearchLost, "search_lost"),
     (NoPolicy, "no_policy"),
     (TreeTooLarge, "tree_too_large"),
 )
@@ -67,9 +71,17 @@ class Rollout(Actor):
             )
         except (PluginError, UnknownSuite) as error:
             raise Unrecoverable(f"{type(error).__name__}: {error}") from error
-        await agree(self.bus, self.run, used)
+        self._searcher = SearchClient(self.bus, self.run) if offers_search(self.config) else None
+        try:
+            model = find(self.config.search.model) if self._searcher is not None else None
+        except SearchModelError as error:
+            raise Unrecoverable(f"SearchModelError: {error}") from error
+        await agree(self.bus, self.run, (*used, plugin(model, self.config.search.tokens)))
         self._suite = lru_cache(64)(partial(open_suite, root=tasks.dir))
-        self._task = lru_cache(64)(lambda ref: with_tools(self._suite(ref.suite).task(ref.task), tasks.tools))
+        searching = self._searcher is not None
+        self._task = lru_cache(64)(
+            lambda ref: with_search(with_tools(self._suite(ref.suite).task(ref.task), tasks.tools), searching)
+        )
         self._running: dict[asyncio.Task[Trajectory | None], Lane] = {}
         self._handing_back: set[asyncio.Task[Trajectory | None]] = set()
         self._pulls: dict[Lane, Consumer] = {}
@@ -191,7 +203,7 @@ class Rollout(Actor):
         except NoCapacity:
             # A request behind this one may own the sandbox whose capacity this one waits for.
             await self._republish(request)
-        except (SandboxLost, EngineError, NoPolicy, TreeTooLarge) as error:
+        except (SandboxLost, EngineError, SearchLost, NoPolicy, TreeTooLarge) as error:
             await self._fail(request, error)
         else:
             if trajectory is not None:
@@ -237,6 +249,7 @@ class Rollout(Actor):
             rollout=self.id,
             lease_s=self.config.environment.lease_s,
             checkpoints=CheckpointSchedule(self.config.rollout.checkpoint_every, self.event),
+            searcher=self._searcher,
         )
 
     async def _republish(self, request: RolloutRequest) -> None:

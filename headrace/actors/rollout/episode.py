@@ -18,12 +18,16 @@ from headrace.bus.errors import BusError
 from headrace.engines.base import Engine
 from headrace.harness.loop import run_episode
 from headrace.harness.prompt import toolbox_for
+from headrace.harness.tools.search.session import SearchSession, template_of
+from headrace.harness.tools.toolbox import Toolbox
 from headrace.messages.rollout import RolloutRequest, ToolResult, Trajectory, Turn
 from headrace.messages.sandbox import Acquire, PullTree, SandboxLost
+from headrace.messages.search import Searcher
 from headrace.messages.subjects import TRAJ
 from headrace.messages.tasks import Task
 from headrace.rendering.base import Renderer
 from headrace.sandboxes.client import RemoteSandbox, Sandboxes, Superseded
+from headrace.search.chunks import PATTERNS
 from headrace.vmhost.guest.globs import matches
 
 PULL_LIMIT = 32 << 20
@@ -49,6 +53,7 @@ class Episode:
         rollout: str,
         lease_s: float,
         checkpoints: CheckpointSchedule | None = None,
+        searcher: Searcher | None = None,
     ) -> None:
         files = request.files or task.files
         self._request = request
@@ -59,6 +64,7 @@ class Episode:
         self._fingerprint = ""
         self._digest: asyncio.Task[str] | None = None
         self._checkpoints = checkpoints
+        self._searcher = searcher
         self._turn: Turn | None = None
         self._writing_checkpoint: asyncio.Task[None] | None = None
         """The checkpoint that is made while the next turn is sampled."""
@@ -136,6 +142,7 @@ class Episode:
             on_sampled=self._on_sampled,
             on_done=self._on_done,
             resume=resume.turns,
+            toolbox=self._toolbox(renderer),
         )
         if self._writing_checkpoint is not None:
             await self._writing_checkpoint
@@ -217,13 +224,21 @@ class Episode:
                 raise
         self._copies += 1
         sandbox = await restore(self._sandboxes, acquire, resume, CAPACITY_WAIT_S)
-        box = toolbox_for(task, renderer.detailed_results, request.limits.context_tokens)
+        box = self._toolbox(renderer)
         try:
             await replay_calls(resume, lambda call: box.run(call, sandbox, task, f"{request.trajectory}/"))
         except BaseException:
             self._sandboxes.give_back(sandbox)
             raise
         return sandbox
+
+    def _toolbox(self, renderer: Renderer) -> Toolbox:
+        """New for every sandbox: it keeps notes of what it saw there."""
+        task, searcher = self._task, self._searcher
+        search = (
+            SearchSession(searcher, self._request.run, template_of(task), PATTERNS) if searcher is not None else None
+        )
+        return toolbox_for(task, renderer.detailed_results, self._request.limits.context_tokens, search)
 
     async def _digest_of(self, sandbox: RemoteSandbox) -> str:
         return (await sandbox.call(PullTree(patterns=()), f"{self._request.trajectory}-digest")).digest

@@ -48,7 +48,7 @@ KV_WRITERS: dict[str, dict[str, str]] = {
 KV_READERS: dict[str, tuple[str, ...]] = {
     "HR_STATE": (
         *("curriculum", "rollout", "judge", "trainer", "evaluator", "feedback", "weight_sync", "gateway"),
-        *("dashboard", "operator", "replay"),
+        *("search", "dashboard", "operator", "replay"),
     ),
     "HR_SESSION": ("gateway",),
     "HR_LEASE": ("scavenger", "rollout", "dashboard", "operator"),
@@ -90,11 +90,15 @@ ACTORS = (
     "scavenger",
     "evaluator",
     "dead_letter",
+    "search",
 )
 READERS = ("dashboard", "operator", "replay")
 LINK_ROLE = "region"
 """The connection of a region's broker to the hub's."""
-REGIONAL = ("rollout", "environment", "judge", "weight_sync", "gateway", "scavenger", "dashboard", "operator")
+REGIONAL = (
+    *("rollout", "environment", "search", "judge", "weight_sync", "gateway", "scavenger"),
+    *("dashboard", "operator"),
+)
 """Roles that may live in a region."""
 ROLES = (*ACTORS, *READERS, "admin", LINK_ROLE)
 

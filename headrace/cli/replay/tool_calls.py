@@ -14,7 +14,9 @@ from headrace.replay.recorded_run import ReplayError
 
 if TYPE_CHECKING:
     from headrace.bus.connection import Bus
+    from headrace.harness.tools.search.session import SearchSession
     from headrace.messages.rollout import ToolCall, ToolResult, Trajectory
+    from headrace.messages.tasks import Task
 
 
 async def find(bus: "Bus", run: str, id: str) -> "Trajectory":
@@ -43,10 +45,12 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
     from headrace.actors.trainer import initial_policy
     from headrace.harness.prompt import toolbox_for
     from headrace.harness.tools.registry import schemas_of
-    from headrace.harness.tools.toolbox import tools_of
+    from headrace.harness.tools.toolbox import tools_of, with_search, with_tools
     from headrace.messages.rollout import RendererBundle
     from headrace.messages.sandbox import Acquire, NoCapacity, PullTree, SandboxLost
+    from headrace.messages.search import SearchLost
     from headrace.rendering.registry import Renderers
+    from headrace.search.models import offers_search
     from headrace.tasks import open_suite
     from headrace.tasks.base import UnknownSuite
     from headrace.vmhost.node.host import Host
@@ -62,7 +66,10 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
     if file.is_file():
         bundle = msgspec.json.decode(file.read_bytes(), type=RendererBundle)
         detailed = Renderers(bundle).open(schemas_of(tools_of(task))).detailed_results
-    box = toolbox_for(task, detailed, config.limits.context_tokens)
+    searching = offers_search(config)
+    task = with_search(with_tools(task, config.tasks.tools), searching)
+    search = _recorded_search(config, task, trajectory) if searching else None
+    box = toolbox_for(task, detailed, config.limits.context_tokens, search)
     await prepare_host(config)
     host = await Host.open(config.environment)
     try:
@@ -89,7 +96,34 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
             return (await sandbox.call(PullTree(patterns=()), f"{trajectory.id}-tree")).digest
 
         return await rerun(trajectory, run, digest, host.backend)
-    except (SandboxLost, NoCapacity) as error:
+    except (SandboxLost, SearchLost, NoCapacity) as error:
         raise ReplayError(f"no sandbox for {trajectory.id}: {error}") from None
     finally:
         await host.close()
+
+
+def _recorded_search(config: Config, task: "Task", trajectory: "Trajectory") -> "SearchSession | None":
+    """Semantic search in this process, each call in its recorded mode. None when the trajectory has no search;
+    ReplayError when it was made with another model."""
+    from headrace.harness.tools.search.session import SearchSession, template_of
+    from headrace.search.chunks import PATTERNS
+    from headrace.search.local import LocalSearcher
+    from headrace.search.models import SearchModelError, find
+    from headrace.search.service import open_indexes
+
+    results = [result for turn in trajectory.turns for result in turn.results]
+    recorded = {f"{trajectory.id}/{r.call_id}": r.retrieved for r in results if r.retrieved is not None}
+    if not recorded:
+        return None
+    try:
+        model = find(config.search.model)
+    except SearchModelError as error:
+        raise ReplayError(str(error)) from None
+    if model is None:
+        raise ReplayError(f"{trajectory.id} has semantic searches, and [search] model names no model here")
+    indexes = open_indexes(model, config.search.tokens, Path(config.environment.cache_dir) / "search")
+    for made in recorded.values():
+        if made.model != indexes.identity:
+            raise ReplayError(f"{trajectory.id} was searched with model {made.model}; here is {indexes.identity}")
+    modes = {call: made.mode for call, made in recorded.items()}
+    return SearchSession(LocalSearcher(indexes), trajectory.run, template_of(task), PATTERNS, modes)

@@ -9,7 +9,9 @@ from typing import Protocol
 
 import msgspec
 
+from headrace.harness.tools.search.session import SearchSession
 from headrace.messages.sandbox import Op, OpResult, Sandbox
+from headrace.messages.search import Retrieved
 from headrace.messages.tasks import Task
 from headrace.rendering.schemas import Parameter, ToolSchema
 
@@ -23,6 +25,8 @@ class Answer(msgspec.Struct, frozen=True):
 
     output: str
     ok: bool = True
+    retrieved: Retrieved | None = None
+    """Evidence of a semantic search, for the trajectory."""
 
 
 class Workspace:
@@ -35,17 +39,20 @@ class Workspace:
         call_id: str,
         details: bool = False,
         memory: dict[str, str] | None = None,
+        search: SearchSession | None = None,
     ) -> None:
-        """details: whether the policy reads messages of failed tests. memory: notes that tools keep for the episode."""
+        """details: whether the policy reads messages of failed tests. memory: notes that tools keep for the episode.
+        search: the episode's semantic search, where its run has a model."""
         self.task, self.details = task, details
         self.memory = {} if memory is None else memory
         """Notes of the episode, such as the hash of a file as it was last read. A resumed episode begins without."""
-        self._sandbox, self._call_id, self._count = sandbox, call_id, 0
+        self.search, self.call_id = search, call_id
+        self._sandbox, self._count = sandbox, 0
 
     async def call(self, op: Op) -> OpResult:
         """Run one operation. SandboxLost passes through: it is no answer of the tool."""
         self._count += 1
-        return await self._sandbox.call(op, f"{self._call_id}.{self._count}")
+        return await self._sandbox.call(op, f"{self.call_id}.{self._count}")
 
 
 class Tool(Protocol):

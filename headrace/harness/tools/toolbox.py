@@ -7,14 +7,27 @@ import msgspec
 
 from headrace.harness.tools.base import Answer, Tool, Workspace
 from headrace.harness.tools.registry import TOOLS
+from headrace.harness.tools.search.semantic import NAME as SEMANTIC
+from headrace.harness.tools.search.session import SearchSession
 from headrace.messages.rollout import ToolCall, ToolResult
 from headrace.messages.sandbox import Sandbox, SandboxLost
+from headrace.messages.search import SearchLost
 from headrace.messages.tasks import DEFAULT_TOOLS, Task
 
 
 def tools_of(task: Task) -> tuple[str, ...]:
     """The tools that a task offers: its own list, or the default one; none without a sandbox."""
     return (task.tools or DEFAULT_TOOLS) if task.sandbox else ()
+
+
+def with_search(task: Task, available: bool) -> Task:
+    """The task without semantic_search where its run has no search service: keyword_search takes its place, under its
+    own name."""
+    own = tools_of(task)
+    if available or SEMANTIC not in own:
+        return task
+    without = ["keyword_search" if name == SEMANTIC else name for name in own]
+    return msgspec.structs.replace(task, tools=tuple(dict.fromkeys(without)))
 
 
 def with_tools(task: Task, more: Sequence[str]) -> Task:
@@ -28,12 +41,19 @@ def with_tools(task: Task, more: Sequence[str]) -> Task:
 class Toolbox:
     """The enabled tools. `details` adds test messages; `cap` is the most characters of a result."""
 
-    def __init__(self, names: Sequence[str] = DEFAULT_TOOLS, *, details: bool = False, cap: int = 4000) -> None:
-        """PluginError when a name is not a tool."""
+    def __init__(
+        self,
+        names: Sequence[str] = DEFAULT_TOOLS,
+        *,
+        details: bool = False,
+        cap: int = 4000,
+        search: SearchSession | None = None,
+    ) -> None:
+        """search: the episode's semantic search. PluginError when a name is not a tool."""
         tools: list[Tool] = [TOOLS.get(name) for name in names]
         self._tools = {tool.schema.name: tool for tool in tools}
         self._outside = {tool.schema.name for name, tool in zip(names, tools, strict=True) if not TOOLS.builtin(name)}
-        self._details, self._cap = details, cap
+        self._details, self._cap, self._search = details, cap, search
         self._memory: dict[str, str] = {}
 
     def writes(self, call: ToolCall) -> bool:
@@ -43,7 +63,7 @@ class Toolbox:
 
     async def run(self, call: ToolCall, sandbox: Sandbox, task: Task, prefix: str = "") -> ToolResult:
         """Answer one call. A tool from outside that raises gives an answer too, with the exception in it; of headrace's
-        own tools only SandboxLost leaves this function."""
+        own tools only SandboxLost and SearchLost leave this function."""
         start = time.perf_counter()
         tool = self._tools.get(call.name)
         if call.error:
@@ -51,19 +71,21 @@ class Toolbox:
         elif tool is None:
             answer = Answer(f"no tool {call.name}; there are {', '.join(self._tools)}", ok=False)
         else:
-            workspace = Workspace(sandbox, task, f"{prefix}{call.id}", self._details, self._memory)
+            workspace = Workspace(sandbox, task, f"{prefix}{call.id}", self._details, self._memory, self._search)
             answer = await self._answer(tool, call, workspace)
         output, cut = answer.output, len(answer.output) > self._cap
         if cut:
             half = self._cap // 2
             output = f"{output[:half]}\n[{len(output) - 2 * half} characters cut]\n{output[-half:]}"
         wall_ms = (time.perf_counter() - start) * 1e3
-        return ToolResult(call_id=call.id, ok=answer.ok, output=output, truncated=cut, wall_ms=wall_ms)
+        return ToolResult(
+            call_id=call.id, ok=answer.ok, output=output, truncated=cut, wall_ms=wall_ms, retrieved=answer.retrieved
+        )
 
     async def _answer(self, tool: Tool, call: ToolCall, workspace: Workspace) -> Answer:
         try:
             return await tool.run(call.arguments, workspace)
-        except SandboxLost:
+        except (SandboxLost, SearchLost):
             raise
         except Exception as error:
             if call.name not in self._outside:

@@ -1,0 +1,108 @@
+"""search: semantic search for the sandboxes of a run, by request and reply; one process per node.
+
+A sandbox must not hold the model, so the harness sends the files that changed since its last search, and this actor
+keeps the index. A search never waits for a large repository to be embedded: it is answered by keywords until the
+vectors are there, and the reply says so.
+"""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar
+
+from headrace.bus.errors import Unrecoverable
+from headrace.bus.runtime.actor import Actor
+from headrace.bus.runtime.plugins import agree
+from headrace.messages.search import Mode, SearchReply, SearchRequest, search_method
+from headrace.messages.subjects import RPC, RPC_NODE, token
+from headrace.search.index import Index
+from headrace.search.models import INSTALL, SearchModelError, find, plugin
+from headrace.search.service import open_indexes
+
+REPLAY_S = 45.0
+"""How long a request that names its mode waits for vectors: less than its asker waits."""
+
+
+class Search(Actor):
+    """Serves SearchRequest."""
+
+    role: ClassVar[str] = "search"
+
+    async def start(self) -> None:
+        """Open the model's identity, not the model; then answer."""
+        section = self.config.search
+        self._answers = ThreadPoolExecutor(1, "answers")
+        self._vectors = ThreadPoolExecutor(1, "vectors")
+        try:
+            model = find(section.model)
+        except SearchModelError as error:
+            raise Unrecoverable(f"SearchModelError: {error}") from error
+        if model is None:
+            raise Unrecoverable(
+                f"SearchModelError: the search actor has no model ([search] model = {section.model!r}): {INSTALL}, "
+                "set [search] model to a folder, or leave the actor out of [processes] groups"
+            )
+        await agree(self.bus, self.run, [plugin(model, section.tokens)])
+        self._indexes = open_indexes(model, section.tokens, Path(self.config.environment.cache_dir) / "search")
+        self._work, self._news = asyncio.Event(), asyncio.Condition()
+        self._searches = self._hybrid = 0
+        self._node = token(f"{self.bus.node}-{self.run}")
+        self.spawn(self._embed(), "embedding")
+        self.every(5.0, self._measure, "metrics")
+        await self.serve(RPC_NODE.at(service="search", node=self._node, method="query"), self._query)
+        await self.serve(RPC.at(service="search", method=search_method(self._run_token)), self._query, queue="search")
+        await self.event("search_ready", f"{model.folder.name} on {self._node}", model=self._indexes.identity)
+
+    async def stop(self) -> None:
+        """End the threads; a batch under way is finished."""
+        self._answers.shutdown(wait=False, cancel_futures=True)
+        self._vectors.shutdown(wait=False, cancel_futures=True)
+
+    async def _query(self, request: SearchRequest) -> SearchReply:
+        if token(request.run) != self._run_token:
+            return SearchReply(node=self._node, failure="refused", detail=f"this actor serves run {self.run}")
+        loop = asyncio.get_running_loop()
+        index = await loop.run_in_executor(self._answers, self._indexes.update, request)
+        if index is None:
+            return SearchReply(node=self._node, failure="unknown_base", detail=request.base)
+        self._work.set()
+        mode = await self._mode(index, request.mode)
+        if mode is None:
+            return SearchReply(node=self._node, failure="not_ready", detail=f"no vectors within {REPLAY_S:.0f} s")
+        reply = await loop.run_in_executor(self._answers, self._indexes.find, index, request.query, request.limit, mode)
+        self._searches += 1
+        self._hybrid += mode == "hybrid"
+        return SearchReply(
+            node=self._node,
+            root=reply.root,
+            model=reply.model,
+            mode=mode,
+            hits=reply.hits,
+            chunks=reply.chunks,
+        )
+
+    async def _mode(self, index: Index, wanted: Mode | None) -> Mode | None:
+        """The mode of an answer; None when the wanted one cannot be had in time."""
+        if wanted == "keyword":
+            return wanted
+        with self.waiting():
+            try:
+                async with asyncio.timeout(REPLAY_S if wanted else self.config.search.wait_s), self._news:
+                    await self._news.wait_for(lambda: self._indexes.ready(index))
+            except TimeoutError:
+                return None if wanted else "keyword"
+        return "hybrid"
+
+    async def _embed(self) -> None:
+        """Embed what is missing, a slice at a time."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while await loop.run_in_executor(self._vectors, self._indexes.embed_some):
+                async with self._news:
+                    self._news.notify_all()
+
+    async def _measure(self) -> None:
+        self.status = f"{self._searches} searches, {len(self._indexes.vectors)} vectors"
+        await self.metric(searches=self._searches, hybrid=self._hybrid, vectors=len(self._indexes.vectors))

@@ -1,0 +1,43 @@
+"""semantic_search: pieces of the repository ranked by meaning and words, from an index of the workspace as it is now.
+
+The index lies with the search actor of the node (headrace/search). Where a run has no embedding model, a task offers
+keyword_search instead: a policy never reads one under the name of the other.
+"""
+
+from headrace.harness.tools.base import Answer, Parameter, ToolSchema, Workspace, numbered
+from headrace.harness.tools.search.session import UnsearchableWorkspace
+from headrace.messages.search import SearchLost
+
+NAME = "semantic_search"
+_SHOWN, _LINES = 5, 12
+
+
+class SemanticSearchTool:
+    """Pieces of the repository that fit a description."""
+
+    schema = ToolSchema(
+        NAME,
+        "find code by what it does; shows the pieces of the repository that fit a description best",
+        (Parameter("query", "what the code does, in plain words"),),
+    )
+    writes = False
+
+    async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
+        """The best pieces, each with its path and line numbers."""
+        if workspace.search is None:
+            raise SearchLost("this episode has no search service, but its task offers semantic_search")
+        if not arguments["query"].strip():
+            return Answer("query is empty", ok=False)
+        try:
+            reply = await workspace.search.find(arguments["query"], _SHOWN, workspace.call, workspace.call_id)
+        except UnsearchableWorkspace as error:
+            return Answer(str(error), ok=False)
+        shown = [
+            f"{hit.path}\n{numbered(list(hit.lines[:_LINES]), hit.first)}".rstrip()
+            + (f"\n[{len(hit.lines) - _LINES} more lines]" if len(hit.lines) > _LINES else "")
+            for hit in reply.hits
+        ]
+        return Answer("\n".join(shown) or "nothing found", retrieved=reply.retrieved)
+
+
+TOOL = SemanticSearchTool()

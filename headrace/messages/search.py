@@ -1,0 +1,88 @@
+"""Semantic search: a request about a workspace, the ranked chunks, and what a trajectory records of them."""
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from headrace.messages.base import Count, Message, message
+
+Mode = Literal["keyword", "hybrid"]
+"""``keyword``: by words alone, while vectors are computed. ``hybrid``: by words and vectors."""
+
+
+class Retrieved(msgspec.Struct, frozen=True, kw_only=True):
+    """The evidence of one search: with it a replay gives equal results, or says which chunk differs."""
+
+    root: str
+    """Hash of the files that were searched and of the rules by which they were cut into chunks."""
+    model: str
+    """Identity of the embedding model and its precision."""
+    mode: Mode
+    chunks: tuple[str, ...]
+    """Hashes of the chunks in the result, in their order."""
+
+
+class Hit(msgspec.Struct, frozen=True):
+    """One chunk of a result."""
+
+    path: str
+    first: Count
+    """The number of its first line."""
+    lines: tuple[str, ...]
+    chunk: str
+    score: float
+
+
+@message("search_request")
+class SearchRequest(Message, frozen=True, kw_only=True):
+    """Rank the chunks of a workspace: the one whose root is `base`, with `files` in place of its own and without
+    `deleted`. An empty base is an empty workspace."""
+
+    run: str
+    template: str
+    """Names where the workspace comes from: vectors are cached by it."""
+    base: str = ""
+    files: dict[str, bytes] = {}
+    deleted: tuple[str, ...] = ()
+    query: str
+    limit: Count = 5
+    mode: Mode | None = None
+    """None: hybrid if all vectors are there within a moment. A replay names the recorded one."""
+
+
+@message("search_reply")
+class SearchReply(Message, frozen=True, kw_only=True):
+    """The ranked chunks, or why there are none."""
+
+    node: str = ""
+    root: str = ""
+    model: str = ""
+    mode: Mode = "keyword"
+    hits: tuple[Hit, ...] = ()
+    chunks: Count = 0
+    """Chunks of the workspace."""
+    failure: str = ""
+    """``unknown_base``: send the whole workspace. ``not_ready``: the vectors were not there in time."""
+    detail: str = ""
+
+    @property
+    def retrieved(self) -> Retrieved:
+        """The evidence of this reply."""
+        chunks = tuple(hit.chunk for hit in self.hits)
+        return Retrieved(root=self.root, model=self.model, mode=self.mode, chunks=chunks)
+
+
+class SearchLost(Exception):
+    """No search actor answers: a failure of the infrastructure, never of the policy."""
+
+
+class Searcher(Protocol):
+    """A search service: the actor of a node, or an index in this process."""
+
+    async def ask(self, request: SearchRequest) -> SearchReply:
+        """The reply to a request. SearchLost when there is none."""
+
+
+def search_method(run: str) -> str:
+    """The method under which any search actor of a run answers; run: a token."""
+    return f"query-{run}"

