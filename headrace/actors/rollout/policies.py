@@ -34,6 +34,7 @@ from headrace.rendering.base import Renderer, RendererError
 from headrace.rendering.native.client import ClientRenderer, UnusableConversation
 from headrace.rendering.native.renderer import NativeRenderer
 from headrace.rendering.registry import Renderers
+from headrace.rendering.schemas import ToolSchema
 from headrace.rendering.terse import TerseRenderer
 from headrace.rendering.tokenizer import Tokenizer
 
@@ -275,7 +276,11 @@ class Policies:
         """The run's renderer, or plain bytes in the terse format in a run of scripts alone."""
         if await self._open_renderers() is not None:
             return await self._renderer(task)
-        return _byte_renderer()
+        try:
+            more = tuple(tool for tool in schemas_of(tools_of(task)) if tool.name not in schemas.BY_NAME)
+        except PluginError as error:
+            raise NoPolicy(str(error)) from None
+        return _byte_renderer(more)
 
     async def _open_renderers(self) -> Renderers | None:
         """Fetched once; None while no bundle is published. NoPolicy when the bundle is not this node's."""
@@ -298,7 +303,7 @@ class Policies:
             await self._engine.stop()
 
 
-@lru_cache(1)
-def _byte_renderer() -> Renderer:
-    """For scripts only: a tokenizer that knows the tags and single bytes."""
-    return TerseRenderer(Tokenizer.train((), 256 + len(schemas.tags())))
+@lru_cache(16)
+def _byte_renderer(more: tuple[ToolSchema, ...]) -> Renderer:
+    """For scripts only: a tokenizer that knows the tags and single bytes. more: tools besides those of the table."""
+    return TerseRenderer(Tokenizer.train((), 256 + len(schemas.tags())), (*schemas.TABLE, *more))

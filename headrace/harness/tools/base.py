@@ -40,13 +40,14 @@ class Workspace:
         details: bool = False,
         memory: dict[str, str] | None = None,
         search: SearchSession | None = None,
+        cap: int = 4000,
     ) -> None:
         """details: whether the policy reads messages of failed tests. memory: notes that tools keep for the episode.
-        search: the episode's semantic search, where its run has a model."""
+        search: the episode's semantic search, where its run has a model. cap: characters that a result may have."""
         self.task, self.details = task, details
         self.memory = {} if memory is None else memory
         """Notes of the episode, such as the hash of a file as it was last read. A resumed episode begins without."""
-        self.search, self.call_id = search, call_id
+        self.search, self.call_id, self.cap = search, call_id, cap
         self._sandbox, self._count = sandbox, 0
 
     async def call(self, op: Op) -> OpResult:

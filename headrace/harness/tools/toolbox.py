@@ -71,7 +71,9 @@ class Toolbox:
         elif tool is None:
             answer = Answer(f"no tool {call.name}; there are {', '.join(self._tools)}", ok=False)
         else:
-            workspace = Workspace(sandbox, task, f"{prefix}{call.id}", self._details, self._memory, self._search)
+            workspace = Workspace(
+                sandbox, task, f"{prefix}{call.id}", self._details, self._memory, self._search, self._cap
+            )
             answer = await self._answer(tool, call, workspace)
         output, cut = answer.output, len(answer.output) > self._cap
         if cut:

@@ -1,8 +1,10 @@
-"""terminal: a shell command in the repository."""
+"""terminal: a shell command in the repository. A program that runs longer than the time to yield becomes a session."""
 
-from headrace.harness.tools.base import Answer, Workspace, failed
-from headrace.messages.sandbox import Exec
+from headrace.harness.tools.base import Answer, Workspace
+from headrace.harness.tools.process import sessions
 from headrace.rendering.schemas import BY_NAME
+
+YIELD_MS = 10_000
 
 
 class TerminalTool:
@@ -11,14 +13,8 @@ class TerminalTool:
     schema, writes = BY_NAME["terminal"], True
 
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
-        """Both outputs and the exit code, when it is not 0."""
-        result = await workspace.call(Exec(argv=("sh", "-c", arguments["command"]), timeout_s=30.0))
-        text = "\n".join(part.rstrip("\n") for part in (result.stdout, result.stderr) if part.strip())
-        if result.timed_out:
-            return Answer(f"{text}\ntime limit".strip(), ok=False)
-        if result.code:
-            return Answer(f"{text}\nexit code {result.code}".strip(), ok=False)
-        return Answer(text or "ok") if result.ok else failed(result)
+        """Both outputs and the exit code, when it is not 0; or that the session still runs."""
+        return await sessions.start(workspace, arguments["command"], YIELD_MS)
 
 
 TOOL = TerminalTool()

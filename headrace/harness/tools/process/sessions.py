@@ -1,0 +1,136 @@
+"""Terminal sessions of an episode: programs that a call may leave running, and the whole of what they wrote.
+
+A call returns when the program has ended or when its time to yield has passed. A later call polls the session, writes
+to it, ends it, or reads any lines of its log. Numbers of sessions count up within the episode, so they are the same on
+every backend. The log is kept by the harness; a resumed episode begins without the logs of its earlier sessions.
+"""
+
+import time
+
+import msgspec
+
+from headrace.harness.tools.base import Answer, Workspace, number_range
+from headrace.messages.sandbox import FeedJob, FollowJob, OpResult, StartJob, StopJob
+
+LIMIT_S = 30.0
+"""Least time limit of a program; a task whose tests may take longer gives it that long."""
+MOST_YIELD_MS = 300_000
+KEEP_BYTES = 4 << 20
+"""Bytes of logs that an episode keeps; the oldest logs go first."""
+MOST_NEW = 1 << 20
+"""Characters of output after which a call returns early; the program waits until more is read."""
+_PIECE = 1 << 16
+
+
+class Session(msgspec.Struct):
+    """One program that a terminal call started."""
+
+    job: int
+    log: str = ""
+    shown: int = 0
+    """Characters of the log that a call has returned."""
+    running: bool = True
+    note: str = ""
+    """How it ended, when it did not end well."""
+
+
+def read(workspace: Workspace, number: str) -> Session | None:
+    """A session by its number; None when the episode has none such (any more)."""
+    text = workspace.memory.get(f"terminal.{number}")
+    return msgspec.json.decode(text, type=Session) if text is not None else None
+
+
+def keep(workspace: Workspace, number: str, session: Session) -> None:
+    """Write a session back, and forget the oldest ended ones beyond `KEEP_BYTES`."""
+    memory = workspace.memory
+    memory[f"terminal.{number}"] = msgspec.json.encode(session).decode()
+    names = [name for name in memory if name.startswith("terminal.")]
+    while sum(len(memory[name]) for name in names) > KEEP_BYTES and names[0] != f"terminal.{number}":
+        del memory[names.pop(0)]
+
+
+async def start(workspace: Workspace, command: str, yield_ms: int) -> Answer:
+    """Run a shell command and wait for its end or for `yield_ms`."""
+    limit = max(LIMIT_S, workspace.task.tests.timeout_s)
+    argv = ("sh", "-c", command)
+    begun = await workspace.call(StartJob(argv=argv, open_input=True, timeout_s=limit, output_cap=_PIECE))
+    if not begun.ok:
+        return Answer(begun.error or begun.stderr.strip() or "failed", ok=False)
+    number = str(int(workspace.memory.get("terminals", "0")) + 1)
+    workspace.memory["terminals"] = number
+    return await follow(workspace, number, Session(begun.job), yield_ms)
+
+
+async def follow(workspace: Workspace, number: str, session: Session, yield_ms: int) -> Answer:
+    """Take output until the program ends or `yield_ms` has passed; show what no call has shown yet."""
+    until = time.monotonic() + min(yield_ms, MOST_YIELD_MS) / 1e3
+    errors = ""
+    while session.running:
+        left = max(0.0, until - time.monotonic())
+        result = await workspace.call(FollowJob(job=session.job, wait_s=left, limit=_PIECE))
+        session.log += result.stdout
+        errors += result.stderr
+        if not result.running:
+            session.running, session.note = False, _end(result)
+        elif not left or len(session.log) + len(errors) - session.shown > MOST_NEW:
+            break
+    if errors:
+        session.log += ("" if not session.log or session.log.endswith("\n") else "\n") + errors
+    new, session.shown = session.log[session.shown :], len(session.log)
+    keep(workspace, number, session)
+    state = f"session {number} still runs" if session.running else session.note
+    text = shortened(new.rstrip("\n"), number, session, workspace.cap - 200)
+    ok = session.running or not session.note
+    return Answer("\n".join(part for part in (text, state) if part) or "ok", ok=ok)
+
+
+def _end(result: OpResult) -> str:
+    if result.timed_out:
+        return "time limit"
+    if result.code:
+        return f"exit code {result.code}"
+    return "" if result.ok else result.error or "failed"
+
+
+def shortened(text: str, number: str, session: Session, cap: int) -> str:
+    """Head and tail of a text that is longer than `cap` characters, with the lines of the log that are left out."""
+    if len(text) <= cap:
+        return text
+    first = session.log.count("\n", 0, len(session.log) - len(session.log[session.shown - len(text) :])) + 1
+    lines = text.split("\n")
+    head: list[str] = []
+    tail: list[str] = []
+    half = cap // 2
+    while lines and sum(len(line) + 1 for line in head) + len(lines[0]) <= half:
+        head.append(lines.pop(0))
+    while lines and sum(len(line) + 1 for line in tail) + len(lines[-1]) <= half:
+        tail.insert(0, lines.pop())
+    first += len(head)
+    cut = f"[{len(lines)} lines cut; terminal_session {number} with lines {first}-{first + len(lines) - 1} shows them]"
+    return "\n".join((*head, cut, *tail))
+
+
+def log_lines(session: Session, wanted: str) -> Answer:
+    """Lines of the whole log, such as ``100-200``."""
+    lines = session.log.split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    found = number_range(wanted)
+    if found is None or not 1 <= found[0] <= found[1]:
+        return Answer(f"lines: expected a line or a range such as 10-40, got {wanted!r}", ok=False)
+    first, last = found
+    if first > len(lines):
+        return Answer(f"the log has {len(lines)} lines", ok=False)
+    return Answer("\n".join(lines[first - 1 : last]))
+
+
+async def feed(workspace: Workspace, session: Session, text: str) -> str:
+    """Write to the program's input; why not, or nothing."""
+    done = await workspace.call(FeedJob(job=session.job, data=text.encode()))
+    return "" if done.ok else done.error or "failed"
+
+
+async def stop(workspace: Workspace, session: Session, signal: int) -> str:
+    """Send a signal to the program and all that it started; why not, or nothing."""
+    done = await workspace.call(StopJob(job=session.job, signal=signal))
+    return "" if done.ok else done.error or "failed"
