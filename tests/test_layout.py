@@ -58,7 +58,7 @@ MAY["chaos"] = {"launch", "dashboard", "bus", "messages", "config", "replay"}
 MAY["cli"] = _LIBRARIES | {"actors", "dashboard", "launch", "chaos"}
 
 # Modules below all folders: they import the standard library alone.
-FOUNDATION = {"backoff", "parent_death"}
+FOUNDATION = {"backoff", "nkeys", "parent_death"}
 # headrace/registry.py stands above these folders and below all others.
 REGISTRY_IMPORTS = {"messages"}
 

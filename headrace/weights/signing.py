@@ -10,11 +10,9 @@ msgpack under its wire names, without its signature, and without fields that wer
 they hold their defaults. So a field that is added later changes no old signature, and an old reader refuses a message
 with a field that it does not know.
 
-Keys are NKEYs (github.com/nats-io/nkeys): base32 of a prefix byte, 32 bytes of key, CRC-16/XMODEM. Ed25519: RFC 8032.
+Keys are NKEYs (headrace/nkeys.py). Ed25519: RFC 8032.
 """
 
-import base64
-import binascii
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,13 +22,13 @@ import msgspec
 from nacl.exceptions import BadSignatureError
 from nacl.signing import VerifyKey
 
+from headrace import nkeys
 from headrace.messages.weights import WeightHead, WeightManifest, WeightSquash
 from headrace.weights.state import WeightError
 
 PUBLIC_FILE = "weight_publisher.pub"
 """A file in the credentials folder of every node: the publishers' public keys, one per line."""
 _LATER = frozenset({"precision", "source_hash", "after", "signer"})
-_USER = 20 << 3
 
 Signed = WeightManifest | WeightHead | WeightSquash
 S = TypeVar("S", WeightManifest, WeightHead, WeightSquash)
@@ -41,7 +39,7 @@ class Untrusted(WeightError):
 
 
 class Signer(Protocol):
-    """A private key; `bus.keys.Key` is one."""
+    """A private key; `bus.broker.keys.Key` is one."""
 
     @property
     def public(self) -> str:
@@ -84,12 +82,11 @@ def sealed(message: S, signer: Signer | None) -> S:
 def public_key(text: str) -> VerifyKey:
     """A user's public NKEY. WeightError when it is none."""
     try:
-        raw = base64.b32decode(text + "=" * (-len(text) % 8))
-    except (ValueError, binascii.Error):
-        raw = b""
-    if len(raw) != 35 or raw[0] != _USER or binascii.crc_hqx(raw[:-2], 0) != int.from_bytes(raw[-2:], "little"):
-        raise WeightError(f"{text!r} is not a public key: expected an NKEY of a user, U and 55 more characters")
-    return VerifyKey(raw[1:-2])
+        return VerifyKey(nkeys.public_bytes(text))
+    except ValueError:
+        raise WeightError(
+            f"{text!r} is not a public key: expected an NKEY of a user, U and 55 more characters"
+        ) from None
 
 
 class Trust:

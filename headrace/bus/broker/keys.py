@@ -1,24 +1,16 @@
 """NKEYs: the broker knows public keys only, a role proves itself by signing the broker's nonce.
 
 Why so: no password stands in a configuration or crosses the wire, and a check costs microseconds where bcrypt costs
-a tenth of a second per connection. The encoding is that of github.com/nats-io/nkeys: prefix byte(s), 32 bytes of key,
-CRC-16/XMODEM, all in base32 without padding.
+a tenth of a second per connection.
 """
 
 import base64
-import binascii
 import os
-import struct
 from pathlib import Path
 
 from nacl.signing import SigningKey
 
-_SEED, _USER = 18 << 3, 20 << 3
-
-
-def _encode(raw: bytes) -> str:
-    checked = raw + struct.pack("<H", binascii.crc_hqx(raw, 0))
-    return base64.b32encode(checked).decode().rstrip("=")
+from headrace import nkeys
 
 
 class Key:
@@ -26,8 +18,8 @@ class Key:
 
     def __init__(self, raw: bytes) -> None:
         self._signing = SigningKey(raw)
-        self.public = _encode(bytes([_USER]) + bytes(self._signing.verify_key))
-        self.seed = _encode(bytes([_SEED | (_USER >> 5), (_USER & 31) << 3]) + raw)
+        self.public = nkeys.public_text(bytes(self._signing.verify_key))
+        self.seed = nkeys.seed_text(raw)
 
     @classmethod
     def make(cls) -> "Key":
@@ -37,12 +29,7 @@ class Key:
     @classmethod
     def parse(cls, seed: str) -> "Key":
         """From the text of a seed. ValueError when it is not a user's seed."""
-        text = seed.strip()
-        raw = base64.b32decode(text + "=" * (-len(text) % 8))
-        key = cls(raw[2:34])
-        if key.seed != text:
-            raise ValueError("not the seed of a user key")
-        return key
+        return cls(nkeys.seed_bytes(seed.strip()))
 
     def sign(self, nonce: str) -> bytes:
         """The signature that the broker checks, base64 without padding."""
