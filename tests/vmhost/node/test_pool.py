@@ -14,6 +14,7 @@ from headrace.vmhost import cgroups
 from headrace.vmhost.node.host import Host
 from headrace.vmhost.qemu.clone import Clone
 from tests.support.hosts import ask, backend, clone_of, environment
+from tests.support.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm]
 
@@ -173,7 +174,8 @@ async def test_memory_decides_as_well(host: Host, monkeypatch: pytest.MonkeyPatc
         await host.acquire(ask(group="hungry", template="debian"))
 
 
-async def test_a_clone_that_is_killed_while_it_waits_is_replaced() -> None:
+async def test_a_clone_that_is_killed_while_it_waits_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.vmhost.qemu.backend.MEMORY_S", 3600.0)
     host = await Host.open(environment(warm=1, judge_share=0))
     try:
         await backend(host).filled()
@@ -181,7 +183,7 @@ async def test_a_clone_that_is_killed_while_it_waits_is_replaced() -> None:
         os.kill(waiting.pid, signal.SIGKILL)
         await waiting.gone
         assert backend(host)._parked == []
-        async with asyncio.timeout(30):  # MEMORY_S is 60: only the replacement comes sooner
+        async with asyncio.timeout(PATIENCE_S):  # sooner than MEMORY_S comes only the replacement
             while not backend(host)._parked:
                 await asyncio.sleep(0.05)
         assert backend(host)._parked[0].pid != waiting.pid
