@@ -13,7 +13,7 @@ from headrace.bus.errors import Reject, Unrecoverable
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
-from headrace.judging import rules
+from headrace.judging import checkers, rules
 from headrace.judging.candidates import Candidate
 from headrace.judging.examination import Options, examine
 from headrace.judging.scoring import RewardBroken, Rewarder, RewardError, score_of
@@ -103,6 +103,11 @@ class Judge(Actor):
             text = f"task {task.ref.task} of {task.ref.suite} is judged by a log, which a policy in training can forge"
             self.fail(Unrecoverable(f"{text}; set [tasks] train_on_logs = true to train on it all the same"))
             raise Reject(text)
+        try:
+            checkers.used(oracle)
+        except PluginError as error:
+            self.fail(Unrecoverable(f"PluginError: {error}"))
+            raise
         candidate = Candidate(trajectory=trajectory, task=task, oracle=oracle)
         options = Options(
             again=self._drawn(trajectory),

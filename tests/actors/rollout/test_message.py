@@ -19,7 +19,7 @@ from headrace.messages.tasks import ANSWER, Grading, Oracle, Task, TaskRef
 from headrace.tasks.suites import write_suite
 from tests.conftest import Connect
 from tests.support.actors import living
-from tests.support.judging import first
+from tests.support.judging import first, trajectory
 
 pytestmark = pytest.mark.anyio
 
@@ -78,6 +78,20 @@ async def test_a_message_becomes_a_trajectory_and_a_score(connect: Connect, tmp_
         ("passed", 1.0, 1.0),
         ("failed", 0.0, 0.0),
     ]
+
+
+async def test_a_checker_that_is_not_there_ends_the_judge_with_its_name(connect: Connect, tmp_path: Path) -> None:
+    suite(tmp_path, "sums", Grading(kind="checker", checker="no_such", reference={"answer": "2"}))
+    observer = await connect("admin")
+    judge = Judge(config(tmp_path), await connect("judge"), "r4", "j-1")
+    await judge.start()
+    try:
+        made = trajectory("r4", "g1", {ANSWER: b"2"}, task=TaskRef("sums", "1"))
+        await observer.publish(TRAJ.at(run="r4", group="g1"), made)
+        error = await judge.failed
+    finally:
+        await judge.shut(1.0)
+    assert isinstance(error, Unrecoverable) and "expected one of exact, number, pattern" in str(error)
 
 
 async def test_a_suite_judged_by_logs_is_not_trained_on_without_a_word(connect: Connect, tmp_path: Path) -> None:
