@@ -8,6 +8,7 @@ import msgspec
 
 from headrace.actors.registry import load_class
 from headrace.config import Config
+from headrace.launch.notify import ready
 from headrace.launch.runs import RunError
 
 
@@ -58,6 +59,7 @@ def serve(config: Config, names: Sequence[str], run: str, url: str, credentials:
         async with await Bus.connect(url, role=classes[0][0].role, credentials=keys) as bus:
             await streams.require(bus.connection)
         with measured(config, names[0].replace(":", "-"), run):
-            return await run_actors(classes, config, run, url=url, credentials=keys)
+            async with ready():
+                return await run_actors(classes, config, run, url=url, credentials=keys)
 
     return uvloop.run(main())

@@ -1,0 +1,48 @@
+"""`headrace deploy`: write the files with which systemd, Slurm, Kubernetes or compose run a configuration."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from headrace.cli.arguments import add_set, integer
+
+if TYPE_CHECKING:
+    from headrace.cli.arguments import Commands
+
+KINDS = ("systemd", "slurm", "k8s", "compose")
+
+
+def add(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("deploy", help="write systemd units, a Slurm job, Kubernetes manifests or compose")
+    parser.add_argument("kind", choices=KINDS, help="what runs the processes")
+    parser.add_argument("folder", metavar="DIR", help="where the files go; those that exist are replaced")
+    parser.add_argument("--config", required=True, metavar="TOML", help="with [run] id, [bus] url and credentials")
+    parser.add_argument("--image", default="headrace:latest", help="container image (k8s, compose)")
+    parser.add_argument("--binary", default="/opt/headrace/bin/headrace", help="path of headrace (systemd, slurm)")
+    parser.add_argument("--nodes", type=integer(1), default=1, help="nodes of the job (slurm)")
+    add_set(parser)
+    parser.set_defaults(handler=deploy)
+
+
+def deploy(args: argparse.Namespace) -> int:
+    """Write the files and name them."""
+    from pathlib import Path
+
+    from headrace.bus.broker.server import CONF
+    from headrace.config import load
+    from headrace.launch.deploy import compose, kubernetes, slurm, systemd
+    from headrace.launch.output import say
+
+    config, toml, conf = load(args.config, args.set), Path(args.config).read_text(), CONF.read_text()
+    files = {
+        "systemd": lambda: systemd.files(config, args.binary),
+        "slurm": lambda: slurm.files(config, args.binary, args.nodes),
+        "k8s": lambda: kubernetes.files(config, toml, conf, args.image),
+        "compose": lambda: compose.files(config, args.image) | {"run.toml": toml, "nats.conf": conf},
+    }[args.kind]()
+    folder = Path(args.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+        say(str(folder / name))
+    return 0

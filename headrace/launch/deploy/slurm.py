@@ -1,0 +1,66 @@
+"""A Slurm job: the broker and the single actors on the first node, machines and rollouts on every node.
+
+The job may be requeued at any time: the streams lie in the shared folder, and unfinished work is delivered again.
+"""
+
+import shlex
+
+from headrace.config import Config
+from headrace.launch.deploy.plan import Process, processes
+
+EVERYWHERE = {"environment", "rollout"}
+"""Actors that run once per node."""
+
+
+def _step(process: Process, binary: str, where: str) -> str:
+    command = shlex.join([binary, "actor", ",".join(process.actors)])
+    place = '--config "$FOLDER/run.toml" --url "$URL" --credentials "$FOLDER/credentials"'
+    return f"srun --overlap {where} {command} \\\n  {place} &"
+
+
+def files(config: Config, binary: str, nodes: int) -> dict[str, str]:
+    """Name to content."""
+    single, every = [], []
+    for process in processes(config):
+        kinds = {name.partition(":")[0] for name in process.actors}
+        (every if kinds <= EVERYWHERE else single).append(process)
+    device = "#SBATCH --gpus-per-node=1\n" if any(process.device for process in [*single, *every]) else ""
+    first = "\n".join(_step(process, binary, '--nodes=1 --ntasks=1 --nodelist="$FIRST"') for process in single)
+    rest = "\n".join(_step(process, binary, f"--nodes={nodes} --ntasks-per-node=1") for process in every)
+    script = f"""#!/bin/bash
+#SBATCH --job-name=headrace-{config.run.id}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:TERM@60
+#SBATCH --output=headrace-%j.log
+{device}set -euo pipefail
+
+# A folder that every node sees: run.toml, nats.conf, credentials/, and the broker's store.
+FOLDER="${{HEADRACE_FOLDER:-$SLURM_SUBMIT_DIR}}"
+FIRST="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+URL="nats://$FIRST:4222"
+
+stop() {{
+  # Actors drain before the broker ends.
+  pkill -TERM -P "$$" srun || true
+  wait || true
+}}
+trap stop TERM
+
+srun --overlap --nodes=1 --ntasks=1 --nodelist="$FIRST" \\
+  nats-server -c "$FOLDER/nats.conf" -a 0.0.0.0 -p 4222 -sd "$FOLDER/store" &
+for _ in $(seq 120); do (exec 3<>"/dev/tcp/$FIRST/4222") 2>/dev/null && break; sleep 1; done
+{binary} bus declare --url "$URL" --credentials "$FOLDER/credentials"
+
+{first}
+{rest}
+code=0
+wait -n || code=$?
+echo "a process of the run ended with code $code" >&2
+stop
+exit "$code"
+"""
+    return {"headrace.sbatch": script}

@@ -1,0 +1,133 @@
+"""Generated units, job, manifests and compose file: each is parsed by its own tool, or by its schema."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from headrace.bus.broker.server import CONF
+from headrace.cli.main import main, parser
+from headrace.config import ConfigError, load
+from headrace.launch.deploy import compose, kubernetes, plan, slurm, systemd
+
+ANALYZE = shutil.which("systemd-analyze")
+TOML = """
+[run]
+id = "r1"
+[bus]
+url = "nats://nats:4222"
+credentials = "/etc/headrace/credentials"
+[metrics]
+host = "0.0.0.0"
+port = 9400
+[trainer]
+device = "cuda"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    (tmp_path / "run.toml").write_text(TOML)
+    return load(tmp_path / "run.toml")
+
+
+@pytest.mark.parametrize("kind", ["systemd", "slurm", "k8s", "compose"])
+def test_the_command_writes_what_it_names(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text(TOML)
+    assert main(["deploy", kind, str(tmp_path / "out"), "--config", str(tmp_path / "run.toml")]) == 0
+    named = capsys.readouterr().out.splitlines()
+    assert sorted(named) == sorted(str(path) for path in (tmp_path / "out").iterdir()) and named
+
+
+def test_a_configuration_that_processes_cannot_share_is_refused(tmp_path: Path) -> None:
+    for missing in ("id", "url", "credentials"):
+        text = "\n".join(line for line in TOML.splitlines() if not line.startswith(missing))
+        (tmp_path / "run.toml").write_text(text)
+        with pytest.raises(ConfigError, match=missing):
+            plan.processes(load(tmp_path / "run.toml"))
+
+
+def test_every_process_is_deployed_with_arguments_that_parse(config: Any) -> None:
+    for process in plan.processes(config):
+        assert parser().parse_args(process.words).names == ",".join(process.actors)
+    covered = {name for process in plan.processes(config) for name in process.actors}
+    assert {"trainer", "rollout", "judge", "curriculum", "environment", "gateway"} <= covered
+
+
+@pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is missing: apt-get install systemd")
+def test_systemd_accepts_the_units_and_finds_them_hardened(config: Any, tmp_path: Path) -> None:
+    assert ANALYZE is not None
+    for name, text in systemd.files(config, "/bin/true").items():
+        (tmp_path / name).write_text(text)
+    units = sorted(path.name for path in tmp_path.glob("*.service"))
+    done = subprocess.run(
+        [ANALYZE, "verify", *(f"./{name}" for name in [*units, "headrace.target"])],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    complaints = [line for line in done.stderr.splitlines() if "headrace" in line]
+    assert done.returncode == 0 and not complaints, done.stderr
+    for name in ("headrace-environment.service", "headrace-trainer.service", "headrace-nats.service"):
+        done = subprocess.run(
+            [ANALYZE, "security", "--offline=true", "--threshold=40", f"./{name}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-400:] + done.stderr
+
+
+def test_kubernetes_accepts_the_manifests_and_no_pod_is_privileged(config: Any) -> None:
+    text = kubernetes.files(config, TOML, CONF.read_text(), "headrace:1")["headrace.yaml"]
+    objects = list(yaml.safe_load_all(text))
+    for each in objects:
+        kubernetes_validate.validate(each, "1.34", strict=True)
+    assert objects == kubernetes.manifests(config, TOML, CONF.read_text(), "headrace:1")  # the YAML says the same
+    pods = [each["spec"]["template"]["spec"] for each in objects if each["kind"] in ("Deployment", "StatefulSet")]
+    assert len(pods) == len(plan.processes(config)) + 1
+    for pod in pods:
+        (container,) = pod["containers"]
+        assert container["securityContext"]["privileged"] is False and not pod["automountServiceAccountToken"]
+    limits = {pod["containers"][0]["name"]: pod["containers"][0]["resources"]["limits"] for pod in pods}
+    assert limits["headrace-environment"]["devices.kubevirt.io/kvm"] == "1"
+    assert limits["headrace-trainer"]["nvidia.com/gpu"] == "1"
+    assert "SU" not in re.sub(r"[^A-Z2-7]", " ", text).split()  # no seed
+
+
+def test_the_job_is_a_shell_script_that_slurm_may_requeue(config: Any, tmp_path: Path) -> None:
+    script = slurm.files(config, "/opt/headrace/bin/headrace", 3)["headrace.sbatch"]
+    (tmp_path / "job").write_text(script)
+    assert subprocess.run(["bash", "-n", "job"], cwd=tmp_path, capture_output=True).returncode == 0
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.MULTILINE))
+    assert {"requeue", "nodes", "signal", "gpus-per-node"} <= set(options) and options["nodes"] == "3"
+    commands = re.findall(r"headrace (actor [\w,:]+) \\\n  --config", script)
+    assert len(commands) == len(plan.processes(config))
+    if shutil.which("sbatch"):
+        done = subprocess.run(["sbatch", "--test-only", "job"], cwd=tmp_path, capture_output=True, text=True)
+        assert "invalid" not in done.stderr.lower(), done.stderr
+
+
+def test_the_compose_file_holds_a_service_per_process(config: Any) -> None:
+    found = yaml.safe_load(compose.files(config, "headrace:1")["compose.yaml"])
+    assert set(found["services"]) == {"nats", *(process.name for process in plan.processes(config))}
+    assert found["services"]["environment"]["devices"] == ["/dev/kvm"]
+    assert all(each["read_only"] and each["cap_drop"] == ["ALL"] for each in found["services"].values())
+
+
+def test_the_notifier_speaks_to_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    from headrace.launch.notify import notify
+
+    assert not notify("READY=1")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "s"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "s"))
+        assert notify("READY=1")
+        assert listener.recv(64) == b"READY=1"
