@@ -19,7 +19,7 @@ CLIENTS := .cache/clients
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: help setup debian demo demo-pretrained proof proof-pretrained test test-all test-clients test-sglang test-kernels fuzz chaos-weights lint format docs clean
+.PHONY: help setup debian demo demo-pretrained proof proof-pretrained test test-all test-clients test-sglang test-kernels fuzz chaos-weights lint format docs clean web browser
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -123,6 +123,13 @@ format: setup ## apply ruff's fixes and format
 docs: setup ## regenerate the generated pages of docs/
 	$(BIN)/headrace subjects > docs/subjects.md
 	$(BIN)/python docs/modules.py
+
+WEB := headrace/dashboard/live/web
+web: ## build the live page's bundle again (Node and npm are needed)
+	cd $(WEB) && npm ci --silent && npm run --silent build
+
+browser: ## Debian's chromium, for the live page's tests (350 MB); they are skipped without it
+	apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver
 
 clean: ## remove caches, runs and the virtual environment
 	rm -rf $(VENV) .cache runs .mypy_cache .ruff_cache .pytest_cache

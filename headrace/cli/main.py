@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
+from headrace.cli import deploy
 from headrace.cli.bus import declare, permissions
 from headrace.cli.keys import add as keys_add
 from headrace.cli.keys import listing as keys_list
 from headrace.cli.keys import revoke as keys_revoke
-from headrace.cli.observe import export_metrics
+from headrace.cli.observe import dashboard, export_metrics, logs, top
 from headrace.cli.policy import from_gguf
 from headrace.cli.replay import dlq, rejudge, replay, retrain
 from headrace.cli.run import actor, audit, chaos, check, down, evaluate, staleness, status, subjects, up, wire
@@ -34,6 +35,9 @@ COMMANDS: tuple[ModuleType, ...] = (
     up,
     check,
     down,
+    dashboard,
+    top,
+    logs,
     chaos,
     actor,
     status,
@@ -46,6 +50,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     evaluate,
     run_export,
     export_metrics,
+    deploy,
     subjects,
     wire,
 )

@@ -5,7 +5,7 @@ are in the store.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headrace.bus.broker.server import Server
 from headrace.bus.errors import BusError
@@ -18,12 +18,14 @@ from headrace.launch.supervision.children import KILLED, Intensity
 class Broker:
     """Call `start`, then `watch` during the run, then `stop`."""
 
-    def __init__(self, config: Config, folder: RunDir) -> None:
+    def __init__(self, config: Config, folder: RunDir, origins: Sequence[str] = ()) -> None:
+        """origins: pages that may connect to the own nats-server."""
         self.url = config.bus.url
         self.credentials = config.bus.credentials if config.bus.url else str(folder.broker / "credentials")
         self._server: Server | None = None
         if not config.bus.url:
-            self._server = Server(folder.broker, port=config.bus.port, need_free=config.run.min_free_mb * 2**20 // 2)
+            need_free = config.run.min_free_mb * 2**20 // 2
+            self._server = Server(folder.broker, port=config.bus.port, need_free=need_free, origins=origins)
 
     async def start(self) -> None:
         """Start the own nats-server and wait until it answers; declare the streams in any case. BusError."""
@@ -35,6 +37,11 @@ class Broker:
             self.url = self._server.url
         async with await Bus.connect(self.url, role="admin", credentials=self.credentials) as admin:
             await declare(admin)
+
+    @property
+    def websocket(self) -> str:
+        """ws:// address of the own nats-server; empty without one."""
+        return self._server.websocket if self._server is not None else ""
 
     @property
     def pid(self) -> int:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -46,13 +47,15 @@ def process_groups(config: Config) -> list[tuple[str, ...]]:
 class Run:
     """The processes of one run. Call `start`, `watch`, and in any case `close`."""
 
-    def __init__(self, config: Config, folder: RunDir, config_file: Path, stopping: Stopping) -> None:
-        """config_file: where `config` is written for the processes to read."""
+    def __init__(
+        self, config: Config, folder: RunDir, config_file: Path, stopping: Stopping, origins: Sequence[str] = ()
+    ) -> None:
+        """config_file: where `config` is written for the processes to read. origins: of the live page."""
         self.config = config
         self.folder = folder
         self.config_file = config_file
         config_file.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
-        self.broker = Broker(config, folder)
+        self.broker = Broker(config, folder, origins)
         self.children: list[Child] = []
         self.restarts: list[str] = []
         self.finished = False

@@ -18,10 +18,13 @@ from headrace.config import Config
 from headrace.launch import runs
 from headrace.launch.guests import prepare_host
 from headrace.launch.output import say
+from headrace.launch.page import USERS_S, address_of, serving, websocket_of, write_place
 from headrace.launch.processes import Run, first_of
 from headrace.launch.supervision.signals import Stopping, interruptible
 
 if TYPE_CHECKING:
+    from headrace.bus.connection import Bus
+    from headrace.dashboard.live.server import Address
     from headrace.dashboard.watch import Watch
 
 Beside = Callable[[Run, "Watch"], Coroutine[Any, Any, None]]
@@ -46,12 +49,16 @@ async def through(config: Config, stopping: Stopping, closing: AsyncExitStack, b
     stopping.effect = "no run had begun"
     await prepare_host(config)
     folder = runs.create(root, config.run.id or runs.new_id(config.run.seed))
-    run = Run(config, folder, folder.config, stopping)
+    address = address_of(config)
+    if address is not None:
+        closing.callback(address.socket.close)
+        say(f"live page: {address.url}")
+    run = Run(config, folder, folder.config, stopping, address.origins if address is not None else ())
     closing.push_async_callback(run.close)
     stopping.effect = f"run {folder.id} ends in order; acknowledged messages stay in {folder.path}/"
     await run.broker.start()
     say(f"run {folder.id}: logs in {folder.logs}/, streams in {folder.broker}/")
-    return await see_through(run, started, stopping, beside)
+    return await see_through(run, started, stopping, beside, address)
 
 
 def refuse(config: Config, root: Path) -> None:
@@ -65,7 +72,9 @@ def refuse(config: Config, root: Path) -> None:
         refuse_busy_port(config.production.host, config.production.port, "[production] port")
 
 
-async def see_through(run: Run, started: float, stopping: Stopping, beside: Beside | None = None) -> int:
+async def see_through(
+    run: Run, started: float, stopping: Stopping, beside: Beside | None = None, address: "Address | None" = None
+) -> int:
     """Start the processes, show progress until the run is finished, then audit it and write its report."""
     from headrace.bus.connection import Bus
     from headrace.dashboard.report import Moments
@@ -79,7 +88,10 @@ async def see_through(run: Run, started: float, stopping: Stopping, beside: Besi
     bus = await Bus.connect(run.broker.url, role="operator", credentials=run.broker.credentials)
     watch = Watch(bus, run.folder.id, run.config, started)
     try:
-        with measured(run.config, "up", run.folder.id):
+        async with AsyncExitStack() as beside_run:
+            beside_run.enter_context(measured(run.config, "up", run.folder.id))
+            if address is not None:
+                await serve_page(run, bus, address, beside_run)
             async with asyncio.TaskGroup() as group:
                 keeper = group.create_task(run.watch())
                 meter = group.create_task(closing.meter(run, watch))
@@ -98,3 +110,12 @@ async def see_through(run: Run, started: float, stopping: Stopping, beside: Besi
     moments = Moments(started=started, ready=ready, shutdown=time.time())
     await run.stop()
     return await closing.write_report(run, bus, watch, moments)
+
+
+async def serve_page(run: Run, bus: "Bus", address: "Address", stack: AsyncExitStack) -> None:
+    """Serve the live page until `stack` closes, and write where it is."""
+    websocket = websocket_of(run.config, run.broker.websocket)
+    page = await stack.enter_async_context(
+        serving(run.config, run.folder.id, bus, address, websocket, run.broker.credentials)
+    )
+    write_place(run.folder.path, address.url, page.access.token(USERS_S))

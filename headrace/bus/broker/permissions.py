@@ -95,12 +95,15 @@ ACTORS = (
 READERS = ("dashboard", "operator", "replay")
 LINK_ROLE = "region"
 """The connection of a region's broker to the hub's."""
+WEB_ROLE = "web"
+"""The page in an operator's browser, over WebSocket. Its seed leaves the machine with the page, so it only reads, and
+only what holds no user's data."""
 REGIONAL = (
     *("rollout", "environment", "search", "judge", "weight_sync", "gateway", "scavenger"),
     *("dashboard", "operator"),
 )
 """Roles that may live in a region."""
-ROLES = (*ACTORS, *READERS, "admin", LINK_ROLE)
+ROLES = (*ACTORS, *READERS, "admin", LINK_ROLE, WEB_ROLE)
 
 _EVERYONE = "every actor"
 _CORE = ("hr.rpc.", "hr.beat.", "hr.traffic.", "hr.metric.")
@@ -112,6 +115,8 @@ class Permissions(msgspec.Struct, frozen=True, kw_only=True):
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
     allow_responses: bool = True
+    connections: tuple[str, ...] = ()
+    """Kinds of connections; empty allows every kind."""
 
 
 def _read_api(stream: str, *, consumers: bool = True) -> list[str]:
@@ -150,6 +155,8 @@ def of(role: str) -> Permissions:
         return Permissions(publish=(">",), subscribe=(">",), allow_responses=False)
     if role == LINK_ROLE:
         return _of_link()
+    if role == WEB_ROLE:
+        return _of_web()
     publish: list[str] = ["$JS.API.INFO", "$JS.API.STREAM.INFO.*", "$JS.FC.>"]
     for subject in s.SUBJECTS.values():
         if subject in (s.EVENT, s.HEARTBEAT, s.METRIC, s.RPC, s.RPC_NODE):
@@ -189,6 +196,23 @@ def of(role: str) -> Permissions:
             if role in subject.readers or role in READERS:
                 subscribe.append(subject.where())
     return Permissions(publish=_unique(publish), subscribe=_unique(subscribe))
+
+
+def _of_web() -> Permissions:
+    """Permissions of the live page: history of streams without users' data by direct get, live records by subject.
+
+    It makes no consumers: a push consumer delivers to any subject that its creator names, so its creator could write.
+    Groups of users have a token more than these subjects, so theirs match none of them.
+    """
+    subscribe = [s.HEARTBEAT.where(), s.METRIC.where(), s.TRAFFIC.where(), "hr.step.*", "hr.score.*.*.*"]
+    subscribe += ["hr.close.*.*", "hr.ledger.*.*", "hr.fail.*.*"]
+    subscribe += [f"hr.event.*.*.{kind}" for kind in ("event", "eval_result", "weights_swapped", "promotion")]
+    return Permissions(
+        publish=("$JS.API.DIRECT.GET.HR_STEP", "$JS.API.DIRECT.GET.KV_HR_PRESENCE"),
+        subscribe=(f"_INBOX.{WEB_ROLE}.>", *subscribe),
+        allow_responses=False,
+        connections=("WEBSOCKET",),
+    )
 
 
 def _of_link() -> Permissions:
@@ -244,7 +268,10 @@ def users_conf(public_keys: dict[str, str], permissions_of: Callable[[str], Perm
 
 
 def _user(role: str, public: str, permissions: Permissions) -> list[str]:
-    lines = [f"    {{ nkey: {public}", f"      # {role}", "      permissions: {"]
+    lines = [f"    {{ nkey: {public}", f"      # {role}"]
+    if permissions.connections:
+        lines.append(f"      allowed_connection_types: [{', '.join(_quoted(permissions.connections))}]")
+    lines.append("      permissions: {")
     lines.append(f"        publish: {{ allow: [{', '.join(_quoted(permissions.publish))}] }}")
     lines.append(f"        subscribe: {{ allow: [{', '.join(_quoted(permissions.subscribe))}] }}")
     if permissions.allow_responses:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -82,14 +83,19 @@ class Server:
         need_free: int = NEED_FREE,
         die_with_parent: bool = True,
         prepared: bool = False,
+        origins: Sequence[str] = (),
     ) -> None:
-        """prepared: the folder has its nats.conf and credentials already, as `regions` and `cluster` make them."""
+        """prepared: the folder has its nats.conf and credentials already, as `regions` and `cluster` make them.
+        origins: pages that may connect over WebSocket; none opens no WebSocket."""
         self.folder = Path(folder).resolve()
         self.host, self.port, self.need_free = host, port, need_free
         self.credentials = self.folder / "credentials"
         """Folder of seed files, for `Bus.connect(credentials=...)`."""
         self.url = ""
+        self.websocket = ""
+        """ws:// address for pages of `origins`."""
         self.pid = 0
+        self._origins, self._websocket_port = tuple(origins), 0
         self._die_with_parent, self._prepared = die_with_parent, prepared
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -140,7 +146,7 @@ class Server:
         (self.folder / "log").unlink(missing_ok=True)
         if not self._prepared:
             credentials.write(self.credentials)
-            (self.folder / "nats.conf").write_bytes(CONF.read_bytes())
+            (self.folder / "nats.conf").write_text(CONF.read_text() + self._websocket_conf())
         probe = self.folder / "store" / ".probe"
         probe.write_bytes(b"")
         probe.unlink()
@@ -150,6 +156,14 @@ class Server:
                 f"the disk of {self.folder} is too small: {free >> 20} MiB free, the streams need "
                 f"{self.need_free >> 20} MiB"
             )
+
+    def _websocket_conf(self) -> str:
+        """The block for pages; the port of an earlier start stays, so that open pages find the broker again."""
+        if not self._origins:
+            return ""
+        allowed = ", ".join(f'"{origin}"' for origin in self._origins)
+        listen = f'host: "{self.host}", port: {self._websocket_port or -1}'
+        return f"\nwebsocket {{ {listen}, no_tls: true, allowed_origins: [{allowed}] }}\n"
 
     async def _ready(self, ports: Path) -> None:
         """Wait for the ports file, which the server writes once it listens and JetStream has recovered."""
@@ -163,6 +177,9 @@ class Server:
             try:
                 found = msgspec.json.decode(ports.read_bytes())
                 self.port = int(found["nats"][0].rpartition(":")[2])
+                if self._origins:
+                    self._websocket_port = int(found["websocket"][0].rpartition(":")[2])
+                    self.websocket = f"ws://{self.host}:{self._websocket_port}"
                 return
             except (OSError, msgspec.DecodeError, KeyError, IndexError):
                 await asyncio.sleep(0.005)  # the server offers no event for this

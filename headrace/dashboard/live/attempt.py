@@ -1,0 +1,141 @@
+"""One attempt for the live page: turns as text, results, a unified diff, its score, and the command that repeats it."""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from headrace.bus.connection import Bus
+from headrace.bus.errors import MessageGone
+from headrace.bus.payloads import renderer_bundles
+from headrace.messages import subjects as s
+from headrace.messages.judging import Score
+from headrace.messages.rollout import Trajectory, Turn
+from headrace.messages.tasks import TaskRef
+from headrace.messages.training import StepDone
+
+Originals = Callable[[TaskRef], Mapping[str, bytes]]
+"""The files of a task as the agent got them; LookupError when the suite is not here."""
+SHOWN_TOKENS = 4000
+
+
+class NoSuchAttempt(Exception):
+    """There is no such trajectory, or the request may not read it; the text is one sentence."""
+
+
+async def find(bus: Bus, run: str, seq: int) -> Trajectory:
+    """The trajectory with a sequence. NoSuchAttempt."""
+    try:
+        received = await bus.get("HR_TRAJ", seq)
+        message = received.message
+    except (MessageGone, ValueError):
+        raise NoSuchAttempt(f"attempt {seq} is not stored any more: [replay] keep_steps decides for how long") from None
+    if not isinstance(message, Trajectory) or message.run != run:
+        raise NoSuchAttempt(f"record {seq} of HR_TRAJ is no attempt of run {run}")
+    return message
+
+
+async def describe(bus: Bus, run: str, seq: int, made: Trajectory, originals: Originals) -> dict[str, Any]:
+    """Everything that the page shows of an attempt."""
+    bundle = await renderer_bundles.fetch(bus, run)
+    tokenizer = Tokenizer.from_str(bundle.tokenizer_json) if bundle is not None else None
+    score = await _score(bus, run, made, seq)
+    step = await _step(bus, run, made)
+    try:
+        before = dict(originals(made.task)) if made.lane != "production" else {}
+    except LookupError:
+        before = {}
+    engine = next((each for each in step.engines if each.engine == made.rollout), None) if step else None
+    return {
+        "id": made.id,
+        "seq": seq,
+        "lane": made.lane,
+        "task": msgspec.to_builtins(made.task),
+        "family": made.family,
+        "outcome": made.outcome,
+        "backend": made.backend,
+        "isolation": made.isolation,
+        "wall_s": made.wall_s,
+        "versions": sorted({span.version for turn in made.turns for span in turn.spans}),
+        "sampled_tokens": sum(len(turn.ids) for turn in made.turns),
+        "prompt": _text(tokenizer, list(made.turns[0].prompt_ids.tolist())) if made.turns else "",
+        "turns": [_turn(turn, tokenizer) for turn in made.turns],
+        "diff": _diff(before, made),
+        "touched": list(made.touched),
+        "score": msgspec.to_builtins(score) if score is not None else None,
+        "parts": _parts(score),
+        "step": step.step if step is not None else None,
+        "mismatch": msgspec.to_builtins(engine) if engine is not None else None,
+        "command": f"headrace replay {run} --trajectory {made.id}",
+    }
+
+
+async def _score(bus: Bus, run: str, made: Trajectory, seq: int) -> Score | None:
+    found: Score | None = None
+    async for received in bus.history("HR_SCORE", s.SCORE.where(run=run, group=made.group)):
+        if isinstance(received.message, Score) and received.message.trajectory_seq == seq:
+            found = received.message
+    return found
+
+
+async def _step(bus: Bus, run: str, made: Trajectory) -> StepDone | None:
+    if made.lane != "train":
+        return None
+    found: StepDone | None = None
+    async for received in bus.history("HR_STEP", s.STEP.at(run=run)):
+        if isinstance(received.message, StepDone) and made.group in received.message.groups:
+            found = received.message
+    return found
+
+
+def _parts(score: Score | None) -> list[tuple[str, str]]:
+    """The parts of a reward that are on record."""
+    if score is None:
+        return []
+    passed = sum(test.outcome == "passed" for test in score.tests)
+    return [
+        ("hidden tests", f"{passed} of {len(score.tests)} passed"),
+        ("sampled tokens", str(score.sampled_tokens)),
+        *([("computed by", f"{plugin.name} {plugin.version}") for plugin in score.plugins]),
+    ]
+
+
+def _text(tokenizer: Tokenizer | None, ids: Sequence[float]) -> str:
+    if tokenizer is None:
+        return ""
+    text: str = tokenizer.decode([int(id) for id in ids], skip_special_tokens=False)
+    return text
+
+
+def _turn(turn: Turn, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    ids, logprobs = turn.ids.tolist(), turn.logprobs.tolist()
+    pairs = list(zip(ids, logprobs, strict=False))[:SHOWN_TOKENS]
+    return {
+        "index": turn.index,
+        "segment": turn.segment,
+        "kind": turn.kind,
+        "stop": turn.stop,
+        "sampled": len(ids),
+        "versions": sorted({span.version for span in turn.spans}),
+        "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
+        "tokens": [(_text(tokenizer, [id]) or f"‹{int(id)}›", logprob) for id, logprob in pairs],
+        "calls": msgspec.to_builtins(turn.calls),
+        "results": msgspec.to_builtins(turn.results),
+    }
+
+
+def _diff(before: Mapping[str, bytes], made: Trajectory) -> list[dict[str, Any]]:
+    """A unified diff per changed file; the whole file where its original is not here."""
+    changed: dict[str, bytes | None] = {**made.diff, **dict.fromkeys(made.deleted)}
+    out = []
+    for path, data in sorted(changed.items()):
+        old, new = _lines(before.get(path, b"")), _lines(data or b"")
+        lines = difflib.unified_diff(old, new, "before" if path in before else "(not known)", path, lineterm="")
+        out.append({"path": path + (" (deleted)" if data is None else ""), "lines": list(lines)[2:]})
+    return out
+
+
+def _lines(data: bytes) -> list[str]:
+    return data.decode("utf-8", "replace").splitlines()

@@ -1,0 +1,150 @@
+"""Serves the live page over HTTP: static files, the settings with which it reads the broker, and fenced records.
+
+The page itself connects to the broker's WebSocket. It gets the seed of the role `web`, which may only read streams
+without users' data. Requests with another Host are refused, so that no other page can reach this one by a DNS name.
+"""
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError
+from headrace.config import Config
+from headrace.dashboard.live import history
+from headrace.dashboard.live.access import Access
+from headrace.dashboard.live.attempt import NoSuchAttempt, Originals, describe, find
+
+STATIC = Path(__file__).with_name("static")
+KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
+HEADERS = {
+    "Cache-Control": "no-cache",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": "default-src 'self'; connect-src 'self' ws: wss:; img-src 'self' data:; "
+    "style-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
+}
+TOKEN_S = 1800.0
+
+
+class Address:
+    """A listening socket that exists before the broker starts: the broker admits the page's origin by its port."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """port 0 takes a free one. BusError when it is taken."""
+        self.host = host
+        self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.socket.bind((host, port))
+            self.socket.listen(64)
+        except OSError as error:
+            self.socket.close()
+            raise BusError(
+                f"port {port} on {host} is taken ({error.strerror}): choose another [dashboard] port, or 0 for any"
+            ) from None
+        self.port: int = self.socket.getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        """The page's address."""
+        return f"http://{self.host}:{self.port}/"
+
+    @property
+    def origins(self) -> list[str]:
+        """Origins of pages that this address serves."""
+        names = {self.host, "127.0.0.1", "localhost"} if self.host in ("127.0.0.1", "0.0.0.0") else {self.host}
+        return [f"http://{name}:{self.port}" for name in sorted(names)]
+
+
+class LivePage:
+    """The HTTP server of one run's page. Call `start`, and `close` in any case."""
+
+    def __init__(
+        self, config: Config, run: str, bus: Bus, *, websocket: str, seed: str, started: float, originals: Originals
+    ) -> None:
+        """websocket: ws:// address of the broker. seed: of the role `web`. started: seconds since the epoch."""
+        self.config, self.run, self.bus = config, run, bus
+        self.websocket, self._seed, self._started, self._originals = websocket, seed, started, originals
+        self.access = Access()
+        self._hosts: set[str] = set()
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, address: Address) -> None:
+        """Serve on an address."""
+        self._hosts = {origin.removeprefix("http://") for origin in address.origins}
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/config.json", self._settings)
+        app.router.add_get("/api/history", self._history)
+        app.router.add_get("/api/trajectory/{seq:[0-9]{1,15}}", self._trajectory)
+        app.router.add_get("/{name:[A-Za-z.]*}", self._static)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.SockSite(self._runner, address.socket).start()
+
+    async def close(self) -> None:
+        """Stop answering."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.host not in self._hosts:
+            return web.Response(status=403, text=f"this page is {' or '.join(sorted(self._hosts))}", headers=HEADERS)
+        try:
+            answer: web.StreamResponse = await handler(request)
+        except BusError as error:
+            answer = web.Response(status=503, text=f"the broker does not answer: {error}")
+        answer.headers.update(HEADERS)
+        return answer
+
+    async def _static(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"] or "index.html"
+        path = STATIC / name
+        if path.suffix not in KINDS or not path.is_file():
+            return web.Response(status=404, text=f"there is no {name}")
+        return web.Response(body=path.read_bytes(), content_type=KINDS[path.suffix], charset="utf-8")
+
+    async def _settings(self, _: web.Request) -> web.StreamResponse:
+        config = self.config
+        cuda = config.trainer.device.startswith("cuda")
+        return web.json_response(
+            {
+                "run": self.run,
+                "websocket": self.websocket,
+                "seed": self._seed,
+                "started": self._started,
+                "steps": config.curriculum.steps,
+                "batch": config.curriculum.groups_per_step * config.curriculum.group_size,
+                "gpu_hour": config.dashboard.gpu_hour,
+                "core_hour": config.dashboard.core_hour,
+                "gpus": int(cuda),
+                "cores": os.cpu_count(),
+            }
+        )
+
+    def _users(self, request: web.Request) -> bool:
+        return self.access.allows(request.headers.get("Authorization", ""))
+
+    async def _history(self, request: web.Request) -> web.StreamResponse:
+        users = self._users(request)
+        found = await history.records(self.bus, self.run, users=users)
+        return web.json_response({"records": found, "users": users})
+
+    async def _trajectory(self, request: web.Request) -> web.StreamResponse:
+        seq = int(request.match_info["seq"])
+        try:
+            made = await find(self.bus, self.run, seq)
+            if made.lane == "production" and not self._users(request):
+                return web.Response(
+                    status=403,
+                    text="this attempt belongs to a user: open the page with a token of `headrace dashboard --users`",
+                )
+            found = await describe(self.bus, self.run, seq, made, self._originals)
+        except NoSuchAttempt as error:
+            return web.Response(status=404, text=str(error))
+        return await asyncio.to_thread(web.json_response, found)

@@ -1,0 +1,93 @@
+// The page: settings, history, then live; a view per hash. Views draw at most four times a second, and only after a change.
+import { follow, history, open } from "./bus.js";
+import { html, put } from "./html.js";
+import { apply, state, touch, version } from "./state.js";
+import { SILENT_S, header } from "./views/header.js";
+import { actors } from "./views/actors.js";
+import { groups } from "./views/groups.js";
+import { ledger } from "./views/ledger.js";
+import { letters } from "./views/letters.js";
+import { overview } from "./views/overview.js";
+import { trajectories } from "./views/trajectories.js";
+import { trajectory } from "./views/trajectory.js";
+
+const VIEWS = {
+  overview: ["Overview", overview], actors: ["Actors", actors], groups: ["Groups", groups],
+  trajectories: ["Trajectories", trajectories], ledger: ["Ledger", ledger], letters: ["Dead letters", letters],
+};
+const node = (id) => document.getElementById(id);
+const token = new URLSearchParams(location.search).get("token");
+export const fetchJson = async (path) => {
+  const answer = await fetch(path, { headers: token ? { authorization: `Bearer ${token}` } : {} });
+  if (!answer.ok) throw new Error((await answer.text()) || answer.statusText);
+  return answer.json();
+};
+
+let nc, lastStep = 0, drawn = -1, shown = "", cleanup = null;
+const count = (what) => { state.counts[what]++; };
+
+async function load() {
+  const { run } = state.settings;
+  await Promise.all([
+    history(nc, "HR_STEP", `hr.step.${run}`, lastStep + 1, (record, seq) => { lastStep = seq; apply(record); count("read"); }),
+    history(nc, "KV_HR_PRESENCE", "$KV.HR_PRESENCE.>", 1, apply),
+  ]);
+  window.firstData ??= performance.now();
+  const past = await fetchJson("api/history");
+  state.users = past.users;
+  for (const record of past.records) apply(record);
+  touch();
+}
+
+function subscribe() {
+  const { run } = state.settings, go = (subject) => follow(nc, subject, apply, count);
+  for (const subject of [`hr.step.${run}`, `hr.score.${run}.*.*`, `hr.close.${run}.*`, `hr.ledger.${run}.*`, `hr.fail.${run}.*`, "hr.beat.*.>", "hr.metric.>", "hr.traffic.>"]) go(subject);
+  for (const type of ["event", "eval_result", "weights_swapped", "promotion"]) go(`hr.event.${run}.*.${type}`);
+}
+
+async function start() {
+  state.settings = await fetchJson("config.json");
+  document.title = `${state.settings.run} · headrace`;
+  nc = await open(state.settings, (what) => {
+    if (what === "disconnect") { state.connected = false; state.since = Date.now(); }
+    if (what === "reconnect") { state.connected = true; load().catch(fault); }
+    touch();
+  });
+  state.connected = true;
+  subscribe();
+  await load();
+}
+
+function fault(error) {
+  state.fault = error.message ?? String(error);
+  touch();
+}
+
+function draw() {
+  const [name, argument] = (location.hash.replace(/^#\//, "") || "overview").split("/");
+  const key = `${name}/${argument ?? ""}`;
+  put(node("header"), header());
+  put(node("nav"), html`${Object.entries(VIEWS).map(([id, [title]]) => html`<a href="#/${id}" class="${id === name || (name === "t" && id === "trajectories") ? "here" : ""}">${title}${badge(id)}</a>`)}`);
+  if (key !== shown) {
+    cleanup?.();
+    node("view").innerHTML = "";
+    node("view")._text = undefined;
+    shown = key;
+    cleanup = null;
+    window.scrollTo(0, 0);
+  }
+  const view = name === "t" ? trajectory : VIEWS[name]?.[1] ?? overview;
+  cleanup = view(node("view"), argument) ?? cleanup;
+}
+
+function badge(id) {
+  if (id === "letters") { const open = [...state.letters.values()].filter((l) => !l.settled).length; return open ? html`<b>${open}</b>` : ""; }
+  if (id === "actors") { const dead = [...state.actors.values()].filter((a) => Date.now() / 1000 - a.at > SILENT_S && a.beat.state !== "stopped").length; return dead && !state.finished ? html`<b>${dead}</b>` : ""; }
+  return "";
+}
+
+setInterval(() => { if (drawn !== version) { drawn = version; draw(); } }, 250);
+setInterval(touch, 2000);
+window.addEventListener("hashchange", () => { touch(); draw(); });
+window.headrace = { state };
+start().catch(fault);

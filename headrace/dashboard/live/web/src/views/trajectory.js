@@ -1,0 +1,48 @@
+// One attempt: turns with their calls side by side, what each returned, the diff, the reward's parts, how to repeat it.
+import { count, html, number, put, span } from "../html.js";
+import { fetchJson } from "../main.js";
+
+const shade = (logprob) => Math.min(1, Math.max(0, -logprob / 4)).toFixed(2);
+const tokens = (list) => html`<p class="tokens">${list.map(([text, logprob]) => html`<span style="--p:${shade(logprob)}" title="log-probability ${number(logprob, 3)}">${text}</span>`)}</p>`;
+const argumentsOf = (call) => Object.entries(call.arguments ?? {}).map(([name, value]) => html`<div class="argument"><span>${name}</span><pre>${value}</pre></div>`);
+
+function call(c, results) {
+  const result = results.find((r) => r.call_id === c.id);
+  return html`<div class="call ${c.error || (result && !result.ok) ? "bad" : ""}"><header><b>${c.name || "unreadable call"}</b>${result ? html`<span>${span((result.wall_ms ?? 0) / 1000)}</span>` : ""}</header>${argumentsOf(c)}
+    ${c.error ? html`<pre class="bad">${c.error}</pre>` : ""}${result ? html`<pre class="result">${result.output}${result.truncated ? "\n… truncated" : ""}</pre>` : c.error ? "" : html`<p class="soft">no result on record</p>`}</div>`;
+}
+
+const diffLine = (line) => html`<span class="${line.startsWith("+") ? "plus" : line.startsWith("-") ? "minus" : line.startsWith("@") ? "at" : ""}">${line}\n</span>`;
+
+function page(t) {
+  const s = t.score;
+  return html`<article class="trajectory"><header><a class="soft" href="#/trajectories">Trajectories</a><h2>${t.task.suite} <span class="soft">${t.task.task}</span></h2>
+    <p><span class="chip ${s?.verdict ?? "open"}">${s ? s.verdict.replace("_", " ") : "no score"}</span> <span class="mono">${t.id}</span> · ${t.lane} · version ${t.versions.length ? t.versions.join(", ") : "–"} · ${t.turns.length} turns · ${count(t.sampled_tokens)} tokens · ${span(t.wall_s)} · ${t.outcome.replace("_", " ")} · ${t.backend}, ${t.isolation}</p></header>
+  <div class="columns"><section><h2>Reward ${s ? number(s.reward) : ""}</h2>${s ? html`
+    <table><tbody><tr><td>verdict</td><td>${s.verdict}${s.again ? html` <span class="soft">judged again: ${s.again}</span>` : ""}</td></tr>
+    ${t.parts.map(([name, value]) => html`<tr><td>${name}</td><td>${value}</td></tr>`)}
+    ${s.reason ? html`<tr><td>reason</td><td>${s.reason}</td></tr>` : ""}${(s.suspicions ?? []).map((x) => html`<tr><td>suspicion</td><td class="bad">${x}</td></tr>`)}</tbody></table>
+    <ul class="tests">${(s.tests ?? []).map((x) => html`<li class="${x.outcome}"><b>${x.outcome}</b> <span class="mono">${x.name}</span>${x.message ? html`<pre>${x.message}</pre>` : ""}</li>`)}</ul>` : html`<p class="empty">No judge has scored it.</p>`}</section>
+    <section><h2>Repeat it</h2><pre class="command">${t.command}</pre><button data-copy="${t.command}">Copy</button>
+    <p class="note">Runs the recorded calls again in a fresh sandbox of this machine and compares their results.</p>
+    ${t.step === null ? "" : html`<p class="note">Trained in step ${t.step}${t.mismatch ? html`; its engine ${t.mismatch.engine}: k1 ${number(t.mismatch.k1, 5)}, k3 ${number(t.mismatch.k3, 5)}, largest gap ${number(t.mismatch.max_abs_dlp, 5)} over ${t.mismatch.tokens} re-scored tokens` : ""}.</p>`}</section></div>
+  ${t.prompt ? html`<section><h2>Prompt</h2><pre class="prompt">${t.prompt}</pre></section>` : ""}
+  <section><h2>Turns</h2>${t.turns.map((turn, i) => html`${i && turn.segment !== t.turns[i - 1].segment ? html`<p class="boundary">context summarised: a new segment begins</p>` : ""}
+    <div class="turn ${turn.kind}"><header><b>${turn.kind === "summary" ? "summary" : `turn ${turn.index + 1}`}</b><span>${turn.sampled} tokens, ${turn.stop}</span>${turn.versions.length > 1 ? html`<span class="chip">versions ${turn.versions.join(" → ")}</span>` : ""}<span class="soft">mean log-probability ${number(turn.mean_logprob, 3)}</span></header>
+    ${turn.tokens.length ? tokens(turn.tokens) : ""}
+    ${turn.calls.length ? html`<div class="calls" style="--n:${Math.min(turn.calls.length, 3)}">${turn.calls.map((c) => call(c, turn.results))}</div>` : ""}</div>`)}</section>
+  <section><h2>Diff</h2>${t.diff.length ? t.diff.map((file) => html`<div class="diff"><header class="mono">${file.path}</header><pre>${file.lines.map(diffLine)}</pre></div>`) : html`<p class="empty">No file was changed.</p>`}${t.touched.length ? html`<p class="note">Changed outside the allowed paths, ignored by the tests: ${t.touched.join(", ")}</p>` : ""}</section></article>`;
+}
+
+export function trajectory(view, seq) {
+  view.onclick = async (event) => {
+    const text = event.target.dataset?.copy;
+    if (!text) return;
+    await navigator.clipboard.writeText(text).then(() => { event.target.textContent = "Copied"; }, () => { event.target.textContent = "Select the text to copy it"; });
+  };
+  if (view.dataset.seq === seq && view._text !== undefined) return undefined;
+  view.dataset.seq = seq;
+  put(view, html`<p class="empty">Loading attempt ${seq} …</p>`);
+  fetchJson(`api/trajectory/${encodeURIComponent(seq)}`).then((t) => { if (view.dataset.seq === seq) put(view, page(t)); }, (error) => { if (view.dataset.seq === seq) put(view, html`<p class="empty bad">${error.message}</p>`); });
+  return () => { delete view.dataset.seq; };
+}

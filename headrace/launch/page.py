@@ -1,0 +1,108 @@
+"""The live page of a run: started by `headrace up`, and by `headrace dashboard` for any run."""
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.bus.broker.credentials import private
+from headrace.bus.broker.permissions import WEB_ROLE
+from headrace.bus.errors import BusError
+from headrace.config import Config
+from headrace.launch.output import say
+from headrace.launch.runs import RunError
+
+if TYPE_CHECKING:
+    from headrace.bus.connection import Bus
+    from headrace.dashboard.live.server import Address, LivePage
+    from headrace.messages.tasks import TaskRef
+
+
+USERS_S = 12 * 3600.0
+"""How long the token of a live run's page opens users' sessions."""
+
+
+class Place(msgspec.Struct):
+    """<run dir>/<id>/page.json, mode 0600: where a live run's page is."""
+
+    page: str
+    token: str
+
+
+def write_place(folder: Path, page: str, token: str) -> None:
+    """Write where the page is; the token in it is for this machine's operator alone."""
+    private(folder / "page.json", msgspec.json.encode(Place(page, token)).decode())
+
+
+def read_place(folder: Path) -> Place | None:
+    """Where a run's page is; None when it has none."""
+    path = folder / "page.json"
+    return msgspec.json.decode(path.read_bytes(), type=Place) if path.is_file() else None
+
+
+def address_of(config: Config) -> "Address | None":
+    """The page's listening socket, taken before the broker starts; None when [dashboard] turns the page off."""
+    from headrace.dashboard.live.server import Address
+
+    if not config.dashboard.enabled:
+        return None
+    if config.bus.url and not config.dashboard.websocket:
+        say("no live page: [bus] url names a broker, and [dashboard] websocket does not say where its WebSocket is")
+        return None
+    return Address(config.dashboard.host, config.dashboard.port)
+
+
+def websocket_of(config: Config, own: str) -> str:
+    """The broker's ws:// address. RunError when a broker of an operator's has none configured."""
+    named = config.dashboard.websocket
+    if named:
+        return named.replace("http", "ws", 1)
+    if not own:
+        raise RunError(
+            "the page needs the broker's WebSocket: set [dashboard] websocket to its http:// address, and list the "
+            "page's origin in `websocket { allowed_origins }` of the broker's configuration"
+        )
+    return own
+
+
+@asynccontextmanager
+async def serving(
+    config: Config, run: str, bus: "Bus", address: "Address", websocket: str, credentials: str
+) -> AsyncIterator["LivePage"]:
+    """Serve the page around a block."""
+    from headrace.dashboard.live.server import LivePage
+
+    seed = Path(credentials) / f"{WEB_ROLE}.nk"
+    try:
+        text = seed.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise BusError(f"{seed} cannot be read ({error.strerror}): the page signs in with it") from None
+
+    def originals(ref: "TaskRef") -> Mapping[str, bytes]:
+        from headrace.tasks import UnknownSuite, open_suite
+
+        try:
+            return open_suite(ref.suite, config.tasks.dir).task(ref.task).files
+        except UnknownSuite as error:
+            raise LookupError(str(error)) from None
+
+    page = LivePage(
+        config, run, bus, websocket=websocket, seed=text, started=await _began(bus, run), originals=originals
+    )
+    await page.start(address)
+    try:
+        yield page
+    finally:
+        await page.close()
+
+
+async def _began(bus: "Bus", run: str) -> float:
+    """When the run's first event was stored; now when there is none."""
+    from headrace.messages import subjects
+
+    async for received in bus.history("HR_EVENT", subjects.EVENT.where(run=run)):
+        return received.time
+    return time.time()

@@ -1,0 +1,227 @@
+"""The live page in a real browser: history, live records, an attempt by its link, a broker that was killed, an origin.
+
+Needs Debian's chromium and chromium-driver; skipped without them.
+"""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.ui import WebDriverWait
+
+from headrace.bus.broker.server import Server
+from headrace.bus.connection import Bus
+from headrace.bus.nats.streams import declare
+from headrace.config import Config
+from headrace.dashboard.live.server import Address, LivePage
+from headrace.messages import sandbox
+from headrace.messages import subjects as s
+from headrace.messages.base import Array
+from headrace.messages.judging import Score
+from headrace.messages.operations import Event
+from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolResult, Trajectory, Turn
+from headrace.messages.tasks import TaskRef
+from headrace.messages.training import StepDone
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no browser: apt-get install chromium chromium-driver"),
+]
+RUN, PATIENCE_S = "rpage", 60
+TASK = TaskRef("generated/train", "t1")
+
+
+def originals(_: TaskRef) -> Mapping[str, bytes]:
+    return {"a.py": b"def add(a, b):\n    return a - b\n"}
+
+
+def step(number: int) -> StepDone:
+    return StepDone(
+        run=RUN,
+        step=number,
+        version=number + 1,
+        state_hash="0" * 32,
+        manifest_seq=1,
+        groups=("g000001",),
+        staleness_bound=1,
+        waited_s=0.5,
+        seconds=1.0,
+        pass_rate=0.5,
+        staleness={"0": 90, "1": 10},
+    )
+
+
+def attempt() -> Trajectory:
+    turn = Turn(
+        index=0,
+        segment=0,
+        prompt_ids=Array.of([1, 2], "<i4"),
+        ids=Array.of([3, 4], "<i4"),
+        logprobs=Array.of([-0.5, -2.0], "<f4"),
+        spans=(Span(0, 4, 0),),
+        calls=(
+            ToolCall(id="c1", name="read_file", arguments={"path": "a.py"}),
+            ToolCall(id="c2", name="search", arguments={"text": "<script>"}),
+        ),
+        results=(ToolResult(call_id="c1", ok=True, output="def add"), ToolResult(call_id="c2", ok=True, output="none")),
+    )
+    return Trajectory(
+        run=RUN,
+        lane="train",
+        group="g000001",
+        slot=0,
+        attempt=0,
+        id="g000001-0-0",
+        task=TASK,
+        family="one_line",
+        seed=1,
+        policy=PolicyRef(),
+        sampling=Sampling(),
+        outcome="finished",
+        turns=(turn,),
+        diff={"a.py": b"def add(a, b):\n    return a + b\n"},
+        backend="qemu",
+    )
+
+
+async def fill(bus: Bus) -> int:
+    """A step, an attempt and its score; the attempt's sequence."""
+    await bus.publish(s.STEP.at(run=RUN), step(0))
+    seq = await bus.publish(s.TRAJ.at(run=RUN, group="g000001"), attempt())
+    score = Score(
+        run=RUN,
+        lane="train",
+        group="g000001",
+        slot=0,
+        attempt=0,
+        trajectory_seq=seq,
+        task=TASK,
+        family="one_line",
+        judge_version="1",
+        verdict="passed",
+        reward=0.97,
+        passed=True,
+        tests=(sandbox.TestOutcome("test_a.py::test_add", "passed"),),
+    )
+    await bus.publish(s.SCORE.at(run=RUN, judge="judge", group="g000001"), score)
+    return seq
+
+
+class Site:
+    """A broker that admits the page's origin, and the page."""
+
+    def __init__(self, server: Server, page: LivePage, address: Address, seq: int) -> None:
+        self.server, self.page, self.address, self.seq = server, page, address, seq
+
+
+async def page_of(server: Server, bus: Bus, address: Address) -> LivePage:
+    seed = (server.credentials / "web.nk").read_text().strip()
+    page = LivePage(Config(), RUN, bus, websocket=server.websocket, seed=seed, started=1.0, originals=originals)
+    await page.start(address)
+    return page
+
+
+@pytest.fixture(scope="module")
+async def site(anyio_backend: object, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+    address = Address("127.0.0.1", 0)
+    server = Server(tmp_path_factory.mktemp("broker"), origins=address.origins)
+    await server.start()
+    async with await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin:
+        await declare(admin)
+        seq = await fill(admin)
+        async with await Bus.connect(server.url, role="dashboard", credentials=server.credentials) as bus:
+            page = await page_of(server, bus, address)
+            yield Site(server, page, address, seq)
+            await page.close()
+    await server.stop()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[webdriver.Chrome]:
+    options = Options()
+    options.binary_location = str(CHROMIUM)
+    for word in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1280,900",
+    ):
+        options.add_argument(word)
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+async def shows(browser: webdriver.Chrome, *texts: str) -> None:
+    """Wait until the page shows every text."""
+
+    def look(driver: webdriver.Chrome) -> bool:
+        seen = driver.find_element("tag name", "body").text
+        return all(text in seen for text in texts)
+
+    await asyncio.to_thread(WebDriverWait(browser, PATIENCE_S, 0.1).until, look, f"the page never shows {texts}")
+
+
+async def until(check: Callable[[], Any]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not check():
+            await asyncio.sleep(0.05)
+
+
+async def admin(site: Site) -> Bus:
+    return await Bus.connect(site.server.url, role="admin", credentials=site.server.credentials)
+
+
+async def test_history_and_live_records_are_on_the_page(site: Site, browser: webdriver.Chrome) -> None:
+    await asyncio.to_thread(browser.get, site.address.url)
+    await shows(browser, RUN, "live", "50 %", "Staleness of tokens")
+    await until(lambda: browser.execute_script("return headrace.state.users !== null"))
+    async with await admin(site) as bus:
+        await bus.publish(s.STEP.at(run=RUN), step(1))
+        event = Event(actor="judge", id="j", run=RUN, kind="greeting", text="a live <b>event</b>")
+        await bus.publish(s.EVENT.at(run=RUN, actor="judge", type="event"), event)
+    await shows(browser, "a live <b>event</b>", "2\nof 40")
+    assert browser.find_elements("css selector", "#curves canvas")
+    assert browser.execute_script("return headrace.state.counts.unreadable + headrace.state.counts.refused") == 0
+
+
+async def test_an_attempt_opens_by_its_link(site: Site, browser: webdriver.Chrome) -> None:
+    await asyncio.to_thread(browser.get, f"{site.address.url}#/t/{site.seq}")
+    await shows(
+        browser,
+        *("read_file", "<script>", "def add", "return a + b", "return a - b", "0.97", "test_a.py::test_add"),
+        f"headrace replay {RUN} --trajectory g000001-0-0",
+    )
+    calls = browser.find_elements("css selector", ".calls > .call")
+    assert len(calls) == 2 and calls[0].location["y"] == calls[1].location["y"]  # parallel calls are side by side
+
+
+async def test_the_page_comes_back_after_the_broker_was_killed(site: Site, browser: webdriver.Chrome) -> None:
+    await asyncio.to_thread(browser.get, site.address.url)
+    await shows(browser, "live")
+    await site.server.kill()
+    await shows(browser, "not connected")
+    await site.server.start()
+    async with await admin(site) as bus:
+        await bus.publish(s.STEP.at(run=RUN), step(7))
+    await shows(browser, "live", "8\nof 40")
+
+
+async def test_a_page_of_another_origin_is_refused(site: Site, browser: webdriver.Chrome) -> None:
+    other = Address("127.0.0.1", 0)
+    async with await Bus.connect(site.server.url, role="dashboard", credentials=site.server.credentials) as bus:
+        page = await page_of(site.server, bus, other)
+        await asyncio.to_thread(browser.get, other.url)
+        log = Path(site.server.folder) / "log"
+        await until(lambda: "origin not allowed" in log.read_text())
+        await shows(browser, "not connected")
+        await asyncio.to_thread(browser.get, "about:blank")
+        await page.close()

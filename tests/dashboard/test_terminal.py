@@ -1,0 +1,62 @@
+"""`headrace top` on a real broker, without a terminal: rows, sorting, filter, details, draining."""
+
+import asyncio
+import os
+from secrets import token_hex
+
+import pytest
+
+from headrace.config import Config
+from headrace.dashboard.watch import Watch
+from headrace.messages import subjects as s
+from headrace.messages.operations import Event, Heartbeat, Metric
+from tests.conftest import Connect
+
+pytest.importorskip("textual", reason="pip install 'headrace[terminal]'")
+from headrace.dashboard.terminal import Top, drain
+
+pytestmark = pytest.mark.anyio
+
+
+def beat(run: str, actor: str, busy: float, node: str = "n1", pid: int = 7) -> Heartbeat:
+    return Heartbeat(actor=actor, id=f"{actor}-1", node=node, pid=pid, state="running", run=run, busy=busy)
+
+
+async def test_actors_are_shown_sorted_filtered_and_in_detail(connect: Connect) -> None:
+    run, bus = f"r{token_hex(4)}", await connect("operator")
+    admin = await connect()
+    top = Top(Watch(bus, run, Config(), 0.0), bus, run, lambda id: [f"a line of {id} trace=00ff"])
+    async with top.run_test(size=(140, 40)) as pilot:
+
+        async def send() -> None:
+            await admin.emit(s.HEARTBEAT.at(actor="judge", id="judge-1"), beat(run, "judge", 0.25))
+            await admin.emit(s.HEARTBEAT.at(actor="rollout", id="rollout-1"), beat(run, "rollout", 0.75))
+            await admin.emit(s.HEARTBEAT.at(actor="rollout", id="other"), beat("another-run", "trainer", 1.0))
+            figures = Metric(actor="rollout", id="rollout-1", run=run, time=1.0, values={"episodes": 42.0})
+            await admin.emit(s.METRIC.at(actor="rollout"), figures)
+            event = Event(actor="rollout", id="rollout-1", run=run, kind="greeting", text="hello")
+            await admin.publish(s.EVENT.at(run=run, actor="rollout", type="event"), event)
+
+        async with asyncio.timeout(60):
+            while not (len(top.beats) == 2 and top.watch.events and top.watch.metrics):
+                await send()
+                await pilot.pause(0.1)
+        top.draw()
+        assert [row[0] for row in top.rows()] == ["judge-1", "rollout-1"]
+        await pilot.press("s", "s")
+        assert [row[0] for row in top.rows()] == ["rollout-1", "judge-1"]
+        await pilot.press("slash", *"rollout")
+        assert [row[0] for row in top.rows()] == ["rollout-1"]
+        await pilot.press("enter")
+        assert any("episodes" in line and "42" in line for line in top.details("rollout-1"))
+        await pilot.press("l")
+        assert "a line of rollout-1" in "\n".join(top.details(top.chosen()))
+        await pilot.press("e")
+        assert "greeting: hello" in "\n".join(top.details(top.chosen()))
+        await pilot.press("t")
+        assert "00ff" in "\n".join(top.details(top.chosen()))
+
+
+async def test_only_processes_of_actors_on_this_node_are_drained() -> None:
+    assert "drain it there" in drain(beat("r1", "judge", 0.0, node="elsewhere"), "n1")
+    assert "left alone" in drain(beat("r1", "judge", 0.0, pid=os.getpid()), "n1")

@@ -1,0 +1,54 @@
+"""`headrace logs`: lines of all processes by time, filtered; what is written later follows."""
+
+from pathlib import Path
+
+import msgspec
+
+from headrace.launch.logs import Tail, Wanted, follow, read, shown
+
+
+def line(second: int, actor: str, event: str, **fields: str) -> str:
+    stamp = f"2026-11-22T18:00:{second:02d}.000000Z"
+    return msgspec.json.encode({"actor": actor, "event": event, "level": "info", "timestamp": stamp, **fields}).decode()
+
+
+def test_lines_of_two_processes_are_merged_and_filtered(tmp_path: Path) -> None:
+    (tmp_path / "judge.log").write_text(f"{line(2, 'judge', 'second', trace_id='ab12')}\nTraceback\n")
+    (tmp_path / "rollout.log").write_text(f"{line(1, 'rollout', 'first')}\n{line(3, 'rollout', 'third')}\n")
+
+    def events(wanted: Wanted) -> list[str]:
+        return [each.fields.get("event", each.raw) for each in read(tmp_path, wanted, {})]
+
+    assert events(Wanted()) == ["first", "second", "Traceback", "third"]
+    assert events(Wanted(actor="judge")) == ["second", "Traceback"]
+    assert events(Wanted(trace="ab")) == ["second"]
+    assert events(Wanted(level="warning")) == []
+    assert "trace=ab12" in shown(read(tmp_path, Wanted(trace="ab"), {})[0])
+
+
+def test_a_half_written_line_waits_for_its_end_and_a_new_file_starts_over(tmp_path: Path) -> None:
+    path = tmp_path / "judge.log"
+    whole = line(1, "judge", "one")
+    path.write_text(whole[:20])
+    tail = Tail(path)
+    assert list(tail.read()) == []
+    path.write_text(f"{whole}\n")
+    assert [each.fields["event"] for each in tail.read()] == ["one"]
+    path.write_text("x\n")
+    assert [each.raw for each in tail.read()] == ["x"]
+
+
+def test_following_shows_what_is_written_before_the_end(tmp_path: Path) -> None:
+    path, out = tmp_path / "judge.log", []
+    path.write_text(f"{line(1, 'judge', 'one')}\n")
+    turns = iter([False, True])
+
+    def ends() -> bool:
+        over = next(turns)
+        if over:
+            with path.open("a") as file:
+                file.write(f"{line(2, 'judge', 'two')}\n")
+        return over
+
+    follow(tmp_path, Wanted(), out.append, ends=ends)
+    assert [each.split()[3] for each in out] == ["one", "two"]
