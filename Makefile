@@ -19,7 +19,7 @@ CLIENTS := .cache/clients
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: help setup debian demo demo-pretrained proof proof-pretrained test test-all test-clients test-sglang test-kernels fuzz chaos-weights lint format docs clean web browser
+.PHONY: help setup debian demo demo-pretrained proof proof-pretrained test test-all test-clients test-sglang test-kernels fuzz chaos-weights lint format docs clean web browser screenshots
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -127,6 +127,9 @@ docs: setup ## regenerate the generated pages of docs/
 WEB := headrace/dashboard/live/web
 web: ## build the live page's bundle again (Node and npm are needed)
 	cd $(WEB) && npm ci --silent && npm run --silent build
+
+screenshots: setup ## pictures of every view of the newest run's live page, for docs/operating.md
+	$(BIN)/python docs/screenshots.py latest docs/images
 
 browser: ## Debian's chromium, for the live page's tests (350 MB); they are skipped without it
 	apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver

@@ -38,7 +38,7 @@ MAY: dict[str, set[str]] = {
 }
 _LIBRARIES = set(MAY)
 MAY["actors"] = _LIBRARIES
-MAY["dashboard"] = {"bus", "messages", "config", "ledger", "metrics", "replay", "rendering"}
+MAY["dashboard"] = {"bus", "messages", "config", "ledger", "metrics", "replay"}
 MAY["launch"] = {
     "actors",
     "dashboard",

@@ -8,8 +8,8 @@ import msgspec
 
 from headrace.actors.registry import load_class
 from headrace.config import Config
-from headrace.launch.notify import ready
 from headrace.launch.runs import RunError
+from headrace.launch.supervision.notify import ready
 
 
 @contextmanager

@@ -15,7 +15,7 @@ ANSWER_S = 1.0
 
 
 async def check(config: Config) -> AsyncIterator[Finding]:
-    """Findings about [bus] and the port of [production]."""
+    """Findings about [bus] and the ports of [dashboard] and [production]."""
     section = config.bus
     if section.url:
         async for finding in _broker(section.url, section.credentials):
@@ -27,6 +27,11 @@ async def check(config: Config) -> AsyncIterator[Finding]:
             yield good("bus", "nats-server is installed and its port is free")
         except BusError as error:
             yield bad("bus", str(error))
+    if config.dashboard.enabled:
+        try:
+            refuse_busy_port(config.dashboard.host, config.dashboard.port, "[dashboard] port")
+        except BusError as error:
+            yield bad("dashboard", str(error))
     if config.production.enabled:
         try:
             refuse_busy_port(config.production.host, config.production.port, "[production] port")

@@ -123,7 +123,7 @@ def test_the_compose_file_holds_a_service_per_process(config: Any) -> None:
 def test_the_notifier_speaks_to_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
-    from headrace.launch.notify import notify
+    from headrace.launch.supervision.notify import notify
 
     assert not notify("READY=1")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:

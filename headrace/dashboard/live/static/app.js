@@ -30,7 +30,7 @@ ${m}`),w(fe);return}p(null,B),s.strategy==="count"&&(x--,x===0&&w()),s.strategy=
     ${bs("reward",Hr(o),n===null?"":`± ${Hr(n)}`)}
     ${bs("pass rate",rs(r?.pass_rate),r?"newest step":"")}
     ${bs("tokens/s",ks(eu()),ks(xi("rollout","sampled_tokens"))+" sampled")}
-    ${bs("staleness p50 / p99",r?`${tu(r.staleness,.5)??0} / ${tu(r.staleness,.99)??0}`:"–",r?`bound ${r.staleness_bound}`:"",r&&r.staleness_max>r.staleness_bound?"bad":"")}
+    ${bs("stale p50 / p99",r?`${tu(r.staleness,.5)??0} / ${tu(r.staleness,.99)??0}`:"–",r?`bound ${r.staleness_bound}`:"",r&&r.staleness_max>r.staleness_bound?"bad":"")}
     ${bs("step time",r?cr(r.seconds+r.waited_s):"–",r?`${cr(r.waited_s)} waiting`:"")}
     ${bs("actors",`${w.length}`,O===null?"":`${rs(O)} busy`)}
     ${bs("sandboxes",ks(xi("environment","sandboxes")),`${ks(xi("environment","vms"))} machines`)}

@@ -58,7 +58,7 @@ export function header() {
     ${tile("reward", number(mean), wide === null ? "" : `± ${number(wide)}`)}
     ${tile("pass rate", percent(last?.pass_rate), last ? "newest step" : "")}
     ${tile("tokens/s", count(tokensPerSecond()), count(total("rollout", "sampled_tokens")) + " sampled")}
-    ${tile("staleness p50 / p99", last ? `${quantile(last.staleness, 0.5) ?? 0} / ${quantile(last.staleness, 0.99) ?? 0}` : "–", last ? `bound ${last.staleness_bound}` : "", last && last.staleness_max > last.staleness_bound ? "bad" : "")}
+    ${tile("stale p50 / p99", last ? `${quantile(last.staleness, 0.5) ?? 0} / ${quantile(last.staleness, 0.99) ?? 0}` : "–", last ? `bound ${last.staleness_bound}` : "", last && last.staleness_max > last.staleness_bound ? "bad" : "")}
     ${tile("step time", last ? span(last.seconds + last.waited_s) : "–", last ? `${span(last.waited_s)} waiting` : "")}
     ${tile("actors", `${live.length}`, busy === null ? "" : `${percent(busy)} busy`)}
     ${tile("sandboxes", count(total("environment", "sandboxes")), `${count(total("environment", "vms"))} machines`)}
