@@ -5,7 +5,7 @@ import { spark } from "./chart.js";
 import { SILENT_S } from "./header.js";
 
 const WAITS = {
-  curriculum: ["credit", "trainer"], rollout: ["requests", "curriculum"], judge: ["trajectories", "rollout"], environment: ["calls", "rollout"],
+  curriculum: ["credit", "trainer"], rollout: ["requests", "curriculum"], judge: ["trajectories", "rollout"], environment: ["calls", "rollout"], search: ["searches", "rollout"],
   trainer: ["closed groups", "judge"], weight_sender: ["a snapshot", "trainer"], weight_receiver: ["a version", "weight_sender"],
   evaluator: ["a request", "curriculum"], gateway: ["users", ""], feedback: ["thumbs", "gateway"], scavenger: ["quiet time", "gateway"], dead_letter: ["failures", ""],
 };
