@@ -34,16 +34,18 @@ from headrace.gateway.keys import ApiKeys, key_file
 from headrace.gateway.requests import NewFeedback, NewSession
 from headrace.gateway.serving import ClientServing
 from headrace.gateway.sessions import Session, asked_by
+from headrace.gateway.split import Split
 from headrace.gateway.user_keys import UserKeys
 from headrace.ledger.issuer import Issuer
 from headrace.ledger.lost_attempts import REASON, lost_attempt
 from headrace.ledger.requests import settings_of
 from headrace.ledger.state import RunState
 from headrace.messages import subjects
+from headrace.messages.feedback import gate_key
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.operations import Ack, DeadLetter
-from headrace.messages.product import Feedback, OpenSession, Promotion, PurgeUser, Traffic, promotion_key
-from headrace.messages.rollout import PolicyRef, RolloutRequest, SlotFailed, Trajectory, TurnDone, TurnSampled
+from headrace.messages.product import Feedback, OpenSession, PurgeUser, Traffic, promotion_key
+from headrace.messages.rollout import RolloutRequest, SlotFailed, Trajectory, TurnDone, TurnSampled
 from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightsSwapped
 from headrace.tasks import UnknownSuite, open_suite
@@ -64,7 +66,7 @@ class Gateway(Actor):
         folder = Path(self.config.run.dir) / self.run
         self.keys = UserKeys(folder / "user.key")
         self.sessions: dict[str, Session] = {}
-        self.promoted = PolicyRef()
+        self.split = Split()
         self.version = -1
         self.requests: list[float] = []
         self._state = RunState(self.run)
@@ -79,11 +81,12 @@ class Gateway(Actor):
         self.spawn(self._follow_ends("HR_TRAJ", subjects.TRAJ.where(**group), 1), "trajectories")
         self.spawn(self._follow_ends("HR_LEDGER", subjects.FAIL.where(**group), after + 1), "failures")
         self.spawn(self._follow_ends("HR_DLQ", subjects.DLQ.where(stream="*"), 1), "dead letters")
-        self.spawn(self._follow_promotion(), "promotion")
+        for key in (promotion_key(self.run), gate_key(self.run)):
+            self.spawn(self._follow_split(key), key)
         self.spawn(self._follow_versions(), "versions")
         self.every(1.0, self._publish_traffic, "traffic")
         self.every(5.0, self._end_overdue, "session deadlines")
-        self.clients = ClientServing(self.bus, self.config, self.run, self.keys, lambda: self.promoted, self.event)
+        self.clients = ClientServing(self.bus, self.config, self.run, self.keys, self.split, self.event)
         await self.clients.start()
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
         self._listener = Listener(
@@ -167,7 +170,7 @@ class Gateway(Actor):
         first = self._record(group, task, secrets.randbits(31), 0)
         settings = msgspec.structs.replace(
             settings_of(self.config, temperature=1.0),
-            policy=self.promoted,
+            policy=self.split.policy(group),
             isolation="episode",
             prompt=asked.prompt,
             files={path: text.encode() for path, text in asked.files.items()},
@@ -362,12 +365,11 @@ class Gateway(Actor):
         if session is not None and not session.over and lost.attempt == session.request.attempt:
             await self._end(session, REASON, letter.reason)
 
-    async def _follow_promotion(self) -> None:
-        """New sessions get the promoted version. The feedback actor keeps it in HR_STATE."""
+    async def _follow_split(self, key: str) -> None:
+        """New sessions get the promoted version, some the candidate. The feedback actor keeps both in HR_STATE."""
         state = await self.bus.kv("HR_STATE")
-        async for _, promotion, _ in state.watch(promotion_key(self.run)):
-            if isinstance(promotion, Promotion):
-                self.promoted = PolicyRef(kind="pinned", version=promotion.version)
+        async for _, value, _ in state.watch(key):
+            self.split.apply(value)
 
     async def _follow_versions(self) -> None:
         """The newest version that an engine serves; before the first one there is nothing to offer."""

@@ -11,7 +11,7 @@ ACTORS = {
     "evaluator": "headrace.actors.evaluator:Evaluator",
     "dead_letter": "headrace.actors.dead_letter:DeadLetter",
     "gateway": "headrace.actors.gateway:Gateway",
-    "feedback": "headrace.actors.feedback:Feedback",
+    "feedback": "headrace.actors.feedback.actor:Feedback",
     "scavenger": "headrace.actors.scavenger:Scavenger",
     "environment": "headrace.actors.environment.actor:Environment",
     "search": "headrace.actors.search:Search",

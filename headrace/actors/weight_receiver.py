@@ -85,10 +85,11 @@ class WeightReceiver(Actor):
 
     def _hear_pin(self, message: Message) -> None:
         if isinstance(message, EvalRequest) and message.policy.kind == "pinned":
-            self._pins[message.id] = message.policy.version
+            if message.policy.run in ("", self.run):  # a branch has a receiver of its own
+                self._pins[message.id] = message.policy.version
         elif isinstance(message, EvalResult):
             self._pins.pop(message.id, None)
-        elif isinstance(message, Promotion):
+        elif isinstance(message, Promotion) and (message.branch or message.run) == self.run:
             self._pins["promotion"] = message.version
         self._news.set()
 

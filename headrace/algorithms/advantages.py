@@ -10,7 +10,8 @@ survivors, and a lost attempt never counts as reward 0. Groups may have any size
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 EPSILON = 1e-6
 """Added to a group's standard deviation."""
@@ -43,3 +44,21 @@ def leave_one_out_advantages(rewards: Sequence[float]) -> list[float]:
     centred = group_advantages(rewards)
     scale = len(centred) / (len(centred) - 1) if len(centred) > 1 else 1.0
     return [value * scale for value in centred]
+
+
+def class_advantages(
+    judged: Sequence[tuple[str, float]], advantage: Callable[[Sequence[float]], list[float]] = group_advantages
+) -> list[float]:
+    """Advantages where every prompt has one rollout: relative to the batch's other rollouts of the same task class.
+
+    judged: (task class, reward) of every rollout. Classes with one rollout have no baseline of their own and share one.
+    """
+    sizes = Counter(name for name, _ in judged)
+    pools: dict[str, list[int]] = {}
+    for place, (name, _) in enumerate(judged):
+        pools.setdefault(name if sizes[name] > 1 else "", []).append(place)
+    values = [0.0] * len(judged)
+    for members in pools.values():
+        for place, value in zip(members, advantage([judged[member][1] for member in members]), strict=True):
+            values[place] = value
+    return values

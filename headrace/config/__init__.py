@@ -6,11 +6,12 @@ imported from here; the files behind it are one per kind of section.
 
 from headrace.config.base import ConfigError, Section
 from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks
+from headrace.config.feedback import Feedback, Gate, branch_name
 from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run, Search
 from headrace.config.policy import Engine, Numerics, Policy, Weights
 from headrace.config.reading import load, parse
 from headrace.config.training import Algorithm, MidTraining, Replay, Trainer
-from headrace.config.tree import Config
+from headrace.config.tree import Config, branch_config
 
 __all__ = [
     "Algorithm",
@@ -22,6 +23,8 @@ __all__ = [
     "Engine",
     "Environment",
     "Evaluation",
+    "Feedback",
+    "Gate",
     "Judge",
     "Limits",
     "Metrics",
@@ -38,6 +41,8 @@ __all__ = [
     "Tasks",
     "Trainer",
     "Weights",
+    "branch_config",
+    "branch_name",
     "load",
     "parse",
 ]

@@ -110,7 +110,8 @@ class Production(Section, frozen=True, kw_only=True):
     """HTTP port of the gateway; 0 takes a free one, written to <run dir>/gateway.json."""
     tenant: Token = "default"
     training_allowed: bool = False
-    """Opt-in of the tenant: thumbs become scores only with it."""
+    """Opt-in of `tenant`: its rated sessions may be trained on. It counts when a session is rated and again when a
+    batch is made. Tenants with API keys opt in with theirs (`headrace keys add --training`)."""
     keys: OptionalPath = ""
     """File of API keys (`headrace keys`); empty: <run dir>/keys.json."""
     turn_tokens: Positive = 4096
@@ -127,10 +128,6 @@ class Production(Section, frozen=True, kw_only=True):
     """Sessions running or waiting above this take lent capacity back at once."""
     lend_after_s: Seconds = 3.0
     """Quiet time before capacity is lent."""
-    feedback_batch: Positive = 8
-    """Scored thumbs that are worth an evaluation."""
-    gate_tasks: Count = 0
-    """Held-out tasks of the gate before a version is promoted; 0 promotes nothing."""
     simulate: bool = False
     """Run simulated users against the gateway, with a day-and-night rhythm."""
     day_s: Duration = 40.0

@@ -53,6 +53,14 @@ def _algorithm(config: Config) -> Iterator[Problem]:
         yield "algorithm.mask_low", f"expected at most tis_clip ({own.tis_clip}), got {own.mask_low}"
 
 
+def _feedback(config: Config) -> Iterator[Problem]:
+    if config.feedback.enabled and not config.production.enabled:
+        yield "feedback.enabled", "expected false without the product lane ([production] enabled), got true"
+    shares = config.gate.canary
+    if list(shares) != sorted(set(shares)) or 0.0 in shares or 1.0 in shares:
+        yield "gate.canary", f"expected shares that rise between 0 and 1, both excluded, got {list(shares)}"
+
+
 def _policy(config: Config) -> Iterator[Problem]:
     own = config.policy
     if own.checkpoint:
@@ -104,6 +112,7 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _limits,
     _curriculum,
     _algorithm,
+    _feedback,
     _policy,
     _engine,
     _machines,

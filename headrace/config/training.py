@@ -40,6 +40,9 @@ class Algorithm(Section, frozen=True, kw_only=True):
     beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
     beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.95
     weight_decay: Amount = 0.0
+    baseline: Literal["group", "class"] = "group"
+    """The rewards that an advantage is relative to: those of the other rollouts of the prompt, or those of the batch's
+    rollouts of the same task class, where there is one rollout per prompt (users' sessions)."""
     advantage: Reference = "mean"
     """From a group's rewards to advantages: mean (Dr. GRPO), normalised (GRPO), leave_one_out (RLOO), an entry point of
     headrace.advantages, or module:attribute."""

@@ -1,7 +1,10 @@
-"""The whole of it: one attribute per section."""
+"""The whole of it: one attribute per section, and the configuration of a branch."""
+
+import msgspec
 
 from headrace.config.base import Section
 from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks
+from headrace.config.feedback import Feedback, Gate
 from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run, Search
 from headrace.config.policy import Engine, Numerics, Policy, Weights
 from headrace.config.training import Algorithm, MidTraining, Replay, Trainer
@@ -32,3 +35,22 @@ class Config(Section, frozen=True, kw_only=True):
     production: Production = Production()
     metrics: Metrics = Metrics()
     dashboard: Dashboard = Dashboard()
+    feedback: Feedback = Feedback()
+    gate: Gate = Gate()
+
+
+def branch_config(config: Config, run: str) -> Config:
+    """The configuration of a run's branch: its trainer takes a batch as soon as it is closed, and trains for ever."""
+    replace = msgspec.structs.replace
+    own = config.feedback
+    algorithm = replace(
+        config.algorithm, baseline="class", learning_rate=own.learning_rate or config.algorithm.learning_rate
+    )
+    return replace(
+        config,
+        run=replace(config.run, id=""),
+        feedback=replace(own, enabled=False, base=run),
+        curriculum=replace(config.curriculum, groups_per_step=own.batch, staleness=own.staleness, steps=2**31 - 1),
+        algorithm=algorithm,
+        mid_training=replace(config.mid_training, tokens=0),
+    )

@@ -12,7 +12,7 @@ clients write the same JSON in another spelling; its id and name are not.
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -55,22 +55,27 @@ class ClientSessions:
         """An open session."""
         return self._sessions.get(group)
 
-    def place(self, request: ModelRequest, tenant: str, user: str, training: bool, policy: PolicyRef) -> ClientSession:
-        """The session that a request goes on with, or a new one. user: the hash that names the user on the bus."""
+    def place(
+        self, request: ModelRequest, tenant: str, user: str, training: bool, policy_of: Callable[[str], PolicyRef]
+    ) -> ClientSession:
+        """The session that a request goes on with, or a new one. user: the hash that names the user on the bus.
+        policy_of: the version for a new session, by its name."""
         if request.session:
             session = self._named(request.session, tenant, user)
         else:
             session = self._by_history(tuple(map(digest, request.messages)), head_of(request.tools), tenant, user)
         if session is None:
+            group = f"{user}.{secrets.token_hex(6)}"
             session = ClientSession(
-                group=f"{user}.{secrets.token_hex(6)}",
+                group=group,
                 tenant=tenant,
                 named=request.session,
                 head="",
                 history=(),
                 segment=0,
                 training_allowed=training,
-                policy=policy,
+                policy=policy_of(group),
+                temperature=request.temperature,
                 last_used=time.time(),
             )
             self._sessions[session.group] = session
@@ -91,7 +96,14 @@ class ClientSessions:
     def took(self, session: ClientSession, request: ModelRequest, reply: ClientMessage) -> ClientSession:
         """The session after a turn: its ids hold the request's history and the reply."""
         history = (*map(digest, request.messages), digest(reply))
-        session = msgspec.structs.replace(session, head=head_of(request.tools), history=history, last_used=time.time())
+        untrainable = session.untrainable or _untrainable(session, request)
+        session = msgspec.structs.replace(
+            session,
+            head=head_of(request.tools),
+            history=history,
+            untrainable=untrainable,
+            last_used=time.time(),
+        )
         self._sessions[session.group] = session
         return session
 
@@ -123,6 +135,15 @@ class ClientSessions:
             and _goes_on(session.history, digests)
         ]
         return max(fitting, key=lambda session: len(session.history), default=None)
+
+
+def _untrainable(session: ClientSession, request: ModelRequest) -> str:
+    """Why the turns of a session cannot be trained on together; empty when they can."""
+    if request.temperature <= 0.0:
+        return "sampled greedily, which has no log-probabilities to train on"
+    if request.temperature != session.temperature:
+        return f"its turns were sampled at temperatures {session.temperature:g} and {request.temperature:g}"
+    return ""
 
 
 def _goes_on(history: tuple[str, ...], digests: tuple[str, ...]) -> bool:

@@ -20,6 +20,8 @@ from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.endpoints import Begun, Caller, Thumb
 from headrace.gateway.http import Refused
 from headrace.gateway.keys import ApiKey
+from headrace.gateway.shadows import Shadows
+from headrace.gateway.split import Split
 from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
 from headrace.messages.operations import Ack
@@ -31,7 +33,7 @@ from headrace.messages.product import (
     ClientTurnDone,
     Feedback,
 )
-from headrace.messages.rollout import PolicyRef, Sampling
+from headrace.messages.rollout import Sampling
 
 LATEST = "latest"
 """The model that a request names to get the policy that is served; clients may give any other name as well."""
@@ -42,11 +44,10 @@ Tell = Callable[..., Awaitable[None]]
 class ClientServing:
     """The sampler behind the gateway's endpoints."""
 
-    def __init__(
-        self, bus: Bus, config: Config, run: str, users: UserKeys, promoted: Callable[[], PolicyRef], event: Tell
-    ) -> None:
+    def __init__(self, bus: Bus, config: Config, run: str, users: UserKeys, split: Split, event: Tell) -> None:
         self._bus, self._config, self._run = bus, config, run
-        self._users, self._promoted, self._event = users, promoted, event
+        self._users, self._split, self._event = users, split, event
+        self._shadows = Shadows(bus, run, self._ask)
         self._sessions = ClientSessions()
         self._locks: dict[str, asyncio.Lock] = {}
         self.active = 0
@@ -73,7 +74,7 @@ class ClientServing:
         """See `Sampler.begin`."""
         user = self._users.hash(caller.key.tenant, caller.user or f"key {caller.key.id}")
         request = msgspec.structs.replace(request, session=caller.session)
-        session = self._sessions.place(request, caller.key.tenant, user, caller.key.training, self._promoted())
+        session = self._sessions.place(request, caller.key.tenant, user, caller.key.training, self._split.policy)
         return Begun(session.group, self._sample(request, session.group))
 
     async def _sample(self, request: ModelRequest, group: str) -> ModelReply:
@@ -102,6 +103,8 @@ class ClientServing:
                 done = await self._ask(turn)
             finally:
                 self.active -= 1
+            if self._split.shadow is not None:
+                self._shadows.mirror(turn, self._split.shadow)
             message = ClientMessage(role="assistant", text=done.text, calls=done.calls)
             await self._keep(self._sessions.took(session, request, message))
         return ModelReply(
@@ -123,7 +126,7 @@ class ClientServing:
             segment=0,
             messages=request.messages,
             tools=request.tools,
-            policy=self._promoted(),
+            policy=self._split.promoted,
             count_only=True,
         )
         return (await self._ask(turn)).usage.prompt
@@ -166,6 +169,7 @@ class ClientServing:
             thumb=thumb,
             training_allowed=record.training_allowed and key.training,
             comment=comment,
+            untrainable=record.untrainable,
         )
         subject = subjects.FEEDBACK.at(tenant=subjects.token(record.tenant), user=user)
         await self._bus.publish(subject, feedback, msg_id=f"thumb.{trajectory}.{thumb}")
@@ -190,6 +194,7 @@ class ClientServing:
                 tenant=session.tenant,
                 training_allowed=session.training_allowed,
                 policy=session.policy,
+                sampling=Sampling(temperature=session.temperature),
             )
             subject = subjects.RPC.at(service="rollout", method=f"end-{subjects.token(self._run)}")
             try:

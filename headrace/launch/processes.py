@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.bus.errors import BusError
-from headrace.config import Config
+from headrace.config import Config, branch_config, branch_name
 from headrace.launch.broker import Broker
 from headrace.launch.output import say
 from headrace.launch.runs import RunDir, RunError
@@ -42,6 +42,10 @@ def process_groups(config: Config) -> list[tuple[str, ...]]:
         if wanted:
             groups.append(wanted)
     return groups
+
+
+BRANCH = ("trainer", "weight_sender", "weight_receiver")
+"""The actors of a branch; its other ones are those of the run that it branches from."""
 
 
 class Run:
@@ -76,8 +80,24 @@ class Run:
             )
             name = group[0].replace(":", "-")
             self.children.append(Child(name, argv, self.folder.logs / f"{name}.log", env))
+        if self.config.production.enabled and self.config.feedback.enabled:
+            self.children.append(self._branch(env))
         for child in self.children:
             await child.start()
+
+    def _branch(self, env: dict[str, str]) -> Child:
+        """The process that trains on users' ratings, under a configuration and a run id of its own."""
+        config = branch_config(self.config, self.folder.id)
+        file = self.config_file.with_name("branch.json")
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
+        argv = actor_command(
+            BRANCH,
+            config=file,
+            run=branch_name(self.folder.id, self.config.feedback),
+            url=self.broker.url,
+            credentials=self.broker.credentials,
+        )
+        return Child("branch", argv, self.folder.logs / "branch.log", env)
 
     def on_restart(self, name: str, why: str) -> None:
         """Note and show that a process ended and is restarted. why: the cause, one line."""

@@ -83,6 +83,7 @@ class Evaluation:
     def result(self, now: float) -> EvalResult | None:
         """The result once every slot is scored or out of attempts, None before. now: seconds since the epoch."""
         families: dict[str, tuple[int, int]] = {}
+        passes: dict[str, bool] = {}
         passed = infra = 0
         version = self.request.policy.version if self.request.policy.kind == "pinned" else -1
         for group, tasks in self.groups():
@@ -96,6 +97,7 @@ class Evaluation:
                 good, all_ = families.get(last.score.family, (0, 0))
                 families[last.score.family] = (good + last.score.passed, all_ + 1)
                 passed += last.score.passed
+                passes[tasks[slot]] = last.score.passed
                 if self.request.policy.kind == "latest":
                     version = max(version, last.score.oldest_version)
         scored = len(self.ids) - infra
@@ -109,6 +111,7 @@ class Evaluation:
             passed=passed,
             rate=passed / scored if scored else 0.0,
             infra_failures=infra,
+            passes=passes,
             families=dict(sorted(families.items())),
             reason=self.request.reason,
             seconds=round(now - self.asked_at, 3),

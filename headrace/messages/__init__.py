@@ -2,6 +2,7 @@
 
 from headrace.messages import (
     evaluation,
+    feedback,
     judging,
     ledger,
     operations,
@@ -26,6 +27,7 @@ __all__ = [
     "decode_as",
     "encode",
     "evaluation",
+    "feedback",
     "judging",
     "ledger",
     "operations",

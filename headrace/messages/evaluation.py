@@ -35,6 +35,8 @@ class EvalResult(Message, frozen=True, kw_only=True):
     passed: Count
     rate: float
     infra_failures: Count
+    passes: dict[str, bool] = {}
+    """Whether each measured task passed: two evaluations of the same tasks are compared task by task."""
     families: dict[str, tuple[int, int]] = {}
     """Family to (passed, tasks)."""
     reason: str = ""

@@ -61,6 +61,8 @@ class Feedback(Message, frozen=True, kw_only=True):
     thumb: Literal["up", "down"]
     training_allowed: bool = False
     comment: str = ""
+    untrainable: str = ""
+    """Why the session cannot be trained on although it is rated; empty when it can."""
 
 
 @message("traffic")
@@ -103,6 +105,13 @@ class Promotion(Message, frozen=True, kw_only=True):
     rate: float = 0.0
     previous_rate: float = 0.0
     reason: str = ""
+    branch: str = ""
+    """The run whose version it is; empty: `run` itself."""
+
+    @property
+    def policy(self) -> PolicyRef:
+        """The promoted version as a request names it."""
+        return PolicyRef("pinned", self.version, run=self.branch)
 
 
 def promotion_key(run: str) -> str:
@@ -197,6 +206,10 @@ class ClientSession(Message, frozen=True, kw_only=True):
     segment: Count
     training_allowed: bool
     policy: PolicyRef = PolicyRef()
+    temperature: float = 1.0
+    """Of its first turn."""
+    untrainable: str = ""
+    """Why it cannot be trained on; empty when it can."""
     rewrites: Count = 0
     """How often the client rewrote its history."""
     last_used: float = 0.0

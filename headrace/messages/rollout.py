@@ -23,6 +23,8 @@ class PolicyRef(msgspec.Struct, frozen=True):
     kind: Literal["latest", "pinned", "scripted"] = "latest"
     version: Version = -1
     name: str = ""
+    run: str = ""
+    """The run whose version a pinned one is; empty: the run of the request."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -75,8 +75,8 @@ TASK = Subject(
 LEDGER = Subject(
     template="hr.ledger.{run}.{group}",
     types=("slot_issued", "fence"),
-    publishers=("curriculum", "evaluator", "gateway"),
-    readers=("curriculum", "evaluator", "audit"),
+    publishers=("curriculum", "evaluator", "gateway", "feedback"),
+    readers=("curriculum", "evaluator", "feedback", "audit"),
     note="groups `curriculum` and `evaluator` hold fences: writes name the newest of their own",
 )
 FAIL = Subject(
@@ -88,7 +88,7 @@ FAIL = Subject(
 TRAJ = Subject(
     template="hr.traj.{run}.{group}",
     types=("trajectory",),
-    publishers=("rollout", "operator"),
+    publishers=("rollout", "feedback", "operator"),
     readers=("judge", "feedback", "gateway", "trainer", "replay"),
 )
 TURN = Subject(
@@ -107,8 +107,8 @@ SCORE = Subject(
 CLOSE = Subject(
     template="hr.close.{run}.{group}",
     types=("group_closed", "group_dropped", "staleness_bound", "fence"),
-    publishers=("curriculum",),
-    readers=("trainer", "curriculum", "judge", "audit"),
+    publishers=("curriculum", "feedback"),
+    readers=("trainer", "curriculum", "judge", "feedback", "audit"),
     note="every record is written on top of the last one of its run; a judge ends the group's shared machine",
 )
 WEIGHT_CHUNK = Subject(
@@ -147,7 +147,7 @@ STEP = Subject(
     template="hr.step.{run}",
     types=("step_manifest", "step_done", "step_failed", "fence"),
     publishers=("trainer",),
-    readers=("trainer", "curriculum", "replay", "dashboard", "audit"),
+    readers=("trainer", "curriculum", "feedback", "replay", "dashboard", "audit"),
     note="every record is written on top of the last one of its run",
 )
 EVENT = Subject(
@@ -159,6 +159,8 @@ EVENT = Subject(
         "eval_request",
         "eval_result",
         "promotion",
+        "gate_verdict",
+        "shadow_turn",
         "bound_asked",
         "tool_log",
         "rejected",
@@ -173,6 +175,13 @@ FEEDBACK = Subject(
     types=("feedback",),
     publishers=("gateway", "operator"),
     readers=("feedback",),
+)
+FATE = Subject(
+    template="hr.fate.{run}.{user}",
+    types=("feedback_settled", "feedback_purged"),
+    publishers=("feedback",),
+    readers=("feedback", "audit"),
+    note="what became of every rating; `purged` takes the place of a user in the records of purges",
 )
 ADVISORY = Subject(
     template="$JS.EVENT.ADVISORY.CONSUMER.{kind}.{stream}.{consumer}",
@@ -254,7 +263,12 @@ STREAMS: tuple[Stream, ...] = (
     Stream(name="HR_BLOB", subjects=("hr.blob.>",), max_bytes=8 << 30, note="claim checks, 1 MiB chunks"),
     Stream(name="HR_STEP", subjects=("hr.step.>",), note="kept: manifests and outcomes of steps"),
     Stream(name="HR_EVENT", subjects=("hr.event.>",), discard="old", max_age_s=14 * _DAY, note="14 days"),
-    Stream(name="HR_FEEDBACK", subjects=("hr.feedback.>",), max_age_s=90 * _DAY, note="90 days, purge by user"),
+    Stream(
+        name="HR_FEEDBACK",
+        subjects=("hr.feedback.>", "hr.fate.>"),
+        max_age_s=90 * _DAY,
+        note="90 days, purge by user",
+    ),
     Stream(
         name="HR_ADVISORY",
         subjects=(
@@ -295,7 +309,7 @@ def owner(subject: str, message: object = None) -> str:
     """The hash of the user whose data a message carries; empty when it is nobody's. Groups of users are named
     ``<user>.<id>``, on the bus as in messages."""
     tokens = subject.split(".")
-    if tokens[1:2] == ["feedback"]:
+    if tokens[1:2] in (["feedback"], ["fate"]):
         return tokens[-1]
     begins = _GROUP.get(tokens[1], len(tokens)) if len(tokens) > 1 else 0
     if tokens[begins + 1 :]:

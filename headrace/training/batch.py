@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headrace.algorithms.advantages import group_advantages
+from headrace.algorithms.advantages import class_advantages, group_advantages
 from headrace.algorithms.registry import Advantage
 from headrace.messages.base import Array
 from headrace.messages.judging import Score
@@ -87,16 +87,20 @@ def build(
     trajectories: Mapping[int, Trajectory],
     scores: Mapping[int, Score],
     advantage: Advantage = group_advantages,
+    *,
+    by_class: bool = False,
 ) -> Batch:
     """The batch of a manifest. `trajectories` and `scores` are keyed by stream sequence.
 
-    advantage: from the rewards of a group to those of its slots, as in `algorithms.registry`.
+    advantage: from the rewards of a group to those of its slots, as in `algorithms.registry`. by_class: it gets the
+    rewards of all rollouts of a task class in the batch instead (`class_advantages`).
     BatchError when a record is missing, belongs to another slot, or contradicts itself.
     """
     segments: list[Segment] = []
     rewards: list[float] = []
     fingerprints: set[str] = set()
     passed = 0
+    grouped: list[list[tuple[Trajectory, Score]]] = []
     for group in groups:
         members: list[tuple[Trajectory, Score]] = []
         for trajectory_seq, score_seq in group.slots:
@@ -107,8 +111,15 @@ def build(
             if slot != (score.group, score.slot, score.attempt) or trajectory.group != group.group:
                 raise BatchError(f"trajectory {trajectory.id}: its score belongs to another slot")
             members.append((trajectory, score))
-        advantages = advantage([score.reward for _, score in members])
-        for (trajectory, score), value in zip(members, advantages, strict=True):
+        grouped.append(members)
+    if by_class:
+        judged = [(trajectory.family, score.reward) for members in grouped for trajectory, score in members]
+        values = iter(class_advantages(judged, advantage))
+    else:
+        values = (value for members in grouped for value in advantage([score.reward for _, score in members]))
+    for members in grouped:
+        for trajectory, score in members:
+            value = next(values)
             segments.extend(segments_of(trajectory, value, len(segments)))
             fingerprints.add(trajectory.fingerprint)
             rewards.append(score.reward)

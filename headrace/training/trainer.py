@@ -79,10 +79,12 @@ class PolicyTrainer:
         tokenizer_json: str,
         traces: Callable[[], Iterable[Trace]],
         progress: Callable[[Progress], None] = lambda _: None,
+        base: Path | None = None,
     ) -> "PolicyTrainer":
         """Resume from the folder's checkpoint, or make version 0: a new policy or a Hugging Face one, mid-trained.
 
         tokenizer_json: the run's tokenizer.json, kept beside config.json; a resumed run must bring the same text.
+        base: a snapshot file that is version 0 as it is, in place of a new or a mid-trained policy.
         traces: called when there is mid-training to do. TrainerError, CheckpointError or MidTrainingFailed say why not.
         """
         torch.set_num_threads(config.trainer.threads)
@@ -101,10 +103,12 @@ class PolicyTrainer:
             trainer._load(file)
             return trainer
         model = Model(policy, numerics, seed=config.run.seed)
-        if config.policy.checkpoint:
+        if base is not None:
+            model.load_state(snapshot.read(base))
+        elif config.policy.checkpoint:
             model.load_state(huggingface.load(config.policy.checkpoint)[1])
         _freeze(model, config.trainer.frozen).to(device)
-        if config.mid_training.tokens > 0:
+        if config.mid_training.tokens > 0 and base is None:
             model.numerics = probe(policy, exact=False)  # these numbers are compared with nothing; a fifth faster
             mid_training.run(model, traces(), config.mid_training, progress, kept=folder / "mid-training.safetensors")
             model.numerics = numerics
@@ -143,7 +147,8 @@ class PolicyTrainer:
         measured = Measured()
         try:
             advantage = ADVANTAGES.get(self.config.algorithm.advantage)
-            made = batch.build(manifest.groups, trajectories, scores, advantage)
+            by_class = self.config.algorithm.baseline == "class"
+            made = batch.build(manifest.groups, trajectories, scores, advantage, by_class=by_class)
             measured = measure(
                 self.versions,
                 made,

@@ -95,6 +95,9 @@ class Policies:
         self._news = asyncio.Condition()
         self._pins: dict[int, _Pin] = {}
         self._opening, self._fetching = asyncio.Lock(), asyncio.Lock()
+        self._branches: dict[str, asyncio.Task[Policies]] = {}
+        """Weights of other runs that requests name. Each has an engine of its own, which counts its own versions."""
+        self._following: list[asyncio.Task[None]] = []
 
     @property
     def version(self) -> int:
@@ -161,6 +164,11 @@ class Policies:
     @asynccontextmanager
     async def serving(self, policy: PolicyRef, task: Task, oracle: Callable[[], Oracle]) -> AsyncIterator[Served]:
         """Engine and renderer for one episode. NoPolicy when this node can't have what is named."""
+        if policy.run not in ("", self._run):
+            branch = await self._branch(policy.run)
+            async with branch.serving(PolicyRef(policy.kind, policy.version), task, oracle) as served:
+                yield served
+            return
         if policy.kind == "scripted":
             renderer = await self._scripted_renderer(task)
             try:
@@ -183,6 +191,11 @@ class Policies:
     @asynccontextmanager
     async def serving_clients(self, policy: PolicyRef) -> AsyncIterator[ClientServed]:
         """Engine and format for a client's turn. NoPolicy; UnusableConversation for a policy without a chat format."""
+        if policy.run not in ("", self._run):
+            branch = await self._branch(policy.run)
+            async with branch.serving_clients(PolicyRef(policy.kind, policy.version)) as served:
+                yield served
+            return
         renderers = await self._open_renderers()
         renderer = renderers.open(schemas.TABLE) if renderers is not None else None
         if not isinstance(renderer, NativeRenderer):
@@ -197,6 +210,18 @@ class Policies:
         else:
             await self.reached(0)
             yield ClientServed(await self._open_engine(), of)
+
+    async def _branch(self, run: str) -> "Policies":
+        """The weights of another run on this node; they are opened when the first request names that run."""
+        if run not in self._branches:
+            self._branches[run] = asyncio.create_task(self._open_branch(run))
+        return await asyncio.shield(self._branches[run])
+
+    async def _open_branch(self, run: str) -> "Policies":
+        branch = Policies(self._config, self._bus, run, self._id, self._on_swap, self._on_refused)
+        after = await branch.recover()
+        self._following.append(asyncio.create_task(branch.follow(after)))
+        return branch
 
     @asynccontextmanager
     async def _pinned(self, version: int) -> AsyncIterator[Engine]:
@@ -296,6 +321,11 @@ class Policies:
 
     async def stop(self) -> None:
         """End the engine; requests in flight fail."""
+        for task in self._following:
+            task.cancel()
+        for branch in self._branches.values():
+            if branch.done() and not branch.cancelled() and branch.exception() is None:
+                await branch.result().stop()
         for pin in self._pins.values():
             if pin.forget is not None:
                 pin.forget.cancel()

@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-from headrace.actors.trainer import initial_policy, records
+from headrace.actors.trainer import base_policy, initial_policy, records
 from headrace.actors.trainer.checkpoint_store import CheckpointStore
 from headrace.actors.trainer.records import StalenessWindow
 from headrace.algorithms.staleness import Bounds
@@ -108,6 +108,7 @@ class Trainer(Actor):
             await self.event("phase", "mid-training")
         self.status = "preparing"
 
+        base = await base_policy.fetch(self.bus, self.config, self.run, self.folder)
         bundle = await self._in_thread(lambda: initial_policy.bundle(self.config, self.folder))
         await renderer_bundles.publish(self.bus, self.run, bundle)
 
@@ -118,9 +119,12 @@ class Trainer(Actor):
                 tokenizer_json=bundle.tokenizer_json,
                 traces=lambda: self._until_stopped(initial_policy.mid_training(self.config, bundle)),
                 progress=self._on_progress,
+                base=base.file if base is not None else None,
             )
 
         self.trainer = trainer = await self._in_thread(work)
+        if base is not None and trainer.version == 0:
+            base.check(await self._in_thread(trainer.state.hash))
         self.store = CheckpointStore(self.folder, trainer, self.config)
         await self.event("prepared", f"version {trainer.version}", version=trainer.version, resumed=trainer.resumed)
         return trainer

@@ -25,6 +25,8 @@ EVENT_TYPES: dict[str, tuple[str, ...]] = {
     "eval_request": ("curriculum", "feedback", "evaluator", "operator"),
     "eval_result": ("evaluator",),
     "promotion": ("feedback", "operator"),
+    "gate_verdict": ("feedback",),
+    "shadow_turn": ("gateway",),
     "bound_asked": ("operator",),
     "tool_log": ("environment",),
 }
@@ -63,6 +65,11 @@ NARROWER: dict[str, dict[str, tuple[str, ...]]] = {
     "gateway": {
         s.TASK.template: (s.TASK.where(lane="production"),),
         s.LEDGER.template: ("hr.ledger.*.*.*",),  # groups of users have two tokens: <user hash>.<id>
+    },
+    "feedback": {  # sessions of users alone: the groups of training have one token
+        s.LEDGER.template: ("hr.ledger.*.*.*",),
+        s.TRAJ.template: ("hr.traj.*.*.*",),
+        s.CLOSE.template: ("hr.close.*.*.*",),
     },
 }
 """Role to template to filters: where a publisher gets less than the whole family."""

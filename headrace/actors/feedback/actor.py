@@ -1,0 +1,367 @@
+"""The feedback actor: ratings of users become batches of a branch run, and its versions go through the gate.
+
+Every rating ends in exactly one way (`ledger.feedback`): it is trained on, late, capped, opted out, unattributed,
+superseded, purged or discarded, and until then it waits. A rating is examined when it comes, and again when a batch is
+made: a tenant may have opted out since, or a user's data may be gone.
+
+The branch (`branch`) begins at the first version that is promoted while `[feedback] enabled` is set. Its trainer is an
+ordinary one, in a process of its own. Each of its versions is a candidate while no other one is at the gate
+(`candidates`). Promotion and rollback are one value in HR_STATE that gateways follow.
+
+Everything that this actor knows it reads from the streams when it starts.
+"""
+
+import asyncio
+import time
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+
+from headrace.actors.feedback.branch import BranchLedger
+from headrace.actors.feedback.candidates import Candidates
+from headrace.actors.feedback.consent import Consent
+from headrace.actors.feedback.purge import purge_user
+from headrace.bus.errors import WrongSequence
+from headrace.bus.nats.received import Received
+from headrace.bus.runtime.actor import Actor
+from headrace.ledger.feedback import FeedbackBook, Rating
+from headrace.messages import subjects
+from headrace.messages.base import Message
+from headrace.messages.evaluation import EvalResult
+from headrace.messages.feedback import Fate, FeedbackSettled, ShadowTurn
+from headrace.messages.operations import Ack
+from headrace.messages.product import Feedback as UserFeedback
+from headrace.messages.product import Promotion, PurgeUser
+from headrace.messages.rollout import PolicyRef, Trajectory
+from headrace.messages.weights import WeightHead
+
+NOT_COUNTED = ("unattributed", "superseded", "capped")
+"""Ratings that the gate does not count either."""
+
+
+class Rated(NamedTuple):
+    """The session of a rating: what the actor remembers of its Trajectory."""
+
+    trajectory: Trajectory
+    time: float
+
+
+class Feedback(Actor):
+    """Ratings, evaluation results, shadow turns and operators' promotions in; the branch's ledger, verdicts, promotions
+    and purges out."""
+
+    role: ClassVar[str] = "feedback"
+
+    async def start(self) -> None:
+        """Read the books, the branch and the gate, then follow the streams."""
+        self.book = FeedbackBook(self.run)
+        self.branch = BranchLedger(self.bus, self.config, self.run)
+        self.gate = Candidates(self.bus, self.config, self.run, self.publish_event)
+        self._consent = Consent(self.config)
+        self._newest: dict[str, Rating] = {}
+        """By trajectory: its newest rating that waits or has a place."""
+        self._heads: dict[int, WeightHead] = {}
+        """Versions of the branch."""
+        self._judged: set[int] = set()
+        """Branch versions that have been candidates."""
+        self._stalled = -1
+        self._last_batch = 0.0
+        self._one_at_a_time = asyncio.Lock()
+        self._news = asyncio.Event()
+        await self.gate.recover()
+        await self.branch.recover(self.name(), self.id)
+        filters = (subjects.FEEDBACK.where(), subjects.FATE.where(run=self.run))
+        after = 0
+        async for received in self.bus.history("HR_FEEDBACK", *filters):
+            self.book.apply(received.message, received.seq, received.time)
+            after = received.seq
+        for rating in self.book.ratings.values():
+            if rating.fate == "closed" and rating.feedback is not None:
+                self._newest[rating.feedback.trajectory] = rating
+        await self._adopt()
+        for rating in [*self.book.waiting.values()]:
+            await self._examine(rating)
+        await self.serve(subjects.RPC.at(service="feedback", method="purge"), self._purge_user)
+        self.spawn(self._follow_ratings(after), "ratings")
+        self.spawn(self._follow_results(), "evaluation results")
+        self.spawn(self._follow_branch(), "the branch's steps")
+        self.spawn(self._follow_versions(), "the branch's versions")
+        await self.consume(
+            subjects.EVENT,
+            self._on_promotion,
+            durable=f"feedback-promotion-{self.run}",
+            filter=subjects.EVENT.where(run=self.run, actor="operator", type="promotion"),
+        )
+        await self.consume(
+            subjects.EVENT,
+            self._on_shadow,
+            durable=f"feedback-shadow-{self.run}",
+            filter=subjects.EVENT.where(run=self.run, actor="gateway", type="shadow_turn"),
+        )
+        self.spawn(self._work(), "batches and candidates")
+        self.every(1.0, self._tick, "time")
+        self.every(5.0, self._measure, "books")
+
+    @property
+    def promoted(self) -> Promotion | None:
+        """The version that serves production."""
+        return self.gate.promoted
+
+    # Ratings
+
+    async def _follow_ratings(self, after: int) -> None:
+        async for received in self.bus.follow("HR_FEEDBACK", subjects.FEEDBACK.where(), start=after + 1):
+            async with self._one_at_a_time:
+                if self.book.apply(received.message, received.seq, received.time):
+                    await self._examine(self.book.ratings[received.seq])
+            self._news.set()
+
+    async def _examine(self, rating: Rating) -> None:
+        """End a rating that cannot be trained on; count what the gate may count."""
+        feedback = rating.feedback
+        assert feedback is not None
+        session = await self._session(feedback)
+        fate, detail = await self._fate(rating, feedback, session)
+        if session is not None and fate not in NOT_COUNTED:
+            await self.gate.on_rating(session.trajectory.policy, feedback.thumb == "up", rating.seq)
+        if fate is not None:
+            await self._settle(rating, fate, detail)
+        else:
+            self._newest[feedback.trajectory] = rating
+
+    async def _fate(self, rating: Rating, feedback: UserFeedback, session: Rated | None) -> tuple[Fate | None, str]:
+        """How a rating ends at once, None when it waits for a batch."""
+        if session is None:
+            return "unattributed", f"{feedback.trajectory} is not in HR_TRAJ"
+        earlier = self._newest.get(feedback.trajectory)
+        if earlier is not None and earlier.fate == "closed":
+            return "late", "its session has a place in a batch already"
+        if earlier is not None and earlier is not rating and not earlier.fate:
+            await self._settle(earlier, "superseded", f"rated again by record {rating.seq}")
+        own = self.config.feedback
+        recent = self.book.counted(feedback.user, rating.time - own.window_s, rating.seq)
+        if own.user_cap and recent >= own.user_cap:
+            return "capped", f"{recent} ratings of this user within {own.window_s:g} s"
+        if not feedback.training_allowed:
+            return "opted_out", f"tenant {feedback.tenant} did not opt in when the session was rated"
+        if feedback.untrainable:
+            return "discarded", feedback.untrainable
+        if rating.time - session.time > own.late_s:
+            return "late", f"{rating.time - session.time:.0f} s after its session"
+        if self.branch.base is not None and self.branch.oldest_version(session.trajectory) is None:
+            return "late", f"no version of {self.branch.name} sampled it"
+        return None, ""
+
+    async def _session(self, feedback: UserFeedback) -> Rated | None:
+        group = feedback.trajectory.rsplit("-", 2)[0]
+        last = await self.bus.last("HR_TRAJ", subjects.TRAJ.at(run=self.run, group=group))
+        if last is None or not isinstance(last.message, Trajectory) or last.message.id != feedback.trajectory:
+            return None
+        return Rated(last.message, last.time)
+
+    async def _settle(self, rating: Rating, fate: Fate, detail: str = "", group: str = "") -> None:
+        """Write the end of a rating; a place that it was about to get is given up."""
+        feedback = rating.feedback
+        assert feedback is not None
+        if fate != "closed":
+            await self.branch.give_up(feedback.trajectory.rsplit("-", 2)[0], fate)
+        record = FeedbackSettled(
+            run=self.run,
+            feedback_seq=rating.seq,
+            fate=fate,
+            detail=detail,
+            branch=self.branch.name if group else "",
+            group=group,
+        )
+        subject = subjects.FATE.at(run=self.run, user=feedback.user)
+        await self.bus.publish(subject, record, msg_id=f"{self.run}.fate.{rating.seq}.{fate}")
+        self.book.apply(record, 0)
+
+    # Batches
+
+    async def _work(self) -> None:
+        try:
+            while True:
+                async with self._one_at_a_time:
+                    await self._make_batches()
+                    await self._next_candidate()
+                with self.waiting():
+                    await self._news.wait()
+                self._news.clear()
+        except WrongSequence as error:
+            self.status = "superseded"
+            await self.event("superseded", str(error), "error")
+
+    async def _adopt(self) -> None:
+        """Settle the ratings whose closing was written before a crash and whose end was not."""
+        for rating in [*self.book.waiting.values()]:
+            feedback = rating.feedback
+            assert feedback is not None
+            group = self.branch.state.groups.get(feedback.trajectory.rsplit("-", 2)[0])
+            if group is not None and group.closings and feedback.trajectory not in self._newest:
+                await self._settle(rating, "closed", group=group.name)
+                self._newest[feedback.trajectory] = rating
+
+    def serving(self) -> int | None:
+        """The promoted version as the branch counts; None while it is no version of the branch."""
+        return self.branch.version_of(self.promoted.policy) if self.promoted is not None else None
+
+    async def _make_batches(self) -> None:
+        """Close whole batches while there are enough ratings that may be trained on."""
+        own = self.config.feedback
+        while own.enabled and self.branch.base is not None:
+            batch, begun = divmod(self.branch.places, own.batch)
+            if not begun and (len(self.book.waiting) < own.batch or time.time() - self._last_batch < own.every_s):
+                return
+            serving = self.serving()
+            if serving is None or batch - serving > own.staleness:
+                await self._say_stalled(batch)
+                return
+            chosen = await self._choose(own.batch - begun, batch)
+            if len(chosen) < own.batch - begun:
+                return
+            for rating, trajectory in chosen:
+                assert rating.feedback is not None
+                group = await self.branch.place(rating.feedback, trajectory)
+                await self._settle(rating, "closed", group=group)
+            self._last_batch = time.time()
+            await self.event("batch_closed", f"batch {batch} of {self.branch.name}", batch=batch, ratings=own.batch)
+
+    async def _choose(self, count: int, batch: int) -> list[tuple[Rating, Trajectory]]:
+        """The oldest ratings that may be trained on in a batch; others of them end here."""
+        allowed = self._consent.tenants()
+        chosen: list[tuple[Rating, Trajectory]] = []
+        for rating in [*self.book.waiting.values()]:
+            feedback = rating.feedback
+            assert feedback is not None
+            if len(chosen) == count:
+                break
+            session = await self._session(feedback)
+            oldest = self.branch.oldest_version(session.trajectory) if session is not None else None
+            if session is None:
+                await self._settle(rating, "unattributed", f"{feedback.trajectory} is not in HR_TRAJ any more")
+            elif feedback.tenant not in allowed:
+                await self._settle(rating, "opted_out", f"tenant {feedback.tenant} has opted out since")
+            elif rating.time <= self.book.denied.get(feedback.user, 0.0):
+                await self._settle(rating, "discarded", "its user's data was purged")
+            elif oldest is None or batch - oldest > self.config.feedback.staleness:
+                await self._settle(rating, "late", f"sampled by version {oldest}, the batch is {batch}")
+            else:
+                chosen.append((rating, session.trajectory))
+        return chosen
+
+    async def _say_stalled(self, batch: int) -> None:
+        if self._stalled != batch and not self.gate.running:
+            self._stalled = batch
+            text = (
+                f"batch {batch} of {self.branch.name} waits: the promoted version is too old for it. Promote a newer "
+                f"version of the branch, or begin another branch ([feedback] branch)"
+            )
+            await self.event("feedback_stalled", text, "warning", batch=batch)
+
+    # Candidates
+
+    async def _next_candidate(self) -> None:
+        """The newest version of the branch goes to the gate when no other one is there."""
+        if self.gate.running or self.promoted is None:
+            return
+        serving = self.serving()
+        newer = [version for version in self._heads if serving is not None and version > serving]
+        newest = max(newer, default=-1)
+        if newest < 0 or newest in self._judged:
+            return
+        self._judged.add(newest)
+        same = self._heads[newest].state_hash == self._hash_of(serving)
+        failed = self.gate.state.candidate == PolicyRef("pinned", newest, run=self.branch.name)
+        if not same and not failed:  # a failed step makes a version with the old bytes
+            seen = max(self.book.ratings, default=0)
+            await self.gate.begin(PolicyRef("pinned", newest, run=self.branch.name), seen)
+
+    def _hash_of(self, version: int | None) -> str:
+        head = self._heads.get(version) if version is not None else None
+        return head.state_hash if head is not None else ""
+
+    async def _follow_branch(self) -> None:
+        where = subjects.STEP.at(run=self.branch.name)
+        async for received in self.bus.follow("HR_STEP", where, start=self.branch.step_seq + 1):
+            self.branch.state.apply(received.message, received.seq)
+            self._news.set()
+
+    async def _follow_versions(self) -> None:
+        where = subjects.WEIGHT_HEAD.at(run=self.branch.name)
+        async for received in self.bus.follow("HR_WEIGHTS", where):
+            if isinstance(received.message, WeightHead):
+                self._heads[received.message.version] = received.message
+                self._news.set()
+
+    async def _follow_results(self) -> None:
+        where = subjects.EVENT.where(run=self.run, actor="evaluator", type="eval_result")
+        async for received in self.bus.follow("HR_EVENT", where):
+            if isinstance(received.message, EvalResult):
+                async with self._one_at_a_time:
+                    await self.gate.on_result(received.message)
+                self._news.set()
+
+    async def _on_shadow(self, received: Received[ShadowTurn]) -> None:
+        async with self._one_at_a_time:
+            await self.gate.on_shadow(received.message)
+        self._news.set()
+
+    async def _on_promotion(self, received: Received[Promotion]) -> None:
+        """Promote what an operator asks for, if it was ever published."""
+        promotion = received.message
+        newest = await self._newest_version(promotion.branch or self.run)
+        if promotion.branch not in ("", self.branch.name) or not 0 <= promotion.version <= newest:
+            text = f"expected a published version from 0 to {newest}, got {promotion.version}"
+            if promotion.branch not in ("", self.branch.name):
+                text = f"expected the branch {self.branch.name}, got {promotion.branch}"
+            await self.event("promotion_refused", text, "warning", version=promotion.version)
+            return
+        if not promotion.eval_id and self.promoted is not None:  # it keeps the rate that was measured last
+            promotion = msgspec.structs.replace(promotion, rate=self.promoted.rate)
+        async with self._one_at_a_time:
+            mine = self.gate.running and self.gate.state.candidate == promotion.policy
+            await self.gate.decide(promotion, "promoted" if mine else "rolled_back")
+            if self.config.feedback.enabled and await self.branch.open(promotion):
+                text = f"{self.branch.name} begins at version {promotion.version}"
+                await self.event("branch_opened", text, branch=self.branch.name, version=promotion.version)
+        text = f"version {promotion.version}{f' of {promotion.branch}' if promotion.branch else ''}: {promotion.reason}"
+        await self.event("promoted", text, version=promotion.version, rate=promotion.rate)
+        self._news.set()
+
+    async def _newest_version(self, run: str) -> int:
+        """The newest committed version of a run, -1 before the first."""
+        head = await self.bus.last("HR_WEIGHTS", subjects.WEIGHT_HEAD.at(run=run))
+        return head.message.version if head is not None and isinstance(head.message, WeightHead) else -1
+
+    # Time, figures, purges
+
+    async def _tick(self) -> None:
+        async with self._one_at_a_time:
+            await self.gate.on_time()
+        self._news.set()
+
+    async def _measure(self) -> None:
+        ends = self.book.ends(self.branch.state)
+        self.status = f"{len(self.book.ratings)} ratings, {ends['trained']} trained; gate: {self.gate.state.stage}"
+        await self.metric(received=len(self.book.ratings), **{end: float(count) for end, count in ends.items()})
+
+    async def _purge_user(self, message: Message) -> Ack:
+        """Remove everything under a user's hash."""
+        if not isinstance(message, PurgeUser) or not message.user.isalnum():
+            return Ack(ok=False, detail="a purge names one user hash")
+        async with self._one_at_a_time:
+            record, removed = await purge_user(self.bus, self.run, self.book, self.branch, message.user)
+        text = f"{removed} messages, {len(record.ratings)} ratings"
+        await self.event("user_purged", text, user=message.user, messages=removed, ratings=len(record.ratings))
+        return Ack(detail=f"{removed} messages removed{absorbed(record)}")
+
+
+def absorbed(record: Any) -> str:
+    """What a purge cannot take back."""
+    if record.last_version_before < 0:
+        return ""
+    return (
+        f"; versions of {record.branch} after {record.last_version_before} were trained on some of them and keep what "
+        "they learned"
+    )

@@ -1,0 +1,207 @@
+"""The ledger of the branch run: every rated session becomes a group of one rollout, closed in the order of its batches.
+
+The feedback actor is to the branch what the curriculum is to a run of tasks: it alone writes SlotIssued and GroupClosed
+there, each closing on top of the one before, so a second feedback actor is refused. The sessions are copies under the
+branch's name with their user's hash in the subject, so a purge reaches them, and with the branch's version numbers.
+
+A rating's place is four records: SlotIssued, Trajectory, Score, GroupClosed. Whatever of them exists is used again
+after a crash.
+"""
+
+import msgspec
+
+from headrace.bus.connection import Bus
+from headrace.config import Config, branch_name
+from headrace.ledger.seeds import seed_of
+from headrace.ledger.state import RunState
+from headrace.messages.feedback import Branch, branch_key
+from headrace.messages.judging import Score
+from headrace.messages.ledger import ClosedSlot, Fence, GroupClosed, GroupDropped, SlotIssued, StalenessBound
+from headrace.messages.product import Feedback, Promotion
+from headrace.messages.rollout import PolicyRef, Span, Trajectory
+from headrace.messages.subjects import CLOSE, LEDGER, SCORE, STEP, TRAJ
+from headrace.weights import chain
+
+JUDGE = "thumbs-1"
+FENCE, BOUND = "feedback.fence", "feedback.bound"
+"""They take the place of a group in the subjects of closings."""
+
+
+class BranchLedger:
+    """The branch of one run, as its streams say."""
+
+    def __init__(self, bus: Bus, config: Config, run: str) -> None:
+        self._bus, self._config, self._run = bus, config, run
+        self.name = branch_name(run, config.feedback)
+        self.state = RunState(self.name)
+        self.base: Branch | None = None
+        """None until a version of the run is promoted."""
+        self.step_seq = 0
+        """Sequence of the last record of the branch's steps that was read."""
+
+    async def recover(self, actor: str, id: str) -> None:
+        """Refuse the closings of earlier feedback actors, then read the branch."""
+        fence = Fence(run=self.name, actor=actor, id=id)
+        close_seq = await self._bus.publish(CLOSE.at(run=self.name, group=FENCE), fence)
+        values = await self._bus.kv("HR_STATE")
+        entry = await values.get(branch_key(self.name))
+        self.base = entry[0] if entry is not None and isinstance(entry[0], Branch) else None
+        for stream, *filters in (
+            ("HR_LEDGER", LEDGER.where(run=self.name)),
+            ("HR_SCORE", SCORE.where(run=self.name), CLOSE.where(run=self.name)),
+            ("HR_STEP", STEP.at(run=self.name)),
+        ):
+            async for received in self._bus.history(stream, *filters):
+                self.state.apply(received.message, received.seq)
+                if stream == "HR_STEP":
+                    self.step_seq = received.seq
+        self.state.close_seq = max(self.state.close_seq, close_seq)
+        if self.base is not None and self.state.bounds is None:
+            await self._bound()
+
+    async def open(self, promotion: Promotion) -> bool:
+        """Begin the branch at a promoted version of the run; False when it exists."""
+        if self.base is not None or promotion.branch:
+            return False
+        hashes = {head.version: head.state_hash async for _, head in chain.heads(self._bus, self._run)}
+        record = Branch(
+            run=self.name,
+            base_run=self._run,
+            base_version=promotion.version,
+            base_hash=hashes[promotion.version],
+        )
+        values = await self._bus.kv("HR_STATE")
+        await values.put(branch_key(self.name), record)
+        self.base = record
+        await self._bound()
+        return True
+
+    async def _bound(self) -> None:
+        await self._close(BOUND, StalenessBound(run=self.name, bound=self._config.feedback.staleness, first_batch=0))
+
+    @property
+    def places(self) -> int:
+        """Places in batches that are taken."""
+        return len(self.state.closings)
+
+    def version_of(self, policy: PolicyRef) -> int | None:
+        """A policy's version in the branch; None for one that is none of its versions."""
+        if policy.kind != "pinned" or self.base is None:
+            return None
+        if policy.run == self.name:
+            return policy.version
+        return 0 if not policy.run and policy.version == self.base.base_version else None
+
+    def oldest_version(self, trajectory: Trajectory) -> int | None:
+        """The oldest branch version that wrote a token of it; None when a token is of no branch version."""
+        base = self.base
+        versions = {span.version for turn in trajectory.turns for span in turn.spans if len(turn.ids)}
+        if base is None or not versions:
+            return None
+        if trajectory.policy.run == self.name:
+            return min(versions)
+        return 0 if not trajectory.policy.run and versions == {base.base_version} else None
+
+    async def place(self, feedback: Feedback, trajectory: Trajectory) -> str:
+        """Give a rated session the next place; the group's name. WrongSequence: another feedback actor took over."""
+        group, oldest = trajectory.group, self.oldest_version(trajectory)
+        assert oldest is not None, f"{trajectory.id} was sampled by no version of {self.name}"
+        known = self.state.groups.get(group)
+        if known is not None and known.closings:
+            return group
+        if known is None:
+            await self._issue(trajectory)
+        trajectory_seq = await self._copy(trajectory)
+        score = await self._score(feedback, trajectory, trajectory_seq, oldest)
+        slot = ClosedSlot(
+            slot=0,
+            attempt=0,
+            trajectory_seq=trajectory_seq,
+            score_seq=score[0],
+            reward=score[1].reward,
+            oldest_version=oldest,
+        )
+        closed = GroupClosed(
+            run=self.name, group=group, task=trajectory.task, group_size=1, slots=(slot,), oldest_version=oldest
+        )
+        await self._close(group, closed)
+        return group
+
+    async def give_up(self, group: str, why: str) -> None:
+        """End a group that was issued and cannot be trained on any more."""
+        known = self.state.groups.get(group)
+        if known is not None and known.open:
+            dropped = GroupDropped(run=self.name, group=group, reason="cancelled", detail=why, group_size=1)
+            await self._close(group, dropped)
+
+    async def _issue(self, trajectory: Trajectory) -> None:
+        issued = SlotIssued(
+            run=self.name,
+            lane="train",
+            group=trajectory.group,
+            index=self.state.index,
+            slot=0,
+            attempt=0,
+            group_size=1,
+            task=trajectory.task,
+            seed=seed_of(self._config.run.seed, self.name, trajectory.group),
+            min_version=0,
+        )
+        seq = await self._bus.publish(LEDGER.at(run=self.name, group=trajectory.group), issued, expect=0)
+        self.state.apply(issued, seq)
+
+    async def _copy(self, trajectory: Trajectory) -> int:
+        subject = TRAJ.at(run=self.name, group=trajectory.group)
+        last = await self._bus.last("HR_TRAJ", subject)
+        if last is not None:
+            return last.seq
+        turns = trajectory.turns
+        if trajectory.policy.run != self.name:  # the base version is the branch's version 0
+            turns = tuple(
+                msgspec.structs.replace(turn, spans=tuple(Span(span.start, span.end, 0) for span in turn.spans))
+                for turn in turns
+            )
+        copied = msgspec.structs.replace(
+            trajectory, run=self.name, lane="train", slot=0, attempt=0, id=f"{trajectory.group}-0-0", turns=turns
+        )
+        return await self._bus.publish(subject, copied)
+
+    async def _score(
+        self, feedback: Feedback, trajectory: Trajectory, trajectory_seq: int, oldest: int
+    ) -> tuple[int, Score]:
+        subject = SCORE.at(run=self.name, judge=JUDGE, group=trajectory.group)
+        last = await self._bus.last("HR_SCORE", subject)
+        if last is not None and isinstance(last.message, Score):
+            self.state.apply(last.message, last.seq)
+            return last.seq, last.message
+        up = feedback.thumb == "up"
+        score = Score(
+            run=self.name,
+            lane="train",
+            group=trajectory.group,
+            slot=0,
+            attempt=0,
+            trajectory_seq=trajectory_seq,
+            task=trajectory.task,
+            family=trajectory.family,
+            judge_version=JUDGE,
+            verdict="passed" if up else "failed",
+            reward=1.0 if up else 0.0,
+            passed=up,
+            oldest_version=oldest,
+            sampled_tokens=sum(len(turn.ids) for turn in trajectory.turns),
+            turns=len(trajectory.turns),
+            calls=sum(len(turn.calls) for turn in trajectory.turns),
+        )
+        seq = await self._bus.publish(subject, score)
+        self.state.apply(score, seq)
+        return seq, score
+
+    async def _close(self, group: str, record: GroupClosed | GroupDropped | StalenessBound) -> None:
+        seq = await self._bus.publish(
+            CLOSE.at(run=self.name, group=group),
+            record,
+            expect=self.state.close_seq,
+            expect_filter=CLOSE.where(run=self.name),
+        )
+        self.state.apply(record, seq)

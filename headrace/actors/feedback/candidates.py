@@ -1,0 +1,167 @@
+"""The candidate's way to the users: asks for its benchmark, counts, publishes every verdict, promotes.
+
+The stages are in `ledger.gate`; this part reads and writes them. The state is a value in HR_STATE that gateways route
+by. A verdict is published before its state is kept, so a crash in between repeats it under the same message id.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+
+from headrace.bus.connection import Bus
+from headrace.config import Config
+from headrace.ledger import gate
+from headrace.ledger.gate import RUNNING, Move
+from headrace.ledger.requests import settings_of
+from headrace.messages.evaluation import EvalRequest, EvalResult
+from headrace.messages.feedback import GateState, ShadowTurn, Stage, gate_key
+from headrace.messages.product import Promotion, promotion_key
+from headrace.messages.rollout import PolicyRef
+from headrace.messages.subjects import EVENT, token
+
+EVALUATION = "gate-"
+"""Ids of the gate's evaluations begin with it."""
+Tell = Callable[..., Awaitable[int]]
+"""`Actor.publish_event`."""
+
+
+def evaluation_id(policy: PolicyRef, tasks: int) -> str:
+    """A version is measured once, whoever it is compared with."""
+    return f"{EVALUATION}{token(policy.run) if policy.run else 'own'}-v{policy.version}-n{tasks}"
+
+
+class Candidates:
+    """The gate of one run."""
+
+    def __init__(self, bus: Bus, config: Config, run: str, tell: Tell) -> None:
+        self._bus, self._config, self._run, self._tell = bus, config, run, tell
+        self.rules = config.gate
+        self.state = GateState(run=run)
+        self.promoted: Promotion | None = None
+        self._results: dict[str, EvalResult] = {}
+
+    async def recover(self) -> None:
+        """Read the promoted version, the stage, and the evaluations that are there."""
+        self._values = await self._bus.kv("HR_STATE")
+        held = await self._values.get(promotion_key(self._run))
+        self.promoted = held[0] if held is not None and isinstance(held[0], Promotion) else None
+        entry = await self._values.get(gate_key(self._run))
+        if entry is not None and isinstance(entry[0], GateState):
+            self.state = entry[0]
+        # Killed between the promotion and the state that says so.
+        if self.running and self.promoted is not None and self.promoted.policy == self.state.candidate:
+            await self._take(gate.ended(self.state, "promoted", "promoted before a restart", time.time()))
+        if self.state.stage == "benchmark":
+            await self._ask()
+
+    @property
+    def running(self) -> bool:
+        """Whether a candidate has no verdict yet."""
+        return self.state.stage in RUNNING
+
+    async def begin(self, candidate: PolicyRef, seen_seq: int) -> None:
+        """A new candidate; the promoted version has to exist."""
+        assert self.promoted is not None
+        await self._take(gate.begin(self._run, candidate, self.promoted.policy, self.rules, time.time(), seen_seq))
+        if self.state.stage == "benchmark":
+            await self._ask()
+
+    async def _ask(self) -> None:
+        """Ask for both evaluations; one that was asked for before has its result already, or gets it."""
+        settings = settings_of(self._config, temperature=1.0)
+        for policy in (self.state.candidate, self.state.promoted):
+            id = evaluation_id(policy, self.rules.tasks)
+            request = EvalRequest(
+                id=id,
+                run=self._run,
+                suite=self._config.tasks.heldout,
+                tasks=self.rules.tasks,
+                policy=policy,
+                sampling=settings.sampling,
+                limits=settings.limits,
+                isolation=settings.isolation,
+                reason="gate",
+            )
+            if id not in self._results:
+                await self._tell(request, msg_id=f"{self._run}.{id}")
+        await self._compare()
+
+    async def on_result(self, result: EvalResult) -> None:
+        """An evaluation's result, now or from before a restart."""
+        if result.id.startswith(EVALUATION):
+            self._results[result.id] = result
+            await self._compare()
+
+    async def _compare(self) -> None:
+        if self.state.stage != "benchmark":
+            return
+        pair = [
+            self._results.get(evaluation_id(policy, self.rules.tasks))
+            for policy in (self.state.candidate, self.state.promoted)
+        ]
+        candidate, promoted = pair
+        if candidate is not None and promoted is not None:
+            move = gate.measured(self.state, candidate.passes, promoted.passes, self.rules, time.time())
+            if move is not None:
+                await self._take(move)
+
+    async def on_shadow(self, turn: ShadowTurn) -> None:
+        """A turn that the candidate answered unseen."""
+        if turn.policy == self.state.candidate:
+            await self._go(gate.shadowed(self.state, turn.ok, self.rules, time.time()))
+
+    async def on_rating(self, policy: PolicyRef, up: bool, seq: int) -> None:
+        """A user's rating that counts."""
+        await self._go(gate.rated(self.state, policy, up, seq, self.rules, time.time()))
+
+    async def on_time(self) -> None:
+        """Hold back what takes too long."""
+        move = gate.overdue(self.state, self.rules, time.time())
+        if move is not None:
+            await self._take(move)
+
+    async def decide(self, promotion: Promotion, stage: Stage) -> None:
+        """An operator's promotion: it ends the candidate's way, unless there is none."""
+        if self.running:
+            await self._take(gate.ended(self.state, stage, f"an operator: {promotion.reason}", time.time()), promotion)
+        else:
+            await self._promote(promotion)
+
+    async def _go(self, after: Move | GateState) -> None:
+        if isinstance(after, Move):
+            await self._take(after)
+        elif after != self.state:
+            self.state = after
+            await self._values.put(gate_key(self._run), after)
+
+    async def _take(self, move: Move, promotion: Promotion | None = None) -> None:
+        """Publish a verdict, promote if it says so, keep the state."""
+        state, verdict = move
+        name = f"{verdict.candidate.run}.{verdict.candidate.version}.{verdict.stage}.{state.step}"
+        await self._tell(verdict, msg_id=f"{self._run}.gate.{name}")
+        if promotion is None and state.stage == "promoted":
+            results = [
+                self._results.get(evaluation_id(each, self.rules.tasks)) for each in (state.candidate, state.promoted)
+            ]
+            rates = [result.rate if result is not None else 0.0 for result in results]
+            promotion = Promotion(
+                run=self._run,
+                version=state.candidate.version,
+                branch=state.candidate.run,
+                eval_id=evaluation_id(state.candidate, self.rules.tasks) if self.rules.tasks else "",
+                rate=rates[0],
+                previous_rate=rates[1],
+                reason=f"gate passed: {verdict.reason}",
+            )
+        if promotion is not None:
+            await self._promote(promotion)
+        self.state = state
+        await self._values.put(gate_key(self._run), state)
+
+    async def _promote(self, promotion: Promotion) -> None:
+        """Keep the promotion, from which gateways read the version, and tell the receivers which version to keep."""
+        await self._values.put(promotion_key(self._run), promotion)
+        self.promoted = promotion
+        await self._tell(promotion)
+        if promotion.branch:
+            where = EVENT.at(run=token(promotion.branch), actor="feedback", type=Promotion.type_name)
+            await self._bus.publish(where, promotion)

@@ -1,0 +1,19 @@
+"""Which tenants allow training on their users' sessions, now."""
+
+from headrace.config import Config
+from headrace.gateway.keys import ApiKeys, key_file
+
+
+class Consent:
+    """Read again for every batch: a tenant may have taken its consent back since a session was rated."""
+
+    def __init__(self, config: Config) -> None:
+        self._production = config.production
+        self._keys = ApiKeys(key_file(config))
+
+    def tenants(self) -> frozenset[str]:
+        """Tenants with a valid key that opts in, and the tenant of headrace's own sessions if it does."""
+        allowed = {entry.tenant for entry in self._keys.entries() if entry.training}
+        if self._production.training_allowed:
+            allowed.add(self._production.tenant)
+        return frozenset(allowed)

@@ -1,0 +1,51 @@
+"""The deletion of a user's data, with the record that keeps the books balanced without it."""
+
+from headrace.actors.feedback.branch import BranchLedger
+from headrace.bus.connection import Bus
+from headrace.ledger.feedback import FeedbackBook
+from headrace.messages.feedback import FeedbackPurged, PurgedFeedback
+from headrace.messages.subjects import FATE
+from headrace.messages.training import StepDone
+
+PURGED = "purged"
+"""Takes the place of a user in the subject of these records, which stay."""
+
+
+async def purge_user(
+    bus: Bus, run: str, book: FeedbackBook, branch: BranchLedger, user: str
+) -> tuple[FeedbackPurged, int]:
+    """Record which ratings go, then delete everything under the user's hash; the record and the messages deleted."""
+    ratings = tuple(
+        PurgedFeedback(rating.seq, rating.group if rating.fate == "closed" else "") for rating in book.of_user(user)
+    )
+    record = FeedbackPurged(
+        run=run,
+        user=user,
+        ratings=ratings,
+        branch=branch.name,
+        last_version_before=_last_version_before(branch, ratings),
+    )
+    # Groups that were issued and not closed would be open for ever.
+    for group in [name for name in branch.state.open if name.startswith(f"{user}.")]:
+        await branch.give_up(group, PURGED)
+    seq = await bus.publish(FATE.at(run=run, user=PURGED), record)
+    book.apply(record, seq, (await bus.get("HR_FEEDBACK", seq)).time)
+    removed = 0
+    for stream, filter in (
+        ("HR_FEEDBACK", f"hr.feedback.*.{user}"),
+        ("HR_FEEDBACK", f"hr.fate.*.{user}"),
+        ("HR_TRAJ", f"hr.traj.*.{user}.*"),
+        ("HR_TURN", f"hr.turn.*.{user}.*"),
+        ("HR_SCORE", f"hr.score.*.*.{user}.*"),
+        ("HR_BLOB", f"hr.blob.{user}.>"),
+    ):
+        removed += await bus.purge(stream, subject=filter)
+    return record, removed
+
+
+def _last_version_before(branch: BranchLedger, ratings: tuple[PurgedFeedback, ...]) -> int:
+    """The newest branch version without a part of these ratings, -1 when no version has one."""
+    groups = {rating.group for rating in ratings if rating.group}
+    outcomes = branch.state.outcomes.values()
+    trained = [outcome.step for outcome in outcomes if isinstance(outcome, StepDone) and groups & set(outcome.groups)]
+    return min(trained, default=-1)

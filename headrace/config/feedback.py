@@ -1,0 +1,64 @@
+"""Sections of the feedback loop: the branch that trains on rated sessions, and the gate before the users.
+
+The branch is a run of its own, with its own trainer, ledger and versions: production's tokens come from the promoted
+version, which the main run's trainer leaves behind.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from headrace.config.base import Amount, Count, Duration, OptionalToken, Positive, Seconds, Section, Share, Token
+
+
+class Feedback(Section, frozen=True, kw_only=True):
+    """Training on rated sessions."""
+
+    enabled: bool = False
+    """Start a branch run that trains on the ratings of users who allow it."""
+    branch: Token = "feedback"
+    """The branch's name is `<run>-<branch>`. A branch keeps its version 0: for another one, take another name."""
+    batch: Positive = 8
+    """Rated sessions of a batch. Every batch makes a version, and a version is a candidate for promotion."""
+    every_s: Seconds = 0.0
+    """Least time between two batches."""
+    staleness: Annotated[int, Meta(ge=0, le=64)] = 1
+    """How many branch versions older than its batch's a token may be. Batches wait while the promoted version is older
+    than that: nothing that users get now could be trained on."""
+    user_cap: Count = 4
+    """Ratings of one user that count within `window_s`; 0 is no limit."""
+    window_s: Duration = 86400.0
+    late_s: Duration = 86400.0
+    """A rating that comes later than this after its session is not trained on."""
+    learning_rate: Amount = 0.0
+    """Of the branch; 0 is that of [algorithm]."""
+    base: OptionalToken = ""
+    """Set by headrace in the branch's own configuration: the run whose promoted version is version 0."""
+
+
+class Gate(Section, frozen=True, kw_only=True):
+    """What a candidate has to show before it serves everybody: benchmark, shadow, canary stages, promotion."""
+
+    tasks: Count = 0
+    """Held-out tasks that candidate and promoted version are compared on, task by task; 0 skips the benchmark and
+    leaves the harm test alone between a candidate and the users."""
+    margin: Annotated[float, Meta(ge=-1.0, le=1.0)] = 0.0
+    """The lower confidence bound of the difference in pass rates has to be above this."""
+    shadow: Count = 0
+    """Turns of clients that the candidate answers too, unseen, before any user gets it; 0 skips the stage. Sessions of
+    headrace's own agent are not shadowed."""
+    shadow_failures: Share = 0.05
+    """Share of shadow turns that may fail."""
+    canary: tuple[Share, ...] = (0.05, 0.25)
+    """Share of new sessions that the candidate serves in each canary stage."""
+    sessions: Positive = 50
+    """Rated sessions of the candidate that each canary stage needs."""
+    alpha: Annotated[float, Meta(gt=0.0, lt=0.5)] = 0.05
+    """Probability of a false verdict: half for the benchmark, half for the harm tests of all canary stages."""
+    stage_s: Duration = 86400.0
+    """A stage that has not ended after this holds the candidate back."""
+
+
+def branch_name(run: str, section: Feedback) -> str:
+    """The branch run of a run."""
+    return f"{run}-{section.branch}"

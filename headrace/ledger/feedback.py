@@ -1,0 +1,159 @@
+"""The books of feedback: every rating from its record to its end, as a fold over the streams.
+
+Conservation: received = trained + late + capped + opted out + unattributed + superseded + purged + discarded + pending,
+at every moment. A rating ends by a FeedbackSettled, by its user's purge, or with the step of the batch in which the
+branch trains on it. The feedback actor acts on these books and the audit proves them; both use this module.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.ledger.state import RunState
+from headrace.messages.base import Message
+from headrace.messages.feedback import FeedbackPurged, FeedbackSettled
+from headrace.messages.product import Feedback
+from headrace.messages.training import StepDone
+
+ENDS = ("trained", "late", "capped", "opted_out", "unattributed", "superseded", "purged", "discarded", "pending")
+"""Every rating is counted under exactly one of them."""
+
+
+@dataclass(slots=True)
+class Rating:
+    """A rating whose record is in the stream, or was before its user was purged."""
+
+    seq: int
+    feedback: Feedback | None
+    """None: its record is deleted."""
+    time: float
+    """Seconds since the epoch; 0 for a deleted one."""
+    fate: str = ""
+    """Empty while it waits for a batch; ``closed`` while and after it has a place in one."""
+    group: str = ""
+    purged: bool = False
+
+
+class FeedbackReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The books of a run's feedback."""
+
+    balanced: bool
+    received: int
+    ends: dict[str, int]
+    """`ENDS` to number of ratings."""
+
+
+class FeedbackBook:
+    """All ratings of one run. `apply` is idempotent."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.ratings: dict[int, Rating] = {}
+        """By sequence in HR_FEEDBACK."""
+        self.waiting: dict[int, Rating] = {}
+        """Ratings that have not ended and have no place in a batch, oldest first."""
+        self.by_user: dict[str, list[Rating]] = {}
+        self.denied: dict[str, float] = {}
+        """Users whose ratings up to that moment are never trained on."""
+        self.problems: list[str] = []
+
+    def apply(self, message: Message, seq: int, time: float = 0.0) -> bool:
+        """Apply a record of HR_FEEDBACK; True when it changed the books."""
+        match message:
+            case Feedback() if message.run == self.run:
+                return self._received(message, seq, time)
+            case FeedbackSettled() if message.run == self.run:
+                return self._settled(message)
+            case FeedbackPurged() if message.run == self.run:
+                return self._purged(message, time)
+        return False
+
+    def _received(self, feedback: Feedback, seq: int, time: float) -> bool:
+        known = self.ratings.get(seq)
+        if known is not None:
+            if known.feedback is None and not known.purged:  # its end was read first
+                known.feedback, known.time = feedback, time
+                self.by_user.setdefault(feedback.user, []).append(known)
+            return False
+        rating = self.ratings[seq] = self.waiting[seq] = Rating(seq, feedback, time)
+        self.by_user.setdefault(feedback.user, []).append(rating)
+        return True
+
+    def _settled(self, record: FeedbackSettled) -> bool:
+        rating = self.ratings.get(record.feedback_seq)
+        if rating is None:
+            rating = self.ratings[record.feedback_seq] = Rating(record.feedback_seq, None, 0.0)
+        if rating.purged:
+            return False
+        if rating.fate:
+            if (rating.fate, rating.group) != (record.fate, record.group):
+                self.problems.append(f"rating {rating.seq} ended twice: {rating.fate} and {record.fate}")
+            return False
+        rating.fate, rating.group = record.fate, record.group
+        self.waiting.pop(rating.seq, None)
+        return True
+
+    def _purged(self, record: FeedbackPurged, time: float) -> bool:
+        self.denied[record.user] = max(time, self.denied.get(record.user, 0.0))
+        for entry in record.ratings:
+            rating = self.ratings.setdefault(entry.seq, Rating(entry.seq, None, 0.0))
+            rating.purged, rating.group, rating.feedback = True, entry.group, None
+            rating.fate = "closed" if entry.group else "purged"
+            self.waiting.pop(entry.seq, None)
+        return True
+
+    def of_user(self, user: str) -> Iterator[Rating]:
+        """The ratings of a user whose records are in the stream."""
+        return (rating for rating in self.by_user.get(user, ()) if rating.feedback is not None)
+
+    def counted(self, user: str, since: float, up_to: int) -> int:
+        """Ratings of a user since a moment that wait or have a place in a batch, before the one with sequence up_to."""
+        return sum(
+            rating.fate in ("", "closed") and rating.time >= since and rating.seq < up_to
+            for rating in self.of_user(user)
+        )
+
+    def end(self, rating: Rating, branch: RunState) -> str:
+        """Under which of `ENDS` a rating is counted."""
+        if rating.fate == "closed":
+            group = branch.groups.get(rating.group)
+            if group is None or not group.steps:
+                return "purged" if rating.purged else "pending"
+            if isinstance(branch.outcomes[group.steps[0]], StepDone):
+                return "trained"
+            return "purged" if rating.purged else "discarded"
+        return rating.fate or "pending"
+
+    def ends(self, branch: RunState) -> Counter[str]:
+        """Ratings by their end."""
+        return Counter(self.end(rating, branch) for rating in self.ratings.values())
+
+
+def examine(book: FeedbackBook, branch: RunState) -> tuple[FeedbackReport, list[str]]:
+    """The report, and every fault in words. branch: the ledger, closings and steps of the branch run."""
+    wrong = [f"feedback: {problem}" for problem in book.problems]
+    ends = book.ends(branch)
+    unknown = set(ends) - set(ENDS)
+    if unknown:
+        wrong.append(f"feedback: ratings ended as {sorted(unknown)}, which is no end")
+    closed = Counter(rating.group for rating in book.ratings.values() if rating.fate == "closed")
+    for group, times in closed.items():
+        if times > 1:
+            wrong.append(f"feedback: {times} ratings have the place of {group} in the batches")
+        if group not in branch.groups or not branch.groups[group].closings:
+            wrong.append(f"feedback: {group} should have a place in the batches and has none")
+    nobodys = [group.name for group in branch.groups.values() if group.closings and group.name not in closed]
+    # A crash between a closing and its FeedbackSettled leaves the newest closing without its rating for a moment: the
+    # rating then still waits, and the actor settles it when it starts.
+    waiting = {rating.feedback.trajectory.rsplit("-", 2)[0] for rating in book.waiting.values() if rating.feedback}
+    wrong += [f"feedback: {group} is trained on and no rating names it" for group in nobodys if group not in waiting]
+    received = len(book.ratings)
+    if received != sum(ends[end] for end in ENDS):
+        wrong.append(f"feedback: {received} ratings were received, {sum(ends[end] for end in ENDS)} are accounted for")
+    lost = [rating.seq for rating in book.ratings.values() if rating.feedback is None and not rating.purged]
+    if lost:
+        wrong.append(f"feedback: the records of ratings {lost[:5]} are gone and no purge names them")
+    report = FeedbackReport(balanced=not wrong, received=received, ends={end: ends[end] for end in ENDS})
+    return report, wrong

@@ -1,0 +1,148 @@
+"""The gate between a candidate and the users, as pure functions over its GateState.
+
+candidate -> benchmark -> shadow -> canary stages -> promoted; or held (nothing shows that it is better, or the numbers
+do not come), or rolled back (users get worse answers). The benchmark decides on paired tasks; ratings of users are a
+guard against harm only, because a small product never has enough of them to show a gain. The harm test is valid at
+every look (`algorithms.sequential`) and starts anew with every stage, because a changed share would mix the days.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.algorithms.sequential import always_valid_p, paired_lower_bound
+from headrace.config import Gate
+from headrace.messages.feedback import Arm, GateState, GateVerdict, PairedFigures, Stage
+from headrace.messages.rollout import PolicyRef
+
+RUNNING: tuple[Stage, ...] = ("benchmark", "shadow", "canary")
+"""Stages of a candidate that has no verdict yet."""
+
+
+class Move(NamedTuple):
+    """The next state, and the verdict that says why."""
+
+    state: GateState
+    verdict: GateVerdict
+
+
+def begin(run: str, candidate: PolicyRef, promoted: PolicyRef, rules: Gate, now: float, seen_seq: int) -> Move:
+    """A new candidate. seen_seq: ratings up to this one belong to the time before it."""
+    state = GateState(run=run, stage="benchmark", candidate=candidate, promoted=promoted, since=now, seen_seq=seen_seq)
+    move = _to(state, "benchmark", "a new version", now)
+    return move if rules.tasks else _after_benchmark(move.state, rules, now, "no benchmark is configured")
+
+
+def measured(
+    state: GateState, candidate: dict[str, bool], promoted: dict[str, bool], rules: Gate, now: float
+) -> Move | None:
+    """The benchmark's end: passes by task of both versions; tasks that infrastructure failed are left out."""
+    if state.stage != "benchmark":
+        return None
+    both = candidate.keys() & promoted.keys()
+    won = sum(candidate[task] and not promoted[task] for task in both)
+    lost = sum(promoted[task] and not candidate[task] for task in both)
+    lower = paired_lower_bound(won, lost, len(both), rules.alpha / 2)
+    figures = PairedFigures(tasks=len(both), won=won, lost=lost, lower=lower)
+    state = msgspec.structs.replace(state, benchmark=figures)
+    if not both:
+        return _to(state, "held", "no task was measured on both versions", now)
+    found = f"lower bound {lower:+.3f} over {len(both)} tasks, {won} won, {lost} lost"
+    if lower <= rules.margin:
+        return _to(state, "held", f"{found}: not above the margin of {rules.margin:+.3f}", now)
+    return _after_benchmark(state, rules, now, found)
+
+
+def shadowed(state: GateState, ok: bool, rules: Gate, now: float) -> Move | GateState:
+    """The state after a shadow turn."""
+    if state.stage != "shadow":
+        return state
+    state = msgspec.structs.replace(state, shadowed=state.shadowed + 1, shadow_failed=state.shadow_failed + (not ok))
+    if state.shadowed < rules.shadow:
+        return state
+    share = state.shadow_failed / state.shadowed
+    said = f"{state.shadow_failed} of {state.shadowed} shadow turns failed"
+    if share > rules.shadow_failures:
+        return _to(state, "held", said, now)
+    return _canary(state, rules, now, said)
+
+
+def rated(state: GateState, policy: PolicyRef, up: bool, seq: int, rules: Gate, now: float) -> Move | GateState:
+    """The state after a user's rating of a session of some policy."""
+    if state.stage != "canary" or seq <= state.seen_seq:
+        return state
+    state = msgspec.structs.replace(state, seen_seq=seq)
+    if policy == state.candidate:
+        state = msgspec.structs.replace(state, treated=_plus(state.treated, up))
+    elif policy == state.promoted:
+        state = msgspec.structs.replace(state, control=_plus(state.control, up))
+    else:
+        return state
+    p = harm(state)
+    arms = f"{state.treated.up} of {state.treated.sessions} up, against {state.control.up} of {state.control.sessions}"
+    if p <= harm_alpha(rules):
+        return _to(state, "rolled_back", f"users rate it worse: {arms}, p = {p:.2g}", now)
+    if state.treated.sessions < rules.sessions:
+        return state
+    if state.step + 1 < len(rules.canary):
+        return _canary(state, rules, now, arms)
+    return _to(state, "promoted", arms, now, share=1.0)
+
+
+def overdue(state: GateState, rules: Gate, now: float) -> Move | None:
+    """A stage that has not ended in time holds the candidate back: the numbers do not decide."""
+    if state.stage in RUNNING and now - state.since > rules.stage_s:
+        return _to(state, "held", f"{state.stage} has not ended within {rules.stage_s:g} s", now)
+    return None
+
+
+def ended(state: GateState, stage: Stage, reason: str, now: float) -> Move:
+    """An operator's decision."""
+    return _to(state, stage, reason, now)
+
+
+def harm(state: GateState) -> float:
+    """The always-valid p-value of harm in this stage."""
+    return always_valid_p(state.control.up, state.control.sessions, state.treated.up, state.treated.sessions)
+
+
+def harm_alpha(rules: Gate) -> float:
+    """The level of each stage's harm test: half of alpha over all stages."""
+    return rules.alpha / 2 / max(1, len(rules.canary))
+
+
+def _plus(arm: Arm, up: bool) -> Arm:
+    return Arm(sessions=arm.sessions + 1, up=arm.up + up)
+
+
+def _after_benchmark(state: GateState, rules: Gate, now: float, why: str) -> Move:
+    if rules.shadow:
+        return _to(state, "shadow", why, now)
+    return _canary(state, rules, now, why)
+
+
+def _canary(state: GateState, rules: Gate, now: float, why: str) -> Move:
+    """The next canary stage; without any, the promotion."""
+    step = state.step + 1 if state.stage == "canary" else 0
+    if not rules.canary:
+        return _to(state, "promoted", why, now, share=1.0)
+    return _to(state, "canary", why, now, share=rules.canary[step], step=step)
+
+
+def _to(state: GateState, stage: Stage, why: str, now: float, *, share: float = 0.0, step: int = 0) -> Move:
+    verdict = GateVerdict(
+        run=state.run,
+        candidate=state.candidate,
+        promoted=state.promoted,
+        stage=stage,
+        share=share,
+        reason=why,
+        benchmark=state.benchmark,
+        control=state.control,
+        treated=state.treated,
+        harm_p=harm(state),
+        shadowed=state.shadowed,
+        shadow_failed=state.shadow_failed,
+    )
+    after = msgspec.structs.replace(state, stage=stage, share=share, step=step, since=now, control=Arm(), treated=Arm())
+    return Move(after, verdict)
