@@ -89,7 +89,7 @@ class WeightReceiver(Actor):
                 self._pins[message.id] = message.policy.version
         elif isinstance(message, EvalResult):
             self._pins.pop(message.id, None)
-        elif isinstance(message, Promotion) and (message.branch or message.run) == self.run:
+        elif isinstance(message, Promotion) and not message.branch:  # a branch gets a record of its own
             self._pins["promotion"] = message.version
         self._news.set()
 

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from headrace.cli import deploy
 from headrace.cli.bus import declare, permissions
+from headrace.cli.feedback import gate, promote, rollback
 from headrace.cli.keys import add as keys_add
 from headrace.cli.keys import listing as keys_list
 from headrace.cli.keys import revoke as keys_revoke
@@ -43,6 +44,9 @@ COMMANDS: tuple[ModuleType, ...] = (
     status,
     audit,
     staleness,
+    gate,
+    promote,
+    rollback,
     replay,
     rejudge,
     retrain,

@@ -6,7 +6,7 @@ branch trains on it. The feedback actor acts on these books and the audit proves
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -32,6 +32,7 @@ class Rating:
     """Seconds since the epoch; 0 for a deleted one."""
     fate: str = ""
     """Empty while it waits for a batch; ``closed`` while and after it has a place in one."""
+    branch: str = ""
     group: str = ""
     purged: bool = False
 
@@ -91,7 +92,7 @@ class FeedbackBook:
             if (rating.fate, rating.group) != (record.fate, record.group):
                 self.problems.append(f"rating {rating.seq} ended twice: {rating.fate} and {record.fate}")
             return False
-        rating.fate, rating.group = record.fate, record.group
+        rating.fate, rating.branch, rating.group = record.fate, record.branch, record.group
         self.waiting.pop(rating.seq, None)
         return True
 
@@ -99,7 +100,8 @@ class FeedbackBook:
         self.denied[record.user] = max(time, self.denied.get(record.user, 0.0))
         for entry in record.ratings:
             rating = self.ratings.setdefault(entry.seq, Rating(entry.seq, None, 0.0))
-            rating.purged, rating.group, rating.feedback = True, entry.group, None
+            rating.purged, rating.feedback = True, None
+            rating.branch, rating.group = (record.branch if entry.group else ""), entry.group
             rating.fate = "closed" if entry.group else "purged"
             self.waiting.pop(entry.seq, None)
         return True
@@ -115,45 +117,57 @@ class FeedbackBook:
             for rating in self.of_user(user)
         )
 
-    def end(self, rating: Rating, branch: RunState) -> str:
+    def end(self, rating: Rating, branches: Mapping[str, RunState]) -> str:
         """Under which of `ENDS` a rating is counted."""
         if rating.fate == "closed":
-            group = branch.groups.get(rating.group)
-            if group is None or not group.steps:
+            branch = branches.get(rating.branch)
+            group = branch.groups.get(rating.group) if branch is not None else None
+            if branch is None or group is None or not group.steps:
                 return "purged" if rating.purged else "pending"
             if isinstance(branch.outcomes[group.steps[0]], StepDone):
                 return "trained"
             return "purged" if rating.purged else "discarded"
         return rating.fate or "pending"
 
-    def ends(self, branch: RunState) -> Counter[str]:
-        """Ratings by their end."""
-        return Counter(self.end(rating, branch) for rating in self.ratings.values())
+    def ends(self, branches: Mapping[str, RunState]) -> Counter[str]:
+        """Ratings by their end. branches: ledger, closings and steps of the runs that train on them."""
+        return Counter(self.end(rating, branches) for rating in self.ratings.values())
+
+    def groups(self) -> set[tuple[str, str]]:
+        """(branch, group) of every rating that has a place, or may have one by now."""
+        closed = {(rating.branch, rating.group) for rating in self.ratings.values() if rating.fate == "closed"}
+        waiting = (rating.feedback for rating in self.waiting.values())
+        return closed | {("", feedback.trajectory.rsplit("-", 2)[0]) for feedback in waiting if feedback is not None}
 
 
-def examine(book: FeedbackBook, branch: RunState) -> tuple[FeedbackReport, list[str]]:
-    """The report, and every fault in words. branch: the ledger, closings and steps of the branch run."""
+def examine(
+    book: FeedbackBook, branches: Mapping[str, RunState], later: FeedbackBook
+) -> tuple[FeedbackReport, list[str]]:
+    """The report, and every fault in words.
+
+    branches: ledger, closings and steps of the branch runs, read after `book`. later: the same books, read after them.
+    """
     wrong = [f"feedback: {problem}" for problem in book.problems]
-    ends = book.ends(branch)
+    ends = book.ends(branches)
     unknown = set(ends) - set(ENDS)
     if unknown:
         wrong.append(f"feedback: ratings ended as {sorted(unknown)}, which is no end")
-    closed = Counter(rating.group for rating in book.ratings.values() if rating.fate == "closed")
-    for group, times in closed.items():
+    closed = Counter((rating.branch, rating.group) for rating in book.ratings.values() if rating.fate == "closed")
+    for (name, group), times in closed.items():
         if times > 1:
-            wrong.append(f"feedback: {times} ratings have the place of {group} in the batches")
-        if group not in branch.groups or not branch.groups[group].closings:
-            wrong.append(f"feedback: {group} should have a place in the batches and has none")
-    nobodys = [group.name for group in branch.groups.values() if group.closings and group.name not in closed]
-    # A crash between a closing and its FeedbackSettled leaves the newest closing without its rating for a moment: the
-    # rating then still waits, and the actor settles it when it starts.
-    waiting = {rating.feedback.trajectory.rsplit("-", 2)[0] for rating in book.waiting.values() if rating.feedback}
-    wrong += [f"feedback: {group} is trained on and no rating names it" for group in nobodys if group not in waiting]
-    received = len(book.ratings)
-    if received != sum(ends[end] for end in ENDS):
-        wrong.append(f"feedback: {received} ratings were received, {sum(ends[end] for end in ENDS)} are accounted for")
+            wrong.append(f"feedback: {times} ratings have the place of {group} in {name}")
+        known = branches[name].groups.get(group)
+        if known is None or not known.closings:
+            wrong.append(f"feedback: {group} should have a place in {name} and has none")
+    named = later.groups()
+    for name, branch in branches.items():
+        for group in branch.groups.values():
+            if group.closings and not named & {(name, group.name), ("", group.name)}:
+                wrong.append(f"feedback: {group.name} has a place in {name} and no rating names it")
+    received, ended = len(book.ratings), sum(ends[end] for end in ENDS)
+    if received != ended:
+        wrong.append(f"feedback: {received} ratings were received, {ended} are accounted for")
     lost = [rating.seq for rating in book.ratings.values() if rating.feedback is None and not rating.purged]
     if lost:
         wrong.append(f"feedback: the records of ratings {lost[:5]} are gone and no purge names them")
-    report = FeedbackReport(balanced=not wrong, received=received, ends={end: ends[end] for end in ENDS})
-    return report, wrong
+    return FeedbackReport(balanced=not wrong, received=received, ends={end: ends[end] for end in ENDS}), wrong

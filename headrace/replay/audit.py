@@ -15,6 +15,7 @@ from headrace.algorithms.staleness import places, staleness
 from headrace.bus.connection import Bus
 from headrace.ledger import lost_attempts
 from headrace.ledger.drops import DropsByLength, Fate, by_length
+from headrace.ledger.feedback import FeedbackReport
 from headrace.ledger.speculation import Speculation, speculation
 from headrace.ledger.state import Attempt, Group, RunState
 from headrace.messages.base import Message
@@ -23,6 +24,7 @@ from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import Trajectory
 from headrace.messages.subjects import CLOSE, DLQ, FAIL, LEDGER, SCORE, STEP, TRAJ
 from headrace.messages.training import StepDone
+from headrace.replay.feedback import feedback_books
 from headrace.replay.tokens import versions
 
 SKIPPED_NAMED = 100
@@ -68,6 +70,10 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     dropped_by_length: DropsByLength = DropsByLength()
     speculation: Speculation | None = None
     """None while no slot has a speculative attempt."""
+    feedback: FeedbackReport | None = None
+    """Ratings of users; None in a run without any."""
+    branches: dict[str, "AuditReport"] = {}
+    """The runs that train on them."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -99,6 +105,13 @@ async def prove(bus: Bus, run: str) -> tuple[AuditReport, list[str]]:
             seen[received.seq] = Seen(made.lane, made.group, made.slot, made.attempt, written, made.wall_s)
     ledger = await _read(bus, "HR_LEDGER", LEDGER.where(run=run), FAIL.where(run=run))
     report, wrong = examine(run, [*ledger, *scores, *steps], [message for _, message in dead], seen)
+    feedback, names, faults = await feedback_books(bus, run)
+    wrong += faults
+    branches: dict[str, AuditReport] = {}
+    for name in names:
+        branches[name], faults = await prove(bus, name)
+        wrong += [f"{name}: {fault}" for fault in faults]
+    report = msgspec.structs.replace(report, balanced=not wrong, feedback=feedback, branches=branches)
     skipped = [f"{record.stream} #{record.seq} on {record.subject}: {record.reason}" for record in bus.skipped.values()]
     return msgspec.structs.replace(report, skipped=tuple(skipped[:SKIPPED_NAMED]), skipped_count=len(skipped)), wrong
 

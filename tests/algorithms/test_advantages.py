@@ -2,7 +2,12 @@ import math
 
 import pytest
 
-from headrace.algorithms.advantages import group_advantages, leave_one_out_advantages, normalised_advantages
+from headrace.algorithms.advantages import (
+    class_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    normalised_advantages,
+)
 
 
 def test_only_the_mean_is_taken_off() -> None:
@@ -46,3 +51,9 @@ def test_normalised_and_leave_one_out_by_hand() -> None:
 def test_a_group_of_128() -> None:
     found = group_advantages([float(number % 2) for number in range(128)])
     assert found == [-0.5, 0.5] * 64
+
+
+def test_a_class_is_the_baseline_where_every_prompt_has_one_rollout() -> None:
+    judged = [("chat", 1.0), ("tests", 1.0), ("chat", 0.0), ("docs", 0.0)]
+    assert class_advantages(judged) == [0.5, 0.5, -0.5, -0.5], "classes with one rollout share a baseline"
+    assert class_advantages([("chat", 1.0)]) == [0.0]

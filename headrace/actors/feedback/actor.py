@@ -342,7 +342,7 @@ class Feedback(Actor):
         self._news.set()
 
     async def _measure(self) -> None:
-        ends = self.book.ends(self.branch.state)
+        ends = self.book.ends({self.branch.name: self.branch.state})
         self.status = f"{len(self.book.ratings)} ratings, {ends['trained']} trained; gate: {self.gate.state.stage}"
         await self.metric(received=len(self.book.ratings), **{end: float(count) for end, count in ends.items()})
 

@@ -7,6 +7,8 @@ by. A verdict is published before its state is kept, so a crash in between repea
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from headrace.bus.connection import Bus
 from headrace.config import Config
 from headrace.ledger import gate
@@ -164,4 +166,4 @@ class Candidates:
         await self._tell(promotion)
         if promotion.branch:
             where = EVENT.at(run=token(promotion.branch), actor="feedback", type=Promotion.type_name)
-            await self._bus.publish(where, promotion)
+            await self._bus.publish(where, msgspec.structs.replace(promotion, run=promotion.branch, branch=""))

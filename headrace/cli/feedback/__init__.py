@@ -1,0 +1,1 @@
+"""Commands of an operator for the versions that users get."""
