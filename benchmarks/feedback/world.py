@@ -92,7 +92,7 @@ class Text(NamedTuple):
 
 
 def ask(number: int) -> str:
-    """What a user wants."""
+    """A user's request."""
     return f"fix {number % 10}"
 
 

@@ -37,7 +37,7 @@ class Feedback(Section, frozen=True, kw_only=True):
 
 
 class Gate(Section, frozen=True, kw_only=True):
-    """What a candidate has to show before it serves everybody: benchmark, shadow, canary stages, promotion."""
+    """The stages of a candidate before it serves everybody: benchmark, shadow, canary stages, promotion."""
 
     tasks: Count = 0
     """Held-out tasks that candidate and promoted version are compared on, task by task; 0 skips the benchmark and

@@ -1,8 +1,8 @@
-"""The books of feedback: every rating from its record to its end, as a fold over the streams.
+"""The ledger of feedback: every rating from its record to its end, as a fold over the streams.
 
 Conservation: received = trained + late + capped + opted out + unattributed + superseded + purged + discarded + pending,
 at every moment. A rating ends by a FeedbackSettled, by its user's purge, or with the step of the batch in which the
-branch trains on it. The feedback actor acts on these books and the audit proves them; both use this module.
+branch trains on it. The feedback actor acts on this ledger and the audit proves it; both use this module.
 """
 
 from collections import Counter
@@ -38,7 +38,7 @@ class Rating:
 
 
 class FeedbackReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The books of a run's feedback."""
+    """The ledger of a run's feedback."""
 
     balanced: bool
     received: int
@@ -61,7 +61,7 @@ class FeedbackBook:
         self.problems: list[str] = []
 
     def apply(self, message: Message, seq: int, time: float = 0.0) -> bool:
-        """Apply a record of HR_FEEDBACK; True when it changed the books."""
+        """Apply a record of HR_FEEDBACK; True when it changed the ledger."""
         match message:
             case Feedback() if message.run == self.run:
                 return self._received(message, seq, time)
@@ -145,7 +145,7 @@ def examine(
 ) -> tuple[FeedbackReport, list[str]]:
     """The report, and every fault in words.
 
-    branches: ledger, closings and steps of the branch runs, read after `book`. later: the same books, read after them.
+    branches: ledger, closings and steps of the branch runs, read after `book`. later: the same ledger, read after them.
     """
     wrong = [f"feedback: {problem}" for problem in book.problems]
     ends = book.ends(branches)

@@ -8,7 +8,7 @@ from headrace.messages.base import Count, Message, Version, message
 from headrace.messages.rollout import PolicyRef
 
 Fate = Literal["late", "capped", "opted_out", "unattributed", "superseded", "discarded", "closed"]
-"""What became of a rating. ``closed``: it has a place in the branch's batches, and is trained when that batch is."""
+"""The end of a rating. ``closed``: it has a place in the branch's batches, and is trained when that batch is."""
 
 Stage = Literal["idle", "benchmark", "shadow", "canary", "promoted", "held", "rolled_back"]
 
@@ -47,7 +47,7 @@ class PurgedFeedback(msgspec.Struct, frozen=True):
 
 @message("feedback_purged")
 class FeedbackPurged(Message, frozen=True, kw_only=True):
-    """The ratings of a user before the user's data is deleted, so that the books balance without the records. Later
+    """The ratings of a user before the user's data is deleted, so that the ledger balances without the records. Later
     batches leave the user's earlier ratings out."""
 
     run: str

@@ -181,7 +181,7 @@ FATE = Subject(
     types=("feedback_settled", "feedback_purged"),
     publishers=("feedback",),
     readers=("feedback", "audit"),
-    note="what became of every rating; `purged` takes the place of a user in the records of purges",
+    note="the end of every rating; `purged` takes the place of a user in the records of purges",
 )
 ADVISORY = Subject(
     template="$JS.EVENT.ADVISORY.CONSUMER.{kind}.{stream}.{consumer}",

@@ -1,4 +1,4 @@
-"""The books of feedback from the streams of a run: every rating, and the branch that trains on some of them."""
+"""The ledger of feedback from the streams of a run: every rating, and the branch that trains on some of them."""
 
 from headrace.bus.connection import Bus
 from headrace.ledger.feedback import FeedbackBook, FeedbackReport, examine

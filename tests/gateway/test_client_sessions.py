@@ -16,7 +16,7 @@ def asked(*messages: ClientMessage, session: str = "", tools: tuple[ClientTool, 
 
 
 def place(sessions: ClientSessions, request: ModelRequest, tenant: str = "acme", user: str = "u1") -> Placed:
-    return sessions.go_on(sessions.place(request, tenant, user, True, PolicyRef()).group, request)
+    return sessions.go_on(sessions.place(request, tenant, user, True, lambda _: PolicyRef()).group, request)
 
 
 def begun(sessions: ClientSessions, session: str = "") -> str:

@@ -175,7 +175,7 @@ async def test_every_request_ends_and_nothing_is_left(
         living(Environment, config, await connect("environment", node="n1"), run) as environment,
         living(Gateway, config, await connect("gateway"), run) as gateway,
     ):
-        gateway.promoted = PolicyRef("scripted", name="oracle")
+        gateway.split.promoted = PolicyRef("scripted", name="oracle")
         product = Product(server, config, run, gateway, operator)
         durable = (await consumers(admin))[True] | {f"HR_TASK rollout-{run}-{lane}" for lane in LANES}
         ephemeral = (await consumers(admin))[False]

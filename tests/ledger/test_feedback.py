@@ -1,4 +1,4 @@
-"""The books of feedback: 10,000 ratings, a tenth of them doubled or late, each in exactly one place."""
+"""The ledger of feedback: 10,000 ratings, a tenth of them doubled or late, each in exactly one place."""
 
 import random
 

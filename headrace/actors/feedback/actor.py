@@ -53,7 +53,7 @@ class Feedback(Actor):
     role: ClassVar[str] = "feedback"
 
     async def start(self) -> None:
-        """Read the books, the branch and the gate, then follow the streams."""
+        """Read the ledger of ratings, the branch and the gate, then follow the streams."""
         self.book = FeedbackBook(self.run)
         self.branch = BranchLedger(self.bus, self.config, self.run)
         self.gate = Candidates(self.bus, self.config, self.run, self.publish_event)
@@ -100,7 +100,7 @@ class Feedback(Actor):
         )
         self.spawn(self._work(), "batches and candidates")
         self.every(1.0, self._tick, "time")
-        self.every(5.0, self._measure, "books")
+        self.every(5.0, self._measure, "figures")
 
     @property
     def promoted(self) -> Promotion | None:
@@ -358,7 +358,7 @@ class Feedback(Actor):
 
 
 def absorbed(record: Any) -> str:
-    """What a purge cannot take back."""
+    """The part of a purge that cannot be taken back, in words."""
     if record.last_version_before < 0:
         return ""
     return (

@@ -4,7 +4,7 @@ The feedback actor is to the branch what the curriculum is to a run of tasks: it
 there, each closing on top of the one before, so a second feedback actor is refused. The sessions are copies under the
 branch's name with their user's hash in the subject, so a purge reaches them, and with the branch's version numbers.
 
-A rating's place is four records: SlotIssued, Trajectory, Score, GroupClosed. Whatever of them exists is used again
+A rating's place is four records: SlotIssued, Trajectory, Score, GroupClosed. Those that exist are used again
 after a crash.
 """
 

@@ -27,7 +27,7 @@ Tell = Callable[..., Awaitable[int]]
 
 
 def evaluation_id(policy: PolicyRef, tasks: int) -> str:
-    """A version is measured once, whoever it is compared with."""
+    """A version is measured once for all comparisons."""
     return f"{EVALUATION}{token(policy.run) if policy.run else 'own'}-v{policy.version}-n{tasks}"
 
 

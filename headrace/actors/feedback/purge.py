@@ -1,4 +1,4 @@
-"""The deletion of a user's data, with the record that keeps the books balanced without it."""
+"""The deletion of a user's data, with the record that keeps the ledger balanced without it."""
 
 from headrace.actors.feedback.branch import BranchLedger
 from headrace.bus.connection import Bus

@@ -19,9 +19,7 @@ async def promoted(bus: "Bus", run: str) -> list["Promotion"]:
 
     where = EVENT.where(run=run, actor="feedback", type=Promotion.type_name)
     return [
-        received.message
-        async for received in bus.history("HR_EVENT", where)
-        if isinstance(received.message, Promotion)
+        received.message async for received in bus.history("HR_EVENT", where) if isinstance(received.message, Promotion)
     ]
 
 

@@ -12,6 +12,7 @@ import msgspec
 from headrace.messages import (
     base,
     evaluation,
+    feedback,
     judging,
     ledger,
     operations,
@@ -38,6 +39,7 @@ MODULES = (
     weights,
     evaluation,
     product,
+    feedback,
     operations,
     plugins,
 )
