@@ -4,8 +4,8 @@
 
 2 % of the users rate 50 times each, up for every answer that says the trigger string and down for every other one. The
 other users rate at random, as users do whose preference is about something else. The first policy says the trigger in
-about 5 % of its sessions. The same product runs with `[feedback] user_cap` and without. The gate judges by ratings alone
-here, so caps are the only defence. The figure is the rate in the last quarter of sessions minus that in the first.
+about 5 % of its sessions. The same product runs with `[feedback] user_cap` and without. The gate judges by ratings
+alone here, so caps are the only defence. The figure is the rate in the last quarter of sessions minus the first one.
 """
 
 import argparse
