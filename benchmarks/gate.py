@@ -23,7 +23,7 @@ from benchmarks.conditions import at_least, at_most, finish
 from headrace.algorithms.sequential import always_valid_p, naive_p
 from headrace.config import Gate
 from headrace.ledger import gate
-from headrace.messages.feedback import Arm, GateState
+from headrace.messages.product import Arm, GateState
 from headrace.messages.rollout import PolicyRef
 
 UP = 0.7

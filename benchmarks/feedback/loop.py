@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from benchmarks.feedback.world import RUN, Product, Taught, Users, configuration, product
 from headrace.config import Feedback, Gate
-from headrace.messages.feedback import FeedbackSettled, GateVerdict
 from headrace.messages.product import Feedback as UserFeedback
-from headrace.messages.product import Promotion
+from headrace.messages.product import FeedbackSettled, GateVerdict, Promotion
 from headrace.messages.subjects import EVENT, FATE, FEEDBACK, STEP, WEIGHT_HEAD
 from headrace.messages.training import StepDone
 from headrace.messages.weights import WeightHead

@@ -41,10 +41,9 @@ from headrace.ledger.lost_attempts import REASON, lost_attempt
 from headrace.ledger.requests import settings_of
 from headrace.ledger.state import RunState
 from headrace.messages import subjects
-from headrace.messages.feedback import gate_key
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.operations import Ack, DeadLetter
-from headrace.messages.product import Feedback, OpenSession, PurgeUser, Traffic, promotion_key
+from headrace.messages.product import Feedback, OpenSession, PurgeUser, Traffic, gate_key, promotion_key
 from headrace.messages.rollout import RolloutRequest, SlotFailed, Trajectory, TurnDone, TurnSampled
 from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightsSwapped

@@ -12,8 +12,7 @@ import msgspec
 
 from headrace.bus.connection import Bus
 from headrace.gateway.http import Refused
-from headrace.messages.feedback import ShadowTurn
-from headrace.messages.product import ClientTurn, ClientTurnDone
+from headrace.messages.product import ClientTurn, ClientTurnDone, ShadowTurn
 from headrace.messages.rollout import PolicyRef
 from headrace.messages.subjects import EVENT, token
 

@@ -7,8 +7,7 @@ the same answer. Rollback is a change of this value.
 import hashlib
 
 from headrace.messages.base import Message
-from headrace.messages.feedback import GateState
-from headrace.messages.product import Promotion
+from headrace.messages.product import GateState, Promotion
 from headrace.messages.rollout import PolicyRef
 
 

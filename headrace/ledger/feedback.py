@@ -13,8 +13,7 @@ import msgspec
 
 from headrace.ledger.state import RunState
 from headrace.messages.base import Message
-from headrace.messages.feedback import FeedbackPurged, FeedbackSettled
-from headrace.messages.product import Feedback
+from headrace.messages.product import Feedback, FeedbackPurged, FeedbackSettled
 from headrace.messages.training import StepDone
 
 ENDS = ("trained", "late", "capped", "opted_out", "unattributed", "superseded", "purged", "discarded", "pending")

@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.algorithms.sequential import always_valid_p, paired_lower_bound
 from headrace.config import Gate
-from headrace.messages.feedback import Arm, GateState, GateVerdict, PairedFigures, Stage
+from headrace.messages.product import Arm, GateState, GateVerdict, PairedFigures, Stage
 from headrace.messages.rollout import PolicyRef
 
 RUNNING: tuple[Stage, ...] = ("benchmark", "shadow", "canary")

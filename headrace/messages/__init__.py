@@ -2,7 +2,6 @@
 
 from headrace.messages import (
     evaluation,
-    feedback,
     judging,
     ledger,
     operations,
@@ -27,7 +26,6 @@ __all__ = [
     "decode_as",
     "encode",
     "evaluation",
-    "feedback",
     "judging",
     "ledger",
     "operations",

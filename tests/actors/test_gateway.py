@@ -13,7 +13,7 @@ import pytest
 from yarl import URL
 
 from headrace.actors import gateway
-from headrace.actors.feedback import JUDGE, Feedback, feedback_run
+from headrace.actors.feedback.actor import Feedback
 from headrace.actors.gateway import Gateway
 from headrace.bus.connection import Bus
 from headrace.bus.nats import ordered_reader
@@ -22,7 +22,6 @@ from headrace.gateway.http import MAX_BODY
 from headrace.launch import users
 from headrace.messages import subjects
 from headrace.messages.codec import encode
-from headrace.messages.judging import Score
 from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import RolloutRequest, SlotFailed, Trajectory
 from headrace.messages.weights import WeightsSwapped
@@ -183,7 +182,7 @@ async def test_a_restarted_gateway_knows_its_sessions(product: Product, tmp_path
     assert view["state"] == "finished"
 
 
-async def test_a_thumb_becomes_a_score_of_a_run_of_its_own_and_a_purge_removes_the_user(
+async def test_a_thumb_becomes_a_rating_in_the_ledger_and_a_purge_removes_the_user(
     product: Product, connect: Connect
 ) -> None:
     feedback = Feedback(product.config, await connect("feedback"), product.run, "feedback-1")
@@ -198,18 +197,20 @@ async def test_a_thumb_becomes_a_score_of_a_run_of_its_own_and_a_purge_removes_t
         await product.call("GET", f"/v1/sessions/{opened['session']}?wait=30")
         status, _ = await product.call("POST", f"/v1/sessions/{opened['session']}/feedback", {"thumb": "up"})
         assert status == 202
-        filter = subjects.SCORE.where(run=feedback_run(product.run))
-        async for received in product.reader.follow("HR_SCORE", filter):
-            score = received.message
-            assert isinstance(score, Score)
-            break
-        assert (score.judge_version, score.passed, score.lane) == (JUDGE, True, "production")
+        async with asyncio.timeout(PATIENCE_S):
+            while not feedback.book.ratings:
+                await asyncio.sleep(0.01)
+        (rating,) = feedback.book.ratings.values()
+        assert rating.feedback is not None and rating.feedback.thumb == "up"
         assert [r async for r in product.reader.history("HR_SCORE", subjects.SCORE.where(run=product.run))] == []
 
         status, _ = await product.call("DELETE", "/v1/users/ada")
         assert status == 200
-        for stream, where in (("HR_TRAJ", subjects.TRAJ.where(run=product.run)), ("HR_SCORE", filter)):
-            assert [r async for r in product.reader.history(stream, where)] == []
+        where = subjects.TRAJ.where(run=product.run)
+        assert [r async for r in product.reader.history("HR_TRAJ", where)] == []
+        user = request.group.partition(".")[0]
+        assert [r async for r in admin.history("HR_FEEDBACK", f"hr.feedback.*.{user}")] == []
+        assert feedback.book.ends({}) == {"purged": 1}
         assert await admin.purge("HR_BLOB", subject=blob) == 0, "nothing was left there"
         assert (await product.call("GET", f"/v1/sessions/{opened['session']}"))[0] == 404
     finally:

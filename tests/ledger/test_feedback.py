@@ -6,9 +6,8 @@ import msgspec
 
 from headrace.ledger.feedback import ENDS, FeedbackBook, examine
 from headrace.ledger.state import RunState
-from headrace.messages.feedback import FeedbackPurged, FeedbackSettled, PurgedFeedback
 from headrace.messages.ledger import ClosedSlot, GroupClosed, SlotIssued
-from headrace.messages.product import Feedback
+from headrace.messages.product import Feedback, FeedbackPurged, FeedbackSettled, PurgedFeedback
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import StepDone
 

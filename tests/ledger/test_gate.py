@@ -4,7 +4,7 @@ import msgspec
 
 from headrace.config import Gate
 from headrace.ledger import gate
-from headrace.messages.feedback import GateState
+from headrace.messages.product import GateState
 from headrace.messages.rollout import PolicyRef
 
 OLD, NEW = PolicyRef("pinned", 0), PolicyRef("pinned", 1, run="b")

@@ -28,10 +28,9 @@ from headrace.ledger.feedback import FeedbackBook, Rating
 from headrace.messages import subjects
 from headrace.messages.base import Message
 from headrace.messages.evaluation import EvalResult
-from headrace.messages.feedback import Fate, FeedbackSettled, ShadowTurn
 from headrace.messages.operations import Ack
+from headrace.messages.product import Fate, FeedbackSettled, Promotion, PurgeUser, ShadowTurn
 from headrace.messages.product import Feedback as UserFeedback
-from headrace.messages.product import Promotion, PurgeUser
 from headrace.messages.rollout import PolicyRef, Trajectory
 from headrace.messages.weights import WeightHead
 

@@ -14,10 +14,9 @@ from headrace.bus.connection import Bus
 from headrace.config import Config, branch_name
 from headrace.ledger.seeds import seed_of
 from headrace.ledger.state import RunState
-from headrace.messages.feedback import Branch, branch_key
 from headrace.messages.judging import Score
 from headrace.messages.ledger import ClosedSlot, Fence, GroupClosed, GroupDropped, SlotIssued, StalenessBound
-from headrace.messages.product import Feedback, Promotion
+from headrace.messages.product import Branch, Feedback, Promotion, branch_key
 from headrace.messages.rollout import PolicyRef, Span, Trajectory
 from headrace.messages.subjects import CLOSE, LEDGER, SCORE, STEP, TRAJ
 from headrace.weights import chain

@@ -15,8 +15,7 @@ from headrace.ledger import gate
 from headrace.ledger.gate import RUNNING, Move
 from headrace.ledger.requests import settings_of
 from headrace.messages.evaluation import EvalRequest, EvalResult
-from headrace.messages.feedback import GateState, ShadowTurn, Stage, gate_key
-from headrace.messages.product import Promotion, promotion_key
+from headrace.messages.product import GateState, Promotion, ShadowTurn, Stage, gate_key, promotion_key
 from headrace.messages.rollout import PolicyRef
 from headrace.messages.subjects import EVENT, token
 

@@ -3,7 +3,7 @@
 from headrace.actors.feedback.branch import BranchLedger
 from headrace.bus.connection import Bus
 from headrace.ledger.feedback import FeedbackBook
-from headrace.messages.feedback import FeedbackPurged, PurgedFeedback
+from headrace.messages.product import FeedbackPurged, PurgedFeedback
 from headrace.messages.subjects import FATE
 from headrace.messages.training import StepDone
 

@@ -10,7 +10,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.errors import Unrecoverable
 from headrace.bus.payloads import renderer_bundles
 from headrace.config import Config
-from headrace.messages.feedback import Branch, branch_key
+from headrace.messages.product import Branch, branch_key
 from headrace.messages.weights import WeightHead
 from headrace.weights import chain, heads
 from headrace.weights.signing import Trust

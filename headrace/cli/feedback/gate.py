@@ -24,7 +24,7 @@ def gate(args: argparse.Namespace) -> int:
     """One JSON line per verdict, and a last one with the present state."""
     from headrace.launch import runs
     from headrace.launch.session import bus_of, looped
-    from headrace.messages.feedback import GateState, GateVerdict, gate_key
+    from headrace.messages.product import GateState, GateVerdict, gate_key
     from headrace.messages.subjects import EVENT
 
     async def body() -> int:

@@ -12,7 +12,6 @@ import msgspec
 from headrace.messages import (
     base,
     evaluation,
-    feedback,
     judging,
     ledger,
     operations,
@@ -39,7 +38,6 @@ MODULES = (
     weights,
     evaluation,
     product,
-    feedback,
     operations,
     plugins,
 )

@@ -19,10 +19,9 @@ from headrace.config import Run as RunSection
 from headrace.messages import subjects
 from headrace.messages.base import Array
 from headrace.messages.evaluation import EvalRequest, EvalResult
-from headrace.messages.feedback import GateVerdict, ShadowTurn
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.product import Feedback as UserFeedback
-from headrace.messages.product import Promotion, PurgeUser
+from headrace.messages.product import GateVerdict, Promotion, PurgeUser, ShadowTurn
 from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import StepDone
