@@ -19,11 +19,14 @@ DEFAULT_TOOLS = (
     "read_file",
     "list_files",
     "edit_file",
+    "edit",
     "write_file",
     "run_tests",
     "terminal",
+    "terminal_session",
     "lint",
     "semantic_search",
+    "todo",
     "finish",
 )
 """The tools of a task that names none. Where a run has no search service, keyword_search takes the place of

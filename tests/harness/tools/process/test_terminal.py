@@ -171,3 +171,10 @@ async def test_a_program_that_never_stops_writing_is_yielded_and_ended_by_its_ta
         arguments = {"session": "1", "yield_time_ms": LONG_MS}
         shown = await box.run(ToolCall(id=str(number), name="terminal_session", arguments=arguments), sandbox, task)
     assert shown.output.endswith("time limit") and not shown.ok
+
+
+async def test_a_task_without_sessions_waits_for_the_end(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "YIELD_MS", 0)
+    task = msgspec.structs.replace(TASK, tools=("terminal",))
+    program = ToolCall(id="0", name="terminal", arguments={"command": "sleep 0.2; echo end"})
+    assert (await Toolbox(("terminal",)).run(program, await fresh(), task)).output == "end"
