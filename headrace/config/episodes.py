@@ -43,6 +43,11 @@ class Limits(Section, frozen=True, kw_only=True):
     context_tokens: Positive = 512
     wall_s: Duration = 120.0
     max_parallel_calls: Annotated[int, Meta(ge=1, le=1024)] = 6
+    reserve_tokens: Count = 0
+    """Context that is kept free for a summary with its thinking: it is asked for so many tokens before
+    context_tokens."""
+    max_summaries: Count = 64
+    """Summaries of one attempt; one more ends it."""
 
 
 class Curriculum(Section, frozen=True, kw_only=True):

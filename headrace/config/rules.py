@@ -31,6 +31,11 @@ def _limits(config: Config) -> Iterator[Problem]:
             "limits.max_turn_tokens",
             f"expected less than limits.context_tokens ({own.context_tokens}), got {own.max_turn_tokens}",
         )
+    if own.reserve_tokens >= own.context_tokens:
+        yield (
+            "limits.reserve_tokens",
+            f"expected less than limits.context_tokens ({own.context_tokens}), got {own.reserve_tokens}",
+        )
 
 
 def _curriculum(config: Config) -> Iterator[Problem]:

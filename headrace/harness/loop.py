@@ -69,7 +69,7 @@ async def run_episode(
     """
     limits = request.limits
     box = toolbox or toolbox_for(task, renderer.detailed_results, limits.context_tokens)
-    context = Context(renderer, initial_prompt(request, task), limits.context_tokens)
+    context = Context(renderer, initial_prompt(request, task), limits.context_tokens - limits.reserve_tokens)
     turns: list[Turn] = []
     start = time.monotonic()
     sessions: set[str] = set()
@@ -132,7 +132,19 @@ def _outcome(turns: Sequence[Turn], request: RolloutRequest, start: float) -> Ou
         return "max_tokens"
     if time.monotonic() - start >= limits.wall_s:
         return "wall_time"
+    if sum(turn.kind == "summary" for turn in turns) > limits.max_summaries or _grew(turns):
+        return "context"
     return None
+
+
+def _grew(turns: Sequence[Turn]) -> bool:
+    """Whether the last turn is a summary that is no shorter than what it stands for: it would free no context, and
+    summaries of summaries would grow until the limit of tokens."""
+    if not turns or turns[-1].kind != "summary":
+        return False
+    *before, last = (turn for turn in turns if turn.segment == turns[-1].segment)
+    replaced = sum(len(turn.prompt_ids) + len(turn.ids) for turn in before) + len(last.prompt_ids)
+    return len(last.ids) >= replaced
 
 
 async def sample_turn(

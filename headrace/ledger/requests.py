@@ -54,6 +54,8 @@ def limits_of(config: sections.Config) -> Limits:
         context_tokens=limits.context_tokens,
         wall_s=limits.wall_s,
         max_parallel_calls=limits.max_parallel_calls,
+        reserve_tokens=limits.reserve_tokens,
+        max_summaries=limits.max_summaries,
     )
 
 

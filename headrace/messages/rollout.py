@@ -46,6 +46,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Context length at which the policy is asked for a summary and a new segment starts."""
     wall_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 120.0
     max_parallel_calls: Count = 6
+    reserve_tokens: Count = 0
+    """Context that is kept free for a summary with its thinking: it is asked for so many tokens before the limit."""
+    max_summaries: Count = 64
+    """Summaries of one attempt; one more ends it with the outcome ``context``."""
 
 
 @message("rollout_request")

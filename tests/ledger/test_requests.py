@@ -20,9 +20,17 @@ def test_the_request_of_a_record_is_always_the_same() -> None:
 
 def test_every_limit_of_a_request_has_a_key_in_the_configuration() -> None:
     config = c.Config(
-        limits=c.Limits(max_turns=91, max_tokens=92, context_tokens=93, wall_s=94.0, max_parallel_calls=95)
+        limits=c.Limits(
+            max_turns=91,
+            max_tokens=92,
+            context_tokens=93,
+            wall_s=94.0,
+            max_parallel_calls=95,
+            reserve_tokens=96,
+            max_summaries=97,
+        )
     )
-    assert set(msgspec.structs.astuple(limits_of(config))) == {91, 92, 93, 94.0, 95}
+    assert set(msgspec.structs.astuple(limits_of(config))) == {91, 92, 93, 94.0, 95, 96, 97}
 
 
 def test_a_users_prompt_and_files_replace_the_tasks() -> None:
