@@ -17,6 +17,10 @@ from typing import NoReturn
 from headrace.cli import deploy
 from headrace.cli.bus import declare, permissions
 from headrace.cli.feedback import gate, promote, rollback
+from headrace.cli.images import gc as images_gc
+from headrace.cli.images import listing as images_list
+from headrace.cli.images import pull as images_pull
+from headrace.cli.images import take as images_take
 from headrace.cli.keys import add as keys_add
 from headrace.cli.keys import listing as keys_list
 from headrace.cli.keys import revoke as keys_revoke
@@ -65,6 +69,7 @@ GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
     ("policy", "checkpoints of a policy", (from_gguf,)),
     ("tasks", "make, import and export task suites", (from_sdist, import_suite, export_suite, atif, show)),
     ("trainer", "plan the memory of a trainer", (plan,)),
+    ("images", "the store of container images", (images_pull, images_take, images_list, images_gc)),
     (
         "vm",
         "guest images and sandboxes of this host",

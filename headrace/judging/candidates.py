@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from headrace.messages.rollout import Trajectory
+from headrace.messages.sandbox import ApplyChanges
 from headrace.messages.tasks import HOST_FOLDER, Oracle, Task
-from headrace.vmhost.guest.globs import matches
+from headrace.vmhost.guest.globs import allowed
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,12 +23,12 @@ def allowed_part(
 ) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """The changed and deleted paths that the task allows. The trajectory's own claim about them is not trusted."""
 
-    def allowed(path: str) -> bool:
-        inside = not path.startswith(("/", HOST_FOLDER)) and ".." not in path.split("/")
-        return inside and any(matches(pattern, path, True) for pattern in task.allowed)
+    changed = {path: content for path, content in diff.items() if _allowed(task, path)}
+    return changed, tuple(path for path in deleted if _allowed(task, path))
 
-    changed = {path: content for path, content in diff.items() if allowed(path)}
-    return changed, tuple(path for path in deleted if allowed(path))
+
+def _allowed(task: Task, path: str) -> bool:
+    return not path.startswith(HOST_FOLDER) and allowed(task.allowed, path)
 
 
 def repository(task: Task, oracle: Oracle, diff: Mapping[str, bytes], deleted: Sequence[str]) -> dict[str, bytes]:
@@ -37,3 +38,16 @@ def repository(task: Task, oracle: Oracle, diff: Mapping[str, bytes], deleted: S
     given = {} if oracle.separate else task.files
     files = {path: content for path, content in given.items() if path not in gone}
     return files | changed | oracle.hidden | oracle.sealed
+
+
+def image_changes(task: Task, trajectory: Trajectory) -> ApplyChanges:
+    """The allowed changes of an image, for a fresh sandbox of it. The trajectory's own claim is not trusted."""
+    changes = tuple(
+        change
+        for change in trajectory.changes
+        if change.kind != "other"
+        and _allowed(task, change.path)
+        and (change.kind != "file" or change.path in trajectory.diff)
+    )
+    files = {change.path: trajectory.diff[change.path] for change in changes if change.kind == "file"}
+    return ApplyChanges(changes=changes, files=files)

@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from headrace.judging import checkers, rules
-from headrace.judging.candidates import Candidate, repository
+from headrace.judging.candidates import Candidate, image_changes, repository
 from headrace.judging.grading import LARGEST, examined
 from headrace.judging.machines import Machines, S
 from headrace.judging.outcomes import RefusedOutput
@@ -37,6 +37,7 @@ from headrace.messages.sandbox import (
     RunTests,
     Sandbox,
     SandboxLost,
+    WriteFiles,
 )
 from headrace.messages.tasks import ANSWER
 from headrace.registry import PluginError
@@ -80,6 +81,10 @@ class _CandidateDied(Exception):
     """The machine went down while the candidate's code ran in it."""
 
 
+class _NotApplied(Exception):
+    """A fresh sandbox does not take the candidate's changes."""
+
+
 class _Examiner:
     """The examinations of one candidate."""
 
@@ -90,9 +95,10 @@ class _Examiner:
     async def verdict(self) -> Verdict:
         trajectory, task, oracle = self.candidate.trajectory, self.candidate.task, self.candidate.oracle
         try:
-            suspicions = rules.suspicions(task, oracle, trajectory.diff, trajectory.touched)
+            suspicions = rules.suspicions(task, oracle, trajectory.diff, trajectory.touched, trajectory.originals)
             suspicions += rules.behaviour(task, trajectory)
-            files = repository(task, oracle, trajectory.diff, trajectory.deleted)
+            # In an image the candidate's changes and the hidden tests follow once the sandbox stands.
+            files = task.files if task.image else repository(task, oracle, trajectory.diff, trajectory.deleted)
         except Exception as error:
             return await self._fault(error)
         if oracle.grading.kind == "checker":
@@ -158,6 +164,8 @@ class _Examiner:
                     return Examination(crashed=True)
                 isolation = "episode"
                 continue
+            except _NotApplied as error:
+                return Examination(refused=str(error), alone=alone)
             except Superseded:
                 raise
             except (SandboxLost, NoCapacity) as error:
@@ -196,10 +204,13 @@ class _Examiner:
             workdir=self.candidate.task.repository,
             seed=trajectory.seed,
             lease_s=self.options.lease_s,
+            requires=("upper_diff",) if self.candidate.task.image else (),
             files=files,
         )
         sandbox = await self.machines.acquire(request)
         try:
+            if self.candidate.task.image:
+                await self._apply(sandbox, f"{trajectory.id}-apply{number}")
             result = await sandbox.call(RunTests(plan=self.candidate.oracle.tests), f"{trajectory.id}-judge{number}")
             written = await self._written(sandbox, f"{trajectory.id}-written{number}")
             checked = await sandbox.call(CheckIntegrity(thorough=thorough), f"{trajectory.id}-look{number}")
@@ -220,6 +231,16 @@ class _Examiner:
             return None
         read = await sandbox.call(ReadFile(path=path, limit=LARGEST), call_id)
         return read.data if read.ok else None
+
+    async def _apply(self, sandbox: Sandbox, call_id: str) -> None:
+        """Make the candidate's changes in a fresh sandbox of its image, then add the hidden tests."""
+        task, oracle = self.candidate.task, self.candidate.oracle
+        changed = await sandbox.call(image_changes(task, self.candidate.trajectory), call_id)
+        if not changed.ok:
+            raise _NotApplied(f"the changes cannot be made in a fresh sandbox: {changed.error}")
+        added = await sandbox.call(WriteFiles(files=oracle.hidden | oracle.sealed), f"{call_id}-tests")
+        if not added.ok:
+            raise _NotApplied(f"the hidden tests cannot be written over the changes: {added.error}")
 
     async def _compare(self, first: Examination, second: Examination | None) -> Literal["", "same", "other"]:
         """Whether the second examination agrees. A machine that the candidate changed leaves nothing to compare."""

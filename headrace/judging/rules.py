@@ -126,22 +126,30 @@ _CODE_PATTERNS = {rule.name: re.compile(rule.pattern) for rule in CODE}
 _COMMAND_PATTERNS = {rule.name: re.compile(rule.pattern) for rule in COMMANDS}
 
 
-def suspicions(task: Task, oracle: Oracle, diff: Mapping[str, bytes], touched: Iterable[str]) -> tuple[str, ...]:
-    """``rule:path`` for every rule that the changed files match. touched: changed paths outside the allowed ones."""
+def suspicions(
+    task: Task,
+    oracle: Oracle,
+    diff: Mapping[str, bytes],
+    touched: Iterable[str],
+    originals: Mapping[str, bytes] | None = None,
+) -> tuple[str, ...]:
+    """``rule:path`` for every rule that the changed files match. touched: changed paths outside the allowed ones;
+    originals: what changed files of an image held before."""
+    repository = {**(originals or {}), **task.files}
     matched: set[str] = set()
     for path in (*diff, *touched):
         for rule in FILES:
             if any(matches(glob, path, True) for glob in rule.globs):
                 # A new test of the candidate's own is work; one that was there before is evidence.
-                if rule.name != "changes_tests" or path in task.files or path in oracle.hidden:
+                if rule.name != "changes_tests" or path in repository or path in oracle.hidden:
                     matched.add(f"{rule.name}:{path}")
                 break
     patterns = _CODE_PATTERNS | {rule.name: _compiled(rule.pattern) for rule in oracle.cheating if rule.pattern}
     for path, content in diff.items():
-        before = [_text(files.get(path, b"")) for files in (task.files, oracle.solution)]
+        before = [_text(files.get(path, b"")) for files in (repository, oracle.solution)]
         after = _text(content)
-        # The repository of an image is not here: the file may have had the text before.
-        unknown = bool(task.image) and path not in task.files and path not in oracle.solution
+        # A large original of an image is not here: the file may have had the text before.
+        unknown = bool(task.image) and path not in repository and path not in oracle.solution
         for name, pattern in patterns.items():
             if len(pattern.findall(after)) > max(len(pattern.findall(text)) for text in before):
                 matched.add(f"{UNKNOWN_BASE}:{name} in {path}" if unknown else f"{name}:{path}")

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from headrace.messages.base import Array, Count, Message, Name, Version, message
 from headrace.messages.operations import BlobRef
-from headrace.messages.sandbox import Isolation
+from headrace.messages.sandbox import Change, Isolation
 from headrace.messages.search import Retrieved
 from headrace.messages.tasks import TaskRef
 
@@ -196,6 +196,10 @@ class Trajectory(Message, frozen=True, kw_only=True):
     diff: dict[str, bytes]
     """Changed or new files among the allowed paths: path to content."""
     deleted: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+    """In a task with an image: every change of an allowed path, with modes and links; the contents lie in `diff`."""
+    originals: dict[str, bytes] = {}
+    """What changed files of an image held before, as far as they are small."""
     touched: tuple[str, ...] = ()
     """Changed paths outside the allowed ones: the judge's tests ignore them, its cheating rules read them."""
     digest_before: str = ""

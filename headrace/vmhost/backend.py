@@ -81,6 +81,10 @@ class Machine(Protocol):
         """Changes in this machine that no legitimate work makes (see `CheckIntegrity`).
         SandboxLost; VmhostError where it cannot be checked."""
 
+    async def changes(self, limit: int, originals: int) -> tuple[dict[str, Any], list[bytes], str]:
+        """What the sandbox changed in its image (see `PullChanges`): the answer of guest/changes.py, and the image's
+        working directory. SandboxLost; VmhostError where there is no image, or the backend lacks ``upper_diff``."""
+
     def leave(self, channel: Channel) -> None:
         """A slot was released while the machine goes on: end its processes at the lowest cost."""
 

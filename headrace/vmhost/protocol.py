@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from headrace.messages.sandbox import (
+    ApplyChanges,
     Cancel,
+    Change,
     CheckIntegrity,
     Exec,
     FeedJob,
@@ -18,6 +20,7 @@ from headrace.messages.sandbox import (
     ListFiles,
     Op,
     OpResult,
+    PullChanges,
     PullTar,
     PullTree,
     PushTar,
@@ -93,8 +96,12 @@ def to_frame(op: Op) -> Frame:
             return {"op": "push_tar", "path": op.path}, [op.data]
         case PullTar():
             return {"op": "pull_tar", "path": op.path, "limit": op.limit}, []
-        case CheckIntegrity():
-            raise ValueError("integrity is checked by the host; the guest is not asked")
+        case ApplyChanges():
+            entries = [[change.path, change.kind, change.mode, change.target] for change in op.changes]
+            files = [op.files[change.path] for change in op.changes if change.kind == "file"]
+            return {"op": "apply_changes", "entries": entries}, files
+        case CheckIntegrity() | PullChanges():
+            raise ValueError("the host answers this operation; the slot is not asked")
 
 
 def open_frame(files: dict[str, bytes], seed: int, workdir: str = "") -> Frame:
@@ -140,6 +147,50 @@ def to_result(header: dict[str, Any], bodies: list[bytes], wall_ms: float) -> Op
 def _text(text: str) -> str:
     """Replace lone surrogates, which cannot be encoded as UTF-8."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+class _Changes(msgspec.Struct):
+    ok: bool = True
+    error: str = ""
+    entries: list[tuple[str, Literal["gone", "file", "folder", "link", "other"], _Integer, str]] = []
+    originals: list[str] = []
+    truncated: bool = False
+
+
+def to_changes(header: dict[str, Any], bodies: list[bytes], workdir: str, wall_ms: float) -> OpResult:
+    """Decode the first process's answer about changes. workdir: paths in it become relative. Garbage."""
+    try:
+        reply = msgspec.convert(header, _Changes)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        raise Garbage(f"an unreadable answer: {str(error)!a}") from None
+    contents = [entry for entry in reply.entries if entry[1] == "file"]
+    if len(bodies) != len(contents) + len(reply.originals):
+        raise Garbage("an answer whose contents do not fit its paths")
+
+    def relative(path: str) -> str:
+        return path.removeprefix(f"{workdir}/") if workdir != "/" else path
+
+    changes, files = [], {}
+    pieces = iter(bodies)
+    for path, kind, mode, target in reply.entries:
+        data = next(pieces) if kind == "file" else b""
+        name = relative(_text(path))
+        if _text(path) != path or _text(target) != target:  # no text that a message can carry
+            changes.append(Change(name, "other"))
+            continue
+        changes.append(Change(name, kind, mode & 0o7777, target))
+        if kind == "file":
+            files[name] = data
+    originals = {relative(_text(path)): data for path, data in zip(reply.originals, pieces, strict=True)}
+    return OpResult(
+        ok=reply.ok,
+        error=_text(reply.error),
+        changes=tuple(changes),
+        files=files,
+        originals=originals,
+        truncated=reply.truncated,
+        wall_ms=wall_ms,
+    )
 
 
 def deadline_s(op: Op) -> float:

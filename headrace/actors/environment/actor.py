@@ -20,6 +20,7 @@ from headrace.messages.sandbox import (
     ANY_RUN,
     Acquire,
     Acquired,
+    ApplyChanges,
     Cancel,
     CheckIntegrity,
     Checkpoint,
@@ -326,6 +327,8 @@ def describe(op: Op) -> tuple[str, str]:
             brief = op.pattern
         case RunTests():
             brief = " ".join(op.plan.paths or op.plan.argv)
+        case ApplyChanges():
+            brief = " ".join(change.path for change in op.changes)
         case PullTree():
             brief = " ".join(op.patterns)
         case StartJob():

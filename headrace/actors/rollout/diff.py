@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from headrace.messages.sandbox import Change
+from headrace.vmhost.guest import globs
 from headrace.vmhost.guest.globs import matches
 
 _TEST_CACHES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"})
@@ -22,6 +24,19 @@ class Diff(NamedTuple):
     """Allowed paths that were deleted."""
     touched: tuple[str, ...]
     """Paths outside the allowed ones that were changed, created or deleted."""
+
+
+def image_diff(
+    changes: Sequence[Change], files: Mapping[str, bytes], allowed: Sequence[str]
+) -> tuple[Diff, tuple[Change, ...]]:
+    """The changes of an image: as a diff, and those of allowed paths with modes and links. files: contents of the
+    changed files."""
+    mine = [change for change in changes if change.kind != "other" and globs.allowed(allowed, change.path)]
+    paths = {change.path for change in mine}
+    changed = {change.path: files[change.path] for change in mine if change.kind == "file"}
+    deleted = tuple(change.path for change in mine if change.kind == "gone")
+    touched = tuple(dict.fromkeys(change.path for change in changes if change.path not in paths))
+    return Diff(changed, deleted, touched), tuple(mine)
 
 
 def diff(before: Mapping[str, bytes], after: Mapping[str, bytes], allowed: Sequence[str]) -> Diff:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.actors.rollout.diff import TreeTooLarge, diff
+from headrace.actors.rollout.diff import TreeTooLarge, diff, image_diff
 from headrace.actors.rollout.sandbox_checkpoint import MAX_COPIES, CheckpointSchedule, replay_calls, restore
 from headrace.actors.rollout.turn_log import ResumeState, TurnLog
 from headrace.bus.connection import Bus
@@ -21,7 +21,7 @@ from headrace.harness.prompt import toolbox_for
 from headrace.harness.tools.search.session import SearchSession, template_of
 from headrace.harness.tools.toolbox import Toolbox
 from headrace.messages.rollout import RolloutRequest, ToolResult, Trajectory, Turn
-from headrace.messages.sandbox import Acquire, PullTree, SandboxLost
+from headrace.messages.sandbox import Acquire, OpResult, PullChanges, PullTree, SandboxLost
 from headrace.messages.search import Searcher
 from headrace.messages.subjects import TRAJ
 from headrace.messages.tasks import Task
@@ -130,7 +130,7 @@ class Episode:
         request, task = self._request, self._task
         self._fingerprint = engine.fingerprint
         sandbox = self._sandbox = await self._acquire(resume, renderer)
-        if not resume.turns and self._digest is None:
+        if not resume.turns and self._digest is None and not task.image:
             # While the first turn is sampled: no call has changed anything yet.
             self._digest = asyncio.create_task(self._digest_of(sandbox))
         episode = await run_episode(
@@ -147,13 +147,17 @@ class Episode:
         if self._writing_checkpoint is not None:
             await self._writing_checkpoint
         await self._log.flush()
-        patterns = self._patterns()
-        tree = await sandbox.call(PullTree(patterns=patterns, limit=PULL_LIMIT), f"{request.trajectory}-tree")
-        over = tree.truncated and self._fits_at_first()
-        if not over and (tree.truncated or not tree.ok):
-            raise TreeTooLarge(tree.error or f"the workspace holds more than {PULL_LIMIT >> 20} MiB in {patterns}")
-        before = {path: data for path, data in task.files.items() if any(matches(p, path, True) for p in patterns)}
-        changes = diff(before, tree.files, task.allowed)
+        if task.image:
+            tree = await sandbox.call(PullChanges(limit=PULL_LIMIT), f"{request.trajectory}-changes")
+            over = tree.truncated  # the image itself does not count: the candidate wrote all of it
+            if not tree.ok:
+                raise TreeTooLarge(tree.error)
+            changes, of_image = image_diff(tree.changes, tree.files, task.allowed)
+        else:
+            tree, over = await self._pull(sandbox)
+            patterns = self._patterns()
+            before = {path: data for path, data in task.files.items() if any(matches(p, path, True) for p in patterns)}
+            changes, of_image = diff(before, tree.files, task.allowed), ()
         trajectory = Trajectory(
             run=request.run,
             lane=request.lane,
@@ -170,6 +174,8 @@ class Episode:
             turns=tuple(episode.turns),
             diff={} if over else changes.changed,
             deleted=() if over else changes.deleted,
+            changes=() if over else of_image,
+            originals={path: data for path, data in tree.originals.items() if path in changes.changed},
             touched=() if over else changes.touched,
             digest_before=await self._digest if self._digest is not None else "",
             digest_after=tree.digest,
@@ -185,6 +191,16 @@ class Episode:
             TRAJ.at(run=request.run, group=request.group), trajectory, msg_id=f"{request.run}.{request.trajectory}"
         )
         return trajectory
+
+    async def _pull(self, sandbox: RemoteSandbox) -> tuple[OpResult, bool]:
+        """The workspace of a task without an image, and whether the candidate filled it beyond the limit.
+        TreeTooLarge."""
+        patterns = self._patterns()
+        tree = await sandbox.call(PullTree(patterns=patterns, limit=PULL_LIMIT), f"{self._request.trajectory}-tree")
+        over = tree.truncated and self._fits_at_first()
+        if not over and (tree.truncated or not tree.ok):
+            raise TreeTooLarge(tree.error or f"the workspace holds more than {PULL_LIMIT >> 20} MiB in {patterns}")
+        return tree, over
 
     def _fits_at_first(self) -> bool:
         """Whether the workspace could be pulled before the first call: then the candidate filled it, which is an
@@ -209,6 +225,7 @@ class Episode:
             lease_s=self._lease_s,
             handovers=request.handovers,
             network=task.network,
+            requires=("upper_diff",) if task.image else (),
             files=task.files,
         )
         try:

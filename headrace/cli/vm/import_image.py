@@ -32,5 +32,5 @@ def import_image(args: argparse.Namespace) -> int:
 
     cache = Path(load(args.config, args.set).environment.cache_dir).absolute()
     base = imported.take(cache, Path(args.path), args.name, args.tag)
-    say(json.dumps(msgspec.to_builtins(base) | {"memory_mb": base.memory_mb}))
+    say(json.dumps(msgspec.to_builtins(base)))
     return 0

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from headrace.messages.base import Message, message
-from headrace.messages.sandbox.operations import Op
+from headrace.messages.sandbox.operations import Change, Op
 
 Role = Literal["rollout", "judge"]
 Isolation = Literal["episode", "group"]
@@ -42,6 +42,8 @@ class OpResult(msgspec.Struct, frozen=True, kw_only=True):
     wall_ms: float = 0.0
     job: int = 0
     running: bool = False
+    changes: tuple[Change, ...] = ()
+    originals: dict[str, bytes] = {}
     tampered: tuple[str, ...] = msgspec.field(default=(), name="touched")
     """Changes that `CheckIntegrity` found: paths of files, ``kernel``, names of settings."""
 

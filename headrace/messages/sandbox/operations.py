@@ -4,6 +4,8 @@ One set for production and training. The same structs travel from actor to actor
 (vmhost/protocol.py).
 """
 
+from typing import Literal
+
 import msgspec
 
 from headrace.messages.tasks import TestPlan
@@ -138,6 +140,38 @@ class PullTree(msgspec.Struct, frozen=True, kw_only=True, tag="pull_tree"):
     limit: int = 8 << 20
 
 
+class Change(msgspec.Struct, frozen=True):
+    """One changed path of an image. Paths are relative to the workspace, or absolute outside it."""
+
+    path: str
+    kind: Literal["gone", "file", "folder", "link", "other"]
+    """``gone``: there is no such entry any more; else what there is now. ``other`` cannot be made again."""
+    mode: int = 0
+    target: str = ""
+    """Of a link."""
+
+
+class PullChanges(msgspec.Struct, frozen=True, kw_only=True, tag="pull_changes"):
+    """What a sandbox changed in its image, from the writable layer of its root: `OpResult.changes` in the order in
+    which they are made again, contents of changed files in `OpResult.files`, and what they replaced in
+    `OpResult.originals`. Truncated, and empty, when the contents have more than `limit` bytes.
+
+    Git takes no part: commits and a removed ``.git`` change nothing here. Left out are ``.git``, caches of test runs,
+    and temporary files.
+    """
+
+    limit: int = 32 << 20
+    originals: int = 256 << 10
+    """Largest original that is returned, in bytes."""
+
+
+class ApplyChanges(msgspec.Struct, frozen=True, kw_only=True, tag="apply_changes"):
+    """Make changes again in a fresh sandbox of the same image. files: contents by path."""
+
+    changes: tuple[Change, ...]
+    files: dict[str, bytes]
+
+
 class CheckIntegrity(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     """Check whether the sandbox's machine was changed where no legitimate work writes; `OpResult.tampered` lists it.
 
@@ -166,4 +200,6 @@ Op = (
     | PushTar
     | PullTar
     | CheckIntegrity
+    | PullChanges
+    | ApplyChanges
 )

@@ -65,6 +65,10 @@ class ProcessMachine:
         """There is no machine besides the host. VmhostError."""
         _lacks("inspect")
 
+    async def changes(self, limit: int, originals: int) -> tuple[dict[str, Any], list[bytes], str]:
+        """There is no image below the workspace. VmhostError."""
+        _lacks("upper_diff")
+
     def leave(self, channel: Channel) -> None:
         """Close the channel: the agent ends and kills everything that it started."""
         channel.close("released")

@@ -123,7 +123,7 @@ class Workspace:
     def write(self, paths: list[str], contents: list[bytes], delete: list[str]) -> Answer:
         """WriteFiles. Folders come into being as needed; a deleted path may be a whole folder."""
         for path in delete:
-            self._remove(self.resolve(path), path)
+            self.remove(self.resolve(path), path)
         for path, content in zip(paths, contents, strict=True):
             target = self.resolve(path)
             try:
@@ -142,7 +142,8 @@ class Workspace:
                 raise Refused(f"{shown(path)}: {error.strerror}") from None
         return {}, []
 
-    def _remove(self, target: str, path: str) -> None:
+    def remove(self, target: str, path: str) -> None:
+        """Remove an entry, with all that is in it. target: its absolute path; path: the one for messages. Refused."""
         try:
             if not os.path.isdir(target) or os.path.islink(target):
                 os.unlink(target)

@@ -4,6 +4,8 @@
 file's name at any depth unless `anchored` is asked for.
 """
 
+from collections.abc import Iterable
+
 
 def segment(pattern: str, text: str) -> bool:
     """Whether one path segment matches: the greedy two-pointer algorithm, linear in practice."""
@@ -30,6 +32,15 @@ def _walk(pattern: list[str], path: list[str]) -> bool:
         if index >= len(path) or not segment(part, path[index]):
             return False
     return len(path) == len(pattern)
+
+
+def allowed(patterns: Iterable[str], path: str) -> bool:
+    """Whether a task allows changes of a path: a pattern that begins with a slash is for paths outside the workspace,
+    which are absolute, and no other is."""
+    if ".." in path.split("/"):
+        return False
+    outside = path.startswith("/")
+    return any(matches(pattern, path, True) for pattern in patterns if pattern.startswith("/") == outside)
 
 
 def matches(pattern: str, path: str, anchored: bool = False) -> bool:

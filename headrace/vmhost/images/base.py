@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from headrace.config import Environment
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.images import imported, packages
+from headrace.vmhost.images import imported, packages, store
 from headrace.vmhost.qemu import probe, process
 from headrace.vmhost.qemu.process import Hardware
 from headrace.vmhost.templates import task_templates, template
@@ -77,17 +79,38 @@ class Plan(NamedTuple):
     image: imported.Image | None = None
     recipe: task_templates.Recipe | None = None
     below: Any = None
+    drives: int = 0
 
     def hardware(self, accel: process.Accel, machine: process.MachineType) -> Hardware:
         """Its machine."""
-        return Hardware(accel=accel, machine=machine, memory_mb=self.memory_mb, ports=1 + self.slots)
+        ports = 1 + self.slots
+        return Hardware(accel=accel, machine=machine, memory_mb=self.memory_mb, ports=ports, drives=self.drives)
+
+    @property
+    def machine(self) -> "Plan":
+        """The template that an image's clones are clones of: one for all images whose machines have as much memory."""
+        return Plan(f"{template.MACHINE}-{self.memory_mb}", self.memory_mb, 1, drives=store.DRIVES)
+
+    @property
+    def root(self) -> imported.Image | None:
+        """The image at the bottom."""
+        image: imported.Image | None = self.below.root if self.below is not None else self.image
+        return image
+
+    def folder(self, parts: "Parts") -> str:
+        """Name of its template's folder in the cache."""
+        if self.image is not None:
+            return self.machine.folder(parts)
+        return f"template-{self.name}-{self.key(parts)}"
 
     def key(self, parts: Parts) -> str:
         """Its content address here."""
         if self.recipe is not None:
             return task_templates.key(self.recipe, self.below.key(parts))
+        if self.image is not None:
+            return template.key_with(self.machine.key(parts), self.image)
         hardware = self.hardware(parts.accel, parts.machine)
-        return template.key(self.name, parts.base, parts.version, hardware, self.slots, self.image)
+        return template.key(self.name, parts.base, parts.version, hardware, self.slots)
 
 
 def plan(environment: Environment, name: str, depth: int = 0) -> Plan:
@@ -113,11 +136,15 @@ def plan(environment: Environment, name: str, depth: int = 0) -> Plan:
 
 def _one(wanted: Plan, parts: Parts) -> Template:
     cache, say = parts.cache, parts.say
+    if wanted.image is not None:
+        wanted.image.segments()
+        return msgspec.structs.replace(_one(wanted.machine, parts), image=wanted.image)
     key = wanted.key(parts)
-    folder = cache / f"template-{wanted.name}-{key}"
+    folder = cache / wanted.folder(parts)
     if folder.exists():
         try:
-            return template.load(folder, key)
+            loaded = template.load(folder, key)
+            return msgspec.structs.replace(loaded, image=wanted.root, attached=wanted.root is not None)
         except Refused as refused:
             say(f"template {wanted.name}: refused, made again: {refused}")
     if wanted.recipe is not None:
@@ -128,7 +155,7 @@ def _one(wanted: Plan, parts: Parts) -> Template:
         how = f"({parts.accel}, {parts.machine}; under a minute)"
         say(f"template {wanted.name}: booting once, opening {wanted.slots} slots, freezing {how}")
         hardware = wanted.hardware(parts.accel, parts.machine)
-        work = template.build(wanted.name, parts.base, hardware, wanted.slots, folder, parts.version, wanted.image)
+        work = template.build(wanted.name, parts.base, hardware, wanted.slots, folder, parts.version)
     with asyncio.Runner() as runner:
         made = runner.run(work)
         try:

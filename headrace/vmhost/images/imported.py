@@ -1,11 +1,11 @@
-"""Imported images: a user's container image (or bare root file system) in the cache, ready to be a template's root.
+"""Imported images: a user's container image (or bare root file system) in the store, ready to be a machine's root.
 
-An image is ``root.cpio`` (everything under ``image/``, where the agent finds it) and ``image.json``: who its programs
-run as, where, with which environment. It is named by its contents; a name is a link to it, so importing again under the
-same name moves the name and leaves running templates alone until `gc`.
+An image is a folder ``root-<digest>`` with ``image.json``: who its programs run as, where, with which environment, and
+which segments of the store hold its files (see store). It is named by its contents; a name is a link to it, so
+importing again under the same name moves the name and leaves running machines alone until `gc`.
 
-The root lies in the guest's RAM like the built-in ones: no disk to snapshot, and clones share its pages. So a machine
-takes twice its image's size in memory while it boots, and images above `LARGEST` are refused.
+No template is made for an image: its machines are clones of one generic template and attach the segments as drives.
+Their memory does not depend on the image's size.
 """
 
 import fcntl
@@ -13,6 +13,7 @@ import hashlib
 import re
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
@@ -20,12 +21,14 @@ from typing import IO
 import msgspec
 
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.images import cpio, oci
+from headrace.vmhost.images import oci, store
 from headrace.vmhost.images.packages import FLAVOURS
 from headrace.vmhost.images.rootfs import BadImage, Tree
 
-LARGEST = 2 << 30
+LARGEST = store.DRIVE_BYTES
 """Unpacked bytes of the largest image that is taken."""
+MEMORY_MB = 512
+"""Memory of a machine whose image and task ask for none."""
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}$")
 WORKDIR = "/workspace"
 """Where programs of an image without a working directory start, and where its repository lies."""
@@ -37,10 +40,16 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     digest: str
-    """SHA-256 of its root and of all below: what a template is addressed by."""
+    """SHA-256 of its layers and its settings."""
     source: str
+    tags: tuple[str, ...]
+    """References by which a task may name it."""
+    layers: tuple[str, ...]
+    """Chain ids of its layers."""
+    boundaries: tuple[str, ...]
+    """Chain ids at which its segments end, the bottom first."""
     bytes: int
-    """Size of its root in a guest's memory."""
+    """Size of its files, unpacked."""
     entries: int
     skipped: int
     env: dict[str, str]
@@ -50,51 +59,123 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
     workdir: str
     entrypoint: tuple[str, ...]
     cmd: tuple[str, ...]
+    memory_mb: int = MEMORY_MB
+    """Memory of its machines."""
     folder: str = ""
 
-    @property
-    def memory_mb(self) -> int:
-        """Memory of its machines: while one boots its root is there twice, and the kernel gives the unpacked one half
-        of what the packed one leaves."""
-        root = -(-self.bytes // (1 << 20))
-        return max(2 * root + 256, 3 * root + 128)
+    def segments(self) -> list[store.Segment]:
+        """Its segments, the bottom first. VmhostError when the store lost one."""
+        parts = store.segments(Path(self.folder).parent, self.boundaries)
+        if parts is None:
+            raise VmhostError(f"the image store lost files of {self.name}: import or pull it again")
+        return parts
 
 
-def take(cache: Path, path: Path, name: str = "", tag: str = "") -> Image:
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """How an image is to be stored."""
+
+    name: str = ""
+    """Its name in the store; empty: made of its tag or its source."""
+    tag: str = ""
+    """The image to take from an archive of several."""
+    memory_mb: int = MEMORY_MB
+    """Memory of its machines."""
+
+
+Read = Callable[[ExitStack, IO[bytes], Tree, store.Builder], oci.Settings]
+"""Applies an image's layers to a tree; it may use the file as a spool."""
+
+
+def take(cache: Path, path: Path, name: str = "", tag: str = "", memory_mb: int = MEMORY_MB) -> Image:
     """Import an archive or a folder. VmhostError with one sentence."""
+    request = Request(name=name, tag=tag, memory_mb=memory_mb)
+    return take_from(cache, str(path), request, lambda *parts: _read(path, tag, *parts))
+
+
+def take_from(cache: Path, source: str, request: Request, read: Read) -> Image:
+    """Import the image that `read` applies. source: its name in messages. VmhostError with one sentence."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / "lock").open("w") as lock:  # a process that finds unfinished work and no lock held removes it
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _take(cache, path, name, tag)
+        making = Path(tempfile.mkdtemp(dir=cache, prefix="making-"))
+        try:
+            return _take(cache, making, source, request, read)
+        except BadImage as bad:
+            raise VmhostError(f"{source} can't be imported: {bad}") from None
+        except oci.BROKEN as error:
+            raise VmhostError(f"{source} can't be imported: it is damaged: {error or type(error).__name__}") from None
+        except OSError as error:
+            raise VmhostError(f"{source} can't be imported: {error.strerror or error}") from None
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
 
 
-def _take(cache: Path, path: Path, name: str, tag: str) -> Image:
-    making = Path(tempfile.mkdtemp(dir=cache, prefix="making-"))
-    try:
-        with ExitStack() as stack:
-            spool = stack.enter_context((making / "spool").open("w+b"))
-            outer = stack.enter_context((making / "outer").open("w+b"))
-            tree = Tree(spool, LARGEST)
-            settings = _read(path, stack, outer, tree, tag)
-            named = name or _name(settings.tags[0] if settings.tags else path.name)
-            if not NAME.match(named) or named in FLAVOURS:
-                raise BadImage(f"an image cannot have the name {named!r}: choose another with --name")
-            image = _describe(named, path, tree, settings)
-            _write(making / "root.cpio", tree)
-        return _keep(cache, making, image)
-    except BadImage as bad:
-        raise VmhostError(f"{path} can't be imported: {bad}") from None
-    except oci.BROKEN as error:
-        raise VmhostError(f"{path} can't be imported: it is damaged: {error or type(error).__name__}") from None
-    except OSError as error:
-        raise VmhostError(f"{path} can't be imported: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
+def _take(cache: Path, making: Path, source: str, request: Request, read: Read) -> Image:
+    with ExitStack() as stack:
+        spool = stack.enter_context((making / "spool").open("w+b"))
+        outer = stack.enter_context((making / "outer").open("w+b"))
+        tree = Tree(spool, LARGEST)
+        others = images(cache)
+        builder = store.Builder(cache, making, tree, stack, [(image.layers, image.boundaries) for image in others])
+        settings = read(stack, outer, tree, builder)
+        named = request.name or _name(settings.tags[0] if settings.tags else source)
+        if not NAME.match(named) or named in FLAVOURS:
+            raise BadImage(f"an image cannot have the name {named!r}: choose another with --name")
+        image = _describe(named, source, tree, settings)
+        builder.finish()
+        image = msgspec.structs.replace(
+            image, layers=builder.layers, boundaries=builder.boundaries, memory_mb=request.memory_mb
+        )
+        kept = _keep(cache, making, image)
+        if builder.shared:
+            _split_others(cache, making, others, kept, builder.shared)
+        return kept
+
+
+def _split_others(cache: Path, making: Path, others: Sequence[Image], new: Image, at: int) -> None:
+    """Images whose single segment holds the layers that the new image shares rest on the shared segment as well."""
+    for number, image in enumerate(others):
+        if len(image.boundaries) == 1 and len(image.layers) > at and image.layers[:at] == new.layers[:at]:
+            work = making / f"split-{number}"
+            work.mkdir()
+            boundaries = store.split(cache, work, image.layers, image.boundaries, at)
+            _record(Path(image.folder), making, msgspec.structs.replace(image, boundaries=boundaries, folder=""))
+
+
+def _record(folder: Path, making: Path, image: Image) -> None:
+    """Write an image's description, whole or not at all."""
+    (making / "record").write_bytes(msgspec.json.format(msgspec.json.encode(image)))
+    (making / "record").replace(folder / "image.json")
 
 
 def find(cache: Path, name: str) -> Image | None:
-    """The image of a name, if it was imported."""
-    return _load(cache / f"image-{name}") if NAME.match(name) else None
+    """The image of a name, a reference or a digest, if it was imported."""
+    named = _load(cache / f"image-{name}") if NAME.match(name) else None
+    if named is not None:
+        return named
+    wanted = {name, full(name)}
+    for image in images(cache):
+        if wanted & {image.digest, f"sha256:{image.digest}", *image.tags, *map(full, image.tags)}:
+            return image
+    return None
+
+
+def images(cache: Path) -> list[Image]:
+    """All images that have a name, each once."""
+    folders = {(cache / f"image-{name}").resolve() for name in names(cache)}
+    loaded = [_load(folder) for folder in sorted(folders)]
+    return [image for image in loaded if image is not None]
+
+
+def full(reference: str) -> str:
+    """A reference with registry and tag, as docker reads it: ``app`` is ``docker.io/library/app:latest``."""
+    name, at, digest = reference.partition("@")
+    first, slash, _ = name.partition("/")
+    if not slash or not (set(".:") & set(first) or first == "localhost"):
+        name = f"docker.io/{name}" if slash else f"docker.io/library/{name}"
+    if not at and ":" not in name.rpartition("/")[2]:
+        name += ":latest"
+    return name + at + digest
 
 
 def names(cache: Path) -> list[str]:
@@ -110,7 +191,7 @@ def _load(folder: Path) -> Image | None:
     return msgspec.structs.replace(image, folder=str(folder.resolve()))
 
 
-def _read(path: Path, stack: ExitStack, outer: IO[bytes], tree: Tree, tag: str) -> oci.Settings:
+def _read(path: Path, tag: str, stack: ExitStack, outer: IO[bytes], tree: Tree, builder: store.Builder) -> oci.Settings:
     if not path.exists():
         raise BadImage("there is no such file")
     if not path.is_file() and not path.is_dir():
@@ -120,7 +201,7 @@ def _read(path: Path, stack: ExitStack, outer: IO[bytes], tree: Tree, tag: str) 
     except oci.BROKEN as error:
         raise BadImage(f"it is no tar archive, or a damaged one: {error or type(error).__name__}") from None
     if oci.is_image(source):
-        return oci.read(source, tree, tag)
+        return oci.read(source, tree, tag, builder)
     if tag:
         raise BadImage(f"it is no container image and has no tag {tag!r}")
     if path.is_dir():
@@ -133,7 +214,7 @@ def _read(path: Path, stack: ExitStack, outer: IO[bytes], tree: Tree, tag: str) 
     return oci.Settings()
 
 
-def _describe(name: str, path: Path, tree: Tree, settings: oci.Settings) -> Image:
+def _describe(name: str, source: str, tree: Tree, settings: oci.Settings) -> Image:
     size = tree.size()
     uid, gid, groups, home = _user(tree, settings.user)
     workdir = "/" + "/".join(part for part in settings.workdir.split("/") if part not in ("", "."))
@@ -142,7 +223,10 @@ def _describe(name: str, path: Path, tree: Tree, settings: oci.Settings) -> Imag
     return Image(
         name=name,
         digest=settings.digest,
-        source=settings.tags[0] if settings.tags else path.name,
+        source=settings.tags[0] if settings.tags else Path(source).name,
+        tags=settings.tags,
+        layers=(),
+        boundaries=(),
         bytes=size,
         entries=len(tree),
         skipped=tree.skipped,
@@ -188,24 +272,16 @@ def _name(text: str) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", last).strip("-._")[:63]
 
 
-def _write(target: Path, tree: Tree) -> None:
-    with target.open("wb") as out:
-        cpio.write(out, tree.entries("image"))
-
-
 def _keep(cache: Path, making: Path, image: Image) -> Image:
     """Into the cache under its digest, and the name to it."""
-    with (making / "root.cpio").open("rb") as root:
-        digest = hashlib.file_digest(root, "sha256")
-    digest.update(msgspec.json.encode(msgspec.structs.replace(image, name="", source="")))
-    image = msgspec.structs.replace(image, digest=digest.hexdigest())
-    (making / "image.json").write_bytes(msgspec.json.format(msgspec.json.encode(image)))
-    for left in ("spool", "outer"):
-        (making / left).unlink()
+    content = msgspec.structs.replace(image, name="", source="", tags=(), boundaries=(), bytes=0, skipped=0)
+    image = msgspec.structs.replace(image, digest=hashlib.sha256(msgspec.json.encode(content)).hexdigest())
     folder = cache / f"root-{image.digest[:16]}"
-    if not (folder / "image.json").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        making.rename(folder)
+    folder.mkdir(exist_ok=True)
+    before = _load(folder)
+    if before is not None:  # it keeps the references by which tasks name it
+        image = msgspec.structs.replace(image, tags=tuple(dict.fromkeys((*before.tags, *image.tags))))
+    _record(folder, making, image)
     link = making.parent / f"making-{image.name}-{image.digest[:16]}"
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)

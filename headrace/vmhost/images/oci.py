@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 import msgspec
 import zstandard
@@ -132,34 +132,68 @@ def is_image(source: Source) -> bool:
     return source.has("oci-layout") or source.has("index.json") or source.has("manifest.json")
 
 
-def read(source: Source, tree: Tree, tag: str = "") -> Settings:
+class Steps(Protocol):
+    """What makes an image of the layers while they are applied."""
+
+    def begin(self, diffs: list[str], /) -> int:
+        """The digests of all layers' contents are known; the number of layers that need not be applied."""
+
+    def after(self, number: int, /) -> None:
+        """A layer was applied. number: from 0."""
+
+
+class Blobs(Protocol):
+    """An image's files by their names in a layout."""
+
+    def open(self, name: str, /) -> IO[bytes]:
+        """A file's content. BadImage when it is missing."""
+
+    def json(self, name: str, digest: str = "", /) -> Any:
+        """A small file as JSON, its digest checked."""
+
+
+def read(source: Source, tree: Tree, tag: str, steps: Steps) -> Settings:
     """Apply the layers of the image with that tag to the tree. BadImage."""
     if source.has("index.json"):
         chosen, tags = _choose(source, tag)
-        config_name, config_digest = _blob(chosen["config"]["digest"]), chosen["config"]["digest"]
-        layers = [(_blob(layer["digest"]), layer["digest"]) for layer in chosen["layers"]]
-    else:
-        images = source.json("manifest.json")
-        found = [image for image in images if not tag or tag in (image.get("RepoTags") or ())]
-        names = [name for image in images for name in image.get("RepoTags") or ()]
-        if len(found) != 1:
-            raise _which(tag, names)
-        config_name, config_digest = found[0]["Config"], ""
-        stem = config_name.rpartition("/")[2].removesuffix(".json")
-        if len(stem) == 64:
-            config_digest = f"sha256:{stem}"
-        layers = [(name, "") for name in found[0]["Layers"]]
-        tags = tuple(found[0].get("RepoTags") or ())
-    config = source.json(config_name, config_digest)
+        return apply(source, chosen, tags, tree, steps)
+    images = source.json("manifest.json")
+    found = [image for image in images if not tag or tag in (image.get("RepoTags") or ())]
+    names = [name for image in images for name in image.get("RepoTags") or ()]
+    if len(found) != 1:
+        raise _which(tag, names)
+    name = found[0]["Config"]
+    stem = name.rpartition("/")[2].removesuffix(".json")
+    config = name, f"sha256:{stem}" if len(stem) == 64 else ""
+    layers = [(name, "") for name in found[0]["Layers"]]
+    return _apply(source, config, layers, tuple(found[0].get("RepoTags") or ()), tree, steps)
+
+
+def apply(blobs: Blobs, manifest: Any, tags: tuple[str, ...], tree: Tree, steps: Steps) -> Settings:
+    """Apply the layers of a manifest to the tree. BadImage."""
+    config = manifest["config"]["digest"]
+    layers = [(_blob(layer["digest"]), layer["digest"]) for layer in manifest["layers"]]
+    return _apply(blobs, (_blob(config), config), layers, tags, tree, steps)
+
+
+def _apply(
+    blobs: Blobs, named: tuple[str, str], layers: list[tuple[str, str]], tags: tuple[str, ...], tree: Tree, steps: Steps
+) -> Settings:
+    """named: name and digest of the configuration; layers: those of each layer."""
+    config = blobs.json(*named)
     platform = (config.get("os", "linux"), config.get("architecture", "amd64"))
     if platform != ("linux", "amd64"):
         raise BadImage(f"it is made for {'/'.join(platform)}; machines here are linux/amd64")
     wanted = config["rootfs"]["diff_ids"]
     if len(wanted) != len(layers):
         raise BadImage(f"it has {len(layers)} layers where its configuration names {len(wanted)}")
+    present = steps.begin(wanted)
     for number, ((name, digest), diff) in enumerate(zip(layers, wanted, strict=True)):
-        _layer(source, tree, number, name, digest, diff)
-    return _settings(config.get("config") or {}, tags, config_digest or f"sha256:{_sha(config)}")
+        if number < present:
+            continue
+        _layer(blobs, tree, number, name, digest, diff)
+        steps.after(number)
+    return _settings(config.get("config") or {}, tags, named[1] or f"sha256:{_sha(config)}")
 
 
 def _choose(source: Source, tag: str) -> tuple[Any, tuple[str, ...]]:
@@ -203,7 +237,7 @@ def _which(tag: str, names: list[str]) -> BadImage:
     return BadImage(f"it has several images, say which with --tag: {known}")
 
 
-def _layer(source: Source, tree: Tree, number: int, name: str, digest: str, diff: str) -> None:
+def _layer(source: Blobs, tree: Tree, number: int, name: str, digest: str, diff: str) -> None:
     with source.open(name) as blob:
         packed = _Hashing(blob)
         with io.BufferedReader(packed, 1 << 20) as stream:

@@ -34,11 +34,14 @@ _PACKAGES = (
 )
 _RUFF = "ruff==0.17.5"
 """The linter, which Debian does not have: its wheel holds one program."""
-_RECIPE = 5
+_RECIPE = 6
 """Raised when the rules below change, so that cached images are made again."""
 MODULES = ("virtio_ring", "virtio", "virtio_mmio", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio_pci")
 CONSOLE = "virtio_console"
+DRIVES = ("virtio_blk", "libcrc32c", "erofs", "overlay")
+"""Modules of a machine with drives, in the order in which they need each other; ext4 is built in."""
 FLAVOURS = ("light", "debian")
+_DRIVE_FILES = frozenset(f"lib/modules/{module}.ko" for module in DRIVES)
 TOOL_UID, KEEPER_UID = 20100, 20200
 SLOTS_MAX = 16
 
@@ -68,7 +71,7 @@ def folder(cache: Path) -> Path:
 
 
 def base(cache: Path, say: Say) -> Path:
-    """The folder with ``vmlinuz``, ``light.cpio`` and ``debian.cpio``; made where it is missing. VmhostError."""
+    """The folder with ``vmlinuz`` and the archives light, debian and drives; made where it is missing. VmhostError."""
     wanted = folder(cache)
     if (wanted / "done").exists():
         return wanted
@@ -89,6 +92,8 @@ def base(cache: Path, say: Say) -> Path:
         for flavour in FLAVOURS:
             with (target / f"{flavour}.cpio").open("wb") as out:
                 cpio.write(out, _entries(tree, flavour))
+        with (target / "drives.cpio").open("wb") as out:
+            cpio.write(out, _drives(tree))
         (target / "done").write_text(json.dumps({"kernel": release, "packages": _PACKAGES}))
         shutil.rmtree(wanted, ignore_errors=True)
         target.rename(wanted)
@@ -149,7 +154,7 @@ def _unpack(tar: tarfile.TarFile, tree: Path, target: Path) -> str:
             assert source is not None
             (target / "vmlinuz").write_bytes(source.read())
         module = name.rpartition("/")[2].removesuffix(".ko")
-        wanted = name.endswith(".ko") and (module in MODULES or module == CONSOLE)
+        wanted = name.endswith(".ko") and module in (*MODULES, CONSOLE, *DRIVES)
         if not name or (_NOWHERE.match(name) and not wanted):
             continue
         path = tree / (f"lib/modules/{module}.ko" if wanted else name)
@@ -212,6 +217,8 @@ def _entries(tree: Path, flavour: str) -> Iterator[cpio.Entry]:
     made = {"dev", "proc", "sys", "run", "tmp", "root", "etc", "bin", "usr", "usr/bin", "usr/lib", "workspace"}
     for path in sorted(tree.rglob("*")):
         name = str(path.relative_to(tree))
+        if name in _DRIVE_FILES:
+            continue
         ours = name.startswith("lib/modules/") or flavour == "debian" or _LIGHT.match(name)
         if path.is_dir() and not path.is_symlink():
             continue
@@ -225,6 +232,14 @@ def _entries(tree: Path, flavour: str) -> Iterator[cpio.Entry]:
             yield cpio.link(name, os.readlink(path))
         else:
             yield cpio.file(name, path.read_bytes(), stat.S_IMODE(path.stat().st_mode) | 0o444)
+
+
+def _drives(tree: Path) -> Iterator[cpio.Entry]:
+    """The modules of machines with drives, which the others do not carry."""
+    for name in sorted(_DRIVE_FILES):
+        if not (tree / name).is_file():
+            raise VmhostError(f"the guest image has no {name}: linux-image-cloud-amd64 did not bring it")
+        yield cpio.file(name, (tree / name).read_bytes())
 
 
 def _applets(tree: Path) -> set[str]:

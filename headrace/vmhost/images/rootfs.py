@@ -13,15 +13,18 @@ their order.
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, BinaryIO
 
 import msgspec
+import zstandard
 
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.images import cpio
+from headrace.vmhost.images import erofs
 
+_XATTR = "SCHILY.xattr."
+"""Prefix of extended attributes in archives."""
 _HIDE, _OPAQUE = ".wh.", ".wh..wh..opq"
 PAGE = 4096
 _HOPS = 40
@@ -40,8 +43,19 @@ class Inode(msgspec.Struct, eq=False):
     gid: int = 0
     mtime: int = 0
     target: str = ""
-    offset: int = 0
     size: int = 0
+    file: int = 0
+    """Index of the file that holds the contents (`Tree.files`), 0: the spool."""
+    places: erofs.Places = ()
+    xattrs: dict[str, bytes] = {}
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One path of a saved tree."""
+
+    path: str
+    inode: int
+    layer: int
 
 
 class Tree:
@@ -49,6 +63,8 @@ class Tree:
 
     def __init__(self, spool: BinaryIO, most: int = 1 << 62) -> None:
         self._spool = spool
+        self.files: list[BinaryIO] = [spool]
+        """Where contents lie: the spool, then blobs."""
         self._most = most
         self._taken = 0
         self._nodes: dict[str, tuple[Inode, int]] = {}
@@ -78,36 +94,113 @@ class Tree:
         return self._walk(path, last=True)
 
     def size(self) -> int:
-        """Its size in a RAM disk: contents in whole pages, one page per entry."""
+        """Bytes of its contents in whole pages, one page per entry."""
         seen = {id(inode): inode for inode, _ in self._nodes.values()}
         return sum(PAGE + -(-inode.size // PAGE) * PAGE for inode in seen.values())
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def entries(self, prefix: str) -> Iterator[cpio.Entry]:
-        """Everything as archive members under a folder, in order, folders before what they hold."""
-        yield _entry(prefix, self._top, b"")
-        names: dict[int, int] = {}
-        for inode, _ in self._nodes.values():
-            names[id(inode)] = names.get(id(inode), 0) + 1
-        written: dict[int, int] = {}
-        for path in sorted(self._nodes, key=lambda path: path.split("/")):
-            inode, _ = self._nodes[path]
-            links = names[id(inode)] if stat.S_ISREG(inode.mode) else 1
-            again = id(inode) in written
-            number = written.setdefault(id(inode), 1_000_000 + len(written))
-            data = b"" if again else self._content(inode, inode.size)
-            if stat.S_ISLNK(inode.mode):
-                data = os.fsencode(inode.target)
-            entry = _entry(f"{prefix}/{path}", inode, data)
-            yield msgspec.structs.replace(entry, links=links, inode=number) if links > 1 else entry
+    def paths(self) -> frozenset[str]:
+        """All paths as they stand."""
+        return frozenset(self._nodes)
+
+    def part(self, first: int, before: frozenset[str]) -> tuple[erofs.Node, dict[int, Inode]]:
+        """What the layers from `first` on brought, as a file system that overlayfs puts over the layers before them;
+        and its inodes by the identity of their nodes. before: the paths of those layers; a path that is gone is a
+        whiteout (Linux Documentation/filesystems/overlayfs.rst)."""
+        inodes: dict[int, Inode] = {}
+        made: dict[int, erofs.Node] = {}
+        top = self._node(self._top)
+        top.children = {}
+        folders = {"": top}
+
+        def folder(path: str) -> erofs.Node:
+            if path not in folders:
+                parent, _, name = path.rpartition("/")
+                folders[path] = node = self._node(self._nodes[path][0])
+                node.children = {}
+                into(parent)[os.fsencode(name)] = node
+            return folders[path]
+
+        def into(path: str) -> dict[bytes, erofs.Node]:
+            children = folder(path).children
+            assert children is not None
+            return children
+
+        for path, (inode, layer) in self._nodes.items():
+            if layer < first:
+                continue
+            if stat.S_ISDIR(inode.mode):
+                folder(path)
+                continue
+            parent, _, name = path.rpartition("/")
+            node = made.get(id(inode))
+            if node is None:
+                node = made[id(inode)] = self._node(inode)
+                inodes[id(node)] = inode
+            else:
+                node.links += 1
+            into(parent)[os.fsencode(name)] = node
+        for path in before - self._nodes.keys():
+            parent, _, name = path.rpartition("/")
+            above = self.get(parent)
+            if above is not None and stat.S_ISDIR(above.mode):
+                into(parent)[os.fsencode(name)] = erofs.Node(mode=stat.S_IFCHR)
+        return top, inodes
+
+    def _node(self, inode: Inode) -> erofs.Node:
+        node = erofs.Node(
+            mode=inode.mode, uid=inode.uid, gid=inode.gid, mtime=inode.mtime, size=inode.size, xattrs=inode.xattrs
+        )
+        if stat.S_ISLNK(inode.mode):
+            node.data = os.fsencode(inode.target)
+            node.size = len(node.data)
+        elif stat.S_ISREG(inode.mode):
+            file, places = self.files[inode.file], inode.places  # as they are now: the tree moves on to its blobs
+            node.content = lambda: erofs.pieces(file, places)
+        return node
+
+    def save(self) -> bytes:
+        """The tree as bytes for `load`; its contents must lie in blobs."""
+        numbers: dict[int, int] = {}
+        inodes: list[Inode] = [self._top]
+        rows = []
+        for path, (inode, layer) in self._nodes.items():
+            if id(inode) not in numbers:
+                numbers[id(inode)] = len(inodes)
+                inodes.append(inode)
+            rows.append(Row(os.fsencode(path).decode("latin-1"), numbers[id(inode)], layer))
+        return zstandard.compress(msgspec.msgpack.encode((rows, [_packed(inode) for inode in inodes], self.skipped)))
+
+    def load(self, data: bytes, blobs: Sequence[BinaryIO]) -> None:
+        """Continue from a saved tree whose contents lie in these blobs."""
+        kind = tuple[list[Row], list[Inode], int]
+        rows, inodes, self.skipped = msgspec.msgpack.decode(zstandard.decompress(data), type=kind)
+        self.files = [self._spool, *blobs]
+        for inode in inodes:
+            inode.target = os.fsdecode(inode.target.encode("latin-1"))
+        self._top = inodes[0]
+        for row in rows:
+            path = os.fsdecode(row.path.encode("latin-1"))
+            self._nodes[path] = inodes[row.inode], row.layer
+            parent, _, name = path.rpartition("/")
+            self._children.setdefault(parent, set()).add(name)
+
+    def rest_on(self, below: "Tree", blob: BinaryIO, first: int) -> None:
+        """Take everything of the layers before `first` from another tree of them, whose contents lie in that blob. This
+        tree's own contents lie in one blob."""
+        self.files.insert(1, blob)
+        for path, (inode, layer) in self._nodes.items():
+            if layer < first:
+                self._nodes[path] = below._nodes[path]
+            else:
+                inode.file = 2
 
     def _content(self, inode: Inode, limit: int) -> bytes:
         if not stat.S_ISREG(inode.mode):
             return b""
-        self._spool.seek(inode.offset)
-        return self._spool.read(min(inode.size, limit))
+        return b"".join(erofs.pieces(self.files[inode.file], inode.places))[:limit]
 
     def _walk(self, path: str, last: bool, make: int = -1) -> str:
         """Follow links; with `make`, missing folders come into being in that layer."""
@@ -169,7 +262,7 @@ class Tree:
             inode = _inode(member, stat.S_IFREG)
             source = archive.extractfile(member)
             assert source is not None
-            inode.offset, inode.size = self._store(source), member.size
+            inode.places, inode.size = ((self._store(source), member.size),), member.size
             self._put(path, inode, layer)
         elif member.issym():
             self._put(path, msgspec.structs.replace(_inode(member, stat.S_IFLNK), target=member.linkname), layer)
@@ -204,8 +297,9 @@ class Tree:
                 elif kind == stat.S_IFREG:
                     fd = os.open(full, os.O_RDONLY | os.O_NOFOLLOW)
                     with os.fdopen(fd, "rb") as source:
-                        inode.offset = self._store(source)
-                    inode.size = self._spool.tell() - inode.offset
+                        offset = self._store(source)
+                    inode.size = self._spool.tell() - offset
+                    inode.places = ((offset, inode.size),)
                     if status.st_nlink > 1:
                         seen[status.st_dev, status.st_ino] = inode
                 self._put(path, inode, 0)
@@ -220,7 +314,7 @@ class Tree:
     def _take(self, count: int) -> None:
         self._taken += count
         if self._taken > self._most:
-            raise BadImage(f"it unpacks to more than {self._most >> 20} MiB, which is what a root in memory may have")
+            raise BadImage(f"it unpacks to more than {self._most >> 20} MiB, which is more than a drive holds")
 
     def _put(self, path: str, inode: Inode, layer: int) -> None:
         self._take(PAGE)
@@ -259,7 +353,14 @@ def _inode(member: tarfile.TarInfo, kind: int) -> Inode:
     if min(member.uid, member.gid) < 0 or max(member.uid, member.gid) >= 1 << 32:
         raise BadImage(f"{member.name!r} has an owner that does not exist: {member.uid}:{member.gid}")
     mtime = min(max(int(member.mtime), 0), (1 << 32) - 1)
-    return Inode(kind | member.mode & 0o7777, uid=member.uid, gid=member.gid, mtime=mtime)
+    inode = Inode(kind | member.mode & 0o7777, uid=member.uid, gid=member.gid, mtime=mtime)
+    for key, text in member.pax_headers.items():
+        if key.startswith(_XATTR):
+            name, value = key.removeprefix(_XATTR), os.fsencode(text)
+            # Those of overlayfs are the host's own: an image must not hide files of its lower layers by them.
+            if erofs.can_hold(name, value) and not name.startswith("trusted."):
+                inode.xattrs = inode.xattrs | {name: value}
+    return inode
 
 
 def _status(status: os.stat_result, kind: int) -> Inode:
@@ -267,5 +368,6 @@ def _status(status: os.stat_result, kind: int) -> Inode:
     return Inode(kind | stat.S_IMODE(status.st_mode), uid=status.st_uid, gid=status.st_gid, mtime=mtime)
 
 
-def _entry(name: str, inode: Inode, data: bytes) -> cpio.Entry:
-    return cpio.Entry(name, inode.mode, data, uid=inode.uid, gid=inode.gid, mtime=inode.mtime)
+def _packed(inode: Inode) -> Inode:
+    """Text that msgpack can hold: names are bytes, and not all of them are UTF-8."""
+    return msgspec.structs.replace(inode, target=os.fsencode(inode.target).decode("latin-1"))

@@ -117,7 +117,7 @@ class Host:
         pooled.used, pooled.left = pooled.used + 1, pooled.left - 1
         slot = slot_assignment.choose(request, pooled.unused, pooled.slots) if from_slot is None else from_slot
         pooled.unused.discard(slot)
-        sandbox = VmSandbox(secrets.token_hex(8), SandboxKey.of(request), self.backend, slot)
+        sandbox = VmSandbox(secrets.token_hex(8), SandboxKey.of(request), self.backend, slot, request.workdir)
         pooled.live.add(sandbox.id)
         self._sandboxes[sandbox.id] = sandbox, pooled
         self._keys[sandbox.key] = sandbox.id

@@ -5,7 +5,17 @@ import time
 from collections import OrderedDict
 from typing import Any
 
-from headrace.messages.sandbox import Acquire, CheckIntegrity, Exec, Op, OpResult, RunTests, SandboxKey, SandboxLost
+from headrace.messages.sandbox import (
+    Acquire,
+    CheckIntegrity,
+    Exec,
+    Op,
+    OpResult,
+    PullChanges,
+    RunTests,
+    SandboxKey,
+    SandboxLost,
+)
 from headrace.vmhost import protocol
 from headrace.vmhost.backend import Machine, OnEvent
 from headrace.vmhost.channel import Channel
@@ -20,7 +30,7 @@ RECORD = 256
 class VmSandbox:
     """One slot of one machine."""
 
-    def __init__(self, id: str, key: SandboxKey, backend: str, slot: int = 0) -> None:
+    def __init__(self, id: str, key: SandboxKey, backend: str, slot: int = 0, workdir: str = "") -> None:
         self.id = id
         self.key = key
         self.slot = slot
@@ -29,6 +39,8 @@ class VmSandbox:
         self._gate: Gate | None = None
         self._answers: OrderedDict[str, asyncio.Task[OpResult]] = OrderedDict()
         self._machine: Machine | None = None
+        self._workdir = workdir
+        """The workspace, where it is not its image's."""
         self._ended = ""
         """Why it ended; empty while it lives."""
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -76,6 +88,8 @@ class VmSandbox:
             raise SandboxLost(f"{self.id}: {self._ended}")
         if isinstance(op, CheckIntegrity):
             return await self._check_integrity(op.thorough)
+        if isinstance(op, PullChanges):
+            return await self._pull_changes(op)
         task = self._answers.get(call_id) if call_id else None
         if task is None:
             header, bodies = protocol.to_frame(op)
@@ -98,6 +112,18 @@ class VmSandbox:
         except VmhostError as error:
             return OpResult(ok=False, error=str(error))
         return OpResult(tampered=tampered, wall_ms=(time.perf_counter() - started) * 1000)
+
+    async def _pull_changes(self, op: PullChanges) -> OpResult:
+        assert self._machine is not None
+        started = time.perf_counter()
+        try:
+            answer, bodies, workdir = await self._machine.changes(op.limit, op.originals)
+            wall_ms = (time.perf_counter() - started) * 1000
+            return protocol.to_changes(answer, bodies, self._workdir or workdir, wall_ms)
+        except VmhostError as error:
+            return OpResult(ok=False, error=str(error))
+        except Garbage as garbage:
+            raise SandboxLost(f"{self.id}: it broke the protocol: {garbage}") from None
 
     async def _send(self, header: dict[str, Any], bodies: list[bytes], timeout: float) -> OpResult:
         assert self._channel is not None and self._machine is not None

@@ -5,7 +5,7 @@ import fcntl
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar, NamedTuple, TextIO
 
 from headrace.backoff import Backoff
 from headrace.config import Environment
@@ -31,6 +31,13 @@ REPLACE_FIRST_S, REPLACE_MOST_S = 0.5, 30.0
 """Delay before a clone that died while it was parked is replaced. It grows while replacements die as well."""
 
 
+class Held(NamedTuple):
+    """A template's memory, and the lock on its files."""
+
+    memory: Memory
+    lock: TextIO
+
+
 class CloneBackend:
     """Clones behind the Backend protocol."""
 
@@ -42,6 +49,7 @@ class CloneBackend:
         inspect=True,
         hostname=True,
         network_list=True,
+        upper_diff=True,
         kernel_private=True,
     )
 
@@ -53,8 +61,8 @@ class CloneBackend:
         self._alive: set[Clone] = set()
         self._spent_ms = 0.0
         self._making = asyncio.Lock()
-        self._locks: list[TextIO] = []
-        self._memories: dict[str, Memory] = {}
+        self._held: dict[Path, Held] = {}
+        """The memories in use, by the folders of their templates; images share one."""
         self._parked: list[Clone] = []
         self._reserved = 0
         least = dict.fromkeys((WARM, *environment.also_warm), environment.warm)
@@ -101,11 +109,20 @@ class CloneBackend:
 
                 self._templates |= await asyncio.to_thread(base.ensure, self._environment, say, (name,))
                 # Read it now, not while a clone starts.
-                self._memories[name] = await asyncio.to_thread(lambda: self._templates[name].memory)
-                lock = (self._templates[name].folder / "manifest.json").open()
-                fcntl.flock(lock, fcntl.LOCK_SH)  # keeps the cache's garbage collection from removing it
-                self._locks.append(lock)
+                await asyncio.to_thread(self._hold, self._templates[name])
             return self._templates[name]
+
+    def _hold(self, template: Template) -> None:
+        """Read a template's memory, and keep the cache's garbage collection from removing its files."""
+        memory = template.memory
+        held = self._held.get(template.folder)
+        if held is not None and held.memory is memory:
+            return
+        lock = (template.folder / "manifest.json").open()
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if held is not None:
+            held.lock.close()
+        self._held[template.folder] = Held(memory, lock)
 
     async def machine(self, template: str) -> Clone:
         """A parked clone, or a new one, which answers once it is `ready`. SandboxLost, VmhostError."""
@@ -139,7 +156,7 @@ class CloneBackend:
         clone = _clone(machine)
         manifest = clone.template.manifest
         taken = await clone.freeze(whole)
-        parts = {"template": manifest.name, "key": manifest.key, "ram_hash": manifest.ram_hash}
+        parts = {"template": clone.template.name, "key": clone.template.key, "ram_hash": manifest.ram_hash}
         checkpoint = snapshot.Checkpoint(**parts, slot=slot, whole=whole, snapshot=taken)
         return await asyncio.to_thread(snapshot.pack, checkpoint)
 
@@ -147,7 +164,7 @@ class CloneBackend:
         """A clone from bytes; see `Backend.restore`."""
         checkpoint = await asyncio.to_thread(snapshot.unpack, data)
         template = await self.template(checkpoint.template)
-        if template.manifest.key != checkpoint.key:
+        if template.key != checkpoint.key:
             raise VmhostError(f"the checkpoint's template {checkpoint.template} differs from this node's")
         if not checkpoint.whole and template.manifest.ram_hash != checkpoint.ram_hash:
             raise VmhostError(
@@ -347,8 +364,8 @@ class CloneBackend:
         for clone in list(self._alive):
             clone.kill()
         await self.settle()
-        for lock in self._locks:
-            lock.close()
+        for held in self._held.values():
+            held.lock.close()
 
 
 def _clone(machine: Machine) -> Clone:

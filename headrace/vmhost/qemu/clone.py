@@ -19,8 +19,10 @@ from headrace.messages.sandbox import SandboxLost
 from headrace.vmhost import cgroups
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.images.imported import Image
 from headrace.vmhost.node.capacity import OVERHEAD_MB
 from headrace.vmhost.qemu import snapshot
+from headrace.vmhost.qemu.drives import open_drives
 from headrace.vmhost.qemu.memory import Memory
 from headrace.vmhost.qemu.process import Monitor, Qemu
 from headrace.vmhost.qemu.snapshot import Snapshot
@@ -29,6 +31,15 @@ from headrace.vmhost.templates.template import Template
 START_S = 60.0
 """Deadline of a clone's first answer; 0.15 s on a quiet machine."""
 _REHEARSAL = (".rehearsal/b/c", ".rehearsal/b", ".rehearsal")
+UPPER_SIZE = "75%"
+"""Capacity of an image's writable layer: a share of the machine's memory, in which it lies."""
+CHANGES_S = 120.0
+"""Deadline for reading the writable layer."""
+UNCHANGED = (
+    *("/dev", "/proc", "/sys", "/tmp", "/run", "/etc/hosts", "/etc/hostname"),
+    *(".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"),
+)
+"""What no diff of an image holds: what the slot itself makes, temporary files, caches, and history."""
 QUIET_S = 5.0
 """Delay before the processes of a released slot are ended, if its machine still lives."""
 
@@ -61,18 +72,23 @@ class Clone:
         self._leaving: set[asyncio.Task[None]] = set()
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._memory = template.memory
+        self._mounts: dict[str, str] = begin.mounts if begin is not None else {}
+        """The slot's mounts since it got its image."""
         self._devices = Memory("headrace-devices", 0)
+        drives = open_drives(template.manifest.hardware.drives, template.image)
         state = os.open(template.state, os.O_RDONLY) if begin is None else _in_memory(begin.state)
         try:
             self._qemu = Qemu(
                 template.manifest.hardware,
                 self._memory,
                 share=False,
+                drives=drives,
                 extra=("-incoming", "defer"),
                 inherit=(state, self._devices.fd),
             )
         finally:
-            os.close(state)
+            for fd in (state, *drives):
+                os.close(fd)
         self._state_fd = state
         self.pid = self._qemu.pid
         self._control: Channel | None = None
@@ -134,7 +150,7 @@ class Clone:
         finally:
             if not self._lost.done():
                 self._monitor.send("cont")
-        return Snapshot(state=state, numbers=numbers, pages=pages)
+        return Snapshot(state=state, numbers=numbers, pages=pages, mounts=self._mounts)
 
     async def _identify(self, entropy: bytes) -> None:
         assert self._control is not None
@@ -153,12 +169,14 @@ class Clone:
                 if not self._lost.done():
                     await asyncio.to_thread(snapshot.put_pages, self.pid, self._memory.mapped, self._begin)
                     self._unlike_template = bool(self._changed_pages())
-                self._begin = None
             on = [{"capability": "x-ignore-shared", "state": True}]
             self._monitor.send("migrate-set-capabilities", {"capabilities": on})
             self._monitor.send("migrate-incoming", {"uri": f"fd:{self._state_fd}"})
             self._control = await Channel.connect(self._qemu.ports[0], f"vm {self.pid}")
             await self._identify(secrets.token_bytes(32))
+            if self._begin is None and self.template.image is not None and not self.template.attached:
+                await self._attach(self.template.image)
+            self._begin = None
         except (SandboxLost, VmhostError, OSError) as error:
             ended_by_itself = self._qemu.process.returncode is not None or self._hung_up()
             self._end(str(error))
@@ -166,6 +184,29 @@ class Clone:
             raise SandboxLost(
                 f"a clone did not start: {self._exit_text if ended_by_itself else self._reason}"
             ) from None
+
+    async def _attach(self, image: Image) -> None:
+        """Mount the image and let the slot begin in it. SandboxLost when the guest cannot."""
+        assert self._control is not None
+        user = {"uid": image.uid, "gid": image.gid, "groups": image.groups}
+        settings = user | {"env": image.env, "workdir": image.workdir}
+        header = {"op": "attach", "drives": len(image.boundaries), "size": UPPER_SIZE, "image": settings}
+        answer, _ = await self._control.call(header, (), START_S)
+        if not answer.get("ok", True):
+            raise SandboxLost(f"vm {self.pid}: the image {image.name} cannot be mounted: {answer.get('error')}")
+        self._mounts = {str(name): str(text) for name, text in answer["mounts"].items()}
+
+    async def changes(self, limit: int, originals: int) -> tuple[dict[str, Any], list[bytes], str]:
+        """What the programs of its image changed, as the first process reads it (guest/changes.py). SandboxLost;
+        VmhostError in a machine without an image."""
+        image = self.template.image
+        if image is None:
+            raise VmhostError(f"{self.template.manifest.name} is no container image, so it has no layer of changes")
+        if self._control is None:
+            raise SandboxLost("the machine has not started")
+        header = {"op": "changes", "drives": len(image.boundaries), "skip": UNCHANGED}
+        answer = await self._control.call(header | {"limit": limit, "originals": originals}, (), CHANGES_S)
+        return *answer, image.workdir
 
     def _hung_up(self) -> bool:
         """Whether QEMU closed one of its sockets, which happens only when it ends."""
@@ -228,7 +269,7 @@ class Clone:
             raise
         if not thorough:
             return tampered
-        return tampered + self.template.integrity.differences(await self.ask({"op": "condition"}))
+        return tampered + self.template.integrity.differences(await self.ask({"op": "condition"}), self._mounts)
 
     def _changed_pages(self) -> tuple[str, ...]:
         if not self._low:

@@ -11,6 +11,9 @@ There is one legitimate change of the kernel's text: branches that are switched 
 Documentation/staging/static-keys; here those of packet time stamps and socket filters). The kernel's jump table, in its
 read-only memory, lists their addresses. At such an address the two forms of that branch are accepted, and nothing else.
 
+In a machine with an image on drives the template's own root is checked as everywhere: the slot agent and its Python.
+The image's files are the image user's to change, as in any machine; the files behind the drives are read-only for QEMU.
+
 Not covered: memory that legitimate work writes too, such as heaps and stacks of running processes, the kernel's data
 and its modules. `differences` finds the changes that root can make there without writing a fixed page in the report of
 the machine's first process.
@@ -18,7 +21,7 @@ the machine's first process.
 
 import os
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -163,10 +166,12 @@ class IntegrityCheck:
         parts = np.split(areas, cuts)
         self._spans = [(int(part[0, 0]), int(part[-1, 0] + part[-1, 1] - part[0, 0])) for part in parts]
 
-    def differences(self, answer: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the entries in which a machine's condition differs from its template's."""
-        names = self._condition.keys() | answer.keys()
-        return tuple(sorted(name for name in names if self._condition.get(name) != answer.get(name)))[:SHOWN]
+    def differences(self, answer: dict[str, Any], since: Mapping[str, str] | None = None) -> tuple[str, ...]:
+        """Names of the entries in which a machine's condition differs from its template's. since: entries as they were
+        when the machine got its image, before any program of it ran."""
+        expected = self._condition | dict(since or {})
+        names = expected.keys() | answer.keys()
+        return tuple(sorted(name for name in names if expected.get(name) != answer.get(name)))[:SHOWN]
 
     def check(self, pid: int, low: int, memory: int) -> tuple[str, ...]:
         """Names of changed files, and `KERNEL`. pid: the machine's process; low: address at which it maps its memory;

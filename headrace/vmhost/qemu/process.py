@@ -1,8 +1,9 @@
 """QEMU children: the command line, the process, and the few monitor commands that a clone needs.
 
 The device list of a template and of its clones comes from one function, because a snapshot only loads into the machine
-that it was taken from. There is no disk, no network card and no entropy device: the root is in RAM, shared
-copy-on-write with the template's file, and each slot has one serial port.
+that it was taken from. There is no network card and no entropy device: the root is in RAM, shared copy-on-write with
+the template's file, and each slot has one serial port. A machine for images also has read-only drives. Their files are
+inherited descriptors as well, and a clone may have other files behind them than its template: equal sizes suffice.
 
 A QEMU ends with the process that started it (PR_SET_PDEATHSIG, set by setpriv before the exec), also after a SIGKILL.
 The signal belongs to the starting *thread*, so clones are started from the event loop's thread.
@@ -47,6 +48,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     memory_mb: int
     ports: int
     """Serial ports: the control port and one per slot."""
+    drives: int = 0
+    """Read-only drives, each of `store.DRIVE_BYTES`."""
 
 
 def version() -> str:
@@ -61,10 +64,17 @@ def version() -> str:
 
 
 def argv(
-    hardware: Hardware, ram: str, *, share: bool, monitor: int, ports: Sequence[int], serial: str = "null"
+    hardware: Hardware,
+    ram: str,
+    *,
+    share: bool,
+    monitor: int,
+    ports: Sequence[int],
+    drives: Sequence[int] = (),
+    serial: str = "null",
 ) -> list[str]:
-    """The command line. `monitor` and `ports` are descriptors of connected sockets that the child inherits, `ram` the
-    path of one for its memory."""
+    """The command line. `monitor` and `ports` are descriptors of connected sockets that the child inherits, `drives`
+    those of files, `ram` the path of one for its memory."""
     kind = "device" if hardware.machine == "microvm" else "pci"
     machine = "microvm,rtc=on,pit=on,pic=on" if hardware.machine == "microvm" else "q35,usb=off,smbus=off,sata=off"
     line = [
@@ -81,6 +91,14 @@ def argv(
     for number, fd in enumerate(ports):
         line += ["-chardev", f"socket,id=c{number},fd={fd}"]
         line += ["-device", f"virtserialport,chardev=c{number},name=hr.{number},nr={number + 1}"]
+    for number, fd in enumerate(drives):
+        # A descriptor set: QEMU duplicates it, because its user may not open the file.
+        file = {"driver": "file", "filename": f"/dev/fdset/{number + 1}", "locking": "off", "aio": "threads"}
+        cache = {"direct": False, "no-flush": True}
+        node = {"driver": "raw", "node-name": f"d{number}", "read-only": True, "cache": cache}
+        line += ["-add-fd", f"fd={fd},set={number + 1}"]
+        line += ["-blockdev", json.dumps(node | {"file": file | {"read-only": True}})]
+        line += ["-device", f"virtio-blk-{kind},drive=d{number},id=vb{number},serial=hr{number}"]
     return line
 
 
@@ -162,17 +180,20 @@ class Qemu:
         memory: Memory,
         *,
         share: bool,
+        drives: Sequence[int] = (),
         serial: str = "null",
         extra: Sequence[str] = (),
         inherit: Sequence[int] = (),
     ) -> None:
         pairs = [socket.socketpair() for _ in range(hardware.ports + 1)]
         theirs = [pair[1].fileno() for pair in pairs]
-        line = argv(hardware, memory.path, share=share, monitor=theirs[0], ports=theirs[1:], serial=serial)
+        line = argv(
+            hardware, memory.path, share=share, monitor=theirs[0], ports=theirs[1:], drives=drives, serial=serial
+        )
         try:
             self.process = subprocess.Popen(
                 [*line, *extra],
-                pass_fds=[*theirs, memory.fd, *inherit],
+                pass_fds=[*theirs, memory.fd, *drives, *inherit],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

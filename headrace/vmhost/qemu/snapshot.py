@@ -37,6 +37,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Page numbers, little-endian u32, ascending."""
     pages: bytes
     """Their contents, end to end."""
+    mounts: dict[str, str] = {}
+    """The mounts of a slot that got its image after the template was made (see Clone.attach)."""
 
     @property
     def mib(self) -> float:
@@ -184,7 +186,8 @@ def rebase(whole: Snapshot, ram: Path) -> Snapshot:
         differ = np.flatnonzero((wanted != below[first : first + _RUN]).any(axis=1))
         differing += [first + int(at) for at in differ]
         out += wanted[differ].tobytes()
-    return Snapshot(state=whole.state, numbers=np.array(differing, "<u4").tobytes(), pages=bytes(out))
+    own = np.array(differing, "<u4").tobytes()
+    return Snapshot(state=whole.state, numbers=own, pages=bytes(out), mounts=whole.mounts)
 
 
 def write_ram(target: Path, size: int, snapshot: Snapshot) -> None:

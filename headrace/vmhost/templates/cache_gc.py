@@ -18,7 +18,7 @@ import msgspec
 from headrace.config import Environment
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import base as image
-from headrace.vmhost.images import imported, packages
+from headrace.vmhost.images import imported, packages, store
 from headrace.vmhost.qemu import probe, process
 from headrace.vmhost.templates import task_templates
 
@@ -42,6 +42,10 @@ def holdings(environment: Environment) -> list[Entry]:
     base = packages.folder(cache)
     wanted = _wanted(environment, cache, base)
     roots = {str((cache / f"image-{name}").resolve()): name for name in imported.names(cache)}
+    layers: dict[str, list[str]] = {}
+    for known in imported.images(cache):
+        for part in store.segments(cache, known.boundaries) or ():
+            layers.setdefault(part.folder, []).append(known.name)
     entries = []
     for path in sorted(cache.iterdir()):
         template = _TEMPLATE.fullmatch(path.name)
@@ -53,6 +57,11 @@ def holdings(environment: Environment) -> list[Entry]:
         elif path.name.startswith("root-"):
             name = roots.get(str(path), "")
             entries.append(Entry(str(path), f"image {name}".strip(), _mib(path), f"the name {name}" if name else ""))
+        elif path.name.startswith("layers-"):
+            users = ", ".join(sorted(layers.get(str(path), ())))
+            entries.append(Entry(str(path), "layers of images", _mib(path), users and f"the images {users}"))
+        elif path.name == "downloads":
+            entries.append(Entry(str(path), "downloads that were cut", _mib(path), ""))
         elif path.name.startswith("base-"):
             entries.append(
                 Entry(str(path), "base image", _mib(path), "this version's packages" if path == base else "")
@@ -64,9 +73,14 @@ def holdings(environment: Environment) -> list[Entry]:
     return entries
 
 
-def collect(environment: Environment, forget: tuple[str, ...] = ()) -> list[Entry]:
-    """Drop the names in `forget`, then remove entries without a reference; the removed ones. VmhostError for an unknown
-    name. It waits for a build that is under way in the cache, because its result has no reference yet.
+IMAGES = ("image", "layers", "downloads")
+"""First words of what `headrace images` makes."""
+
+
+def collect(environment: Environment, forget: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> list[Entry]:
+    """Drop the names in `forget`, then remove entries without a reference; the removed ones. only: first words of the
+    kinds of entries that are removed; empty: all. VmhostError for an unknown name. It waits for a build that is under
+    way in the cache, because its result has no reference yet.
     """
     cache = Path(environment.cache_dir).resolve()
     cache.mkdir(parents=True, exist_ok=True)
@@ -88,7 +102,7 @@ def collect(environment: Environment, forget: tuple[str, ...] = ()) -> list[Entr
         removed = []
         for entry in holdings(environment):
             path = Path(entry.path)
-            if entry.why:
+            if entry.why or (only and entry.what.split()[0] not in only):
                 continue
             if entry.what.startswith("template"):
                 if image.remove(path):
@@ -120,7 +134,7 @@ def _names(environment: Environment, cache: Path, parts: image.Parts) -> Iterato
     for name in (*packages.FLAVOURS, *imported.names(cache), *task_templates.names(cache)):
         with suppress(VmhostError):
             plan = image.plan(environment, name)
-            yield f"template-{name}-{plan.key(parts)}", f"the name {name}"
+            yield plan.folder(parts), f"the name {name}"
 
 
 def _mib(path: Path) -> float:

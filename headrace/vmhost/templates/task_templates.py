@@ -135,15 +135,16 @@ async def build(recipe: Recipe, below: Template, folder: Path) -> Template:
         manifest = msgspec.structs.replace(
             below.manifest,
             name=recipe.name,
-            key=key(recipe, below.manifest.key),
+            key=key(recipe, below.key),
             ram_hash=hash_of(making / "ram"),
             state_hash=hash_of(making / "state"),
             fixed_hash=hash_of(making / "fixed"),
             built_s=round(time.monotonic() - started, 2),
             push_mb=below.push_mb,
-            levels=(below.manifest.key, *below.manifest.levels),
+            levels=(below.key, *below.manifest.levels),
         )
-        return publish(making, folder, manifest)
+        made = publish(making, folder, manifest)
+        return msgspec.structs.replace(made, image=below.image, attached=below.image is not None)
     except SandboxLost as lost:
         raise VmhostError(f"the task template {recipe.name} could not be prepared: {lost}") from None
     finally:

@@ -26,17 +26,20 @@ from headrace.messages.tasks import TestPlan
 from headrace.vmhost import agent_files, protocol
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.images import cpio, packages
+from headrace.vmhost.images import cpio, packages, store
 from headrace.vmhost.images.imported import Image
 from headrace.vmhost.qemu import integrity, process
+from headrace.vmhost.qemu.drives import open_drives
 from headrace.vmhost.qemu.integrity import IntegrityCheck
 from headrace.vmhost.qemu.integrity import load as load_integrity
 from headrace.vmhost.qemu.memory import Memory, descriptor, sealed
 from headrace.vmhost.qemu.process import Hardware, Qemu
 
-FORMAT = 3
+FORMAT = 4
 FILES = ("ram", "state", "fixed")
 MODULES = (*packages.MODULES, packages.CONSOLE)
+MACHINE = "machine"
+"""First word of the templates for images, which have drives: one for each size of memory."""
 BOOT_S = {"kvm": 30.0, "tcg": 180.0}
 """Deadline of a template's boot and warm-up; 5 and 15 s on a quiet machine."""
 SIZE_MB = {"light": 16, "debian": 192}
@@ -76,11 +79,29 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     manifest: Manifest
     stamp: tuple[int, ...] = ()
     """State of the files when their hashes were checked."""
+    image: Image | None = None
+    """The image of its clones."""
+    attached: bool = False
+    """Whether the image was attached before the template was frozen."""
 
     @property
     def intact(self) -> bool:
-        """Whether the files are unchanged, by inode, size and times."""
-        return self.stamp == _stamp(self.folder)
+        """Whether the files are unchanged, by inode, size and times; of an image, whether the store still has them."""
+        image = self.image
+        stored = image is None or store.segments(Path(image.folder).parent, image.boundaries) is not None
+        return self.stamp == _stamp(self.folder) and stored
+
+    @property
+    def name(self) -> str:
+        """The name by which a node finds it: that of its image is a digest."""
+        return self.image.digest if self.image is not None and not self.attached else self.manifest.name
+
+    @property
+    def key(self) -> str:
+        """The content address of what its clones begin as."""
+        if self.image is None or self.attached:
+            return self.manifest.key
+        return key_with(self.manifest.key, self.image)
 
     @property
     def ram(self) -> Path:
@@ -130,13 +151,25 @@ def agent_archive() -> bytes:
     return out.getvalue()
 
 
-def key(name: str, base: Path, version: str, hardware: Hardware, slots: int, image: Image | None = None) -> str:
+def modules(hardware: Hardware) -> tuple[str, ...]:
+    """The kernel modules of a machine, in the order in which they are loaded."""
+    return (*MODULES, *packages.DRIVES) if hardware.drives else MODULES
+
+
+def key_with(machine: str, image: Image) -> str:
+    """The content address of an image's clones: of the template's key, and of what its drives hold."""
+    parts = [machine, image.digest, image.boundaries]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def key(name: str, base: Path, version: str, hardware: Hardware, slots: int) -> str:
     """The content address."""
-    root: list[Any] = [name, SIZE_MB[name]] if image is None else [image.digest, IMAGE_MB]
-    parts = [FORMAT, base.name, root[0], version, msgspec.to_builtins(hardware), slots, root[1]]
+    root = MACHINE if hardware.drives else name
+    parts = [FORMAT, base.name, root, version, msgspec.to_builtins(hardware), slots, SIZE_MB.get(name, IMAGE_MB)]
     parts.append(hashlib.sha256(agent_archive()).hexdigest())
-    parts.append(process.kernel_line(hardware, MODULES, 0))
-    words = process.argv(hardware, "ram", share=False, monitor=0, ports=range(hardware.ports))
+    parts.append(process.kernel_line(hardware, modules(hardware), 0))
+    ports, drives = range(hardware.ports), range(hardware.drives)
+    words = process.argv(hardware, "ram", share=False, monitor=0, ports=ports, drives=drives)
     parts.append(words[words.index(process.BINARY) :])  # the words before it name the user
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -181,24 +214,22 @@ def hash_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-async def build(
-    name: str, base: Path, hardware: Hardware, slots: int, folder: Path, version: str, image: Image | None = None
-) -> Template:
+async def build(name: str, base: Path, hardware: Hardware, slots: int, folder: Path, version: str) -> Template:
     """Boot, open the slots, exercise them, freeze. VmhostError with the end of the serial log when it does not boot.
 
-    With an image, its root is unpacked beside the light one, and the machine's only slot uses it.
+    A machine with drives is frozen with empty ones, and its only slot waits for an image.
     """
     started = time.monotonic()
     making = Path(tempfile.mkdtemp(dir=folder.parent, prefix="making-"))
     try:
         initrd, serial = making / "initrd", making / "serial.log"
         with initrd.open("wb") as out:
-            for part in _roots(name, base, image):
+            for part in _roots(name, base, hardware):
                 with part.open("rb") as root:
                     shutil.copyfileobj(root, out)
             out.write(agent_archive())
         rate = process.tsc_khz()
-        line = process.kernel_line(hardware, MODULES, rate)
+        line = process.kernel_line(hardware, modules(hardware), rate)
         serial.touch()
         serial.chmod(0o666)  # QEMU runs as another user; nobody else can enter the folder
         memory = Memory(f"headrace-{name}", hardware.memory_mb << 20)
@@ -206,10 +237,17 @@ async def build(
             given = [file.fileno() for file in (kernel, root, log)]
             paths = [descriptor(fd) for fd in given]
             extra = ("-kernel", paths[0], "-initrd", paths[1], "-append", line)
-            machine = Qemu(hardware, memory, share=True, serial=f"file:{paths[2]}", extra=extra, inherit=given)
+            drives = open_drives(hardware.drives)
+            try:
+                machine = Qemu(
+                    hardware, memory, share=True, drives=drives, serial=f"file:{paths[2]}", extra=extra, inherit=given
+                )
+            finally:
+                for fd in drives:
+                    os.close(fd)
         try:
             async with asyncio.timeout(BOOT_S[hardware.accel]):
-                facts, surveyed = await _freeze(machine, name, slots, making / "state", image)
+                facts, surveyed = await _freeze(machine, name, hardware.drives, slots, making / "state")
         except (TimeoutError, SandboxLost, OSError) as error:
             dead = machine.process.poll() is not None
             machine.process.kill()
@@ -226,7 +264,7 @@ async def build(
         manifest = Manifest(
             format=FORMAT,
             name=name,
-            key=key(name, base, version, hardware, slots, image),
+            key=key(name, base, version, hardware, slots),
             qemu=version,
             hardware=hardware,
             kernel=packages.kernel_release(base),
@@ -239,7 +277,7 @@ async def build(
             fixed_hash=hash_of(making / "fixed"),
             built_s=round(time.monotonic() - started, 2),
             facts=facts,
-            push_mb=SIZE_MB[name] if image is None else IMAGE_MB,
+            push_mb=SIZE_MB.get(name, IMAGE_MB),
         )
         return publish(making, folder, manifest)
     finally:
@@ -256,10 +294,8 @@ def publish(making: Path, folder: Path, manifest: Manifest) -> Template:
     return Template(folder=folder, manifest=manifest, stamp=_stamp(folder))
 
 
-def _roots(name: str, base: Path, image: Image | None) -> list[Path]:
-    if image is None:
-        return [base / f"{name}.cpio"]
-    return [base / "light.cpio", Path(image.folder) / "root.cpio"]
+def _roots(name: str, base: Path, hardware: Hardware) -> list[Path]:
+    return [base / "light.cpio", base / "drives.cpio"] if hardware.drives else [base / f"{name}.cpio"]
 
 
 def _words(hardware: Hardware) -> str:
@@ -289,16 +325,16 @@ _WARM = {
 
 
 async def _freeze(
-    machine: Qemu, name: str, slots: int, state: Path, image: Image | None
+    machine: Qemu, name: str, drives: int, slots: int, state: Path
 ) -> tuple[dict[str, Any], integrity.Survey]:
     """From boot to the saved state: the machine's facts, and its fixed pages. The snapshot needs every port's host side
     connected, so the channels stay open until the end."""
     channels = [await Channel.connect(end, f"port {number}") for number, end in enumerate(machine.ports)]
     try:
-        opened = await _ask(channels[0], _opening(name, slots, image))
+        opened = await _ask(channels[0], _opening(name, drives, slots))
         facts = await _ask(channels[0], {"op": "facts"})
-        for channel in channels[1:]:
-            await (_exercise(channel) if image is None else _greet(channel))
+        for channel in channels[1:] if not drives else ():  # the slot of an image waits for it
+            await _exercise(channel)
         if opened["pytest"]:
             await _ask(channels[1], *_files())
             plan = TestPlan(kind="pytest", paths=("tests/test_pytest.py",), timeout_s=120.0)
@@ -313,17 +349,9 @@ async def _freeze(
             await channel.ended
 
 
-def _opening(name: str, slots: int, image: Image | None) -> dict[str, Any]:
+def _opening(name: str, drives: int, slots: int) -> dict[str, Any]:
     header: dict[str, Any] = {"op": "open_slots", "count": slots, "size_mb": SIZE_MB.get(name, IMAGE_MB)}
-    if image is None:
-        return header
-    user = {"uid": image.uid, "gid": image.gid, "groups": image.groups}
-    return header | {"image": user | {"env": image.env, "workdir": image.workdir}}
-
-
-async def _greet(channel: Channel) -> None:
-    """The slot of an image only has to answer here; preparing a task on it exercises it."""
-    await _ask(channel, *protocol.to_frame(Search(pattern="headrace", glob="headrace")))
+    return header | ({"drives": drives} if drives else {})
 
 
 def _files() -> protocol.Frame:

@@ -23,10 +23,17 @@ def report(slots: Sequence[int]) -> dict[str, str]:
     if not _paths:
         _paths.extend(path for folder in SETTINGS for path in _settings(folder))
     report = {"modules": b" ".join(sorted(line.split()[0] for line in _read("/proc/modules").splitlines()))}
-    report |= {f"mounts of slot {number}": _read(f"/proc/{pid}/mountinfo") for number, pid in enumerate(slots)}
     report |= {"processes": b" ".join(sorted(_strays())), "groups": " ".join(sorted(_cgroups())).encode()}
     report |= {path: _read(path) for path in _paths}
-    return {name: text.decode("utf-8", "replace") for name, text in report.items()}
+    return mounts(slots) | {name: text.decode("utf-8", "replace") for name, text in report.items()}
+
+
+def mounts(slots: Sequence[int]) -> dict[str, str]:
+    """The mounts of the slots."""
+    return {
+        f"mounts of slot {number}": _read(f"/proc/{pid}/mountinfo").decode("utf-8", "replace")
+        for number, pid in enumerate(slots)
+    }
 
 
 def _settings(folder: str) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""A slot whose root is an imported container image: its programs see the image's files, user, folder and environment.
+"""A slot whose root is a container image: its programs see the image's files, user, folder and environment.
 
-Such a slot has its machine for itself, so the image's tree is its writable root, and the tools run as the image's user,
-which may be root. Root keeps here what a container engine leaves to root in a container: a few capabilities, no way to
-gain more, /proc/sys read-only, no device nodes.
+Such a slot has its machine for itself and is forked while the template is built, long before its image is known
+(drives.py). The tools run as the image's user, which may be root. Root keeps here what a container engine leaves to
+root in a container: a few capabilities, no way to gain more, /proc/sys read-only, no device nodes.
 
 The slot's agent is loaded from the machine's own root, which it no longer sees once it has changed its root. Everything
 that it may need later is therefore imported before that.
@@ -21,16 +21,17 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from xml.etree import ElementTree
 
-from .. import agent, trees
+from .. import agent, changes, trees
 from ..files import Answer, Refused, Workspace
-from . import confine, syscalls
+from ..frames import Reader, pack
+from . import confine, drives, syscalls
 from .slot import Slot, mount_devices, set_oom_score
-from .syscalls import BIND, MOVE, NODEV, NOEXEC, NOSUID, PRIVATE, RDONLY, REC, REMOUNT, mount
+from .syscalls import BIND, MOVE, NODEV, NOEXEC, NOSUID, RDONLY, REMOUNT, mount
 
 ALLOWED = (0, 1, 3, 4, 5, 6, 7, 10)
 """Capabilities: chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service."""
 _MASKED = ("kcore", "keys", "timer_list", "sched_debug", "sysrq-trigger")
-NEW = "/image"
+NEW = drives.IMAGE
 
 for _name in ("unicode_escape", "utf-8", "latin-1", "ascii"):
     codecs.lookup(_name)
@@ -40,20 +41,45 @@ PRELOADED = ElementTree, trees, bz2, gzip, lzma
 """Used after the root has changed: reports of test commands, archives."""
 
 
-class ImageSlot(Slot):
-    """One slot over the image under `NEW`; `image` is its description (vmhost/images/imported.py)."""
+class WaitingSlot(Slot):
+    """One slot that waits until `begin` gives it the image under `NEW`, described as in vmhost/images/imported.py."""
 
     processes = 1024
 
-    def __init__(self, image: dict[str, Any], number: int, port: int, size_mb: int) -> None:
-        super().__init__(number, port, size_mb)
-        self.image = image
-        self.tool = image["uid"]
+    def __init__(self, port: int, size_mb: int) -> None:
+        super().__init__(0, port, size_mb)
+        self.image: dict[str, Any] = {}
+        self._gate_read, self._gate_write = os.pipe()
+        self._ready_read, self._ready_write = os.pipe()
+
+    def begin(self, image: dict[str, Any]) -> None:
+        """Let the slot go on with its image, and wait until it has. RuntimeError when it ended instead; then the
+        machine's serial log says why."""
+        os.close(self._ready_write)
+        os.write(self._gate_write, pack(image))
+        os.close(self._gate_write)
+        if not os.read(self._ready_read, 1):
+            raise RuntimeError("the slot ended before it reached its image")
+        os.close(self._ready_read)
+
+    def _await_image(self) -> None:
+        """Wait for `begin`: nothing runs in the slot before."""
+        os.close(self._gate_write)
+        reader = Reader()
+        while not (frames := reader.feed(os.read(self._gate_read, 65536))):
+            pass
+        self.image = frames[0][0]
+        self.tool = self.image["uid"]
+        os.close(self._gate_read)
 
     def _become_slot(self) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.close(self._ready_read)
+        self._await_image()
         workdir = self.image["workdir"]
         self._mounts()
+        os.write(self._ready_write, b"1")
+        os.close(self._ready_write)
         syscalls.loopback_up()
         syscalls.set_hostname(b"sandbox")
         set_oom_score(-500)
@@ -95,8 +121,7 @@ class ImageSlot(Slot):
             os.chown(path, self.tool, self.image["gid"])
 
     def _mounts(self) -> None:
-        mount("none", "/", "", REC | PRIVATE)
-        mount(NEW, NEW, "", BIND)
+        drives.keep_mounts()
         for name in ("proc", "sys", "dev", "tmp", "etc"):
             os.makedirs(f"{NEW}/{name}", exist_ok=True)
         os.chmod(f"{NEW}/tmp", 0o1777)
@@ -176,6 +201,8 @@ class ImageSlotAgent(agent.SlotAgent):
         if header["op"] == "open_at":
             self._move(header["workdir"])
             header = header | {"op": "open"}
+        if header["op"] == "apply_changes":
+            return changes.apply(self.workspace, header, bodies)
         if header["op"] in ("stop_job", "cancel", "end"):
             with _as_root():
                 return super().operate(number, header, bodies)

@@ -14,15 +14,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from ..files import Answer
 from ..frames import START, START_SIZE, STARTED, Reader, pack
 from ..testing import pytests
-from . import confine, syscalls
+from . import condition, confine, drives, syscalls
 from .slot import ENVIRONMENT, ROOT, Slot, say
-from .syscalls import REMOUNT, mount
+from .syscalls import mount
 
 _RNDADDENTROPY, _RNDRESEEDCRNG = 0x40085203, 0x5207
 PORTS_S = 60
@@ -90,6 +89,10 @@ class Control:
         """Pids of the slots' first processes."""
         self.pool = -1
         """A descriptor of /dev/urandom. It is opened after the slots, so that no slot inherits it."""
+        self.drives: list[str] = []
+        """Devices of the drives, in order."""
+        self.waiting: Any = None
+        """The slot that waits for its image, in a machine with drives."""
 
     def serve(self) -> None:
         """Answer frames until the port closes, which ends the machine."""
@@ -113,7 +116,8 @@ class Control:
     def operate(self, header: dict[str, Any], bodies: list[bytes]) -> Answer:
         """Run one operation by its name. KeyError for an unknown one."""
         operations: dict[str, Callable[[], dict[str, Any]]] = {
-            "open_slots": lambda: self._open_slots(header["count"], header["size_mb"], header.get("image")),
+            "open_slots": lambda: self._open_slots(header["count"], header["size_mb"], header.get("drives", 0)),
+            "attach": lambda: self._attach(header),
             "name": lambda: self._name(header["slot"], header["name"].encode()),
             "kill": lambda: self._kill(header["slot"]),
             "facts": lambda: facts(),
@@ -121,33 +125,53 @@ class Control:
             "condition": lambda: _condition(self.slots),
             "clock": lambda: {"monotonic": time.monotonic_ns(), "urandom": os.urandom(16).hex()},
         }
+        if header["op"] == "changes":
+            return drives.changes(header)
         return operations[header["op"]](), []
 
-    def _open_slots(self, count: int, size_mb: int, image: dict[str, Any] | None) -> dict[str, Any]:
-        has_pytest = image is None and pytests.available()
-        make: Callable[[int, int, int], Slot] = Slot
-        if image is not None:
-            from . import images
-
-            # By default a tmpfs root may fill half of the memory; an image's root may need more.
-            with suppress(OSError):
-                mount("none", "/", "", REMOUNT, "size=85%")
-            make = partial(images.ImageSlot, image)
+    def _open_slots(self, count: int, size_mb: int, disks: int) -> dict[str, Any]:
+        has_pytest = not disks and pytests.available()
+        if disks:
+            return self._open_image_slot(size_mb, disks)
         share = confine.share(count)
         gc.collect()
         gc.freeze()
         for number in range(count):
             port = self.ports[1 + number]
             others = [fd for fd in self.ports if fd != port]
-            slot = make(number, port, size_mb)
-            if image is None:
-                slot.memory = share
+            slot = Slot(number, port, size_mb)
+            slot.memory = share
             self.slots.append(slot.open(others))
         for port in self.ports[1:]:
             os.close(port)
         del self.ports[1:]
         self.pool = os.open("/dev/urandom", os.O_WRONLY | os.O_CLOEXEC)
         return {"slots": self.slots, "pytest": has_pytest}
+
+    def _open_image_slot(self, size_mb: int, disks: int) -> dict[str, Any]:
+        """One slot that waits for its image."""
+        from . import images
+
+        self.drives = drives.devices(disks)
+        drives.share_mounts(disks)
+        gc.collect()
+        gc.freeze()
+        waiting = images.WaitingSlot(self.ports[1], size_mb)
+        self.slots.append(waiting.open([self.ports[0]]))
+        self.waiting = waiting
+        os.close(self.ports.pop())
+        self.pool = os.open("/dev/urandom", os.O_WRONLY | os.O_CLOEXEC)
+        drives.forget(self.drives)
+        return {"slots": self.slots, "pytest": False}
+
+    def _attach(self, header: dict[str, Any]) -> dict[str, Any]:
+        """Mount the image and let the slot begin in it; the slot's mounts, which nothing may change from then on."""
+        if self.waiting is None:
+            raise ValueError("this machine has its image already")
+        waiting, self.waiting = self.waiting, None
+        drives.attach(self.drives, header["drives"], header["size"])
+        waiting.begin(header["image"])
+        return {"mounts": condition.mounts(self.slots)}
 
     def _name(self, slot: int, name: bytes) -> dict[str, Any]:
         namespace = os.open(f"/proc/{self.slots[slot]}/ns/uts", os.O_RDONLY)
@@ -174,8 +198,6 @@ def _pages() -> dict[str, Any]:
 
 
 def _condition(slots: list[int]) -> dict[str, Any]:
-    from . import condition
-
     return dict(condition.report(slots))
 
 

@@ -1,0 +1,1 @@
+"""`headrace images`: the store of container images."""

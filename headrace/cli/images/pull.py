@@ -1,0 +1,33 @@
+"""`headrace images pull`: a container image from a registry into the store."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.cli.arguments import add_config, integer
+from headrace.cli.images.output import show
+
+if TYPE_CHECKING:
+    from headrace.cli.arguments import Commands
+
+
+def add(commands: "Commands") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("pull", help="store a container image of a registry; a cut download goes on")
+    parser.add_argument("reference", help="such as docker.io/org/app:1.2, or with @sha256:...")
+    parser.add_argument("--name", default="", help="its name in the store; default: from its tag")
+    parser.add_argument("--memory-mb", type=integer(64), default=0, help="memory of its machines; default: 512")
+    add_config(parser)
+    parser.set_defaults(handler=pull)
+
+
+def pull(args: argparse.Namespace) -> int:
+    """Pull the image; print a JSON line about it."""
+    from headrace.config import load
+    from headrace.vmhost.images import imported, registry
+
+    cache = Path(load(args.config, args.set).environment.cache_dir).absolute()
+    request = imported.Request(name=args.name, memory_mb=args.memory_mb or imported.MEMORY_MB)
+    show(registry.pull(cache, args.reference, request, lambda line: sys.stderr.write(f"headrace: {line}\n")))
+    return 0

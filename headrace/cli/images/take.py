@@ -1,0 +1,34 @@
+"""`headrace images import`: a container image or a root file system into the store."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.cli.arguments import add_config, integer
+from headrace.cli.images.output import show
+
+if TYPE_CHECKING:
+    from headrace.cli.arguments import Commands
+
+
+def add(commands: "Commands") -> None:
+    """Declare the command."""
+    text = "store a container image (docker save, OCI layout) or a root file system"
+    parser = commands.add_parser("import", help=text)
+    parser.add_argument("path", help="archive or folder")
+    parser.add_argument("--name", default="", help="its name in the store; default: from its tag or file name")
+    parser.add_argument("--tag", default="", help="the image to take from an archive of several")
+    parser.add_argument("--memory-mb", type=integer(64), default=0, help="memory of its machines; default: 512")
+    add_config(parser)
+    parser.set_defaults(handler=take)
+
+
+def take(args: argparse.Namespace) -> int:
+    """Import the image; print a JSON line about it."""
+    from headrace.config import load
+    from headrace.vmhost.images import imported
+
+    cache = Path(load(args.config, args.set).environment.cache_dir).absolute()
+    memory = args.memory_mb or imported.MEMORY_MB
+    show(imported.take(cache, Path(args.path), args.name, args.tag, memory))
+    return 0

@@ -1,0 +1,158 @@
+"""The changes of an image: read from the writable layer of its overlay, and made again in another clone.
+
+The writable layer holds every changed or new entry, and a whiteout (a character device 0:0) for every one that is gone;
+a folder that was removed and made again is opaque. What is there, but equal to the layers below it, is no change:
+writing the same content or only touching a file copies it up as well. Nothing is executed and git is not asked, so a
+commit, or a repository without its `.git`, hides nothing.
+
+Source: Linux Documentation/filesystems/overlayfs.rst.
+"""
+
+import os
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from .files import Answer, Refused, Workspace, shown
+
+MOST = 100_000
+"""Largest number of entries that a walk reads."""
+_OPAQUE = "trusted.overlay.opaque"
+_PIECE = 1 << 20
+
+
+def walk(upper: str, lower: Sequence[str], skip: Sequence[str], limit: int, originals: int) -> Answer:
+    """Changes below `upper`, as [path, kind, mode, target] in the order in which they are made again: ``gone``, or
+    ``file``, ``folder``, ``link`` and ``other`` for what there is now. lower: the layers below, the top first; skip:
+    names of folders that are left out, and absolute paths of entries; limit: bytes of all contents.
+
+    The bodies are the files' contents; then those that they replace, where these have at most `originals` bytes.
+    """
+    names = {entry for entry in skip if not entry.startswith("/")}
+    paths = {entry for entry in skip if entry.startswith("/")}
+    found: list[tuple[str, str, int, str]] = []
+    bodies: list[bytes] = []
+    before: list[bytes] = []
+    had: list[str] = []
+    left, entries = limit, 0
+    pending: list[tuple[str, bool]] = [("", False)]
+    while pending:
+        folder, fresh = pending.pop()
+        inner: list[tuple[str, bool]] = []
+        for name in sorted(os.listdir(upper + folder)):
+            path = f"{folder}/{name}"
+            status = os.lstat(upper + path)
+            below = None if fresh else _below(lower, path)
+            old = os.lstat(below) if below else None
+            entries += 1
+            if path in paths:
+                continue
+            if entries > MOST:
+                return {"entries": [], "truncated": True}, []
+            if stat.S_ISDIR(status.st_mode):
+                if name in names:
+                    continue
+                opaque = fresh or _opaque(upper + path) or old is None or not stat.S_ISDIR(old.st_mode)
+                if opaque and old is not None:
+                    found.append((path, "gone", 0, ""))
+                if opaque or (old is not None and old.st_mode != status.st_mode):
+                    found.append((path, "folder", status.st_mode & 0o7777, ""))
+                inner.append((path, opaque))
+            elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
+                if old is not None and name not in names:
+                    found.append((path, "gone", 0, ""))
+            elif stat.S_ISLNK(status.st_mode):
+                target = os.readlink(upper + path)
+                if below is None or old is None or not stat.S_ISLNK(old.st_mode) or os.readlink(below) != target:
+                    found.append((path, "link", 0o777, target))
+            elif stat.S_ISREG(status.st_mode):
+                if status.st_size > left:
+                    return {"entries": [], "truncated": True}, []
+                data = _content(upper + path)
+                regular = below is not None and old is not None and stat.S_ISREG(old.st_mode)
+                if regular and below is not None and old is not None and old.st_size == status.st_size:
+                    if old.st_mode == status.st_mode and _content(below) == data:
+                        continue
+                left -= len(data)
+                found.append((path, "file", status.st_mode & 0o7777, ""))
+                bodies.append(data)
+                if regular and below is not None and old is not None and old.st_size <= originals:
+                    had.append(path)
+                    before.append(_content(below))
+            else:
+                found.append((path, "other", status.st_mode & 0o7777, ""))
+        pending += reversed(inner)
+    return {"entries": found, "originals": had, "truncated": False}, bodies + before
+
+
+def _below(lower: Sequence[str], path: str) -> str | None:
+    """The entry of a path in the layers below, as the overlay would show it."""
+    for layer in lower:
+        try:
+            status = os.lstat(layer + path)
+        except OSError:
+            continue
+        return None if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0 else layer + path
+    return None
+
+
+def _opaque(path: str) -> bool:
+    try:
+        return os.getxattr(path, _OPAQUE, follow_symlinks=False) == b"y"
+    except OSError:
+        return False
+
+
+def _content(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        data = os.read(fd, _PIECE)
+        while data and (piece := os.read(fd, _PIECE)):
+            data += piece
+    finally:
+        os.close(fd)
+    return data
+
+
+def apply(space: Workspace, header: dict[str, Any], bodies: Sequence[bytes]) -> Answer:
+    """Make changes again: what is gone first, then folders, files and links. Relative paths lie in the workspace.
+    Refused, naming the path that cannot be changed."""
+    contents = iter(bodies)
+    modes: list[tuple[str, int]] = []
+    for path, kind, mode, target in header["entries"]:
+        full = path if path.startswith("/") else f"{space.root}/{path}"
+        if ".." in full.split("/") or "\0" in full:
+            raise Refused(f"{shown(path)}: expected a path without ..")
+        try:
+            if kind == "gone":
+                space.remove(full, path)
+                continue
+            if kind == "folder":
+                if os.path.islink(full) or not os.path.isdir(full):
+                    _unlink(full)
+                    os.makedirs(full)
+                modes.append((full, mode))
+                continue
+            os.makedirs(os.path.dirname(full), exist_ok=True)
+            if os.path.isdir(full) and not os.path.islink(full):
+                space.remove(full, path)
+            _unlink(full)
+            if kind == "link":
+                os.symlink(target, full)
+                continue
+            fd = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as out:
+                out.write(next(contents))
+                os.fchmod(fd, mode)
+        except OSError as error:
+            raise Refused(f"{shown(path)}: {error.strerror}") from None
+    for full, mode in reversed(modes):  # last, because a folder's mode may forbid writing into it
+        with suppress(OSError):
+            os.chmod(full, mode)
+    return {}, []
+
+
+def _unlink(path: str) -> None:
+    if os.path.lexists(path):
+        os.unlink(path)
