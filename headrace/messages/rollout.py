@@ -199,7 +199,7 @@ class Trajectory(Message, frozen=True, kw_only=True):
     changes: tuple[Change, ...] = ()
     """In a task with an image: every change of an allowed path, with modes and links; the contents lie in `diff`."""
     originals: dict[str, bytes] = {}
-    """What changed files of an image held before, as far as they are small."""
+    """The former content of changed files of an image, as far as it is small."""
     touched: tuple[str, ...] = ()
     """Changed paths outside the allowed ones: the judge's tests ignore them, its cheating rules read them."""
     digest_before: str = ""

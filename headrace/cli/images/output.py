@@ -1,4 +1,4 @@
-"""What the commands of `headrace images` print about an image."""
+"""The line that the commands of `headrace images` print about an image."""
 
 import json
 from typing import TYPE_CHECKING

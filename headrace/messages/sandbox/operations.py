@@ -152,8 +152,8 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class PullChanges(msgspec.Struct, frozen=True, kw_only=True, tag="pull_changes"):
-    """What a sandbox changed in its image, from the writable layer of its root: `OpResult.changes` in the order in
-    which they are made again, contents of changed files in `OpResult.files`, and what they replaced in
+    """Read the changes of a sandbox in its image, from the writable layer of its root: `OpResult.changes` in the order
+    in which they are made again, contents of changed files in `OpResult.files`, and what they replaced in
     `OpResult.originals`. Truncated, and empty, when the contents have more than `limit` bytes.
 
     Git takes no part: commits and a removed ``.git`` change nothing here. Left out are ``.git``, caches of test runs,

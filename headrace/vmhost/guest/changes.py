@@ -1,7 +1,7 @@
 """The changes of an image: read from the writable layer of its overlay, and made again in another clone.
 
 The writable layer holds every changed or new entry, and a whiteout (a character device 0:0) for every one that is gone;
-a folder that was removed and made again is opaque. What is there, but equal to the layers below it, is no change:
+a folder that was removed and made again is opaque. An entry that equals the one below it is no change:
 writing the same content or only touching a file copies it up as well. Nothing is executed and git is not asked, so a
 commit, or a repository without its `.git`, hides nothing.
 

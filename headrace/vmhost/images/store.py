@@ -126,8 +126,8 @@ class Builder:
             common = max(common, same)
             ends = [boundaries[: n + 1] for n, end in enumerate(boundaries) if end in self.layers[:same]]
             for upto in ends:
-                room = len(upto) < DRIVES or upto[-1] == self.layers[-1]
-                if room and self._deeper(upto, best) and segments(self._store, upto):
+                fits = len(upto) < DRIVES or upto[-1] == self.layers[-1]
+                if fits and self._deeper(upto, best) and segments(self._store, upto):
                     best = upto
         if best:
             self._first = self.layers.index(best[-1]) + 1

@@ -1,4 +1,4 @@
-"""What an image's programs changed is read from outside, whatever git says, and made again in a fresh clone."""
+"""Changes of an image's programs are read from outside, whatever git says, and made again in a fresh clone."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

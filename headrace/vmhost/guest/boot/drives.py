@@ -83,7 +83,7 @@ def attach(paths: Sequence[str], count: int, size: str) -> None:
 
 
 def changes(header: dict[str, Any]) -> Answer:
-    """What the image's programs changed (see guest/changes.py)."""
+    """The changes that the image's programs made (see guest/changes.py)."""
     from .. import changes
 
     lower = [f"{LOWER}/{number}" for number in reversed(range(header["drives"]))]
