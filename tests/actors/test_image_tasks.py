@@ -8,13 +8,14 @@ import pytest
 from headrace.actors.environment.actor import Environment
 from headrace.actors.judge import Judge
 from headrace.actors.rollout.actor import Rollout
+from headrace.bus.connection import Bus
 from headrace.config import Config, Production, Run, Tasks
 from headrace.config import Environment as Section
 from headrace.judging.rules import VERSION
 from headrace.messages.judging import Score
 from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Trajectory
 from headrace.messages.sandbox import ANY_RUN, Change
-from headrace.messages.subjects import SCORE, TASK, TRAJ, token
+from headrace.messages.subjects import FAIL, SCORE, TASK, TRAJ, token
 from headrace.messages.tasks import Oracle, Task, TaskRef, TestPlan
 from headrace.tasks.suites import write_suite
 from headrace.vmhost.images import base, imported, packages
@@ -71,6 +72,22 @@ def make_image(folder_: Path) -> None:
     imported.take(CACHE, docker_save(folder_ / "i.tar", [below], [IMAGE], User="dev"), "repository-1")
 
 
+async def both_scores(bus: Bus, run: str) -> dict[int, Score]:
+    scores: dict[int, Score] = {}
+    async for received in bus.follow("HR_SCORE", SCORE.at(run=run, judge=VERSION, group="g")):
+        scores[received.message.slot] = received.message
+        if len(scores) == 2:
+            break
+    return scores
+
+
+async def first_failure(bus: Bus, run: str) -> str:
+    """The reason why an attempt was given up; waits for one."""
+    async for received in bus.follow("HR_LEDGER", FAIL.at(run=run, group="g")):
+        return str(received.message.detail)
+    return ""
+
+
 async def test_a_repository_in_an_image_is_changed_and_judged(connect: Connect, tmp_path: Path) -> None:
     section = Section(backend="qemu", cache_dir=str(CACHE), warm=0, lease_s=120.0)
     await asyncio.to_thread(base.ensure, section)
@@ -83,7 +100,6 @@ async def test_a_repository_in_an_image_is_changed_and_judged(connect: Connect, 
         tasks=Tasks(dir=str(tmp_path / "suites")),
     )
     bus, run = await connect("admin"), "images"
-    scores: dict[int, Score] = {}
     trajectories: dict[int, Trajectory] = {}
     async with (
         living(Environment, config, await connect("environment", node="n1"), ANY_RUN),
@@ -103,10 +119,12 @@ async def test_a_repository_in_an_image_is_changed_and_judged(connect: Connect, 
                 limits=Limits(max_turns=6, max_tokens=20_000, context_tokens=20_000, wall_s=600.0),
             )
             await bus.publish(TASK.at(run=run, lane="train", suite=token(SUITE)), request)
-        async for received in bus.follow("HR_SCORE", SCORE.at(run=run, judge=VERSION, group="g")):
-            scores[received.message.slot] = received.message
-            if len(scores) == 2:
-                break
+        failing = asyncio.create_task(first_failure(bus, run))
+        scoring = asyncio.create_task(both_scores(bus, run))
+        await asyncio.wait({failing, scoring}, return_when=asyncio.FIRST_COMPLETED)
+        assert not failing.done(), failing.result()
+        failing.cancel()
+        scores = scoring.result()
         async for received in bus.follow("HR_TRAJ", TRAJ.at(run=run, group="g")):
             trajectories[received.message.slot] = received.message
             if len(trajectories) == 2:

@@ -34,6 +34,7 @@ from headrace.messages.sandbox import (
     ListFiles,
     NoCapacity,
     Op,
+    PullChanges,
     PullTar,
     PullTree,
     PushTar,
@@ -341,4 +342,6 @@ def describe(op: Op) -> tuple[str, str]:
             brief = op.path
         case CheckIntegrity():
             brief = "thorough" if op.thorough else ""
+        case PullChanges():
+            brief = ""
     return str(op.__struct_config__.tag), brief[:200]
