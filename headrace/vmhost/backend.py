@@ -82,7 +82,7 @@ class Machine(Protocol):
         SandboxLost; VmhostError where it cannot be checked."""
 
     async def changes(self, limit: int, originals: int) -> tuple[dict[str, Any], list[bytes], str]:
-        """What the sandbox changed in its image (see `PullChanges`): the answer of guest/changes.py, and the image's
+        """The changes of a sandbox in its image (see `PullChanges`): the answer of guest/changes.py, and the image's
         working directory. SandboxLost; VmhostError where there is no image, or the backend lacks ``upper_diff``."""
 
     def leave(self, channel: Channel) -> None:

@@ -133,7 +133,7 @@ def is_image(source: Source) -> bool:
 
 
 class Steps(Protocol):
-    """What makes an image of the layers while they are applied."""
+    """The maker of an image out of the layers while they are applied."""
 
     def begin(self, diffs: list[str], /) -> int:
         """The digests of all layers' contents are known; the number of layers that need not be applied."""

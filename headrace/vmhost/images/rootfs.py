@@ -106,7 +106,7 @@ class Tree:
         return frozenset(self._nodes)
 
     def part(self, first: int, before: frozenset[str]) -> tuple[erofs.Node, dict[int, Inode]]:
-        """What the layers from `first` on brought, as a file system that overlayfs puts over the layers before them;
+        """The entries of the layers from `first` on, as a file system that overlayfs puts over the layers before them;
         and its inodes by the identity of their nodes. before: the paths of those layers; a path that is gone is a
         whiteout (Linux Documentation/filesystems/overlayfs.rst)."""
         inodes: dict[int, Inode] = {}

@@ -39,7 +39,7 @@ UNCHANGED = (
     *("/dev", "/proc", "/sys", "/tmp", "/run", "/etc/hosts", "/etc/hostname"),
     *(".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"),
 )
-"""What no diff of an image holds: what the slot itself makes, temporary files, caches, and history."""
+"""Paths that no diff of an image holds: what the slot itself makes, temporary files, caches, and history."""
 QUIET_S = 5.0
 """Delay before the processes of a released slot are ended, if its machine still lives."""
 
@@ -197,7 +197,7 @@ class Clone:
         self._mounts = {str(name): str(text) for name, text in answer["mounts"].items()}
 
     async def changes(self, limit: int, originals: int) -> tuple[dict[str, Any], list[bytes], str]:
-        """What the programs of its image changed, as the first process reads it (guest/changes.py). SandboxLost;
+        """The changes of the programs of its image, as the first process reads it (guest/changes.py). SandboxLost;
         VmhostError in a machine without an image."""
         image = self.template.image
         if image is None:
