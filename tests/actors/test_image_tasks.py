@@ -25,7 +25,7 @@ from tests.support.actors import living
 from tests.support.archives import Members, docker_save, file, folder, link
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vm]
+pytestmark = [pytest.mark.anyio, pytest.mark.vm, pytest.mark.timeout(600)]
 
 CACHE = ROOT / ".cache" / "headrace"
 SUITE = "in-image"

@@ -14,7 +14,7 @@ from headrace.vmhost.qemu import probe
 from tests.support.archives import Members, docker_save, file, folder, link
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vm]
+pytestmark = [pytest.mark.anyio, pytest.mark.vm, pytest.mark.timeout(600)]
 
 CACHE = ROOT / ".cache" / "headrace"
 APPLETS = (

@@ -31,7 +31,7 @@ from headrace.vmhost.templates import cache_gc, task_templates, template
 from tests.support.archives import Layout, Members, file, folder, link
 from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vm]
+pytestmark = [pytest.mark.anyio, pytest.mark.vm, pytest.mark.timeout(600)]
 
 CACHE = ROOT / ".cache" / "headrace"
 
