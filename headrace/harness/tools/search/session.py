@@ -23,7 +23,7 @@ class UnsearchableWorkspace(Exception):
 
 def template_of(task: Task) -> str:
     """Names the state in which a task's sandboxes begin: vectors are cached by it."""
-    digest = blake2b(task.template.encode(), digest_size=16)
+    digest = blake2b(f"{task.machine}\0{task.repository}".encode(), digest_size=16)
     for path, data in sorted(task.files.items()):
         digest.update(b"\0%s\0%d\0" % (path.encode("utf-8", "surrogatepass"), len(data)) + data)
     return digest.hexdigest()
