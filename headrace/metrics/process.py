@@ -36,6 +36,9 @@ _published = Histogram(
 _bytes = Counter("headrace_published_bytes", "Payload bytes stored, by family.", ("family",), registry=registry)
 _events = Counter("headrace_events", "Events, by actor, kind and level.", ("actor", "kind", "level"), registry=registry)
 _restarts = Counter("headrace_actor_restarts", "Actors that failed and started again.", ("actor",), registry=registry)
+_unlisted = Counter(
+    "headrace_unlisted_figures", "Figures without a metric, by name.", ("actor", "figure"), registry=registry
+)
 _busy = Gauge(
     "headrace_actor_busy_ratio", "Share of the last interval in which the actor worked.", ("actor",), registry=registry
 )
@@ -93,9 +96,15 @@ registry.register(_figures)
 
 
 def figures(actor: str, id: str, values: Mapping[str, float]) -> None:
-    """The newest figures of one actor. KeyError for a figure that `headrace.metrics.figures` does not list."""
+    """The newest figures of one actor. One that `headrace.metrics.figures` does not list is counted, by its name: a
+    missing metric must not end an actor, and tests/metrics/test_process.py finds it before."""
     for name, value in values.items():
-        _figures.values[figure_of(actor, name)][id] = float(value)
+        try:
+            figure = figure_of(actor, name)
+        except KeyError:
+            _unlisted.labels(actor, name).inc()
+            continue
+        _figures.values[figure][id] = float(value)
 
 
 def ended(id: str) -> None:

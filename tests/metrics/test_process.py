@@ -55,9 +55,11 @@ def test_names_follow_the_convention_and_are_unique() -> None:
     assert all(NAME.match(name) and not name.endswith("_total") for name in names)
 
 
-def test_a_figure_without_a_metric_is_refused() -> None:
+def test_a_figure_without_a_metric_is_named_and_counted() -> None:
     with pytest.raises(KeyError, match=r"add it to headrace/metrics/figures.py"):
         figure_of("judge", "mood")
+    process.figures("judge", "j", {"mood": 1.0})  # an actor goes on without it
+    assert 'headrace_unlisted_figures_total{actor="judge",figure="mood"} 1.0' in exposed()
 
 
 def test_figures_of_several_actors_become_one_without_ids() -> None:

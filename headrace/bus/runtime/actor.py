@@ -206,7 +206,7 @@ class Actor:
         return await self.bus.publish(where, message, msg_id=msg_id)
 
     async def metric(self, **values: float) -> None:
-        """Figures of this moment, on core NATS and for Prometheus. KeyError for one that metrics/figures.py lacks."""
+        """Figures of this moment, on core NATS and for Prometheus, by the names of metrics/figures.py."""
         metrics.figures(self.name(), self.id, values)
         record = Metric(actor=self.name(), id=self.id, run=self.run, time=time.time(), values=values)
         await self.bus.emit(s.METRIC.at(actor=self.role), record)

@@ -49,17 +49,23 @@ def current() -> Context | None:
 
 
 def inject(headers: dict[str, str]) -> None:
-    """Write the current context, or a new trace, into headers."""
+    """Write the current context, or a new trace, into headers. The last flag says whether its span is exported."""
     context = _current.get()
+    exported = int(_tracer is not None and context is not None)
     if context is None:
         context = Context(f"{_random.getrandbits(128):032x}", f"{_random.getrandbits(64):016x}")
-    headers[HEADER] = f"00-{context.trace_id}-{context.span_id}-01"
+    headers[HEADER] = f"00-{context.trace_id}-{context.span_id}-0{exported}"
 
 
 def extract(headers: Mapping[str, str]) -> Context | None:
     """The context that a message carries; None when it has none or a malformed one."""
     match = _PARENT.match(headers.get(HEADER, ""))
     return Context(match[1], match[2]) if match else None
+
+
+def exported(headers: Mapping[str, str]) -> Context | None:
+    """`extract` for spans that are exported: None where the publisher exported none, whose ids nobody can look up."""
+    return extract(headers) if headers.get(HEADER, "").endswith("1") else None
 
 
 def link(received: Received[Any]) -> Link | None:
@@ -180,7 +186,7 @@ def sending(subject: str, msg_id: str, size: int) -> Iterator[Span | None]:
 @contextlib.contextmanager
 def processing(subject: str, headers: Mapping[str, str], consumer: str = "", deliveries: int = 0) -> Iterator[Span]:
     """CONSUMER span around a handler: it continues the trace of the publisher of the message."""
-    parent = extract(headers)
+    parent = extract(headers) if _tracer is None else exported(headers)
     if _tracer is None:
         with span("", parent=parent, root=parent is None) as made:
             yield made

@@ -158,6 +158,18 @@ async def test_spans_reach_a_collector_with_kinds_parents_and_links(connect: Con
     assert collector.services == {"headrace-test"}
 
 
+async def test_a_message_of_a_process_without_an_exporter_begins_a_trace(collector: Collector) -> None:
+    headers: dict[str, str] = {}
+    tracing.inject(headers)  # a heartbeat: no span is open
+    with tracing.processing("hr.beat.judge.j1", headers):
+        tracing.inject(headers)
+    with tracing.processing("hr.step.r1", headers):
+        pass
+    await asyncio.to_thread(tracing.shutdown)
+    first, second = collector.spans
+    assert not first.parent_span_id and second.parent_span_id == first.span_id
+
+
 async def test_a_failing_handler_marks_its_span(connect: Connect, collector: Collector) -> None:
     with pytest.raises(RuntimeError), tracing.processing("hr.step.r1", {}):
         raise RuntimeError("boom")
