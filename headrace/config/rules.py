@@ -84,6 +84,14 @@ def _engine(config: Config) -> Iterator[Problem]:
         yield "engine.kind", "expected either engine.url (a running server) or engine.python (to start one) for sglang"
 
 
+def _trainer(config: Config) -> Iterator[Problem]:
+    own = config.trainer
+    if own.ranks % own.expert_ranks:
+        yield "trainer.expert_ranks", f"expected a divisor of trainer.ranks ({own.ranks}), got {own.expert_ranks}"
+    if own.ranks > 1 and ":" in own.device:
+        yield "trainer.device", f"expected auto, cpu or cuda with trainer.ranks = {own.ranks}, got {own.device!r}"
+
+
 def _machines(config: Config) -> Iterator[Problem]:
     own = config.environment
     if own.judge_share + own.production_share >= own.max_vms:
@@ -120,6 +128,7 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _feedback,
     _policy,
     _engine,
+    _trainer,
     _machines,
     _weights,
     _processes,

@@ -98,6 +98,11 @@ class Trainer(Section, frozen=True, kw_only=True):
     device: str = "auto"
     """Device of the model and the optimizer: auto (the first CUDA device, else the CPU), cpu, cuda or cuda:N."""
     threads: Threads = 1
+    ranks: Threads = 1
+    """Processes that train together: the actor's own and others that it starts on its machine, each with its part of
+    weights and optimizer. On CUDA one device each, and `device` names none of them."""
+    expert_ranks: Threads = 1
+    """Ranks that share one copy of a mixture's experts, each owning some of them; 1 cuts experts like all weights."""
     rescore: Count = 8
     """Trajectories re-scored exactly at every step (Law 5)."""
     checkpoint_every: Positive = 10

@@ -19,12 +19,18 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
         **_scalars(config.algorithm),
         "micro_tokens": config.trainer.micro_tokens,
         "staleness": config.curriculum.staleness,
+        **{name: ranks for name in ("ranks", "expert_ranks") if (ranks := getattr(config.trainer, name)) > 1},
         **{
             f"numerics.{name}": value
             for name, value in msgspec.to_builtins(config.numerics).items()
             if value != _PLAIN[name]
         },
     }
+
+
+def alone(config: Config) -> Config:
+    """The configuration with one rank: a replay runs in one process, and any number of ranks gives the same bits."""
+    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, ranks=1, expert_ranks=1))
 
 
 def _scalars(algorithm: Algorithm) -> dict[str, float | int | str | bool]:

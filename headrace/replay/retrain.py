@@ -20,6 +20,7 @@ import msgspec
 from headrace.config import Config
 from headrace.messages.judging import Score
 from headrace.messages.training import StepManifest
+from headrace.replay.recipe import alone
 from headrace.replay.recorded_run import RecordedRun, ReplayError
 from headrace.replay.step import Loaded, attempt
 from headrace.training.outcome import StepOutcome
@@ -61,7 +62,7 @@ class SecondTrainer:
         further scores while that judge works; without it a missing score is an error."""
         self.recorded, self.folder, self.scores, self.more = recorded, folder, scores, more
         trainer = msgspec.structs.replace(config.trainer, rescore=0)
-        self.config = msgspec.structs.replace(config, trainer=trainer)
+        self.config = alone(msgspec.structs.replace(config, trainer=trainer))
 
     def open(self) -> PolicyTrainer:
         """Resume the folder's checkpoint, or start from the run's first one that is kept. ReplayError."""

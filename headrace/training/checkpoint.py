@@ -10,7 +10,7 @@ With an active guard also ``guard.*``, and the guard's state besides tensors.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,44 +52,71 @@ def save(
     tensors = state.tensors()
     for version, weights in (kept or {}).items():
         tensors.update({f"kept.{version}.{name}": value for name, value in weights.items()})
-    facts, copies = (guard or Guard()).dump()
+    _, copies = (guard or Guard()).dump()
     tensors.update({f"guard.{name}": value for name, value in copies.items()})
     described, arrays = infos(tensors), state_bits(tensors)
-    about = {
-        "format": str(FORMAT),
-        "version": str(state.version),
-        "step": str(state.step),
-        "kept": json.dumps(sorted(kept or {})),
-        "position": json.dumps(dict(position or {}), sort_keys=True),
-        "hash": root(described, block_hashes(described, arrays)),
-    }
-    if guard is not None:
-        about["guard"] = json.dumps(facts)
+    about = facts(state, sorted(kept or {}), position or {}, guard)
+    about["hash"] = root(described, block_hashes(described, arrays))
     with snapshot.Draft(path, described, about) as draft:
         for tensor, array in enumerate(arrays):
             draft.write(tensor, 0, array)
         draft.commit()
 
 
+def facts(
+    state: TrainerState, kept: Sequence[int], position: Mapping[str, int | str], guard: Guard | None
+) -> dict[str, str]:
+    """The metadata of a checkpoint, but for its hash."""
+    about = {
+        "format": str(FORMAT),
+        "version": str(state.version),
+        "step": str(state.step),
+        "kept": json.dumps(list(kept)),
+        "position": json.dumps(dict(position), sort_keys=True),
+    }
+    if guard is not None:
+        about["guard"] = json.dumps(guard.dump()[0])
+    return about
+
+
 def load(path: str | Path, state: TrainerState) -> CheckpointContents:
     """Restore a state in place. FileNotFoundError when there is none, CheckpointError when it is broken or foreign."""
     file = snapshot.Snapshot(path)
-    about = file.metadata
-    if about.get("format") != str(FORMAT):
-        raise CheckpointError(f"{path} is not a trainer checkpoint of format {FORMAT}")
-    if file.state_hash() != about["hash"]:
-        raise CheckpointError(f"{path} does not have the bits that were written")
+    check(path, file.metadata, file.state_hash())
     tensors = snapshot.read(path)
     try:
-        state.restore(tensors, version=int(about["version"]), step=int(about["step"]))
+        state.restore(tensors, version=int(file.metadata["version"]), step=int(file.metadata["step"]))
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{path} is of another model: {error}") from None
+    found = contents(file.metadata, tensors, lambda _, value: value.clone())
+    copies = {
+        version: {name: value.clone() for name, value in weights.items()} for version, weights in found.kept.items()
+    }
+    return CheckpointContents(copies, found.position, found.guard)
+
+
+def check(path: str | Path, about: Mapping[str, str], digest: str) -> None:
+    """CheckpointError when a file with this metadata is no checkpoint, or does not have the hash of its bits."""
+    if about.get("format") != str(FORMAT):
+        raise CheckpointError(f"{path} is not a trainer checkpoint of format {FORMAT}")
+    if digest != about["hash"]:
+        raise CheckpointError(f"{path} does not have the bits that were written")
+
+
+def contents(
+    about: Mapping[str, str], tensors: Mapping[str, Tensor], own: Callable[[str, Tensor], Tensor]
+) -> CheckpointContents:
+    """The contents of a file besides the state. Kept versions lie in the file; own: copies a tensor of the guard."""
     kept: dict[int, dict[str, Tensor]] = {}
     for version in json.loads(about["kept"]):
         head = f"kept.{version}."
-        kept[version] = {name[len(head) :]: value.clone() for name, value in tensors.items() if name.startswith(head)}
+        kept[version] = {name[len(head) :]: value for name, value in tensors.items() if name.startswith(head)}
     guard = None
     if "guard" in about:
-        copies = {name.removeprefix("guard."): value for name, value in tensors.items() if name.startswith("guard.")}
+        copies = {
+            name.removeprefix("guard."): own(name, value)
+            for name, value in tensors.items()
+            if name.startswith("guard.")
+        }
         guard = Guard.load(json.loads(about["guard"]), copies)
     return CheckpointContents(kept, json.loads(about["position"]), guard)

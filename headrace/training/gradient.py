@@ -20,7 +20,7 @@ from headrace.algorithms.losses import Objective, batch_divisor, policy_gradient
 from headrace.config import Algorithm
 from headrace.policy.model import Model
 from headrace.training.batch import Batch, Segment
-from headrace.training.micro_batch import MicroBatch, device_of, forward, micro_batches
+from headrace.training.micro_batch import MicroBatch, check_routes, device_of, forward, micro_batches
 from headrace.training.parallel.interface import SINGLE_PROCESS, DataParallel
 from headrace.training.state import TrainerState
 
@@ -93,6 +93,7 @@ def proximal_logprobs(
     model: Model, segments: Sequence[Segment], micro_tokens: int, data_parallel: DataParallel = SINGLE_PROCESS
 ) -> dict[int, Tensor]:
     """The trainer's own log-probabilities float32 [M] (CPU) of some segments before the step, by `Segment.index`."""
+    check_routes(model, segments)
     members = list(micro_batches(segments, micro_tokens))
 
     def one(at: int, _: bool) -> Tensor:
@@ -112,6 +113,7 @@ def accumulate(
     helpers = helpers or Helpers()
     part = part or Part(computed(batch, recipe.algorithm))
     objective = _objective(recipe.algorithm, batch, part.parts)
+    check_routes(state.model, part.segments)
     members = list(micro_batches(part.segments, recipe.micro_tokens))
     device = device_of(state.model)
     state.zero_grad()

@@ -197,10 +197,11 @@ def fitting(config: PolicyConfig, layout: Layout, available: int, spare: float =
 
 
 def layout_of(config: Config) -> Layout:
-    """The layout of the trainer actor under a configuration: one device."""
+    """The layout of the trainer actor under a configuration."""
     algorithm, numerics = config.algorithm, config.numerics
     guarded = algorithm.guard_k1 > 0.0 or numerics.on_mismatch == "roll_back"
     return Layout(
+        devices=config.trainer.ranks,
         tokens=config.trainer.micro_tokens,
         recompute=numerics.recompute,
         versions=config.curriculum.staleness,

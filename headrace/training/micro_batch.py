@@ -5,7 +5,7 @@ together there and moved once, so neither the forward nor the backward pass mixe
 budget, and one micro-batch has one temperature.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,13 +75,18 @@ def device_of(model: Model) -> torch.device:
     return model.embedding.device
 
 
-def forward(model: Model, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy float32 [M] of the sampled tokens, with the recorded routes.
+def check_routes(model: Model, segments: Iterable[Segment]) -> None:
+    """RoutesMissing when a segment of a mixture has no record of its routes: live routes would not be the sampler's.
 
-    RoutesMissing when a segment of a mixture has no record of its routes: live routes would not be the sampler's.
+    To be called for a whole batch: of several processes all must refuse it, also those that get other segments.
     """
-    bare = [segment.trajectory for segment in micro.segments if segment.routed is None]
+    bare = [segment.trajectory for segment in segments if segment.routed is None]
     if bare and model.config.experts:
         raise RoutesMissing(f"trajectory {bare[0]} carries no routed experts")
+
+
+def forward(model: Model, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy float32 [M] of the sampled tokens, with the recorded routes (`check_routes`)."""
+    check_routes(model, micro.segments)
     hidden = model(micro.ids, micro.lengths, micro.routed)
     return model.selected_logprobs(hidden[micro.rows], micro.targets, micro.temperature)

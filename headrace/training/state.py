@@ -40,11 +40,7 @@ class TrainerState:
         """Updates made by this optimizer; failed steps count as versions, not here."""
         self.log: Log | None = None
         """With a list, every write to the served weights appends its undo entry here (`versions`)."""
-        self.master: dict[str, Tensor] = {
-            name: precision.master_of(model, name, parameter)
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
+        self.master = self._masters()
         if model.served_dtype is not None:
             for name, parameter in model.named_parameters():  # frozen ones too: they are published as well
                 precision.cast_into(model, name, parameter, self.master.get(name, parameter).detach())
@@ -59,6 +55,22 @@ class TrainerState:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The weights that this process holds, by our names; masters among them where a master is what is served."""
+        return dict(self.model.named_parameters())
+
+    def _masters(self) -> dict[str, Tensor]:
+        """float32, of every parameter that is trained."""
+        return {
+            name: precision.master_of(self.model, name, parameter)
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def served(self, name: str, parameter: Tensor) -> Tensor:
+        """A parameter as it is served; it may share its memory."""
+        return parameter.detach()
 
     def configure(self, settings: OptimizerSettings) -> None:
         """Use other settings from the next update on."""
@@ -108,7 +120,7 @@ class TrainerState:
     @torch.no_grad()
     def apply(self, learning_rate: float, scale: float = 1.0) -> None:
         """One update from the gradients times `scale` (for clipping), then round the masters into the model."""
-        parameters, gradients = dict(self.model.named_parameters()), dict(self.gradients())
+        parameters, gradients = self.parameters(), dict(self.gradients())
         served: dict[str, Tensor] = {}
         for name, master in self.master.items():
             # An expert that no token reached has no gradient: its moments still decay, in every replica alike.
@@ -116,7 +128,7 @@ class TrainerState:
             gradient = torch.zeros_like(master) if gradient is None else gradient.float()
             master.grad = gradient if scale == 1.0 else gradient.mul_(scale)
             if self.log is not None and master is parameters[name]:
-                served[name] = master.detach().clone()
+                served[name] = self.served(name, master).clone()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
@@ -132,7 +144,7 @@ class TrainerState:
             before = parameter.detach().clone() if self.log is not None else None
             precision.cast_into(self.model, name, self.model.get_parameter(name), master)
         if self.log is not None and before is not None:
-            self._note(name, change(before, parameter.detach()))
+            self._note(name, change(before, self.served(name, parameter)))
 
     def _note(self, name: str, entry: Change | None) -> None:
         if self.log is not None and entry is not None:
@@ -147,21 +159,21 @@ class TrainerState:
             for key in ("exp_avg", "exp_avg_sq"):
                 if key in moments:
                     out[f"{key}.{name}"] = moments[key]
-        for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad:
+        for name, parameter in self.parameters().items():
+            if name not in self.master:
                 out[f"frozen.{name}"] = parameter.detach()
         return out
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], *, version: int, step: int) -> None:
         """Take over what `tensors` gave. KeyError when one is missing, ValueError when a shape differs."""
-        parameters = dict(self.model.named_parameters())
+        parameters = self.parameters()
         for name, master in self.master.items():
             saved = tensors[f"master.{name}"]
             if saved.shape != master.shape:
                 raise ValueError(f"{name}: the checkpoint has shape {tuple(saved.shape)}, not {tuple(master.shape)}")
             same = master is parameters[name] and self.log is not None
-            before = master.detach().clone() if same else None
+            before = self.served(name, master).clone() if same else None
             master.copy_(saved)
             self._serve(name, parameters[name], master, before)
             self.optimizer.state.pop(master, None)
@@ -172,7 +184,7 @@ class TrainerState:
                     "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(master.device, copy=True),
                 }
         for name, parameter in parameters.items():
-            if not parameter.requires_grad:
+            if name not in self.master:
                 before = parameter.detach().clone() if self.log is not None else None
                 parameter.copy_(tensors[f"frozen.{name}"])
                 self._note(name, change(before, parameter.detach()) if before is not None else None)

@@ -40,6 +40,7 @@ from headrace.training.guard import Guard
 from headrace.training.mid_training import Progress, Trace
 from headrace.training.mismatch import Measured, TooFar, answer, measure
 from headrace.training.outcome import StepOutcome, refuse
+from headrace.training.parallel.interface import SINGLE_PROCESS, DataParallel
 from headrace.training.served.versions import Versions
 from headrace.training.state import OptimizerSettings, TrainerState
 from headrace.training.step import take
@@ -69,6 +70,7 @@ class PolicyTrainer:
         self.position: Mapping[str, int | str] = {}
         """The argument of the last `save`: where in the streams the trainer stood."""
         self.resumed = False
+        self.data_parallel: DataParallel = SINGLE_PROCESS
 
     @classmethod
     def prepare(
@@ -89,9 +91,7 @@ class PolicyTrainer:
         """
         torch.set_num_threads(config.trainer.threads)
         device = device_named(config.trainer.device)
-        plugins_of(config.algorithm)
-        policy = _policy(config, folder, tokenizer_json)
-        check_memory(config, policy, available_bytes(device))
+        policy = cls.prepare_files(config, folder, tokenizer_json=tokenizer_json)
         numerics = probe(policy, exact=config.engine.exact)
         if config.engine.exact and not numerics.exact:
             raise TrainerError(f"exact mode was asked for and this machine cannot keep it: {numerics.reason}")
@@ -117,6 +117,24 @@ class PolicyTrainer:
         trainer.save({})
         (folder / "mid-training.safetensors").unlink(missing_ok=True)
         return trainer
+
+    @staticmethod
+    def prepare_files(config: Config, folder: Path, *, tokenizer_json: str) -> PolicyConfig:
+        """Check what `prepare` needs, and write the run's config.json and tokenizer.json. TrainerError."""
+        plugins_of(config.algorithm)
+        policy = _policy(config, folder, tokenizer_json)
+        device = device_named(config.trainer.device)
+        available = available_bytes(device)
+        check_memory(config, policy, available if device.type == "cuda" else available // config.trainer.ranks)
+        return policy
+
+    @property
+    def lost(self) -> str:
+        """Why another process of this trainer has ended; empty while all live, and where there is no other."""
+        return ""
+
+    def close(self) -> None:
+        """Give up what lives outside of this process: nothing here, the other processes of a group there."""
 
     @property
     def version(self) -> int:
@@ -162,7 +180,7 @@ class PolicyTrainer:
             if self.guarded and algorithm.guard_k1 == 0.0:
                 self.guard.keep(self.state, self.config.curriculum.staleness)
             recipe = Recipe(algorithm, self.config.trainer.micro_tokens, self.config.curriculum.staleness)
-            outcome = take(self.state, made, recipe, self.guard, Helpers(self.reference))
+            outcome = take(self.state, made, recipe, self.guard, Helpers(self.reference, self.data_parallel))
             exact = self.numerics.exact and made.fingerprints <= {self.numerics.fingerprint}
             outcome = msgspec.structs.replace(outcome, exact=exact)
         except batch.BatchError as error:

@@ -45,29 +45,18 @@ def _header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> tuple
     return head, {name: offset + len(head) for name, offset in offsets.items()}
 
 
-class Draft:
-    """A snapshot file in the making: tensors are written into a temporary file that `commit` gives its name.
+class Rows:
+    """A file of preallocated tensors that several processes write, each its own rows. With `Draft` one makes it."""
 
-    Left without `commit` (an error, a cancellation), the temporary file is removed: a half version never has a name.
-    Written with pwrite, not through a mapping: page faults on a fresh file cost twice the time (measured).
-    """
-
-    def __init__(self, path: str | Path, tensors: Sequence[TensorInfo], metadata: Mapping[str, str] | None = None):
-        """Reserve disk space for `tensors` beside `path`. OSError when the disk has none."""
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.{next(_serial)}.part")
-        head, offsets = _header(tensors, metadata or {})
+    def __init__(self, path: Path, tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> None:
+        """Open the temporary file of a draft with the same tensors and metadata."""
+        _, offsets = _header(tensors, metadata)
         self._at = [offsets[info.name] for info in tensors]
-        size = len(head) + sum(state.nbytes(info) for info in tensors)
-        self._file = open(self._temporary, "wb+", buffering=0)  # closed by _discard
-        try:
-            # Ask for the blocks now: a full disk is an error here, not somewhere in the middle.
-            os.posix_fallocate(self._file.fileno(), 0, size)
-            self._put(head, 0)
-        except OSError:
-            self._discard()
-            raise
+        self._file = open(path, "rb+", buffering=0)  # closed by _discard
+
+    def fileno(self) -> int:
+        """Of the open file, for fsync."""
+        return self._file.fileno()
 
     def _put(self, data: bytes | memoryview, at: int) -> None:
         while len(data):
@@ -79,28 +68,6 @@ class Draft:
         if part.size:
             self._put(part.view(np.uint8).data, self._at[tensor] + start * part.itemsize)
 
-    def read(self, tensor: int, start: int, into: Bits) -> None:
-        """Read bits back that were written before."""
-        view, at = into.view(np.uint8).data, self._at[tensor] + start * into.itemsize
-        while len(view):
-            done = os.preadv(self._file.fileno(), [view], at)
-            if not done:
-                raise WeightError(f"{self._temporary.name} ends early")
-            view, at = view[done:], at + done
-
-    def commit(self, *, durable: bool = True) -> None:
-        """Give the file its name; durable: it survives a loss of power."""
-        if durable:
-            os.fsync(self._file.fileno())
-        os.replace(self._temporary, self.path)
-        if not durable:
-            return
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
     def __enter__(self) -> Self:
         return self
 
@@ -109,7 +76,57 @@ class Draft:
 
     def _discard(self) -> None:
         self._file.close()
-        self._temporary.unlink(missing_ok=True)
+
+
+class Draft(Rows):
+    """A snapshot file in the making: tensors are written into a temporary file that `commit` gives its name.
+
+    Left without `commit` (an error, a cancellation), the temporary file is removed: a half version never has a name.
+    Written with pwrite, not through a mapping: page faults on a fresh file cost twice the time (measured).
+    """
+
+    def __init__(self, path: str | Path, tensors: Sequence[TensorInfo], metadata: Mapping[str, str] | None = None):
+        """Reserve disk space for `tensors` beside `path`. OSError when the disk has none."""
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.{next(_serial)}.part")
+        head, offsets = _header(tensors, metadata or {})
+        self._at = [offsets[info.name] for info in tensors]
+        size = len(head) + sum(state.nbytes(info) for info in tensors)
+        self._file = open(self.temporary, "wb+", buffering=0)  # closed by _discard
+        try:
+            # Ask for the blocks now: a full disk is an error here, not somewhere in the middle.
+            os.posix_fallocate(self._file.fileno(), 0, size)
+            self._put(head, 0)
+        except OSError:
+            self._discard()
+            raise
+
+    def read(self, tensor: int, start: int, into: Bits) -> None:
+        """Read bits back that were written before."""
+        view, at = into.view(np.uint8).data, self._at[tensor] + start * into.itemsize
+        while len(view):
+            done = os.preadv(self._file.fileno(), [view], at)
+            if not done:
+                raise WeightError(f"{self.temporary.name} ends early")
+            view, at = view[done:], at + done
+
+    def commit(self, *, durable: bool = True) -> None:
+        """Give the file its name; durable: it survives a loss of power."""
+        if durable:
+            os.fsync(self._file.fileno())
+        os.replace(self.temporary, self.path)
+        if not durable:
+            return
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _discard(self) -> None:
+        self._file.close()
+        self.temporary.unlink(missing_ok=True)
 
 
 class Snapshot:

@@ -31,8 +31,10 @@ from headrace.messages.subjects import CLOSE, STEP
 from headrace.messages.training import BatchGroup, SnapshotReady, StepDone, StepFailed, StepManifest
 from headrace.replay.fetching import Records, fetch
 from headrace.replay.recipe import under
+from headrace.training import opening
 from headrace.training.mid_training import Progress
 from headrace.training.outcome import StepOutcome
+from headrace.training.parallel.interface import GroupError
 from headrace.training.trainer import PolicyTrainer, TrainerError
 from headrace.weights import chain
 from headrace.weights.publishing import collect
@@ -80,13 +82,19 @@ class Trainer(Actor):
     async def stop(self) -> None:
         """Let the step in work end; mid-training ends at its next report."""
         self._stopping = True
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            if self.trainer is not None and self.config.trainer.ranks > 1:
+                await self._in_thread(self.trainer.close)
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _live(self) -> None:
         try:
             trainer = await self._prepare()
             await self._catch_up(trainer)
             self.spawn(self._collect(self._taken(trainer)), "collecting")
+            if self.config.trainer.ranks > 1:
+                self.spawn(self._watch(trainer), "ranks")
             if self.config.weights.collect_chains:
                 self.spawn(self._forget_weights(), "old weights")
             while True:
@@ -113,7 +121,7 @@ class Trainer(Actor):
         await renderer_bundles.publish(self.bus, self.run, bundle)
 
         def work() -> PolicyTrainer:
-            return PolicyTrainer.prepare(
+            return opening.prepare(
                 self.config,
                 folder,
                 tokenizer_json=bundle.tokenizer_json,
@@ -122,7 +130,10 @@ class Trainer(Actor):
                 base=base.file if base is not None else None,
             )
 
-        self.trainer = trainer = await self._in_thread(work)
+        try:
+            self.trainer = trainer = await self._in_thread(work)
+        except GroupError as error:
+            raise GroupError(f"the trainer's group did not start: {error}") from error
         if base is not None and trainer.version == 0:
             base.check(await self._in_thread(trainer.state.hash))
         self.store = CheckpointStore(self.folder, trainer, self.config)
@@ -284,8 +295,8 @@ class Trainer(Actor):
         trainer.config = under(self.config, manifest)
         try:
             return await self._in_thread(lambda: trainer.step(manifest, *records))
-        except TrainerError:
-            raise  # this node may not take the step at all
+        except (TrainerError, GroupError):
+            raise  # this node may not take the step at all, or its group of processes has ended
         except Exception as error:
             if trainer.version != manifest.version or await self._in_thread(trainer.state.hash) != self._hash:
                 raise  # half a step: only the checkpoint knows the old bytes
@@ -335,6 +346,12 @@ class Trainer(Actor):
             except (BusError, WeightError) as error:
                 await self.event("weights_not_collected", str(error), "warning")
                 await asyncio.sleep(AGAIN_S)
+
+    async def _watch(self, trainer: PolicyTrainer) -> None:
+        """End this actor when a rank has ended, also between two steps; its successor starts all of them again."""
+        while not trainer.lost:
+            await asyncio.sleep(0.2)
+        raise GroupError(trainer.lost)
 
     async def _measure(self) -> None:
         progress = self._progress

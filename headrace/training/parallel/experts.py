@@ -1,9 +1,12 @@
 """Experts that live on different processes: rows travel to them and back (GShard, arXiv 2006.16668).
 
-Idea: each process owns an equal run of experts. A layer's rows are sorted by owner, sent, multiplied there by the very
-function that a single process uses, and sent back; gates and the sum over slots stay at home. Sending changes the order
-of rows and nothing else, and a row's bits do not depend on its company: in exact mode the forward pass has the bits of
-one process.
+Idea: each process of an expert group owns an equal run of experts. A layer's rows are sorted by owner, sent, multiplied
+there by the very function that a single process uses, and sent back; gates and the sum over slots stay at home. Sending
+changes the order of rows and nothing else, and a row's bits do not depend on its company: in exact mode the forward
+pass has the bits of one process.
+
+With several expert groups a run of experts is cut once more: each process stores float32 masters of its part, the parts
+are cast and gathered from the other groups before they are multiplied, and gradients are added in the order of ranks.
 
 Trade-off: an expert's weight gradient is one product over the rows of all processes instead of a sum over
 micro-batches: the same number, rounded otherwise.
@@ -15,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from headrace.policy.moe import ExpertFunction
 
@@ -34,6 +36,58 @@ class _Exchange(torch.autograd.Function):
         return _swap(grad, got, sent, group), None, None, None
 
 
+class _Gathered(torch.autograd.Function):
+    """The shards [e, ...] of one run of experts, cast and put together; gradients are summed in the order of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        own = shard.detach().to(dtype).contiguous()
+        if group.size() == 1:
+            return own.clone() if own is shard else own
+        out = own.new_empty(group.size() * len(own), *own.shape[1:])
+        dist.all_gather_single(out, own, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        wide = grad.float().contiguous()
+        count = ctx.group.size()
+        if count == 1:
+            return wide, None, None
+        got = torch.empty_like(wide)
+        dist.all_to_all_single(got, wide, group=ctx.group)
+        total, *others = got.view(count, -1, *wide.shape[1:])
+        for other in others:
+            total = total + other
+        return total, None, None
+
+
+class _OnGrid(torch.autograd.Function):
+    """Weights rounded to the grid on which they are served; the gradient passes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, cast: Any) -> Tensor:
+        rounded: Tensor = cast(weight)
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class OnGrid:
+    """`moe.ExpertFunction` whose weights are rounded where they are used, because masters are what is stored."""
+
+    def __init__(self, function: ExpertFunction, cast: Any) -> None:
+        self.function, self.cast = function, cast
+
+    def __call__(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, /) -> Tensor:
+        """As `expert_mlp`."""
+        up, out = (_OnGrid.apply(weight, self.cast) for weight in (gate_up, down))  # type: ignore[no-untyped-call]
+        return self.function(x, gates, experts, up, out, pad)
+
+
 def _swap(x: Tensor, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(sum(got), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), list(got), list(sent), group=group)
@@ -43,13 +97,16 @@ def _swap(x: Tensor, sent: Sequence[int], got: Sequence[int], group: dist.Proces
 class ExpertParallel:
     """`moe.ExpertFunction` over the experts of a group. All its processes must call it, each with its own rows."""
 
-    def __init__(self, group: dist.ProcessGroup, function: ExpertFunction) -> None:
-        self.group, self.function = group, function
+    def __init__(
+        self, group: dist.ProcessGroup, copies: dist.ProcessGroup, function: ExpertFunction, dtype: torch.dtype
+    ) -> None:
+        """group: the processes that own a copy of the experts; copies: those that share this one's run of them."""
+        self.group, self.copies, self.function, self.dtype = group, copies, function, dtype
 
     def __call__(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, /) -> Tensor:
-        """As `expert_mlp`; gate_up and down are sharded by expert over the group."""
-        assert isinstance(gate_up, DTensor) and isinstance(down, DTensor)
-        own_up, own_down = gate_up.to_local(), down.to_local()
+        """As `expert_mlp`; gate_up and down are this process's float32 shards."""
+        own_up: Tensor = _Gathered.apply(gate_up, self.dtype, self.copies)  # type: ignore[no-untyped-call]
+        own_down: Tensor = _Gathered.apply(down, self.dtype, self.copies)  # type: ignore[no-untyped-call]
         tokens, k = experts.shape
         flat = experts.reshape(-1)
         owner = flat.div(own_up.shape[0], rounding_mode="floor")

@@ -1,9 +1,13 @@
-"""The processes that compute a batch: one, or several that share its micro-batches (`distributed.ProcessGroup`)."""
+"""The processes that compute a batch: one, or several that share its micro-batches (`group.ProcessGroup`)."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
+
+
+class GroupError(Exception):
+    """The group of processes has ended; the text says why."""
 
 
 class DataParallel(Protocol):

@@ -1,0 +1,27 @@
+"""Opens a run's trainer: in this process, or in it and the others of `[trainer] ranks`."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from headrace.config import Config
+from headrace.training.mid_training import Progress, Trace
+from headrace.training.trainer import PolicyTrainer
+
+
+def prepare(
+    config: Config,
+    folder: Path,
+    *,
+    tokenizer_json: str,
+    traces: Callable[[], Iterable[Trace]],
+    progress: Callable[[Progress], None] = lambda _: None,
+    base: Path | None = None,
+) -> PolicyTrainer:
+    """As `PolicyTrainer.prepare`. `GroupError` when a rank cannot start. Close it when it is not needed any more."""
+    if config.trainer.ranks == 1:
+        return PolicyTrainer.prepare(
+            config, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base
+        )
+    from headrace.training.parallel.trainer import open_ranks  # a second of imports that one process does not need
+
+    return open_ranks(config, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base)

@@ -1,0 +1,144 @@
+"""The other processes of a trainer's group: started by the first one, watched, and ended with it.
+
+Each is `python -m headrace.training.parallel.rank` with torchrun's environment variables (RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT). Its standard input is a pipe from the first process: the configuration comes through it, and
+its end means that the first process is gone. So no process outlives the actor, however that ends. When one of them
+ends, a thread kills the rest: the first process then leaves the collective that it waits in with an error.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from headrace.config import Config
+from headrace.training.parallel import group
+
+STOP_S = 20.0
+"""Seconds that a process gets to end after the order to stop."""
+GRACE_S = 5.0
+"""Seconds in which a broken connection is explained by the end of a process."""
+_TAIL = 400
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """The first line of a process's standard input."""
+
+    config: Config
+    folder: str
+
+
+class Ranks:
+    """All processes of a group but the first, on this machine."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        """Start them. They join the group as soon as they are up."""
+        size = config.trainer.ranks
+        self.store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=group.PATIENCE)
+        hello = msgspec.json.encode(Hello(config, str(folder.resolve()))) + b"\n"
+        self.why = ""
+        """The first process that ended, and how; empty while all live."""
+        self._ending = threading.Event()
+        self._lock = threading.Lock()
+        self._logs = [tempfile.TemporaryFile() for _ in range(1, size)]
+        self.processes = [self._start(rank, size, hello) for rank in range(1, size)]
+        self._watchers = [
+            threading.Thread(target=self._watch, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(1, size)
+        ]
+        for watcher in self._watchers:
+            watcher.start()
+
+    def _start(self, rank: int, size: int, hello: bytes) -> "subprocess.Popen[bytes]":
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": self.store.port}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headrace.training.parallel.rank"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._logs[rank - 1],
+            start_new_session=True,
+            env={
+                **os.environ,
+                **{name: str(value) for name, value in places.items()},
+                "MASTER_ADDR": "127.0.0.1",
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+                "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
+            },
+        )
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already; its watcher says how
+            process.stdin.write(hello)
+            process.stdin.flush()
+        return process
+
+    def _watch(self, rank: int) -> None:
+        code = self.processes[rank - 1].wait()
+        with self._lock:
+            if self._ending.is_set():
+                return
+            self._ending.set()
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            self.why = f"rank {rank} (process {self.processes[rank - 1].pid}) {how}{self._last_words(rank)}"
+            self._kill()
+
+    def _last_words(self, rank: int) -> str:
+        log = self._logs[rank - 1]
+        log.seek(0)
+        lines = log.read().decode(errors="replace").strip().splitlines()
+        return f": {lines[-1][:_TAIL]}" if lines else ""
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def end(self) -> str:
+        """End the group at once. Why it ended, where one of its processes was the cause."""
+        self._ending.wait(GRACE_S)
+        with self._lock:
+            self._ending.set()
+            self._kill()
+        for process in self.processes:
+            process.wait()
+        self._close()
+        return self.why
+
+    def stop(self, tell: Callable[[], None]) -> None:
+        """End it in order. tell: sends the order to stop."""
+        with self._lock:
+            ended = self._ending.is_set()
+            self._ending.set()
+        if not ended:
+            with suppress(RuntimeError):
+                tell()
+        for process in self.processes:
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._close()
+
+    def _close(self) -> None:
+        for watcher in self._watchers:
+            watcher.join()
+        for process in self.processes:
+            with suppress(OSError):
+                assert process.stdin is not None
+                process.stdin.close()
+        for log in self._logs:
+            log.close()
+        group.leave()
+
+
+def device_of(device: torch.device, rank: int) -> torch.device:
+    """The device of a rank on this machine: one CUDA device each."""
+    return torch.device("cuda", rank) if device.type == "cuda" else device

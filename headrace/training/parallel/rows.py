@@ -1,0 +1,179 @@
+"""Files and hashes of tensors whose rows lie in several processes; nobody holds a whole one.
+
+The idea: each process writes its own rows into one preallocated file and hashes the blocks that it holds whole. Bytes
+of a block that two processes share go to the first of them, which hashes it. The hash is that of `weights.state`, so a
+file does not tell how many processes wrote it.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from headrace.messages.weights import TensorInfo
+from headrace.training.parallel.group import ProcessGroup
+from headrace.weights import snapshot, state
+from headrace.weights.state import BLOCK, HASH_BYTES, Bits
+
+ROUND_BYTES = 64 << 20
+"""Bytes that travel in one exchange, about."""
+
+
+class Run(NamedTuple):
+    """This process's elements `start` to `start + items` of a tensor's flat view."""
+
+    name: str
+    start: int
+    items: int
+    read: Callable[[int, int], Bits]
+    """Bits of `count` elements from a start within the run; of 8-byte types two items each."""
+
+
+class _Shared(NamedTuple):
+    """A part of a block that its hash's owner does not hold."""
+
+    block: int
+    tensor: int
+    start: int
+    items: int
+    source: int
+    owner: int
+
+
+def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: ProcessGroup) -> bytes:
+    """The hashes of all blocks in order, in every process; all must call it."""
+    own = {run.name: run for run in runs}
+    table = world.gathered([(run.name, run.start, run.items) for run in runs])
+    spans: list[dict[str, tuple[int, int]]] = [{name: (start, count) for name, start, count in part} for part in table]
+    found: dict[int, bytes] = {}
+    open_blocks: dict[int, xxhash.xxh3_128] = {}
+    waiting: list[_Shared] = []
+    number = 0
+    for index, info in enumerate(described):
+        holders = [(rank, *part[info.name]) for rank, part in enumerate(spans) if info.name in part]
+        run = own.get(info.name)
+        for start, count in state.blocks(info):
+            pieces = [
+                (rank, max(start, at), min(start + count, at + held))
+                for rank, at, held in holders
+                if max(start, at) < min(start + count, at + held)
+            ]
+            if not pieces and count:
+                raise state.WeightError(f"{info.name}: no process holds elements {start} to {start + count}")
+            owner = pieces[0][0] if pieces else 0
+            if owner == world.rank:
+                open_blocks[number] = xxhash.xxh3_128()
+                if pieces and run is not None:
+                    open_blocks[number].update(run.read(pieces[0][1] - run.start, pieces[0][2] - pieces[0][1]).data)
+                if len(pieces) < 2:
+                    found[number] = open_blocks.pop(number).digest()
+            waiting += [_Shared(number, index, first, end - first, rank, owner) for rank, first, end in pieces[1:]]
+            number += 1
+    for part in _rounds(waiting, described):
+        _pass_on(part, described, own, open_blocks, world)
+    found |= {block: digest.digest() for block, digest in open_blocks.items()}
+    out = bytearray(number * HASH_BYTES)
+    for told in world.gathered(found):
+        for block, digest_ in told.items():
+            out[block * HASH_BYTES : (block + 1) * HASH_BYTES] = digest_
+    return bytes(out)
+
+
+def _rounds(waiting: Sequence[_Shared], described: Sequence[TensorInfo]) -> Iterator[list[_Shared]]:
+    """Cut into exchanges of bounded size, the same in every process."""
+    held: list[_Shared] = []
+    size = 0
+    for shared in waiting:
+        held.append(shared)
+        size += shared.items * state.itemsize(described[shared.tensor].dtype)
+        if size >= ROUND_BYTES:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
+
+
+def _pass_on(
+    part: Sequence[_Shared],
+    described: Sequence[TensorInfo],
+    own: Mapping[str, Run],
+    open_blocks: Mapping[int, xxhash.xxh3_128],
+    world: ProcessGroup,
+) -> None:
+    """One exchange: bytes of shared blocks go to their owners, which hash them in the order of elements."""
+    send: list[list[torch.Tensor]] = [[] for _ in range(world.size)]
+    sizes = [0] * world.size
+    for shared in part:
+        info = described[shared.tensor]
+        if shared.source == world.rank:
+            run = own[info.name]
+            raw = run.read(shared.start - run.start, shared.items)
+            send[shared.owner].append(torch.from_numpy(raw.view("u1").copy()))
+        if shared.owner == world.rank:
+            sizes[shared.source] += shared.items * state.itemsize(info.dtype)
+    empty = torch.empty(0, dtype=torch.uint8)
+    got = world.exchange([torch.cat(pieces) if pieces else empty for pieces in send], sizes)
+    at = [0] * world.size
+    for shared in part:
+        if shared.owner == world.rank:
+            size = shared.items * state.itemsize(described[shared.tensor].dtype)
+            begin = at[shared.source]
+            open_blocks[shared.block].update(got[shared.source][begin : begin + size].numpy().data)
+            at[shared.source] += size
+
+
+def file_hashes(file: snapshot.Snapshot, world: ProcessGroup) -> bytes:
+    """The hashes of all blocks of a file that every process can read; each reads its share."""
+    found: dict[int, bytes] = {}
+    number = 0
+    for info in file.tensors:
+        array = file.array(info)
+        for start, count in state.blocks(info):
+            if number % world.size == world.rank:
+                found[number] = state.block_hash(array[start : start + count])
+            number += 1
+    every = {block: digest for told in world.gathered(found) for block, digest in told.items()}
+    return b"".join(every[block] for block in range(number))
+
+
+def write(
+    path: Path, described: Sequence[TensorInfo], about: Mapping[str, str], runs: Sequence[Run], world: ProcessGroup
+) -> None:
+    """One safetensors file from the rows of all processes, whole or not at all; all must call it. OSError in every
+    process when one of them cannot write."""
+    error = ""
+    draft: snapshot.Draft | None = None
+    if world.rank == 0:
+        try:
+            draft = snapshot.Draft(path, described, about)
+        except OSError as refused:
+            error = str(refused)
+    told = world.gathered((str(draft.temporary) if draft else "", error))[0]
+    if told[1]:
+        raise OSError(told[1])
+    error = ""
+    try:
+        with snapshot.Rows(Path(told[0]), described, about) as file:
+            index = {info.name: number for number, info in enumerate(described)}
+            for run in runs:
+                _copy(file, index[run.name], run)
+            os.fsync(file.fileno())
+    except OSError as refused:
+        error = str(refused)
+    errors = [text for text in world.gathered(error) if text]
+    if draft is not None:
+        with draft:
+            if not errors:
+                draft.commit()
+    world.gathered(None)  # the file has its name when the first process returns, and in every other one as well
+    if errors:
+        raise OSError(errors[0])
+
+
+def _copy(file: snapshot.Rows, tensor: int, run: Run) -> None:
+    for start in range(0, run.items, BLOCK):
+        count = min(BLOCK, run.items - start)
+        file.write(tensor, run.start + start, run.read(start, count))

@@ -1,0 +1,146 @@
+"""A model cut into shards: FSDP2 over float32 masters, experts by owner where that is asked for.
+
+The idea: the optimizer's float32 masters are the shards themselves. They are cast to the policy's dtype when a layer is
+gathered, so the forward pass multiplies the very bits that are published, and gradients arrive in float32. PyTorch
+FSDP2: `torch.distributed.fsdp.fully_shard` (SimpleFSDP, arXiv 2411.00284, describes per-parameter shards).
+
+A reduce-scatter adds in an order of its own, which depends on the number of processes. Here each process gets the parts
+of its shard from all others and adds them to the sum so far in the order of the micro-batches: the order of a single
+process. So any number of ranks gives the bits of one. Trade-off: all parts of a round wait in memory until the last.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from headrace.kernels import mxfp8
+from headrace.policy.config import PolicyConfig
+from headrace.policy.layer import Layer
+from headrace.policy.model import Model
+from headrace.policy.numerics import Numerics
+from headrace.training.parallel.experts import ExpertParallel, OnGrid
+from headrace.training.parallel.group import ProcessGroup
+
+OWNED = ("gate_up", "down")
+"""Parameters of a mixture that hold one matrix per expert."""
+
+
+def _buffer(size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(*size, dtype=dtype, device=device)
+
+
+class OrderedSum:
+    """FSDP's reduce-scatter for one module: what it writes is the sum over all micro-batches so far."""
+
+    def __init__(self, world: ProcessGroup) -> None:
+        self.world = world
+        self.total: Tensor | None = None
+        self.allocate = _buffer
+        """FSDP asks for its buffers here."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """As `torch.distributed.fsdp` calls it."""
+        got = torch.empty_like(input_tensor)
+        dist.all_to_all_single(got, input_tensor, group=group)
+        total = self.total
+        for part in got.view(group.size(), -1)[: self.world.contributors]:
+            total = part if total is None else total + part
+        assert total is not None
+        output_tensor.copy_(total)
+        self.total = output_tensor
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model of which this process holds a part. Rows are along the first dimension."""
+
+    model: Model
+    parameters: dict[str, nn.Parameter]
+    """As FSDP keeps them; their `grad` is this process's part."""
+    local: dict[str, Tensor]
+    """This process's rows of every parameter: float32, but frozen ones in their own dtype."""
+    first: dict[str, int]
+    """Index of the first of these rows."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of the whole parameters."""
+    sums: tuple[OrderedSum, ...]
+
+    def reshard(self) -> None:
+        """Free gathered weights: the next forward pass gathers what the shards hold then."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def forget_sums(self) -> None:
+        """Begin a new sum of gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for total in self.sums:
+            total.total = None
+
+
+def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup) -> ShardedModel:
+    """A sharded model whose weights are not set yet. With expert ranks, the experts can be dealt out evenly."""
+    model = Model(config, numerics, seed=None)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    policy = MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    owned: set[nn.Parameter] = set()
+    first: dict[str, int] = {}
+    modules: list[FSDPModule] = []
+    for index, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer)
+        if layer.sparse and config.expert_format == "mxfp8":
+            layer.function = OnGrid(layer.function, mxfp8.rounded)
+        if layer.sparse and world.expert_ranks > 1:
+            for name in OWNED:
+                rows = config.experts // world.size
+                whole = layer.get_parameter(name)
+                part = torch.empty(rows, *whole.shape[1:], dtype=torch.float32, device=world.device)
+                layer.register_parameter(name, nn.Parameter(part))
+                owned.add(layer.get_parameter(name))
+                copy, member = divmod(world.rank, world.expert_ranks)
+                first[f"layers.{index}.{name}"] = member * (config.experts // world.expert_ranks) + copy * rows
+            layer.function = ExpertParallel(
+                world.grid.get_group("experts"), world.grid.get_group("copies"), layer.function, config.torch_dtype
+            )
+        modules.append(_cut(layer, world, policy, owned))
+    modules.append(_cut(model, world, policy, owned))
+    register_fsdp_forward_method(model, "forward_cached")
+    sums = []
+    for module in modules:
+        sums.append(OrderedSum(world))
+        module.set_custom_reduce_scatter(sums[-1])  # type: ignore[arg-type]
+    parameters = dict(model.named_parameters())
+    local: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor):
+            held = parameter.detach()
+            assert isinstance(held, DTensor)
+            local[name] = held.to_local()
+            first[name] = min(-(-shapes[name][0] // world.size) * world.rank, shapes[name][0])
+        else:
+            local[name] = parameter.detach()
+            first.setdefault(name, 0)
+    return ShardedModel(model, parameters, local, first, shapes, tuple(sums))
+
+
+def _cut(module: nn.Module, world: ProcessGroup, policy: MixedPrecisionPolicy, owned: set[nn.Parameter]) -> FSDPModule:
+    """Shard the parameters that no inner module has. Empty memory in float32 takes the place of unset weights."""
+    ignored = owned & set(module.parameters())
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(world.device)
+            ignored.add(parameter)
+        elif not isinstance(parameter, DTensor) and parameter not in owned:
+            parameter.data = torch.empty(parameter.shape, dtype=torch.float32)
+    cut: FSDPModule = fully_shard(module, mesh=world.mesh, mp_policy=policy, ignored_params=ignored)
+    cut.set_gradient_divide_factor(1.0)  # gradients are added: the loss is divided by the batch's constant already
+    cut.set_force_sum_reduction_for_comms(True)
+    return cut

@@ -1,0 +1,128 @@
+"""The part of a trainer's state that one of several processes owns: its rows of masters, moments and gradients."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import mxfp8
+from headrace.policy.config import PolicyConfig
+from headrace.training.parallel import published, rows
+from headrace.training.parallel.group import ProcessGroup
+from headrace.training.parallel.sharding import OWNED, ShardedModel
+from headrace.training.state import OptimizerSettings, TrainerState
+from headrace.weights.state import root
+
+
+class ShardedState(TrainerState):
+    """`TrainerState` over shards. Methods that every process must call: gradient_norm, and hash after a change."""
+
+    def __init__(
+        self, sharded: ShardedModel, world: ProcessGroup, *, version: int = 0, settings: OptimizerSettings | None = None
+    ) -> None:
+        """A fresh optimizer over this process's rows."""
+        self.sharded, self.world = sharded, world
+        self._hash = ""
+        self.block_hashes = b""
+        """Of the published blocks, as the last `hash` found them."""
+        super().__init__(sharded.model, version=version, settings=settings)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This process's rows; masters are what is stored."""
+        return dict(self.sharded.local)
+
+    def _masters(self) -> dict[str, Tensor]:
+        parameters = self.sharded.parameters
+        return {name: rows for name, rows in self.sharded.local.items() if parameters[name].requires_grad}
+
+    def served(self, name: str, parameter: Tensor) -> Tensor:
+        """These rows as they are served: rounded to the policy's dtype, experts to their grid."""
+        return as_served(self.model.config, name, parameter.detach())
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self.sharded.forget_sums()
+        self._sums.clear()
+
+    def collect_gradients(self) -> None:
+        """Take the sums over all micro-batches so far, after each round of them."""
+        for name, parameter in self.sharded.parameters.items():
+            if parameter.grad is not None and hasattr(parameter.grad, "to_local"):
+                self._sums[name] = parameter.grad.to_local()
+                parameter.grad = None
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """This process's rows of every gradient, by name."""
+        for name, parameter in self.sharded.parameters.items():
+            gradient = self._sums.get(name, parameter.grad)
+            if gradient is not None:
+                yield name, gradient
+
+    def gradient_norm(self) -> float:
+        """Euclidean norm over all rows of all gradients; the same number in every process."""
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for _, gradient in self.gradients()]
+        own = sum((norm**2 for norm in torch.stack(norms).cpu().tolist()), 0.0) if norms else 0.0
+        total = sum(self.world.gathered(own))
+        return math.sqrt(total) if math.isfinite(total) else math.nan
+
+    @torch.no_grad()
+    def apply(self, learning_rate: float, scale: float = 1.0) -> None:
+        """As TrainerState, on this process's rows."""
+        self.sharded.reshard()
+        super().apply(learning_rate, scale)
+        self._hash = ""
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor], *, version: int, step: int) -> None:
+        """As TrainerState; `tensors` has this process's rows."""
+        self.sharded.reshard()
+        super().restore(tensors, version=version, step=step)
+        self._hash = ""
+
+    def published(self) -> dict[str, Tensor]:
+        """Not to be had: no process holds whole tensors. TypeError."""
+        raise TypeError("a sharded state has no whole tensors; write it with parallel.rows and read the file")
+
+    def runs(self, source: Mapping[str, Tensor] | None = None) -> list[rows.Run]:
+        """This process's part of the published tensors; source: served rows of another version."""
+        reads = {name: self._reader(name) for name in self.sharded.local} if source is None else _readers(source)
+        return published.runs(self.model.config, self.sharded, reads, self.world.rank)
+
+    def _reader(self, name: str) -> Callable[[int, int], Tensor]:
+        """Elements of this process's rows as they are served; cast piece by piece, so no second copy is made."""
+        flat, config = self.sharded.local[name].reshape(-1), self.model.config
+        return lambda start, count: as_served(config, name, flat[start : start + count])
+
+    def hash(self) -> str:
+        """State hash of the published bytes, kept until they change."""
+        if not self._hash:
+            described = published.infos(self.model.config, self.sharded.shapes)
+            self.block_hashes = rows.hashes(described, self.runs(), self.world)
+            self._hash = root(described, self.block_hashes)
+        return self._hash
+
+
+def _readers(source: Mapping[str, Tensor]) -> dict[str, Callable[[int, int], Tensor]]:
+    def reader(flat: Tensor) -> Callable[[int, int], Tensor]:
+        return lambda start, count: flat[start : start + count]
+
+    return {name: reader(tensor.reshape(-1)) for name, tensor in source.items()}
+
+
+def on_grid(config: PolicyConfig, name: str) -> bool:
+    """Whether a parameter, by our name, holds experts that are served in eight bits."""
+    if config.expert_format != "mxfp8" or not name.startswith("layers."):
+        return False
+    _, layer, kind = name.split(".")
+    return kind in OWNED and config.sparse(int(layer))
+
+
+def as_served(config: PolicyConfig, name: str, values: Tensor) -> Tensor:
+    """Values of a parameter, whole blocks of them, rounded as they are served; frozen ones stay as they are."""
+    if name.rsplit(".", 1)[-1] == "correction":
+        return values
+    served = values.to(config.torch_dtype)
+    if on_grid(config, name):
+        served = mxfp8.rounded(served.reshape(-1, mxfp8.BLOCK)).reshape(served.shape)
+    return served

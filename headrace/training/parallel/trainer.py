@@ -1,0 +1,322 @@
+"""A run's trainer on several processes: the one class that all of them hold.
+
+The first process belongs to the actor. Its calls of step, give_up, publish and save go to the others as orders (`take`,
+`give_up`, `publish`, `save`, `stop`), with the same arguments, before it makes them itself; re-scoring is part of a
+step. Version 0 is made by the first process alone, as without ranks, and written as a checkpoint; every process then
+reads its own rows of it. A checkpoint does not tell how many processes wrote it, so any number of them reads it.
+
+A process that ends, or raises where the others do not, ends the group: `GroupError`. The files are whole then, and a
+new trainer goes on from the checkpoint.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from headrace.config import Config
+from headrace.messages.judging import Score
+from headrace.messages.rollout import Trajectory
+from headrace.messages.training import StepManifest
+from headrace.messages.weights import TensorInfo
+from headrace.policy.layout import hugging_face
+from headrace.policy.numerics import Numerics
+from headrace.policy.numerics_probe import probe
+from headrace.training import checkpoint
+from headrace.training.guard import Guard
+from headrace.training.mid_training import Progress, Trace
+from headrace.training.outcome import StepOutcome
+from headrace.training.parallel import group, published, ranks, rows, sharding
+from headrace.training.parallel.group import ProcessGroup
+from headrace.training.parallel.interface import GroupError
+from headrace.training.parallel.state import ShardedState
+from headrace.training.parallel.versions import ShardedVersions
+from headrace.training.trainer import PolicyTrainer, TrainerError, device_named, optimizer_settings
+from headrace.weights import snapshot, state
+
+
+class Order(NamedTuple):
+    """A call that the other processes make as well."""
+
+    kind: str
+    arguments: tuple[Any, ...] = ()
+
+
+class ShardedTrainer(PolicyTrainer):
+    """As `PolicyTrainer`, of which this process holds a part."""
+
+    def __init__(self, config: Config, folder: Path, state: ShardedState, numerics: Numerics) -> None:
+        """Use `open_ranks`, or `joined` in the other processes."""
+        super().__init__(config, folder, state, numerics)
+        self.sharded = state
+        self.world: ProcessGroup = state.world
+        self.data_parallel = state.world
+        self.versions: ShardedVersions = ShardedVersions(state)
+        self.others: ranks.Ranks | None = None
+        """In the first process: the processes of the others."""
+        self._reference: sharding.ShardedModel | None = None
+
+    def _tell(self, kind: str, *arguments: Any) -> None:
+        """From the first process: the others make the same call."""
+        if self.world.rank == 0:
+            self._guarded(lambda: self.world.tell(Order(kind, arguments)))
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        """A collective that fails because a process has ended says which."""
+        try:
+            return work()
+        except (OSError, ValueError, TrainerError):
+            raise
+        except RuntimeError as error:
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        """End the group. GroupError with the cause."""
+        others, self.others = self.others, None
+        why = others.end() if others is not None else ""
+        raise GroupError(why or f"{type(error).__name__}: {error}") from error
+
+    def step(
+        self, manifest: StepManifest, trajectories: Mapping[int, Trajectory], scores: Mapping[int, Score]
+    ) -> StepOutcome:
+        """As `PolicyTrainer.step`. GroupError when the group ended."""
+        if self.world.rank == 0:
+            if manifest.version != self.state.version:
+                raise ValueError(f"the manifest updates version {manifest.version}, this is {self.state.version}")
+            records = [msgspec.msgpack.encode(part) for part in (manifest, trajectories, scores)]
+            self._tell("take", msgspec.json.encode(self.config), *records)
+        try:
+            return super().step(manifest, trajectories, scores)
+        except TrainerError:
+            raise  # another plugin than the manifest's: every process compares the same hashes before anything else
+        except Exception as error:
+            if self.world.rank == 0:
+                self._end(error)
+            raise
+
+    def give_up(self, reason: str, detail: str) -> StepOutcome:
+        """As `PolicyTrainer.give_up`."""
+        self._tell("give_up", reason, detail)
+        return super().give_up(reason, detail)
+
+    def publish(self, path: Path) -> str:
+        """Write the served bytes as one file, each process its own rows; returns their state hash."""
+        self._tell("publish", path)
+
+        def work() -> str:
+            described = published.infos(self.state.model.config, self.sharded.sharded.shapes)
+            digest = self.sharded.hash()
+            rows.write(path, described, {"state_hash": digest}, self.sharded.runs(), self.world)
+            return digest
+
+        digest: str = self._guarded(work)
+        return digest
+
+    def save(self, position: Mapping[str, int | str]) -> None:
+        """Replace the checkpoint durably, each process its own rows."""
+        self._tell("save", dict(position))
+        self._guarded(lambda: self._save(position))
+
+    def _save(self, position: Mapping[str, int | str]) -> None:
+        own = self.sharded
+        own.sharded.reshard()
+        guard = self.guard if self.guarded else None
+        described: list[TensorInfo] = []
+        parts: list[rows.Run] = []
+        tensors = own.tensors() | {f"guard.{name}": value for name, value in (guard or Guard()).dump()[1].items()}
+        for name, tensor in tensors.items():
+            parameter = _parameter(name, own.sharded.shapes)
+            info, run = self._whole(name, parameter, tensor)
+            described.append(info)
+            parts += run
+        kept = {version: self.versions.rows(version) for version in self.versions.earlier}
+        if self._reference is not None:
+            kept[-1] = {name: own.served(name, values) for name, values in self._reference.local.items()}
+        for version, served in kept.items():
+            head = f"kept.{version}."
+            infos = published.infos(own.model.config, own.sharded.shapes)
+            described += [msgspec.structs.replace(info, name=head + info.name) for info in infos]
+            parts += [run._replace(name=head + run.name) for run in own.runs(served)]
+        described.sort(key=lambda info: info.name)
+        about = checkpoint.facts(own, sorted(kept), position, guard)
+        about["hash"] = state.root(described, rows.hashes(described, parts, self.world))
+        rows.write(self.folder / "checkpoint.safetensors", described, about, parts, self.world)
+        self.versions.release()
+        self.position = dict(position)
+
+    def _whole(self, name: str, parameter: str, tensor: Tensor) -> tuple[TensorInfo, list[rows.Run]]:
+        """A tensor of the checkpoint as a whole, and this process's rows of it."""
+        sharded = self.sharded.sharded
+        shape = sharded.shapes[parameter]
+        (info,) = state.infos({name: torch.empty(shape, dtype=tensor.dtype, device="meta")})
+        row = torch.Size(shape[1:]).numel()
+        replicated = tensor.numel() == torch.Size(shape).numel()
+        if not tensor.numel() or (replicated and self.world.rank):
+            return info, []
+        flat = tensor.reshape(-1)
+        run = rows.Run(
+            name,
+            sharded.first[parameter] * row,
+            tensor.numel(),
+            lambda start, count: state.bits(flat[start : start + count]),
+        )
+        return info, [run]
+
+    def _load(self, file: Path) -> None:
+        """Take over a checkpoint: this process reads its own rows."""
+        own = self.sharded
+        mapped = snapshot.Snapshot(file)
+        checkpoint.check(file, mapped.metadata, state.root(mapped.tensors, rows.file_hashes(mapped, self.world)))
+        tensors = snapshot.read(file)
+        contents = checkpoint.contents(mapped.metadata, tensors, self._cut)
+        try:
+            version, step = int(mapped.metadata["version"]), int(mapped.metadata["step"])
+            plain = {name: self._cut(name, value) for name, value in tensors.items() if _own_state(name)}
+            own.restore(plain, version=version, step=step)
+        except (KeyError, ValueError) as error:
+            raise checkpoint.CheckpointError(f"{file} is of another model: {error}") from None
+        own.log = []
+        self.versions = ShardedVersions(own)
+        later = self.versions.rows(own.version)
+        for version in sorted(contents.kept, reverse=True):
+            served = published.take(own.model.config, own.sharded, contents.kept[version])
+            if version < 0:
+                self._take_reference(served)
+            else:
+                self.versions.restore(version, served, later)
+                later = served
+        if self.config.algorithm.kl_weight > 0.0 and self._reference is None:
+            raise TrainerError(f"{file} holds no reference policy, and kl_weight > 0 needs one")
+        self.guard = contents.guard or Guard()
+        self.position, self.resumed = contents.position, True
+        own.hash()
+
+    def _take_reference(self, served: Mapping[str, Tensor]) -> None:
+        reference = sharding.build(self.state.model.config, self.numerics, self.world)
+        with torch.no_grad():
+            for name, tensor in reference.local.items():
+                tensor.copy_(served[name])
+        self._reference, self.reference = reference, reference.model
+
+    def _cut(self, name: str, whole: Tensor) -> Tensor:
+        """This process's rows of a tensor of the checkpoint, copied."""
+        sharded = self.sharded.sharded
+        parameter = _parameter(name, sharded.shapes)
+        if tuple(whole.shape) != sharded.shapes[parameter]:
+            raise ValueError(f"{name} has shape {tuple(whole.shape)}, not {sharded.shapes[parameter]}")
+        first = sharded.first[parameter]
+        local = sharded.local[parameter]
+        return whole[first : first + len(local)].to(local.device, copy=True)
+
+    def obey(self) -> None:
+        """In every process but the first: make the calls that the first one makes, until it says stop."""
+        while True:
+            order: Order = self.world.hear()
+            if order.kind == "stop":
+                return
+            if order.kind == "take":
+                config, manifest, trajectories, scores = order.arguments
+                self.config = msgspec.json.decode(config, type=Config)
+                self.step(
+                    msgspec.msgpack.decode(manifest, type=StepManifest),
+                    msgspec.msgpack.decode(trajectories, type=dict[int, Trajectory]),
+                    msgspec.msgpack.decode(scores, type=dict[int, Score]),
+                )
+            elif order.kind == "give_up":
+                self.give_up(*order.arguments)
+            elif order.kind == "publish":
+                self.publish(*order.arguments)
+            elif order.kind == "save":
+                self.save(*order.arguments)
+            else:
+                raise GroupError(f"expected an order to take, give_up, publish, save or stop, got {order.kind!r}")
+
+    @property
+    def lost(self) -> str:
+        """As `PolicyTrainer.lost`."""
+        others = self.others
+        return others.why if others is not None else ""
+
+    def close(self) -> None:
+        """Tell the other processes to stop, and leave the group."""
+        if self.others is not None:
+            self.others.stop(lambda: self.world.tell(Order("stop")))
+            self.others = None
+
+
+def _own_state(name: str) -> bool:
+    return name.startswith(("master.", "exp_avg.", "exp_avg_sq.", "frozen."))
+
+
+def _parameter(name: str, shapes: Mapping[str, Any]) -> str:
+    """The parameter that a tensor of a checkpoint belongs to: the longest one that ends its name."""
+    parts = name.split(".")
+    for start in range(1, len(parts)):
+        if (rest := ".".join(parts[start:])) in shapes:
+            return rest
+    raise KeyError(name)
+
+
+def joined(config: Config, folder: Path, rank: int, store: Any = None) -> ShardedTrainer:
+    """Join the group of a run's trainer and read this process's rows of the checkpoint. All processes call it."""
+    torch.set_num_threads(config.trainer.threads)
+    section = config.trainer
+    device = ranks.device_of(device_named(section.device), rank)
+    group.join(device, rank, section.ranks, store)
+    world = ProcessGroup(device, section.expert_ranks)
+    policy = hugging_face.from_section(config.policy)
+    numerics = probe(policy, exact=config.engine.exact)
+    marks = world.gathered(numerics.fingerprint)
+    if len(set(marks)) > 1:
+        raise TrainerError(f"the ranks of a trainer need one numerics fingerprint, got {', '.join(sorted(set(marks)))}")
+    sharded = sharding.build(policy, numerics, world)
+    settings = optimizer_settings(config.algorithm)
+    trainer = ShardedTrainer(config, folder, ShardedState(sharded, world, settings=settings), numerics)
+    trainer._load(folder / "checkpoint.safetensors")
+    return trainer
+
+
+def open_ranks(
+    config: Config,
+    folder: Path,
+    *,
+    tokenizer_json: str,
+    traces: Callable[[], Iterable[Trace]],
+    progress: Callable[[Progress], None] = lambda _: None,
+    base: Path | None = None,
+) -> ShardedTrainer:
+    """As `PolicyTrainer.prepare`, in the first of `[trainer] ranks` processes; it starts the others."""
+    resumed = (folder / "checkpoint.safetensors").exists()
+    policy = PolicyTrainer.prepare_files(config, folder, tokenizer_json=tokenizer_json)
+    own = config.trainer
+    if own.expert_ranks > 1 and (not policy.experts or policy.experts % own.ranks):
+        raise TrainerError(
+            f"[trainer] expert_ranks: expected experts that {own.ranks} ranks can share evenly, the policy has "
+            f"{policy.experts}; set expert_ranks = 1 or another number of ranks"
+        )
+    rounded = config.weights.precision == "bf16" and policy.dtype == "float32"
+    if own.frozen or rounded:
+        key = "[trainer] frozen" if own.frozen else '[weights] precision = "bf16" of a float32 policy'
+        raise TrainerError(f"[trainer] ranks: expected 1 with {key}, got {own.ranks}; several ranks cannot do that yet")
+    device = device_named(own.device)
+    if device.type == "cuda" and torch.cuda.device_count() < own.ranks:
+        raise TrainerError(f"[trainer] ranks: {own.ranks} need as many CUDA devices, got {torch.cuda.device_count()}")
+    if not resumed:
+        alone = msgspec.structs.replace(config.trainer, ranks=1, expert_ranks=1)
+        first = msgspec.structs.replace(config, trainer=alone)
+        PolicyTrainer.prepare(first, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base)
+        gc.collect()
+    others = ranks.Ranks(config, folder)
+    try:
+        trainer = joined(config, folder, 0, others.store)
+    except (TrainerError, checkpoint.CheckpointError):
+        others.end()
+        raise
+    except Exception as error:
+        raise GroupError(others.end() or f"{type(error).__name__}: {error}") from error
+    trainer.others, trainer.resumed = others, resumed
+    return trainer

@@ -1,0 +1,96 @@
+"""Earlier versions of sharded weights: this process's rows of them, put into the one sharded model when asked for.
+
+A sharded model cannot be copied, and memory for a second one is not to be had. So a version is rebuilt in place: its
+served rows become the shards until another version is asked for, or until `release` puts the masters back. Rows on the
+dtype's grid keep their bits when they are widened to float32 and rounded again.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from headrace.policy.model import Model
+from headrace.training.parallel.state import ShardedState
+from headrace.training.served.versions import Log, Versions, change
+
+
+class ShardedVersions(Versions):
+    """As `Versions`; every process asks for the same versions in the same order."""
+
+    def __init__(self, state: ShardedState) -> None:
+        """The current weights of a state, which change in place."""
+        super().__init__(state.model, state.version)
+        self._state = state
+        self._masters: dict[str, Tensor] = {}
+        """Copies of the shards while another version lies in them."""
+        self._there = state.version
+        self._rows: dict[int, dict[str, Tensor]] = {}
+
+    def rows(self, version: int) -> dict[str, Tensor]:
+        """This process's served rows of a version. KeyError when it is not kept."""
+        if version == self._current:
+            local = self._masters or self._state.sharded.local
+            return {name: self._state.served(name, rows) for name, rows in local.items()}
+        if version not in self._logs:
+            raise KeyError(version)
+        if version not in self._rows:
+            later = min(v for v in (*self._logs, self._current) if v > version)
+            found = {name: rows.clone() for name, rows in self.rows(later).items()}
+            take_back(found, self._logs[version])
+            self._rows[version] = found
+        return self._rows[version]
+
+    def restore(self, version: int, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        """Take an older version in, from a checkpoint: its served rows, and those of the next newer kept one."""
+        entries = ((name, change(before[name], after[name])) for name in before)
+        self._logs[version] = [(name, entry) for name, entry in entries if entry is not None]
+
+    @torch.no_grad()
+    def __getitem__(self, version: int) -> Model:
+        if version == self._there:
+            return self._model
+        if version == self._current:
+            self._put_back()
+            return self._model
+        rows = self.rows(version)
+        local = self._state.sharded.local
+        if not self._masters:
+            self._masters = {name: tensor.clone() for name, tensor in local.items()}
+        self._state.sharded.reshard()
+        for name, tensor in local.items():
+            tensor.copy_(rows[name])
+        self._there = version
+        return self._model
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        if self._masters:
+            self._state.sharded.reshard()
+            for name, tensor in self._state.sharded.local.items():
+                tensor.copy_(self._masters[name])
+        self._masters = {}
+        self._there = self._current
+
+    def advance(self, version: int, log: Log) -> None:
+        """As `Versions`."""
+        super().advance(version, log)
+        self._there = version
+
+    def release(self) -> None:
+        """Put the current weights back and free the memory of the others."""
+        self._put_back()
+        self._rows.clear()
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (*self.earlier, self._current)
+
+
+@torch.no_grad()
+def take_back(rows: Mapping[str, Tensor], log: Log) -> None:
+    """Undo the writes of a log in these rows, newest first."""
+    for name, (positions, before) in reversed(log):
+        if positions is None:
+            rows[name].copy_(before)
+        else:
+            rows[name].view(-1).index_copy_(0, positions.long(), before)

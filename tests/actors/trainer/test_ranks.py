@@ -1,0 +1,198 @@
+"""Several processes behind the actor: the versions of one process, and a killed rank ends the group, not the run."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.actors.trainer.actor import Trainer
+from headrace.bus.broker.server import Server
+from headrace.bus.connection import Bus
+from headrace.bus.runtime.supervisor import Supervisor
+from headrace.config import Config
+from headrace.messages.subjects import EVENT
+from headrace.messages.training import StepDone, StepManifest
+from headrace.replay.recorded_run import of_run
+from headrace.replay.step import replay_steps
+from headrace.weights import snapshot
+from tests.conftest import Connect
+from tests.support.actors import living
+from tests.support.patience import PATIENCE_S
+from tests.support.recorded_run import RunFeeder, config, new_run
+
+pytestmark = pytest.mark.anyio
+
+
+def several(folder: Path, count: int, **trainer: Any) -> Config:
+    """Small micro-batches: every rank has several, and the last round is not full."""
+    own: dict[str, Any] = {"checkpoint_every": 2, "micro_tokens": 20, "ranks": count, **trainer}
+    return config(folder, trainer=own, algorithm={"grad_clip": 0.05})
+
+
+async def alone(server: Server, folder: Path, steps: int) -> list[str]:
+    """Hashes of versions 0 to `steps` by one process."""
+    async with (
+        await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+        await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
+    ):
+        feeder = RunFeeder(admin, new_run(), folder)
+        async with living(Trainer, several(folder, 1), bus, feeder.run):
+            for number in range(steps):
+                await feeder.batch(number)
+            await feeder.version(steps)
+        return [feeder.hashes[number] for number in range(steps + 1)]
+
+
+def processes() -> list[int]:
+    """The ranks that this process has started and that still run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(parent) == os.getpid() and b"headrace.training.parallel.rank" in command:
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+@asynccontextmanager
+async def supervised(setting: Config, server: Server, run: str) -> AsyncIterator[None]:
+    """A trainer that its supervisor starts again when it fails."""
+    supervisor = Supervisor(setting, run, url=server.url, credentials=server.credentials, restarts=100)
+    task = asyncio.create_task(supervisor.run([(Trainer, "trainer-1")]))
+    try:
+        yield
+    finally:
+        supervisor.stop()
+        assert await asyncio.wait_for(task, PATIENCE_S) == 0
+    assert not processes(), "no rank outlives its trainer"
+
+
+async def event(feeder: RunFeeder, kind: str) -> str:
+    """The text of the first event of a kind from the run's trainer."""
+    async with asyncio.timeout(PATIENCE_S):
+        where = EVENT.where(run=feeder.run, actor="trainer", type="event")
+        async for received in feeder.bus.follow("HR_EVENT", where):
+            if received.message.kind == kind:
+                return str(received.message.text)
+    raise AssertionError
+
+
+@pytest.mark.timeout(900)
+async def test_two_ranks_make_the_versions_of_one_process_also_after_one_is_killed(
+    connect: Connect, server: Server, tmp_path: Path
+) -> None:
+    (tmp_path / "one").mkdir()
+    want = await alone(server, tmp_path / "one", 3)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    async with supervised(several(tmp_path, 2), server, feeder.run):
+        await feeder.batch(0)
+        await feeder.version(1)
+        (victim,) = processes()
+        os.kill(victim, signal.SIGKILL)
+        assert f"rank 1 (process {victim}) was killed by SIGKILL" in await event(feeder, "actor_failed")
+        await feeder.batch(1)
+        await feeder.batch(2)
+        last = await feeder.version(3)
+    assert [feeder.hashes[number] for number in range(4)] == want
+    assert snapshot.file_hash(last.path) == last.state_hash
+    records = await feeder.steps()
+    done = [record for record in records if isinstance(record, StepDone)]
+    assert [record.step for record in done] == [0, 1, 2], "nothing is trained twice"
+    assert all(record.max_abs_dlp == 0.0 and record.exact and record.rescored_tokens for record in done), "Law 5"
+    assert all(record.incarnation == 0 for record in records)
+    manifests = [record for record in records if isinstance(record, StepManifest)]
+    assert all(record.objective["ranks"] == 2 for record in manifests)
+    recorded = await of_run(await connect("replay"), several(tmp_path, 2), feeder.folder, feeder.run)
+    (line,) = [line async for line in replay_steps(recorded, [2])]
+    assert line.bitwise_equal and line.weights_hash == want[3], "one process replays what two have done"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("count", "expert_ranks"), [(4, 1), (2, 2), (4, 2), (4, 4)])
+async def test_more_ranks_and_owned_experts(
+    connect: Connect, server: Server, tmp_path: Path, count: int, expert_ranks: int
+) -> None:
+    """Shards alone give the bits of one process. Owned experts add in another order: within 1e-5 after 8 updates."""
+    (tmp_path / "one").mkdir()
+    want = await alone(server, tmp_path / "one", 8)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    async with living(
+        Trainer, several(tmp_path, count, expert_ranks=expert_ranks), await connect("trainer"), feeder.run
+    ):
+        for number in range(8):
+            await feeder.batch(number)
+        last = await feeder.version(8)
+    done = [record for record in await feeder.steps() if isinstance(record, StepDone)]
+    assert all(record.max_abs_dlp == 0.0 and record.exact for record in done), "Law 5 over shards"
+    if expert_ranks == 1:
+        assert [feeder.hashes[number] for number in range(9)] == want
+        return
+    one = next((tmp_path / "one").glob(f"*/snapshots/v00000008-{want[8][:8]}.safetensors"))
+    found, expected = snapshot.read(last.path), snapshot.read(one)
+    assert feeder.hashes[0] == want[0]
+    worst = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    assert worst <= 1e-5, f"{worst:.1e}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_resumed_with_fewer_and_fewer_ranks(connect: Connect, server: Server, tmp_path: Path) -> None:
+    """4, then 2, then 1: the checkpoint does not tell how many wrote it, so not even a new incarnation is needed."""
+    (tmp_path / "one").mkdir()
+    want = await alone(server, tmp_path / "one", 6)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    for life, count in enumerate((4, 2, 1)):
+        async with living(Trainer, several(tmp_path, count), await connect("trainer"), feeder.run):
+            for number in (2 * life, 2 * life + 1):
+                await feeder.batch(number)
+            await feeder.version(2 * life + 2)
+    assert [feeder.hashes[number] for number in range(7)] == want
+    assert all(record.incarnation == 0 for record in await feeder.steps())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_a_random_rank_is_killed_twenty_times(connect: Connect, server: Server, tmp_path: Path) -> None:
+    """At a random moment of a step, or between two: the same bits as a run that nobody disturbed."""
+    trials, draw = 20, random.Random(18)
+    (tmp_path / "one").mkdir()
+    want = await alone(server, tmp_path / "one", trials)
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    async with supervised(several(tmp_path, 4), server, feeder.run):
+        for number in range(trials):
+            await feeder.version(number)
+            filling = asyncio.create_task(feeder.batch(number))
+            await asyncio.sleep(draw.random())  # not a wait: the moment is random
+            alive = processes()
+            if alive:
+                os.kill(draw.choice(alive), signal.SIGKILL)
+            await filling
+        await feeder.version(trials)
+    assert [feeder.hashes[number] for number in range(trials + 1)] == want
+    done = [record for record in await feeder.steps() if isinstance(record, StepDone)]
+    assert sorted({record.step for record in done}) == list(range(trials)) and len(done) == trials
+    assert all(record.staleness_max <= record.staleness_bound and record.max_abs_dlp == 0.0 for record in done)
+
+
+async def test_experts_that_cannot_be_dealt_out_are_refused_before_a_process_starts(
+    connect: Connect, tmp_path: Path
+) -> None:
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    actor = Trainer(several(tmp_path, 3, expert_ranks=3), await connect("trainer"), feeder.run, "t-1")
+    await actor.start()
+    async with asyncio.timeout(PATIENCE_S):
+        error = await actor.failed
+    assert "expected experts that 3 ranks can share evenly, the policy has 4" in str(error)
+    await actor.shut(1.0)
