@@ -112,7 +112,13 @@ def evaluated(run: str, version: int, suite: str, heat: float, args: argparse.Na
 
 def measure(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:
     """Every evaluation by ``seed/phase/suite/temperature``, from the partial results where they are there."""
-    known: dict[str, Passes] = json.loads(partial.read_text()) if partial.exists() else {}
+    recipe = f"{Path(args.config).read_text()}{args.set}"
+    begun = json.loads(partial.read_text()) if partial.exists() else {"recipe": recipe, "passes": {}}
+    if begun["recipe"] != recipe:
+        sys.exit(
+            f"{partial} was begun with another configuration: remove it and runs/pretrained-s*, or go back to that"
+        )
+    known: dict[str, Passes] = begun["passes"]
     for seed in args.seeds.split(","):
         common = [f"run.seed={seed}", "evaluation.before=false", "evaluation.after=false", *args.set]
         raw, whole = f"pretrained-s{seed}-raw", f"pretrained-s{seed}"
@@ -124,7 +130,7 @@ def measure(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:
                     key = f"{seed}/{phase}/{name}/{kind}/{args.tasks}"
                     if key not in known:
                         known[key] = evaluated(run, version, suite, heat, args)
-                        partial.write_text(json.dumps(known) + "\n")
+                        partial.write_text(json.dumps(begun) + "\n")
                     print(f"{key}: {rate([known[key]])}", flush=True)
     return known
 

@@ -1,5 +1,6 @@
 """The demo with a pretrained checkpoint: its files are in order, and a GGUF file becomes a policy that takes steps."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -65,6 +66,14 @@ def test_intervals_of_the_proof_are_over_templates_and_not_over_tasks() -> None:
     again = proof_pretrained.interval(suite, [passes] * 3)  # three equal seeds tell nothing new about templates
     assert again == (low, high)
     assert proof_pretrained.interval(suite, [passes], [passes]) == (0.0, 0.0)
+
+
+def test_a_proof_does_not_go_on_under_another_recipe(tmp_path: Path) -> None:
+    partial = tmp_path / "partial.json"
+    partial.write_text(json.dumps({"recipe": "another", "passes": {}}))
+    args = argparse.Namespace(config=str(DEMO), set=[], seeds="1", tasks=2)
+    with pytest.raises(SystemExit, match="another configuration"):
+        proof_pretrained.measure(args, partial)
 
 
 @pytest.mark.slow
