@@ -70,7 +70,8 @@ async def collect(bus: Bus, run: str, asked: Sequence[EvalRequest]) -> Records:
         records.tool_calls += sum(len(turn.calls) for turn in message.turns)
         records.sampled_tokens += sum(len(turn.ids) for turn in message.turns)
         records.malformed_calls += message.malformed_calls
-        records.backends.add(message.backend)
+        if message.backend:  # a message without a sandbox has none
+            records.backends.add(message.backend)
         if message.lane == "production" and message.group in records.sessions:
             records.session_s.append(received.time - records.sessions[message.group])
         elif (evaluation := evaluation_of(message.group)) is not None:

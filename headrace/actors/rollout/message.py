@@ -59,7 +59,6 @@ class MessageEpisode:
             diff={ANSWER: text.encode("utf-8", "replace")},
             fingerprint=self._fingerprint,
             renderer=renderer.bundle,
-            backend="none",
             isolation=request.isolation,
             wall_s=round(time.monotonic() - started, 4),
             rollout=self._rollout,

@@ -73,7 +73,7 @@ async def test_a_message_becomes_a_trajectory_and_a_score(connect: Connect, tmp_
         }
         made = await first(observer, "HR_TRAJ", TRAJ.at(run="r1", group="g1"), lambda found: found.slot == 0)
     assert isinstance(made, Trajectory) and made.diff == {ANSWER: b"so it is\nanswer: 2"}
-    assert (made.outcome, made.backend, made.malformed_calls, len(made.turns)) == ("finished", "none", 0, 1)
+    assert (made.outcome, made.backend, made.malformed_calls, len(made.turns)) == ("finished", "", 0, 1)
     assert [(scores[slot].verdict, scores[slot].value, scores[slot].reward) for slot in (0, 1)] == [
         ("passed", 1.0, 1.0),
         ("failed", 0.0, 0.0),
