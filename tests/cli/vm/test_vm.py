@@ -29,9 +29,10 @@ def test_an_image_is_imported_shown_and_forgotten(tmp_path: Path, capsys: pytest
     (tmp_path / "cache" / "making-old").mkdir()
     assert main(["vm", "gc", "--dry-run", *here]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["drop", "keep"] and "image mine" in lines[1]
-    assert main(["vm", "gc", "--forget", "mine/root.cpio", *here]) == 3
-    assert "no image or recipe 'mine/root.cpio'" in capsys.readouterr().err
+    assert [line.split()[0] for line in lines] == ["keep", "drop", "keep"]
+    assert "layers of images" in lines[0] and "image mine" in lines[2]
+    assert main(["vm", "gc", "--forget", "mine/blob", *here]) == 3
+    assert "no image or recipe 'mine/blob'" in capsys.readouterr().err
     assert main(["vm", "gc", "--forget", "mine", *here]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("MiB freed")
     assert {path.name for path in (tmp_path / "cache").iterdir()} <= {"lock", "probe.json"}
