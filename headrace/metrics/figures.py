@@ -44,6 +44,16 @@ FIGURES: dict[tuple[str, str], Figure] = {
     ("environment", "vm_cpu_ms"): Figure(
         "headrace_machine_cpu_seconds", "CPU time of this node's machines.", "counter", 0.001
     ),
+    ("feedback", "received"): _count("headrace_received_ratings", "Ratings of users that were received."),
+    ("feedback", "trained"): _count("headrace_trained_ratings", "Of them, those that the branch trained on."),
+    ("feedback", "late"): _count("headrace_late_ratings", "Those that came too late."),
+    ("feedback", "capped"): _count("headrace_capped_ratings", "Those above the cap of their user."),
+    ("feedback", "opted_out"): _count("headrace_opted_out_ratings", "Those of tenants that do not allow training."),
+    ("feedback", "unattributed"): _count("headrace_unattributed_ratings", "Those without a session in the stream."),
+    ("feedback", "superseded"): _count("headrace_superseded_ratings", "Those that the user replaced."),
+    ("feedback", "purged"): _count("headrace_purged_ratings", "Those deleted with their user's data."),
+    ("feedback", "discarded"): _count("headrace_discarded_ratings", "Those of sessions that cannot be trained on."),
+    ("feedback", "pending"): Figure("headrace_pending_ratings", "Those that wait for a batch or its step."),
     ("judge", "scored"): _count("headrace_scored_trajectories", "Trajectories that got a score."),
     ("judge", "passed"): _count("headrace_passed_trajectories", "Trajectories whose hidden tests passed."),
     ("judge", "sandboxes"): Figure("headrace_judge_sandboxes", "Sandboxes that the judge holds."),

@@ -343,7 +343,18 @@ class Feedback(Actor):
     async def _measure(self) -> None:
         ends = self.book.ends({self.branch.name: self.branch.state})
         self.status = f"{len(self.book.ratings)} ratings, {ends['trained']} trained; gate: {self.gate.state.stage}"
-        await self.metric(received=len(self.book.ratings), **{end: float(count) for end, count in ends.items()})
+        await self.metric(
+            received=len(self.book.ratings),
+            trained=ends["trained"],
+            late=ends["late"],
+            capped=ends["capped"],
+            opted_out=ends["opted_out"],
+            unattributed=ends["unattributed"],
+            superseded=ends["superseded"],
+            purged=ends["purged"],
+            discarded=ends["discarded"],
+            pending=ends["pending"],
+        )
 
     async def _purge_user(self, message: Message) -> Ack:
         """Remove everything under a user's hash."""
