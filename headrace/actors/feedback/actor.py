@@ -153,7 +153,11 @@ class Feedback(Actor):
 
     async def _session(self, feedback: UserFeedback) -> Rated | None:
         group = feedback.trajectory.rsplit("-", 2)[0]
-        last = await self.bus.last("HR_TRAJ", subjects.TRAJ.at(run=self.run, group=group))
+        try:
+            subject = subjects.TRAJ.at(run=self.run, group=group)
+        except ValueError:  # a record may carry any text; no trajectory has a name that is no subject
+            return None
+        last = await self.bus.last("HR_TRAJ", subject)
         if last is None or not isinstance(last.message, Trajectory) or last.message.id != feedback.trajectory:
             return None
         return Rated(last.message, last.time)
