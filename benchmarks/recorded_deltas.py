@@ -14,6 +14,7 @@ from benchmarks.conditions import Figures
 from headrace.config import Weights, load
 from headrace.launch import runs
 from headrace.launch.session import bus_of, looped
+from headrace.messages.weights import WeightHead
 from headrace.weights import chain
 from headrace.weights.codecs import ulp_delta
 from headrace.weights.codecs.codec import CODECS
@@ -44,7 +45,7 @@ def measure(run: str, codec: Measure, repeats: int) -> Figures:
 
 async def of_versions(
     bus: chain.StreamSource,
-    heads: list[chain.WeightHead],
+    heads: list[WeightHead],
     trust: Trust,
     folder: Path,
     codec: Measure,

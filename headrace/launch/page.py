@@ -12,7 +12,6 @@ from headrace.bus.broker.credentials import private
 from headrace.bus.broker.permissions import WEB_ROLE
 from headrace.bus.errors import BusError
 from headrace.config import Config
-from headrace.launch.output import say
 from headrace.launch.runs import RunError
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 USERS_S = 12 * 3600.0
 """How long the token of a live run's page opens users' sessions."""
+NO_PAGE = "no live page: [bus] url names a broker, and [dashboard] websocket does not say where its WebSocket is"
+"""What `up` says where only an operator can make a page possible."""
 
 
 class Place(msgspec.Struct):
@@ -44,13 +45,13 @@ def read_place(folder: Path) -> Place | None:
 
 
 def address_of(config: Config) -> "Address | None":
-    """The page's listening socket, taken before the broker starts; None when [dashboard] turns the page off."""
+    """The page's listening socket, taken before the broker starts; None when the run has no page (`NO_PAGE`, or
+    [dashboard] turns it off)."""
     from headrace.dashboard.live.server import Address
 
     if not config.dashboard.enabled:
         return None
     if config.bus.url and not config.dashboard.websocket:
-        say("no live page: [bus] url names a broker, and [dashboard] websocket does not say where its WebSocket is")
         return None
     return Address(config.dashboard.host, config.dashboard.port)
 

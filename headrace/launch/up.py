@@ -18,7 +18,7 @@ from headrace.config import Config
 from headrace.launch import runs
 from headrace.launch.guests import prepare_host
 from headrace.launch.output import say
-from headrace.launch.page import USERS_S, address_of, serving, websocket_of, write_place
+from headrace.launch.page import NO_PAGE, USERS_S, address_of, serving, websocket_of, write_place
 from headrace.launch.processes import Run, first_of
 from headrace.launch.supervision.signals import Stopping, interruptible
 
@@ -57,6 +57,8 @@ async def through(config: Config, stopping: Stopping, closing: AsyncExitStack, b
     closing.push_async_callback(run.close)
     stopping.effect = f"run {folder.id} ends in order; acknowledged messages stay in {folder.path}/"
     await run.broker.start()
+    if address is None and config.dashboard.enabled:
+        say(NO_PAGE)
     say(f"run {folder.id}: logs in {folder.logs}/, streams in {folder.broker}/")
     return await see_through(run, started, stopping, beside, address)
 

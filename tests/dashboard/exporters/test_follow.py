@@ -123,6 +123,7 @@ def test_the_real_program_stores_what_is_written(name: str, tmp_path: Path, monk
 
         client = MlflowClient(target)
         experiment = client.get_experiment_by_name("headrace")
+        assert experiment is not None
         runs = client.search_runs([experiment.experiment_id])
         assert len(runs) == 1
         history = client.get_metric_history(runs[0].info.run_id, "train/reward_mean")

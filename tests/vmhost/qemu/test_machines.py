@@ -148,7 +148,7 @@ async def test_a_full_workspace_is_an_error_of_its_owner(group: list[VmSandbox])
 
 
 async def test_output_without_end_is_cut_and_ended(group: list[VmSandbox]) -> None:
-    endless = await group[0].call(Exec(argv=("yes",), timeout_s=1.0, output_cap=4096))
+    endless = await group[0].call(Exec(argv=("yes",), timeout_s=5.0, output_cap=4096))
     assert endless.timed_out and endless.truncated and len(endless.stdout) == 4096
     assert (await group[0].call(ListFiles())).stdout == "a.txt"
 
