@@ -160,9 +160,9 @@ def examine(
             wrong.append(f"feedback: {group} should have a place in {name} and has none")
     named = later.groups()
     for name, branch in branches.items():
-        for group in branch.groups.values():
-            if group.closings and not named & {(name, group.name), ("", group.name)}:
-                wrong.append(f"feedback: {group.name} has a place in {name} and no rating names it")
+        for each in branch.groups.values():
+            if each.closings and not named & {(name, each.name), ("", each.name)}:
+                wrong.append(f"feedback: {each.name} has a place in {name} and no rating names it")
     received, ended = len(book.ratings), sum(ends[end] for end in ENDS)
     if received != ended:
         wrong.append(f"feedback: {received} ratings were received, {ended} are accounted for")

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import msgspec
@@ -97,7 +97,7 @@ class Product:
         await (await self.bus("rollout")).publish(subjects.TRAJ.at(run=self.run, group=group), trajectory)
         return trajectory.id
 
-    async def rate(self, trajectory: str, thumb: str = "up", **changes: Any) -> int:
+    async def rate(self, trajectory: str, thumb: Literal["up", "down"] = "up", **changes: Any) -> int:
         user = trajectory.partition(".")[0]
         fields: dict[str, Any] = {"tenant": "default", "training_allowed": True} | changes
         given = UserFeedback(user=user, run=self.run, trajectory=trajectory, thumb=thumb, **fields)
@@ -272,10 +272,7 @@ async def test_a_candidate_goes_through_benchmark_shadow_and_canary(product: Pro
             await product.opened()
             await product.version(1, product.branch)
             for policy, passed in ((BASE, 4), (candidate, 18)):
-                request = await product.event(
-                    lambda message, policy=policy: isinstance(message, EvalRequest) and message.policy == policy
-                )
-                await answer(product, request, passed)
+                await answer(product, await asked(product, policy), passed)
             assert "lower bound" in (await product.verdict("shadow", 1)).reason
             for _ in range(2):
                 where = subjects.EVENT.at(run=product.run, actor="gateway", type="shadow_turn")
@@ -298,6 +295,13 @@ async def test_a_candidate_goes_through_benchmark_shadow_and_canary(product: Pro
         # The receiver of the branch keeps what is promoted: it reads its own run's events alone.
         told = await product.event(lambda message: isinstance(message, Promotion), run=product.branch)
         assert (told.run, told.version) == (product.branch, 1)
+
+
+async def asked(product: Product, policy: PolicyRef) -> EvalRequest:
+    """The gate's request to evaluate a version."""
+    request = await product.event(lambda message: isinstance(message, EvalRequest) and message.policy == policy)
+    assert isinstance(request, EvalRequest)
+    return request
 
 
 async def answer(product: Product, request: EvalRequest, passed: int) -> None:
