@@ -29,7 +29,7 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
 
 
 def alone(config: Config) -> Config:
-    """The configuration with one rank: a replay runs in one process, and any number of ranks gives the same bits."""
+    """The configuration with one rank: a replay runs in one process, whose gradients ranks have bit for bit."""
     return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, ranks=1, expert_ranks=1))
 
 

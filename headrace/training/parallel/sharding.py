@@ -6,7 +6,8 @@ FSDP2: `torch.distributed.fsdp.fully_shard` (SimpleFSDP, arXiv 2411.00284, descr
 
 A reduce-scatter adds in an order of its own, which depends on the number of processes. Here each process gets the parts
 of its shard from all others and adds them to the sum so far in the order of the micro-batches: the order of a single
-process. So any number of ranks gives the bits of one. Trade-off: all parts of a round wait in memory until the last.
+process. So any number of ranks gives the gradients of one, bit for bit. Trade-off: all parts of a round wait
+in memory until the last.
 """
 
 from dataclasses import dataclass
