@@ -19,6 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.conditions import Figures, at_least, cannot_run, finish
 from headrace.launch import runs
@@ -113,7 +114,7 @@ def evaluated(run: str, version: int, suite: str, heat: float, args: argparse.Na
 def measure(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:
     """Every evaluation by ``seed/phase/suite/temperature``, from the partial results where they are there."""
     recipe = f"{Path(args.config).read_text()}{args.set}"
-    begun = json.loads(partial.read_text()) if partial.exists() else {"recipe": recipe, "passes": {}}
+    begun: dict[str, Any] = json.loads(partial.read_text()) if partial.exists() else {"recipe": recipe, "passes": {}}
     if begun["recipe"] != recipe:
         sys.exit(
             f"{partial} was begun with another configuration: remove it and runs/pretrained-s*, or go back to that"

@@ -44,7 +44,7 @@ class Top(App[None]):
 
     def __init__(self, watch: Watch, bus: Bus, run: str, lines_of: LinesOf) -> None:
         super().__init__()
-        self.watch, self.bus, self.run_id, self._lines_of = watch, bus, run, lines_of
+        self.run_watch, self.bus, self.run_id, self._lines_of = watch, bus, run, lines_of
         self.beats: dict[str, tuple[float, Heartbeat]] = {}
         self.sorted_by, self.wanted, self.detail = 0, "", "figures"
         self._draining = ""
@@ -66,7 +66,7 @@ class Top(App[None]):
         presence = await self.bus.kv("HR_PRESENCE")
         for beat, *_ in (await presence.items()).values():
             await self._on_heartbeat(beat)
-        self.run_worker(self.watch.until_finished(lambda _: None, 3600.0), exclusive=True)
+        self.run_worker(self.run_watch.until_finished(lambda _: None, 3600.0), exclusive=True)
         self.set_interval(0.5, self.draw)
         table.focus()
         self.draw()
@@ -90,11 +90,11 @@ class Top(App[None]):
 
     def draw(self) -> None:
         """Show what is known now."""
-        last = self.watch.steps[-1] if self.watch.steps else None
+        last = self.run_watch.steps[-1] if self.run_watch.steps else None
         staleness = f"staleness {last.staleness_max}/{last.staleness_bound}" if last else "no step yet"
         note = f"  {self._draining}" if self._draining else ""
         self.query_one("#head", Static).update(
-            f"[b]{self.run_id}[/b]  {self.watch.line()}\n{len(self.beats)} actors, {staleness}, sorted by "
+            f"[b]{self.run_id}[/b]  {self.run_watch.line()}\n{len(self.beats)} actors, {staleness}, sorted by "
             f"{COLUMNS[self.sorted_by]}{f', filter {self.wanted!r}' if self.wanted else ''}{note}"
         )
         table = self.query_one("#actors", DataTable)
@@ -122,9 +122,9 @@ class Top(App[None]):
             traces = [line.rpartition("trace=")[2] for line in self._lines_of(id) if "trace=" in line]
             return [f"newest traces of {id} (headrace logs --trace ID):", *list(dict.fromkeys(traces[::-1]))[:10]]
         if self.detail == "events":
-            events = [event for _, event in self.watch.events if event.id == id]
+            events = [event for _, event in self.run_watch.events if event.id == id]
             return [f"events of {id}:", *(f"{each.level:<8}{each.kind}: {each.text}" for each in events[-11:])]
-        figures = self.watch.metrics.get(f"{beat.actor}:{id}", {})
+        figures = self.run_watch.metrics.get(f"{beat.actor}:{id}", {})
         return [f"figures of {id}:", *(f"  {name:<24}{value:>16,.4g}" for name, value in sorted(figures.items()))]
 
     def action_sort(self) -> None:

@@ -38,7 +38,7 @@ async def test_actors_are_shown_sorted_filtered_and_in_detail(connect: Connect) 
             await admin.publish(s.EVENT.at(run=run, actor="rollout", type="event"), event)
 
         async with asyncio.timeout(60):
-            while not (len(top.beats) == 2 and top.watch.events and top.watch.metrics):
+            while not (len(top.beats) == 2 and top.run_watch.events and top.run_watch.metrics):
                 await send()
                 await pilot.pause(0.1)
         top.draw()

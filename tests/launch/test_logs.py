@@ -39,7 +39,8 @@ def test_a_half_written_line_waits_for_its_end_and_a_new_file_starts_over(tmp_pa
 
 
 def test_following_shows_what_is_written_before_the_end(tmp_path: Path) -> None:
-    path, out = tmp_path / "judge.log", []
+    path = tmp_path / "judge.log"
+    out: list[str] = []
     path.write_text(f"{line(1, 'judge', 'one')}\n")
     turns = iter([False, True])
 

@@ -32,7 +32,8 @@ def top(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise runs.RunError(f"{error.name} is not installed: pip install 'headrace[terminal]'", 3) from None
     folder = None if args.config else runs.find(args.run)
-    config = load(args.config or folder.config) if args.config or (folder and folder.config.is_file()) else Config()
+    source = args.config or (folder.config if folder is not None and folder.config.is_file() else None)
+    config = load(source) if source else Config()
 
     def lines_of(id: str) -> list[str]:
         if folder is None or not folder.logs.is_dir():

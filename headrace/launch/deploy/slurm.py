@@ -20,7 +20,8 @@ def _step(process: Process, binary: str, where: str) -> str:
 
 def files(config: Config, binary: str, nodes: int) -> dict[str, str]:
     """Name to content."""
-    single, every = [], []
+    single: list[Process] = []
+    every: list[Process] = []
     for process in processes(config):
         kinds = {name.partition(":")[0] for name in process.actors}
         (every if kinds <= EVERYWHERE else single).append(process)

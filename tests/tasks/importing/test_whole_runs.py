@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"id": "sum", "prompt": "1 + 1?", "answer": "2", "checker": "number"},
     {
         "id": "file",
