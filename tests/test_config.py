@@ -68,6 +68,15 @@ WRONG = (
 KEYS = [(section, key, default) for section, key, _, default in keys()]
 
 
+def test_keys_that_moved_are_read_where_they_were(tmp_path: Path) -> None:
+    old = parse("[production]\nfeedback_batch = 3\ngate_tasks = 5\n[gate]\ntasks = 7\n")
+    assert (old.feedback.batch, old.gate.tasks) == (3, 7)
+    assert parse("", overrides=("production.gate_tasks=9",)).gate.tasks == 9
+    recorded = tmp_path / "config.json"
+    recorded.write_text('{"production": {"feedback_batch": 4}}')
+    assert load(recorded).feedback.batch == 4
+
+
 def test_every_key_with_every_wrong_value_is_one_sentence_or_a_configuration() -> None:
     refused, accepted = 0, 0
     for section, key, _ in KEYS:

@@ -13,6 +13,8 @@ from headrace.config.rules import problems
 from headrace.config.tree import Config
 
 _PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
+MOVED = {"production.feedback_batch": "feedback.batch", "production.gate_tasks": "gate.tasks"}
+"""Keys that have another section now: files and recorded runs that hold the old ones are still read."""
 _SHOWN = 60
 """Characters of a wrong value that an error shows."""
 
@@ -26,6 +28,7 @@ def parse(text: str, name: str = "config", overrides: Sequence[str] = ()) -> Con
     except RecursionError:
         raise ConfigError(f"{name} is not usable TOML: it is nested too deeply") from None
     overridden = {_override(raw, entry) for entry in overrides}
+    _move(raw)
 
     def refuse(path: str, what: str) -> ConfigError:
         key = re.sub(r"\[[^\]]*\]", "", path)
@@ -124,6 +127,16 @@ def _override(raw: dict[str, Any], entry: str) -> str:
     return path
 
 
+def _move(raw: dict[str, Any]) -> None:
+    """Put the values of `MOVED` keys where they belong now; a value that is there already stays."""
+    for old, new in MOVED.items():
+        (section, key), (target, name) = old.split("."), new.split(".")
+        keys = raw.get(section)
+        if isinstance(keys, dict) and key in keys and isinstance(moved := raw.setdefault(target, {}), dict):
+            moved.setdefault(name, keys[key])
+            del keys[key]
+
+
 def _suggestion(path: str) -> str:
     """A hint at the keys that the section of an unknown one does have."""
     *sections, key = path.split(".")
@@ -148,7 +161,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
     if file.suffix == ".json":
         try:
-            return msgspec.json.decode(text, type=Config)
+            raw = msgspec.json.decode(text, type=dict[str, Any])
+            _move(raw)
+            return msgspec.convert(raw, Config)
         except (msgspec.DecodeError, RecursionError) as error:
             raise ConfigError(f"{file}: {error}") from None
     return parse(text, str(file), overrides)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.config import Config
+from headrace.config import ConfigError, load
 from headrace.messages.base import Message
 from headrace.messages.codec import UnreadableMessage, decode_as, encode
 from headrace.messages.judging import Score
@@ -103,7 +103,7 @@ def read(folder: Path) -> RecordedRun:
         if _sha256(file) != known:
             raise ReplayError(f"the bundle {folder} is damaged, {name} is not what was written: copy or write it again")
     try:
-        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=Config)
+        config = load(folder / "config.json")
         tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
         manifest = _message(folder / "manifest.step_manifest", StepManifest)
         failed = folder / "outcome.step_failed"
@@ -113,7 +113,7 @@ def read(folder: Path) -> RecordedRun:
         else:
             outcome = _message(folder / "outcome.step_done", StepDone)
         records = _records(folder, index.files)
-    except (OSError, msgspec.DecodeError, UnreadableMessage, ValueError) as error:
+    except (OSError, msgspec.DecodeError, UnreadableMessage, ValueError, ConfigError) as error:
         raise ReplayError(f"the bundle {folder} cannot be read by this headrace: {error}") from None
     if config.policy.checkpoint:  # what the run was told lies on another machine
         policy = msgspec.structs.replace(config.policy, checkpoint=str(folder / "policy"))

@@ -118,6 +118,8 @@ def test_the_line_has_the_keys_that_are_promised() -> None:
         "skipped",
         "dropped_by_length",
         "speculation",
+        "feedback",
+        "branches",
     ]
     assert list(line["attempts"]) == ["started", "kept", "lost", "running"]
     assert list(line["lanes"]["train"]) == ["issued", "scored", "dropped", "in_flight"]

@@ -155,8 +155,12 @@ class Background:
         if not 1 <= header["signal"] <= 64:
             raise Refused(f"expected a signal from 1 to 64, got {header['signal']}")
         if not job.over:
-            with suppress(ProcessLookupError):
+            # A fork that has just begun has no session yet: then the signal goes to it alone.
+            try:
                 os.killpg(job.pid, header["signal"])
+            except ProcessLookupError:
+                with suppress(ProcessLookupError):
+                    os.kill(job.pid, header["signal"])
         return {}, []
 
     def deadlines(self) -> list[float]:

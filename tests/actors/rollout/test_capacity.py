@@ -40,10 +40,10 @@ async def test_a_request_that_waits_for_room_lets_the_holder_of_that_room_pass(
             await issue(observer, request("capacity", "g2", policy="idle"))
         # g1 went back behind g2, and the only machine is still its own.
         (tmp_path / "gate").touch()
-        async with living(Rollout, narrow, await connect("rollout"), "room", "heir"):
+        async with living(Rollout, narrow, await connect("rollout"), "capacity", "heir"):
             async with asyncio.timeout(PATIENCE_S):
-                end = await first(observer, "HR_TRAJ", TRAJ.at(run="room", group="g1"), Trajectory)
-                await first(observer, "HR_TRAJ", TRAJ.at(run="room", group="g2"), Trajectory)
+                end = await first(observer, "HR_TRAJ", TRAJ.at(run="capacity", group="g1"), Trajectory)
+                await first(observer, "HR_TRAJ", TRAJ.at(run="capacity", group="g2"), Trajectory)
     assert end.rollout == "heir" and end.outcome == "finished"
     assert await everything(observer, "HR_LEDGER", FAIL.where(run="capacity")) == []
 

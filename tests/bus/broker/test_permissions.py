@@ -39,7 +39,8 @@ def own_lane(role: str, subject: s.Subject, lane: str, group: str) -> bool:
     """Whether requests of this lane, or ledger entries of this group, are this role's."""
     if subject is s.TASK:
         return LANE_OF.get(role, lane) == lane
-    return not (subject is s.LEDGER and role == "gateway") or "." in group
+    sessions = {"gateway": (s.LEDGER,), "feedback": (s.LEDGER, s.TRAJ, s.CLOSE)}
+    return subject not in sessions.get(role, ()) or "." in group
 
 
 TABLE = [subject for subject in s.SUBJECTS.values() if s.stream_of(subject.where()) is not None]
