@@ -10,12 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool
 from headrace.rendering.native.conversation import FILLER
 from headrace.rendering.native.renderer import NativeRenderer
 from headrace.rendering.native.slots import Kind, Slots
 from headrace.rendering.native.template import Message, TemplateRefused
-from headrace.rendering.parsers.base import Completion
+from headrace.rendering.parsers.base import Completion, WrittenCall
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
@@ -62,8 +64,12 @@ class ClientRenderer:
         return ids[1:] if stopped is not None and ids[:1] == [stopped] else ids
 
     def parse(self, ids: Sequence[int], *, prompt: Sequence[int]) -> Completion:
-        """Thinking, text and calls of a sampled turn. prompt: the ids before it."""
-        return self._renderer.read(ids, self._types, prompt=prompt)
+        """Thinking, text and calls of a sampled turn. prompt: the ids before it.
+
+        A call with a name that could not stand in the next prompt has its `error` set: its client would send it back.
+        """
+        read = self._renderer.read(ids, self._types, prompt=prompt)
+        return msgspec.structs.replace(read, calls=tuple(map(_usable, read.calls)))
 
     def _render(self, messages: Sequence[Message]) -> str:
         try:
@@ -135,7 +141,7 @@ class ClientRenderer:
 
     def _checked(self, name: str) -> str:
         if not _NAME.fullmatch(name):
-            raise UnusableConversation(f"the name {name!r} is not made of letters, digits, '_', '-', '.', ':' and '/'")
+            raise UnusableConversation(_unusable(name))
         return name
 
     def _refuse_added(self, text: str, place: str) -> None:
@@ -143,6 +149,15 @@ class ClientRenderer:
         token = next((token for token in self._renderer.tokenizer.tags if token and token in text), None)
         if token is not None:
             raise UnusableConversation(f"{place} contains {token!r}, which is a control token of this policy")
+
+
+def _unusable(name: str) -> str:
+    return f"the name {name!r} is not made of letters, digits, '_', '-', '.', ':' and '/'"
+
+
+def _usable(call: WrittenCall) -> WrittenCall:
+    wrong = next((name for name in (call.name, *call.arguments) if not _NAME.fullmatch(name)), None)
+    return call if call.error or wrong is None else msgspec.structs.replace(call, error=_unusable(wrong))
 
 
 def _head(messages: Sequence[ClientMessage]) -> Sequence[ClientMessage]:
