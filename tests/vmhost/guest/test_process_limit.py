@@ -82,7 +82,9 @@ async def test_a_command_that_forks_without_end_is_an_outcome(host: Host) -> Non
 async def test_a_job_that_forks_without_end_is_an_outcome(host: Host) -> None:
     attacker = await sandbox(host, "job")
     await attacker.call(StartJob(argv=("python3", "-c", BOMB)))
-    await fills_up(attacker)
+    refused = await fills_up(attacker)
+    if host.backend == "process":
+        assert refused.error == LIMIT_REACHED
     await recovers(attacker)
     host.release(attacker.id)
 
