@@ -126,8 +126,12 @@ def names_of(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(value))
 
 
-def row_entries(options: ImportOptions, id_key: str, make: Callable[[dict[str, Any], str], Made]) -> Iterator[Entry]:
-    """The entries of a JSONL file. make: a row and its id in, a task out."""
+MakeRow = Callable[[dict[str, Any], str, ImportOptions], Made]
+"""A row of a JSONL file and its id in, a task out. ImportRefused."""
+
+
+def row_entries(options: ImportOptions, id_key: str, make: MakeRow) -> Iterator[Entry]:
+    """The entries of a JSONL file."""
     for number, data, row in rows(options.source):
         named = row.get(id_key) if isinstance(row, dict) else None
         try:
@@ -135,19 +139,19 @@ def row_entries(options: ImportOptions, id_key: str, make: Callable[[dict[str, A
         except ImportRefused:
             id = f"{number:06d}"
         key = digest(data, msgspec.json.encode(_settings(options)))
-        yield Entry(id, key, _maker(row, id, make))
+        yield Entry(id, key, _maker(row, id, make, options))
 
 
 def _settings(options: ImportOptions) -> tuple[str, ...]:
     return (options.template, options.system, *options.tools, str(options.repos or ""))
 
 
-def _maker(row: Any, id: str, make: Callable[[dict[str, Any], str], Made]) -> Callable[[], Made]:
+def _maker(row: Any, id: str, make: MakeRow, options: ImportOptions) -> Callable[[], Made]:
     def made() -> Made:
         if isinstance(row, ValueError):
             raise ImportRefused(f"the row is not JSON: {row}")
         if not isinstance(row, dict):
             raise ImportRefused(f"expected a row that is an object, got {type(row).__name__}")
-        return make(row, id)
+        return make(row, id, options)
 
     return made

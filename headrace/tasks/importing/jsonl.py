@@ -23,11 +23,7 @@ KNOWN = frozenset(
 
 def read(options: ImportOptions) -> Iterator[Entry]:
     """The rows of a JSONL file."""
-
-    def make(row: dict[str, Any], id: str) -> Made:
-        return _made(row, id, options)
-
-    return row_entries(options, "id", make)
+    return row_entries(options, "id", _made)
 
 
 def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:

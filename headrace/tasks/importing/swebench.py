@@ -65,11 +65,7 @@ PARSERS = {
 
 def read(options: ImportOptions) -> Iterator[Entry]:
     """The rows of a JSONL file."""
-
-    def make(row: dict[str, Any], id: str) -> Made:
-        return _made(row, id, options)
-
-    return row_entries(options, "instance_id", make)
+    return row_entries(options, "instance_id", _made)
 
 
 def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:

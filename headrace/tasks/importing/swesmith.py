@@ -15,11 +15,7 @@ from headrace.tasks.importing.swebench import TIMEOUT_S
 
 def read(options: ImportOptions) -> Iterator[Entry]:
     """The rows of a JSONL file."""
-
-    def make(row: dict[str, Any], id: str) -> Made:
-        return _made(row, id, options)
-
-    return row_entries(options, "instance_id", make)
+    return row_entries(options, "instance_id", _made)
 
 
 def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:
