@@ -112,7 +112,6 @@ def test_every_key_refuses_something(section: str, key: str, default: Any) -> No
         (["policy.kv_heads=2"], "policy.kv_heads: expected a divisor of heads"),
         (["policy.top_k=9"], "policy.top_k: expected at most experts"),
         (["policy.head_dim=31"], "policy.head_dim: expected an even number"),
-        (["engine.kind=sglang"], "engine.kind: expected either engine.url"),
         (["environment.max_vms=2"], "environment.max_vms: expected more than judge_share"),
         (["environment.warm=9"], "environment.warm: expected at most max_vms"),
         (["weights.collect_chains=1"], "weights.collect_chains: expected 0 or at least 2"),

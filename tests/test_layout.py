@@ -64,7 +64,7 @@ REGISTRY_IMPORTS = {"messages"}
 
 # Where only some parts of a folder may be imported.
 PARTS: dict[tuple[str, str], set[str]] = {
-    ("launch", "engines"): {"sglang", "registry"},
+    ("launch", "engines"): {"registry"},
     ("harness", "engines"): {"base"},
     ("judging", "vmhost"): {"guest", "images"},
     ("judging", "sandboxes"): {"calls"},

@@ -78,12 +78,6 @@ def _policy(config: Config) -> Iterator[Problem]:
         yield "policy.head_dim", f"expected an even number (rotary embedding), got {own.head_dim}"
 
 
-def _engine(config: Config) -> Iterator[Problem]:
-    own = config.engine
-    if own.kind == "sglang" and bool(own.url) == bool(own.python):
-        yield "engine.kind", "expected either engine.url (a running server) or engine.python (to start one) for sglang"
-
-
 def _trainer(config: Config) -> Iterator[Problem]:
     own = config.trainer
     if own.ranks % own.expert_ranks:
@@ -127,7 +121,6 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _algorithm,
     _feedback,
     _policy,
-    _engine,
     _trainer,
     _machines,
     _weights,

@@ -1,12 +1,16 @@
 """Engines by name: ``embedded``, ``sglang``, entry points of ``headrace.engines``, ``module:attribute``.
 
-A part of this seam is a coroutine function that opens an engine from an `EngineSetup`. It is imported when a rollout
-actor serves its first version, so a node without that engine's libraries can still run every other actor.
+A part of this seam is a coroutine function that opens an engine from an `EngineSetup`. It is called when a rollout
+actor serves its first version. A part that declares its needs as well is a callable object with the
+methods of `Demanding`, which `headrace check` and the start of a run call. The built-in parts import torch and
+their clients only when they open an engine, so a node without those libraries can still run every other actor.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import msgspec
 
 from headrace.config import Engine as EngineSection
 from headrace.engines.base import Engine
@@ -30,11 +34,43 @@ class EngineSetup(NamedTuple):
 OpenEngine = Callable[[EngineSetup], Awaitable[Engine]]
 """UnusableEngine when this machine cannot run the engine, EngineError when it may be tried again."""
 
+
+Problem = tuple[str, str]
+"""A key of the [engine] section, and what is wrong with its value."""
+
+
+class Requirement(msgspec.Struct, frozen=True):
+    """One requirement of an engine, and whether this machine meets it."""
+
+    key: str
+    """The key of the [engine] section that states it."""
+    met: bool
+    text: str
+    """One sentence. When the requirement is not met: what is wrong, what was expected, what to do."""
+
+
+@runtime_checkable
+class Demanding(Protocol):
+    """The methods of a part that declares what its engine needs."""
+
+    def problems(self, section: EngineSection) -> Iterator[Problem]:
+        """Keys of the section that this engine cannot use together: a run is refused before it starts."""
+
+    def requirements(self, section: EngineSection) -> Iterator[Requirement]:
+        """What the engine needs of this machine; `headrace check` asks, without an engine."""
+
+
 ENGINES: Registry[OpenEngine] = Registry(
     "engines",
     {
-        "embedded": "headrace.engines.embedded.open:open_engine",
-        "sglang": "headrace.engines.sglang.open:open_engine",
+        "embedded": "headrace.engines.embedded.part:open_engine",
+        "sglang": "headrace.engines.sglang.part:SGLANG",
     },
     needs=("__call__",),
 )
+
+
+def demands(section: EngineSection) -> Demanding | None:
+    """The part of the section's engine, if it declares what it needs; a plain function does not. PluginError."""
+    part = ENGINES.get(section.kind)
+    return part if isinstance(part, Demanding) else None

@@ -64,9 +64,12 @@ async def through(config: Config, stopping: Stopping, closing: AsyncExitStack, b
 
 
 def refuse(config: Config, root: Path) -> None:
-    """Refuse a full disk and a busy port before anything is created. RunError, BusError."""
+    """Refuse an engine that cannot be meant, a full disk and a busy port before anything is created. ConfigError,
+    RunError, BusError."""
     from headrace.bus.broker.server import refuse_busy_port
+    from headrace.launch.checks import model
 
+    model.refuse(config.engine)
     runs.require_disk(root, config.run.min_free_mb)
     if not config.bus.url:
         refuse_busy_port("127.0.0.1", config.bus.port, "[bus] port")

@@ -6,6 +6,7 @@ from headrace.config import Engine as EngineSection
 from headrace.engines.registry import EngineSetup
 from headrace.engines.sglang.compatibility import IncompatibleServer
 from headrace.engines.sglang.engine import SglangEngine
+from headrace.engines.sglang.requirements import problems
 from headrace.engines.sglang.server import Server, free_port
 from headrace.policy.config import PolicyConfig
 
@@ -25,14 +26,8 @@ def opened(section: EngineSection, policy: PolicyConfig, run: Path, id: str) -> 
 
     run: the run's folder, for the tokenizer and the server's log.
     """
-    if section.exact:
-        raise IncompatibleServer(
-            "exact mode is the embedded engine's alone: set [engine] exact = false with kind = 'sglang'"
-        )
-    if bool(section.url) == bool(section.python):
-        raise IncompatibleServer(
-            "[engine] kind = 'sglang' needs the url of a server that runs, or the python that starts one"
-        )
+    for key, text in problems(section):
+        raise IncompatibleServer(f"engine.{key}: {text}")
     server = None
     if section.python:
         args = ["--dtype", policy.dtype, "--max-running-requests", str(section.max_batch), *section.args]

@@ -1,18 +1,13 @@
-"""Whether the checkpoint has its files and a usable tokenizer, and whether SGLang has a supported version."""
+"""Whether the checkpoint has its files and a usable tokenizer, and whether the engine's requirements are met."""
 
 import json
-import subprocess
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.config import Config, Engine, Policy
-from headrace.engines.registry import ENGINES
-from headrace.engines.sglang.versions import VERSIONS
+from headrace.config import Config, ConfigError, Engine, Policy
+from headrace.engines.registry import demands
 from headrace.launch.checks.finding import Finding, bad, good
 from headrace.registry import PluginError
-
-ANSWER_S = 1.0
 
 
 def check(config: Config) -> Iterator[Finding]:
@@ -21,15 +16,30 @@ def check(config: Config) -> Iterator[Finding]:
         yield from _checkpoint(config.policy)
     else:
         yield good("policy", "a policy and a tokenizer are made from the section's sizes")
+    yield from _engine(config.engine)
+
+
+def refuse(section: Engine) -> None:
+    """Refuse an engine that there is not, or a section that it cannot use, before a run starts. ConfigError."""
     try:
-        ENGINES.get(config.engine.kind)
+        engine = demands(section)
+    except PluginError as error:
+        raise ConfigError(f"engine.kind: {error}") from None
+    for key, text in engine.problems(section) if engine is not None else ():
+        raise ConfigError(f"engine.{key}: {text}")
+
+
+def _engine(section: Engine) -> Iterator[Finding]:
+    try:
+        engine = demands(section)
     except PluginError as error:
         yield bad("engine.kind", str(error))
-    if config.engine.kind == "sglang":
-        yield _installed(config.engine) if config.engine.python else _running(config.engine)
-        stage = Path(config.engine.stage_dir)
-        if not stage.is_dir():
-            yield bad("engine.stage_dir", f"there is no folder {stage}; create it, or set another engine.stage_dir")
+        return
+    if engine is not None:
+        for key, text in engine.problems(section):
+            yield bad(f"engine.{key}", text)
+        for need in engine.requirements(section):
+            yield Finding(f"engine.{need.key}", need.met, need.text)
 
 
 def _checkpoint(section: Policy) -> Iterator[Finding]:
@@ -56,33 +66,3 @@ def _checkpoint(section: Policy) -> Iterator[Finding]:
         yield bad(key, f"{error}; copy tokenizer and chat template from the original model")
         return
     yield good(key, f"{kind} with the renderer {bundle.renderer}")
-
-
-def _installed(section: Engine) -> Finding:
-    question = "from importlib.metadata import version; print(version('sglang'))"
-    try:
-        done = subprocess.run(
-            [section.python, "-c", question], capture_output=True, text=True, timeout=10 * ANSWER_S, check=False
-        )
-    except OSError as error:
-        return bad("engine.python", f"{section.python} cannot be started ({error.strerror}); run `make test-sglang`")
-    except subprocess.TimeoutExpired:
-        return bad("engine.python", f"{section.python} did not answer; expected a Python interpreter")
-    if done.returncode:
-        return bad("engine.python", f"{section.python} has no package sglang; install it (docs/sglang.md)")
-    return _version("engine.python", done.stdout.strip())
-
-
-def _running(section: Engine) -> Finding:
-    try:
-        with urllib.request.urlopen(f"{section.url.rstrip('/')}/server_info", timeout=ANSWER_S) as reply:
-            found = str(json.load(reply).get("version", "unknown"))
-    except (OSError, ValueError, AttributeError) as error:
-        return bad("engine.url", f"{section.url}/server_info does not answer ({error}); start the SGLang server")
-    return _version("engine.url", found)
-
-
-def _version(key: str, found: str) -> Finding:
-    if found not in VERSIONS:
-        return bad(key, f"expected SGLang {' or '.join(VERSIONS)}, got {found}; install deploy/sglang/requirements.txt")
-    return good(key, f"SGLang {found}")

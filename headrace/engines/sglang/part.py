@@ -1,0 +1,35 @@
+"""SGLang as a part of the seam ``headrace.engines``: its requirements, and how it is opened.
+
+The client is imported when an engine is opened, so that `headrace check` stays without torch.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from headrace.config import Engine as EngineSection
+from headrace.engines.registry import EngineSetup, Problem, Requirement
+from headrace.engines.sglang import requirements
+
+if TYPE_CHECKING:
+    from headrace.engines.sglang.engine import SglangEngine
+
+
+class Sglang:
+    """Opens an engine on a server that runs, or on one that it starts."""
+
+    async def __call__(self, setup: EngineSetup) -> "SglangEngine":
+        """The engine of a rollout actor, attached where its server runs already. UnusableEngine, EngineError."""
+        from headrace.engines.sglang.open import open_engine
+
+        return await open_engine(setup)
+
+    def problems(self, section: EngineSection) -> Iterator[Problem]:
+        """Keys that contradict each other with this engine."""
+        return requirements.problems(section)
+
+    def requirements(self, section: EngineSection) -> Iterator[Requirement]:
+        """A supported release, installed or running, and the folder that holds checkpoints for it."""
+        return requirements.requirements(section)
+
+
+SGLANG = Sglang()

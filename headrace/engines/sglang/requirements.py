@@ -1,0 +1,66 @@
+"""The requirements of the SGLang engine: keys that go together, a supported release, a staging folder. No torch."""
+
+import json
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.config import Engine as EngineSection
+from headrace.engines.registry import Problem, Requirement
+from headrace.engines.sglang.versions import VERSIONS
+
+ANSWER_S = 1.0
+
+
+def problems(section: EngineSection) -> Iterator[Problem]:
+    """Keys that contradict each other with this engine."""
+    if bool(section.url) == bool(section.python):
+        yield "kind", "expected either engine.url (a running server) or engine.python (to start one) for sglang"
+    if section.exact:
+        yield "exact", "expected false with engine.kind = 'sglang': exact mode is the embedded engine's alone"
+
+
+def requirements(section: EngineSection) -> Iterator[Requirement]:
+    """A supported release, installed or running, and the folder that holds checkpoints for it."""
+    if section.python:
+        yield _installed(section)
+    elif section.url:
+        yield _running(section)
+    if not Path(section.stage_dir).is_dir():
+        text = f"there is no folder {section.stage_dir}; create it, or set another engine.stage_dir"
+        yield Requirement("stage_dir", False, text)
+
+
+def _installed(section: EngineSection) -> Requirement:
+    question = "from importlib.metadata import version; print(version('sglang'))"
+    try:
+        done = subprocess.run(
+            [section.python, "-c", question], capture_output=True, text=True, timeout=10 * ANSWER_S, check=False
+        )
+    except OSError as error:
+        text = f"{section.python} cannot be started ({error.strerror}); run `make test-sglang`"
+        return Requirement("python", False, text)
+    except subprocess.TimeoutExpired:
+        return Requirement("python", False, f"{section.python} did not answer; expected a Python interpreter")
+    if done.returncode:
+        return Requirement("python", False, f"{section.python} has no package sglang; install it (docs/sglang.md)")
+    return _release("python", done.stdout.strip())
+
+
+def _running(section: EngineSection) -> Requirement:
+    try:
+        with urllib.request.urlopen(f"{section.url.rstrip('/')}/server_info", timeout=ANSWER_S) as reply:
+            release = str(json.load(reply).get("version", "unknown"))
+    except (OSError, ValueError, AttributeError) as error:
+        text = f"{section.url}/server_info does not answer ({error}); start the SGLang server"
+        return Requirement("url", False, text)
+    return _release("url", release)
+
+
+def _release(key: str, release: str) -> Requirement:
+    if release not in VERSIONS:
+        expected = " or ".join(VERSIONS)
+        text = f"expected SGLang {expected}, got {release}; install deploy/sglang/requirements.txt"
+        return Requirement(key, False, text)
+    return Requirement(key, True, f"SGLang {release}")
