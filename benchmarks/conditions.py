@@ -5,14 +5,20 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.launch.conditions import Figures, at_least, at_most, conditions
+import msgspec
 
-__all__ = ["Figures", "at_least", "at_most", "cannot_run", "conditions", "finish"]
+from headrace.launch.conditions import Target, at_least, at_most, conditions
+
+Figures = dict[str, Any]
+"""The values of one benchmark by name: each has others, so there is no struct for them."""
+
+__all__ = ["Figures", "Target", "at_least", "at_most", "cannot_run", "conditions", "finish"]
 
 
-def finish(figures: Mapping[str, Any], targets: Mapping[str, Figures], *packages: str) -> None:
+def finish(figures: Mapping[str, Any], targets: Mapping[str, Target], *packages: str) -> None:
     """Print the last line: one flat JSON object."""
-    print(json.dumps({**figures, "conditions": conditions(*packages), "targets": dict(targets)}))
+    last = {**figures, "conditions": conditions(*packages), "targets": dict(targets)}
+    print(json.dumps(msgspec.to_builtins(last)))
 
 
 def cannot_run(why: str) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from headrace.launch.conditions import at_least, at_most, conditions
+from benchmarks.conditions import at_least, at_most, finish
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADRACE = (sys.executable, "-m", "headrace.cli")
@@ -135,8 +135,8 @@ def main() -> int:
         "duplicates": at_most(figures["duplicates"], 0),
         "exit_code": at_most(figures["exit_code"], 0),
     }
-    print(json.dumps({**figures, "conditions": conditions("nats-py", "torch"), "targets": targets}))
-    return 0 if all(target["met"] for target in targets.values()) else 1
+    finish(figures, targets, "nats-py", "torch")
+    return 0 if all(target.met for target in targets.values()) else 1
 
 
 if __name__ == "__main__":

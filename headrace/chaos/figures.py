@@ -1,6 +1,5 @@
-"""The report of a run with injected faults: one flat JSON line, from the fault results and the run's streams."""
+"""The report of a run with injected faults: one JSON line, from the fault results and the run's streams."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ import msgspec
 
 from headrace.bus.connection import Bus
 from headrace.chaos.faults import BROKER, MACHINE, PlannedFault
-from headrace.launch.conditions import Figures, at_least, at_most, conditions
+from headrace.launch.conditions import Conditions, Target, at_least, at_most, conditions
 from headrace.launch.runs import RunDir
 from headrace.launch.session import bus_of
 from headrace.messages import subjects as s
@@ -38,7 +37,61 @@ class FaultResult(msgspec.Struct, kw_only=True):
         return f"{target}_{fault}" if target in (BROKER, MACHINE) else fault
 
 
-async def collect(folder: RunDir, results: Sequence[FaultResult], kills: int, seed: int, ended: str) -> Figures:
+class Quantiles(msgspec.Struct, frozen=True):
+    """Seconds by nearest rank; None where nothing was measured."""
+
+    p50_s: float | None
+    p99_s: float | None
+
+
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the targets took to recover."""
+
+    all: Quantiles
+    by_kind: dict[str, Quantiles]
+    """Kind of fault as in `FaultResult.kind`."""
+    slowest_kind: str
+    """The kind with the longest recovery; empty when nothing recovered."""
+    slowest_s: float
+    at_work_again: Quantiles
+    """From the fault to the target's next piece of work, over all faults."""
+
+
+class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The one line of `headrace chaos`."""
+
+    run: str
+    seed: int
+    kills_asked: int
+    kills: int
+    """Faults that were injected, of every kind."""
+    not_recovered: int
+    connections_cut: int
+    faults: dict[str, int]
+    """``<fault>_<target>`` to the number of times that it was injected."""
+    recovery: Recovery
+    sandboxes_lost: int
+    reissue: Quantiles
+    """From the loss of a sandbox until its slot is issued again."""
+    audit: AuditReport
+    losses: int
+    """Slots and attempts without an end (`losses`)."""
+    wrong: list[str]
+    """What does not balance, as sentences: the first five."""
+    ended: str
+    """The sentence with which the run ended too early; empty when it reached its end."""
+    steps: int
+    steps_failed: int
+    incarnations_max: int
+    dead_letters: int
+    wall_s: float
+    """From the first fault to the last."""
+    conditions: Conditions
+    targets: dict[str, Target]
+    """`headrace chaos` ends with 1 unless all of them are met."""
+
+
+async def collect(folder: RunDir, results: Sequence[FaultResult], kills: int, seed: int, ended: str) -> ChaosReport:
     """The report of a finished run. ended: the sentence with which it ended too early."""
     async with bus_of(folder) as bus:
         report, wrong = await prove(bus, folder.id)
@@ -47,36 +100,35 @@ async def collect(folder: RunDir, results: Sequence[FaultResult], kills: int, se
         letters = [received.message async for received in bus.history("HR_DLQ", s.DLQ.where())]
     steps = [entry for entry in outcomes if isinstance(entry.message, StepDone | StepFailed)]
     counted = Counter(f"{one.planned.fault}_{one.planned.target.replace('-', '_')}" for one in results)
-    return {
-        "run": folder.id,
-        "seed": seed,
-        "kills_asked": kills,
-        "kills": len(results),
-        "not_recovered": sum(one.recovered_s is None for one in results),
-        "connections_cut": sum(one.connections for one in results),
-        **dict(sorted(counted.items())),
-        **recovery(results),
-        "sandboxes_lost": len(reissued),
-        **_quantiles("reissue", reissued),
-        "audit_balanced": report.balanced,
-        "wrong": wrong[:5],
-        "ended": ended,
-        "steps": len({entry.message.step for entry in steps}),
-        "steps_failed": sum(isinstance(entry.message, StepFailed) for entry in steps),
-        "incarnations_max": max((entry.message.incarnation for entry in steps), default=0),
-        "issued_slots": report.issued,
-        "trained_slots": report.trained,
-        **{f"dropped_{reason}_slots": count for reason, count in report.dropped.items()},
-        "in_flight_slots": report.in_flight,
-        "duplicates": report.duplicates,
-        "losses": losses(report),
-        "attempts_started": report.attempts.started,
-        **{f"attempts_lost_{reason}": count for reason, count in report.attempts.lost.items()},
-        "staleness_max": report.staleness_max,
-        "staleness_bound": report.staleness_bound,
-        "dead_letters": sum(isinstance(letter, DeadLetter) for letter in letters),
-        "wall_s": round(results[-1].at - results[0].at, 1) if results else 0.0,
-    }
+    lost = losses(report)
+    return ChaosReport(
+        run=folder.id,
+        seed=seed,
+        kills_asked=kills,
+        kills=len(results),
+        not_recovered=sum(one.recovered_s is None for one in results),
+        connections_cut=sum(one.connections for one in results),
+        faults=dict(sorted(counted.items())),
+        recovery=recovery(results),
+        sandboxes_lost=len(reissued),
+        reissue=_quantiles(reissued),
+        audit=report,
+        losses=lost,
+        wrong=wrong[:5],
+        ended=ended,
+        steps=len({entry.message.step for entry in steps}),
+        steps_failed=sum(isinstance(entry.message, StepFailed) for entry in steps),
+        incarnations_max=max((entry.message.incarnation for entry in steps), default=0),
+        dead_letters=sum(isinstance(letter, DeadLetter) for letter in letters),
+        wall_s=round(results[-1].at - results[0].at, 1) if results else 0.0,
+        conditions=conditions("nats-py", "torch"),
+        targets={
+            "kills": at_least(len(results), kills),
+            "unbalanced": at_most(int(not report.balanced), 0),
+            "duplicates": at_most(report.duplicates, 0),
+            "losses": at_most(lost, 0),
+        },
+    )
 
 
 def losses(report: AuditReport) -> int:
@@ -85,21 +137,6 @@ def losses(report: AuditReport) -> int:
     attempts = report.attempts
     ended = attempts.kept + sum(attempts.lost.values()) + attempts.running
     return abs(slots) + abs(attempts.started - ended) + report.in_flight + attempts.running
-
-
-def line(figures: Figures) -> str:
-    """The one line."""
-    return json.dumps({**figures, "conditions": conditions("nats-py", "torch"), "targets": targets(figures)})
-
-
-def targets(figures: Figures) -> Figures:
-    """The targets of the run; `headrace chaos` ends with 1 unless all of them are met."""
-    return {
-        "kills": at_least(figures["kills"], figures["kills_asked"]),
-        "unbalanced": at_most(int(not figures["audit_balanced"]), 0),
-        "duplicates": at_most(figures["duplicates"], 0),
-        "losses": at_most(figures["losses"], 0),
-    }
 
 
 async def _reissued(bus: Bus, run: str) -> list[float | None]:
@@ -119,23 +156,27 @@ async def _reissued(bus: Bus, run: str) -> list[float | None]:
     ]
 
 
-def recovery(results: Sequence[FaultResult]) -> Figures:
-    """p50 and p99 over all faults, by kind of fault, and of the slowest kind."""
-    kinds = sorted({one.kind for one in results})
-    figures = _quantiles("recovery", [one.recovered_s for one in results])
-    slowest: tuple[float, str] = (0.0, "")
-    for kind in kinds:
-        seconds = [one.recovered_s for one in results if one.kind == kind]
-        figures |= _quantiles(f"recovery_{kind}", seconds)
-        slowest = max(slowest, (max((value for value in seconds if value is not None), default=0.0), kind))
-    figures |= {"recovery_slowest_s": round(slowest[0], 2), "recovery_slowest_kind": slowest[1]}
-    return figures | _quantiles("at_work_again", [one.working_s for one in results])
+def recovery(results: Sequence[FaultResult]) -> Recovery:
+    """Quantiles over all faults and by kind of fault, and the slowest kind."""
+    kinds = {kind: [one.recovered_s for one in results if one.kind == kind] for kind in {one.kind for one in results}}
+    longest = {
+        kind: max(value for value in seconds if value is not None)
+        for kind, seconds in kinds.items()
+        if any(value is not None for value in seconds)
+    }
+    slowest = max(longest, key=lambda kind: (longest[kind], kind), default="")
+    return Recovery(
+        all=_quantiles([one.recovered_s for one in results]),
+        by_kind={kind: _quantiles(kinds[kind]) for kind in sorted(kinds)},
+        slowest_kind=slowest,
+        slowest_s=round(longest.get(slowest, 0.0), 2),
+        at_work_again=_quantiles([one.working_s for one in results]),
+    )
 
 
-def _quantiles(name: str, values: Sequence[float | None]) -> Figures:
-    """Nearest rank; null where nothing was measured."""
+def _quantiles(values: Sequence[float | None]) -> Quantiles:
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
-        return {f"{name}_p50_s": None, f"{name}_p99_s": None}
+        return Quantiles(None, None)
     p50, p99 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.99))
-    return {f"{name}_p50_s": round(p50, 2), f"{name}_p99_s": round(p99, 2)}
+    return Quantiles(round(p50, 2), round(p99, 2))

@@ -33,7 +33,7 @@ from headrace.chaos import faults, figures
 from headrace.chaos.faults import BROKER, MACHINE, PlannedFault
 from headrace.chaos.figures import FaultResult
 from headrace.config import Config, load
-from headrace.launch.output import complain, say
+from headrace.launch.output import complain, say, say_report
 from headrace.launch.processes import Run, process_groups
 from headrace.launch.runs import RunDir, RunError
 from headrace.launch.supervision.children import Child
@@ -296,6 +296,5 @@ async def chaos(args: argparse.Namespace) -> int:
     if injector.folder is None or code == INTERRUPTED:
         return code
     report = await figures.collect(injector.folder, injector.results, args.kills, args.seed, ended)
-    say(figures.line(report))
-    met = all(target["met"] for target in figures.targets(report).values())
-    return 0 if code == 0 and met else 1
+    say_report(report)
+    return 0 if code == 0 and all(target.met for target in report.targets.values()) else 1

@@ -6,14 +6,36 @@ import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 import headrace
 
-Figures = dict[str, Any]
+
+class Conditions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and when something was measured."""
+
+    cpu: str
+    cores: int
+    load: float
+    """Load average of the last minute."""
+    python: str
+    versions: dict[str, str]
+    """Package to version; "absent" where it is not installed."""
+    commit: str
+    date: str
 
 
-def conditions(*packages: str) -> Figures:
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A measured value beside its limit."""
+
+    value: float | None
+    """None: not measured."""
+    target: float
+    met: bool
+
+
+def conditions(*packages: str) -> Conditions:
     """CPU, load, versions of the named packages, commit, date."""
     versions: dict[str, str] = {}
     for package in packages:
@@ -22,15 +44,15 @@ def conditions(*packages: str) -> Figures:
         except PackageNotFoundError:
             versions[package] = "absent"
     cpu = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown")
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "load": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "versions": versions,
-        "commit": _commit(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    return Conditions(
+        cpu=cpu,
+        cores=len(os.sched_getaffinity(0)),
+        load=round(os.getloadavg()[0], 2),
+        python=platform.python_version(),
+        versions=versions,
+        commit=_commit(),
+        date=time.strftime("%Y-%m-%d"),
+    )
 
 
 def _commit() -> str:
@@ -51,11 +73,11 @@ def _cpuinfo() -> list[str]:
         return []
 
 
-def at_least(value: float | None, target: float) -> Figures:
+def at_least(value: float | None, target: float) -> Target:
     """A target that larger values meet. None means not measured, and the target is not met."""
-    return {"value": value, "target": target, "met": value is not None and value >= target}
+    return Target(value=value, target=target, met=value is not None and value >= target)
 
 
-def at_most(value: float | None, target: float) -> Figures:
+def at_most(value: float | None, target: float) -> Target:
     """A target that smaller values meet."""
-    return {"value": value, "target": target, "met": value is not None and value <= target}
+    return Target(value=value, target=target, met=value is not None and value <= target)

@@ -5,7 +5,6 @@ again, a weight receiver rebuilds the version from the chain, and the request pi
 """
 
 import asyncio
-import json
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ import msgspec
 from headrace.config import Config, Processes, Production, load
 from headrace.launch import runs
 from headrace.launch.guests import prepare_host
-from headrace.launch.output import say
+from headrace.launch.output import say_report
 from headrace.launch.processes import Run
 from headrace.launch.runs import RunError
 from headrace.launch.supervision.signals import Stopping, interruptible
@@ -36,6 +35,20 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     tasks: int = 0
     """Number of tasks; 0 means all of the suite."""
     temperature: float = 1.0
+
+
+class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The one line of `headrace eval`."""
+
+    id: str
+    policy: str
+    suite: str
+    version: int
+    tasks: int
+    passed: int
+    rate: float
+    infra_failures: int
+    """Tasks without a verdict: infrastructure failed."""
 
 
 GROUPS = (("environment",), ("judge",), ("rollout",), ("evaluator", "dead_letter", "weight_receiver"))
@@ -133,17 +146,17 @@ async def measured(run: Run, wanted: Measurement, policy: PolicyRef) -> int:
         keeper.cancel()
         await asyncio.wait({keeper})
     await bus.close()
-    line = {
-        "id": result.id,
-        "policy": wanted.policy,
-        "suite": result.suite,
-        "version": result.version,
-        "tasks": result.tasks,
-        "passed": result.passed,
-        "rate": round(result.rate, 4),
-        "infra_failures": result.infra_failures,
-    }
-    say(json.dumps(line))
+    report = EvalReport(
+        id=result.id,
+        policy=wanted.policy,
+        suite=result.suite,
+        version=result.version,
+        tasks=result.tasks,
+        passed=result.passed,
+        rate=round(result.rate, 4),
+        infra_failures=result.infra_failures,
+    )
+    say_report(report)
     return 1 if result.infra_failures else 0
 
 

@@ -1,7 +1,10 @@
 """Lines that a command shows to its user."""
 
+import json
 import os
 import sys
+
+import msgspec
 
 
 def say(text: str) -> None:
@@ -11,6 +14,11 @@ def say(text: str) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def say_report(report: msgspec.Struct) -> None:
+    """Print a report as one line of JSON."""
+    say(json.dumps(msgspec.to_builtins(report)))
 
 
 def complain(text: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from headrace.chaos import faults
 from headrace.chaos.faults import BROKER, MACHINE, PlannedFault
-from headrace.chaos.figures import FaultResult, losses, recovery
+from headrace.chaos.figures import FaultResult, Quantiles, losses, recovery
 from headrace.chaos.run import lengthened
 from headrace.config import Config, load
 from headrace.replay.audit import Attempts, AuditReport
@@ -43,9 +43,11 @@ async def test_every_process_fails_once_and_the_audit_balances(tmp_path: Path) -
     words = (*HEADRACE, "chaos", str(DEMO), "--kills", "7", "--seed", "13")
     async with up(tmp_path, *words, **{"curriculum.steps": 5}) as started:
         line = await fault_report(started)
-    assert (line["kills"], line["not_recovered"], line["duplicates"], line["losses"]) == (7, 0, 0, 0)
-    assert line["kill_trainer"] == line["kill_broker"] == line["cut_rollout"] == line["stop_weight_sender"] == 1
-    assert line["audit_balanced"] and line["trained_slots"] == line["issued_slots"] and line["connections_cut"] >= 2
+    assert (line["kills"], line["not_recovered"], line["audit"]["duplicates"], line["losses"]) == (7, 0, 0, 0)
+    faulted, audit = line["faults"], line["audit"]
+    assert faulted["kill_trainer"] == faulted["kill_broker"] == faulted["cut_rollout"] == 1
+    assert faulted["stop_weight_sender"] == 1 and line["connections_cut"] >= 2
+    assert audit["balanced"] and audit["trained"] == audit["issued"]
     assert all(target["met"] for target in line["targets"].values()) and line["conditions"]["cores"]
     report = json.loads((started.run / "report.json").read_text())
     restarted = {text.split()[0] for text in report["restarts"]}
@@ -72,8 +74,8 @@ async def test_twenty_faults_over_real_machines(tmp_path: Path) -> None:
     }
     async with up(tmp_path, *HEADRACE, "chaos", str(DEMO), "--kills", "20", "--seed", "2", **changes) as started:
         line = await fault_report(started)
-    assert (line["kills"], line["duplicates"], line["losses"]) == (20, 0, 0) and line["audit_balanced"]
-    assert sum(line.get(f"{fault}_machine", 0) for fault in ("kill", "stop")) >= 3
+    assert (line["kills"], line["audit"]["duplicates"], line["losses"]) == (20, 0, 0) and line["audit"]["balanced"]
+    assert sum(line["faults"].get(f"{fault}_machine", 0) for fault in ("kill", "stop")) >= 3
     for words, says in (
         (("weights", "verify", "latest"), "holds"),
         (("replay", "latest", "--steps", "5"), '"bitwise_equal":true'),
@@ -95,7 +97,7 @@ async def test_a_run_that_takes_too_long_is_ended_and_its_books_are_read(tmp_pat
     line = json.loads(lines[-1])
     assert code == 1 and one_sentence(said) and "not over after 0.2 minutes" in said
     assert line["ended"] and line["kills"] < 200 and not line["targets"]["kills"]["met"]
-    assert line["audit_balanced"] and line["duplicates"] == 0
+    assert line["audit"]["balanced"] and line["audit"]["duplicates"] == 0
 
 
 def test_a_run_without_a_plan_is_refused_in_one_sentence(tmp_path: Path) -> None:
@@ -178,9 +180,9 @@ def test_recovery_is_told_by_kind() -> None:
 
     fallen = [one("judge", "kill", float(number), 2.0 * number) for number in range(1, 101)]
     found = recovery([*fallen, one(BROKER, "kill", 0.5), one(MACHINE, "stop", None)])
-    assert (found["recovery_kill_p50_s"], found["recovery_kill_p99_s"]) == (50.0, 99.0)
-    assert found["at_work_again_p50_s"] == 100.0 and found["recovery_broker_kill_p99_s"] == 0.5
-    assert found["recovery_machine_stop_p50_s"] is None and found["recovery_p50_s"] == 50.0
+    assert found.by_kind["kill"] == Quantiles(50.0, 99.0) and found.by_kind["broker_kill"].p99_s == 0.5
+    assert found.by_kind["machine_stop"].p50_s is None and found.all.p50_s == 50.0
+    assert found.at_work_again.p50_s == 100.0 and (found.slowest_kind, found.slowest_s) == ("kill", 100.0)
 
 
 @pytest.mark.parametrize(

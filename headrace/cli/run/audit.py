@@ -1,10 +1,7 @@
 """`headrace audit`: prove from the streams alone that nothing was lost, trained twice or trained too stale."""
 
 import argparse
-import json
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from headrace.cli.arguments import add_elsewhere, add_run
 
@@ -22,14 +19,14 @@ def add(commands: "Commands") -> None:
 
 def audit(args: argparse.Namespace) -> int:
     """Print the report as one JSON line; 1 when the ledger does not balance."""
-    from headrace.launch.output import say
+    from headrace.launch.output import say_report
     from headrace.launch.session import looped, run_of
     from headrace.replay.audit import audit as prove
 
     async def body() -> int:
         async with run_of(args.run, args.config) as run:
             report = await prove(run.bus, run.id)
-        say(json.dumps(msgspec.to_builtins(report)))
+        say_report(report)
         return 0 if report.balanced else 1
 
     return looped(body())

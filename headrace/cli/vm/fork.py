@@ -2,17 +2,28 @@
 
 import argparse
 import asyncio
-import json
 import time
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from headrace.cli.arguments import integer
 from headrace.cli.vm.session import add_sandbox, declare, fresh, request
 from headrace.config import Config
-from headrace.launch.output import say
+from headrace.launch.output import say, say_report
 
 if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
+
+
+class ForkReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The forks of a running sandbox."""
+
+    forks: int
+    fork_wall_ms: float
+    """From the request to the last fork that answers."""
+    codes: list[int]
+    """The exit code of the command in each fork."""
 
 
 def add(commands: "Commands") -> None:
@@ -44,5 +55,5 @@ async def fork(config: Config, args: argparse.Namespace) -> int:
         for line in (result.stdout + result.stderr).splitlines():
             say(f"{number}: {line}")
     codes = [result.code for result in results]
-    say(json.dumps({"forks": count, "fork_wall_ms": round(took * 1000, 1), "codes": codes}))
+    say_report(ForkReport(forks=count, fork_wall_ms=round(took * 1000, 1), codes=codes))
     return 0 if not any(codes) else 1

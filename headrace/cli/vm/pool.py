@@ -1,7 +1,6 @@
 """`headrace vm pool`: the time to acquire warm and cold clones of a template, and the memory of one."""
 
 import argparse
-import json
 import statistics
 from typing import TYPE_CHECKING
 
@@ -10,10 +9,21 @@ import msgspec
 from headrace.cli.arguments import integer
 from headrace.cli.vm.session import TEMPLATE_HELP, declare
 from headrace.config import Config
-from headrace.launch.output import say
+from headrace.launch.output import say_report
 
 if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
+
+
+class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What warm clones of a template cost, beside cold ones."""
+
+    template: str
+    clones: int
+    warm_acquire_p50_ms: float
+    cold_acquire_p50_ms: float
+    parked_private_p50_mib: float
+    """Memory that a parked clone does not share with its template."""
 
 
 def add(commands: "Commands") -> None:
@@ -33,12 +43,12 @@ async def pool(config: Config, args: argparse.Namespace) -> int:
     environment = msgspec.structs.replace(config.environment, **changes)
     warm = await figures.warm(environment, args.template, args.clones)
     cold = await figures.on_demand(environment, args.template, args.clones)
-    line = {
-        "template": args.template,
-        "clones": args.clones,
-        "warm_acquire_p50_ms": round(statistics.median(clone.wall_ms for clone in warm), 2),
-        "cold_acquire_p50_ms": round(statistics.median(clone.wall_ms for clone in cold), 2),
-        "parked_private_p50_mib": round(statistics.median(clone.private_mib for clone in warm), 2),
-    }
-    say(json.dumps(line))
+    report = PoolReport(
+        template=args.template,
+        clones=args.clones,
+        warm_acquire_p50_ms=round(statistics.median(clone.wall_ms for clone in warm), 2),
+        cold_acquire_p50_ms=round(statistics.median(clone.wall_ms for clone in cold), 2),
+        parked_private_p50_mib=round(statistics.median(clone.private_mib for clone in warm), 2),
+    )
+    say_report(report)
     return 0

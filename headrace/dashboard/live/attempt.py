@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
@@ -12,9 +11,9 @@ from headrace.bus.errors import MessageGone
 from headrace.bus.payloads import renderer_bundles
 from headrace.messages import subjects as s
 from headrace.messages.judging import Score
-from headrace.messages.rollout import Trajectory, Turn
+from headrace.messages.rollout import ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
-from headrace.messages.training import StepDone
+from headrace.messages.training import EngineMismatch, StepDone
 
 Originals = Callable[[TaskRef], Mapping[str, bytes]]
 """The files of a task as the agent got them; LookupError when the suite is not here."""
@@ -23,6 +22,57 @@ SHOWN_TOKENS = 4000
 
 class NoSuchAttempt(Exception):
     """There is no such trajectory, or the request may not read it; the text is one sentence."""
+
+
+class TurnView(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of an attempt."""
+
+    index: int
+    segment: int
+    kind: str
+    stop: str
+    sampled: int
+    versions: list[int]
+    mean_logprob: float | None
+    tokens: list[tuple[str, float]]
+    """Text and log-probability of the first `SHOWN_TOKENS` sampled tokens."""
+    calls: tuple[ToolCall, ...]
+    results: tuple[ToolResult, ...]
+
+
+class FileDiff(msgspec.Struct, frozen=True):
+    """The unified diff of one file, without its two head lines."""
+
+    path: str
+    lines: list[str]
+
+
+class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the page shows of an attempt."""
+
+    id: str
+    seq: int
+    lane: str
+    task: TaskRef
+    family: str
+    outcome: str
+    backend: str
+    isolation: str
+    wall_s: float
+    versions: list[int]
+    sampled_tokens: int
+    prompt: str
+    turns: list[TurnView]
+    diff: list[FileDiff]
+    touched: list[str]
+    score: Score | None
+    parts: list[tuple[str, str]]
+    """Parts of the reward that are on record: name and value."""
+    step: int | None
+    mismatch: EngineMismatch | None
+    """Of the step that trained it, for the engine that sampled it."""
+    command: str
+    """Repeats the attempt."""
 
 
 async def find(bus: Bus, run: str, seq: int) -> Trajectory:
@@ -37,7 +87,7 @@ async def find(bus: Bus, run: str, seq: int) -> Trajectory:
     return message
 
 
-async def describe(bus: Bus, run: str, seq: int, made: Trajectory, originals: Originals) -> dict[str, Any]:
+async def describe(bus: Bus, run: str, seq: int, made: Trajectory, originals: Originals) -> AttemptView:
     """Everything that the page shows of an attempt."""
     bundle = await renderer_bundles.fetch(bus, run)
     tokenizer = Tokenizer.from_str(bundle.tokenizer_json) if bundle is not None else None
@@ -48,28 +98,28 @@ async def describe(bus: Bus, run: str, seq: int, made: Trajectory, originals: Or
     except LookupError:
         before = {}
     engine = next((each for each in step.engines if each.engine == made.rollout), None) if step else None
-    return {
-        "id": made.id,
-        "seq": seq,
-        "lane": made.lane,
-        "task": msgspec.to_builtins(made.task),
-        "family": made.family,
-        "outcome": made.outcome,
-        "backend": made.backend,
-        "isolation": made.isolation,
-        "wall_s": made.wall_s,
-        "versions": sorted({span.version for turn in made.turns for span in turn.spans}),
-        "sampled_tokens": sum(len(turn.ids) for turn in made.turns),
-        "prompt": _text(tokenizer, list(made.turns[0].prompt_ids.tolist())) if made.turns else "",
-        "turns": [_turn(turn, tokenizer) for turn in made.turns],
-        "diff": _diff(before, made),
-        "touched": list(made.touched),
-        "score": msgspec.to_builtins(score) if score is not None else None,
-        "parts": _parts(score),
-        "step": step.step if step is not None else None,
-        "mismatch": msgspec.to_builtins(engine) if engine is not None else None,
-        "command": f"headrace replay {run} --trajectory {made.id}",
-    }
+    return AttemptView(
+        id=made.id,
+        seq=seq,
+        lane=made.lane,
+        task=made.task,
+        family=made.family,
+        outcome=made.outcome,
+        backend=made.backend,
+        isolation=made.isolation,
+        wall_s=made.wall_s,
+        versions=sorted({span.version for turn in made.turns for span in turn.spans}),
+        sampled_tokens=sum(len(turn.ids) for turn in made.turns),
+        prompt=_text(tokenizer, list(made.turns[0].prompt_ids.tolist())) if made.turns else "",
+        turns=[_turn(turn, tokenizer) for turn in made.turns],
+        diff=_diff(before, made),
+        touched=list(made.touched),
+        score=score,
+        parts=_parts(score),
+        step=step.step if step is not None else None,
+        mismatch=engine,
+        command=f"headrace replay {run} --trajectory {made.id}",
+    )
 
 
 async def _score(bus: Bus, run: str, made: Trajectory, seq: int) -> Score | None:
@@ -109,31 +159,31 @@ def _text(tokenizer: Tokenizer | None, ids: Sequence[float]) -> str:
     return text
 
 
-def _turn(turn: Turn, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _turn(turn: Turn, tokenizer: Tokenizer | None) -> TurnView:
     ids, logprobs = turn.ids.tolist(), turn.logprobs.tolist()
     pairs = list(zip(ids, logprobs, strict=False))[:SHOWN_TOKENS]
-    return {
-        "index": turn.index,
-        "segment": turn.segment,
-        "kind": turn.kind,
-        "stop": turn.stop,
-        "sampled": len(ids),
-        "versions": sorted({span.version for span in turn.spans}),
-        "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
-        "tokens": [(_text(tokenizer, [id]) or f"‹{int(id)}›", logprob) for id, logprob in pairs],
-        "calls": msgspec.to_builtins(turn.calls),
-        "results": msgspec.to_builtins(turn.results),
-    }
+    return TurnView(
+        index=turn.index,
+        segment=turn.segment,
+        kind=turn.kind,
+        stop=turn.stop,
+        sampled=len(ids),
+        versions=sorted({span.version for span in turn.spans}),
+        mean_logprob=sum(logprobs) / len(logprobs) if logprobs else None,
+        tokens=[(_text(tokenizer, [id]) or f"‹{int(id)}›", logprob) for id, logprob in pairs],
+        calls=turn.calls,
+        results=turn.results,
+    )
 
 
-def _diff(before: Mapping[str, bytes], made: Trajectory) -> list[dict[str, Any]]:
+def _diff(before: Mapping[str, bytes], made: Trajectory) -> list[FileDiff]:
     """A unified diff per changed file; the whole file where its original is not here."""
     changed: dict[str, bytes | None] = {**made.diff, **dict.fromkeys(made.deleted)}
     out = []
     for path, data in sorted(changed.items()):
         old, new = _lines(before.get(path, b"")), _lines(data or b"")
         lines = difflib.unified_diff(old, new, "before" if path in before else "(not known)", path, lineterm="")
-        out.append({"path": path + (" (deleted)" if data is None else ""), "lines": list(lines)[2:]})
+        out.append(FileDiff(path + (" (deleted)" if data is None else ""), list(lines)[2:]))
     return out
 
 

@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from headrace.bus.connection import Bus
@@ -147,4 +148,5 @@ class LivePage:
             found = await describe(self.bus, self.run, seq, made, self._originals)
         except NoSuchAttempt as error:
             return web.Response(status=404, text=str(error))
-        return await asyncio.to_thread(web.json_response, found)
+        body = await asyncio.to_thread(msgspec.json.encode, found)
+        return web.Response(body=body, content_type="application/json")

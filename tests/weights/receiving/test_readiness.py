@@ -5,6 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 from secrets import token_hex
 
+import msgspec
 import pytest
 
 from headrace.cli.weights import regions
@@ -126,7 +127,7 @@ async def test_curriculum_and_trainer_see_it_and_an_operator_gets_table_and_json
     assert lines[0].endswith("newest version 1")
     assert [line.split()[:4] for line in lines[2:4]] == [["eu", "n1", "(holds)", "0"], ["eu", "n1", "rollout-a", "0"]]
     assert "rollout-b (gone)" in lines[5]
-    assert regions.summary(found) == [
+    assert regions.summary(msgspec.convert(found, regions.RegionsReport)) == [
         "version 1 in eu: held by 0 of 1 nodes, served by 0 of 1 replicas, the oldest served is 0",
         "version 1 in us: held by 1 of 1 nodes",
     ]
