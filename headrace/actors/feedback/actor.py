@@ -8,11 +8,14 @@ The branch (`branch`) begins at the first version that is promoted while `[feedb
 ordinary one, in a process of its own. Each of its versions is a candidate while no other one is at the gate
 (`candidates`). Promotion and rollback are one value in HR_STATE that gateways follow.
 
-Everything that this actor knows it reads from the streams when it starts.
+Everything that this actor knows it reads from the streams when it starts. Of two feedback actors of a run the one that
+started last acts; the other one stands down and stays idle, so that the two never fence each other off by restarts.
 """
 
 import asyncio
 import time
+from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -20,7 +23,7 @@ import msgspec
 from headrace.actors.feedback.branch import BranchLedger
 from headrace.actors.feedback.candidates import Candidates
 from headrace.actors.feedback.consent import Consent
-from headrace.actors.feedback.purge import purge_user
+from headrace.actors.feedback.purge import absorbed, purge_user
 from headrace.bus.errors import WrongSequence
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
@@ -77,14 +80,15 @@ class Feedback(Actor):
         for rating in self.book.ratings.values():
             if rating.fate == "closed" and rating.feedback is not None:
                 self._newest[rating.feedback.trajectory] = rating
-        await self._adopt()
-        for rating in [*self.book.waiting.values()]:
-            await self._examine(rating)
-        await self.serve(subjects.RPC.at(service="feedback", method="purge"), self._purge_user)
-        self.spawn(self._follow_ratings(after), "ratings")
-        self.spawn(self._follow_results(), "evaluation results")
-        self.spawn(self._follow_branch(), "the branch's steps")
-        self.spawn(self._follow_versions(), "the branch's versions")
+        self._acting = [
+            self._act(self._follow_results(), "evaluation results"),
+            self._act(self._follow_branch(), "the branch's steps"),
+            self._act(self._follow_versions(), "the branch's versions"),
+            self._act(self._work(after), "batches and candidates"),
+            self.every(1.0, self._tick, "time"),
+            self.every(5.0, self._measure, "figures"),
+        ]
+        self._purges = await self.serve(subjects.RPC.at(service="feedback", method="purge"), self._purge_user)
         await self.consume(
             subjects.EVENT,
             self._on_promotion,
@@ -97,9 +101,28 @@ class Feedback(Actor):
             durable=f"feedback-shadow-{self.run}",
             filter=subjects.EVENT.where(run=self.run, actor="gateway", type="shadow_turn"),
         )
-        self.spawn(self._work(), "batches and candidates")
-        self.every(1.0, self._tick, "time")
-        self.every(5.0, self._measure, "figures")
+        self.spawn(self._watch_successor(), "a successor")
+
+    def _act(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[Any]:
+        """A background task that may write to the branch; when the broker refuses that, there is a successor."""
+
+        async def until_refused() -> None:
+            with suppress(WrongSequence):
+                await work
+
+        return self.spawn(until_refused(), name)
+
+    async def _watch_successor(self) -> None:
+        """Stand down once a later feedback actor of this run has written its fence.
+
+        Not an end: a supervisor would start this actor again, and its fence would end the successor."""
+        successor = await self.branch.successor()
+        self.status = "superseded"
+        for task in self._acting:
+            task.cancel()
+        await self.unserve(self._purges)
+        await asyncio.gather(*(consumer.halt() for consumer in self._consumers))
+        await self.event("superseded", f"{successor.actor} {successor.id} acts for this run now", "error")
 
     @property
     def promoted(self) -> Promotion | None:
@@ -182,18 +205,20 @@ class Feedback(Actor):
 
     # Batches
 
-    async def _work(self) -> None:
-        try:
-            while True:
-                async with self._one_at_a_time:
-                    await self._make_batches()
-                    await self._next_candidate()
-                with self.waiting():
-                    await self._news.wait()
-                self._news.clear()
-        except WrongSequence as error:
-            self.status = "superseded"
-            await self.event("superseded", str(error), "error")
+    async def _work(self, after: int) -> None:
+        """after: the last rating that was read."""
+        async with self._one_at_a_time:
+            await self._adopt()
+            for rating in [*self.book.waiting.values()]:
+                await self._examine(rating)
+        self._acting.append(self._act(self._follow_ratings(after), "ratings"))
+        while True:
+            async with self._one_at_a_time:
+                await self._make_batches()
+                await self._next_candidate()
+            with self.waiting():
+                await self._news.wait()
+            self._news.clear()
 
     async def _adopt(self) -> None:
         """Settle the ratings whose closing was written before a crash and whose end was not."""
@@ -369,13 +394,3 @@ class Feedback(Actor):
         text = f"{removed} messages, {len(record.ratings)} ratings"
         await self.event("user_purged", text, user=message.user, messages=removed, ratings=len(record.ratings))
         return Ack(detail=f"{removed} messages removed{absorbed(record)}")
-
-
-def absorbed(record: Any) -> str:
-    """The part of a purge that cannot be taken back, in words."""
-    if record.last_version_before < 0:
-        return ""
-    return (
-        f"; versions of {record.branch} after {record.last_version_before} were trained on some of them and keep what "
-        "they learned"
-    )

@@ -37,11 +37,12 @@ class BranchLedger:
         """None until a version of the run is promoted."""
         self.step_seq = 0
         """Sequence of the last record of the branch's steps that was read."""
+        self._fence_seq = 0
 
     async def recover(self, actor: str, id: str) -> None:
         """Refuse the closings of earlier feedback actors, then read the branch."""
         fence = Fence(run=self.name, actor=actor, id=id)
-        close_seq = await self._bus.publish(CLOSE.at(run=self.name, group=FENCE), fence)
+        close_seq = self._fence_seq = await self._bus.publish(CLOSE.at(run=self.name, group=FENCE), fence)
         values = await self._bus.kv("HR_STATE")
         entry = await values.get(branch_key(self.name))
         self.base = entry[0] if entry is not None and isinstance(entry[0], Branch) else None
@@ -57,6 +58,15 @@ class BranchLedger:
         self.state.close_seq = max(self.state.close_seq, close_seq)
         if self.base is not None and self.state.bounds is None:
             await self._bound()
+
+    async def successor(self) -> Fence:
+        """The fence of a feedback actor that started after this one; waits for it."""
+        async for received in self._bus.follow(
+            "HR_SCORE", CLOSE.at(run=self.name, group=FENCE), start=self._fence_seq + 1
+        ):
+            if isinstance(received.message, Fence):
+                return received.message
+        raise AssertionError("a stream is followed without end")
 
     async def open(self, promotion: Promotion) -> bool:
         """Begin the branch at a promoted version of the run; False when it exists."""

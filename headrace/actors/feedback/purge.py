@@ -43,6 +43,16 @@ async def purge_user(
     return record, removed
 
 
+def absorbed(record: FeedbackPurged) -> str:
+    """The part of a purge that cannot be taken back, in words."""
+    if record.last_version_before < 0:
+        return ""
+    return (
+        f"; versions of {record.branch} after {record.last_version_before} were trained on some of them and keep what "
+        "they learned"
+    )
+
+
 def _last_version_before(branch: BranchLedger, ratings: tuple[PurgedFeedback, ...]) -> int:
     """The newest branch version without a part of these ratings, -1 when no version has one."""
     groups = {rating.group for rating in ratings if rating.group}

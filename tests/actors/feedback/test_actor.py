@@ -356,3 +356,28 @@ def test_the_branch_is_configured_as_the_run_but_for_its_batches() -> None:
     assert (made.feedback.base, made.curriculum.groups_per_step, made.curriculum.staleness) == ("r", 5, 3)
     assert (made.algorithm.baseline, made.algorithm.learning_rate, made.mid_training.tokens) == ("class", 0.5, 0)
     assert made.policy == config.policy
+
+
+async def test_of_two_feedback_actors_the_later_acts_and_the_earlier_stands_down(
+    product: Product, connect: Connect
+) -> None:
+    """It does not fail: its supervisor would start it again, and its fence would end the later one."""
+    config = settings(product.folder)
+    async with asyncio.timeout(120), living(Feedback, config, await connect("feedback"), product.run) as early:
+        await product.opened()
+        await product.rate(await product.session(BASE))
+        async with living(Feedback, config, await connect("feedback"), product.run) as late:
+            await product.said("superseded")
+            await product.rate(await product.session(BASE))
+            await product.said("batch_closed")
+            await product.promote(7)
+            while late.promoted is None:
+                await asyncio.sleep(0.01)
+            await product.rate(await product.session(BASE))
+            while len(late.book.ratings) < 3:
+                await asyncio.sleep(0.01)
+            assert early.status == "superseded" and not early.failed.done() and len(early.book.ratings) == 1
+            user = PurgeUser(user="nobody")
+            subject = subjects.RPC.at(service="feedback", method="purge")
+            assert (await (await product.bus("gateway")).request(subject, user, timeout=60.0)).ok  # type: ignore[attr-defined]
+    assert not late.failed.done()
