@@ -116,11 +116,11 @@ async def test_ratings_of_a_product_become_a_promoted_version_and_the_books_bala
         started.process.send_signal(signal.SIGINT)
         code, _ = await started.end()
         assert code == 130
-    code, books = headrace(tmp_path, "audit", "latest")
-    assert code == 0 and books["feedback"]["balanced"], books
-    ends = books["feedback"]["ends"]
-    assert ends["trained"] >= 2 and books["feedback"]["received"] == client.sessions == sum(ends.values())
-    assert books["branches"][f"{run}-feedback"]["trained"] == ends["trained"]
+    code, ledger = headrace(tmp_path, "audit", "latest")
+    assert code == 0 and ledger["feedback"]["balanced"], ledger
+    ends = ledger["feedback"]["ends"]
+    assert ends["trained"] >= 2 and ledger["feedback"]["received"] == client.sessions == sum(ends.values())
+    assert ledger["branches"][f"{run}-feedback"]["trained"] == ends["trained"]
 
 
 async def stages(bus: Bus, run: str) -> list[str]:
