@@ -33,13 +33,15 @@ MAY: dict[str, set[str]] = {
     "harness": {"messages", "rendering", "engines"},
     "judging": {"messages", "config", "tasks", "vmhost", "algorithms", "sandboxes"},
     "ledger": {"messages", "config", "algorithms", "bus"},
+    "bench": {"messages", "algorithms", "bus", "ledger"},
     "replay": {"bus", "training", "policy", "messages", "algorithms", "weights", "config", "ledger"},
     "gateway": {"messages", "config", "bus"},
 }
 _LIBRARIES = set(MAY)
 MAY["actors"] = _LIBRARIES
-MAY["dashboard"] = {"bus", "messages", "config", "ledger", "metrics", "replay"}
+MAY["dashboard"] = {"bench", "bus", "messages", "config", "ledger", "metrics", "replay"}
 MAY["launch"] = {
+    "bench",
     "actors",
     "dashboard",
     "ledger",

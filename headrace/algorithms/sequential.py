@@ -1,4 +1,4 @@
-"""Tests for a gate: one that may be looked at after every session, and one for paired tasks.
+"""A test for a gate that may be looked at after every session; paired tasks are compared in `paired`.
 
 Looking at a z test after every session and stopping at the first significant one finds a difference in a third of all
 comparisons of equal versions. `always_valid_p` is the mixture sequential probability ratio test (Johari, Pekelis and
@@ -40,19 +40,3 @@ def naive_p(up_a: int, n_a: int, up_b: int, n_b: int) -> float:
     rate = (up_a + up_b + 1) / (n_a + n_b + 2)
     error = math.sqrt(rate * (1 - rate) * (1 / n_a + 1 / n_b))
     return NormalDist().cdf((up_b / n_b - up_a / n_a) / error)
-
-
-def paired_lower_bound(won: int, lost: int, tasks: int, alpha: float) -> float:
-    """Lower confidence bound of the difference in pass rates on the same tasks, for one look.
-
-    won, lost: tasks that only the candidate, only the other one passed. The interval is that of Agresti and Min (2005),
-    which adds half a task to each cell: it keeps its level with few tasks and with none that differ. -1.0 without
-    tasks.
-    """
-    if not tasks:
-        return -1.0
-    total = tasks + 2
-    better, worse = (won + 0.5) / total, (lost + 0.5) / total
-    difference = better - worse
-    error = math.sqrt((better + worse - difference * difference) / total)
-    return difference - NormalDist().inv_cdf(1 - alpha) * error

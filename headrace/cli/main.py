@@ -24,6 +24,7 @@ from headrace.cli.images import take as images_take
 from headrace.cli.keys import add as keys_add
 from headrace.cli.keys import listing as keys_list
 from headrace.cli.keys import revoke as keys_revoke
+from headrace.cli.measure import bench
 from headrace.cli.observe import dashboard, export_metrics, logs, top
 from headrace.cli.policy import from_gguf
 from headrace.cli.replay import dlq, rejudge, replay, retrain
@@ -56,6 +57,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     retrain,
     dlq,
     evaluate,
+    bench,
     run_export,
     export_metrics,
     deploy,

@@ -42,6 +42,8 @@ class Gate(Section, frozen=True, kw_only=True):
     tasks: Count = 0
     """Held-out tasks that candidate and promoted version are compared on, task by task; 0 skips the benchmark and
     leaves the harm test alone between a candidate and the users."""
+    trials: Annotated[int, Meta(ge=1, le=100)] = 1
+    """Trials of each of these tasks, of both versions."""
     margin: Annotated[float, Meta(ge=-1.0, le=1.0)] = 0.0
     """The lower confidence bound of the difference in pass rates has to be above this."""
     shadow: Count = 0

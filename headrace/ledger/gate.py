@@ -6,11 +6,13 @@ guard against harm only, because a small product never has enough of them to sho
 every look (`algorithms.sequential`) and starts anew with every stage, because a changed share would mix the days.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
 
-from headrace.algorithms.sequential import always_valid_p, paired_lower_bound
+from headrace.algorithms.paired import paired_difference
+from headrace.algorithms.sequential import always_valid_p
 from headrace.config import Gate
 from headrace.messages.product import Arm, GateState, GateVerdict, PairedFigures, Stage
 from headrace.messages.rollout import PolicyRef
@@ -34,23 +36,22 @@ def begin(run: str, candidate: PolicyRef, promoted: PolicyRef, rules: Gate, now:
 
 
 def measured(
-    state: GateState, candidate: dict[str, bool], promoted: dict[str, bool], rules: Gate, now: float
+    state: GateState, candidate: Mapping[str, float], promoted: Mapping[str, float], rules: Gate, now: float
 ) -> Move | None:
-    """The benchmark's end: passes by task of both versions; tasks that infrastructure failed are left out."""
+    """The benchmark's end: by task the share of trials that each version passed; tasks that infrastructure failed are
+    left out."""
     if state.stage != "benchmark":
         return None
-    both = candidate.keys() & promoted.keys()
-    won = sum(candidate[task] and not promoted[task] for task in both)
-    lost = sum(promoted[task] and not candidate[task] for task in both)
-    lower = paired_lower_bound(won, lost, len(both), rules.alpha / 2)
-    figures = PairedFigures(tasks=len(both), won=won, lost=lost, lower=lower)
+    found = paired_difference(promoted, candidate, rules.alpha)  # each side of the interval has half of alpha
+    figures = PairedFigures(tasks=found.tasks, won=found.won, lost=found.lost, lower=found.low)
     state = msgspec.structs.replace(state, benchmark=figures)
-    if not both:
+    if not found.tasks:
         return _to(state, "held", "no task was measured on both versions", now)
-    found = f"lower bound {lower:+.3f} over {len(both)} tasks, {won} won, {lost} lost"
-    if lower <= rules.margin:
-        return _to(state, "held", f"{found}: not above the margin of {rules.margin:+.3f}", now)
-    return _after_benchmark(state, rules, now, found)
+    text = f"lower bound {found.low:+.3f} over {found.tasks} tasks, {found.won} won, {found.lost} lost"
+    if found.low <= rules.margin:
+        detectable = f"a difference of {found.detectable:.3f} is found with probability 0.8"
+        return _to(state, "held", f"{text}: not above the margin of {rules.margin:+.3f}; {detectable}", now)
+    return _after_benchmark(state, rules, now, text)
 
 
 def shadowed(state: GateState, ok: bool, rules: Gate, now: float) -> Move | GateState:

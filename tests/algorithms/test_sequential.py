@@ -2,9 +2,7 @@
 
 import random
 
-import pytest
-
-from headrace.algorithms.sequential import always_valid_p, naive_p, paired_lower_bound
+from headrace.algorithms.sequential import always_valid_p, naive_p
 
 
 def first_alarm(test, rng: random.Random, rate_a: float, rate_b: float, looks: int = 60) -> int:  # type: ignore[no-untyped-def]
@@ -35,12 +33,3 @@ def test_an_empty_arm_and_a_better_version_are_no_harm() -> None:
     assert always_valid_p(0, 0, 0, 10) == always_valid_p(5, 10, 0, 0) == 1.0
     assert always_valid_p(50, 100, 90, 100) == 1.0
     assert always_valid_p(90, 100, 50, 100) < 1e-4
-
-
-@pytest.mark.parametrize(("won", "lost", "tasks", "passes"), [(10, 0, 20, True), (0, 0, 20, False), (2, 0, 4, False)])
-def test_the_paired_bound_needs_more_than_a_few_tasks(won: int, lost: int, tasks: int, passes: bool) -> None:
-    assert (paired_lower_bound(won, lost, tasks, 0.025) > 0.0) is passes
-
-
-def test_without_tasks_nothing_is_shown() -> None:
-    assert paired_lower_bound(0, 0, 0, 0.025) == -1.0

@@ -6,9 +6,11 @@ by. A verdict is published before its state is kept, so a crash in between repea
 
 import time
 from collections.abc import Awaitable, Callable
+from statistics import fmean
 
 import msgspec
 
+from headrace.bench.requests import requests, shares, trial_id
 from headrace.bus.connection import Bus
 from headrace.config import Config
 from headrace.ledger import gate
@@ -70,9 +72,8 @@ class Candidates:
         """Ask for both evaluations; one that was asked for before has its result already, or gets it."""
         settings = settings_of(self._config, temperature=1.0)
         for policy in (self.state.candidate, self.state.promoted):
-            id = evaluation_id(policy, self.rules.tasks)
-            request = EvalRequest(
-                id=id,
+            first = EvalRequest(
+                id=evaluation_id(policy, self.rules.tasks),
                 run=self._run,
                 suite=self._config.tasks.heldout,
                 tasks=self.rules.tasks,
@@ -82,8 +83,9 @@ class Candidates:
                 isolation=settings.isolation,
                 reason="gate",
             )
-            if id not in self._results:
-                await self._tell(request, msg_id=f"{self._run}.{id}")
+            for request in requests(first, self.rules.trials):
+                if request.id not in self._results:
+                    await self._tell(request, msg_id=f"{self._run}.{request.id}")
         await self._compare()
 
     async def on_result(self, result: EvalResult) -> None:
@@ -95,15 +97,17 @@ class Candidates:
     async def _compare(self) -> None:
         if self.state.stage != "benchmark":
             return
-        pair = [
-            self._results.get(evaluation_id(policy, self.rules.tasks))
-            for policy in (self.state.candidate, self.state.promoted)
-        ]
-        candidate, promoted = pair
-        if candidate is not None and promoted is not None:
-            move = gate.measured(self.state, candidate.passes, promoted.passes, self.rules, time.time())
+        candidate, promoted = self._measured(self.state.candidate), self._measured(self.state.promoted)
+        if candidate and promoted:
+            move = gate.measured(self.state, shares(candidate), shares(promoted), self.rules, time.time())
             if move is not None:
                 await self._take(move)
+
+    def _measured(self, policy: PolicyRef) -> list[EvalResult]:
+        """The results of a version's trials; none before all of them are there."""
+        id = evaluation_id(policy, self.rules.tasks)
+        ids = [trial_id(id, trial) for trial in range(self.rules.trials)]
+        return [self._results[each] for each in ids] if all(each in self._results for each in ids) else []
 
     async def on_shadow(self, turn: ShadowTurn) -> None:
         """A turn that the candidate answered unseen."""
@@ -140,10 +144,8 @@ class Candidates:
         name = f"{verdict.candidate.run}.{verdict.candidate.version}.{verdict.stage}.{state.step}"
         await self._tell(verdict, msg_id=f"{self._run}.gate.{name}")
         if promotion is None and state.stage == "promoted":
-            results = [
-                self._results.get(evaluation_id(each, self.rules.tasks)) for each in (state.candidate, state.promoted)
-            ]
-            rates = [result.rate if result is not None else 0.0 for result in results]
+            measured = [self._measured(each) for each in (state.candidate, state.promoted)]
+            rates = [fmean(result.rate for result in results) if results else 0.0 for results in measured]
             promotion = Promotion(
                 run=self._run,
                 version=state.candidate.version,

@@ -1,0 +1,217 @@
+"""Reads a benchmark's attempts from the streams: each one measured, and those that infrastructure failed.
+
+Nothing here asks the evaluator: ledger, failures, scores and trajectories are folded again, so that a report which is
+made from them later is equal, and so that it can be held against the evaluator's own result.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace.bus.connection import Bus
+from headrace.ledger import lost_attempts
+from headrace.ledger.evaluation import group_prefix
+from headrace.messages.evaluation import EvalRequest
+from headrace.messages.judging import Score
+from headrace.messages.ledger import SlotIssued
+from headrace.messages.operations import DeadLetter
+from headrace.messages.rollout import SlotFailed, Trajectory, TurnDone
+from headrace.messages.subjects import DLQ, FAIL, LEDGER, SCORE, TRAJ, TURN
+
+EDITS = frozenset({"edit", "edit_file", "write_file"})
+READS = frozenset({"read_file", "search", "list_files", "semantic_search", "keyword_search"})
+TESTS = frozenset({"run_tests"})
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one attempt by kind."""
+
+    prompt: int = 0
+    """The task and the tools, in front of the first turn of every segment."""
+    observed: int = 0
+    """Results of calls."""
+    acting: int = 0
+    """Sampled in turns with calls or text."""
+    summary: int = 0
+    """Sampled in summaries."""
+
+    @property
+    def sampled(self) -> int:
+        """All that the policy wrote."""
+        return self.acting + self.summary
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """The attempt of one trial that counts."""
+
+    task: str
+    family: str
+    trial: int
+    trajectory_seq: int
+    score_seq: int
+    passed: bool
+    verdict: str
+    reward: float
+    version: int
+    tokens: Tokens
+    turns: int
+    calls: int
+    calls_by_tool: dict[str, int]
+    invalid_calls: int
+    parallel_calls: int
+    """Most calls in one turn."""
+    edits: int
+    failed_edits: int
+    reads_before_edit: int
+    """Reads and searches before the first edit; of all turns where there is none."""
+    tested: bool
+    """The tests were run after the last edit."""
+    wall_s: float
+    """From the start of the episode to its trajectory, the time in which it waited for results included."""
+    call_ms: tuple[float, ...]
+    first_edit_turn: int | None
+    first_edit_s: float | None
+    """None without an edit, and where the turn log is gone."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt that infrastructure failed. It is not one of the policy's."""
+
+    task: str
+    trial: int
+    attempt: int
+    reason: str
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """All of a benchmark."""
+
+    attempts: tuple[Attempt, ...]
+    failures: tuple[Failure, ...]
+    tasks: tuple[str, ...]
+    """Every task that was issued, in the suite's order."""
+
+
+class _Slot:
+    """One task of one trial while the streams are read."""
+
+    def __init__(self, issued: SlotIssued) -> None:
+        self.issued = {issued.attempt: issued}
+        self.scores: dict[int, tuple[int, Score]] = {}
+        self.reasons: dict[int, str] = {}
+
+    def kept(self) -> tuple[int, Score] | None:
+        """The newest attempt's score: what the evaluator counts."""
+        return self.scores.get(max(self.issued))
+
+
+async def measure(bus: Bus, trials: Sequence[EvalRequest]) -> Measured:
+    """Read the streams of the run. trials: the benchmark's evaluations, in order."""
+    attempts: list[Attempt] = []
+    failures: list[Failure] = []
+    tasks: dict[str, None] = {}
+    for trial, request in enumerate(trials):
+        slots = await _slots(bus, request)
+        groups = sorted({group for group, _ in slots})
+        trajectories, ended = await _episodes(bus, request.run, groups)
+        for _, slot in sorted(slots.items()):
+            task = slot.issued[0].task.task
+            tasks.setdefault(task)
+            kept = slot.kept()
+            if kept is not None:
+                seq, score = kept
+                episode, wall_from = trajectories[score.trajectory_seq]
+                attempts.append(_attempt(trial, seq, score, episode, wall_from, ended.get(episode.id, {})))
+            failures += [
+                Failure(task=task, trial=trial, attempt=number, reason=reason)
+                for number, reason in sorted(slot.reasons.items())
+                if number not in slot.scores
+            ]
+    return Measured(attempts=tuple(attempts), failures=tuple(failures), tasks=tuple(tasks))
+
+
+async def _slots(bus: Bus, request: EvalRequest) -> dict[tuple[str, int], _Slot]:
+    """The slots of one evaluation with what became of their attempts."""
+    run, prefix = request.run, group_prefix(request.id)
+    slots: dict[tuple[str, int], _Slot] = {}
+    async for received in bus.history("HR_LEDGER", LEDGER.where(run=run)):
+        issued = received.message
+        if isinstance(issued, SlotIssued) and issued.group.rpartition("-")[0] == prefix:
+            slot = slots.setdefault((issued.group, issued.slot), _Slot(issued))
+            slot.issued[issued.attempt] = issued
+    async for received in bus.history("HR_LEDGER", FAIL.where(run=run)):
+        failed = received.message
+        if isinstance(failed, SlotFailed) and (failed.group, failed.slot) in slots:
+            slots[failed.group, failed.slot].reasons[failed.attempt] = failed.reason
+    async for received in bus.history("HR_DLQ", DLQ.where(stream="*")):
+        letter = received.message
+        lost = lost_attempts.lost_attempt(letter) if isinstance(letter, DeadLetter) else None
+        if lost is not None and lost.run == run and (lost.group, lost.slot) in slots:
+            slots[lost.group, lost.slot].reasons.setdefault(lost.attempt, lost_attempts.REASON)
+    for group in sorted({group for group, _ in slots}):
+        async for received in bus.history("HR_SCORE", SCORE.where(run=run, group=group)):
+            score = received.message
+            if isinstance(score, Score) and (group, score.slot) in slots:
+                slots[group, score.slot].scores.setdefault(score.attempt, (received.seq, score))
+    return slots
+
+
+Ended = dict[str, dict[int, float]]
+"""Trajectory to the times at which its turns' results were stored, in seconds since the epoch."""
+
+
+async def _episodes(bus: Bus, run: str, groups: Sequence[str]) -> tuple[dict[int, tuple[Trajectory, float]], Ended]:
+    """Trajectories by sequence, each with the time at which it began, and the ends of their turns."""
+    trajectories: dict[int, tuple[Trajectory, float]] = {}
+    ended: Ended = {}
+    for group in groups:
+        async for received in bus.history("HR_TRAJ", TRAJ.at(run=run, group=group)):
+            if isinstance(episode := received.message, Trajectory):
+                trajectories[received.seq] = (episode, received.time - episode.wall_s)
+    for episode, _ in trajectories.values():
+        async for turn in bus.history("HR_TURN", TURN.at(run=run, trajectory=episode.id)):
+            if isinstance(turn.message, TurnDone):
+                ended.setdefault(episode.id, {})[turn.message.index] = turn.time
+    return trajectories, ended
+
+
+def _attempt(trial: int, seq: int, score: Score, episode: Trajectory, began: float, ended: dict[int, float]) -> Attempt:
+    kinds = {"prompt": 0, "observed": 0, "acting": 0, "summary": 0}
+    by_tool: dict[str, int] = {}
+    calls: list[tuple[int, str, bool]] = []
+    for position, turn in enumerate(episode.turns):
+        opens = position == 0 or episode.turns[position - 1].segment != turn.segment
+        kinds["prompt" if opens else "observed"] += len(turn.prompt_ids)
+        kinds["summary" if turn.kind == "summary" else "acting"] += len(turn.ids)
+        ok = {result.call_id: result.ok for result in turn.results}
+        for call in turn.calls:
+            by_tool[call.name] = by_tool.get(call.name, 0) + 1
+            calls.append((turn.index, call.name, not call.error and ok.get(call.id, False)))
+    edits = [at for at, (_, name, _) in enumerate(calls) if name in EDITS]
+    made = [at for at in edits if calls[at][2]]
+    first = calls[made[0]][0] if made else None
+    return Attempt(
+        task=score.task.task,
+        family=score.family,
+        trial=trial,
+        trajectory_seq=score.trajectory_seq,
+        score_seq=seq,
+        passed=score.passed,
+        verdict=score.verdict,
+        reward=score.reward,
+        version=score.oldest_version,
+        tokens=Tokens(**kinds),
+        turns=len(episode.turns),
+        calls=len(calls),
+        calls_by_tool=dict(sorted(by_tool.items())),
+        invalid_calls=episode.malformed_calls,
+        parallel_calls=max((len(turn.calls) for turn in episode.turns), default=0),
+        edits=len(edits),
+        failed_edits=len(edits) - len(made),
+        reads_before_edit=sum(name in READS for _, name, _ in calls[: made[0] if made else None]),
+        tested=any(name in TESTS for _, name, _ in calls[made[-1] if made else 0 :]),
+        wall_s=episode.wall_s,
+        call_ms=tuple(result.wall_ms for turn in episode.turns for result in turn.results),
+        first_edit_turn=first,
+        first_edit_s=round(ended[first] - began, 4) if first is not None and first in ended else None,
+    )

@@ -1,0 +1,197 @@
+"""`headrace bench`: measures one policy, or two on the same tasks, several trials per task, and writes report and card.
+
+The trials are evaluations like any other. The figures are read from the run's streams, held against the evaluator's own
+results, and read again from the stored scores, so that a report that its streams do not bear out is never written.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.bench.attempts import measure
+from headrace.bench.report import Comparison, NotComparable, Report, compare, report
+from headrace.bench.requests import requests, shares, trial_id
+from headrace.bus.errors import MessageGone
+from headrace.config import Config, load
+from headrace.dashboard.card import card
+from headrace.launch import runs
+from headrace.launch.measuring.evaluation import (
+    Measurement,
+    ask,
+    first_request,
+    open_run,
+    policy_of,
+    prepare,
+    require_suite,
+    serve,
+)
+from headrace.launch.output import say, say_report
+from headrace.launch.runs import RunDir, RunError
+from headrace.launch.session import bus_of
+from headrace.launch.supervision.signals import Stopping, interruptible
+from headrace.messages.evaluation import EvalRequest, EvalResult
+from headrace.messages.judging import Score
+from headrace.messages.rollout import Trajectory
+from headrace.messages.subjects import EVENT
+
+if TYPE_CHECKING:
+    from headrace.bus.connection import Bus
+
+Again = Callable[[Config], Callable[[Trajectory, Score], Awaitable[Score]]]
+"""Makes the judge that judges a recorded score again from its recorded outcomes."""
+FOLDER = "bench"
+"""Folder in the run's own, in which reports and cards lie."""
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """A benchmark as the command line names it."""
+
+    policies: tuple[str, ...]
+    """One, or two: the second is compared with the first. A policy as `headrace eval` names it, or the report of an
+    earlier benchmark (a path that ends in .json)."""
+    suite: str
+    tasks: int = 0
+    trials: int = 5
+    temperature: float = 1.0
+
+
+async def benchmark(config: Config, wanted: Wanted, again: Again) -> int:
+    """Measure, write report and card, print one JSON line per policy and one for the comparison; 1 when trials are
+    without a verdict."""
+    require_suite(config, wanted.suite)
+    for policy in wanted.policies:
+        if not policy.endswith(".json"):
+            policy_of(policy)
+
+    async def body(stopping: Stopping, closing: AsyncExitStack) -> int:
+        reports: list[Report] = []
+        for policy in wanted.policies:
+            reports.append(stored(policy) if policy.endswith(".json") else await one(policy, stopping, closing))
+        comparison = _compared(reports)
+        if comparison is not None:
+            say_report(comparison)
+            write_card(runs.find(reports[-1].run, Path(config.run.dir)), reports, comparison)
+        return 1 if any(found.infra_lost for found in reports) else 0
+
+    async def one(policy: str, stopping: Stopping, closing: AsyncExitStack) -> Report:
+        async with AsyncExitStack() as processes:
+            await prepare(config, processes)
+            named = policy_of(policy)
+            run = open_run(config, named, stopping, processes)
+            stopping.effect = (
+                f"the benchmark in run {run.folder.id} ends unfinished; its records stay in {run.folder.path}/"
+            )
+            ref = await serve(run, named, processes)
+            id = time.strftime("bench%Y%m%d-%H%M%S")
+            asked = Measurement(policy=policy, suite=wanted.suite, tasks=wanted.tasks, temperature=wanted.temperature)
+            await ask(run, requests(first_request(run, asked, ref, id, f"bench {policy}"), wanted.trials))
+        return await recompute(run.folder, id, again)
+
+    return await interruptible(body)
+
+
+async def recomputed(run: str, root: Path, id: str, again: Again) -> int:
+    """The report of a benchmark that was made before, from the run's streams; 1 when the stored report differs."""
+    folder = runs.find(run, root)
+    path = folder.path / FOLDER / f"{id}.json"
+    if not path.is_file():
+        ids = sorted(each.stem for each in (folder.path / FOLDER).glob("*.json"))
+        raise RunError(f"run {folder.id} has no benchmark {id!r}; it has {', '.join(ids) or 'none'}")
+    before = path.read_bytes()
+    await recompute(folder, id, again)
+    equal = path.read_bytes() == before
+    say("the report is equal" if equal else "the report DIFFERS from the stored one")
+    return 0 if equal else 1
+
+
+async def recompute(folder: RunDir, id: str, again: Again) -> Report:
+    """Read the streams, check them, write report and card, and print the figures without their rows."""
+    async with bus_of(folder, "replay") as bus:
+        trials, results = await _trials(bus, folder.id, id)
+        measured = await measure(bus, trials)
+        made = report(id, folder.id, trials[0].reason.removeprefix("bench "), trials[0].suite, len(trials), measured)
+        wrong = [*_against_results(made, results), *await _against_scores(bus, folder, made, again)]
+    if wrong:
+        raise RunError(f"benchmark {id} is not borne out by its streams: {'; '.join(wrong[:3])}", 1)
+    path = folder.path / FOLDER / f"{id}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(made)))
+    say_report(msgspec.structs.replace(made, rows=(), shares={}))
+    write_card(folder, [made], None)
+    return made
+
+
+def write_card(folder: RunDir, reports: list[Report], comparison: Comparison | None) -> None:
+    """Write the page beside the newest report, and say where."""
+    name = reports[-1].id if comparison is None else f"{reports[-1].id}-against-{reports[0].id}"
+    path = folder.path / FOLDER / f"{name}.html"
+    path.write_text(card(reports, comparison), encoding="utf-8")
+    say(f"card: {path}")
+
+
+def stored(path: str) -> Report:
+    """The report of an earlier benchmark. RunError when the file is none."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Report)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} is not the report of a benchmark: {error}") from None
+
+
+def _compared(reports: Sequence[Report]) -> Comparison | None:
+    if len(reports) < 2:
+        return None
+    try:
+        return compare(reports[0], reports[1])
+    except NotComparable as error:
+        raise RunError(str(error), 1) from None
+
+
+async def _trials(bus: "Bus", run: str, id: str) -> tuple[list[EvalRequest], list[EvalResult]]:
+    """The benchmark's evaluations in order, with their results. RunError when they are not all there."""
+    asked: dict[str, EvalRequest] = {}
+    done: dict[str, EvalResult] = {}
+    for actor, type in (("operator", "eval_request"), ("evaluator", "eval_result")):
+        async for received in bus.history("HR_EVENT", EVENT.where(run=run, actor=actor, type=type)):
+            if isinstance(message := received.message, EvalRequest):
+                asked[message.id] = message
+            elif isinstance(message, EvalResult):
+                done[message.id] = message
+    ids = [id]
+    while trial_id(id, len(ids)) in asked:
+        ids.append(trial_id(id, len(ids)))
+    if any(each not in asked or each not in done for each in ids):
+        raise RunError(f"benchmark {id} has not ended in run {run}, or its records are purged (events: 14 days)", 1)
+    return [asked[each] for each in ids], [done[each] for each in ids]
+
+
+def _against_results(made: Report, results: Sequence[EvalResult]) -> list[str]:
+    """Where the evaluator counted otherwise."""
+    wrong = []
+    if made.shares != shares(results):
+        wrong.append("the evaluator's passes differ from those of the scores")
+    if made.infra_lost != sum(result.infra_failures for result in results):
+        wrong.append("the evaluator counted other infrastructure failures")
+    return wrong
+
+
+async def _against_scores(bus: "Bus", folder: RunDir, made: Report, again: Again) -> list[str]:
+    """Scores whose verdict or reward is another one when it is computed again from the recorded outcomes."""
+    judge = again(load(folder.config))
+    wrong: list[str] = []
+    for row in made.rows:
+        try:
+            trajectory = (await bus.get("HR_TRAJ", row.trajectory_seq)).message
+            score = (await bus.get("HR_SCORE", row.score_seq)).message
+        except MessageGone:
+            trajectory = score = None
+        if not isinstance(trajectory, Trajectory) or not isinstance(score, Score):
+            wrong.append(f"task {row.task}: its trajectory or score is purged")
+            continue
+        new = await judge(trajectory, score)
+        if (new.verdict, new.reward) != (score.verdict, score.reward):
+            wrong.append(f"task {row.task}: {score.verdict} {score.reward} is now {new.verdict} {new.reward}")
+    return wrong

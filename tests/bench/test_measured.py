@@ -1,0 +1,85 @@
+"""A benchmark over a real broker and evaluator: what the streams say equals what the evaluator says."""
+
+import asyncio
+from secrets import token_hex
+
+import pytest
+
+from headrace.actors.evaluator import Evaluator
+from headrace.bench.attempts import measure
+from headrace.bench.report import NotComparable, Report, compare, report
+from headrace.bench.requests import requests, shares
+from headrace.config import Config
+from headrace.dashboard.card import card
+from headrace.messages.evaluation import EvalRequest, EvalResult
+from headrace.messages.rollout import PolicyRef, RolloutRequest
+from headrace.messages.subjects import EVENT
+from tests.conftest import Connect
+from tests.support.actors import living
+from tests.support.counterpart import Counterpart
+from tests.support.patience import PATIENCE_S
+
+pytestmark = pytest.mark.anyio
+TASKS, TRIALS = 10, 3
+
+
+async def measured(connect: Connect, unlucky: str, good: int) -> tuple[Report, list[EvalResult]]:
+    """Three trials of ten tasks: the first `good` pass always, the next in the first trial only. One attempt at
+    `unlucky` fails in trial 0, and all of them in trial 1."""
+    other = Counterpart(await connect(), f"r{token_hex(4)}", groups_per_step=1)
+    await other.start()
+
+    async def answer(request: RolloutRequest) -> None:
+        trial = int(request.group.split("-")[1][1:]) if "-t" in request.group else 0
+        if request.task.task == unlucky and (trial == 1 or (trial == 0 and request.attempt == 0)):
+            await other.fail(request, "sandbox_lost")
+            return
+        place = int(request.task.task)
+        await other.solve(request, passed=place < good or (place == good and trial == 0))
+
+    other.answer = answer
+    first = EvalRequest(
+        id="bench1", run=other.run, suite="generated/heldout", tasks=TASKS, policy=PolicyRef("pinned", 2)
+    )
+    trials = requests(first, TRIALS)
+    async with living(Evaluator, Config(), await connect("evaluator"), other.run):
+        for request in trials:
+            await other.bus.publish(EVENT.at(run=other.run, actor="operator", type="eval_request"), request)
+        results: dict[str, EvalResult] = {}
+        async with asyncio.timeout(PATIENCE_S):
+            where = EVENT.where(run=other.run, actor="evaluator", type="eval_result")
+            async for received in other.bus.follow("HR_EVENT", where):
+                results[received.message.id] = received.message
+                if len(results) == TRIALS:
+                    break
+    made = report("bench1", other.run, f"{other.run}:2", first.suite, TRIALS, await measure(other.bus, trials))
+    await other.stop()
+    return made, [results[request.id] for request in trials]
+
+
+async def test_the_report_follows_from_the_streams_and_infrastructure_stands_apart(connect: Connect) -> None:
+    unlucky = str(TASKS - 1)
+    made, results = await measured(connect, unlucky, good=4)
+    assert made.shares == shares(results)
+    assert (made.tasks, made.trials, made.attempts) == (TASKS, TRIALS, TASKS * TRIALS - 1)
+    assert (made.infra_lost, made.infra_failures) == (1, 4), "one trial after three attempts, and one attempt beside it"
+    assert made.infra_lost == sum(result.infra_failures for result in results)
+    assert {failure.task for failure in made.failures} == {unlucky}
+    assert made.pass_1.mean == pytest.approx((4 + 1 / 3) / TASKS) and made.pass_1.tasks == TASKS
+    assert made.pass_k.mean == pytest.approx(4 / 9), "the task without all of its trials is left out"
+    assert made.sampled_tokens_per_pass == pytest.approx(3 * made.attempts / 13)
+    assert made.silent >= 0.95
+
+
+async def test_two_policies_are_compared_task_by_task(connect: Connect) -> None:
+    worse, _ = await measured(connect, "", good=0)
+    better, _ = await measured(connect, "", good=9)
+    found = compare(worse, better)
+    assert (found.finding, found.pass_1.won, found.pass_1.lost) == ("better", 10, 0)
+    assert found.pass_1.mean == pytest.approx(9.3333 / 10 - 0.3333 / 10, abs=1e-3)
+    assert compare(better, better).finding == "not distinguishable"
+    page = card([worse, better], found)
+    assert "pass^3" in page and "better" in page and page.count("<h2>") == 3 and "<script" not in page
+    other = Report(**{name: getattr(better, name) for name in Report.__struct_fields__} | {"suite": "other/suite"})
+    with pytest.raises(NotComparable, match="the suites differ"):
+        compare(worse, other)
