@@ -33,6 +33,19 @@ def test_commands_in_the_readme_parse() -> None:
         parser().parse_args(words[1:])
 
 
+def test_files_that_documents_name_exist() -> None:
+    folders = ("", "headrace", "tests", "docs")
+    generated = {"modules.md"}  # its paths are relative to each folder
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        if page.name in generated:
+            continue
+        text = page.read_text()
+        named = re.findall(r"(?<![\w/.-])((?:docs|deploy|tests|benchmarks|headrace|examples)/[\w./-]*\w)", text)
+        named += re.findall(r"`([\w-]+/[\w/.-]+\.(?:py|md|toml|mjs|jinja))`", text)
+        for name in named:
+            assert any((ROOT / folder / name).exists() for folder in folders), f"{page.name} names {name}"
+
+
 def test_make_targets_in_the_readme_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for target in re.findall(r"`?make ([a-z-]+)", (ROOT / "README.md").read_text()):

@@ -1,0 +1,53 @@
+"""The Trajectory of an attempt, from its request and its turns, and its publication."""
+
+import time
+
+from headrace.bus.connection import Bus
+from headrace.harness.loop import Episode as Turns
+from headrace.messages.rollout import RolloutRequest, Trajectory
+from headrace.messages.subjects import TRAJ
+from headrace.messages.tasks import Task
+from headrace.rendering.base import Renderer
+
+
+def trajectory_of(
+    request: RolloutRequest,
+    task: Task,
+    episode: Turns,
+    *,
+    renderer: Renderer,
+    fingerprint: str,
+    rollout: str,
+    since: float,
+) -> Trajectory:
+    """The fields that every attempt has. since: `time.monotonic` of its start on this actor. The caller adds the diff
+    and whatever its sandbox reported."""
+    return Trajectory(
+        run=request.run,
+        lane=request.lane,
+        group=request.group,
+        slot=request.slot,
+        attempt=request.attempt,
+        id=request.trajectory,
+        task=request.task,
+        family=task.family,
+        seed=request.seed,
+        policy=request.policy,
+        sampling=request.sampling,
+        outcome=episode.outcome,
+        turns=tuple(episode.turns),
+        diff={},
+        fingerprint=fingerprint,
+        renderer=renderer.bundle,
+        isolation=request.isolation,
+        wall_s=round(time.monotonic() - since, 4),
+        malformed_calls=sum(bool(call.error) for turn in episode.turns for call in turn.calls),
+        rollout=rollout,
+    )
+
+
+async def publish(bus: Bus, trajectory: Trajectory) -> Trajectory:
+    """Store a Trajectory, once however often it is published. BusError."""
+    subject = TRAJ.at(run=trajectory.run, group=trajectory.group)
+    await bus.publish(subject, trajectory, msg_id=f"{trajectory.run}.{trajectory.id}")
+    return trajectory
