@@ -19,6 +19,7 @@ from secrets import token_hex
 from typing import Any
 
 from benchmarks.conditions import at_least, at_most, finish
+from benchmarks.tiny_run import TINY
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADRACE = (sys.executable, "-m", "headrace.cli")
@@ -26,20 +27,6 @@ GONE_S = 5.0
 ALIVE_S = (2.0, 25.0)
 """Seconds from a start to its kill."""
 MARK = "HEADRACE_RESTARTS"
-SETTINGS: dict[str, Any] = {
-    "environment.backend": "process",
-    "policy.dim": 32,
-    "policy.layers": 1,
-    "policy.heads": 1,
-    "mid_training.tokens": 4000,
-    "curriculum.groups_per_step": 2,
-    "curriculum.group_size": 4,
-    "limits.max_turns": 2,
-    "limits.max_turn_tokens": 16,
-    "evaluation.before": False,
-    "evaluation.after": False,
-    "run.min_free_mb": 64,
-}
 
 
 def family(mark: str) -> list[int]:
@@ -72,7 +59,7 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def trial(folder: Path, kills: int, steps: int, seed: int) -> dict[str, Any]:
     """The figures of one run."""
     rng, run = random.Random(seed), f"r{token_hex(4)}"
-    settings = SETTINGS | {"run.id": run, "curriculum.steps": steps}
+    settings = TINY | {"run.id": run, "curriculum.steps": steps}
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     gone: list[float] = []
     unbalanced: list[str] = []

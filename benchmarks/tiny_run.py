@@ -1,4 +1,4 @@
-"""The smallest run that still has every part: changes to deploy/demo.toml for runs that measure processes, not learning.
+"""The smallest run that has every part: changes to deploy/demo.toml for runs that measure processes, not learning.
 
 Tests start their runs with the same changes.
 """

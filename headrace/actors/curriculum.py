@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from headrace.algorithms.staleness import batch_of, first_batch_of
-from headrace.bus.errors import BusError, Unrecoverable, WrongSequence
+from headrace.bus.errors import BusError, Unrecoverable
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
 from headrace.ledger import lost_attempts, training
@@ -93,28 +93,17 @@ class Curriculum(Actor):
                 EVENT.where(run=self.run, actor="*", type=WeightsSwapped.type_name),
             ),
         }
-        for stream, filters in live.items():
-            last = 0
-            async for received in self.bus.history(stream, *filters):
-                self._apply(received)
-                last = received.seq
-            written_here = {LEDGER.where(run=self.run), CLOSE.where(run=self.run)}
-            others = [filter for filter in filters if filter not in written_here]
-            self.spawn(self._follow(stream, others, last + 1), f"following {stream}")
+        written_here = (LEDGER.where(run=self.run), CLOSE.where(run=self.run))
+        await self.recover_and_follow(live, self._apply, self._news, written_here)
         self.state.close_seq = max(self.state.close_seq, self._close_fence)
         await self._report_problems()
-        self.spawn(self._work(), "issuing")
+        self.spawn(self.until_superseded(self._run), "issuing")
         self.every(2.0, self._measure, "metrics")
 
     async def _take_over(self) -> None:
         """Refuse the writes of earlier curricula from now on, so that the streams hold all there is to read."""
         fence = await self._issuer.fence(FENCE, self.name(), self.id)
         self._close_fence = await self.bus.publish(CLOSE.at(run=self.run, group=FENCE), fence)
-
-    async def _follow(self, stream: str, filters: Sequence[str], start: int) -> None:
-        async for received in self.bus.follow(stream, *filters, start=start):
-            if self._apply(received):
-                self._news.set()
 
     def _apply(self, received: Received[Any]) -> bool:
         """Apply a record to the state; True when it changed anything."""
@@ -141,14 +130,6 @@ class Curriculum(Actor):
                 self._ledger.hear(message, received.time)
                 return True
         return self.state.apply(message, received.seq)
-
-    async def _work(self) -> None:
-        try:
-            await self._run()
-        except WrongSequence as error:
-            # Another curriculum has taken over the run: the broker accepts nothing from this one any more.
-            self.status = "superseded"
-            await self.event("superseded", str(error), "error")
 
     async def _run(self) -> None:
         """The whole run, from version 0 to its last evaluation."""
@@ -191,9 +172,7 @@ class Curriculum(Actor):
     async def _wait(self) -> None:
         open_, steps = len(self.state.open), self.state.steps
         self.status = f"step {steps} of {self.rules.steps}, {open_} groups open"
-        with self.waiting():
-            await self._news.wait()
-        self._news.clear()
+        await self.news(self._news)
 
     async def _set_bound(self) -> None:
         """Write the staleness bound among the closings: first the configured one, then what an operator asks for."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 import msgspec
 
 from headrace.bus.nats.received import Received
-from headrace.bus.runtime import dead_letters
+from headrace.bus.runtime import ack_waits, dead_letters
 from headrace.bus.runtime.actor import Actor
 from headrace.messages.operations import Advisory, Rejected
 from headrace.messages.subjects import ADVISORY, EVENT
@@ -30,7 +30,7 @@ class DeadLetter(Actor):
             durable="dead_letter",
             filter=ADVISORY_FILTERS,
             credit=4,
-            ack_wait=ACK_WAIT_S,
+            ack_wait=ack_waits.DEAD_LETTER_S,
             max_deliver=-1,
         )
         await self.consume(
@@ -39,7 +39,7 @@ class DeadLetter(Actor):
             durable="dead_letter-rejected",
             filter=EVENT.where(run="*", actor="*", type=Rejected.type_name),
             credit=4,
-            ack_wait=ACK_WAIT_S,
+            ack_wait=ack_waits.DEAD_LETTER_S,
             max_deliver=-1,
         )
 
@@ -64,7 +64,4 @@ class DeadLetter(Actor):
         )
 
 
-ACK_WAIT_S = 2.0
-"""Seconds until another dead-letter actor takes over the messages of one that was killed. Writing a dead letter twice
-is harmless: the broker stores it once."""
 ADVISORY_FILTERS = tuple(ADVISORY.where(kind=kind) for kind in ("MAX_DELIVERIES", "MSG_TERMINATED"))

@@ -7,10 +7,8 @@ A fence works as the curriculum's does: of two evaluators of a run the broker re
 
 import asyncio
 import time
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from headrace.bus.errors import WrongSequence
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
 from headrace.ledger import lost_attempts
@@ -50,19 +48,8 @@ class Evaluator(Actor):
             "HR_SCORE": (SCORE.where(run=self.run),),
             "HR_DLQ": (DLQ.where(stream="*"),),
         }
-        for stream, filters in streams.items():
-            last = 0
-            async for received in self.bus.history(stream, *filters):
-                self._apply(received)
-                last = received.seq
-            live = [filter for filter in filters if filter != LEDGER.where(run=self.run)]
-            self.spawn(self._follow(stream, live, last + 1), f"following {stream}")
-        self.spawn(self._work(), "evaluating")
-
-    async def _follow(self, stream: str, filters: Sequence[str], start: int) -> None:
-        async for received in self.bus.follow(stream, *filters, start=start):
-            if self._apply(received):
-                self._news.set()
+        await self.recover_and_follow(streams, self._apply, self._news, written_here=(LEDGER.where(run=self.run),))
+        self.spawn(self.until_superseded(self._work), "evaluating")
 
     def _apply(self, received: Received[Any]) -> bool:
         """Apply a record; True when it may call for action."""
@@ -89,22 +76,16 @@ class Evaluator(Actor):
 
     async def _work(self) -> None:
         recovered = False
-        try:
-            while True:
-                await self._open()
-                for evaluation in list(self.open.values()):
-                    if not recovered:  # a predecessor may have died between ledger and request
-                        await self._issuer.request(list(evaluation.running()))
-                    await self._issue(evaluation)
-                    await self._answer(evaluation)
-                recovered = True
-                self.status = f"{len(self.open)} evaluations open"
-                with self.waiting():
-                    await self._news.wait()
-                self._news.clear()
-        except WrongSequence as error:
-            self.status = "superseded"
-            await self.event("superseded", str(error), "error")
+        while True:
+            await self._open()
+            for evaluation in list(self.open.values()):
+                if not recovered:  # a predecessor may have died between ledger and request
+                    await self._issuer.request(list(evaluation.running()))
+                await self._issue(evaluation)
+                await self._answer(evaluation)
+            recovered = True
+            self.status = f"{len(self.open)} evaluations open"
+            await self.news(self._news)
 
     async def _open(self) -> None:
         """Look up the tasks of new requests. A request for an unknown suite is answered at once."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from headrace.bus.errors import Reject, Unrecoverable
 from headrace.bus.nats.received import Received
+from headrace.bus.runtime import ack_waits
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
 from headrace.judging import checkers, rules
@@ -31,8 +32,6 @@ from headrace.sandboxes.client import Sandboxes, Superseded
 from headrace.tasks import UnknownSuite, open_suite
 from headrace.tasks.suites import suite_plugins
 
-ACK_WAIT_S = 10.0
-"""After this time the trajectory of a killed judge is delivered to another; a judge at work prolongs it in time."""
 _ONCE = frozenset({"machines_not_checked"})
 """Events about the node rather than about a candidate: one of each is enough."""
 
@@ -63,7 +62,7 @@ class Judge(Actor):
             durable=f"judge-{self.run}",
             filter=TRAJ.at(run=self.run, group="any").removesuffix("any") + "*",
             credit=self.config.judge.credit,
-            ack_wait=ACK_WAIT_S,
+            ack_wait=ack_waits.JUDGE_S,
         )
 
     async def stop(self) -> None:

@@ -79,9 +79,7 @@ class WeightSender(Actor):
 
     async def _work(self) -> None:
         while True:
-            with self.waiting():
-                await self._news.wait()
-            self._news.clear()
+            await self.news(self._news)
             ready = self._wanted
             if ready is None or self._committed(ready):
                 continue

@@ -77,7 +77,7 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     losses: int
     """Slots and attempts without an end (`losses`)."""
     wrong: list[str]
-    """What does not balance, as sentences: the first five."""
+    """The first five faults of the balance, as sentences."""
     ended: str
     """The sentence with which the run ended too early; empty when it reached its end."""
     steps: int

@@ -30,6 +30,22 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The lane of the request: where capacity is short, production goes first."""
 
 
+def check_request(request: SampleRequest, vocab: int, longest: int) -> None:
+    """Refuse a request that no engine can answer. longest: positions of a context with its turn. EngineError."""
+    if not request.ids:
+        raise EngineError("a context of no tokens cannot be continued")
+    for what, ids in (("token", request.ids), ("stop", request.stop_ids)):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab:
+            bad = next(id for id in ids if not 0 <= id < vocab)
+            raise EngineError(f"{what} id {bad} is outside the vocabulary of {vocab}")
+    if request.sampling.max_turn_tokens < 1:
+        raise EngineError(f"max_turn_tokens {request.sampling.max_turn_tokens} leaves nothing to draw")
+    if not 0 <= request.sampling.temperature < float("inf"):
+        raise EngineError(f"temperature {request.sampling.temperature} is not a number from 0 on")
+    if len(request.ids) + request.sampling.max_turn_tokens > longest:
+        raise EngineError(f"a context of {len(request.ids)} and its turn go beyond {longest} positions")
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """The sampled tokens of one turn, and how they were computed."""
 

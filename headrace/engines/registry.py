@@ -57,7 +57,7 @@ class Demanding(Protocol):
         """Keys of the section that this engine cannot use together: a run is refused before it starts."""
 
     def requirements(self, section: EngineSection) -> Iterator[Requirement]:
-        """What the engine needs of this machine; `headrace check` asks, without an engine."""
+        """The needs of the engine on this machine; `headrace check` calls this without an engine."""
 
 
 ENGINES: Registry[OpenEngine] = Registry(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from benchmarks import tiny_run
 from headrace.bus.broker.server import running
 from headrace.bus.connection import Bus
 from headrace.messages import subjects as s
@@ -27,21 +28,7 @@ from tests.support.patience import PATIENCE_S
 pytestmark = pytest.mark.anyio
 DEMO = ROOT / "deploy" / "demo.toml"
 HEADRACE = (sys.executable, "-m", "headrace.cli")
-TINY = {
-    "environment.backend": "process",
-    "policy.dim": 32,
-    "policy.layers": 1,
-    "policy.heads": 1,
-    "mid_training.tokens": 4000,
-    "curriculum.groups_per_step": 2,
-    "curriculum.group_size": 4,
-    "limits.max_turns": 2,
-    "limits.max_turn_tokens": 16,
-    "evaluation.before": False,
-    "evaluation.after": False,
-    "production.enabled": False,
-    "run.min_free_mb": 64,
-}
+TINY = tiny_run.TINY | {"production.enabled": False}
 GRACE_S = PATIENCE_S
 """How long to wait for a process that has been told to end, before the test fails."""
 

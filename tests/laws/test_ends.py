@@ -36,10 +36,11 @@ from tests.support.actors import living
 pytestmark = pytest.mark.anyio
 ROLLOUT = (
     "import msgspec, sys, uvloop\n"
+    "from headrace.bus.runtime import ack_waits\n"
     "from headrace.actors.rollout import actor as rollout\n"
     "from headrace.bus.runtime.supervisor import run_actors\n"
     "from headrace.config import Config\n"
-    "rollout.ACK_WAIT_S = 1.0\n"
+    "ack_waits.ROLLOUT_S = 1.0\n"
     "config = msgspec.json.decode(sys.argv[1], type=Config)\n"
     "uvloop.run(run_actors([rollout.Rollout], config, sys.argv[2], url=sys.argv[3], credentials=sys.argv[4]))\n"
 )

@@ -216,9 +216,7 @@ class Feedback(Actor):
             async with self._one_at_a_time:
                 await self._make_batches()
                 await self._next_candidate()
-            with self.waiting():
-                await self._news.wait()
-            self._news.clear()
+            await self.news(self._news)
 
     async def _adopt(self) -> None:
         """Settle the ratings whose closing was written before a crash and whose end was not."""

@@ -22,6 +22,7 @@ from headrace.actors.rollout.server import EVERY_S, ServerReports
 from headrace.bus.errors import Reject, Unrecoverable, WrongSequence
 from headrace.bus.nats.consumer import Consumer
 from headrace.bus.nats.received import Received
+from headrace.bus.runtime import ack_waits
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
 from headrace.engines.base import EngineError
@@ -44,7 +45,6 @@ from headrace.tasks import UnknownSuite, open_suite
 from headrace.tasks.suites import suite_plugins
 
 LANES: tuple[Lane, ...] = get_args(Lane)
-ACK_WAIT_S = 30.0
 REASONS: tuple[tuple[type[Exception], str], ...] = (
     (SandboxLost, "sandbox_lost"),
     (EngineError, "engine_error"),
@@ -150,7 +150,7 @@ class Rollout(Actor):
             durable=f"rollout-{self.run}-{lane}",
             filter=TASK.where(run=self.run, lane=lane),
             credit=self.config.rollout.credit,
-            ack_wait=ACK_WAIT_S,
+            ack_wait=ack_waits.ROLLOUT_S,
         )
         self._open_lanes()
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.actors.rollout.diff import TreeTooLarge, diff, image_diff
+from headrace.actors.rollout.publication import publish, trajectory_of
 from headrace.actors.rollout.sandbox_checkpoint import MAX_COPIES, CheckpointSchedule, replay_calls, restore
 from headrace.actors.rollout.turn_log import ResumeState, TurnLog
 from headrace.bus.connection import Bus
@@ -23,7 +24,6 @@ from headrace.harness.tools.toolbox import Toolbox
 from headrace.messages.rollout import RolloutRequest, ToolResult, Trajectory, Turn
 from headrace.messages.sandbox import Acquire, OpResult, PullChanges, PullTree, SandboxLost
 from headrace.messages.search import Searcher
-from headrace.messages.subjects import TRAJ
 from headrace.messages.tasks import Task
 from headrace.rendering.base import Renderer
 from headrace.sandboxes.client import RemoteSandbox, Sandboxes, Superseded
@@ -158,39 +158,33 @@ class Episode:
             patterns = self._patterns()
             before = {path: data for path, data in task.files.items() if any(matches(p, path, True) for p in patterns)}
             changes, of_image = diff(before, tree.files, task.allowed), ()
-        trajectory = Trajectory(
-            run=request.run,
-            lane=request.lane,
-            group=request.group,
-            slot=request.slot,
-            attempt=request.attempt,
-            id=request.trajectory,
-            task=request.task,
-            family=task.family,
-            seed=request.seed,
-            policy=request.policy,
-            sampling=request.sampling,
-            outcome="sandbox_limit" if over else episode.outcome,
-            turns=tuple(episode.turns),
-            diff={} if over else changes.changed,
-            deleted=() if over else changes.deleted,
-            changes=() if over else of_image,
-            originals={path: data for path, data in tree.originals.items() if path in changes.changed},
-            touched=() if over else changes.touched,
+        trajectory = trajectory_of(
+            request,
+            task,
+            episode,
+            renderer=renderer,
+            fingerprint=self._fingerprint,
+            rollout=self._rollout,
+            since=started,
+        )
+        trajectory = msgspec.structs.replace(
+            trajectory,
             digest_before=await self._digest if self._digest is not None else "",
             digest_after=tree.digest,
-            fingerprint=self._fingerprint,
-            renderer=renderer.bundle,
             backend=sandbox.backend,
-            isolation=request.isolation,
-            wall_s=round(time.monotonic() - started, 4),
-            malformed_calls=sum(bool(call.error) for turn in episode.turns for call in turn.calls),
-            rollout=self._rollout,
+            originals={path: data for path, data in tree.originals.items() if path in changes.changed},
         )
-        await self._bus.publish(
-            TRAJ.at(run=request.run, group=request.group), trajectory, msg_id=f"{request.run}.{request.trajectory}"
-        )
-        return trajectory
+        if over:
+            trajectory = msgspec.structs.replace(trajectory, outcome="sandbox_limit")
+        else:
+            trajectory = msgspec.structs.replace(
+                trajectory,
+                diff=changes.changed,
+                deleted=changes.deleted,
+                changes=of_image,
+                touched=changes.touched,
+            )
+        return await publish(self._bus, trajectory)
 
     async def _pull(self, sandbox: RemoteSandbox) -> tuple[OpResult, bool]:
         """The workspace of a task without an image, and whether the candidate filled it beyond the limit.

@@ -6,12 +6,14 @@ The message stands in the diff of the Trajectory, under `ANSWER`; the judge give
 import time
 from collections.abc import Sequence
 
+import msgspec
+
+from headrace.actors.rollout.publication import publish, trajectory_of
 from headrace.actors.rollout.turn_log import ResumeState, TurnLog
 from headrace.bus.connection import Bus
 from headrace.engines.base import Engine
 from headrace.harness.message import run_message
 from headrace.messages.rollout import RolloutRequest, ToolResult, Trajectory, Turn
-from headrace.messages.subjects import TRAJ
 from headrace.messages.tasks import ANSWER, Task
 from headrace.rendering.base import Renderer
 
@@ -42,31 +44,17 @@ class MessageEpisode:
             resume=resume.turns,
         )
         await self._log.flush()
-        trajectory = Trajectory(
-            run=request.run,
-            lane=request.lane,
-            group=request.group,
-            slot=request.slot,
-            attempt=request.attempt,
-            id=request.trajectory,
-            task=request.task,
-            family=task.family,
-            seed=request.seed,
-            policy=request.policy,
-            sampling=request.sampling,
-            outcome=episode.outcome,
-            turns=tuple(episode.turns),
-            diff={ANSWER: text.encode("utf-8", "replace")},
+        trajectory = trajectory_of(
+            request,
+            task,
+            episode,
+            renderer=renderer,
             fingerprint=self._fingerprint,
-            renderer=renderer.bundle,
-            isolation=request.isolation,
-            wall_s=round(time.monotonic() - started, 4),
             rollout=self._rollout,
+            since=started,
         )
-        await self._bus.publish(
-            TRAJ.at(run=request.run, group=request.group), trajectory, msg_id=f"{request.run}.{request.trajectory}"
-        )
-        return trajectory
+        message = {ANSWER: text.encode("utf-8", "replace")}
+        return await publish(self._bus, msgspec.structs.replace(trajectory, diff=message))
 
     async def _on_sampled(self, turn: Turn) -> None:
         await self._log.sampled(turn, "", "", self._fingerprint)

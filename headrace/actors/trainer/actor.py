@@ -21,7 +21,7 @@ from headrace.actors.trainer import base_policy, initial_policy, records
 from headrace.actors.trainer.checkpoint_store import CheckpointStore
 from headrace.actors.trainer.records import StalenessWindow
 from headrace.algorithms.staleness import Bounds
-from headrace.bus.errors import BusError, WrongSequence
+from headrace.bus.errors import BusError
 from headrace.bus.payloads import renderer_bundles
 from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
@@ -76,7 +76,7 @@ class Trainer(Actor):
         self._bounds: Bounds | None = None
         """The staleness bound of every batch, as the closings say."""
         self._ready: asyncio.Queue[Ready] = asyncio.Queue(2 * own.groups_per_step)
-        self.spawn(self._live(), "training")
+        self.spawn(self.until_superseded(self._live), "training")
         self.every(1.0, self._measure, "metrics")
 
     async def stop(self) -> None:
@@ -89,20 +89,15 @@ class Trainer(Actor):
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _live(self) -> None:
-        try:
-            trainer = await self._prepare()
-            await self._catch_up(trainer)
-            self.spawn(self._collect(self._taken(trainer)), "collecting")
-            if self.config.trainer.ranks > 1:
-                self.spawn(self._watch(trainer), "ranks")
-            if self.config.weights.collect_chains:
-                self.spawn(self._forget_weights(), "old weights")
-            while True:
-                await self._next(trainer)
-        except WrongSequence as error:
-            # Another trainer has taken over: nothing of ours is accepted any more.
-            self.status = "superseded"
-            await self.event("superseded", str(error), "error")
+        trainer = await self._prepare()
+        await self._catch_up(trainer)
+        self.spawn(self._collect(self._taken(trainer)), "collecting")
+        if self.config.trainer.ranks > 1:
+            self.spawn(self._watch(trainer), "ranks")
+        if self.config.weights.collect_chains:
+            self.spawn(self._forget_weights(), "old weights")
+        while True:
+            await self._next(trainer)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

@@ -9,14 +9,15 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from headrace.bus.connection import Bus
-from headrace.bus.errors import BusError
+from headrace.bus.errors import BusError, WrongSequence
 from headrace.bus.nats.consumer import Consumer
+from headrace.bus.nats.received import Received
 from headrace.bus.nats.records import Skipped
-from headrace.bus.runtime import logging, tracing
+from headrace.bus.runtime import ack_waits, logging, tracing
 from headrace.bus.runtime.delivery import DeliveryHandler, Handler
 from headrace.bus.runtime.utilization import Utilization
 from headrace.config import Config
@@ -75,7 +76,7 @@ class Actor:
         durable: str,
         filter: str | Sequence[str] | None = None,
         credit: int = 1,
-        ack_wait: float = 30.0,
+        ack_wait: float = ack_waits.DEFAULT_S,
         max_deliver: int = 5,
         backoff: Sequence[float] = (0.2, 1.0, 5.0, 15.0),
         ack_sync: bool = False,
@@ -216,6 +217,53 @@ class Actor:
         """Around waiting for input or credit: that time does not count as busy."""
         with self._utilization.waiting():
             yield
+
+    async def news(self, event: asyncio.Event) -> None:
+        """Wait for an event and clear it; the wait does not count as busy."""
+        with self.waiting():
+            await event.wait()
+        event.clear()
+
+    async def until_superseded(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do work that writes under a fence. When another actor of this kind has taken over the run, the broker
+        accepts nothing from this one any more: it says so and does nothing further."""
+        try:
+            await work()
+        except WrongSequence as error:
+            self.status = "superseded"
+            await self.event("superseded", str(error), "error")
+
+    async def recover_and_follow(
+        self,
+        streams: Mapping[str, Sequence[str]],
+        apply: Callable[[Received[Any]], bool],
+        news: asyncio.Event,
+        written_here: Sequence[str] = (),
+    ) -> None:
+        """Apply the records of several streams so far, then follow each in the background.
+
+        streams: the filters per stream. apply: returns whether a record may call for action; `news` is set for those
+        that come later. written_here: filters on which this actor alone writes; it does not follow them.
+        """
+        for stream, filters in streams.items():
+            last = 0
+            async for received in self.bus.history(stream, *filters):
+                apply(received)
+                last = received.seq
+            others = [filter for filter in filters if filter not in written_here]
+            self.spawn(self._follow_stream(stream, others, last + 1, apply, news), f"following {stream}")
+
+    async def _follow_stream(
+        self,
+        stream: str,
+        filters: Sequence[str],
+        start: int,
+        apply: Callable[[Received[Any]], bool],
+        news: asyncio.Event,
+    ) -> None:
+        async for received in self.bus.follow(stream, *filters, start=start):
+            if apply(received):
+                news.set()
 
     def take_utilization(self) -> float:
         """Share of the time since the last call in which the actor worked, 0 to 1."""

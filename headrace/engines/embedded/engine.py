@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
+from headrace.engines.base import EngineError, Sample, SampleRequest, Swap, check_request
 from headrace.engines.embedded.jobs import Job
 from headrace.engines.embedded.staging import Shell, Staging, Weights, read_ahead
 from headrace.engines.embedded.worker import Worker
@@ -93,7 +93,7 @@ class EmbeddedEngine:
 
         EngineError: no such weights, an id outside the vocabulary, no capacity for the context, a busy session, a stop.
         """
-        self._check(request)
+        check_request(request, self._config.vocab, self._config.max_positions)
         future: Future[Sample] = Future()
         job = Job(request, future)
         self._worker.post(lambda: self._worker.add(job))
@@ -113,20 +113,6 @@ class EmbeddedEngine:
         with contextlib.suppress(EngineError):
             self._worker.post(self._worker.end)
         await asyncio.to_thread(self._worker.join)
-
-    def _check(self, request: SampleRequest) -> None:
-        vocab, longest = self._config.vocab, self._config.max_positions
-        if not request.ids:
-            raise EngineError("a context of no tokens cannot be continued")
-        if min(request.ids) < 0 or max(request.ids) >= vocab:
-            bad = next(token for token in request.ids if not 0 <= token < vocab)
-            raise EngineError(f"token id {bad} is outside the vocabulary of {vocab}")
-        if request.sampling.max_turn_tokens < 1:
-            raise EngineError(f"max_turn_tokens {request.sampling.max_turn_tokens} leaves nothing to draw")
-        if not 0 <= request.sampling.temperature < float("inf"):
-            raise EngineError(f"temperature {request.sampling.temperature} is not a number from 0 on")
-        if len(request.ids) + request.sampling.max_turn_tokens > longest:
-            raise EngineError(f"a context of {len(request.ids)} and its turn go beyond {longest} positions")
 
     async def _ask(self, command: Callable[[], T]) -> T:
         """Run a command in the worker between two steps and bring back what it returns."""

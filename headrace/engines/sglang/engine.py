@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
+from headrace.engines.base import EngineError, Sample, SampleRequest, Swap, check_request
 from headrace.engines.sglang.compatibility import IncompatibleServer
 from headrace.engines.sglang.generation import Session, Turn
 from headrace.engines.sglang.http import Reply, ServerError, Wire
@@ -237,21 +237,10 @@ class SglangEngine:
 
     def _check(self, request: SampleRequest) -> None:
         """Refuse here what a server would refuse, or die of."""
-        vocab, longest = self._config.vocab, self._config.max_positions
+        longest = self._config.max_positions
         if self._life.terms is not None and self._life.terms.context:
             longest = min(longest, self._life.terms.context)
-        if not request.ids:
-            raise EngineError("a context of no tokens cannot be continued")
-        for what, ids in (("token", request.ids), ("stop", request.stop_ids)):
-            bad = next((id for id in ids if not isinstance(id, int) or not 0 <= id < vocab), None)
-            if bad is not None:
-                raise EngineError(f"{what} id {bad} is outside the vocabulary of {vocab}")
-        if request.sampling.max_turn_tokens < 1:
-            raise EngineError(f"max_turn_tokens {request.sampling.max_turn_tokens} leaves nothing to draw")
-        if not 0 <= request.sampling.temperature < float("inf"):
-            raise EngineError(f"temperature {request.sampling.temperature} is not a number from 0 on")
-        if len(request.ids) + request.sampling.max_turn_tokens > longest:
-            raise EngineError(f"a context of {len(request.ids)} and its turn go beyond {longest} positions")
+        check_request(request, self._config.vocab, longest)
 
     async def _draw(self, turn: Turn, deadline: float) -> str:
         """Legs until the turn has ended; how it ended."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from headrace.gateway.conversation import ModelReply, ModelRequest
+from headrace.messages.product import ClientTool
 
 Body = Mapping[str, Any]
 """A decoded JSON object."""
@@ -118,6 +119,36 @@ def temperature(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 2.0:
         raise Unusable(f"temperature: expected a number from 0 to 2, got {value!r}", "temperature")
     return float(value)
+
+
+def offered_tools(body: Body, kind: str, key: str, default_kind: str = "", inside: str = "") -> tuple[ClientTool, ...]:
+    """The tools that a request offers; none with ``tool_choice`` none. A call cannot be forced.
+
+    kind: the dialect's type of a tool that the client runs. default_kind: of an entry without a type. key: of a tool's
+    JSON Schema. inside: the key of the object that holds name, description and schema; entries of another type are
+    refused then, and left out otherwise, as tools that only the vendor's servers run.
+    """
+    choice = body.get("tool_choice")
+    choice = choice.get("type") if isinstance(choice, dict) else choice
+    if choice not in (None, "auto", "none"):
+        raise Unusable("tool_choice: expected 'auto' or 'none'; a call cannot be forced", "tool_choice")
+    tools: list[ClientTool] = []
+    for index, entry in enumerate(objects(body.get("tools"), "tools") if choice != "none" else ()):
+        field = f"tools[{index}]"
+        tool: Any = entry.get(inside) if inside else entry
+        if entry.get("type", default_kind) != kind or not isinstance(tool, dict):
+            if inside:
+                raise Unusable(f"{field}: expected a tool of type {kind!r}", "tools")
+            continue
+        field = f"{field}.{inside}" if inside else field
+        tools.append(
+            ClientTool(
+                name=string(tool.get("name"), f"{field}.name"),
+                description=string(tool.get("description"), f"{field}.description"),
+                parameters=schema(tool.get(key), f"{field}.{key}"),
+            )
+        )
+    return tuple(tools)
 
 
 def schema(value: object, field: str) -> dict[str, object]:

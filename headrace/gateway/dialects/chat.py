@@ -14,13 +14,13 @@ from headrace.gateway.dialects.base import (
     arguments,
     event,
     objects,
-    schema,
+    offered_tools,
     string,
     temperature,
     text_of,
     whole_number,
 )
-from headrace.messages.product import ClientCall, ClientMessage, ClientTool
+from headrace.messages.product import ClientCall, ClientMessage
 
 _FINISH = {"stop": "stop", "calls": "tool_calls", "length": "length"}
 _KINDS = ("text", "refusal")
@@ -37,7 +37,7 @@ class ChatCompletions:
             raise Unusable("n: expected 1; ask again for another sample", "n")
         if body.get("stop"):
             raise Unusable("stop: stop sequences are not supported; the model ends its own turn", "stop")
-        tools = _tools(body)
+        tools = offered_tools(body, "function", "parameters", inside="function")
         messages = tuple(
             _message(entry, index) for index, entry in enumerate(objects(body.get("messages"), "messages"))
         )
@@ -109,28 +109,6 @@ def _usage(reply: ModelReply) -> dict[str, Any]:
 
 def _call(call: ClientCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _tools(body: Body) -> tuple[ClientTool, ...]:
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise Unusable("tool_choice: expected 'auto' or 'none'; a call cannot be forced", "tool_choice")
-    if choice == "none":
-        return ()
-    tools: list[ClientTool] = []
-    for index, entry in enumerate(objects(body.get("tools"), "tools")):
-        function = entry.get("function")
-        if entry.get("type") != "function" or not isinstance(function, dict):
-            raise Unusable(f"tools[{index}]: expected a tool of type 'function'", "tools")
-        field = f"tools[{index}].function"
-        tools.append(
-            ClientTool(
-                name=string(function.get("name"), f"{field}.name"),
-                description=string(function.get("description"), f"{field}.description"),
-                parameters=schema(function.get("parameters"), f"{field}.parameters"),
-            )
-        )
-    return tuple(tools)
 
 
 def _message(entry: dict[str, Any], index: int) -> ClientMessage:

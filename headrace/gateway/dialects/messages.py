@@ -15,13 +15,13 @@ from headrace.gateway.dialects.base import (
     Unusable,
     event,
     objects,
-    schema,
+    offered_tools,
     string,
     temperature,
     text_of,
     whole_number,
 )
-from headrace.messages.product import ClientCall, ClientMessage, ClientTool
+from headrace.messages.product import ClientCall, ClientMessage
 
 _STOP = {"stop": "end_turn", "calls": "tool_use", "length": "max_tokens"}
 _ERRORS = {
@@ -56,7 +56,7 @@ class Messages:
         return ModelRequest(
             model=string(body.get("model"), "model"),
             messages=tuple(messages),
-            tools=_tools(body),
+            tools=offered_tools(body, "custom", "input_schema", default_kind="custom"),
             max_tokens=whole_number(body.get("max_tokens"), "max_tokens"),
             temperature=temperature(body.get("temperature")),
             stream=body.get("stream") is True,
@@ -126,24 +126,6 @@ def _blocks(reply: ModelReply) -> list[dict[str, Any]]:
     for call in reply.calls:
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
     return blocks
-
-
-def _tools(body: Body) -> tuple[ClientTool, ...]:
-    choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in (None, "auto", "none"):
-        raise Unusable("tool_choice: expected auto or none; a call cannot be forced", "tool_choice")
-    if kind == "none":
-        return ()
-    return tuple(
-        ClientTool(
-            name=string(entry.get("name"), f"tools[{index}].name"),
-            description=string(entry.get("description"), f"tools[{index}].description"),
-            parameters=schema(entry.get("input_schema"), f"tools[{index}].input_schema"),
-        )
-        for index, entry in enumerate(objects(body.get("tools"), "tools"))
-        if entry.get("type", "custom") == "custom"
-    )
 
 
 def _message(entry: dict[str, Any], field: str) -> list[ClientMessage]:

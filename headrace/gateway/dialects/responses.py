@@ -18,13 +18,13 @@ from headrace.gateway.dialects.base import (
     arguments,
     event,
     objects,
-    schema,
+    offered_tools,
     string,
     temperature,
     text_of,
     whole_number,
 )
-from headrace.messages.product import ClientCall, ClientMessage, ClientTool
+from headrace.messages.product import ClientCall, ClientMessage
 
 _KINDS = ("input_text", "output_text", "text")
 _IGNORED = ("reasoning", "web_search_call", "local_shell_call", "compaction")
@@ -58,7 +58,7 @@ class Responses:
         return ModelRequest(
             model=string(body.get("model"), "model"),
             messages=tuple(messages),
-            tools=_tools(body),
+            tools=offered_tools(body, "function", "parameters"),
             max_tokens=whole_number(body.get("max_output_tokens"), "max_output_tokens"),
             temperature=temperature(body.get("temperature")),
             stream=body.get("stream") is True,
@@ -172,23 +172,6 @@ def _usage(reply: ModelReply) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.prompt + usage.sampled,
     }
-
-
-def _tools(body: Body) -> tuple[ClientTool, ...]:
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise Unusable("tool_choice: expected 'auto' or 'none'; a call cannot be forced", "tool_choice")
-    if choice == "none":
-        return ()
-    return tuple(
-        ClientTool(
-            name=string(entry.get("name"), f"tools[{index}].name"),
-            description=string(entry.get("description"), f"tools[{index}].description"),
-            parameters=schema(entry.get("parameters"), f"tools[{index}].parameters"),
-        )
-        for index, entry in enumerate(objects(body.get("tools"), "tools"))
-        if entry.get("type") == "function"
-    )
 
 
 def _add(messages: list[ClientMessage], item: dict[str, Any], field: str) -> None:

@@ -8,7 +8,7 @@ A value keeps the type that its tool's schema names: a string stays a string, wh
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -136,6 +136,27 @@ def after(text: str, at: int, closing: str) -> int:
     if not text.startswith(closing, at):
         raise Malformed(f"the call is not closed by {closing}")
     return at + len(closing)
+
+
+def between_tokens(
+    text: str, begin: str, end: str, section: tuple[str, str], read: Callable[[str, int], tuple[WrittenCall, int]]
+) -> Iterator[Span]:
+    """The calls that stand between two tokens, in order; one that cannot be read goes up to its end token.
+
+    section: the markers around all calls of a turn. read: a call from the position behind `begin`, and where it ends;
+    it may raise Malformed.
+    """
+    at = 0
+    while (start := text.find(begin, at)) >= 0:
+        try:
+            call, stop = read(text, start + len(begin))
+        except Malformed as error:
+            closed = text.find(end, start)
+            stop = len(text) if closed < 0 else closed + len(end)
+            call = WrittenCall(error=str(error))
+        span = with_section(text, Span(start, stop, call), at, *section)
+        at = span.end
+        yield span
 
 
 def with_section(text: str, span: Span, since: int, begin: str, end: str) -> Span:

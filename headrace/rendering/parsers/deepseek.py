@@ -13,9 +13,9 @@ from headrace.rendering.parsers.base import (
     Types,
     WrittenCall,
     after,
+    between_tokens,
     json_object,
     skip_space,
-    with_section,
 )
 
 _STOPS = ("<｜end▁of▁sentence｜>",)
@@ -28,21 +28,11 @@ class DeepSeek(Syntax):
     name = "deepseek"
     stops = _STOPS
     begin, end, separator = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-    section, section_end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
     def find(self, text: str, types: Types) -> Iterator[Span]:
         """Each begin token starts a call."""
-        at = 0
-        while (start := text.find(self.begin, at)) >= 0:
-            try:
-                call, end = self._call(text, start + len(self.begin))
-            except Malformed as error:
-                closed = text.find(self.end, start)
-                end = len(text) if closed < 0 else closed + len(self.end)
-                call = WrittenCall(error=str(error))
-            span = with_section(text, Span(start, end, call), at, self.section, self.section_end)
-            at = span.end
-            yield span
+        return between_tokens(text, self.begin, self.end, self.section, self._call)
 
     def _call(self, text: str, at: int) -> tuple[WrittenCall, int]:
         middle = text.find(self.separator, at)

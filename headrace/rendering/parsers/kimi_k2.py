@@ -13,8 +13,8 @@ from headrace.rendering.parsers.base import (
     Types,
     WrittenCall,
     after,
+    between_tokens,
     json_object,
-    with_section,
 )
 
 _ID = re.compile(r"(?:functions\.)?(.+?):(\d+)")
@@ -26,7 +26,7 @@ class KimiK2(Syntax):
     name = "kimi_k2"
     stops = ("<|im_end|>", "[EOS]")
     begin, arguments, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-    section, section_end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 
     def wire_id(self, name: str, index: int, written: str = "") -> str:
         """``functions.NAME:INDEX``."""
@@ -35,17 +35,7 @@ class KimiK2(Syntax):
 
     def find(self, text: str, types: Types) -> Iterator[Span]:
         """Each begin token starts a call."""
-        at = 0
-        while (start := text.find(self.begin, at)) >= 0:
-            try:
-                call, end = self._call(text, start + len(self.begin))
-            except Malformed as error:
-                closed = text.find(self.end, start)
-                end = len(text) if closed < 0 else closed + len(self.end)
-                call = WrittenCall(error=str(error))
-            span = with_section(text, Span(start, end, call), at, self.section, self.section_end)
-            at = span.end
-            yield span
+        return between_tokens(text, self.begin, self.end, self.section, self._call)
 
     def _call(self, text: str, at: int) -> tuple[WrittenCall, int]:
         middle = text.find(self.arguments, at)

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from headrace.actors.environment.actor import Environment
-from headrace.actors.rollout import actor as rollout
 from headrace.actors.rollout import episode as rollout_episode
 from headrace.actors.rollout.actor import Rollout
 from headrace.actors.rollout.turn_log import TurnLog
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
+from headrace.bus.runtime import ack_waits
 from headrace.config import Config, Production, Run, Tasks
 from headrace.config import Environment as Section
 from headrace.judging import rules
@@ -190,13 +190,14 @@ async def test_kill_9_between_sampled_and_done_repeats_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gated_suite(tmp_path)
-    monkeypatch.setattr(rollout, "ACK_WAIT_S", 1.0)
+    monkeypatch.setattr(ack_waits, "ROLLOUT_S", 1.0)
     script = (
         "import asyncio, msgspec, sys\n"
+        "from headrace.bus.runtime import ack_waits\n"
         "from headrace.actors.rollout import actor as rollout\n"
         "from headrace.bus.runtime.supervisor import run_actors\n"
         "from headrace.config import Config\n"
-        "rollout.ACK_WAIT_S = 1.0\n"
+        "ack_waits.ROLLOUT_S = 1.0\n"
         "config = msgspec.json.decode(sys.argv[1], type=Config)\n"
         "asyncio.run(run_actors([(rollout.Rollout, 'doomed')], config, 'a2', url=sys.argv[2], credentials=sys.argv[3]))"
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import tiny_run
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -29,23 +30,7 @@ ROWS: list[dict[str, Any]] = [
         "solution_script": "echo 1 > out.txt",
     },
 ]
-TINY = {
-    "environment.backend": "process",
-    "policy.dim": 32,
-    "policy.layers": 1,
-    "policy.heads": 1,
-    "mid_training.tokens": 4000,
-    "curriculum.groups_per_step": 2,
-    "curriculum.group_size": 4,
-    "curriculum.steps": 2,
-    "curriculum.canaries": 0,
-    "limits.max_turns": 2,
-    "limits.max_turn_tokens": 16,
-    "evaluation.before": False,
-    "evaluation.after": False,
-    "production.enabled": False,
-    "run.min_free_mb": 64,
-}
+TINY = tiny_run.TINY | {"curriculum.steps": 2, "curriculum.canaries": 0, "production.enabled": False}
 
 
 def headrace(folder: Path, *words: str, **settings: object) -> str:
