@@ -9,6 +9,8 @@ import time
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal
 
+import msgspec
+
 from headrace.bus.errors import Reject, Unrecoverable
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime import ack_waits
@@ -17,6 +19,8 @@ from headrace.bus.runtime.plugins import agree
 from headrace.judging import checkers, rules
 from headrace.judging.candidates import Candidate
 from headrace.judging.examination import Options, examine
+from headrace.judging.rubrics.client import EndpointFailed, EndpointRefused
+from headrace.judging.rubrics.judge import RubricError, RubricJudge
 from headrace.judging.scoring import RewardBroken, Rewarder, RewardError, score_of
 from headrace.judging.verdicts import Verdict
 from headrace.ledger.seeds import seed_of
@@ -32,7 +36,7 @@ from headrace.sandboxes.client import Sandboxes, Superseded
 from headrace.tasks import UnknownSuite, open_suite
 from headrace.tasks.suites import suite_plugins
 
-_ONCE = frozenset({"machines_not_checked"})
+_ONCE = frozenset({"machines_not_checked", "rubric_not_judged"})
 """Events about the node rather than about a candidate: one of each is enough."""
 
 
@@ -45,7 +49,7 @@ class Judge(Actor):
         """Consume trajectories and follow the ends of groups. A user's own repository has no hidden tests, so the
         two-token groups of the production lane are not read."""
         self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
-        self._rewarder = self._open_reward()
+        self._rewarder, self._rubrics = self._open_reward(), self._open_rubrics()
         await agree(self.bus, self.run, (*self._rewarder.plugins, *self._suite_plugins()))
         suite = lru_cache(64)(partial(open_suite, root=self.config.tasks.dir))
         # The slots of a group arrive one after another.
@@ -68,12 +72,20 @@ class Judge(Actor):
     async def stop(self) -> None:
         """Release the sandboxes that are still held."""
         await self._sandboxes.close()
+        if self._rubrics is not None:
+            await self._rubrics.close()
 
     def _open_reward(self) -> Rewarder:
         try:
-            return Rewarder.of(self.config.algorithm, self.config.judge.reward_s)
+            return Rewarder.of(self.config.algorithm, self.config.judge.reward_s, self.config.judge.rubric_weight)
         except PluginError as error:
             raise Unrecoverable(f"PluginError: {error}") from error
+
+    def _open_rubrics(self) -> RubricJudge | None:
+        try:
+            return RubricJudge.of(self.config)
+        except (RubricError, EndpointRefused) as error:
+            raise Unrecoverable(f"{type(error).__name__}: {error}") from error
 
     def _suite_plugins(self) -> tuple[Plugin, ...]:
         tasks = self.config.tasks
@@ -124,7 +136,26 @@ class Judge(Actor):
         except (SandboxLost, NoCapacity) as error:
             await self._fail(trajectory, str(error))
             return
+        try:
+            verdict = await self._with_rubric(candidate, verdict)
+        except EndpointFailed as error:
+            await self._fail(trajectory, str(error), "judge_endpoint")
+            return
+        except (RubricError, EndpointRefused) as error:
+            self.fail(Unrecoverable(f"{type(error).__name__}: {error}"))
+            raise
         await self._publish(received.seq, candidate, verdict, time.monotonic() - started)
+
+    async def _with_rubric(self, candidate: Candidate, verdict: Verdict) -> Verdict:
+        """The verdict with what the rubric judge finds, where there is a rubric and a work to judge."""
+        if verdict.reason:
+            return verdict
+        if self._rubrics is None:
+            if candidate.oracle.rubric:
+                text = f"tasks of {candidate.task.ref.suite} have rubrics, and [judge] model_url names no model"
+                await self._examination_event("rubric_not_judged", text, "warning")
+            return verdict
+        return msgspec.structs.replace(verdict, rubric=await self._rubrics.judge(candidate))
 
     async def _examination_event(
         self, kind: str, text: str = "", level: Literal["info", "warning", "error"] = "info", /, **data: Any
@@ -176,19 +207,19 @@ class Judge(Actor):
                 return True
         return False
 
-    async def _fail(self, trajectory: Trajectory, detail: str) -> None:
+    async def _fail(self, trajectory: Trajectory, detail: str, reason: str = "judge_lost") -> None:
         failed = SlotFailed(
             run=trajectory.run,
             lane=trajectory.lane,
             group=trajectory.group,
             slot=trajectory.slot,
             attempt=trajectory.attempt,
-            reason="judge_lost",
+            reason=reason,
             detail=detail,
         )
         await self.bus.publish(
             FAIL.at(run=trajectory.run, group=trajectory.group),
             failed,
-            msg_id=f"{trajectory.run}.{trajectory.id}.judge_lost",
+            msg_id=f"{trajectory.run}.{trajectory.id}.{reason}",
         )
-        await self.event("judge_lost", detail, "error", group=trajectory.group, slot=trajectory.slot)
+        await self.event(reason, detail, "error", group=trajectory.group, slot=trajectory.slot)

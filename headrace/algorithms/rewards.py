@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
+from headrace.messages.judging import RubricScore
 from headrace.messages.rollout import Trajectory
 from headrace.messages.sandbox import TestOutcome
 from headrace.registry import Registry
@@ -35,6 +36,8 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     value: float | None = None
     """The number of a reward file or a checker; None where tests decide."""
     suspicions: tuple[str, ...]
+    rubric: RubricScore | None = None
+    """What a rubric judge found; None without one."""
     tokens: int
     """Sampled tokens of all turns."""
     calls: int
@@ -50,10 +53,17 @@ REWARDS: Registry[Reward] = Registry("rewards", {"shaped": "headrace.algorithms.
 
 
 def shaped(judged: Judged) -> float:
-    """The built-in reward: 1 or 0 for the verdict, minus length_penalty x C_{k,q}(effort)."""
+    """The built-in reward: 1 or 0 for the verdict, minus length_penalty x C_{k,q}(effort), plus rubric_weight x the
+    rubric's value."""
+    return sum(shaped_parts(judged).values())
+
+
+def shaped_parts(judged: Judged) -> dict[str, float]:
+    """The parts of the built-in reward by name. A cheat earns nothing by its style."""
     options = judged.options
-    return shaped_reward(
-        earned(judged),
+    verdict = earned(judged)
+    priced = shaped_reward(
+        verdict,
         tokens=judged.tokens,
         calls=judged.calls,
         turns=judged.turns,
@@ -61,6 +71,13 @@ def shaped(judged: Judged) -> float:
         k=float(options["length_k"]),
         q=float(options["length_q"]),
     )
+    parts = {"verdict": verdict}
+    if priced != verdict:
+        parts["effort"] = priced - verdict
+    weight = float(options.get("rubric_weight", 0.0))
+    if weight and judged.rubric is not None and judged.verdict in ("passed", "failed"):
+        parts["rubric"] = weight * judged.rubric.value
+    return parts
 
 
 def earned(judged: Judged) -> float:

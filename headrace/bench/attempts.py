@@ -52,6 +52,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     passed: bool
     verdict: str
     reward: float
+    rubric: dict[str, float]
+    """Criterion to the share of votes that found it met; empty without a rubric judge."""
     version: int
     tokens: Tokens
     turns: int
@@ -199,6 +201,7 @@ def _attempt(trial: int, seq: int, score: Score, episode: Trajectory, began: flo
         passed=score.passed,
         verdict=score.verdict,
         reward=score.reward,
+        rubric={one.id: one.met for one in score.rubric.criteria} if score.rubric is not None else {},
         version=score.oldest_version,
         tokens=Tokens(**kinds),
         turns=len(episode.turns),

@@ -65,6 +65,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Task to the share of its trials that passed."""
     families: dict[str, float]
     verdicts: dict[str, int]
+    adherence: dict[str, float]
+    """Criterion of the rubric to the mean share of votes that found it met."""
     means: Means
     calls_by_tool: dict[str, float]
     invalid_call_share: float
@@ -125,6 +127,10 @@ def report(id: str, run: str, policy: str, suite: str, trials: int, measured: Me
         shares=shares,
         families=_by_family(rows),
         verdicts={name: sum(row.verdict == name for row in rows) for name in sorted({row.verdict for row in rows})},
+        adherence={
+            name: _mean(row.rubric[name] for row in rows if name in row.rubric)
+            for name in sorted({name for row in rows for name in row.rubric})
+        },
         means=Means(
             prompt_tokens=_mean(row.tokens.prompt for row in rows),
             observed_tokens=_mean(row.tokens.observed for row in rows),

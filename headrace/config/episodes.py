@@ -9,6 +9,7 @@ from headrace.config.base import (
     Count,
     Duration,
     Host,
+    HttpUrl,
     OptionalPath,
     Path,
     Port,
@@ -93,6 +94,30 @@ class Judge(Section, frozen=True, kw_only=True):
     """Rules of headrace/judging/rules.py with another severity: note reports a match, zero voids the pass."""
     reward_s: Duration = 30.0
     """Seconds that a reward from outside the package may take for one attempt."""
+    rubric: OptionalPath = ""
+    """TOML file of the criteria that a model judges beside the tests (docs/judges.md); empty: those of tasks alone."""
+    rubric_weight: Annotated[float, Meta(ge=0.0, le=1e3)] = 0.0
+    """Weight of the rubric's value in the built-in reward; 0 records it without effect."""
+    rubric_card: OptionalPath = ""
+    """The judge's card (`headrace judge card`): criteria below its floors weigh nothing."""
+    rubric_cache: OptionalPath = ""
+    """File of the model's answers by content; empty: <run dir>/rubrics.sqlite."""
+    model_url: HttpUrl = ""
+    """Any endpoint that speaks the OpenAI API, such as ``http://127.0.0.1:30000/v1``."""
+    model: str = ""
+    """The model's name at that endpoint."""
+    model_key: str = ""
+    """Name of the environment variable that holds the API key; empty: no key is sent."""
+    model_votes: Annotated[int, Meta(ge=1, le=99)] = 3
+    """Answers per criterion. The order in which "met" and "not met" are offered alternates."""
+    model_temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.7
+    model_s: Duration = 120.0
+    """Seconds within which an answer has to come, retries included; after them the attempt is an infrastructure
+    failure."""
+    model_parallel: Positive = 8
+    """Requests of one judge actor at once."""
+    model_prices: tuple[Amount, Amount] = (0.0, 0.0)
+    """Price of a million prompt tokens, and of a million completion tokens."""
 
 
 class Evaluation(Section, frozen=True, kw_only=True):

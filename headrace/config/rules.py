@@ -50,6 +50,17 @@ def _curriculum(config: Config) -> Iterator[Problem]:
         )
 
 
+def _judge(config: Config) -> Iterator[Problem]:
+    own = config.judge
+    if own.rubric and not own.model_url:
+        yield "judge.model_url", "expected the address of the endpoint that judges judge.rubric, got none"
+    if own.model_url and not own.model:
+        yield "judge.model", "expected the name of a model at judge.model_url, got none"
+    if own.rubric_weight and config.algorithm.reward != "shaped":
+        reward = config.algorithm.reward
+        yield "judge.rubric_weight", f"expected 0: the reward {reward!r} decides itself what a rubric is worth"
+
+
 def _algorithm(config: Config) -> Iterator[Problem]:
     own = config.algorithm
     if not own.ratio_low <= 1.0 <= own.ratio_high:
@@ -118,6 +129,7 @@ def _processes(config: Config) -> Iterator[Problem]:
 RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _limits,
     _curriculum,
+    _judge,
     _algorithm,
     _feedback,
     _policy,

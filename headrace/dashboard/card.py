@@ -47,6 +47,8 @@ def _figures(one: Report) -> Rows:
         f"{one.pass_k.mean:.3f} [{one.pass_k.low:.3f}, {one.pass_k.high:.3f}]",
     )
     yield "Verdicts", ", ".join(f"{name} {count}" for name, count in one.verdicts.items())
+    if one.adherence:
+        yield "Rubric: criteria met", ", ".join(f"{name} {share:.2f}" for name, share in one.adherence.items())
     yield "Infrastructure: attempts failed, trials without a verdict", f"{one.infra_failures}, {one.infra_lost}"
     yield "Tokens: sampled in turns, in summaries", f"{number(means.acting_tokens)}, {number(means.summary_tokens)}"
     yield "Tokens: prompts, results of calls", f"{number(means.prompt_tokens)}, {number(means.observed_tokens)}"

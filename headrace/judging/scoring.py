@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from headrace.algorithms.rewards import REWARDS, Judged, Option
+from headrace.algorithms.rewards import REWARDS, Judged, Option, shaped_parts
 from headrace.config import Algorithm
 from headrace.judging import checkers, rules
 from headrace.judging.candidates import Candidate
@@ -47,29 +47,19 @@ class Rewarder:
         self._failures = 0
 
     @classmethod
-    def of(cls, algorithm: Algorithm, timeout_s: float) -> "Rewarder":
+    def of(cls, algorithm: Algorithm, timeout_s: float, rubric_weight: float = 0.0) -> "Rewarder":
         """The reward of a configuration. PluginError as above."""
         options = algorithm.reward_options | {
             "length_penalty": algorithm.length_penalty,
             "length_k": algorithm.length_k,
             "length_q": algorithm.length_q,
+            "rubric_weight": rubric_weight,
         }
         return cls(algorithm.reward, options, timeout_s)
 
     async def reward(self, trajectory: Trajectory, verdict: Verdict) -> float:
         """The reward of one attempt, a finite number. RewardError, RewardBroken."""
-        judged = Judged(
-            trajectory=trajectory,
-            verdict=verdict.decision,
-            passed=verdict.passed,
-            tests=verdict.tests,
-            value=verdict.value,
-            suspicions=verdict.suspicions,
-            tokens=sum(len(turn.ids) for turn in trajectory.turns),
-            calls=sum(len(turn.calls) for turn in trajectory.turns),
-            turns=len(trajectory.turns),
-            options=self._options,
-        )
+        judged = self._judged(trajectory, verdict)
         try:
             value = await self._call(judged)
         except Exception as error:
@@ -80,6 +70,27 @@ class Rewarder:
             raise RewardError(what) from error
         self._failures = 0
         return value
+
+    def parts(self, trajectory: Trajectory, verdict: Verdict, reward: float) -> dict[str, float]:
+        """The parts of a reward that was given; one from outside the package is one part."""
+        if not REWARDS.builtin(self.name):
+            return {self.name: reward}
+        return shaped_parts(self._judged(trajectory, verdict))
+
+    def _judged(self, trajectory: Trajectory, verdict: Verdict) -> Judged:
+        return Judged(
+            trajectory=trajectory,
+            verdict=verdict.decision,
+            passed=verdict.passed,
+            tests=verdict.tests,
+            value=verdict.value,
+            suspicions=verdict.suspicions,
+            rubric=verdict.rubric,
+            tokens=sum(len(turn.ids) for turn in trajectory.turns),
+            calls=sum(len(turn.calls) for turn in trajectory.turns),
+            turns=len(trajectory.turns),
+            options=self._options,
+        )
 
     async def _call(self, judged: Judged) -> float:
         if REWARDS.builtin(self.name):
@@ -121,6 +132,8 @@ def score_of(
         tests=verdict.tests,
         value=verdict.value,
         suspicions=verdict.suspicions,
+        parts={} if verdict.reason or reason else by.parts(trajectory, verdict, reward),
+        rubric=verdict.rubric,
         again=verdict.again,
         reason=verdict.reason or reason,
         plugins=(*by.plugins, *suite_plugins((trajectory.task.suite,)), *checkers.used(candidate.oracle)),
@@ -132,7 +145,7 @@ def score_of(
     )
 
 
-def scored_again(old: Score, verdict: Verdict, reward: float, by: Rewarder) -> Score:
+def scored_again(old: Score, trajectory: Trajectory, verdict: Verdict, reward: float, by: Rewarder) -> Score:
     """A recorded Score with another verdict and reward; its run and judge version are set by the caller."""
     return msgspec.structs.replace(
         old,
@@ -143,5 +156,7 @@ def scored_again(old: Score, verdict: Verdict, reward: float, by: Rewarder) -> S
         value=verdict.value,
         suspicions=verdict.suspicions,
         reason=verdict.reason,
+        parts={} if verdict.reason else by.parts(trajectory, verdict, reward),
+        rubric=verdict.rubric,
         plugins=by.plugins,
     )

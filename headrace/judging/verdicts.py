@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.judging import rules
 from headrace.judging.rules import Severity
-from headrace.messages.judging import Score
+from headrace.messages.judging import RubricScore, Score
 from headrace.messages.sandbox import TestOutcome
 from headrace.messages.tasks import Oracle
 
@@ -48,6 +48,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     suspicions: tuple[str, ...] = ()
     again: Literal["", "same", "other"] = ""
     """Examined a second time, alone in a machine: whether that gave the same."""
+    rubric: RubricScore | None = None
+    """Of a rubric judge, beside the tests; it decides nothing here."""
     reason: str = ""
     """Why there is nothing better than reward 0: refused output, or a fault of the judge."""
 

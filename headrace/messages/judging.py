@@ -2,11 +2,45 @@
 
 from typing import Literal
 
+import msgspec
+
 from headrace.messages.base import Count, Message, Name, Version, message
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import Lane
 from headrace.messages.sandbox import TestOutcome
 from headrace.messages.tasks import TaskRef
+
+
+class CriterionScore(msgspec.Struct, frozen=True, kw_only=True):
+    """A rubric judge's answer about one criterion."""
+
+    id: str
+    weight: float
+    """The weight that counted: 0 where the judge's card says that it cannot judge this criterion."""
+    pitfall: bool = False
+    met: float
+    """Share of votes that found the criterion met."""
+    reason: str = ""
+    """The first vote's reason."""
+
+
+class RubricScore(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rubric judge found about one attempt."""
+
+    rubric: str
+    digest: str
+    """Of the criteria, the judge's model and settings, its instructions and its card: equal digests, equal judges."""
+    model: str
+    value: float
+    """Weights of the criteria that are met, minus those of the pitfalls, by the sum of the criteria's weights."""
+    criteria: tuple[CriterionScore, ...]
+    calls: Count
+    """Requests that the endpoint answered for it; those answered from the cache are not among them."""
+    cached: Count
+    prompt_tokens: Count
+    completion_tokens: Count
+    cost: float
+    """By the configured prices."""
 
 
 @message("score")
@@ -29,6 +63,9 @@ class Score(Message, frozen=True, kw_only=True):
     tests: tuple[TestOutcome, ...] = ()
     value: float | None = None
     """The number that a reward file or a checker gave; None where tests decide."""
+    parts: dict[str, float] = {}
+    """The parts whose sum is the reward, by name; a reward from outside the package is one part."""
+    rubric: RubricScore | None = None
     suspicions: tuple[str, ...] = ()
     again: Literal["", "same", "other"] = ""
     """Result of judging it again alone in a machine: the same verdict or another. With another the group is

@@ -69,6 +69,17 @@ class CheatRule(msgspec.Struct, frozen=True, kw_only=True):
     """Regular expression over a changed file, for a new rule: it matches where a diff adds an occurrence."""
 
 
+class Criterion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One statement about an attempt that a rubric judge finds met or not."""
+
+    id: str
+    text: str
+    """One atomic statement, such as "The change touches no file that the task does not name"."""
+    weight: float = 1.0
+    pitfall: bool = False
+    """A statement that should not hold: its weight is subtracted when it is met."""
+
+
 class Grading(msgspec.Struct, frozen=True, kw_only=True):
     """How an examination becomes a pass.
 
@@ -158,5 +169,7 @@ class Oracle(Message, frozen=True, kw_only=True):
     grading: Grading = Grading()
     cheating: tuple[CheatRule, ...] = ()
     """The suite's cheating rules, on top of the judge's own."""
+    rubric: tuple[Criterion, ...] = ()
+    """Criteria of this task, beside those of `[judge] rubric`."""
     separate: bool = False
     """The tests run beside the agent's changed files alone, without the rest of the repository."""

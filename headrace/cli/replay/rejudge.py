@@ -16,6 +16,7 @@ from headrace.launch.runs import RunError
 if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
     from headrace.config import Config
+    from headrace.judging.rubrics.judge import RubricJudge
     from headrace.judging.scoring import Rewarder
     from headrace.messages.judging import Score
     from headrace.messages.rollout import Trajectory
@@ -33,7 +34,9 @@ def add(commands: "Commands") -> None:
     )
     parser.add_argument("--follow", action="store_true", help="print a line per group and follow an active run")
     parser.add_argument("--groups", type=integer(0), default=0, help="number of groups, from the first; 0 means all")
-    add_changes(parser, "use another reward: algorithm.reward, reward_options, length_penalty, length_k or length_q")
+    add_changes(
+        parser, "use another reward or rubric judge: algorithm.reward*, algorithm.length*, judge.rubric*, judge.model*"
+    )
     parser.set_defaults(handler=handle)
 
 
@@ -47,6 +50,8 @@ def handle(args: argparse.Namespace) -> int:
 async def rejudge(args: argparse.Namespace) -> int:
     """The same on the event loop."""
     from headrace.config import load
+    from headrace.judging.rubrics.client import EndpointFailed, EndpointRefused
+    from headrace.judging.rubrics.rubric import RubricError
     from headrace.launch import runs
     from headrace.launch.guests import prepare_host
     from headrace.launch.session import bus_of
@@ -67,7 +72,10 @@ async def rejudge(args: argparse.Namespace) -> int:
             await prepare_host(config)
             host = await Host.open(config.environment)
             stack.push_async_callback(host.close)
-        judge = verdicts(config, host)
+        rubrics = _rubrics(config) if any(entry.strip().startswith("judge.") for entry in args.changes) else None
+        if rubrics is not None:
+            stack.push_async_callback(rubrics.close)
+        judge = verdicts(config, host, rubrics)
         try:
             if args.follow:
                 async for group in rejudging.ending(bus, folder.id):
@@ -75,26 +83,30 @@ async def rejudge(args: argparse.Namespace) -> int:
                     say(msgspec.json.encode(one).decode())
             groups = await rejudging.closings(bus, folder.id)
             found = await rejudging.rejudge(bus, folder.id, args.judge, judge, groups[: args.groups or None])
-        except ReplayError as error:
+        except (ReplayError, RubricError, EndpointFailed, EndpointRefused) as error:
             raise RunError(str(error), 1) from None
     say(msgspec.json.encode(found).decode())
     return 0
 
 
+CHANGED = {"algorithm": ("length_", "reward"), "judge": ("rubric", "model")}
+"""Section to the beginnings of the keys that `--with` takes."""
+
+
 def with_rewards(config: "Config", entries: list[str]) -> "Config":
-    """The run's configuration with other rewards. ConfigError, RunError."""
+    """The run's configuration with other rewards or another rubric judge. ConfigError, RunError."""
     from headrace.config import parse
 
     parsed = parse("", "--with", entries)
     for entry in entries:
         section, _, key = entry.partition("=")[0].strip().partition(".")
-        if section != "algorithm" or not key.startswith(("length_", "reward")):
+        if not key.startswith(CHANGED.get(section, ("no key",))):
             raise RunError(
                 f"{section}.{key} does not change a reward; expected algorithm.reward, .reward_options, "
-                ".length_penalty, .length_k or .length_q"
+                ".length_penalty, .length_k or .length_q, or a key of judge.rubric or judge.model"
             )
-        value = getattr(parsed.algorithm, key)
-        config = msgspec.structs.replace(config, algorithm=msgspec.structs.replace(config.algorithm, **{key: value}))
+        own = msgspec.structs.replace(getattr(config, section), **{key: getattr(getattr(parsed, section), key)})
+        config = msgspec.structs.replace(config, **{section: own})
     return config
 
 
@@ -104,13 +116,25 @@ def rewarder(config: "Config") -> "Rewarder":
     from headrace.registry import PluginError
 
     try:
-        return Rewarder.of(config.algorithm, config.judge.reward_s)
+        return Rewarder.of(config.algorithm, config.judge.reward_s, config.judge.rubric_weight)
     except PluginError as error:
         raise RunError(str(error)) from None
 
 
-def verdicts(config: "Config", host: "Host | None") -> "Verdicts":
-    """The judge of this version. Hidden tests run in a sandbox of `host`; without one, recorded outcomes count."""
+def _rubrics(config: "Config") -> "RubricJudge | None":
+    """The rubric judge of a configuration. RunError when it cannot be used."""
+    from headrace.judging.rubrics.client import EndpointRefused
+    from headrace.judging.rubrics.judge import RubricError, RubricJudge
+
+    try:
+        return RubricJudge.of(config)
+    except (RubricError, EndpointRefused) as error:
+        raise RunError(str(error)) from None
+
+
+def verdicts(config: "Config", host: "Host | None", rubrics: "RubricJudge | None" = None) -> "Verdicts":
+    """The judge of this version. Hidden tests run in a sandbox of `host`; without one, recorded outcomes count.
+    Without `rubrics` the recorded answers of the rubric judge count."""
     from headrace.judging import rules
     from headrace.judging.candidates import Candidate
     from headrace.judging.examination import Options, examine
@@ -135,6 +159,7 @@ def verdicts(config: "Config", host: "Host | None") -> "Verdicts":
             task, oracle = suite.task(trajectory.task.task), suite.oracle(trajectory.task.task)
         except UnknownSuite as error:
             raise ReplayError(str(error)) from None
+        candidate = Candidate(trajectory=trajectory, task=task, oracle=oracle)
         if machines is None:
             suspicions = rules.suspicions(task, oracle, trajectory.diff, trajectory.touched)
             suspicions += rules.behaviour(task, trajectory)
@@ -144,15 +169,18 @@ def verdicts(config: "Config", host: "Host | None") -> "Verdicts":
             alone = msgspec.structs.replace(
                 trajectory, run="rejudge", group=trajectory.id, isolation="episode", lane="eval"
             )
-            candidate = Candidate(trajectory=alone, task=task, oracle=oracle)
             try:
-                verdict = await examine(candidate, machines, report, options)
+                verdict = await examine(
+                    Candidate(trajectory=alone, task=task, oracle=oracle), machines, report, options
+                )
             except SandboxLost as error:
                 raise ReplayError(f"trajectory {trajectory.id} could not be judged: {error}") from None
+        rubric = old.rubric if rubrics is None else await rubrics.judge(candidate)
+        verdict = msgspec.structs.replace(verdict, rubric=None if verdict.reason else rubric)
         try:
             value = 0.0 if verdict.reason else await reward.reward(trajectory, verdict)
         except (RewardError, RewardBroken) as error:
             raise ReplayError(str(error)) from None
-        return scored_again(old, verdict, value, reward)
+        return scored_again(old, trajectory, verdict, value, reward)
 
     return judge

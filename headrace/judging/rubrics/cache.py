@@ -1,0 +1,42 @@
+"""Answers of judge models by content: a question that was answered before is not asked, and not paid for, again.
+
+One SQLite file; several processes of a machine may share it.
+"""
+
+import sqlite3
+from pathlib import Path
+
+import msgspec
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer to one question."""
+
+    met: bool
+    reason: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Cache:
+    """The file. Every write is one transaction."""
+
+    def __init__(self, path: Path) -> None:
+        """Make the file unless it is there. OSError, sqlite3.Error."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._store = sqlite3.connect(path, timeout=30.0, isolation_level=None)
+        self._store.execute("PRAGMA journal_mode = WAL")
+        self._store.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer BLOB NOT NULL)")
+
+    def get(self, key: str) -> Answer | None:
+        """The answer to a question."""
+        row = self._store.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+        return msgspec.json.decode(row[0], type=Answer) if row is not None else None
+
+    def put(self, key: str, answer: Answer) -> None:
+        """Keep an answer; the first one to a question stays."""
+        self._store.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (key, msgspec.json.encode(answer)))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._store.close()

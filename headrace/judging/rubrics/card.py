@@ -1,0 +1,179 @@
+"""The card of a judge: how well its answers agree with labels, per criterion, and whether a criterion may count.
+
+Agreement is Cohen's kappa, because a judge that always says "met" agrees with half of the labels. A criterion counts
+while its kappa is at least `KAPPA` and at most `FLIPS` of its answers change with the order in which the words are
+offered; else its weight is 0. The labels are pairs: two works on one task, of which one meets the statement.
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from headrace.judging.rubrics.rubric import RubricError, digest
+from headrace.messages.tasks import Criterion
+
+KAPPA = 0.4
+FLIPS = 0.10
+RESAMPLES = 1000
+
+
+class Label(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One line of a labels file."""
+
+    criterion: str
+    task: str
+    met: str
+    """A work that meets the statement."""
+    not_met: str
+    """A work that does not."""
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True):
+    """One work, judged."""
+
+    label: bool
+    votes: tuple[bool, ...]
+    first: bool
+    """The answer of one vote."""
+    turned: bool
+    """The same vote with the words in the other order."""
+    again: bool
+    """The same question with another seed."""
+    longer: bool
+    """The longer work of its pair."""
+
+    @property
+    def verdict(self) -> bool:
+        """The majority; a tie is "not met"."""
+        return 2 * sum(self.votes) > len(self.votes)
+
+
+Pair = tuple[Item, Item]
+
+
+class CriterionCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known about a judge's answers on one criterion."""
+
+    id: str
+    digest: str
+    """Of the statement: another wording is another criterion."""
+    pairs: int
+    accuracy: float
+    kappa: float
+    kappa_low: float
+    kappa_high: float
+    flips: float
+    """Share of answers that change with the order of the words."""
+    retest: float
+    """Share of answers that another seed repeats."""
+    length_bias: float
+    """How much more often the longer work of a pair is found to meet the statement than its label says, against the
+    shorter one: 0 without bias, 2 at most."""
+    counts: bool
+    reason: str = ""
+    """Why it does not count."""
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """One judge, all criteria."""
+
+    judge: str
+    """Model, settings and version of the instructions (`RubricJudge.identity`)."""
+    criteria: tuple[CriterionCard, ...]
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+
+    def keeps(self, criterion: Criterion) -> bool:
+        """Whether a criterion counts; one that the card does not know does not."""
+        known = {each.id: each for each in self.criteria}.get(criterion.id)
+        return known is not None and known.digest == digest(criterion.text) and known.counts
+
+    def require(self, judge: str, criteria: Sequence[Criterion], path: str) -> None:
+        """RubricError when the card is about another judge, or lacks a criterion."""
+        if self.judge != judge:
+            raise RubricError(f"{path} is the card of {self.judge}, and [judge] asks {judge}: make a card of that one")
+        known = {each.id: each.digest for each in self.criteria}
+        for criterion in criteria:
+            if known.get(criterion.id) != digest(criterion.text):
+                raise RubricError(
+                    f"{path} does not know the criterion {criterion.id!r} in its present wording: "
+                    "add labels for it and run `headrace judge card` again"
+                )
+
+
+def load(path: str) -> Card:
+    """Read a card. RubricError."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Card)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RubricError(f"{path} is not the card of a judge: {error}") from None
+
+
+def labels(path: str) -> list[Label]:
+    """Read a labels file. RubricError names the line."""
+    found: list[Label] = []
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise RubricError(f"{path}: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(msgspec.json.decode(line, type=Label))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise RubricError(f"{path}, line {number}: {error}; expected criterion, task, met and not_met") from None
+    if not found:
+        raise RubricError(f"{path} holds no labels")
+    return found
+
+
+def kappa(items: Sequence[Item]) -> float:
+    """Cohen's kappa between verdicts and labels; 0 where chance alone explains everything."""
+    total = len(items)
+    agree = sum(item.verdict == item.label for item in items) / total
+    said, true = sum(item.verdict for item in items) / total, sum(item.label for item in items) / total
+    chance = said * true + (1 - said) * (1 - true)
+    return (agree - chance) / (1 - chance) if chance < 1.0 else 0.0
+
+
+def interval(pairs: Sequence[Pair], seed: int = 0) -> tuple[float, float]:
+    """The 95 % interval of kappa: the bootstrap over pairs, because the works of a pair resemble each other."""
+    rng = random.Random(seed)
+    values = sorted(
+        kappa([item for pair in rng.choices(pairs, k=len(pairs)) for item in pair]) for _ in range(RESAMPLES)
+    )
+    return values[int(0.025 * RESAMPLES)], values[int(0.975 * RESAMPLES) - 1]
+
+
+def criterion_card(criterion: Criterion, pairs: Sequence[Pair]) -> CriterionCard:
+    """The figures of one criterion, from one judged pair or more."""
+    items = [item for pair in pairs for item in pair]
+    low, high = interval(pairs)
+    agreement = kappa(items)
+    flips = fmean(item.first != item.turned for item in items)
+    excess: dict[bool, list[int]] = {True: [], False: []}
+    for item in items:
+        excess[item.longer].append(item.verdict - item.label)
+    reasons = []
+    if agreement < KAPPA:
+        reasons.append(f"kappa {agreement:.2f} is below {KAPPA}")
+    if flips > FLIPS:
+        reasons.append(f"{flips:.0%} of the answers change with the order of the words, more than {FLIPS:.0%}")
+    return CriterionCard(
+        id=criterion.id,
+        digest=digest(criterion.text),
+        pairs=len(pairs),
+        accuracy=fmean(item.verdict == item.label for item in items),
+        kappa=agreement,
+        kappa_low=low,
+        kappa_high=high,
+        flips=flips,
+        retest=fmean(item.first == item.again for item in items),
+        length_bias=fmean(excess[True]) - fmean(excess[False]) if excess[True] and excess[False] else 0.0,
+        counts=not reasons,
+        reason="; ".join(reasons),
+    )

@@ -1,0 +1,129 @@
+"""A client for any endpoint that speaks the OpenAI chat API: one request, structured output, retries, tokens counted.
+
+It is written with aiohttp, which the package needs anyway, and not with the openai package: a judge sends one kind of
+request, its retries must be ours (they end as an infrastructure failure, never as an answer), and servers that only
+imitate the API fail the types of a strict client.
+"""
+
+import asyncio
+import json
+import os
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from headrace.backoff import Backoff
+
+RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+"""Statuses that say "not now"."""
+SHOWN = 300
+"""Characters of a reply that an error shows."""
+
+
+class EndpointFailed(Exception):
+    """The endpoint gave no usable answer within the time: infrastructure. The text says what it gave last."""
+
+
+class EndpointRefused(Exception):
+    """The endpoint refuses requests of this kind, model or key: the configuration is wrong."""
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer."""
+
+    reply: dict[str, Any]
+    """The JSON object that the model wrote."""
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Endpoint:
+    """One model at one endpoint."""
+
+    def __init__(self, url: str, model: str, *, key: str = "", within_s: float = 120.0, parallel: int = 8) -> None:
+        """url: with its version, such as ``http://host/v1``. key: name of the environment variable with the API key.
+        within_s: per answer, retries included. EndpointRefused when the variable is not set."""
+        if key and key not in os.environ:
+            raise EndpointRefused(f"the environment variable {key} is not set: [judge] model_key names it")
+        self.url, self.model, self._within_s = f"{url.rstrip('/')}/chat/completions", model, within_s
+        self._headers = {"Authorization": f"Bearer {os.environ[key]}"} if key else {}
+        self._slots = asyncio.Semaphore(parallel)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def complete(
+        self, messages: list[dict[str, str]], schema: dict[str, Any], *, seed: int, temperature: float
+    ) -> Completion:
+        """The model's answer as a JSON object with the schema's keys. EndpointFailed, EndpointRefused."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "temperature": temperature,
+            "seed": seed,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "strict": True, "schema": schema},
+            },
+        }
+        last = "no answer"
+        backoff = Backoff(0.2, 20.0, jitter=0.3)
+        async with self._slots:
+            try:
+                async with asyncio.timeout(self._within_s):
+                    while True:
+                        try:
+                            return await self._once(body, schema)
+                        except _Again as error:
+                            last, after_s = str(error), error.after_s
+                        await asyncio.sleep(max(after_s, backoff.next()))
+                        body["seed"] += 1_000_003  # a broken answer must not come back from a cache
+            except TimeoutError:
+                raise EndpointFailed(f"{self.url} gave no usable answer within {self._within_s:g} s: {last}") from None
+
+    async def _once(self, body: dict[str, Any], schema: dict[str, Any]) -> Completion:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=None))
+        try:
+            async with self._session.post(self.url, json=body) as response:
+                text = await response.text(errors="replace")
+                status, after = response.status, response.headers.get("Retry-After", "")
+        except (aiohttp.ClientError, OSError) as error:
+            raise _Again(f"{type(error).__name__}: {error}") from None
+        if status in RETRIED:
+            raise _Again(f"status {status}: {text[:SHOWN]}", after)
+        if status != 200:
+            raise EndpointRefused(f"{self.url} refuses model {self.model!r} with status {status}: {text[:SHOWN]}")
+        try:
+            answer = json.loads(text)
+            content = answer["choices"][0]["message"]["content"]
+            usage = answer.get("usage") or {}
+            reply = json.loads(_object(content))
+            for key in schema["required"]:
+                allowed = schema["properties"][key].get("enum")
+                if allowed is not None and reply[key] not in allowed:
+                    raise ValueError(f"{key}: expected one of {', '.join(allowed)}")
+            return Completion(
+                reply=reply,
+                prompt_tokens=int(usage.get("prompt_tokens") or 0),
+                completion_tokens=int(usage.get("completion_tokens") or 0),
+            )
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise _Again(f"an answer that cannot be read ({error}): {text[:SHOWN]}") from None
+
+
+class _Again(Exception):
+    """A failure that may pass. after_s: the delay that the endpoint asks for, at most a minute."""
+
+    def __init__(self, text: str, after: str = "") -> None:
+        super().__init__(text)
+        self.after_s = min(60.0, float(after)) if after.isdecimal() else 0.0
+
+
+def _object(content: str) -> str:
+    """The JSON object in a text that may have a fence or words around it."""
+    return content[content.index("{") : content.rindex("}") + 1]
