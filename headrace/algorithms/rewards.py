@@ -37,7 +37,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     """The number of a reward file or a checker; None where tests decide."""
     suspicions: tuple[str, ...]
     rubric: RubricScore | None = None
-    """What a rubric judge found; None without one."""
+    """The answers of a rubric judge; None without one."""
     tokens: int
     """Sampled tokens of all turns."""
     calls: int

@@ -25,7 +25,7 @@ class CriterionScore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RubricScore(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rubric judge found about one attempt."""
+    """The answers of a rubric judge about one attempt."""
 
     rubric: str
     digest: str

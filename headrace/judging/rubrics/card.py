@@ -55,7 +55,7 @@ Pair = tuple[Item, Item]
 
 
 class CriterionCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about a judge's answers on one criterion."""
+    """The quality of a judge's answers on one criterion."""
 
     id: str
     digest: str

@@ -23,7 +23,7 @@ REASON = 400
 
 
 class Usage(msgspec.Struct):
-    """What an attempt's answers took."""
+    """Requests and tokens for one attempt."""
 
     calls: int = 0
     cached: int = 0
@@ -57,7 +57,7 @@ class RubricJudge:
 
     @property
     def identity(self) -> str:
-        """What a card is about: the model, its settings, and the version of the instructions."""
+        """The subject of a card: the model, its settings, and the version of the instructions."""
         own = self._section
         return f"{own.model}/t{own.model_temperature:g}/v{own.model_votes}/q{VERSION}"
 

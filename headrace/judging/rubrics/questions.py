@@ -44,7 +44,7 @@ def schema(order: int) -> dict[str, Any]:
 
 
 def work_of(candidate: Candidate) -> str:
-    """An attempt as text: its last message, or its diff with its calls. What is left out is said."""
+    """An attempt as text: its last message, or its diff with its calls. The text names the parts that are left out."""
     trajectory, task = candidate.trajectory, candidate.task
     if ANSWER in trajectory.diff and not task.sandbox:
         return _cut(trajectory.diff[ANSWER].decode("utf-8", "replace"))
