@@ -44,7 +44,8 @@ class Bus(Section, frozen=True, kw_only=True):
     port: Port = 0
     """Port of the started server; 0 takes a free one."""
     credentials: OptionalPath = ""
-    """Folder of per-role credentials, made per run when headrace starts the server."""
+    """Folder of per-role credentials, made per run when headrace starts the server. A folder that holds an account per
+    run is good for all of them: each takes its own."""
     region: Token = "local"
     otlp_endpoint: HttpUrl = ""
     """OTLP/HTTP collector such as http://127.0.0.1:4318; empty exports nothing."""

@@ -1,12 +1,14 @@
 """The broker of a run: a nats-server that is kept alive, or the broker that `[bus] url` names.
 
 A nats-server that dies is restarted on the same port and store. Actors reconnect by themselves; acknowledged messages
-are in the store.
+are in the store. Such a broker holds one run and its branch. Runs that share the broker of `[bus] url` sign in to an
+account each, if `[bus] credentials` holds accounts.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
 
+from headrace.bus.broker import credentials
 from headrace.bus.broker.server import Server
 from headrace.bus.errors import BusError
 from headrace.config import Config
@@ -21,7 +23,8 @@ class Broker:
     def __init__(self, config: Config, folder: RunDir, origins: Sequence[str] = ()) -> None:
         """origins: pages that may connect to the own nats-server."""
         self.url = config.bus.url
-        self.credentials = config.bus.credentials if config.bus.url else str(folder.broker / "credentials")
+        own = str(folder.broker / "credentials")
+        self.credentials = credentials.of_run(config.bus.credentials, folder.id) if config.bus.url else own
         self._server: Server | None = None
         if not config.bus.url:
             need_free = config.run.min_free_mb * 2**20 // 2

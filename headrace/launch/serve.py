@@ -37,6 +37,7 @@ def serve(config: Config, names: Sequence[str], run: str, url: str, credentials:
     """Run actors until SIGTERM; return the exit code."""
     import uvloop
 
+    from headrace.bus.broker.credentials import of_run
     from headrace.bus.connection import Bus
     from headrace.bus.nats import streams
     from headrace.bus.runtime.supervisor import run_actors
@@ -47,7 +48,7 @@ def serve(config: Config, names: Sequence[str], run: str, url: str, credentials:
         raise RunError("an actor needs a run: --run ID, or [run] id in the configuration")
     if not url:
         raise RunError("an actor needs a broker: --url nats://host:port, or [bus] url in the configuration")
-    keys = credentials or config.bus.credentials or None
+    keys = of_run(credentials or config.bus.credentials, run) or None
     try:
         classes = [(load_class(name.partition(":")[0]), name.partition(":")[2]) for name in names]
     except LookupError as error:

@@ -34,6 +34,7 @@ def looped(body: Awaitable[int]) -> int:
 @asynccontextmanager
 async def run_of(name: str, config_path: str = "", role: str = "operator") -> AsyncIterator[OpenRun]:
     """Open a run at its broker. config_path: a TOML with [run] id and [bus] url; without it the run's folder counts."""
+    from headrace.bus.broker.credentials import of_run
     from headrace.bus.broker.server import running
     from headrace.bus.connection import Bus
     from headrace.launch import runs
@@ -48,7 +49,8 @@ async def run_of(name: str, config_path: str = "", role: str = "operator") -> As
     config = load(config_path)
     if not config.run.id or not config.bus.url:
         raise RunError(f"expected [run] id and [bus] url in {config_path}: they name the run and its broker")
-    async with await Bus.connect(config.bus.url, role=role, credentials=config.bus.credentials or None) as bus:
+    keys = of_run(config.bus.credentials, config.run.id)
+    async with await Bus.connect(config.bus.url, role=role, credentials=keys or None) as bus:
         _show_skipped(bus)
         yield OpenRun(config.run.id, bus, True)
 
@@ -66,12 +68,13 @@ async def bus_of(folder: RunDir, role: str = "operator") -> AsyncIterator["Bus"]
 
     Records that the bus passes over because it cannot decode them are named on standard error.
     """
+    from headrace.bus.broker.credentials import of_run
     from headrace.bus.broker.server import open_store, running
     from headrace.bus.connection import Bus
     from headrace.bus.payloads.shared_memory import SharedMemoryStore
 
     config = load(folder.config) if folder.config.is_file() else Config()
-    url, credentials, server = config.bus.url, config.bus.credentials, None
+    url, credentials, server = config.bus.url, of_run(config.bus.credentials, folder.id), None
     if not url:
         credentials = str(folder.broker / "credentials")
         if not (folder.broker / "store" / "jetstream").is_dir():

@@ -4,7 +4,8 @@ Beside them lies the key that weights are signed with, which is no user of the b
 on the sender's node alone, ``weight_publisher.pub`` on every node that receives.
 
 ``python -m headrace.bus.broker.credentials FOLDER`` makes them for a broker that an operator starts by hand. With
-``--run`` (once per run) runs that share a broker get an account each, with seeds in ``FOLDER/<run>``.
+``--run`` (once per run) runs that share a broker get an account each, with seeds in ``FOLDER/<run>``. Every command
+that is given FOLDER then takes the seeds of its own run (`of_run`).
 """
 
 import argparse
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from headrace.bus.broker.keys import Key
 from headrace.bus.broker.permissions import ROLES, accounts_conf, users_conf
+from headrace.bus.errors import BusError
 from headrace.messages.subjects import token
 
 PUBLISHER = "weight_publisher"
@@ -30,14 +32,32 @@ def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
         if not run or token(run) != run:
             raise ValueError(f"expected a run id of lower-case letters, digits, '-' and '_', got {run!r}")
     _private_folder(folder)
-    present = {path.name for path in folder.iterdir() if (path / "admin.nk").exists()}
     roles: dict[str, dict[str, str]] = {}
-    for run in sorted(present | set(runs)):
+    for run in sorted({*accounts(folder), *runs}):
         own = folder / run
         roles[run] = _seeds(own)
         _publisher(own)
     private(folder / "users.conf", accounts_conf(roles))
     return folder
+
+
+def accounts(folder: Path) -> list[str]:
+    """The runs that have an account of their own in a folder, sorted."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and any(path.glob("*.nk")))
+
+
+def of_run(credentials: str, run: str) -> str:
+    """The credentials of a run: the seeds of its own account where the folder holds an account per run, else
+    `credentials` itself. BusError when there are accounts and none is this run's."""
+    folder = Path(credentials)
+    if not credentials or not folder.is_dir() or not (runs := accounts(folder)):
+        return credentials
+    if run not in runs:
+        raise BusError(
+            f"{folder} has accounts of {', '.join(runs)} and none of the run {run!r}: name one of them as [run] id, or "
+            f"add the account with `python -m headrace.bus.broker.credentials {folder} --run ID` and reload the broker"
+        )
+    return str(folder / run)
 
 
 def write(folder: Path) -> Path:

@@ -27,8 +27,11 @@ wildcard. Inside one account (one run and the runs branched from it) therefore:
   contradiction like damaged bytes (headrace/bus/nats/addressing.py).
 
 Across accounts nothing of this holds: another run's streams, buckets, consumers and inboxes do not exist there.
-`python -m headrace.bus.broker.credentials FOLDER --run RUN` makes the accounts. Regions (deploy/regions) join brokers
-by a leaf link into one account, so runs that share regions share that account.
+A broker that `headrace up` starts holds one run. For a broker of several runs,
+`python -m headrace.bus.broker.credentials FOLDER --run RUN` makes an account per run; with `[bus] credentials = FOLDER`
+every command signs in to the account of its own run and is refused when there is none. A branch of user feedback runs
+in the account of the run that it branches from, so nothing is exported between accounts. Regions (deploy/regions) join
+brokers by a leaf link into one account, so runs that share regions share that account.
 """
 
 

@@ -5,6 +5,7 @@ after an upgrade. Running it twice changes nothing.
 """
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import integer
@@ -20,6 +21,7 @@ def add(commands: "Commands") -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=argparse.SUPPRESS)
     parser.add_argument("--url", default="", help="broker; default: [bus] url of the configuration")
     parser.add_argument("--credentials", default="", help="folder with admin.nk; default: [bus] credentials")
+    parser.add_argument("--run", default="", help="of accounts per run, this one alone; default: all of them")
     parser.add_argument("--replicas", type=integer(1), default=1, help="copies of every stream: 3 in a cluster")
     parser.add_argument("--reserve", action="store_true", help="reserve the streams' full size on the broker's disk")
     parser.set_defaults(handler=declare)
@@ -29,6 +31,7 @@ def declare(args: argparse.Namespace) -> int:
     """Connect as admin and declare everything; 4 when the broker refuses or cannot be reached."""
     import uvloop
 
+    from headrace.bus.broker.credentials import accounts, of_run
     from headrace.bus.connection import Bus
     from headrace.bus.errors import BusError
     from headrace.bus.nats import streams
@@ -40,10 +43,15 @@ def declare(args: argparse.Namespace) -> int:
     if not url:
         raise BusError("expected a broker: --url nats://host:port, or [bus] url in --config")
 
+    runs = [args.run] if args.run else accounts(Path(credentials)) if Path(credentials or ".none").is_dir() else []
+    folders = [of_run(credentials, run) for run in runs] or [credentials]
+
     async def body() -> None:
-        async with await Bus.connect(url, role="admin", credentials=credentials or None) as bus:
-            await streams.declare(bus, reserve=args.reserve, replicas=args.replicas)
+        for keys in folders:
+            async with await Bus.connect(url, role="admin", credentials=keys or None) as bus:
+                await streams.declare(bus, reserve=args.reserve, replicas=args.replicas)
 
     uvloop.run(body())
-    say(f"{url} has all {len(streams.NAMES)} streams and buckets")
+    many = f" in each of {len(folders)} accounts" if len(folders) > 1 else ""
+    say(f"{url} has all {len(streams.NAMES)} streams and buckets{many}")
     return 0

@@ -26,6 +26,7 @@ def dashboard(args: argparse.Namespace) -> int:
     from contextlib import AsyncExitStack
     from pathlib import Path
 
+    from headrace.bus.broker.credentials import of_run
     from headrace.bus.broker.server import Server, running
     from headrace.bus.connection import Bus
     from headrace.config import Config, load
@@ -42,7 +43,7 @@ def dashboard(args: argparse.Namespace) -> int:
     async def body() -> int:
         async with AsyncExitStack() as closing:
             port = config.dashboard.port if args.port is None else args.port
-            url, credentials, own = config.bus.url, config.bus.credentials, ""
+            url, credentials, own = config.bus.url, of_run(config.bus.credentials, folder.id), ""
             active = None if url else running(folder.broker)
             if active is not None:
                 live = read_place(folder.path)

@@ -18,7 +18,7 @@ async def check(config: Config) -> AsyncIterator[Finding]:
     """Findings about [bus] and the ports of [dashboard] and [production]."""
     section = config.bus
     if section.url:
-        async for finding in _broker(section.url, section.credentials):
+        async for finding in _broker(section.url, section.credentials, config.run.id):
             yield finding
     else:
         try:
@@ -44,7 +44,8 @@ async def check(config: Config) -> AsyncIterator[Finding]:
         yield _answers("bus.otlp_endpoint", section.otlp_endpoint, "start the collector, or empty the key")
 
 
-async def _broker(url: str, credentials: str) -> AsyncIterator[Finding]:
+async def _broker(url: str, credentials: str, run: str) -> AsyncIterator[Finding]:
+    from headrace.bus.broker.credentials import of_run
     from headrace.bus.connection import Bus
     from headrace.bus.nats import streams
 
@@ -59,7 +60,8 @@ async def _broker(url: str, credentials: str) -> AsyncIterator[Finding]:
         yield answer
         return
     try:
-        async with await Bus.connect(url, role="operator", credentials=credentials or None) as bus:
+        keys = of_run(credentials, run)
+        async with await Bus.connect(url, role="operator", credentials=keys or None) as bus:
             await streams.require(bus.connection)
         yield good("bus.url", f"{url} answers and has every stream")
     except BusError as error:

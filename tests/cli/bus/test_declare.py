@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from headrace.bus.broker.server import Server
+from headrace.bus.broker.credentials import write_accounts
+from headrace.bus.broker.server import CONF, Server
 from headrace.bus.connection import Bus
 from headrace.bus.errors import StreamMissing
 from headrace.bus.nats import streams
@@ -48,6 +49,43 @@ def test_actors_name_the_command_that_helps_and_it_does(
                 [received async for received in admin.history("HR_STEP")]
 
     uvloop.run(one_removed())
+
+
+def test_a_broker_of_accounts_serves_the_runs_that_have_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = write_accounts(tmp_path / "broker" / "credentials", ["r1", "r2"])
+    (tmp_path / "broker" / "nats.conf").write_bytes(CONF.read_bytes())
+    server = Server(tmp_path / "broker", prepared=True)
+    uvloop.run(server.start())
+
+    def config(run: str) -> str:
+        path = tmp_path / f"{run}.toml"
+        path.write_text(
+            f"[run]\nid = '{run}'\ndir = '{tmp_path}/runs'\n[bus]\nurl = '{server.url}'\ncredentials = '{keys}'\n"
+            "[environment]\nbackend = 'process'\n"
+        )
+        return str(path)
+
+    async def streams_of(run: str) -> bool:
+        async with await Bus.connect(server.url, role="operator", credentials=keys / run) as bus:
+            try:
+                await streams.require(bus.connection)
+            except StreamMissing:
+                return False
+            return True
+
+    try:
+        assert main.main(["bus", "declare", "--config", config("r1"), "--run", "r1"]) == 0
+        assert uvloop.run(streams_of("r1")) and not uvloop.run(streams_of("r2"))
+        assert main.main(["bus", "declare", "--config", config("r1")]) == 0
+        assert "in each of 2 accounts" in capsys.readouterr().out
+        assert uvloop.run(streams_of("r2"))
+        for command in (["actor", "dead_letter", "--config"], ["up"], ["status", "--config"]):
+            assert main.main([*command, config("r3")]) == 4, command
+            said = capsys.readouterr().err
+            assert said.count("\n") == 1 and "has accounts of r1, r2 and none of the run 'r3'" in said, command
+        assert not (tmp_path / "runs" / "r3").exists()
+    finally:
+        uvloop.run(server.stop())
 
 
 def test_without_an_address_it_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,91 @@
+"""Every role tries to subscribe to every family of subjects at a real broker, beside a foreign run."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from nats.aio.msg import Msg
+
+from headrace.bus.broker import credentials, permissions
+from headrace.bus.broker.server import CONF, Server
+from headrace.bus.connection import Bus
+from headrace.bus.errors import Denied
+from headrace.messages import subjects as s
+from tests.conftest import CONNECT_S
+from tests.support.patience import PATIENCE_S
+
+pytestmark = pytest.mark.anyio
+ROLES = [*permissions.ACTORS, *permissions.READERS]
+RUNS = ("r1", "r2")
+NEVER = (">", "hr.>", "$KV.>", "$JS.>", "$JS.API.>", "$JS.ACK.>", "$SYS.>", "_INBOX.>", "hr.rpc.>", "*.*.>")
+"""Filters that no role but the admin may subscribe to."""
+
+
+@pytest.fixture(scope="module")
+async def shared(anyio_backend: object, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    """A broker with an account per run."""
+    folder: Path = tmp_path_factory.mktemp("shared")
+    credentials.write_accounts(folder / "credentials", RUNS)
+    (folder / "nats.conf").write_bytes(CONF.read_bytes())
+    async with Server(folder, prepared=True) as server:
+        yield server
+
+
+async def connect(server: Server, run: str, role: str) -> Bus:
+    return await Bus.connect(server.url, role=role, credentials=server.credentials / run, timeout=CONNECT_S)
+
+
+def filters(role: str) -> dict[str, bool]:
+    """Every filter to try, and whether the table of subjects lets this role hear it."""
+    tried = dict.fromkeys(NEVER, False)
+    for subject in s.SUBJECTS.values():
+        if subject in (s.RPC, s.RPC_NODE):
+            for other in permissions.ROLES:
+                tried[subject.where(service=other)] = other == role  # its own calls, `ping` among them
+            continue
+        core = subject is not s.ADVISORY and s.stream_of(subject.where()) is None
+        # What a stream keeps is read by consumers, whose creation is fenced by stream, and never from the wire.
+        tried[subject.where()] = core and (role in subject.readers or role in permissions.READERS)
+        for run in RUNS:
+            if "{run}" in subject.template:
+                tried[subject.where(run=run)] = False
+    for other in permissions.ROLES:
+        tried[f"_INBOX.{other}.>"] = other == role
+    return tried
+
+
+def concrete(filter: str) -> str:
+    return ".".join("x" if token in ("*", ">") else token for token in filter.split("."))
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_each_role_hears_its_row_of_its_own_run_and_nothing_else(shared: Server, role: str) -> None:
+    own, other = await connect(shared, "r1", "admin"), await connect(shared, "r2", "admin")
+    bus = await connect(shared, "r1", role)
+    heard: dict[str, list[bytes]] = {}
+    all_own = asyncio.Event()
+
+    async def hear(message: Msg) -> None:
+        heard.setdefault(message.subject, []).append(message.data)
+        if allowed <= set(heard):
+            all_own.set()
+
+    tried = filters(role)
+    allowed = {concrete(filter) for filter, may in tried.items() if may}
+    for filter, may in tried.items():
+        if may:
+            await bus.connection.subscribe(filter, hear)
+        else:
+            with pytest.raises(Denied, match=f"role '{role}' may not subscribe to"):
+                await bus.connection.subscribe(filter, hear)
+    assert len(allowed) >= 2 and len(tried) - len(allowed) > 30
+    for admin, text in ((other, b"foreign"), (own, b"own")):
+        for subject in {concrete(filter) for filter in tried if filter not in NEVER and not filter.startswith("$")}:
+            await admin.connection.client.publish(subject, text)
+        await admin.connection.flush()
+    async with asyncio.timeout(PATIENCE_S):
+        await all_own.wait()
+    assert heard.keys() == allowed and {data for texts in heard.values() for data in texts} == {b"own"}
+    for one in (bus, own, other):
+        await one.close()
