@@ -158,8 +158,9 @@ class Curriculum(Actor):
         await self.event("run_finished", f"{self.state.steps} steps", steps=self.state.steps, groups=self.state.issued)
 
     async def _decide(self) -> None:
-        """Carry out decisions until there are none. The same ones twice in a row mean that the ledger holds records
-        which no honest run writes: say so and wait for news, instead of writing the same for ever."""
+        """Carry out decisions until there are none. The same decisions twice in a row mean that the ledger holds
+        records which no honest run writes. Then it publishes an event and waits for news, because it would write the
+        same records for ever."""
         before: Sequence[Decision] = ()
         while decisions := decide(self.state, self.rules):
             if decisions == before:

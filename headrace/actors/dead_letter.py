@@ -1,4 +1,4 @@
-"""The dead-letter actor: stores every message that its consumer gave up, with reason, trace and payload.
+"""The dead-letter actor: stores every message that a consumer gave up, with reason, trace and payload.
 
 The broker's advisories and the copies of rejected work are in streams, so this actor misses nothing while it is down.
 The dead-letter queue belongs to the broker, not to a run: several dead-letter actors share one consumer.

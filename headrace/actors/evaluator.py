@@ -52,7 +52,7 @@ class Evaluator(Actor):
         self.spawn(self.until_superseded(self._work), "evaluating")
 
     def _apply(self, received: Received[Any]) -> bool:
-        """Apply a record; True when it may call for action."""
+        """Apply a record; True when the evaluator may have to act on it."""
         message = received.message
         match message:
             case EvalRequest():

@@ -1,4 +1,4 @@
-"""The gateway: users ask over HTTP, and a session of theirs is a RolloutRequest on the lane `production`.
+"""The gateway: users send requests over HTTP, and each session is a RolloutRequest on the lane `production`.
 
     POST   /v1/sessions                {user, suite, task, prompt?, files?}   -> 202 {session}
     GET    /v1/sessions/ID?wait=S      state, turns, failed attempts, result; waits up to S seconds for a change
@@ -8,8 +8,8 @@
     GET    /metrics
 
 A session runs as training does: same rollout actor, same sandbox, same tools. Every session ends: with its Trajectory,
-with the failure of its last attempt, with the dead letter of its request, or after `SESSION_S`. Its user reads the
-reason, and the traffic that the scavenger sees falls.
+with the failure of its last attempt, with the dead letter of its request, or after `SESSION_S`. The user gets the
+reason, and the session no longer counts in the traffic that the scavenger sees.
 
 Open sessions are kept in HR_SESSION and their attempts in the ledger. A gateway that starts reads both and continues
 each session where the ledger says it is, so no attempt is issued twice.
@@ -311,13 +311,13 @@ class Gateway(Actor):
         await self._discard(session.request.group)
 
     async def _discard(self, group: str) -> None:
-        """Drop what is kept of an open session."""
+        """Delete the stored state of an open session."""
         self._incomplete.discard(group)
         self._state.groups.pop(group, None)
         await self._kept.delete(self._key(group))
 
     async def _end_overdue(self) -> None:
-        """End the sessions that have taken too long: their owners must not wait for ever."""
+        """End the sessions that have taken too long, so that no user waits for ever."""
         for session in [*self.sessions.values()]:
             if not session.over and time.time() - session.started > SESSION_S:
                 await self._end(session, "timed_out", f"no result within {SESSION_S:g} s")

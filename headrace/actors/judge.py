@@ -1,8 +1,8 @@
 """judge: one Score for every Trajectory on arrival, by hidden tests in fresh sandboxes.
 
 The examination itself is `judging.examination.examine`. This actor gives it the trajectory and the sandboxes, computes
-the reward, publishes the Score, and ends a group's shared machine once the group is closed or dropped. A trajectory is
-given up, as SlotFailed, only where sandboxes failed that no candidate's code ran in; everything else is scored.
+the reward, publishes the Score, and ends a group's shared machine once the group is closed or dropped. A trajectory
+becomes SlotFailed only when a sandbox failed in which no candidate's code ran; every other trajectory is scored.
 """
 
 import time
@@ -166,7 +166,7 @@ class Judge(Actor):
         await self.event(kind, text, level, **data)
 
     def _drawn(self, trajectory: Trajectory) -> bool:
-        """Whether this verdict is among those that are made twice; every judge draws the same."""
+        """Whether this verdict is one of those that are made twice; every judge makes the same choice."""
         seed = seed_of(self.config.run.seed, "judge again", trajectory.id)
         return seed < self.config.judge.again * 2**62
 

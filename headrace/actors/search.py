@@ -20,7 +20,7 @@ from headrace.search.models import INSTALL, SearchModelError, find, plugin
 from headrace.search.service import open_indexes
 
 REPLAY_S = 45.0
-"""How long a request that names its mode waits for vectors: less than its asker waits."""
+"""How long a request that names its mode waits for vectors: less than its caller waits."""
 
 
 class Search(Actor):

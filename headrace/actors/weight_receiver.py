@@ -26,7 +26,7 @@ from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
 
 AGAIN_S = 5.0
-"""After this time a version that could not be staged is tried again, if no head came before."""
+"""A version that could not be staged is tried again after this time, or earlier when a head arrives."""
 
 
 class WeightReceiver(Actor):

@@ -56,12 +56,13 @@ class Bus(Records):
         self.patience_s = 300.0
         """How long a publish waits on a full stream before it gives up."""
         self.on_full: Callable[[str], None] | None = None
-        """Told once per publish that has to wait on a full stream."""
+        """Called once per publish that has to wait on a full stream."""
         self._uploads: asyncio.Task[None] | None = None
         self._answering: set[asyncio.Task[None]] = set()
-        """Held here: the loop holds tasks weakly, and a subscription may end before its last answer is sent."""
+        """Tasks that send answers. They are held here because the loop holds tasks weakly and a subscription may end
+        before its last answer is sent."""
         self._unstored = itertools.count(1)
-        """Numbers unreadable core messages, which have no sequence."""
+        """Counter that numbers unreadable core messages, which have no sequence."""
 
     @classmethod
     async def connect(
@@ -100,9 +101,9 @@ class Bus(Records):
     ) -> int:
         """Store a message; its stream sequence.
 
-        Tried again for `AWAY_S` while the broker is away, and for `patience_s` while the stream is full; the message
-        id stays the same, so a repeat is stored once. expect: last sequence on `expect_filter` or the subject, 0 for
-        none yet; WrongSequence at once when it is another.
+        It is repeated for `AWAY_S` while the broker is away, and for `patience_s` while the stream is full; the message
+        id stays the same, so it is stored once. expect: last sequence on `expect_filter` or the subject, 0 for none
+        yet; WrongSequence at once when it is another.
         """
         payload, headers = encode(message)
         ref: BlobRef | None = None
@@ -187,8 +188,8 @@ class Bus(Records):
     async def _stored_before(self, subject: str, headers: dict[str, str]) -> int:
         """The sequence under which this very message was stored by an earlier try, 0 when it was not.
 
-        The broker looks at the expectation before it looks for duplicates. But what was stored under the expectation
-        `expect` is the next message after it on the filter, so that is the one to look at.
+        The broker checks the expected sequence before it looks for duplicates, so a repeat is refused. The message that
+        was stored under `expect` is the next one after it on the filter, so this reads that one.
         """
         stream = f"KV_{subject.split('.')[1]}" if subject.startswith("$KV.") else ""
         known = s.stream_of(subject)
@@ -250,7 +251,7 @@ class Bus(Records):
                         payload, headers = encode(await claim_checks.put(self._store_chunk, payload, headers))
                 except (
                     Exception
-                ) as error:  # an answer that cannot be encoded or stored is answered too, or its asker waits
+                ) as error:  # an answer that cannot be encoded or stored is answered too, else the caller waits in vain
                     span.fail(error)
                     payload, headers = encode(Ack(ok=False, detail=ascii(f"{type(error).__name__}: {error}")))
                 await self.connection.send(raw.reply, payload, headers)
@@ -306,7 +307,8 @@ class Bus(Records):
         return int(msgspec.json.decode(reply).get("purged", 0))
 
     async def delete(self, stream: str, seq: int) -> bool:
-        """Remove one message: the dead_letter role's, for what a work queue would keep for ever. False when gone."""
+        """Remove one message that a work queue would keep for ever; only the role dead_letter may. False when it is
+        gone."""
         try:
             await self.connection.api(f"STREAM.MSG.DELETE.{stream}", {"seq": seq, "no_erase": True})
         except ApiError as error:
@@ -316,13 +318,13 @@ class Bus(Records):
         return True
 
     def use_shared_memory(self, shared_memory: SharedMemoryStore | None) -> None:
-        """Hand large payloads of episodes to processes of this node through files; upload them as `[bus]` says."""
+        """Pass large payloads of episodes to processes of this node through files; upload them as `[bus]` says."""
         self.shared_memory = shared_memory
         if shared_memory is not None and shared_memory.upload == "after" and self.role not in READERS:
             self._uploads = asyncio.create_task(shared_memory.upload_for_ever(self._store_chunk))
 
     async def close(self) -> None:
-        """Send what waits, end the answers that are still being made, then close: no task outlives the connection."""
+        """Flush the send buffer, cancel the answers under way, then close: no task outlives the connection."""
         answering = self._answering - {asyncio.current_task()}
         for task in answering:
             task.cancel()
@@ -331,7 +333,7 @@ class Bus(Records):
             self._uploads.cancel()
             await asyncio.gather(self._uploads, return_exceptions=True)
             if self.connection.connected:
-                with contextlib.suppress(BusError):  # the next process of this node goes on
+                with contextlib.suppress(BusError):  # the next process of this node continues
                     await self.shared_memory.send(self._store_chunk)
         if self.shared_memory is not None:
             self.shared_memory.close()

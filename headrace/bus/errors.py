@@ -2,11 +2,11 @@
 
 
 class BusError(Exception):
-    """The bus could not do it; the text is one sentence for a person."""
+    """An operation of the bus failed; the text is one sentence for a person."""
 
 
 class BusTimeout(BusError):
-    """No answer in time. It may have happened or not."""
+    """No answer in time. The request may or may not have been carried out."""
 
 
 class NoResponders(BusError):
@@ -14,15 +14,15 @@ class NoResponders(BusError):
 
 
 class Disconnected(BusError):
-    """The connection broke while we waited; it comes back by itself."""
+    """The connection broke during the wait; the client reconnects by itself."""
 
 
 class Denied(BusError):
-    """The broker forbids this role that subject."""
+    """The broker does not allow this role that subject."""
 
 
 class WrongSequence(BusError):
-    """Someone else wrote meanwhile: the expected last sequence is not the last one any more."""
+    """Another writer was faster: the expected last sequence is not the last one any more."""
 
     def __init__(self, text: str, last: int = -1) -> None:
         super().__init__(text)
@@ -35,7 +35,7 @@ class MessageGone(BusError, LookupError):
 
 
 class StreamMissing(BusError):
-    """The broker has no such stream or bucket. Waiting does not help: an operator has to declare them."""
+    """The broker has no such stream or bucket. An operator has to declare them; waiting does not help."""
 
 
 class CorruptPayload(BusError):
@@ -59,7 +59,7 @@ class Reject(Exception):
 
 
 class Retry(Exception):
-    """Raised by a handler: not now. The message comes again after `delay` seconds."""
+    """Raised by a handler that cannot handle the message now. It is delivered again after `delay` seconds."""
 
     def __init__(self, delay: float = 1.0, reason: str = "") -> None:
         super().__init__(reason or f"again in {delay:g} s")
@@ -67,4 +67,5 @@ class Retry(Exception):
 
 
 class Unrecoverable(Exception):
-    """Raised by an actor that another start would not mend: its supervisor gives up at once, which ends the run."""
+    """Raised by an actor for an error that a restart would not remove: its supervisor gives up at once, which ends the
+    run."""

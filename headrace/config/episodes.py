@@ -63,10 +63,11 @@ class Curriculum(Section, frozen=True, kw_only=True):
     on_stale: Literal["wait", "drop"] = "wait"
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
     speculate: Count = 0
-    """So many last slots of a group are asked for once more, and the first answer counts. It favours short episodes:
-    the audit says by how much."""
+    """Number of last open slots of a group that are issued a second time; the first answer counts. This favours short
+    episodes; the audit says by how much."""
     canaries: Share = 0.0
-    """Share of groups that get a task which nobody can solve (tasks/impossible.py): who passes it cheats."""
+    """Share of groups that get a task without a solution (tasks/impossible.py): an attempt that passes it has
+    cheated."""
 
 
 class Rollout(Section, frozen=True, kw_only=True):

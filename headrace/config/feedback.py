@@ -17,19 +17,19 @@ class Feedback(Section, frozen=True, kw_only=True):
     enabled: bool = False
     """Start a branch run that trains on the ratings of users who allow it."""
     branch: Token = "feedback"
-    """The branch's name is `<run>-<branch>`. A branch keeps its version 0: for another one, take another name."""
+    """The branch's name is `<run>-<branch>`. A branch keeps its version 0; another version 0 needs another name."""
     batch: Positive = 8
     """Rated sessions of a batch. Every batch makes a version, and a version is a candidate for promotion."""
     every_s: Seconds = 0.0
     """Least time between two batches."""
     staleness: Annotated[int, Meta(ge=0, le=64)] = 1
-    """How many branch versions older than its batch's a token may be. Batches wait while the promoted version is older
-    than that: nothing that users get now could be trained on."""
+    """Largest staleness of a token, in branch versions. Batches wait while the promoted version is older than that,
+    because sessions of today would be too stale."""
     user_cap: Count = 4
     """Ratings of one user that count within `window_s`; 0 is no limit."""
     window_s: Duration = 86400.0
     late_s: Duration = 86400.0
-    """A rating that comes later than this after its session is not trained on."""
+    """A rating that arrives later than this after its session is not trained on."""
     learning_rate: Amount = 0.0
     """Of the branch; 0 is that of [algorithm]."""
     base: OptionalToken = ""

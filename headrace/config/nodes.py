@@ -1,4 +1,4 @@
-"""Sections of the ground: the run, the bus, processes, machines for sandboxes."""
+"""Sections of a node: the run, the bus, processes, machines for sandboxes."""
 
 from typing import Annotated, Literal
 
@@ -33,11 +33,11 @@ class Run(Section, frozen=True, kw_only=True):
     dir: Path = "runs"
     """Folder of runs; the streams, checkpoints and reports of a run lie in <dir>/<id>."""
     min_free_mb: Count = 2048
-    """MiB that must be free for a run to start; it is stopped in order when an eighth of that is left."""
+    """MiB that must be free for a run to start. When only an eighth of that is free, the run is ended in order."""
 
 
 class Bus(Section, frozen=True, kw_only=True):
-    """The broker, and how to speak to it."""
+    """The broker, and how actors connect to it."""
 
     url: Brokers = ""
     """Empty: `headrace up` starts a nats-server on loopback with nats.conf."""
@@ -50,10 +50,11 @@ class Bus(Section, frozen=True, kw_only=True):
     otlp_endpoint: HttpUrl = ""
     """OTLP/HTTP collector such as http://127.0.0.1:4318; empty exports nothing."""
     blob_dir: OptionalPath = ""
-    """Folder such as /dev/shm through which actors of one node hand each other large payloads of episodes
-    (headrace/bus/payloads/shared_memory.py); empty: all of it goes through the broker."""
+    """Folder such as /dev/shm through which actors of one node pass large payloads of episodes
+    (headrace/bus/payloads/shared_memory.py). Empty: every payload goes through the broker."""
     blob_upload: Literal["before", "after", "never"] = "after"
-    """When such a payload is stored at the broker too; never is for one node, with a folder on the broker's disk."""
+    """When such a payload is also stored at the broker. Use never on a single node only, with a folder on the broker's
+    disk."""
 
 
 class Metrics(Section, frozen=True, kw_only=True):
@@ -127,20 +128,20 @@ class Environment(Section, frozen=True, kw_only=True):
     slots_per_vm: Annotated[int, Meta(ge=1, le=1024)] = 8
     memory_mb: Annotated[int, Meta(ge=64, le=1 << 20)] = 224
     max_vms: Annotated[int, Meta(ge=1, le=10_000)] = 8
-    """Clones alive at once on this node; judge_share of them are kept for the judge."""
+    """Clones alive at once on this node; judge_share of them are reserved for the judge."""
     judge_share: Count = 2
     production_share: Count = 0
     """Machines that only the judge and the production lane may take."""
     warm: Count = 1
-    """Clones of the light template kept ready and stopped, within max_vms: they take an acquire from 40 ms to 6.
-    0: none, whatever is asked for."""
+    """Clones of the light template that are kept ready and stopped, within max_vms: an acquire then takes 6 ms instead
+    of 40. 0 keeps none, whatever the demand."""
     also_warm: tuple[Path, ...] = ()
     """Further templates (debian, imported images, tasks) of which `warm` clones are always kept ready."""
     warm_most: Count = 4
-    """Clones of any one template kept ready for a minute after so many were taken at once."""
+    """Largest number of clones of one template that are kept ready for a minute after a burst took as many."""
     max_busy: Share = 0.95
-    """Share of the node's processors that machines may use, over five seconds, before training gets no further one;
-    users and the judge do. 0: never mind."""
+    """When machines use more than this share of the node's processors over five seconds, training gets no further
+    machine; users and the judge do. 0: no limit."""
     lease_s: Duration = 120.0
     group_idle_s: Seconds = 10.0
     cache_dir: Path = ".cache/headrace"

@@ -1,4 +1,4 @@
-"""Sections of the policy and of who runs it: shape, engine, numerics, published weights."""
+"""Sections of the policy: shape, engine, numerics, published weights."""
 
 from typing import Annotated, Literal
 
@@ -23,7 +23,7 @@ from headrace.config.base import (
 
 
 class Policy(Section, frozen=True, kw_only=True):
-    """The tiny default; a Hugging Face folder in `checkpoint` replaces all of it."""
+    """The policy's shape. The default is tiny; a Hugging Face folder in `checkpoint` replaces all of it."""
 
     checkpoint: OptionalPath = ""
     renderer: Text = "auto"
@@ -56,7 +56,8 @@ class Engine(Section, frozen=True, kw_only=True):
     kind: Text = "embedded"
     """embedded, sglang, an installed plugin of ``headrace.engines``, or module:attribute."""
     exact: bool = True
-    """Same bits as the trainer's scoring, whatever the batch; refused where the numerics probe finds no way."""
+    """The bits of the trainer's scoring, whatever the batch. Refused on a machine where the numerics probe finds no
+    exact arithmetic."""
     max_batch: Annotated[int, Meta(ge=1, le=65536)] = 64
     threads: Threads = 1
     url: HttpUrl = ""
@@ -66,23 +67,25 @@ class Engine(Section, frozen=True, kw_only=True):
     args: tuple[Text, ...] = ()
     """Further arguments of the server that is started."""
     swap: Literal["in_place", "abort"] = "in_place"
-    """Change weights under running requests, or take them back and send the rest of them again."""
+    """in_place: change weights under running requests. abort: abort them, keep what was sampled, and send the rest
+    again."""
     sparse: bool = False
     """Write only what differs between versions into the server's weights (engines/sglang/weights/sparse.py)."""
     deadline_s: Duration = 600.0
-    """For one turn on a server."""
+    """Time limit of one turn on a server."""
     start_s: Duration = 600.0
-    """For a server to come up."""
+    """Time limit of a server's start."""
     stage_dir: Path = "/dev/shm"
-    """Memory in which the checkpoint lies that a server loads."""
+    """Folder in memory that holds the checkpoint which a server loads."""
 
 
 class Numerics(Section, frozen=True, kw_only=True):
     """Differences between sampler and trainer: limits per engine, as in EngineMismatch; 0 is no limit."""
 
     on_mismatch: Literal["warn", "mask", "stop", "roll_back"] = "warn"
-    """Above a limit: say so; let tokens whose ratio is beyond `mask_ratio`, either way up, teach nothing; refuse the
-    step; or refuse it and go back to the last version that bound + 1 further batches within the limits followed."""
+    """The action above a limit. warn: an event. mask: tokens whose ratio is beyond `mask_ratio` in either direction
+    have no gradient. stop: the step is refused. roll_back: the step is refused, and the weights return to the last
+    version that was followed by bound + 1 batches within the limits."""
     limit_max_abs_dlp: Amount = 0.0
     limit_k3: Amount = 0.0
     limit_differ: Share = 0.0
@@ -98,9 +101,9 @@ class Weights(Section, frozen=True, kw_only=True):
     """How versions are published, and what a node takes of them."""
 
     codec: Literal["d8-zstd", "d8-lz4", "d10-zstd"] = "d8-zstd"
-    """d10 is a quarter to a half smaller and half as fast: for thin links."""
+    """d10 is a quarter to a half smaller and half as fast; it suits thin links."""
     anchor_every: Positive = 32
-    """Versions after which an anchor is laid beside the deltas, for late joiners."""
+    """Versions from one full snapshot to the next. A late joiner starts from one."""
     keep: Positive = 4
     """Newest versions that a node keeps as files, besides pinned ones; at least staleness + 2."""
     precision: Literal["as_trained", "bf16", "mxfp8"] = "as_trained"
@@ -114,11 +117,12 @@ class Weights(Section, frozen=True, kw_only=True):
     want: tuple[Path, ...] = ()
     """Tensors that this node needs, such as model.layers.3.*: it stages their shards alone. Empty: all."""
     fold_every: Count = 0
-    """Versions that the sender folds into one delta, for who lags; 0 folds nothing."""
+    """Number of versions that the sender squashes into one delta, for receivers that lag; 0 squashes nothing."""
     collect_chains: Count = 0
-    """Newest chains (an anchor and what follows it) that stay in the stream, at least 2; 0 keeps all versions."""
+    """Newest chains (a full snapshot and the deltas after it) that stay in the stream, at least 2; 0 keeps all
+    versions."""
     publishers: tuple[PublicKey, ...] = ()
-    """Public keys (U...) whose versions are taken; empty: weight_publisher.pub of the credentials folder."""
+    """Public keys (U...) whose versions are accepted; empty: weight_publisher.pub of the credentials folder."""
     unsigned: bool = False
-    """Take versions that nobody signed."""
+    """Accept versions without a signature."""
     region: Token = "local"

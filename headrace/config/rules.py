@@ -1,7 +1,7 @@
-"""Rules between keys: what each key allows by itself, but not together with another.
+"""Rules between keys: values that are allowed alone but not together.
 
-Each rule names the key that is to be changed and says in one clause why. They are checked when a configuration is read,
-in this order, and the first one that fails is the error.
+Each rule names the key to change and says in one clause why. They are checked when a configuration is read, in this
+order, and the first one that fails is the error.
 """
 
 from collections.abc import Callable, Iterator
@@ -113,7 +113,10 @@ def _machines(config: Config) -> Iterator[Problem]:
 def _weights(config: Config) -> Iterator[Problem]:
     own = config.weights
     if own.collect_chains == 1:
-        yield "weights.collect_chains", "expected 0 or at least 2: joiners may still read the last chain but one, got 1"
+        yield (
+            "weights.collect_chains",
+            "expected 0 or at least 2, because joiners may still read the last chain but one; got 1",
+        )
 
 
 def _processes(config: Config) -> Iterator[Problem]:

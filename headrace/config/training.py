@@ -22,7 +22,7 @@ class MidTraining(Section, frozen=True, kw_only=True):
     multi_line: Share = 0.72
     """Share of traces whose broken function has several lines; the suites have 0.5."""
     context_weight: Share = 0.05
-    """Loss weight of what a policy reads; what it writes has 1. A pretrained policy needs none."""
+    """Loss weight of the tokens that a policy reads; those that it writes have 1. A pretrained policy needs 0."""
     processes: Threads = 2
     """Processes that share each batch, one torch thread each. Part of the recipe: another number gives other bits."""
 
@@ -49,16 +49,16 @@ class Algorithm(Section, frozen=True, kw_only=True):
     tis_clip: Above0 = 2.0
     """Upper bound on p_trainer / p_sampler as a token's weight."""
     weighting: Reference = "truncated"
-    """truncated: weights above the bound become the bound; masked: tokens beyond it or `mask_low` have no gradient;
-    clipped, decoupled, sequence and sequence_masked are in headrace/algorithms/corrections.py, with their papers; or an
-    entry point of headrace.losses, or module:attribute."""
+    """truncated: weights above the bound become the bound; masked: tokens above the bound or below `mask_low` have no
+    gradient; clipped, decoupled, sequence and sequence_masked are in headrace/algorithms/corrections.py, with their
+    papers; or an entry point of headrace.losses, or module:attribute."""
     mask_low: Amount = 0.5
     ratio_low: Amount = 0.8
     ratio_high: Above0 = 1.2
     """The band of clipped, decoupled, sequence and sequence_masked; clip-higher (DAPO) is 0.8 to 1.28, GSPO's own band
     0.9997 to 1.0004."""
     minibatches: Annotated[int, Meta(ge=1, le=65536)] = 1
-    """Updates that a batch is split into; decoupled differs from truncated only from the second on."""
+    """Number of updates that a batch is split into; decoupled differs from truncated only from the second update on."""
     kl_weight: Amount = 0.0
     grad_clip: Amount = 1.0
     max_grad_norm: Amount = 0.0
@@ -66,15 +66,16 @@ class Algorithm(Section, frozen=True, kw_only=True):
     max_k1: Amount = 0.0
     """A step whose |k1| (sampler against trainer, nats a token) is above this is refused; 0 is no limit."""
     guard_k1: Amount = 0.0
-    """k1 above which a collapse is suspected (headrace/training/guard.py); 0 watches nothing."""
+    """k1 above which the guard suspects a collapse (headrace/training/guard.py); 0 turns the guard off."""
     guard_patience: Positive = 2
-    """Steps in a row above it that mean a rollback when neither reward nor entropy says so at once."""
+    """Consecutive steps above it after which the guard rolls back, when neither reward nor entropy confirms the
+    collapse before."""
     guard_reward: Share = 0.5
-    """A reward below this share of the calm steps' mean agrees with k1."""
+    """A reward below this share of its mean over calm steps confirms the collapse."""
     guard_entropy: Annotated[float, Meta(ge=1.0, le=1e12)] = 2.0
-    """An entropy off by this factor, up or down, agrees with k1."""
+    """An entropy that differs from its calm mean by this factor, up or down, confirms the collapse."""
     guard_backoff: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5
-    """Factor on the learning rate with each rollback."""
+    """Factor by which each rollback multiplies the learning rate."""
     reward: Reference = "shaped"
     """A reward of the registry: shaped, an installed entry point of `headrace.rewards`, or module:attribute."""
     reward_options: dict[str, float | int | str | bool] = {}
@@ -102,7 +103,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Processes that train together: the actor's own and others that it starts on its machine, each with its part of
     weights and optimizer. On CUDA one device each, and `device` names none of them."""
     expert_ranks: Threads = 1
-    """Ranks that share one copy of a mixture's experts, each owning some of them; 1 cuts experts like all weights."""
+    """Ranks that share one copy of a mixture's experts, each with some of them; 1 shards experts like all other
+    weights."""
     rescore: Count = 8
     """Trajectories re-scored exactly at every step (Law 5)."""
     checkpoint_every: Positive = 10
@@ -113,6 +115,6 @@ class Trainer(Section, frozen=True, kw_only=True):
 
 
 class Replay(Section, frozen=True, kw_only=True):
-    """How far back a run can be replayed."""
+    """The past of a run that can be replayed."""
 
     keep_steps: Count = 1000

@@ -1,4 +1,4 @@
-"""The whole of it: one attribute per section, and the configuration of a branch."""
+"""The whole configuration: one attribute per section; and the configuration of a branch."""
 
 import msgspec
 

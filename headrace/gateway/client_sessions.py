@@ -1,12 +1,12 @@
-"""Sessions of agents that run their own tools: which request goes on with which session.
+"""Sessions of agents that run their own tools: which request continues which session.
 
-The idea: a client is stateless and sends its whole history each turn. A request goes on with a session when the history
-that the session holds is a proper beginning of the request's. The session is found by the name that the client gives
-it, else by its history. Where a client rewrote its history (it compacted its context, or put a date into its system
-prompt), a new segment begins, and the rewrite is counted: sampled ids are never changed and never encoded again.
+The idea: a client is stateless and sends its whole history each turn. A request continues a session when the session's
+history is a proper prefix of the request's. The session is found by the name that the client gives it, else by its
+history. Where a client rewrote its history (it compacted its context, or put a date into its system prompt), a new
+segment begins, and the rewrite is counted: sampled ids are never changed and never encoded again.
 
-Digests, not texts: HR_SESSION holds no words of these users. A call's arguments are left out of the digest, because
-clients write the same JSON in another spelling; its id and name are not.
+Only digests are kept: HR_SESSION holds no text of these users. A call's arguments are left out of its digest, because
+clients spell the same JSON differently; its id and name are included.
 """
 
 import hashlib
@@ -23,19 +23,19 @@ from headrace.messages.rollout import PolicyRef
 
 
 def digest(message: ClientMessage) -> str:
-    """A message's name in a history."""
+    """The digest of a message in a history."""
     calls = [(call.id, call.name) for call in message.calls]
     parts = (message.role, message.text.strip(), calls, message.call_id)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 
 def head_of(tools: Sequence[ClientTool]) -> str:
-    """The name of a set of tools."""
+    """The digest of a set of tools."""
     return hashlib.sha256(msgspec.json.encode(tools, order="sorted")).hexdigest()[:16]
 
 
 class Placed(NamedTuple):
-    """Where a request belongs."""
+    """The session and segment that a request belongs to."""
 
     session: ClientSession
     known: int
@@ -58,8 +58,8 @@ class ClientSessions:
     def place(
         self, request: ModelRequest, tenant: str, user: str, training: bool, policy_of: Callable[[str], PolicyRef]
     ) -> ClientSession:
-        """The session that a request goes on with, or a new one. user: the hash that names the user on the bus.
-        policy_of: the version for a new session, by its name."""
+        """The session that a request continues, or a new one. user: the hash that names the user on the bus. policy_of:
+        the version for a new session, by its name."""
         if request.session:
             session = self._named(request.session, tenant, user)
         else:
@@ -82,7 +82,7 @@ class ClientSessions:
         return session
 
     def go_on(self, group: str, request: ModelRequest) -> Placed:
-        """How a session takes a request: after what it holds, or with a new segment."""
+        """How a session continues with a request: in its segment, or in a new one."""
         session = self._sessions[group]
         if session.head == head_of(request.tools) and _goes_on(session.history, tuple(map(digest, request.messages))):
             return Placed(session, len(session.history))
@@ -112,7 +112,7 @@ class ClientSessions:
         return self._sessions.pop(group, None)
 
     def idle(self, seconds: float) -> list[ClientSession]:
-        """Sessions that nobody used for so long."""
+        """Sessions without a request for so long."""
         before = time.time() - seconds
         return [session for session in self._sessions.values() if session.last_used < before]
 
@@ -124,7 +124,7 @@ class ClientSessions:
         return next((s for s in self.of_user(user) if s.named == name and s.tenant == tenant), None)
 
     def _by_history(self, digests: tuple[str, ...], head: str, tenant: str, user: str) -> ClientSession | None:
-        """The session with the longest history that begins this one."""
+        """The session with the longest history that is a prefix of this one."""
         fitting = [
             session
             for session in self.of_user(user)

@@ -1,6 +1,6 @@
 """A client's request and its reply, independent of the dialect.
 
-Every dialect (`dialects/`) reads its requests into a `ModelRequest` and writes a `ModelReply` in its own words. The
+Every dialect (`dialects/`) reads its requests into a `ModelRequest` and writes a `ModelReply` in its own form. The
 client's agent runs its own tools: a reply names the calls, and the next request brings their results.
 """
 

@@ -8,8 +8,8 @@
 
 Every turn's answer names its session in the header `X-Headrace-Session`; that is the ID to rate.
 
-The endpoints know HTTP, keys and dialects; the sampler knows sessions and the engine. While a streamed turn is sampled
-the connection carries comments, so that neither a proxy nor the client takes it for dead.
+The endpoints know HTTP, keys and dialects; the sampler knows sessions and the engine. While a streamed turn is sampled,
+comments are sent on the connection, so that neither a proxy nor the client considers it dead.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _log = logging.getLogger("headrace.gateway")
 
 
 class Caller(NamedTuple):
-    """Whose request it is."""
+    """The key that the request was made with."""
 
     key: ApiKey
     session: str
@@ -59,7 +59,7 @@ class Sampler(Protocol):
     """The source of turns behind the endpoints."""
 
     def begin(self, request: ModelRequest, caller: Caller) -> "Begun":
-        """The session that a turn belongs to, and the turn to be awaited. Refused when there is none to be had."""
+        """The session that a turn belongs to, and the turn to be awaited. Refused when no turn can be sampled."""
 
     async def count(self, request: ModelRequest) -> int:
         """Tokens of the prompt."""

@@ -1,9 +1,9 @@
 """The gateway's HTTP front: typed JSON in, JSON out, and bounds on everything that a client controls.
 
-A client may send anything, send slowly, or never finish. So bodies are bounded and decoded into typed structs, and what
-does not fit is answered with one sentence and status 400. Connections are bounded in number and in time: one that has
-not sent its headers within `HEADER_S`, or that is idle for `IDLE_S`, is closed; one above `MAX_CONNECTIONS` gets a 503.
-aiohttp has no such bounds. They are in `Connections`, which wraps its server and uses public interfaces only.
+A client may send anything, send slowly, or never finish. So bodies are bounded and decoded into typed structs; a body
+that does not fit is answered with one sentence and status 400. Connections are bounded in number and in time: one that
+has not sent its headers within `HEADER_S`, or that is idle for `IDLE_S`, is closed; one above `MAX_CONNECTIONS` gets a
+503. aiohttp has no such bounds. They are in `Connections`, which wraps its server and uses public interfaces only.
 """
 
 import asyncio
@@ -137,7 +137,7 @@ class Connections:
                 self.deadlines[transport] = time.monotonic() + IDLE_S
 
     async def sweep(self) -> None:
-        """Close the connections whose deadline has passed, for ever."""
+        """Close connections whose deadline has passed, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
@@ -146,7 +146,7 @@ class Connections:
 
 
 class _Connection(asyncio.Protocol):
-    """Hands a connection's events to aiohttp's protocol, and counts the connection while it is open."""
+    """Passes a connection's events to aiohttp's protocol, and counts the connection while it is open."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections

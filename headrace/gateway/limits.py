@@ -1,4 +1,5 @@
-"""Rates per key: a token bucket, refilled continuously, so that a client may burst and then keeps its rate."""
+"""Rates per key: a token bucket, refilled continuously, so that a client may send a burst and is then held to its
+rate."""
 
 import math
 import time
@@ -13,7 +14,7 @@ class RateLimit:
         self._buckets: dict[str, tuple[float, float]] = {}
 
     def take(self, name: str, per_minute: int) -> float:
-        """Take one request; 0 when it may go, else the seconds after which the next one may."""
+        """Count one request; 0 when it is allowed, else the seconds after which the next one is."""
         rate = per_minute / 60.0
         capacity = max(1.0, rate * self._burst_s)
         now = self._clock()
@@ -28,7 +29,7 @@ class RateLimit:
         return 0.0
 
     def _forget(self, now: float) -> None:
-        """Drop buckets that are full again by now: they mean nothing."""
+        """Drop buckets that are full again: a new bucket is equal to them."""
         self._buckets = {name: entry for name, entry in self._buckets.items() if now - entry[1] < 2 * self._burst_s}
 
 

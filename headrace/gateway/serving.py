@@ -1,8 +1,8 @@
 """Turns for agents that run their own tools: from a request to a rollout actor of the production lane and back.
 
 The gateway knows sessions and no tokens; the rollout actor knows tokens and keeps no sessions. A session is a record in
-HR_SESSION, so a gateway that restarts goes on with it. It ends when it is rated, closed, or idle for
-``[production] idle_s``: then its turns become a Trajectory of the production lane. Only a rated one can be trained on.
+HR_SESSION, so a restarted gateway continues it. It ends when it is rated, closed, or idle for ``[production] idle_s``:
+then its turns become a Trajectory of the production lane. Only a rated one can be trained on.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ class ClientServing:
         return Begun(session.group, self._sample(request, session.group))
 
     async def _sample(self, request: ModelRequest, group: str) -> ModelReply:
-        """One turn at a time of a session: the turn before this one may have moved its history on."""
+        """One turn of a session at a time, because the turn before this one changes its history."""
         production = self._config.production
         async with self._locks.setdefault(group, asyncio.Lock()):
             session, known = self._sessions.go_on(group, request)
@@ -210,7 +210,7 @@ class ClientServing:
         return answer.detail
 
     async def end_idle(self) -> None:
-        """End the sessions that nobody used for ``[production] idle_s``."""
+        """End the sessions without a request for ``[production] idle_s``."""
         for session in self._sessions.idle(self._config.production.idle_s):
             try:
                 await self._end(session)

@@ -1,4 +1,4 @@
-"""Shadow turns: the candidate answers what users ask, and nobody sees it.
+"""Shadow turns: the candidate also answers users' turns, and no user sees its answers.
 
 A shadow turn has a session of its own under the user's hash, so a purge reaches its record. Its context is the whole
 history as the client sent it, encoded anew: the candidate never continues ids that another version sampled.

@@ -20,7 +20,7 @@ class Split:
         self.gate = GateState(run="")
 
     def apply(self, message: Message | None) -> None:
-        """Take a value over; others are ignored."""
+        """Adopt a value of HR_STATE; other values are ignored."""
         match message:
             case Promotion():
                 self.promoted = message.policy
@@ -39,5 +39,5 @@ class Split:
 
 
 def place(session: str) -> float:
-    """A session's place between 0 and 1."""
+    """A number between 0 and 1 that belongs to the session."""
     return int.from_bytes(hashlib.sha256(session.encode()).digest()[:8], "big") / 2**64

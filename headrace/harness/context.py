@@ -1,7 +1,7 @@
 """The policy's context: the ids of the running segment, and when it has to be summarised.
 
-A segment's context is the concatenation of appended and sampled ids, token for token. Once it has grown to the task's
-limit the policy writes a summary and a new segment starts from the task and that summary; all segments belong to one
+A segment's context is the concatenation of appended and sampled ids, token for token. When it reaches the task's limit,
+the policy writes a summary, and a new segment starts from the task and that summary; all segments belong to one
 trajectory, and the reward reaches each of them.
 """
 

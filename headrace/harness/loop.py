@@ -1,11 +1,11 @@
 """The agent loop: sample a turn, run its calls, append the results, until the policy finishes or a limit is reached.
 
-One loop for training, evaluation and production, for sampled and for scripted policies. It keeps two promises to the
-caller, which writes the turn log: `on_sampled` is awaited before any call of the turn is sent, and a resumed episode
-never samples a turn again but sends the calls of an open one once more under the same ids.
+One loop for training, evaluation and production, for sampled and for scripted policies.
 
+It guarantees two things to the caller, which writes the turn log. `on_sampled` is awaited before any call of the turn
+is sent. A resumed episode never samples a turn again; it sends the calls of an open turn once more under the same ids.
 Calls of one turn run at the same time and are answered in their order. A call that changes the workspace runs alone, in
-its place: what a turn does never depends on which of its calls is faster.
+its place, so the effect of a turn never depends on which of its calls is faster.
 """
 
 import asyncio
@@ -138,8 +138,8 @@ def _outcome(turns: Sequence[Turn], request: RolloutRequest, start: float) -> Ou
 
 
 def _grew(turns: Sequence[Turn]) -> bool:
-    """Whether the last turn is a summary that is no shorter than what it stands for: it would free no context, and
-    summaries of summaries would grow until the limit of tokens."""
+    """Whether the last turn is a summary that is no shorter than the text which it replaces: it would free no context,
+    and summaries of summaries would grow up to the token limit."""
     if not turns or turns[-1].kind != "summary":
         return False
     *before, last = (turn for turn in turns if turn.segment == turns[-1].segment)

@@ -1,7 +1,7 @@
 """The prompt of an episode and its tools.
 
-The prompt is the user's or the task's text. How it is framed, and whether the tools are explained, is the renderer's
-business: the terse format explains nothing, a chat template shows the JSON Schema of every tool.
+The prompt is the user's or the task's text. The renderer decides how it is framed and whether the tools are explained:
+the terse format explains nothing, a chat template shows the JSON Schema of every tool.
 """
 
 from headrace.harness.tools.search.session import SearchSession

@@ -27,7 +27,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Checker = Callable[[Message], float | bool]
-"""A finite number; `Grading.passes_at` says from which one on it is a pass."""
+"""A finite number; `Grading.passes_at` is the smallest one that passes."""
 
 CHECKERS: Registry[Checker] = Registry(
     "checkers",
@@ -66,8 +66,8 @@ def used(oracle: Oracle) -> tuple[Plugin, ...]:
 
 
 def final(text: str) -> str:
-    r"""The part of a message that answers: the last ``\boxed{...}``, ``#### ...`` or ``answer: ...``, else its last
-    line with text."""
+    r"""The part of a message that holds the final answer: the last ``\boxed{...}``, ``#### ...`` or ``answer: ...``,
+    else its last line with text."""
     matches = list(_BOXED.finditer(text))
     if matches:
         return next(group for group in matches[-1].groups() if group is not None).strip()

@@ -44,7 +44,7 @@ from headrace.registry import PluginError
 from headrace.sandboxes.calls import NodeSilent, Superseded
 
 TRIES = 3
-"""Sandboxes that our own parts may lose for one candidate before the judge gives up."""
+"""Number of sandboxes of one candidate that our own parts may lose before the judge gives up."""
 RETRY_S = 0.5
 """Pause before another sandbox is asked for, times the number of failures."""
 
@@ -82,7 +82,7 @@ class _CandidateDied(Exception):
 
 
 class _NotApplied(Exception):
-    """A fresh sandbox does not take the candidate's changes."""
+    """The candidate's changes cannot be made in a fresh sandbox."""
 
 
 class _Examiner:
@@ -131,8 +131,8 @@ class _Examiner:
         return conclude(oracle, Examination(ok=passes(oracle, (), value), value=value), suspicions)
 
     async def _second(self, files: dict[str, bytes], first: Examination, unsure: bool) -> Examination | None:
-        """The examination in a machine of the candidate's own; None where our own parts failed. Then the first one
-        stands, unless its machine was changed: SandboxLost, NoCapacity."""
+        """The examination in a machine of the candidate's own; None where our own parts failed. Then the first
+        examination counts; if its machine was changed, the failure is raised instead: SandboxLost, NoCapacity."""
         try:
             return await self._examination(files, "episode", thorough=unsure, second=True)
         except Superseded:
@@ -243,7 +243,8 @@ class _Examiner:
             raise _NotApplied(f"the hidden tests cannot be written over the changes: {added.error}")
 
     async def _compare(self, first: Examination, second: Examination | None) -> Literal["", "same", "other"]:
-        """Whether the second examination agrees. A machine that the candidate changed leaves nothing to compare."""
+        """Whether the second examination agrees. After a machine that the candidate changed there is nothing to
+        compare."""
         if second is None or second.touched:
             return ""
         if second.ok == first.ok:

@@ -1,4 +1,4 @@
-"""From what a test run left behind to an examination, by the grading of the task."""
+"""From the output of a test run to an examination, by the grading of the task."""
 
 import json
 import math
@@ -17,7 +17,7 @@ LARGEST = 8 << 20
 def examined(
     oracle: Oracle, result: OpResult, written: bytes | None, *, touched: tuple[str, ...], alone: bool
 ) -> Examination:
-    """The examination of one run. RefusedOutput for what an honest run does not send.
+    """The examination of one run. RefusedOutput for output that no honest run sends.
 
     written: the content of `Grading.file`, None where the run left no such file.
     """

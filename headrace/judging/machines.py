@@ -1,4 +1,4 @@
-"""Where the judge's sandboxes come from: the actors of the bus, or a host in this process."""
+"""The sources of the judge's sandboxes: the actors of the bus, or a host in this process."""
 
 from typing import Protocol, TypeVar
 
@@ -26,7 +26,7 @@ class Named(Sandbox, Protocol):
 
 
 class Host(Protocol):
-    """What `HostMachines` needs of `vmhost.node.host.Host`."""
+    """The part of `vmhost.node.host.Host` that `HostMachines` needs."""
 
     async def acquire(self, request: Acquire, /) -> Named:
         """A fresh sandbox. SandboxLost, NoCapacity."""

@@ -1,4 +1,4 @@
-"""The bounded reading of a test run: what a candidate's process reported becomes outcomes, or is refused.
+"""The bounded reading of a test run: the report of a candidate's process becomes outcomes, or is refused.
 
 Candidate code runs in the process that reports the tests, so a report may hold anything that fits a frame: a million
 tests, names of megabytes, observations beyond what an honest process can send. The judge works with reports inside the

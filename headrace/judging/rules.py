@@ -1,9 +1,9 @@
 """Rules about diffs and episodes, as data, each with a severity.
 
-Candidate code and hidden tests share one Python process, so the process cannot be trusted about itself. Everything
-outside it can: the values that sealed tests must see (tasks/sealing.py), the names that must be reported, the files
-that only the host writes, and the text of the diff. The rules look at what a diff adds: a repository (or its known
-solution) that uses `sys.modules` may go on doing so.
+Candidate code and hidden tests share one Python process, so nothing that the process says about itself can be trusted.
+Data from outside can: the values that sealed tests must see (tasks/sealing.py), the names that must be reported, the
+files that only the host writes, and the text of the diff. The rules look at what a diff adds: a repository (or its
+known solution) that uses `sys.modules` may go on doing so.
 
 A rule of severity ``zero`` turns a pass into ``cheating``. One of severity ``note`` is reported with the Score and
 makes the judge examine the candidate a second time, alone in a machine; honest fixes match such rules too. A rule is
@@ -114,8 +114,8 @@ FOUND: dict[str, Severity] = {
     "machine_touched": "zero",
     "canary": "zero",
 }
-"""Findings of the judge that no pattern gives: the workspace before the first call, the machine after the tests,
-a passed task that cannot be solved."""
+"""Findings of the judge that do not come from a pattern: the workspace before the first call, the machine after the
+tests, a passed task that cannot be solved."""
 _RULES: tuple[Rule, ...] = (*CODE, *FILES, *COMMANDS)
 SEVERITY: dict[str, Severity] = {rule.name: rule.severity for rule in _RULES} | FOUND
 """Every rule by name."""
@@ -140,7 +140,7 @@ def suspicions(
     for path in (*diff, *touched):
         for rule in FILES:
             if any(matches(glob, path, True) for glob in rule.globs):
-                # A new test of the candidate's own is work; one that was there before is evidence.
+                # A candidate may add tests of its own; a changed test that was there before is suspicious.
                 if rule.name != "changes_tests" or path in repository or path in oracle.hidden:
                     matched.add(f"{rule.name}:{path}")
                 break

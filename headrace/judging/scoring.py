@@ -1,4 +1,4 @@
-"""From a verdict to the Score record: the reward of the configured function, and who computed it.
+"""From a verdict to the Score record: the reward of the configured function, and the plugin that computed it.
 
 A reward is code that a user may bring, so its failures are contained: one that raises, returns no finite number or
 exceeds the time limit gives the attempt reward 0 with the reason `reward_error`. Three in a row mean that the function

@@ -51,7 +51,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     rubric: RubricScore | None = None
     """Of a rubric judge, beside the tests; it decides nothing here."""
     reason: str = ""
-    """Why there is nothing better than reward 0: refused output, or a fault of the judge."""
+    """Why the reward is 0 whatever the tests say: refused output, or a fault of the judge."""
 
     @property
     def passed(self) -> bool:

@@ -13,7 +13,7 @@ import headrace
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and when something was measured."""
+    """The conditions of a measurement."""
 
     cpu: str
     cores: int

@@ -78,7 +78,7 @@ def end_together() -> None:
 
 
 def has_machines(config: Config) -> bool:
-    """Whether sandboxes of this configuration run in machines of their own. VmhostError for an unknown backend."""
+    """Whether sandboxes of this configuration run in virtual machines. VmhostError for an unknown backend."""
     from headrace.vmhost.backends.registry import capabilities
 
     return capabilities(config.environment.backend).kernel_private

@@ -1,6 +1,6 @@
 """The log files of a run as one stream of lines, in the order of their times.
 
-A process writes one JSON object per line; a line that is none (a traceback, a message of a library) belongs to the line
+A process writes one JSON object per line. Any other line (a traceback, a message of a library) belongs to the line
 before it and keeps its place.
 """
 
@@ -82,7 +82,7 @@ class Tail:
 
 
 def read(folder: Path, wanted: Wanted, tails: dict[Path, Tail]) -> list[Line]:
-    """New lines of every log in a folder that pass, by time. tails: what was read so far; filled here."""
+    """New lines of every log in a folder that pass, by time. tails: the state of reading per file; filled here."""
     lines: list[Line] = []
     for path in sorted(folder.glob("*.log")):
         lines += [line for line in tails.setdefault(path, Tail(path)).read() if wanted.shows(line)]

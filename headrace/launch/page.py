@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 USERS_S = 12 * 3600.0
 """How long the token of a live run's page opens users' sessions."""
 NO_PAGE = "no live page: [bus] url names a broker, and [dashboard] websocket does not say where its WebSocket is"
-"""What `up` says where only an operator can make a page possible."""
+"""The message of `up` when a page needs a setting of the operator's broker."""
 
 
 class Place(msgspec.Struct):
@@ -34,12 +34,12 @@ class Place(msgspec.Struct):
 
 
 def write_place(folder: Path, page: str, token: str) -> None:
-    """Write where the page is; the token in it is for this machine's operator alone."""
+    """Write the page's address; the token in it is for this machine's operator alone."""
     private(folder / "page.json", msgspec.json.encode(Place(page, token)).decode())
 
 
 def read_place(folder: Path) -> Place | None:
-    """Where a run's page is; None when it has none."""
+    """The address of a run's page; None when it has none."""
     path = folder / "page.json"
     return msgspec.json.decode(path.read_bytes(), type=Place) if path.is_file() else None
 

@@ -56,7 +56,8 @@ def serve(config: Config, names: Sequence[str], run: str, url: str, credentials:
     config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, id=run))
 
     async def main() -> int:
-        # Once before anything starts: a wrong address or key, or a missing stream, is one sentence, not a restart loop.
+        # Checked once before anything starts: a wrong address or key, or a missing stream, is one sentence, not a
+        # restart loop.
         async with await Bus.connect(url, role=classes[0][0].role, credentials=keys) as bus:
             await streams.require(bus.connection)
         with measured(config, names[0].replace(":", "-"), run):

@@ -64,8 +64,8 @@ async def through(config: Config, stopping: Stopping, closing: AsyncExitStack, b
 
 
 def refuse(config: Config, root: Path) -> None:
-    """Refuse an engine that cannot be meant, a full disk, a broker without an account of this run and a busy port
-    before anything is created. ConfigError, RunError, BusError."""
+    """Refuse an unusable engine section, a full disk, a broker without an account of this run and a busy port before
+    anything is created. ConfigError, RunError, BusError."""
     from headrace.bus.broker import credentials
     from headrace.bus.broker.server import refuse_busy_port
     from headrace.launch.checks import model

@@ -1,4 +1,4 @@
-"""Simulated users: real HTTP requests to the gateway, with a day and a night.
+"""Simulated users: real HTTP requests to the gateway, at a rate that follows day and night.
 
 The rate follows a raised cosine over `day_s` (zero at night), arrivals are Poisson, and a user judges the files that
 came back: thumb up when every file has the solution's content. The seed makes a run's users repeat the same requests.
@@ -104,7 +104,7 @@ class Product:
         raise Away
 
     async def opened(self) -> None:
-        """Return when the gateway has a policy: a product without one has no users yet."""
+        """Return when the gateway serves a policy: before that there are no users."""
         while not self._stopping.is_set():
             with suppress(Away):
                 await self.call("GET", "/healthz")

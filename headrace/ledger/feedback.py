@@ -2,7 +2,7 @@
 
 Conservation: received = trained + late + capped + opted out + unattributed + superseded + purged + discarded + pending,
 at every moment. A rating ends by a FeedbackSettled, by its user's purge, or with the step of the batch in which the
-branch trains on it. The feedback actor acts on this ledger and the audit proves it; both use this module.
+branch trains on it. The feedback actor decides by this ledger and the audit proves it; both use this module.
 """
 
 from collections import Counter
@@ -26,11 +26,11 @@ class Rating:
 
     seq: int
     feedback: Feedback | None
-    """None: its record is deleted."""
+    """None when its record is deleted."""
     time: float
     """Seconds since the epoch; 0 for a deleted one."""
     fate: str = ""
-    """Empty while it waits for a batch; ``closed`` while and after it has a place in one."""
+    """Empty while it waits for a batch; ``closed`` from the moment when it has a place in one."""
     branch: str = ""
     group: str = ""
     purged: bool = False

@@ -2,8 +2,9 @@
 
 candidate -> benchmark -> shadow -> canary stages -> promoted; or held (nothing shows that it is better, or the numbers
 do not come), or rolled back (users get worse answers). The benchmark decides on paired tasks; ratings of users are a
-guard against harm only, because a small product never has enough of them to show a gain. The harm test is valid at
-every look (`algorithms.sequential`) and starts anew with every stage, because a changed share would mix the days.
+guard against harm only, because a small product never has enough of them to show a gain. The harm test is valid
+whenever it is evaluated (`algorithms.sequential`). It starts anew with every stage, because ratings under different
+shares come from different days.
 """
 
 from collections.abc import Mapping
@@ -38,8 +39,8 @@ def begin(run: str, candidate: PolicyRef, promoted: PolicyRef, rules: Gate, now:
 def measured(
     state: GateState, candidate: Mapping[str, float], promoted: Mapping[str, float], rules: Gate, now: float
 ) -> Move | None:
-    """The benchmark's end: by task the share of trials that each version passed; tasks that infrastructure failed are
-    left out."""
+    """The end of the benchmark, by the share of trials of each task that each version passed; tasks that infrastructure
+    failed are left out."""
     if state.stage != "benchmark":
         return None
     found = paired_difference(promoted, candidate, rules.alpha)  # each side of the interval has half of alpha
@@ -91,7 +92,7 @@ def rated(state: GateState, policy: PolicyRef, up: bool, seq: int, rules: Gate, 
 
 
 def overdue(state: GateState, rules: Gate, now: float) -> Move | None:
-    """A stage that has not ended in time holds the candidate back: the numbers do not decide."""
+    """Hold the candidate back when its stage has not ended in time: there are too few numbers to decide."""
     if state.stage in RUNNING and now - state.since > rules.stage_s:
         return _to(state, "held", f"{state.stage} has not ended within {rules.stage_s:g} s", now)
     return None

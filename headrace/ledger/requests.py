@@ -1,7 +1,7 @@
-"""The one builder of a RolloutRequest: a ledger record says which attempt, these settings say how it runs.
+"""The one builder of a RolloutRequest: a ledger record names the attempt, these settings say how it runs.
 
-Curriculum, evaluator, gateway and command line all build their requests here, so the lanes cannot drift apart. The
-result depends on nothing else: a successor that builds the request of a recorded attempt again gets the same one.
+Curriculum, evaluator, gateway and command line all build their requests here, so the lanes cannot differ. The result
+depends on nothing else: a successor that builds the request of a recorded attempt again gets the same one.
 """
 
 import msgspec

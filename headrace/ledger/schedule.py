@@ -206,7 +206,7 @@ def _close(state: RunState, rules: Rules) -> Decision | None:
         (ready if done else waiting).append((oldest, group))
     if not ready or place >= min(state.steps + 2, rules.steps) * per_step:
         return None
-    oldest, first = min(ready, key=lambda pair: pair[0])  # of equals the one issued first
+    oldest, first = min(ready, key=lambda pair: pair[0])  # of equal ones the first issued
     others = [version for version, group in [*ready, *waiting] if group is not first]
     if staleness.may_close(oldest, others, place, per_step, bounds):
         return _closing(first, rules)
@@ -226,7 +226,8 @@ def _close(state: RunState, rules: Rules) -> Decision | None:
 
 
 def _too_late(versions: Iterable[int], place: int, per_step: int, bounds: Bounds) -> int | None:
-    """Earliest deadline first from a place on: the version of the first group that comes too late, None when none."""
+    """Earliest deadline first from a place on: the version of the first group that would be too late, None without
+    one."""
     for at, version in enumerate(sorted(versions), place):
         if bounds.last_batch(version) < staleness.batch_of(at, per_step):
             return version

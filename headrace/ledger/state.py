@@ -21,7 +21,7 @@ Outcome = StepDone | StepFailed
 
 @dataclass(slots=True)
 class Attempt:
-    """One try at a slot, from its SlotIssued on."""
+    """One attempt at a slot, from its SlotIssued on."""
 
     issued: SlotIssued
     seq: int

@@ -1,9 +1,9 @@
-"""Messages to bytes and back: msgpack, then lz4 where it pays.
+"""Messages to bytes and back: msgpack, then lz4 where it saves a tenth.
 
 Layout on the wire: the payload is msgpack, or an lz4 frame of it when ``Hr-Encoding: lz4`` says so; the type and its
 version travel in ``Hr-Type: name/version``. Compression starts at 4 KiB and is kept only if it saves a tenth:
-log-probabilities and routed experts hardly shrink, text does. Of a large payload samples are tried first, because
-trying all of it costs more than anything else that is done to a megabyte.
+log-probabilities and routed experts hardly shrink, text does. For a large payload samples are compressed first, because
+compressing all of it in vain would be the most expensive part of sending it.
 """
 
 import re

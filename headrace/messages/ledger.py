@@ -29,7 +29,7 @@ class SlotIssued(Message, frozen=True, kw_only=True):
     seed: int
     min_version: Count
     speculative: bool = msgspec.field(default=False, name="beside")
-    """The previous attempt is still running: the first of the two that is scored counts."""
+    """The previous attempt is still running; of the two, the one that is scored first counts."""
 
 
 class ClosedSlot(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from headrace.messages.base import Count, Message, message
 
 @message("event")
 class Event(Message, frozen=True, kw_only=True):
-    """An event without a struct of its own, above all a failure with its reason."""
+    """An event that has no struct of its own, mostly a failure with its reason."""
 
     actor: str
     id: str

@@ -194,7 +194,8 @@ class ClientSessionEnd(Message, frozen=True, kw_only=True):
 
 @message("client_session")
 class ClientSession(Message, frozen=True, kw_only=True):
-    """An open session as the gateway keeps it in HR_SESSION: enough to find it again by its history after a restart."""
+    """An open session as the gateway keeps it in HR_SESSION: after a restart the gateway finds it again by its
+    history."""
 
     group: str
     tenant: str

@@ -40,7 +40,7 @@ class SearchRequest(Message, frozen=True, kw_only=True):
 
     run: str
     template: str
-    """Names where the workspace comes from: vectors are cached by it."""
+    """Name of the workspace's origin; vectors are cached by it."""
     base: str = ""
     files: dict[str, bytes] = {}
     deleted: tuple[str, ...] = ()

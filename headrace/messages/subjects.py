@@ -289,7 +289,7 @@ KEY_VALUES: dict[str, str] = {
     "HR_STATE": "run configuration, min_version per run, durable trainer position",
     "HR_SESSION": "open sessions of users with their prompts; only gateways read it",
     "HR_LEASE": "capacity leases; the revision is the fencing token",
-    "HR_PRESENCE": "who is alive, by beat; entries lapse after 15 s",
+    "HR_PRESENCE": "heartbeats of live actors; entries lapse after 15 s",
 }
 
 

@@ -1,8 +1,8 @@
-"""Requests to a node about its sandboxes that survive a reconnect and a lost reply; and the meaning of refusals.
+"""Requests to a node about its sandboxes that survive a reconnect and a lost reply, and the exceptions for refusals.
 
 A node's reply travels on the connection that received the request. If that connection breaks in between, the reply is
-lost and nobody is told. So a request is repeated under the same ids, and the node answers a repeat from its record.
-`ask` is the only retry loop.
+lost without an error. So a request is repeated under the same ids, and the node answers a repeat from its record. `ask`
+is the only retry loop.
 """
 
 import time
@@ -25,7 +25,7 @@ class Superseded(SandboxLost):
 
 
 class NodeSilent(SandboxLost):
-    """The node does not answer at all, so the state of what ran there is unknown."""
+    """The node does not answer at all, so the state of its sandboxes is unknown."""
 
 
 class CannotCopy(Exception):
@@ -39,7 +39,7 @@ async def ask(
 
     timeout: seconds for an answer, counted anew once if none came. repeat: whether the node may receive the request
     again while the first one may still be running; it recognises calls and acquires by their ids. patient: wait up to
-    `SILENCE_S` for a node that does not listen, and give it the second count; NodeSilent then. Without it the first
+    `SILENCE_S` for a node that does not listen, then try once more; NodeSilent after that. Without it the first
     NoResponders, Disconnected or BusTimeout is raised, for callers that have another node.
     """
     retry = Backoff(RETRY_S, RETRY_S, jitter=0.3)

@@ -76,7 +76,7 @@ class RemoteSandbox:
         self.capabilities = frozenset(acquired.capabilities)
         """Names of what its backend can do (vmhost/backend.py)."""
         self.fresh = acquired.epoch == 1
-        """Whether nobody owned it before."""
+        """Whether it had no owner before."""
         self.renewed = time.monotonic()
         """When its node last renewed the lease; every answered call does."""
 
@@ -163,8 +163,8 @@ class RemoteSandbox:
         raise refusal(reply, self.id)
 
     async def fork(self, into: Sequence[Acquire]) -> list["RemoteSandbox"]:
-        """Sandboxes that continue from where this one is, one per request of its run, lane and role; this one continues
-        too. Like `checkpoint` it needs a machine of its own. CannotCopy, NoCapacity, SandboxLost."""
+        """Sandboxes that continue from this one's present state, one per request of its run, lane and role; this one
+        continues too. Like `checkpoint` it needs a machine of its own. CannotCopy, NoCapacity, SandboxLost."""
         acquired = self._acquired
         request = Fork(sandbox=acquired.sandbox, secret=acquired.secret, epoch=acquired.epoch, into=tuple(into))
         try:

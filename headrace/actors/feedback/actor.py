@@ -8,8 +8,8 @@ The branch (`branch`) begins at the first version that is promoted while `[feedb
 ordinary one, in a process of its own. Each of its versions is a candidate while no other one is at the gate
 (`candidates`). Promotion and rollback are one value in HR_STATE that gateways follow.
 
-Everything that this actor knows it reads from the streams when it starts. Of two feedback actors of a run the one that
-started last acts; the other one stands down and stays idle, so that the two never fence each other off by restarts.
+It reads all of its state from the streams when it starts. Of two feedback actors of a run the one that started last
+acts; the other one stands down and stays idle, so that the two never fence each other off by restarts.
 """
 
 import asyncio
@@ -229,7 +229,7 @@ class Feedback(Actor):
                 self._newest[feedback.trajectory] = rating
 
     def serving(self) -> int | None:
-        """The promoted version as the branch counts; None while it is no version of the branch."""
+        """The promoted version's number in the branch; None while it is no version of the branch."""
         return self.branch.version_of(self.promoted.policy) if self.promoted is not None else None
 
     async def _make_batches(self) -> None:

@@ -1,8 +1,8 @@
 """The ledger of the branch run: every rated session becomes a group of one rollout, closed in the order of its batches.
 
-The feedback actor is to the branch what the curriculum is to a run of tasks: it alone writes SlotIssued and GroupClosed
-there, each closing on top of the one before, so a second feedback actor is refused. The sessions are copies under the
-branch's name with their user's hash in the subject, so a purge reaches them, and with the branch's version numbers.
+In the branch the feedback actor has the curriculum's part: it alone writes SlotIssued and GroupClosed there, each
+closing on top of the one before, so a second feedback actor is refused. The sessions are copies under the branch's name
+with their user's hash in the subject, so a purge reaches them, and with the branch's version numbers.
 
 A rating's place is four records: SlotIssued, Trajectory, Score, GroupClosed. Those that exist are used again
 after a crash.
@@ -94,7 +94,7 @@ class BranchLedger:
         return len(self.state.closings)
 
     def version_of(self, policy: PolicyRef) -> int | None:
-        """A policy's version in the branch; None for one that is none of its versions."""
+        """A policy's version number in the branch; None for a policy that is not one of its versions."""
         if policy.kind != "pinned" or self.base is None:
             return None
         if policy.run == self.name:

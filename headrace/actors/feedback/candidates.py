@@ -1,4 +1,4 @@
-"""The candidate's way to the users: asks for its benchmark, counts, publishes every verdict, promotes.
+"""The stages of a candidate: asks for its benchmark, counts, publishes every verdict, promotes.
 
 The stages are in `ledger.gate`; this part reads and writes them. The state is a value in HR_STATE that gateways route
 by. A verdict is published before its state is kept, so a crash in between repeats it under the same message id.
@@ -119,13 +119,13 @@ class Candidates:
         await self._go(gate.rated(self.state, policy, up, seq, self.rules, time.time()))
 
     async def on_time(self) -> None:
-        """Hold back what takes too long."""
+        """Hold back a candidate whose stage takes too long."""
         move = gate.overdue(self.state, self.rules, time.time())
         if move is not None:
             await self._take(move)
 
     async def decide(self, promotion: Promotion, stage: Stage) -> None:
-        """An operator's promotion: it ends the candidate's way, unless there is none."""
+        """An operator's promotion: it ends the present candidate, if there is one."""
         if self.running:
             await self._take(gate.ended(self.state, stage, f"an operator: {promotion.reason}", time.time()), promotion)
         else:

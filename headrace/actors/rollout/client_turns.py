@@ -1,8 +1,8 @@
 """Turns for agents that run their own tools: the client's messages in, a sampled turn out, all of it on record.
 
 The rollout actor keeps nothing that the turn log does not hold: what a session sampled is read from the log, unless
-this actor wrote its last record. So any rollout actor of the production lane answers any turn, and one that dies loses
-at most the turn that it was sampling. At its end a session becomes a Trajectory like every other: token ids,
+this actor wrote its last record. So any rollout actor of the production lane can answer any turn, and an actor that
+dies loses at most the turn that it was sampling. At its end a session becomes a Trajectory like every other: token ids,
 log-probabilities, routes and versions exactly as they were sampled.
 """
 
@@ -135,7 +135,7 @@ class ClientTurns:
         )
 
     async def end(self, request: ClientSessionEnd) -> Ack:
-        """Publish the session's Trajectory; a session without a turn leaves none. Asked again it changes nothing."""
+        """Publish the session's Trajectory; a session without a turn has none. A repeated request changes nothing."""
         session = await self._session(request.run, request.group)
         await session.log.flush()
         if not session.turns:

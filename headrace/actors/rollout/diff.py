@@ -12,7 +12,8 @@ _TEST_CACHES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_
 
 
 class TreeTooLarge(Exception):
-    """The workspace cannot be pulled whole, so nobody can say what the episode changed: infrastructure, not reward."""
+    """The workspace cannot be pulled whole, so the changes of the episode are unknown: an infrastructure failure, not a
+    reward of 0."""
 
 
 class Diff(NamedTuple):

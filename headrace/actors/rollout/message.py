@@ -1,4 +1,4 @@
-"""One attempt at a task without a sandbox: sample a message, publish the Trajectory. No node is asked for anything.
+"""One attempt at a task without a sandbox: sample a message, publish the Trajectory. No environment is involved.
 
 The message stands in the diff of the Trajectory, under `ANSWER`; the judge gives it to the task's checker.
 """

@@ -1,8 +1,8 @@
 """Which engine and which renderer serve a request: `latest` follows its node's staged versions, a pinned version is
 held while requests name it, a scripted policy is an engine made for one episode.
 
-The receiver of this node leaves a verified file per version and says so with WeightsStaged; the newest one is loaded
-and flipped in between two decode steps, the ones in between are skipped.
+The receiver of this node stores a verified file per version and announces it with WeightsStaged. The engine loads the
+newest one and switches to it between two decode steps; versions in between are skipped.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ class Policies:
         return self._engine
 
     async def recover(self) -> int:
-        """Read what this node staged before; returns the sequence after which `follow` goes on."""
+        """Read the versions that this node staged before; returns the sequence after which `follow` continues."""
         last = 0
         async for received in self._bus.history("HR_EVENT", EVENT.where(run=self._run, type="weights_staged")):
             await self._hear(received.message)
@@ -118,7 +118,7 @@ class Policies:
         return last
 
     async def follow(self, after: int) -> None:
-        """Hear of staged versions for as long as the actor lives."""
+        """Follow the staged versions for as long as the actor lives."""
         subject = EVENT.where(run=self._run, type="weights_staged")
         async for received in self._bus.follow("HR_EVENT", subject, start=after + 1):
             await self._hear(received.message)
@@ -130,7 +130,7 @@ class Policies:
                 self._news.notify_all()
 
     async def load(self) -> None:
-        """Flip to the newest staged version whenever there is one, for as long as the actor lives."""
+        """Switch to the newest staged version whenever there is one, for as long as the actor lives."""
         while True:
             async with self._news:
                 await self._news.wait_for(lambda: max(self._staged, default=-1) > max(self.version, self._refused))
@@ -335,5 +335,5 @@ class Policies:
 
 @lru_cache(16)
 def _byte_renderer(more: tuple[ToolSchema, ...]) -> Renderer:
-    """For scripts only: a tokenizer that knows the tags and single bytes. more: tools besides those of the table."""
+    """For scripts only: a tokenizer of the tags and single bytes. more: tools besides those of the table."""
     return TerseRenderer(Tokenizer.train((), 256 + len(schemas.tags())), (*schemas.TABLE, *more))

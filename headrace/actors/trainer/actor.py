@@ -74,13 +74,13 @@ class Trainer(Actor):
         self._progress: Progress | None = None
         self._stopping = False
         self._bounds: Bounds | None = None
-        """The staleness bound of every batch, as the closings say."""
+        """The staleness bound of every batch, read from the closings."""
         self._ready: asyncio.Queue[Ready] = asyncio.Queue(2 * own.groups_per_step)
         self.spawn(self.until_superseded(self._live), "training")
         self.every(1.0, self._measure, "metrics")
 
     async def stop(self) -> None:
-        """Let the step in work end; mid-training ends at its next report."""
+        """Let the current step end; mid-training ends at its next report."""
         self._stopping = True
         try:
             if self.trainer is not None and self.config.trainer.ranks > 1:
@@ -276,7 +276,7 @@ class Trainer(Actor):
         return await self._write(manifest), manifest
 
     async def _write(self, record: StepManifest | StepDone | StepFailed) -> int:
-        """On top of the last record of the run's steps, or not at all."""
+        """Publish on top of the last record of the run's steps, or not at all."""
         self._step_seq = await self.bus.publish(
             STEP.at(run=self.run),
             record,
@@ -325,8 +325,8 @@ class Trainer(Actor):
             await self.event("purged", f"{purged} messages of steps that are no longer kept", messages=purged)
 
     async def _forget_weights(self) -> None:
-        """Old chains of versions go when full snapshots are laid. Nothing waits for it: what fails is done the next
-        time."""
+        """Remove old chains of versions when full snapshots are published. Nothing waits for it; a failed removal is
+        repeated next time."""
         section = self.config.weights
         trust = Trust.load(self.bus.credentials, section.publishers, unsigned=section.unsigned)
 

@@ -34,7 +34,7 @@ class Base(NamedTuple):
 
 
 async def fetch(bus: Bus, config: Config, run: str, folder: Path) -> Base | None:
-    """The base of a branch, None for a run that is none. Waits until the feedback actor names it."""
+    """The base of a branch; None for a run that is no branch. Waits until the feedback actor names it."""
     if not config.feedback.base:
         return None
     record = await _record(bus, run)

@@ -1,12 +1,13 @@
-"""Three brokers as one: every stream on three disks, and the death of any one of them loses nothing acknowledged.
+"""A cluster of three brokers: every stream is on three disks, and the loss of any one broker loses nothing that was
+acknowledged.
 
 The idea: JetStream keeps R3 streams by Raft, a publish is acknowledged when two of three have it, and actors reconnect
-to a broker that is left (the first broker that they reach names the others). An election takes 4 to 9 s; `Bus.publish`
+to a remaining broker (the first broker that they reach names the others). An election takes 4 to 9 s; `Bus.publish`
 tries again for 20, with the same message id, so a publish that was stored but not acknowledged is not stored twice.
 
-Trade-off: acknowledged means in the memory of two kernels; `sync_interval` in cluster.conf bounds what the loss of
-power at two sites at once can take. Put the three where they do not share power. Method: Raft (Ongaro, Ousterhout
-2014) as nats-server has it; limits found by others: Jepsen's report on NATS 2.12.1 (2025-12-08).
+Trade-off: an acknowledged message is in the memory of two kernels; `sync_interval` in cluster.conf bounds the loss when
+two sites lose power at once. Place the three brokers on separate power supplies. Method: Raft (Ongaro, Ousterhout 2014)
+as nats-server has it; limits found by others: Jepsen's report on NATS 2.12.1 (2025-12-08).
 
     python -m headrace.bus.broker.cluster FOLDER a=10.0.0.1:6222 b=10.0.0.2:6222 c=10.0.0.3:6222   # one folder per node
     python -m headrace.bus.broker.cluster --declare FOLDER/a --url nats://10.0.0.1:4222             # R3 streams, once
@@ -32,8 +33,8 @@ CONF = Path(__file__).with_name("cluster.conf")
 def prepare(folder: Path, routes: Mapping[str, str]) -> dict[str, Path]:
     """Make ``FOLDER/<name>`` for each broker: configuration, and the same credentials for all. Name to its folder.
 
-    routes: name to ``host:port``, where that broker listens for the others. BusError unless there are three.
-    Prepared again, keys stay; the secret of the routes is made anew, for all of them.
+    routes: name to ``host:port``, where that broker listens for the others. BusError unless there are three. A repeat
+    keeps the keys and makes a new secret for the routes of all brokers.
     """
     if len(routes) != REPLICAS or any(not address.rpartition(":")[2].isdigit() for address in routes.values()):
         raise BusError(f"a cluster has {REPLICAS} brokers, each as name=host:port, not {dict(routes)}")
@@ -55,7 +56,7 @@ def prepare(folder: Path, routes: Mapping[str, str]) -> dict[str, Path]:
 async def declare_replicated(bus: Bus, *, reserve: bool = True) -> None:
     """All streams and buckets on three disks; needs the admin. BusError.
 
-    The brokers have to have chosen a leader first: a request that comes before is never answered.
+    The brokers must have elected a leader before: an earlier request is never answered.
     """
     await bus.connection.patiently(lambda: bus.connection.api("INFO", timeout=1.0), budget=30.0)
     await declare(bus, reserve=reserve, replicas=REPLICAS)

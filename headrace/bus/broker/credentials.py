@@ -1,7 +1,7 @@
 """Credentials of a run: one seed file per role and the broker's list of public keys, mode 0600, in one folder.
 
-Beside them lies the key that weights are signed with, which is no user of the broker: ``weight_publisher.nk`` belongs
-on the sender's node alone, ``weight_publisher.pub`` on every node that receives.
+The folder also holds the key that signs weights, which is not a user of the broker: ``weight_publisher.nk`` belongs on
+the sender's node alone, ``weight_publisher.pub`` on every node that receives.
 
 ``python -m headrace.bus.broker.credentials FOLDER`` makes them for a broker that an operator starts by hand. With
 ``--run`` (once per run) runs that share a broker get an account each, with seeds in ``FOLDER/<run>``. Every command
@@ -25,8 +25,8 @@ PUBLISHER = "weight_publisher"
 def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
     """Make or complete a folder with an account per run: seeds in ``<folder>/<run>``, all users in ``users.conf``.
 
-    Runs that the folder has already stay, so a run is added to a broker by calling this again and reloading the broker
-    (``nats-server --signal reload``). Returns the folder. ValueError for a run that is no legal subject token.
+    Runs that the folder already has are kept, so a run is added to a broker by calling this again and reloading the
+    broker (``nats-server --signal reload``). Returns the folder. ValueError for a run that is no legal subject token.
     """
     for run in runs:
         if not run or token(run) != run:
@@ -63,7 +63,8 @@ def of_run(credentials: str, run: str) -> str:
 def write(folder: Path) -> Path:
     """Make or complete a folder: existing seeds stay valid, ``users.conf`` is written anew. Returns the folder.
 
-    Existing seeds stay, so that a broker that is started again on the same run knows the actors that still live.
+    Existing seeds stay valid, so that a broker that is restarted on the same run accepts the actors that are still
+    alive.
     """
     private(folder / "users.conf", users_conf(_seeds(folder)))
     _publisher(folder)
@@ -89,7 +90,8 @@ def _publisher(folder: Path) -> None:
 
 
 def adopt_publisher(folder: Path, source: Path) -> None:
-    """Receive what another folder's publisher signs: a region's folder takes its hub's. Nothing when there is none."""
+    """Accept the versions that another folder's publisher signs: a region's folder gets its hub's public key. Does
+    nothing without one."""
     found = source / f"{PUBLISHER}.pub"
     if found.exists():
         (folder / f"{PUBLISHER}.nk").unlink(missing_ok=True)

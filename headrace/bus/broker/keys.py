@@ -1,7 +1,7 @@
-"""NKEYs: the broker knows public keys only, a role proves itself by signing the broker's nonce.
+"""NKEYs: the broker knows public keys only; a role authenticates by signing the broker's nonce.
 
-Why so: no password stands in a configuration or crosses the wire, and a check costs microseconds where bcrypt costs
-a tenth of a second per connection.
+Why: no password is in a configuration or on the wire, and a check costs microseconds, where bcrypt costs a tenth of a
+second per connection.
 """
 
 import base64

@@ -30,7 +30,7 @@ EVENT_TYPES: dict[str, tuple[str, ...]] = {
     "bound_asked": ("operator",),
     "tool_log": ("environment",),
 }
-"""Message types on HR_EVENT that only these roles may publish; every other type is everybody's."""
+"""Message types on HR_EVENT that only these roles may publish; every role may publish the other types."""
 
 FREE_EVENTS = ("event", "rejected")
 
@@ -72,10 +72,10 @@ NARROWER: dict[str, dict[str, tuple[str, ...]]] = {
         s.CLOSE.template: ("hr.close.*.*.*",),
     },
 }
-"""Role to template to filters: where a publisher gets less than the whole family."""
+"""Role to template to filters, for publishers that may not publish the whole family."""
 
 NO_BLOBS = ("scavenger",)
-"""Roles that neither write nor read a message that can be over 1 MiB."""
+"""Roles that never write or read a message over 1 MiB."""
 
 PURGES: dict[str, tuple[str, ...]] = {
     "trainer": ("HR_TRAJ", "HR_TURN", "HR_SCORE", "HR_BLOB", "HR_WEIGHTS"),
@@ -103,8 +103,8 @@ READERS = ("dashboard", "operator", "replay")
 LINK_ROLE = "region"
 """The connection of a region's broker to the hub's."""
 WEB_ROLE = "web"
-"""The page in an operator's browser, over WebSocket. Its seed leaves the machine with the page, so it only reads, and
-only what holds no user's data."""
+"""The page in an operator's browser, over WebSocket. Its seed leaves the machine with the page, so the role may only
+read, and only records without users' data."""
 REGIONAL = (
     *("rollout", "environment", "search", "judge", "weight_sync", "gateway", "scavenger"),
     *("dashboard", "operator"),
@@ -256,7 +256,7 @@ def accounts_conf(runs: dict[str, dict[str, str]]) -> str:
     """The ``accounts`` block for nats-server: an account with its own JetStream for every run, and its users.
 
     runs: run to role to public key. The account follows from the key that a client signs in with, so no actor knows
-    that there are accounts. Nothing is exported from one to another.
+    that there are accounts. Accounts export nothing to each other.
     """
     lines = ["# Made by headrace: one account per run, one user per role, public keys only.", "accounts {"]
     for run, public_keys in runs.items():

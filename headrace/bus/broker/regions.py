@@ -1,20 +1,19 @@
 """A hub and its regions: one broker where the trainer is, one in every region, joined as leaf nodes.
 
-The idea: a region's broker knows which streams are near. Actors in a region connect to it and speak as everywhere;
-account mappings send every request about another stream on to the hub's JetStream domain, and HR_WEIGHTS stays: there
-it is the region's mirror of the hub's. So versions cross the ocean once per region, a receiver cannot read past its
-mirror, and no actor knows that there are regions.
+The idea: a region's broker has a mirror of HR_WEIGHTS, and account mappings forward every request about another stream
+to the hub's JetStream domain. Actors in a region connect to that broker and use the same subjects as everywhere. So a
+version crosses the long link once per region, a receiver cannot read past its mirror, and no actor knows that there are
+regions.
 
 Trade-off: the broker checks permissions after mapping, so a region has user lists of its own, made here from the same
 table. The hub's user list (role ``region``) fences the link itself: the union of the permissions of actors in regions,
 without publishing or purging weights.
 
-Nothing of users' lies in a region: weights are all that is mirrored, and a purge of a user's data at the hub reaches
-all of it. Mirrors keep sequences, so manifests name chunks everywhere alike. They do not follow purges of their origin:
-collect in a region by running `headrace weights collect` against its broker. Method: NATS leaf nodes with JetStream
-domains, and mirrors across domains (ADR-59). Delays of nats-server 2.15, measured on loopback: after a
-restart of the hub mirrors go on within 10 s; a region's broker that starts while its link is down has its mirror some
-40 s after the link.
+A region holds no users' data: only weights are mirrored, and a purge of a user's data at the hub is complete. Mirrors
+keep sequences, so manifests name chunks everywhere alike. They do not follow purges of their origin: collect in a
+region by running `headrace weights collect` against its broker. Method: NATS leaf nodes with JetStream domains, and
+mirrors across domains (ADR-59). Delays of nats-server 2.15, measured on loopback: after a restart of the hub mirrors go
+on within 10 s; a region's broker that starts while its link is down has its mirror some 40 s after the link.
 
     python -m headrace.bus.broker.regions hub FOLDER [--host 0.0.0.0] [--port 7422]
     python -m headrace.bus.broker.regions region FOLDER --name eu --hub nats-leaf://hub.example:7422 --key HUB/region.nk
@@ -40,7 +39,7 @@ HUB = "hub"
 NEAR = ("HR_WEIGHTS",)
 """Streams of which a region has a mirror."""
 FAR = (*(stream.name for stream in STREAMS if stream.name not in NEAR), *(f"KV_{name}" for name in KEY_VALUES))
-"""Streams of which a region knows only the way to the hub."""
+"""Streams that a region's broker forwards to the hub."""
 HUB_CONF = Path(__file__).with_name("hub.conf")
 REGION_CONF = Path(__file__).with_name("region.conf")
 """deploy/regions; in an installed package copies of them."""
@@ -51,14 +50,14 @@ _VERBS = (
     *("CONSUMER.INFO.{}.*", "CONSUMER.DELETE.{}.*", "CONSUMER.MSG.NEXT.{}.*"),
 )
 LINK_S = 60.0
-"""How long the leaf link may take to come up."""
+"""Time limit for the leaf link to connect."""
 _NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}$")
 _EXISTS = 10058
 
 
 def far(subject: str) -> str:
-    """A subject as it is called after a region's mappings: API requests about far streams and key-value writes lead to
-    the hub, everything else stays as it is."""
+    """A subject after a region's mappings: API requests about streams of the hub and key-value writes go to the hub,
+    every other subject is unchanged."""
     if subject.startswith("$KV."):
         return f"$JS.{HUB}.API.{subject}"
     if subject.startswith("$JS.API.") and any(name in subject.split(".") for name in FAR):
@@ -78,7 +77,7 @@ def mappings() -> str:
 
 
 def near_permissions(role: str) -> Permissions:
-    """A role's permissions in a region: those of everywhere, as the region's broker spells them."""
+    """A role's permissions in a region: the usual ones, with the subjects that the region's broker sees."""
     base = of(role)
     publish = [far(subject) for subject in base.publish]
     if "$JS.API.STREAM.INFO.*" in publish:
@@ -90,16 +89,17 @@ def mirror_config(*, reserve: bool = False) -> dict[str, Any]:
     """The broker's configuration of a region's HR_WEIGHTS."""
     config = config_of(STREAM["HR_WEIGHTS"], reserve=reserve, replicas=1)
     del config["subjects"], config["duplicate_window"]
-    # A full mirror forgets its oldest versions: the hub has them, and a joiner starts at the newest full snapshot.
+    # A full mirror drops its oldest versions: the hub has them, and a joiner starts at the newest full snapshot.
     config |= {"discard": "old", "mirror": {"name": "HR_WEIGHTS", "external": {"api": f"$JS.{HUB}.API"}}}
     return config
 
 
 async def declare_mirror(bus: Bus, *, reserve: bool = False) -> None:
-    """Make the mirror on a region's broker; needs its admin. BusError when the hub can't be reached, or when HR_WEIGHTS
-    is there and is no mirror.
+    """Make the mirror on a region's broker; needs its admin. BusError when the hub cannot be reached, or when
+    HR_WEIGHTS exists and is not a mirror.
 
-    The hub has to answer first: a mirror that is made before its link is up tries again only after half a minute.
+    This waits for an answer of the hub first, because a mirror that is made before its link is up tries again only
+    after half a minute.
     """
     origin = f"$JS.{HUB}.API.STREAM.INFO.HR_WEIGHTS"
     try:
@@ -117,7 +117,8 @@ async def declare_mirror(bus: Bus, *, reserve: bool = False) -> None:
 
 
 def prepare_hub(folder: Path, *, host: str = "0.0.0.0", port: int = 7422) -> Path:
-    """Make the folder of a hub's broker: configuration, credentials, where regions knock. Returns the folder."""
+    """Make the folder of a hub's broker: configuration, credentials, and the address for regions. Returns the
+    folder."""
     credentials.write(folder / "credentials")
     (folder / "nats.conf").write_bytes(HUB_CONF.read_bytes())
     (folder / "self.conf").write_text(f'LEAF_HOST: "{host}"\nLEAF_PORT: {port}\n')
@@ -128,7 +129,7 @@ def prepare_region(folder: Path, name: str, hub: str, key: str | Path) -> Path:
     """Make the folder of a region's broker; returns the folder.
 
     name: the region and its JetStream domain. hub: address such as nats-leaf://hub.example:7422. key: the hub's seed
-    file of the role ``region``. BusError for a name or a key that will not do.
+    file of the role ``region``. BusError for an unusable name or key.
     """
     if not _NAME.match(name) or name == HUB:
         raise BusError(f"{name!r} is no name for a region: lower case, digits and '-', and not {HUB!r}")

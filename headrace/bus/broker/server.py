@@ -195,7 +195,7 @@ class Server:
         await self._end(signal.SIGTERM, timeout)
 
     async def kill(self) -> None:
-        """kill -9, as a test of durability does."""
+        """kill -9, for tests of durability."""
         await self._end(signal.SIGKILL, 10.0)
 
     async def _end(self, how: signal.Signals, timeout: float) -> None:

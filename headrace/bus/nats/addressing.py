@@ -1,8 +1,8 @@
 """Whether a message belongs on the subject that it was found on.
 
-The broker fences subjects and knows nothing of their content. A role that may publish on one subject could therefore
-claim another run, lane or group inside its message, or put a message of another type there. Readers check the two
-against each other (`headrace/bus/nats/received.py`) and treat a contradiction like damaged bytes.
+The broker checks subjects and not the content of messages. A role that may publish on one subject could therefore claim
+another run, lane or group inside its message, or put a message of another type there. Readers check the two against
+each other (`headrace/bus/nats/received.py`) and treat a contradiction like damaged bytes.
 """
 
 from headrace.messages.subjects import SUBJECTS, Subject, token

@@ -1,11 +1,11 @@
-"""nats-py's client with its defects mended: the only file that touches private members of nats-py.
+"""nats-py's client with its defects fixed: the only file that uses private members of nats-py.
 
 nats-py 2.16 has no public way to sign in with a key that is held in memory, to end a subscription without losing what
 is under way, to flush commands that wait for its flusher, or to parse a stored header block. It also has a defect that
 stops a connection after the broker has paused: a flush that timed out leaves its cancelled future in the list of
 expected pongs, the late pong resolves it, and the InvalidStateError ends the read loop. The connection then hears
-nothing until three pings are missed, 60 to 80 s later. Bytes that are no UTF-8, in a subject or in the status line of
-a header block, end its read loop in the same way; the broker stores such messages without a word.
+nothing until three pings are missed, 60 to 80 s later. Bytes that are not UTF-8, in a subject or in the status line of
+a header block, end its read loop in the same way; the broker stores such messages without an error.
 
 `PRIVATE` names every private member that this file uses; a test looks for each of them in the installed nats-py.
 """
@@ -65,7 +65,7 @@ class NatsClient(Client):
         await self._flush_pending(force_flush=True)
 
     async def announce_unsubscribe(self, subscription: Subscription) -> None:
-        """Tell the broker that nothing more is wanted on a subscription; deliveries under way still arrive."""
+        """Tell the broker to send nothing more on a subscription; deliveries under way still arrive."""
         await self._send_unsubscribe(subscription._id)
 
     async def deliveries_handled(self, subscription: Subscription) -> None:

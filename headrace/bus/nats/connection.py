@@ -2,9 +2,9 @@
 
 nats-py leaves four gaps that cost an actor minutes: a forbidden publish is only seen as a timeout, `connect` with bad
 credentials retries for ever, a request that was in flight when the connection broke waits for its timeout, and a task
-that is cancelled while nats-py flushes goes on as if nothing had been said. `NatsConnection` keeps its own table of
-waiting requests, so that a refusal or a break ends exactly those that it concerns, and gives swallowed cancellations
-back.
+that is cancelled while nats-py flushes continues as if it had not been cancelled. `NatsConnection` keeps its own table
+of waiting requests, so that a refusal or a break ends exactly the requests that it concerns, and it raises swallowed
+cancellations again.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ TRANSIENT = (Disconnected, BusTimeout, NoResponders)
 """The errors of a broker that restarts or pauses."""
 AWAY_S = 120.0
 """Seconds for which a request is repeated while the broker does not answer: longer than a host that pauses for a
-minute, because an actor that gives up earlier only starts again and waits for the same broker."""
+minute, because an actor that gives up earlier is only restarted and then waits for the same broker."""
 T = TypeVar("T")
 PENDING_BYTES = 64 << 20
 """Bytes that may be buffered for sending on one connection; nats-py's default of 2 MiB stalls a chunked payload."""
@@ -268,9 +268,10 @@ class NatsConnection:
         return self.client.new_inbox()
 
     async def flush(self, timeout: float = 5.0) -> None:
-        """Everything sent so far has reached the broker, and its refusals have reached us.
+        """Return when everything sent so far has reached the broker and its refusals have arrived here.
 
-        nats-py writes its PING straight to the socket, past commands that still wait for its flusher: those first.
+        nats-py writes its PING straight to the socket, before commands that still wait for its flusher, so those are
+        flushed first.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -320,7 +321,7 @@ class NatsConnection:
             self._fatal.set_result(text)
 
     def _tell(self, text: str) -> None:
-        """Tell the listeners, the same words at most once a second."""
+        """Tell the listeners; the same text at most once a second."""
         now = asyncio.get_running_loop().time()
         if now - self._told.get(text, -1.0) < 1.0:
             return

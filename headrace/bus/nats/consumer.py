@@ -170,7 +170,7 @@ class Consumer:
         self._wake.set()
 
     async def _pump(self) -> None:
-        """Keep the broker asked for as much as there are free hands."""
+        """Keep as many messages requested from the broker as there are free handlers."""
         loop = asyncio.get_running_loop()
         pause = 0.05
         while True:
@@ -197,10 +197,10 @@ class Consumer:
                 self._wake.set()
 
     async def _check_request(self) -> None:
-        """The heartbeats of a pull request are missing: ask again, but only a broker that answers.
+        """The heartbeats of a pull request are missing: request again, but only from a broker that answers.
 
-        A broker that is paused would find every repeated request when it goes on and serve them all, beyond the
-        credit. One that answers has forgotten the request, unless a heartbeat comes now.
+        A paused broker would find every repeated request when it continues and serve all of them, beyond the credit. A
+        broker that answers has lost the request, unless a heartbeat arrives now.
         """
         heard = self._heard
         try:
@@ -233,7 +233,7 @@ class Consumer:
         )
 
     async def _close_session(self) -> None:
-        """Take back what was asked for: deliveries under way still arrive, then the broker sees no more interest."""
+        """Withdraw the pull requests: deliveries under way still arrive, then the broker sends nothing more."""
         self._asked = 0
         if self._subscription is not None:
             await self.bus.connection.unsubscribe(self._subscription)
@@ -269,7 +269,7 @@ class Consumer:
     def _done(self, task: asyncio.Task[None]) -> None:
         received = self._running.pop(task, None)
         if not task.cancelled() and task.exception() is not None:
-            # It could not even be settled: the broker delivers it again after the acknowledgement wait.
+            # The delivery could not be settled: the broker delivers it again after the acknowledgement wait.
             where = f"{received.subject} #{received.seq}" if received else ""
             logging.get(consumer=self.durable).error("not_settled", message=where, error=repr(task.exception()))
         if not self._running:
@@ -285,7 +285,7 @@ class Consumer:
             self._asked = max(0, self._asked - int(left))
         else:
             self._asked = 0
-            await asyncio.sleep(0.1)  # whatever it is, do not ask in a circle
+            await asyncio.sleep(0.1)  # an unknown error: pause, or this would repeat the request without end
             if "deleted" in words.lower():
                 if not self._stopping:
                     await self._report("consumer_lost", f"{self.durable} on {self.stream}: {words}", "warning")

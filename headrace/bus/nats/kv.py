@@ -45,7 +45,7 @@ class KeyValue:
         self._stream, self._prefix = f"KV_{bucket}", f"$KV.{bucket}."
 
     async def put(self, key: str, message: Message) -> int:
-        """Write whatever stood there before; the new revision."""
+        """Write, whatever the previous value; the new revision."""
         return await self._write(key, message, None)
 
     async def create(self, key: str, message: Message) -> int:

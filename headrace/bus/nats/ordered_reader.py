@@ -1,9 +1,9 @@
 """Reading a stream in its order, without acknowledgements: history, then live, across purges and reconnects.
 
 The idea: an ephemeral pull consumer whose deliveries carry two numbers, the stream's sequence and its own running
-count. As long as the count has no hole, nothing was lost; at a hole, a missing heartbeat or a reconnect the consumer is
-thrown away and a new one starts one past the last sequence that was handed out. Purged sequences are no holes in the
-count, so gaps in a stream need no special case.
+count. As long as the count has no gap, nothing was lost. At a gap, a missing heartbeat or a reconnect the consumer is
+deleted, and a new one starts after the last sequence that was returned. Purged sequences leave no gap in the count, so
+gaps in a stream need no special case.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from headrace.bus.nats.received import DeliveryInfo, parse_reply
 
 BATCH = 256
 MAX_BYTES = 32 << 20
-"""Bytes of one pull: bounds what lies unread in memory."""
+"""Bytes of one pull: bounds the unread messages in memory."""
 HEARTBEAT_S = 5.0
 EXPIRES_S = 30.0
 _SECOND = 1_000_000_000
@@ -52,7 +52,7 @@ async def last_seq(connection: NatsConnection, stream: str) -> int:
 
 
 async def _api(connection: NatsConnection, name: str, request: object = None) -> bytes:
-    """An API call that rides out a broker that restarts; its refusals are BusErrors that name it."""
+    """An API call that is repeated while the broker restarts; its refusals are BusErrors that name it."""
     try:
         return await connection.patiently(lambda: connection.api(name, request))
     except ApiError as error:
@@ -172,7 +172,7 @@ class OrderedReader:
                     message = await self._queue.get()
             except TimeoutError:
                 if live or quiet:
-                    return  # the broker forgot us: start again from where we are
+                    return  # the broker lost this consumer: start again after the last sequence
                 quiet, asked = 1, 0
                 continue
             if message is None:
@@ -221,7 +221,8 @@ class OrderedReader:
         )
 
     async def _forget(self, subscription: Any) -> None:
-        """Drop the subscription, and the consumer where the broker can hear us; else it lapses by itself."""
+        """End the subscription, and delete the consumer while the broker is reachable; otherwise it lapses by
+        itself."""
         await self.connection.drop(subscription)
         if self._consumer and self.connection.connected:
             await self.connection.send(f"$JS.API.CONSUMER.DELETE.{self.stream}.{self._consumer}")

@@ -129,16 +129,16 @@ class Received(Generic[T]):
         await self._settle(b"", sync=True)
 
     async def nak(self, delay: float = 0.0) -> None:
-        """Not now: deliver again after `delay` seconds."""
+        """Deliver again after `delay` seconds."""
         await self._settle(b'-NAK {"delay": %d}' % int(delay * 1e9) if delay > 0 else b"-NAK")
 
     async def term(self, reason: str = "") -> None:
-        """Never again: the broker tells everyone who listens to its advisories, with the reason."""
+        """Do not deliver again: the broker publishes an advisory with the reason."""
         line = " ".join(reason.split())[:500]
         await self._settle(f"+TERM {line}".encode() if line else b"+TERM")
 
     async def in_progress(self) -> None:
-        """Still at it: restart the acknowledgement wait."""
+        """Still in progress: restart the acknowledgement wait."""
         await self._settle(b"+WPI", final=False)
 
 

@@ -1,10 +1,10 @@
 """Reads streams: history, live records, single records. A record that cannot be read never stops a reader.
 
-The idea: anybody with access to a stream can write anything into it, and a newer version may write what this one does
-not know. A reader that raised at such a record would fail again after every restart, because the record is history.
-So `history`, `follow`, `last` and the key-value buckets hand out readable records alone. Each unreadable one is counted
-in `skipped` and reported once through `on_skipped` (an actor makes an event of it). Durable consumers differ: for them
-the record is work, and it becomes a dead letter (`headrace/bus/runtime/delivery.py`).
+The idea: any role with access to a stream can write any bytes into it, and a newer version may write types that this
+one does not know. A reader that raised at such a record would fail again after every restart, because the record is
+history. So `history`, `follow`, `last` and the key-value buckets hand out readable records alone. Each unreadable one
+is counted in `skipped` and reported once through `on_skipped` (an actor makes an event of it). Durable consumers
+differ: for them the record is work, and it becomes a dead letter (`headrace/bus/runtime/delivery.py`).
 
 Trade-off: every record is decoded when it is read, also by a caller that needs only its time; `records` hands out all
 of them undecoded.
@@ -25,9 +25,9 @@ from headrace.messages.codec import ENCODING_HEADER, TYPE_HEADER, UnreadableMess
 from headrace.messages.operations import BlobRef
 
 UNREADABLE = (UnreadableMessage, MessageGone, CorruptPayload)
-"""What `Received.message` raises: no message of ours, or a claim check whose payload is missing or damaged."""
+"""The errors of `Received.message`: not a message of headrace, or a claim check whose payload is missing or damaged."""
 REMEMBERED = 10_000
-"""Skipped records that are told apart; beyond them a record that is read again is reported again."""
+"""Skipped records that are remembered; beyond them a record that is read again is reported again."""
 
 
 class Skipped(msgspec.Struct, frozen=True):
@@ -112,7 +112,7 @@ class Records:
     async def claim(self, received: Received[Any]) -> Received[Any]:
         """Fetch the payload of a claim check, so that the record holds what was published.
 
-        What makes it unreadable goes to `received.error`. BusError while the broker cannot be reached.
+        An error that makes it unreadable goes to `received.error`. BusError while the broker cannot be reached.
         """
         if received.type != BlobRef.type_name:
             return received

@@ -2,7 +2,7 @@
 
 `max_bytes` of a stream is reserved on the broker's disk at creation, 30 GiB for all of ours. An embedded broker on a
 laptop therefore reserves nothing (the age limits and the trainer's purges bound it); production passes `reserve=True`
-and is refused with one sentence when the disk is too small for what it is asked to keep.
+and is refused with one sentence when the disk is too small for the streams.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _NOT_FOUND, _NO_STORAGE, _NO_MEMORY = 10059, 10047, 10028
 JETSTREAM_OFF = 10076
 _SECOND = 1_000_000_000
 PRESENCE_S = 15.0
-"""An entry of HR_PRESENCE lapses after this time without a beat."""
+"""An entry of HR_PRESENCE lapses after this time without a heartbeat."""
 KV_HISTORY = 8
 
 
@@ -70,7 +70,7 @@ def bucket_config(name: str, note: str, *, replicas: int) -> dict[str, Any]:
         "allow_direct": True,
     }
     if presence:
-        # A watcher hears of a lapse by the marker that the broker puts in the entry's place.
+        # The broker replaces a lapsed entry by a marker, which watchers receive.
         config |= {"allow_msg_ttl": True, "subject_delete_marker_ttl": 60 * _SECOND}
     return config
 

@@ -5,8 +5,8 @@ chunk is awaited before the reference is published. Why not the client's Object 
 never finished in a minute). Publishing keeps a window of chunks in flight; reading asks for chunks by subject, several
 at once, without making a consumer. Trade-off: a blob must fit into memory, as the message that it carries must anyway.
 
-What a user owns (`subjects.owner`) lies under the user's hash, named by an HMAC under it: no two users share a blob,
-and one purge of ``hr.blob.<user>.>`` removes all of a user's, those too that no record refers to.
+A user's payloads (`subjects.owner`) lie under the user's hash, named by an HMAC with that hash as key: no two users
+share a blob, and one purge of ``hr.blob.<user>.>`` removes all blobs of a user, also those that no record refers to.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ async def put(
 ) -> BlobRef:
     """Store a payload. With `owner`, a user's hash, the blob is that user's alone.
 
-    digest: the content's sha256, where somebody has made it already.
+    digest: the content's sha256, if the caller has it already.
     """
     if owner:
         digest = f"{owner}.{hmac.new(owner.encode(), payload, hashlib.sha256).hexdigest()}"
@@ -65,7 +65,7 @@ async def put(
             try:
                 await store(place(digest, n), payload[n * CHUNK : (n + 1) * CHUNK], f"{digest}.{n}")
             except WrongSequence:
-                pass  # stored before, by us or by another
+                pass  # stored before, by this process or another
 
     tasks = [asyncio.create_task(one(n)) for n in range(count)]
     try:

@@ -6,14 +6,14 @@ publishes the same small reference as a claim check on HR_BLOB. A reader maps th
 mapping. A reader without the file, on another node or after a crash, reads HR_BLOB.
 
 `upload` says when a payload is stored in HR_BLOB too:
-    before   stored in HR_BLOB before the reference is published: nothing is won in writing, all of it in reading
+    before   stored in HR_BLOB before the reference is published: it saves nothing in writing and everything in reading
     after    some seconds later, by whichever process of the node comes first; a node that burns down in between takes
              the payload with it, a process that dies does not
     never    for runs on one node, with a folder on the broker's own disk: the file is the only copy and as safe as
              the broker's own
 
 Crash-safe: a file gets its name when it is complete; one that is not yet uploaded has a second name in `pending`, which
-is made before the first and goes last. Safe from others: the folder is ours and nobody else's (0700), files are written
+is made before the first and goes last. Safe from others: only this user may open the folder (0700), files are written
 once (0400), names are digests, and content that is not what its name says is thrown away. Users' data, which a purge
 has to find, never lies here: it goes to the broker. Collected: by the age of the oldest record that is kept
 (`collect`), beyond `CAPACITY` what is uploaded already, oldest first, and all of it by the last process to leave.
@@ -50,7 +50,7 @@ from headrace.messages.subjects import stream_of
 Upload = Literal["before", "after", "never"]
 
 FROM = 64 << 10
-"""Bytes from which a payload is laid into the folder; a smaller one is cheaper on the bus itself."""
+"""Bytes from which a payload is stored in the folder; a smaller one is cheaper on the bus itself."""
 STREAMS = ("HR_TRAJ", "HR_TURN", "HR_SCORE")
 """Streams of episodes, whose age the trainer's purge knows."""
 UPLOAD_AFTER_S = 2.0
@@ -58,13 +58,13 @@ UPLOAD_AFTER_S = 2.0
 UPLOAD_PATIENCE_S = 15.0
 """How long a reader on another node waits for a young payload to arrive in HR_BLOB."""
 CAPACITY = 2 << 30
-"""Bytes of the folder above which uploaded files go, oldest first."""
+"""Bytes of the folder above which uploaded files are removed, oldest first."""
 TRIM_EVERY = 30
-"""Looks for something to upload, per look at how full the folder is."""
+"""Searches for files to upload per check of the folder's size."""
 RESERVE = 64 << 20
-"""Bytes of the file system that stay free: below, payloads go through the broker."""
+"""Bytes of the file system that must stay free: with fewer, payloads go through the broker."""
 LARGE = 4 << 20
-"""Bytes from which hashing and copying leave the event loop."""
+"""Bytes from which hashing and copying run in a thread."""
 _NAME = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 
 
@@ -75,7 +75,7 @@ class SharedMemoryStore:
         self.folder, self.pending, self.upload, self.node = folder, folder / "pending", upload, node
         self._numbers = itertools.count()
         self._lock = -1
-        """Held in common by all who use the folder: the last one to go removes it."""
+        """A shared lock of all processes that use the folder: the last one to leave removes it."""
 
     @classmethod
     def from_config(cls, config: BusSection, run: str, node: str) -> "SharedMemoryStore | None":
@@ -86,7 +86,7 @@ class SharedMemoryStore:
 
     @classmethod
     def open(cls, folder: str | Path, upload: Upload, node: str) -> "SharedMemoryStore":
-        """Make or join the folder. BusError when others could get at it."""
+        """Make or join the folder. BusError when other users can access it."""
         shared_memory = cls(Path(folder), upload, node)
         try:
             while shared_memory._lock < 0:
@@ -99,7 +99,7 @@ class SharedMemoryStore:
         return shared_memory
 
     def _enter(self) -> None:
-        """Make the folder where it is missing, look at it, and hold it; not held when it went meanwhile."""
+        """Make the folder where it is missing, check it, and lock it; not locked when it was removed meanwhile."""
         for path in (self.folder, self.pending):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = path.lstat()
@@ -152,7 +152,7 @@ class SharedMemoryStore:
         digest = check if self.upload == "never" else hashlib.sha256(payload).hexdigest()
         name = self.folder / digest
         with contextlib.suppress(FileNotFoundError):
-            os.utime(name)  # known already; young again, for this record may outlive the one that it was made for
+            os.utime(name)  # stored already; its age starts anew, because this record may outlive the first one
             return digest, check
         temporary = self.folder / f".{os.getpid()}-{next(self._numbers)}"
         try:
@@ -196,16 +196,17 @@ class SharedMemoryStore:
         return None
 
     async def upload_for_ever(self, store: claim_checks.Store) -> None:
-        """Upload what is old enough, now and then."""
+        """Upload files that are old enough, at intervals."""
         for turn in itertools.count(1):
             await asyncio.sleep(UPLOAD_AFTER_S / 2)
-            with contextlib.suppress(BusError):  # it lies where it lies
+            with contextlib.suppress(BusError):  # the file stays where it is
                 await self.send(store, older_s=UPLOAD_AFTER_S)
             if turn % TRIM_EVERY == 0:
                 await asyncio.to_thread(self.trim)
 
     async def send(self, store: claim_checks.Store, *, older_s: float = 0.0) -> int:
-        """Upload what is pending and at least so old, of dead processes too; how many. Two never send the same."""
+        """Upload pending files of at least this age, also those of dead processes; how many. No two processes send the
+        same file."""
         sent, now = 0, time.time()
         for path in self._files(self.pending):
             with contextlib.suppress(FileNotFoundError, BlockingIOError):
@@ -221,7 +222,7 @@ class SharedMemoryStore:
         return sent
 
     def collect(self, before: float) -> int:
-        """Remove the files of records that nobody keeps: those older than a moment; how many."""
+        """Remove files older than a moment, whose records are not kept any more; how many."""
         gone = 0
         for path in self._files(self.folder):
             with contextlib.suppress(FileNotFoundError):
@@ -260,7 +261,7 @@ async def fetch(
 ) -> bytes | memoryview:
     """The content of a claim check: from a file of this node, else from the broker. MessageGone, BusError.
 
-    stored: when the reference was, in seconds since the epoch. A young one may be ahead of its content.
+    stored: when the reference was stored, in seconds since the epoch. A young reference may arrive before its content.
     """
     found = await shared_memory.get(ref) if shared_memory is not None else None
     pause = 0.1

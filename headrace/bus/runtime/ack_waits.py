@@ -6,7 +6,7 @@ an overloaded host) has its work done twice.
 """
 
 DEFAULT_S = 30.0
-"""For consumers whose messages take milliseconds and whose delay after a kill nobody waits for."""
+"""For consumers whose messages take milliseconds and for which a delay after a kill does no harm."""
 ROLLOUT_S = 30.0
 """An attempt takes minutes and a successor has to get its sandbox back: the wait is a small part of that, and a second
 rollout actor at the same attempt would be superseded in the middle of a turn."""

@@ -30,7 +30,7 @@ Level = Literal["info", "warning", "error"]
 
 
 SKIPPED_EVENTS = 16
-"""Unreadable records of which each is an event; beyond them only every doubling of the count is."""
+"""Number of unreadable records that cause an event each; after them only every doubling of the count does."""
 
 
 class Actor:
@@ -42,7 +42,7 @@ class Actor:
     def __init__(self, config: Config, bus: Bus, run: str, id: str) -> None:
         self.config, self.bus, self.run, self.id = config, bus, run, id
         self.status = ""
-        """One short line for operators, carried by the beat."""
+        """One short line for operators, part of the heartbeat."""
         self.log: Any = logging.get(actor=self.name(), id=id, run=run)
         self.failed = asyncio.get_running_loop().create_future()
         """Holds the error that ended the actor, for its supervisor."""
@@ -63,7 +63,8 @@ class Actor:
         """Override: recover from streams, then consume, serve, listen, spawn."""
 
     async def drain(self) -> None:
-        """Override: asked to end; nothing new comes, handlers still run and will be awaited. Hand back what is long."""
+        """Override: called when the actor is to end; nothing new arrives, and running handlers are awaited. Hand back
+        long work."""
 
     async def stop(self) -> None:
         """Override: give up own resources. Consumers have stopped."""
@@ -182,12 +183,12 @@ class Actor:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Give up: the supervisor decides what becomes of us."""
+        """Fail with this error: the supervisor decides whether to restart the actor."""
         if not self.failed.done():
             self.failed.set_result(error)
 
     async def event(self, kind: str, text: str = "", level: Level = "info", **data: Any) -> None:
-        """Tell everyone: in the log, in the trace, and on HR_EVENT. Never raises for want of a broker."""
+        """Report an event in the log, in the trace and on HR_EVENT. Does not raise when the broker is away."""
         plain = {
             key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in data.items()
         }
@@ -294,7 +295,7 @@ class Actor:
         self.log.warning("stream_full", text=text)
 
     async def shut(self, timeout: float, stop_timeout: float = 10.0) -> None:
-        """The supervisor's way to end an actor: stop pulling, drain, let handlers finish for `timeout`, then `stop`."""
+        """End an actor, for its supervisor: stop pulling, drain, let handlers finish for `timeout`, then `stop`."""
         await asyncio.gather(*(consumer.halt() for consumer in self._consumers), return_exceptions=True)
         for subscription in self._subscriptions:
             await self.bus.connection.unsubscribe(subscription)

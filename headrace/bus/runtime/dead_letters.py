@@ -21,8 +21,8 @@ from headrace.messages.codec import UnreadableMessage, decode
 from headrace.messages.operations import Advisory, DeadLetter, DeadLetterSettled, Rejected
 
 RETRIED = ("HR_TASK", "HR_TRAJ", "HR_FEEDBACK")
-"""Streams whose messages may be sent again: work, which its consumers do once however often they read it. The others
-hold ledger records, of which a second copy would be wrong."""
+"""Streams whose messages may be sent again: work that consumers do once, however often they receive it. The others hold
+ledger records, of which a second copy would be wrong."""
 _OWN = ("Nats-", "traceparent", "tracestate")
 """Headers that the broker or the bus writes anew."""
 
@@ -84,7 +84,7 @@ def _letter(
 
 
 async def publish(bus: Bus, letter: DeadLetter) -> int:
-    """Put a letter on HR_DLQ, once per message, and free a work queue of it; the letter's sequence."""
+    """Store a letter on HR_DLQ, once per message, and remove the message from a work queue; the letter's sequence."""
     where = s.DLQ.at(stream=s.token(letter.stream), consumer=s.token(letter.consumer))
     seq = await bus.publish(where, letter, msg_id=f"dead-{letter.stream}-{letter.consumer}-{letter.stream_seq}")
     stream = s.STREAM.get(letter.stream)
@@ -94,12 +94,12 @@ async def publish(bus: Bus, letter: DeadLetter) -> int:
 
 
 def key_of(letter: DeadLetter) -> str:
-    """The name of a letter that is known before it has a sequence of its own."""
+    """The key of a letter, which is known before the letter has a sequence."""
     return f"{letter.stream}/{letter.consumer}/{letter.stream_seq}"
 
 
 def run_of(letter: DeadLetter) -> str:
-    """The run whose message it was, by its subject; empty where that names none."""
+    """The run of the message, from its subject; empty where that names none."""
     tokens = letter.subject.split(".")
     return tokens[2] if len(tokens) > 3 and tokens[:2] != ["hr", "feedback"] else ""
 
@@ -118,7 +118,7 @@ async def entries(bus: Bus) -> list[DeadLetterEntry]:
 
 
 async def resend(bus: Bus, entry: DeadLetterEntry) -> int:
-    """Store the message once more where it was, under an id of its own; its sequence. BusError says why not."""
+    """Store the message again on its subject, under a new id; its sequence. BusError says why not."""
     letter = entry.letter
     if letter.stream not in RETRIED:
         raise BusError(

@@ -1,4 +1,4 @@
-"""Run a handler on one delivery, and settle the delivery by how it ended.
+"""Run a handler on one delivery, and settle the delivery by the handler's outcome.
 
 A handler that returns is acknowledged. Reject, an unknown type and the last failure end the message with a reason that
 the broker tells the dead_letter actor. Retry and any other failure bring it back later. The schedule of repeats is ours
@@ -24,14 +24,14 @@ Handler = Callable[[Received[Any]], Awaitable[None]]
 
 
 class Report(Protocol):
-    """Where a consumer tells what went wrong: `Actor.event`."""
+    """The method by which a consumer reports failures: `Actor.event`."""
 
     async def __call__(self, kind: str, text: str = "", level: Any = "info", **data: Any) -> None:
-        """One event: what, in words, how bad, and figures."""
+        """One event: kind, text, level and figures."""
 
 
 async def silent(kind: str, text: str = "", level: Any = "info", **data: Any) -> None:
-    """A report that nobody reads."""
+    """A report that discards its events."""
 
 
 class DeliveryHandler:
@@ -56,7 +56,7 @@ class DeliveryHandler:
         self._log = logging.get(consumer=durable)
 
     async def run(self, received: Received[Any]) -> None:
-        """Handle and settle. Raises only when it could not even be settled, or CancelledError, given back before."""
+        """Handle and settle. Raises only when settling failed, or CancelledError after the delivery was returned."""
         started, outcome = time.perf_counter(), "handed_back"
         with (
             self._utilization(),
@@ -102,7 +102,7 @@ class DeliveryHandler:
             await received.nak(delay)
 
     async def _used_up(self, received: Received[Any], reason: str) -> bool:
-        """Give up a message that had its last delivery."""
+        """Give up a message after its last delivery."""
         last = 0 < self.max_deliver <= received.deliveries
         if last:
             await self._give_up(received, f"given up after {received.deliveries} deliveries: {reason}")

@@ -1,7 +1,7 @@
 """All nodes of a run use the same plugins: the first actor that uses one records its hash, every other one compares.
 
 The record is a key of HR_STATE, ``plugins.<run>.<seam>.<name>``, written only if it is not there. An actor whose own
-source has another hash refuses to start, because it would compute something that no replay gives again (Law 4).
+source has another hash refuses to start, because no replay could repeat its results (Law 4).
 """
 
 from collections.abc import Sequence

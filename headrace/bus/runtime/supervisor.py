@@ -31,13 +31,13 @@ HEARTBEAT_S = 2.0
 DRAIN_S = 10.0
 EXIT_GAVE_UP = 1
 EXIT_FOR_GOOD = 3
-"""Another start would end the same way; `headrace up` ends the run (launch/supervision/children.py)."""
+"""A restart would fail in the same way; `headrace up` ends the run (launch/supervision/children.py)."""
 EXIT_NO_BROKER = 4
 State = Literal["starting", "running", "draining", "stopped"]
 
 
 class _Life:
-    """One actor's place: which class, under which id, and what became of it."""
+    """One supervised actor: its class, its id and its state."""
 
     def __init__(self, cls: type[Actor], id: str) -> None:
         self.cls, self.id = cls, id
@@ -80,13 +80,13 @@ class Supervisor:
         return self._code
 
     async def _live(self, life: _Life) -> None:
-        """One actor, again and again."""
+        """Run one actor, restarting it when it fails."""
         while not self._stop.is_set():
             error = await self._once(life)
             if error is None or self._stop.is_set():
                 return
             self.log.error("actor_failed", id=life.id, error=f"{type(error).__name__}: {error}", exc_info=error)
-            if isinstance(error, StreamMissing):  # no restart creates a stream
+            if isinstance(error, StreamMissing):  # a restart does not create a stream
                 self._code = EXIT_NO_BROKER
                 self._stop.set()
                 return
@@ -185,7 +185,7 @@ class Supervisor:
         )
 
     async def _heartbeats(self, life: _Life, actor: Actor) -> None:
-        """A sign of life every `HEARTBEAT_S`, on core NATS and in HR_PRESENCE."""
+        """Publish a heartbeat every `HEARTBEAT_S`, on core NATS and in HR_PRESENCE."""
         presence = await actor.bus.kv("HR_PRESENCE")
         while True:
             await self._send_heartbeat(self._describe(life, actor, actor.take_utilization()), actor, presence)
@@ -200,7 +200,7 @@ class Supervisor:
             self.log.warning("presence_not_written", id=actor.id, error=str(error))
 
     async def _send_last_heartbeat(self, life: _Life, actor: Actor) -> None:
-        """Say goodbye, where the broker can hear it."""
+        """Remove the actor's heartbeat while the broker is reachable."""
         if not actor.bus.connection.connected:
             return
         await actor.bus.emit(s.HEARTBEAT.at(actor=actor.role, id=actor.id), self._describe(life, actor, 0.0))
@@ -251,7 +251,7 @@ async def run_actors(
         if supervisor._stop.is_set() and main is not None:
             main.cancel()
         supervisor.stop()
-        # Whatever waits for a broker that is gone as well: an orphan helps nobody.
+        # End also tasks that wait for a broker which is gone: a process without its parent does no useful work.
         loop.call_later(2 * drain_s + 5.0, os._exit, EXIT_GAVE_UP)
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,6 +1,7 @@
-"""W3C trace context in every message, spans by OpenTelemetry's messaging conventions, OTLP where someone listens.
+"""W3C trace context in every message, spans by OpenTelemetry's messaging conventions, and OTLP where an endpoint is
+configured.
 
-The idea: what is always on is only the context, a trace id and a span id in a context variable and in the lower-case
+The idea: only the context is always on, a trace id and a span id in a context variable and in the lower-case
 ``traceparent`` header; that costs about a microsecond. Spans are made by the OpenTelemetry SDK (37 us each) only when
 `configure` was given an endpoint, and only then is the SDK imported. A process span continues the producer's trace, one
 message to one span; a trainer's step is a trace of its own with one link per trajectory.
@@ -24,7 +25,7 @@ Kind = Literal["internal", "producer", "consumer", "client", "server"]
 
 
 class Context(NamedTuple):
-    """Where we are in a trace: ids in lower-case hex."""
+    """A position in a trace: ids in lower-case hex."""
 
     trace_id: str
     span_id: str
@@ -64,7 +65,7 @@ def extract(headers: Mapping[str, str]) -> Context | None:
 
 
 def exported(headers: Mapping[str, str]) -> Context | None:
-    """`extract` for spans that are exported: None where the publisher exported none, whose ids nobody can look up."""
+    """`extract` for spans that are exported: None where the publisher exported none, because its ids lead nowhere."""
     return extract(headers) if headers.get(HEADER, "").endswith("1") else None
 
 
@@ -88,7 +89,7 @@ class Span:
             self._span.set_attributes(attributes)
 
     def event(self, name: str, **attributes: str | int | float | bool) -> None:
-        """Something that happened at this moment."""
+        """Add an event at this moment."""
         if self._span is not None:
             self._span.add_event(name, attributes)
 
@@ -165,7 +166,7 @@ def _start(
 
 @contextlib.contextmanager
 def sending(subject: str, msg_id: str, size: int) -> Iterator[Span | None]:
-    """PRODUCER span around a publish; nothing at all when nobody exports."""
+    """PRODUCER span around a publish; nothing when no span is exported."""
     if _tracer is None:
         yield None
         return
@@ -239,13 +240,13 @@ def configure(endpoint: str, **resource: str) -> None:
 
 
 def flush(timeout: float = 5.0) -> None:
-    """Send what waits."""
+    """Export the pending spans."""
     if _provider is not None:
         _provider.force_flush(int(timeout * 1000))
 
 
 def shutdown() -> None:
-    """Send what waits and stop exporting."""
+    """Export the pending spans and stop exporting."""
     global _tracer, _provider
     if _provider is not None:
         _provider.shutdown()

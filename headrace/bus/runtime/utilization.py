@@ -1,4 +1,4 @@
-"""How much of its time an actor works: for operators, and for the report's timeline.
+"""The share of its time in which an actor works: for operators, and for the report's timeline.
 
 A handler works from its start to its end, minus what it spends inside `waiting`. A background task counts from its
 first `waiting` on (a loop that never waits for input, such as a ticker, does not count at all). The actor is busy while
@@ -16,7 +16,7 @@ _inside: ContextVar[bool] = ContextVar("headrace_working", default=False)
 
 
 class Utilization:
-    """A stopwatch that several tasks hold together."""
+    """A stopwatch shared by several tasks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._working = clock, 0

@@ -1,4 +1,4 @@
-"""`headrace rollback`: give users the version that was promoted before, and end the candidate's way."""
+"""`headrace rollback`: give users the version that was promoted before, and end the candidate."""
 
 import argparse
 from typing import TYPE_CHECKING

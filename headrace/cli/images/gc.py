@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("gc", help="remove what no image's name leads to")
-    parser.add_argument("--forget", action="append", default=[], metavar="NAME", help="drop the name of an image first")
+    parser = commands.add_parser("gc", help="remove layers and images that no image name refers to")
+    parser.add_argument("--forget", action="append", default=[], metavar="NAME", help="remove this image's name first")
     add_config(parser)
     parser.set_defaults(handler=gc)
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("pull", help="store a container image of a registry; a cut download goes on")
+    parser = commands.add_parser(
+        "pull", help="store a container image from a registry; an interrupted download continues"
+    )
     parser.add_argument("reference", help="such as docker.io/org/app:1.2, or with @sha256:...")
     parser.add_argument("--name", default="", help="its name in the store; default: from its tag")
     parser.add_argument("--memory-mb", type=integer(64), default=0, help="memory of its machines; default: 512")

@@ -15,7 +15,10 @@ def add(commands: "Commands") -> None:
     add_run(parser)
     parser.add_argument("--port", type=integer(0), default=None, help="HTTP port; default: [dashboard] port")
     parser.add_argument(
-        "--users", type=integer(1), metavar="MINUTES", help="also print an address that shows users' sessions so long"
+        "--users",
+        type=integer(1),
+        metavar="MINUTES",
+        help="also print an address with users' sessions, for so many minutes",
     )
     parser.set_defaults(handler=dashboard)
 

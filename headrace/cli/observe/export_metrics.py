@@ -1,4 +1,4 @@
-"""`headrace export-metrics`: write a run's figures to TensorBoard, Weights & Biases or MLflow as it goes on."""
+"""`headrace export-metrics`: write a run's figures to TensorBoard, Weights & Biases or MLflow while it runs."""
 
 import argparse
 from typing import TYPE_CHECKING

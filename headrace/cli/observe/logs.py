@@ -13,7 +13,7 @@ def add(commands: "Commands") -> None:
     """Declare the command."""
     parser = commands.add_parser("logs", help="show the logs of a run, of one actor or of one trace")
     add_run(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until interrupted")
+    parser.add_argument("-f", "--follow", action="store_true", help="follow the logs until interrupted")
     parser.add_argument("--actor", default="", metavar="NAME", help="only this actor, process or actor id")
     parser.add_argument("--trace", default="", metavar="ID", help="only lines of this trace (its first digits suffice)")
     parser.add_argument("--level", default="", choices=("debug", "info", "warning", "error"), help="this and above")

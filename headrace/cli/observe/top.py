@@ -18,7 +18,7 @@ def add(commands: "Commands") -> None:
 
 
 def top(args: argparse.Namespace) -> int:
-    """Show the screen until it is left."""
+    """Show the screen until the user leaves it."""
     import asyncio
     import time
 

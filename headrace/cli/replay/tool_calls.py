@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 async def find(bus: "Bus", run: str, id: str) -> "Trajectory":
-    """A trajectory by its id, ``<group>-<slot>-<attempt>``. ReplayError when the run has none such."""
+    """A trajectory by its id, ``<group>-<slot>-<attempt>``. ReplayError when the run has no such trajectory."""
     from headrace.messages import subjects
     from headrace.messages.rollout import Trajectory
 

@@ -66,7 +66,7 @@ def plan(args: argparse.Namespace) -> int:
     said = "fits" if fits else "does not fit"
     say(f"{said} {args.gpus} x {args.gpu_gib:g} GiB with {SPARE:.0%} to spare ({limit / memory_plan.GIB:.1f} GiB)")
     if not fits:
-        say(f"fits with {words(other)}" if other is not None else "no measure makes it fit: more devices are needed")
+        say(f"fits with {words(other)}" if other is not None else "no setting makes it fit: use more devices")
     return 0 if fits else 1
 
 

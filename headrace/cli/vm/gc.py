@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("gc", help="remove what nothing in the cache refers to")
+    parser = commands.add_parser("gc", help="remove cached files that no name, recipe or running host refers to")
     parser.add_argument("--forget", action="append", default=[], metavar="NAME", help="an image or task template")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be kept or removed, and why")
+    parser.add_argument("--dry-run", action="store_true", help="print which entries would be kept or removed, and why")
     add_config(parser)
     parser.set_defaults(handler=gc)
 

@@ -1,4 +1,4 @@
-"""`headrace weights diff`: what two published versions differ in, per tensor."""
+"""`headrace weights diff`: the differences of two published versions, per tensor."""
 
 import argparse
 import tempfile

@@ -23,7 +23,7 @@ UNKNOWN = "(unknown)"
 
 
 class ReplicaReport(Replica, frozen=True, kw_only=True):
-    """A replica, and whether it beats."""
+    """A replica, and whether it is alive."""
 
     alive: bool
     behind: int
@@ -91,7 +91,8 @@ def summary(current: RegionsReport) -> list[str]:
 
 
 def report(run: str, newest: int, ledger: "ReadinessLedger", alive: set[str]) -> RegionsReport:
-    """The ledger by region. newest: the committed version, -1 for none. alive: ids of replicas that beat."""
+    """The ledger by region. newest: the committed version, -1 for none. alive: ids of replicas with a recent
+    heartbeat."""
     by_region: dict[str, RegionReport] = {}
     for region in ledger.regions():
         copies = [copy for copy in ledger.copies.values() if copy.region == region]

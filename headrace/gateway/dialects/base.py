@@ -65,7 +65,7 @@ def text_of(value: object, field: str, kinds: tuple[str, ...] = ("text",)) -> st
 
 
 def _plain(text: str, field: str) -> str:
-    """Text that UTF-8 can carry: JSON may smuggle in halves of surrogate pairs."""
+    """Text that UTF-8 can encode: JSON strings may hold unpaired surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -92,7 +92,7 @@ def objects(value: object, field: str) -> list[dict[str, Any]]:
 
 
 def arguments(value: object, field: str) -> str:
-    """A call's arguments as the client sends them back: a JSON object as text, kept to the letter."""
+    """A call's arguments as the client sends them back: a JSON object as text, kept unchanged."""
     text = string(value, field, "{}")
     try:
         parsed = json.loads(text or "{}")

@@ -1,4 +1,4 @@
-"""A log parser: the text that a test command wrote in, test names with their outcomes out."""
+"""A log parser: from the text that a test command wrote to test names with their outcomes."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ WORDS: dict[str, Outcome] = {
     "SKIPPED": "skipped",
     "XFAIL": "passed",
 }
-"""pytest's words. XFAIL is what the author of the test expects."""
+"""pytest's words. XFAIL counts as passed: the author of the test expects the failure."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 

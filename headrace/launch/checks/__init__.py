@@ -1,1 +1,1 @@
-"""`headrace check`: what would keep a run from starting, found in two seconds and without torch."""
+"""`headrace check`: finds problems that would keep a run from starting, in two seconds and without torch."""

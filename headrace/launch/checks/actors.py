@@ -14,7 +14,7 @@ NEEDED = ("curriculum", "evaluator", "environment", "judge", "rollout", "trainer
 PRODUCT = ("gateway", "feedback", "scavenger")
 """Also needed when [production] is enabled."""
 SINGLE = ("curriculum", "evaluator", "trainer", "weight_sender", "scavenger")
-"""A second one of the same run would be fenced off by the first, or the other way round."""
+"""Actors of which a run has one: of two, the broker refuses the writes of the earlier one."""
 
 
 def check(config: Config) -> Iterator[Finding]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from headrace.config import Config
 from headrace.launch.checks.finding import Finding, bad, good
 from headrace.launch.supervision.down import supervisor_of
+from headrace.vmhost.backends.registry import capabilities
+from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.node.doctor import doctor
 from headrace.vmhost.qemu.process import no_kvm
 
@@ -16,8 +18,14 @@ def check(config: Config) -> Iterator[Finding]:
     """Findings about [run] and [environment]."""
     yield _folder(Path(config.run.dir), config.run.min_free_mb)
     section = config.environment
-    if section.backend == "process":
-        yield good("environment", "backend = process: sandboxes are plain processes and NOT isolated")
+    try:
+        backend = capabilities(section.backend)
+    except VmhostError as error:
+        yield bad("environment.backend", str(error))
+        return
+    if not backend.isolated:
+        yield good("environment", f"backend = {section.backend}: sandboxes are plain processes and NOT isolated")
+    if not backend.kernel_private:
         return
     if section.accel == "kvm" and (reason := no_kvm()):
         yield bad("environment.accel", f"{reason}; set environment.accel to auto or tcg, or give this user /dev/kvm")

@@ -20,7 +20,7 @@ def check(config: Config) -> Iterator[Finding]:
 
 
 def refuse(section: Engine) -> None:
-    """Refuse an engine that there is not, or a section that it cannot use, before a run starts. ConfigError."""
+    """Refuse an unknown engine, or a section that the engine cannot use, before a run starts. ConfigError."""
     try:
         engine = demands(section)
     except PluginError as error:

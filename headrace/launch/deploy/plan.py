@@ -27,7 +27,7 @@ class Process(NamedTuple):
 
 def processes(config: Config) -> list[Process]:
     """Every process of the configuration. ConfigError without [run] id and [bus] url and credentials: processes of
-    several hosts cannot agree on values that one of them makes up."""
+    several hosts cannot agree on values that one of them generates."""
     for key, value in (("run.id", config.run.id), ("bus.url", config.bus.url)):
         if not value:
             raise ConfigError(f"{key}: a deployment needs it, because its processes find each other by it; set {key}")

@@ -11,7 +11,7 @@ def document(value: Mapping[str, Any]) -> str:
 
 
 def documents(values: Sequence[Mapping[str, Any]]) -> str:
-    """Several, separated."""
+    """Several documents, separated."""
     return "---\n".join(document(value) for value in values)
 
 

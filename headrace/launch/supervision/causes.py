@@ -1,4 +1,5 @@
-"""The cause of a process's death, in one line: how it ended, whether memory ran out, and its last words in its log."""
+"""The cause of a process's death, in one line: its exit code or signal, whether memory ran out, and the last error in
+its log."""
 
 import json
 import signal
@@ -50,6 +51,6 @@ def ending(code: int, oom_before: int) -> str:
 
 
 def cause(code: int, log: Path, oom_before: int) -> str:
-    """`ending`, and the process's last words."""
+    """`ending`, and the last error of the process's log."""
     words = " ".join(last_words(log).split()) or "its log is empty"
     return f"{ending(code, oom_before)}; {words}"

@@ -23,7 +23,7 @@ from headrace.parent_death import die_with
 
 
 class ChildFailed(Exception):
-    """A process could not be kept alive; the text is one sentence, `code` the exit status."""
+    """A process could not be kept alive; the text is one sentence, `code` is the exit status."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)

@@ -1,4 +1,4 @@
-"""Ends a run's processes from outside: in order, then by force, until none is left.
+"""Ends a run's processes from outside: first in order, then by force, until none is left.
 
 The lock of the runs' folder names the process of `headrace up`. The first SIGTERM lets the run drain, the second ends
 it at once, SIGKILL comes last. Processes that remain are found by the run's folder in their command line, and killed.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Ended(NamedTuple):
-    """What `down` did."""
+    """The result of `down`."""
 
     supervisor: int
     """Process id of `headrace up`; 0 when none was active."""

@@ -26,7 +26,7 @@ class Exporters:
             self._child = Child("exporters", argv, folder.logs / "exporters.log", dict(os.environ))
 
     async def watch(self, say: Callable[[str], None]) -> None:
-        """Keep it running; after `STARTS` failures say so and go on without it."""
+        """Keep it running; after `STARTS` failures report that and continue without it."""
         for attempt in range(STARTS if self._child else 0):
             assert self._child is not None
             await self._child.start()

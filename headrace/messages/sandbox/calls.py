@@ -186,8 +186,8 @@ class Release(Message, frozen=True, kw_only=True):
 
 @message("fork")
 class Fork(Message, frozen=True, kw_only=True):
-    """Sandboxes that go on from where this one is, one for each request of the same run, lane and role; this one goes
-    on too. It must have its machine for itself (isolation ``episode``)."""
+    """Sandboxes that continue from the present state of this one, one for each request of the same run, lane and role;
+    this one continues too. It must have its machine for itself (isolation ``episode``)."""
 
     sandbox: str
     secret: str
@@ -204,8 +204,8 @@ class Forked(Message, frozen=True, kw_only=True):
 
 @message("checkpoint")
 class Checkpoint(Message, frozen=True, kw_only=True):
-    """The sandbox as bytes: what it changed, for nodes with the very same template file; or with `whole` all of it, for
-    every node that made its template of the same parts."""
+    """The sandbox as bytes: its changes, for nodes with the very same template file; or with `whole` all of it, for
+    every node that built its template from the same parts."""
 
     sandbox: str
     secret: str
@@ -222,7 +222,7 @@ class Checkpointed(Message, frozen=True, kw_only=True):
 
 @message("restore")
 class Restore(Message, frozen=True, kw_only=True):
-    """A sandbox for `request` that goes on from a checkpoint; answered like Acquire."""
+    """A sandbox for `request` that continues from a checkpoint; answered like Acquire."""
 
     request: Acquire
     data: bytes

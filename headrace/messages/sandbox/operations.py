@@ -145,7 +145,7 @@ class Change(msgspec.Struct, frozen=True):
 
     path: str
     kind: Literal["gone", "file", "folder", "link", "other"]
-    """``gone``: there is no such entry any more; else what there is now. ``other`` cannot be made again."""
+    """``gone``: the entry was removed. Otherwise: its present kind. An ``other`` entry cannot be made again."""
     mode: int = 0
     target: str = ""
     """Of a link."""

@@ -83,7 +83,7 @@ class Workspace:
                 continue
 
     def _bytes(self, path: str, limit: int) -> bytes:
-        """At most `limit` bytes of an entry of `paths` that was a regular file: if it is none by now, none come."""
+        """At most `limit` bytes of an entry of `paths` that was a regular file; none if it is not one any more."""
         try:
             fd = os.open(f"{self.root}/{path}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:

@@ -1,6 +1,7 @@
-"""From nothing to templates: packages, probe, boot, freeze. Everything is cached by content and made once per machine.
+"""Builds templates from nothing: packages, probe, boot, freeze. Everything is cached by content and made once per
+machine.
 
-`ensure` may be called by any number of processes at once: one makes, the others wait on a lock file and then load.
+Any number of processes may call `ensure` at once: one builds, the others wait on a lock file and then load.
 """
 
 import asyncio

@@ -99,7 +99,7 @@ def write(out: BinaryIO, top: Node) -> dict[int, Places]:
 
 
 def _in_order(top: Node) -> list[Node]:
-    """Every node once: a folder, then what it holds, by name; the contents of one folder lie together."""
+    """Every node once: a folder, then its entries, by name; the contents of one folder lie together."""
     nodes, seen, folders = [top], {id(top)}, [top]
     while folders:
         folder = folders.pop()

@@ -1,4 +1,4 @@
-"""Container images as files: what `docker save` writes, and the OCI image layout, as an archive or as a folder.
+"""Container images as files: the output of `docker save`, and the OCI image layout, as an archive or as a folder.
 
 Every blob is read once, its digest checked against the name that led to it (OCI image specification 1.1, "Content
 Descriptors"), and every layer's contents against the configuration's ``diff_ids``. Of several platforms linux/amd64 is
@@ -81,7 +81,7 @@ class Source:
             return file.open("rb")
         assert self._tar is not None
         member = self._members.get(_clean(name))
-        if member is not None and member.issym():  # `docker save` of old writes equal layers once
+        if member is not None and member.issym():  # older versions of `docker save` write equal layers once
             member = self._members.get(_clean(f"{name.rpartition('/')[0]}/{member.linkname}"))
         content = self._tar.extractfile(member) if member is not None and member.isreg() else None
         if content is None:
@@ -99,13 +99,13 @@ class Source:
         return json.loads(data)
 
     def tars(self) -> Iterator[tarfile.TarFile]:
-        """The archive itself, for a root file system that is nothing else."""
+        """The archive itself, for an archive that is a bare root file system."""
         assert self._tar is not None
         yield self._tar
 
 
 class _Hashing(io.RawIOBase):
-    """Reads through, remembering the SHA-256 of what passed and its last bytes."""
+    """Reads through, and computes the SHA-256 of the data that passed."""
 
     def __init__(self, inner: IO[bytes]) -> None:
         self._inner = inner

@@ -1,8 +1,8 @@
-"""The guests' files: Debian packages, unpacked and pressed into initramfs archives.
+"""The guests' files: Debian packages, unpacked and packed into initramfs archives.
 
 mmdebstrap with ``--variant=extract`` downloads and unpacks without running a single maintainer script: 8 s instead of
-55 s for an installed tree (measured), no root needed in principle, and nothing in the tree that a script generated.
-What those scripts would have done and we need, we do here: users, byte code (by the guest's own interpreter), links.
+55 s for an installed tree (measured), no root needed in principle, and nothing in the tree that a script generated. The
+results of those scripts that a guest needs are made here: users, byte code (by the guest's own interpreter), links.
 
 Two flavours come from one download. ``light``: kernel, Python with its standard library, busybox. ``debian``: that and
 bash, coreutils, git, ripgrep, pytest, and ruff from PyPI. Both are roots in RAM: no disk to snapshot, no file system to
@@ -144,7 +144,7 @@ def _has_bookworm(path: str) -> bool:
 
 
 def _unpack(tar: tarfile.TarFile, tree: Path, target: Path) -> str:
-    """Files worth having into the tree, the kernel into the target. Returns the kernel's version."""
+    """Put the files that a guest needs into the tree and the kernel into the target. Returns the kernel's version."""
     release = ""
     for member in tar:
         name = member.name.removeprefix("./").rstrip("/")

@@ -35,10 +35,10 @@ _LARGEST = 16 << 20
 """Bytes of the largest manifest or configuration."""
 _PIECE = 1 << 20
 TRIES = 6
-"""Requests in a row that may bring nothing before a download is given up."""
+"""Consecutive requests without data after which a download is given up."""
 RETRY_S = (0.5, 8.0)
 STALL_S = 60.0
-"""How long a connection may bring nothing."""
+"""Time limit for a connection without data."""
 
 
 class Reference(NamedTuple):
@@ -230,7 +230,7 @@ class Client:
                         raise Refusal(f"{self._reference.full}: {digest[:19]} is larger than its {size} bytes")
 
     async def _get(self, path: str, headers: dict[str, str]) -> aiohttp.ClientResponse:
-        """A successful answer. Refusal for what repeating does not mend; aiohttp's errors for the rest."""
+        """A successful answer. Refusal for errors that a repeat would not remove; aiohttp's errors for the rest."""
         url = f"{self._reference.url}/{path}"
         for _ in range(2):
             own = {"Authorization": self._authorization} if self._authorization else {}

@@ -157,7 +157,8 @@ class Tree:
             node.data = os.fsencode(inode.target)
             node.size = len(node.data)
         elif stat.S_ISREG(inode.mode):
-            file, places = self.files[inode.file], inode.places  # as they are now: the tree moves on to its blobs
+            # The present places: the tree moves its contents to blobs later.
+            file, places = self.files[inode.file], inode.places
             node.content = lambda: erofs.pieces(file, places)
         return node
 
@@ -188,8 +189,8 @@ class Tree:
             self._children.setdefault(parent, set()).add(name)
 
     def rest_on(self, below: "Tree", blob: BinaryIO, first: int) -> None:
-        """Take everything of the layers before `first` from another tree of them, whose contents lie in that blob. This
-        tree's own contents lie in one blob."""
+        """Copy all entries of the layers before `first` from another tree of the same layers, whose contents lie in
+        that blob. This tree's own contents lie in one blob."""
         self.files.insert(1, blob)
         for path, (inode, layer) in self._nodes.items():
             if layer < first:
@@ -274,7 +275,7 @@ class Tree:
             self.skipped += 1
 
     def add_folder(self, root: Path) -> None:
-        """Take a folder of this host as it lies there; its links are not followed. OSError."""
+        """Add a folder of this host unchanged; its links are not followed. OSError."""
         seen: dict[tuple[int, int], Inode] = {}
         self._top = _status(os.lstat(root), stat.S_IFDIR)
         for folder, folders, files in os.walk(root):
@@ -337,7 +338,7 @@ class Tree:
             self._drop(f"{parent}/{name}" if parent else name, layer)
 
     def _drop(self, path: str, below: int) -> None:
-        """Remove what layers under `below` brought to a path; a folder stays while something newer is in it."""
+        """Remove the entries that layers under `below` put at a path; a folder stays while it holds a newer entry."""
         for name in list(self._children.get(path, ())):
             self._drop(f"{path}/{name}", below)
         known = self._nodes.get(path)

@@ -29,7 +29,12 @@ def doctor(environment: Environment | None = None) -> list[Finding]:
     wanted = environment or Environment()
     cache = Path(wanted.cache_dir).absolute()
     findings = [_qemu(), _tool("mmdebstrap", "makes the guest image", "mmdebstrap")]
-    findings += [_tool("setpriv", "ties every QEMU to its parent", "util-linux"), _kvm(), memory(wanted), _disk(cache)]
+    findings += [
+        _tool("setpriv", "ends every QEMU with its parent", "util-linux"),
+        _kvm(),
+        memory(wanted),
+        _disk(cache),
+    ]
     bases = [folder for folder in cache.glob("base-*") if (folder / "done").exists()]
     if findings[0].good and bases:
         findings.append(_probe(bases[-1], cache, wanted))

@@ -108,7 +108,7 @@ class CloneBackend:
                     loop.call_soon_threadsafe(self._event, "vm_template", text, {})
 
                 self._templates |= await asyncio.to_thread(base.ensure, self._environment, say, (name,))
-                # Read it now, not while a clone starts.
+                # Read the template's memory now, not while a clone starts.
                 await asyncio.to_thread(self._hold, self._templates[name])
             return self._templates[name]
 

@@ -54,7 +54,7 @@ def choose(base: Path, cache: Path, version: str, wanted: str = "auto") -> tuple
 
 
 def boots(base: Path, accel: Accel, machine: MachineType) -> str:
-    """Boot to the marker: why that failed; empty when it worked."""
+    """Boot to the marker. Returns why that failed; empty when it worked."""
     hardware = Hardware(accel=accel, machine=machine, memory_mb=128, ports=1)
     with tempfile.TemporaryDirectory(prefix="headrace-probe-") as folder:
         initrd = Path(folder, "initrd")

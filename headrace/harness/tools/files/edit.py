@@ -1,9 +1,9 @@
 """edit: replace a quoted text, which must stand in the file exactly once.
 
-Search and replace is the edit form that most base models know. A quote that is slightly off is recovered by a fixed
-ladder (files/matching.py), whose rung stands in the answer and so in the trajectory. An ambiguous quote changes nothing
-and names every candidate, because the first one would be a guess. A file that changed since the policy last saw it has
-to be read again.
+Search and replace is the edit form that most base models know. A quote that is slightly off is matched by a fixed
+sequence of looser comparisons (files/matching.py); the comparison that matched stands in the answer and so in the
+trajectory. An ambiguous quote changes nothing and names every candidate, because the first one would be a guess. A file
+that changed since the policy last saw it has to be read again.
 """
 
 import difflib
@@ -82,7 +82,7 @@ def _candidates(text: str, places: tuple[Place, ...]) -> str:
 
 
 def _nearest(text: str, old: str) -> str:
-    """The line that is most like the first quoted one, as a hint; nothing is edited by likeness."""
+    """The line that is most similar to the first quoted one, as a hint; no edit is based on similarity."""
     first = next(line.strip() for line in old.split("\n") if line.strip())
     lines = {line.strip(): number for number, line in reversed(list(enumerate(text.split("\n"), 1))) if line.strip()}
     close = difflib.get_close_matches(first, list(lines), n=1, cutoff=0.8)

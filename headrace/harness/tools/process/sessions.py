@@ -1,8 +1,8 @@
 """Terminal sessions of an episode: programs that a call may leave running, and the whole of what they wrote.
 
-A call returns when the program has ended or when its time to yield has passed. A later call polls the session, writes
-to it, ends it, or reads any lines of its log. Numbers of sessions count up within the episode, so they are the same on
-every backend. The log is kept by the harness; a resumed episode begins without the logs of its earlier sessions.
+A call returns when the program has ended or when `yield_ms` has passed. A later call polls the session, writes to it,
+ends it, or reads any lines of its log. Numbers of sessions count up within the episode, so they are the same on every
+backend. The log is kept by the harness; a resumed episode begins without the logs of its earlier sessions.
 """
 
 import time
@@ -35,7 +35,7 @@ class Session(msgspec.Struct):
 
 
 def read(workspace: Workspace, number: str) -> Session | None:
-    """A session by its number; None when the episode has none such (any more)."""
+    """A session by its number; None when the episode has no such session (any more)."""
     text = workspace.memory.get(f"terminal.{number}")
     return msgspec.json.decode(text, type=Session) if text is not None else None
 
@@ -125,12 +125,13 @@ def log_lines(session: Session, wanted: str) -> Answer:
 
 
 async def feed(workspace: Workspace, session: Session, text: str) -> str:
-    """Write to the program's input; why not, or nothing."""
+    """Write to the program's input. Returns the reason when that fails, otherwise an empty text."""
     done = await workspace.call(FeedJob(job=session.job, data=text.encode()))
     return "" if done.ok else done.error or "failed"
 
 
 async def stop(workspace: Workspace, session: Session, signal: int) -> str:
-    """Send a signal to the program and all that it started; why not, or nothing."""
+    """Send a signal to the program and all that it started. Returns the reason when that fails, otherwise an empty
+    text."""
     done = await workspace.call(StopJob(job=session.job, signal=signal))
     return "" if done.ok else done.error or "failed"
