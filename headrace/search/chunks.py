@@ -1,7 +1,7 @@
 """Cuts files into chunks: definitions by tree-sitter, other text at blank lines.
 
-A chunk is a function, a method, or what stands between definitions (imports, constants, a class without its methods).
-Its name is the qualified name of its definition. A definition of more than `MOST_LINES` lines becomes several chunks.
+A chunk is a function, a method, or the text between definitions (imports, constants, a class without its methods). Its
+name is the qualified name of its definition. A definition of more than `MOST_LINES` lines becomes several chunks.
 """
 
 import importlib
@@ -44,13 +44,14 @@ class Chunk(msgspec.Struct, frozen=True):
         return "\n".join((f"{self.path} {self.name}".rstrip(), *self.lines))
 
     def hash(self) -> str:
-        """Names the chunk's text wherever it stands in its file."""
+        """Identifies the chunk's text, wherever it stands in its file."""
         return blake2b(self.text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 @lru_cache(1)
 def identity() -> str:
-    """Names all that cuts depend on besides the files: the rules of this module and the versions of the parsers."""
+    """Identifies everything besides the files that chunks depend on: the rules of this module and the versions of the
+    parsers."""
     versions = [importlib.metadata.version(name) for name in ("tree-sitter", "tree-sitter-python")]
     return f"chunks-1 {MOST_LINES} {' '.join(versions)}"
 
@@ -106,8 +107,8 @@ def _parser(grammar: str) -> Any:
 
 
 def _definitions(grammar: str, data: bytes, count: int) -> list[tuple[str, int, int]]:
-    """(qualified name, first line, line behind the last), 0-based, covering the file; the name of what stands outside
-    every definition is empty. Nested functions belong to the function around them, methods do not to their class."""
+    """(qualified name, first line, line behind the last), 0-based, covering the file; the name of text outside every
+    definition is empty. Nested functions belong to the function around them, methods do not to their class."""
     pieces: list[tuple[str, int, int]] = []
     at = 0
 

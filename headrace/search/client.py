@@ -12,7 +12,7 @@ from headrace.messages.subjects import RPC, RPC_NODE, token
 ANSWER_S = 60.0
 """How long a request waits for its answer."""
 SILENCE_S = 30.0
-"""How long an actor may be away: its supervisor starts it again."""
+"""How long an actor may be away until its supervisor has restarted it."""
 
 
 class SearchClient:

@@ -17,11 +17,11 @@ from headrace.search.keywords import Bag, scores
 from headrace.search.tree import Folder, changes, tree
 
 KEYWORD_SHARE = 0.3
-"""Weight of the keyword score in a hybrid rank; the rest is the vectors'."""
+"""Weight of the keyword score in a hybrid rank; the vectors have the remainder."""
 
 
 class Piece:
-    """A chunk with what is computed from it once."""
+    """A chunk with the values that are computed from it once."""
 
     __slots__ = ("bag", "chunk", "hash")
 
@@ -36,7 +36,7 @@ class Index:
         self.files, self._by_path, self.tree = dict(files), dict(pieces), folder
         digest = blake2b(f"{cutting.identity()}\0{folder.hash}".encode(), digest_size=16)
         self.root = digest.hexdigest()
-        """Names the files and the rules by which they were cut."""
+        """Identifies the files and the rules by which they were cut into chunks."""
 
     @classmethod
     def of(cls, hashes: Mapping[str, str], contents: Mapping[str, bytes]) -> "Index":
@@ -44,7 +44,7 @@ class Index:
         return cls({}, {}, tree({})).changed(hashes, contents)
 
     def changed(self, hashes: Mapping[str, str], contents: Mapping[str, bytes]) -> "Index":
-        """The workspace with these files alone. contents: of all that are new or changed."""
+        """The workspace with these files alone. contents: of the new and changed files."""
         folder = tree(hashes)
         new, gone = changes(self.tree, folder)
         by_path = {path: pieces for path, pieces in self._by_path.items() if path not in gone}

@@ -33,7 +33,7 @@ class BatchError(ValueError):
 
 @dataclass(frozen=True)
 class Segment:
-    """One sequence: N inputs, M sampled tokens among what follows them."""
+    """One sequence: N inputs, and M sampled tokens among those that follow them."""
 
     trajectory: str
     ids: Tensor
@@ -53,7 +53,7 @@ class Segment:
     advantage: float
     temperature: float
     index: int = 0
-    """Its place among the segments of the batch."""
+    """Its index among the segments of the batch."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _segment(trajectory: Trajectory, turns: Sequence[Turn], advantage: float) ->
         start = length + len(turn.prompt_ids)
         length = start + len(turn.ids)
         if not len(turn.ids):
-            continue  # the engine gave nothing back, or the trajectory ended on results
+            continue  # the engine returned nothing, or the trajectory ended on results
         if start == 0:
             raise BatchError(f"trajectory {trajectory.id}: turn {turn.index} sampled without a context")
         if len(turn.logprobs) != len(turn.ids):

@@ -38,7 +38,7 @@ WINDOW = 8
 def refusal(
     loss: float, gradient_norm: float, k1: float, *, max_gradient_norm: float = 0.0, max_k1: float = 0.0
 ) -> str:
-    """Why an update may not be made, in snake_case; empty when it may. A limit of 0 is no limit."""
+    """The reason for which an update is refused, in snake_case; empty when it is not. A limit of 0 is no limit."""
     if not math.isfinite(loss):
         return "loss_not_finite"
     if not math.isfinite(gradient_norm):
@@ -116,7 +116,7 @@ class Guard:
         return ""
 
     def look(self, state: TrainerState, now: BatchMetrics, algorithm: Algorithm, bound: int) -> str:
-        """Judge the state that is about to be updated. Why it must go back, or empty."""
+        """Judge the state that is about to be updated. Returns why it must be rolled back, or an empty text."""
         why = alarm(now, self.calm, self.over, algorithm)
         if why:
             return why

@@ -4,7 +4,7 @@ The idea: parameters are counted from the policy's shape; activations are the te
 saves, written down term by term (`activation_bytes`). A test compares both with the model on the meta device. The
 trainer actor refuses to start when its plan is larger than the device's memory, instead of failing hours later.
 
-Of two phases the larger one counts: re-scoring, when rebuilt versions are in memory and gradients are not; and
+The plan is the larger of two phases: re-scoring, when rebuilt versions are in memory and gradients are not; and
 backward, with activations, the head's chunk of logits and the gradients.
 
 Not counted: buffers of the communication library, fragmentation, imbalance between experts, the CUDA context. Leave a

@@ -19,7 +19,7 @@ from headrace.training.batch import Segment
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """N inputs of several segments laid end to end, M sampled tokens among them; all tensors on one device."""
+    """N inputs of several segments, concatenated, with M sampled tokens among them; all tensors on one device."""
 
     segments: tuple[Segment, ...]
     ids: Tensor
@@ -78,7 +78,8 @@ def device_of(model: Model) -> torch.device:
 def check_routes(model: Model, segments: Iterable[Segment]) -> None:
     """RoutesMissing when a segment of a mixture has no record of its routes: live routes would not be the sampler's.
 
-    To be called for a whole batch: of several processes all must refuse it, also those that get other segments.
+    Call it for a whole batch: when several processes train, all of them must refuse it, also those that get other
+    segments.
     """
     bare = [segment.trajectory for segment in segments if segment.routed is None]
     if bare and model.config.experts:

@@ -34,12 +34,12 @@ KEEP_S = 20.0
 KEEP_SHARE = 0.05
 """Share of the time that checkpoints may take: those of a larger model are written less often."""
 REPORT_S = 5.0
-"""Seconds after which progress is reported, however few steps that were."""
+"""Seconds after which progress is reported, whatever the number of steps."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where mid-training stands. `loss` is the weighted mean over the tokens since the last report, in nats."""
+    """The progress of mid-training. `loss` is the weighted mean over the tokens since the last report, in nats."""
 
     step: int
     tokens: int
@@ -49,7 +49,7 @@ class Progress:
 
 
 class MidTrainingFailed(Exception):
-    """The loss or the gradient is not finite, at a step that the text names; or what was kept is of another recipe."""
+    """The loss or the gradient is not finite, at a step that the text names; or the saved file is of another recipe."""
 
 
 def learning_rate(recipe: MidTraining, done: float) -> float:
@@ -81,9 +81,9 @@ def run(
 ) -> int:
     """Train `model` in place until `recipe.tokens` were read; returns the steps taken.
 
-    `progress` is called every `every` steps or REPORT_S and at the end, from this thread. `kept` is a file to go on
-    from, if it is there, and to write every KEEP_S or more (KEEP_SHARE); `traces` begin with the first in any case.
-    MidTrainingFailed when the numbers break or the file is of another recipe, CheckpointError when it is damaged.
+    `progress` is called every `every` steps or REPORT_S and at the end, from this thread. `kept` is a file to continue
+    from, if it exists, and to write every KEEP_S or more (KEEP_SHARE); `traces` begin with the first one in either
+    case. MidTrainingFailed when the numbers break or the file is of another recipe, CheckpointError when it is damaged.
     """
     state = TrainerState(model, settings=OptimizerSettings((0.9, recipe.beta2), recipe.weight_decay))
     started = time.perf_counter()
@@ -124,7 +124,7 @@ def run(
 
 
 def _resume(kept: Path, state: TrainerState, recipe: MidTraining) -> int:
-    """Take over what was kept; the tokens that were read by then."""
+    """Restore the saved file; the number of tokens that were read before it."""
     try:
         found = checkpoint.load(kept, state)
     except FileNotFoundError:

@@ -80,7 +80,7 @@ def measure(
     chosen = drawn(batch, sample, seed)
     parts: dict[tuple[str, str], list[Compared]] = {}
     for name in dict.fromkeys(segment.trajectory for segment in batch.segments):
-        parts.setdefault(origin[name], [])  # an engine without a drawn trajectory is still named
+        parts.setdefault(origin[name], [])  # an engine of which no trajectory was drawn is still named
     for segment in batch.segments:
         if segment.trajectory in chosen:
             parts[origin[segment.trajectory]].append(compare(models, segment))

@@ -123,7 +123,7 @@ class TrainerState:
         parameters, gradients = self.parameters(), dict(self.gradients())
         served: dict[str, Tensor] = {}
         for name, master in self.master.items():
-            # An expert that no token reached has no gradient: its moments still decay, in every replica alike.
+            # An expert without tokens has no gradient: its moments still decay, the same in every replica.
             gradient = gradients.get(name)
             gradient = torch.zeros_like(master) if gradient is None else gradient.float()
             master.grad = gradient if scale == 1.0 else gradient.mul_(scale)
@@ -166,7 +166,7 @@ class TrainerState:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], *, version: int, step: int) -> None:
-        """Take over what `tensors` gave. KeyError when one is missing, ValueError when a shape differs."""
+        """Restore the result of `tensors`. KeyError when one is missing, ValueError when a shape differs."""
         parameters = self.parameters()
         for name, master in self.master.items():
             saved = tensors[f"master.{name}"]

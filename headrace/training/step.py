@@ -106,7 +106,8 @@ class _Step:
         self.rate = learning_rate(recipe.algorithm, state.step) * (watch.factor if watch is not None else 1.0)
 
     def run(self) -> tuple[list[_Update], Mismatch]:
-        """All updates, or none: the last one has the reason. And the mismatch of the model from before the step."""
+        """All updates, or none (the last one then has the reason); and the mismatch of the model from before the
+        step."""
         algorithm = self.recipe.algorithm
         parts = minibatches(self.segments, algorithm.minibatches)
         proximal: dict[int, Tensor] | None = None
@@ -138,7 +139,8 @@ class _Step:
         return updates, before
 
     def _judge(self, gradient: Gradient, own: Mismatch, before: Mismatch | None) -> _Update:
-        """An update, with the reason for which it may not be made. before: the batch's, for the first one."""
+        """An update, with the reason for which it is refused. before: the gradient of the batch, for the first
+        update."""
         algorithm, norm = self.recipe.algorithm, self.state.gradient_norm()
         k1 = (before or own).k1
         limits = {"max_gradient_norm": algorithm.max_grad_norm, "max_k1": algorithm.max_k1}

@@ -109,7 +109,7 @@ class PolicyTrainer:
             model.load_state(huggingface.load(config.policy.checkpoint)[1])
         _freeze(model, config.trainer.frozen).to(device)
         if config.mid_training.tokens > 0 and base is None:
-            model.numerics = probe(policy, exact=False)  # these numbers are compared with nothing; a fifth faster
+            model.numerics = probe(policy, exact=False)  # no bits are compared here; a fifth faster
             mid_training.run(model, traces(), config.mid_training, progress, kept=folder / "mid-training.safetensors")
             model.numerics = numerics
         trainer = cls(config, folder, TrainerState(_served(config, model), settings=settings), numerics)
@@ -130,11 +130,11 @@ class PolicyTrainer:
 
     @property
     def lost(self) -> str:
-        """Why another process of this trainer has ended; empty while all live, and where there is no other."""
+        """Why another process of this trainer has ended; empty while all live, or when there is no other."""
         return ""
 
     def close(self) -> None:
-        """Give up what lives outside of this process: nothing here, the other processes of a group there."""
+        """Release resources outside of this process: none here; the other processes in a group."""
 
     @property
     def version(self) -> int:
@@ -208,7 +208,7 @@ class PolicyTrainer:
         return outcome
 
     def _advance(self, bound: int) -> None:
-        """Keep the versions that the next batch may hold tokens of."""
+        """Keep the versions whose tokens the next batch may hold."""
         self.versions.advance(self.state.version, self.state.log or [])
         self.state.log = []
         self.versions.keep(self.state.version - bound)

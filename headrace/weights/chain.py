@@ -161,7 +161,8 @@ async def plan(
     shards: frozenset[int] | None = None,
     squashed: bool = True,
 ) -> BuildPlan:
-    """The cheapest way to a committed version. BrokenVersion when the chain is broken, Untrusted when it is not signed.
+    """The cheapest path to a committed version. BrokenVersion when the chain is broken, Untrusted when it is not
+    signed.
 
     trust: whose manifests are followed; None follows all. shards: build only these. squashed: also use squashed deltas.
     """
@@ -169,8 +170,8 @@ async def plan(
     try:
         return await _search(source, commit, find, trust, shards, squashed, deep=False)
     except LookupError:
-        # Its base is collected. A full snapshot laid beside it later, which its own head does not name,
-        # will do.
+        # Its base is collected. A full snapshot that was published beside it later, which its own head does not name,
+        # can replace it.
         try:
             return await _search(source, commit, find, trust, shards, squashed, deep=True)
         except LookupError as error:
@@ -217,7 +218,7 @@ async def _search(
         try:
             found = await manifest(source, commit.run, at.seq, trust)
         except LookupError as error:
-            # Collected: only a full snapshot or a squash that ends here may still lead on.
+            # Collected: only a full snapshot or a squash that ends here can continue the path.
             gone = gone or error
         else:
             _agree(at, found)
@@ -319,8 +320,8 @@ async def obtain(
     trust: Trust | None = None,
     shards: frozenset[int] | None = None,
 ) -> BuildPlan:
-    """Build a committed version at `path` the cheapest way; when the local base or a squash turns out broken, or what
-    was planned is collected meanwhile, from the full snapshot. BrokenVersion when nothing is left to build it from.
+    """Build a committed version at `path` the cheapest way; from the full snapshot when the local base or a squash is
+    broken, or when a planned record was collected meanwhile. BrokenVersion when nothing is left to build it from.
 
     Returns the plan that worked.
     """

@@ -81,8 +81,8 @@ class Rows:
 class Draft(Rows):
     """A snapshot file in the making: tensors are written into a temporary file that `commit` gives its name.
 
-    Left without `commit` (an error, a cancellation), the temporary file is removed: a half version never has a name.
-    Written with pwrite, not through a mapping: page faults on a fresh file cost twice the time (measured).
+    Without `commit` (after an error or a cancellation) the temporary file is removed: an incomplete version never has a
+    name. Written with pwrite, not through a mapping: page faults on a fresh file cost twice the time (measured).
     """
 
     def __init__(self, path: str | Path, tensors: Sequence[TensorInfo], metadata: Mapping[str, str] | None = None):
@@ -95,7 +95,7 @@ class Draft(Rows):
         size = len(head) + sum(state.nbytes(info) for info in tensors)
         self._file = open(self.temporary, "wb+", buffering=0)  # closed by _discard
         try:
-            # Ask for the blocks now: a full disk is an error here, not somewhere in the middle.
+            # Reserve the blocks now: a full disk is an error here, not in the middle of the file.
             os.posix_fallocate(self._file.fileno(), 0, size)
             self._put(head, 0)
         except OSError:
@@ -138,7 +138,7 @@ class Snapshot:
         with open(self.path, "rb") as file:
             if os.fstat(file.fileno()).st_size < 8:
                 raise WeightError(f"{self.path} is not a safetensors file: shorter than its length word")
-            # Copy-on-write: torch wants writable memory, the file stays as it is.
+            # Copy-on-write: torch needs writable memory; the file does not change.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self.tensors, self._offsets, self.metadata = _parse(self._map, self.path)
 

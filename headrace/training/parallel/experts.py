@@ -1,9 +1,9 @@
 """Experts that live on different processes: rows travel to them and back (GShard, arXiv 2006.16668).
 
 Idea: each process of an expert group owns an equal run of experts. A layer's rows are sorted by owner, sent, multiplied
-there by the very function that a single process uses, and sent back; gates and the sum over slots stay at home. Sending
-changes the order of rows and nothing else, and a row's bits do not depend on its company: in exact mode the forward
-pass has the bits of one process.
+there by the function that a single process uses, and sent back; gates and the sum over slots stay where the rows came
+from. Sending changes only the order of rows, and a row's bits do not depend on the rows beside it: in exact mode the
+forward pass has the bits of one process.
 
 With several expert groups a run of experts is cut once more: each process stores float32 masters of its part, the parts
 are cast and gathered from the other groups before they are multiplied, and gradients are added in the order of ranks.
@@ -23,7 +23,7 @@ from headrace.policy.moe import ExpertFunction
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to whom they belong; the gradient goes the way back."""
+    """Send rows to the processes that own them; the gradient is sent back in the same way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], got: list[int], group: dist.ProcessGroup) -> Tensor:

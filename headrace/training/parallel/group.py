@@ -1,4 +1,4 @@
-"""The processes that train one policy together: who they are, the orders of the first to the others, shared results.
+"""The processes that train one policy together: membership, the orders of the first one to the others, shared results.
 
 The idea: every process holds a `ShardedTrainer` and calls the same methods with the same arguments, so all of them take
 the same decisions from the same numbers. The first one, the actor's, sends each call to the others before it makes it.
@@ -24,7 +24,8 @@ from headrace.training.parallel.interface import GroupError
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=30)
-"""Of a collective: a process waits for the next order as long as a batch takes. A dead process is noticed at once."""
+"""Time limit of a collective: a process waits for the next order as long as a batch takes. A dead process is noticed at
+once."""
 
 
 class ProcessGroup:
@@ -41,12 +42,12 @@ class ProcessGroup:
         self.grid: DeviceMesh = init_device_mesh(device.type, grid, mesh_dim_names=("copies", "experts"))
         """Experts are owned along the second dimension and cut into shards along the first."""
         self.contributors = self.size
-        """How many processes, from the first on, add to the gradient of the current round."""
+        """Number of processes, from the first on, that add to the gradient of the current round."""
 
     def each(self, count: int, work: Callable[[int, bool], T]) -> list[T]:
         """As `DataParallel`: micro-batches are dealt out in turn, and every process gets all results.
 
-        In turn, so that each round adds neighbours: gradients are then added in the order of one process.
+        Round-robin dealing puts neighbours into one round, so gradients are added in the order of a single process.
         """
         mine: dict[int, Any] = {}
         for first in range(0, count, self.size):
@@ -54,7 +55,7 @@ class ProcessGroup:
             self.contributors = min(self.size, count - first)
             if at < count:
                 mine[at] = _on_cpu(work(at, True))
-            else:  # a collective waits for everybody
+            else:  # a collective waits for all processes
                 work(0, False)
         found = {at: value for part in self.gathered(mine) for at, value in part.items()}
         return [found[at] for at in range(count)]

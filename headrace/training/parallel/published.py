@@ -1,4 +1,4 @@
-"""Which part of the published tensors a process holds: Hugging Face names against rows of fused parameters.
+"""The part of the published tensors that a process holds: Hugging Face names and rows of fused parameters.
 
 Every published tensor is one contiguous run of a fused parameter, and a process holds one contiguous run of each
 parameter, so its part of a tensor is their intersection: nothing has to be gathered before it is written or read.
@@ -23,7 +23,7 @@ _SCALE = "_scale"
 
 
 class Place(NamedTuple):
-    """Where a published tensor lies in a parameter."""
+    """The place of a published tensor in a parameter."""
 
     parameter: str
     start: int

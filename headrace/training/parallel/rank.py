@@ -1,4 +1,4 @@
-"""One process of a trainer's group, every one but the first: `python -m headrace.training.parallel.rank`.
+"""One process of a trainer's group, any but the first: `python -m headrace.training.parallel.rank`.
 
 It needs torchrun's environment variables, and the configuration as the first line of its standard input (`ranks`).
 """

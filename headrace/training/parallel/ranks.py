@@ -26,7 +26,7 @@ from headrace.training.parallel import group
 STOP_S = 20.0
 """Seconds that a process gets to end after the order to stop."""
 GRACE_S = 5.0
-"""Seconds in which a broken connection is explained by the end of a process."""
+"""After a broken connection, seconds to wait for the end of a process that explains it."""
 _TAIL = 400
 
 

@@ -1,8 +1,8 @@
-"""Files and hashes of tensors whose rows lie in several processes; nobody holds a whole one.
+"""Files and hashes of tensors whose rows lie in several processes; no process holds a whole tensor.
 
 The idea: each process writes its own rows into one preallocated file and hashes the blocks that it holds whole. Bytes
 of a block that two processes share go to the first of them, which hashes it. The hash is that of `weights.state`, so a
-file does not tell how many processes wrote it.
+file does not depend on the number of processes that wrote it.
 """
 
 import os

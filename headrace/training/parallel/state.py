@@ -81,7 +81,7 @@ class ShardedState(TrainerState):
         self._hash = ""
 
     def published(self) -> dict[str, Tensor]:
-        """Not to be had: no process holds whole tensors. TypeError."""
+        """Not available: no process holds whole tensors. TypeError."""
         raise TypeError("a sharded state has no whole tensors; write it with parallel.rows and read the file")
 
     def runs(self, source: Mapping[str, Tensor] | None = None) -> list[rows.Run]:

@@ -3,7 +3,8 @@
 The first process belongs to the actor. Its calls of step, give_up, publish and save go to the others as orders (`take`,
 `give_up`, `publish`, `save`, `stop`), with the same arguments, before it makes them itself; re-scoring is part of a
 step. Version 0 is made by the first process alone, as without ranks, and written as a checkpoint; every process then
-reads its own rows of it. A checkpoint does not tell how many processes wrote it, so any number of them reads it.
+reads its own rows of it. A checkpoint does not depend on the number of processes that wrote it, so any number of them
+can read it.
 
 A process that ends, or raises where the others do not, ends the group: `GroupError`. The files are whole then, and a
 new trainer goes on from the checkpoint.
@@ -66,7 +67,7 @@ class ShardedTrainer(PolicyTrainer):
             self._guarded(lambda: self.world.tell(Order(kind, arguments)))
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
-        """A collective that fails because a process has ended says which."""
+        """Turn the failure of a collective into an error that names the process which has ended."""
         try:
             return work()
         except (OSError, ValueError, TrainerError):

@@ -1,8 +1,8 @@
 """Earlier versions of sharded weights: this process's rows of them, put into the one sharded model when asked for.
 
-A sharded model cannot be copied, and memory for a second one is not to be had. So a version is rebuilt in place: its
-served rows become the shards until another version is asked for, or until `release` puts the masters back. Rows on the
-dtype's grid keep their bits when they are widened to float32 and rounded again.
+A sharded model cannot be copied, and there is no memory for a second one. So a version is rebuilt in place: its served
+rows become the shards until another version is asked for, or until `release` puts the masters back. Rows on the dtype's
+grid keep their bits when they are widened to float32 and rounded again.
 """
 
 from collections.abc import Iterator, Mapping

@@ -50,7 +50,7 @@ def change(before: Tensor, after: Tensor) -> Change | None:
 
 @torch.no_grad()
 def undo(model: Model, log: Log) -> None:
-    """Take the writes of a log back, newest first, in place."""
+    """Undo the writes of a log, newest first, in place."""
     parameters = dict(model.named_parameters())
     for name, (positions, before) in reversed(log):
         if positions is None:
@@ -79,7 +79,7 @@ class Versions(Mapping[int, Model]):
         self._current = version
 
     def restore(self, version: int, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Take an older version in, from a checkpoint: its parameters, and those of the next newer kept one."""
+        """Add an older version from a checkpoint: its parameters, and those of the next newer kept one."""
         entries = ((name, change(before[name].detach(), after[name].detach())) for name in before)
         self._logs[version] = [(name, entry) for name, entry in entries if entry is not None]
 

@@ -1,13 +1,12 @@
 """Units to frames and back: the choice of a unit's code, and how its frames are applied.
 
 The idea: per unit (`state.units`: a block, or a run of small ones), count the changes and take the code that makes it
-smallest. An unchanged unit has no frame and costs nothing. Up to one change in twenty the sparse code (`sparse`) always
-wins, or `context`, where the link is dearer than the cores; where changes lie in clumps ``difference`` is run as well,
-and for small units every code. Above that each code is tried on a sample of the unit, drawn across the range from its
-quietest to its busiest parts. Codes that come out close to each other are all run, and the smallest result is taken: a
-wrong guess costs little either way.
-Dense codes work on byte planes, because exponents repeat and mantissas do not:
-``difference`` codes the zig-zag difference of all elements, ``full`` the new bits themselves and needs no base.
+smallest. An unchanged unit has no frame and costs nothing. Up to one change in twenty the sparse code (`sparse`) is
+always smallest, or `context`, for links that cost more than cores; where changes lie in clumps ``difference`` is run as
+well, and for small units every code. Above that each code is tried on a sample of the unit, drawn across the range from
+its quietest to its busiest parts. Codes with close estimates are all run, and the smallest result is taken: a wrong
+estimate costs little. Dense codes work on byte planes, because exponents repeat and mantissas do not: ``difference``
+codes the zig-zag difference of all elements, ``full`` the new bits themselves and needs no base.
 
 Layout: a frame is a msgspec array of header and streams (`Frame`). Dense units and very full sparse ones are cut into
 several frames, so that every frame fits a chunk and every chunk can be read alone. A frame names the unit's hash
@@ -51,7 +50,7 @@ _FRAME_BYTES = 800 << 10
 _DENSE_BYTES = 256 << 10
 """A dense frame's share of the unit."""
 _TINY = 1 << 18
-"""Elements of a unit that is not worth an estimate: everything is tried."""
+"""Elements of a unit that is too small for an estimate: every code is tried."""
 _EVERY, _LOOK = 3200, 32
 _NOWHERE, _NOTHING = np.empty(0, np.int64), np.empty(0, np.uint8)
 _SAMPLES, _SAMPLE = 16, 16384
@@ -150,7 +149,7 @@ def encode(
 
 
 def _looks_dense(base: Sequence[Bits], target: Sequence[Bits]) -> bool:
-    """Whether a quarter of a unit has changed, by a look at one element in a hundred: positions may not be needed."""
+    """Whether a quarter of a unit has changed, estimated from one element in a hundred: positions may not be needed."""
     seen = looked = 0
     for old, new in zip(base, target, strict=True):
         rows = old.size // _EVERY
@@ -188,7 +187,7 @@ def choose(base: Bits, target: Bits, codes: Sequence[int], dtype: str, method: i
                 streams = tuple(pack(plane, method) for plane in planes(content).reshape(content.itemsize, -1))
             sizes[code] += sum(len(stream.data) for stream in streams)
     limit = _CLOSE * min(sizes.values())
-    # What the exponents save is known only when it was tried: whenever it might be enough, it is.
+    # The saving by exponents is known only after a trial: try it whenever it might be enough.
     hopeful = [CONTEXT] if CONTEXT in codes and _CONTEXT_GAIN * sizes[SPARSE] <= limit else []
     return (*hopeful, *(code for code in sizes if sizes[code] <= limit))
 

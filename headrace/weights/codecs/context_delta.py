@@ -1,4 +1,4 @@
-"""D10: the sparse delta for thin links. As `sparse`, but what the exponent tells is not sent.
+"""D10: the sparse delta for thin links. As `sparse`, without the information that the exponents already give.
 
 The idea: a step of one size moves a small weight by many units in the last place and a large one rarely by one, so the
 chance of a change is about |step| / ULP(w): it doubles with every exponent downwards. The receiver has the old weights,
@@ -11,7 +11,8 @@ bit vector (packbits), its words' bit counts and their running sum give the rank
 loop in Python and without sorting: numpy needs one pass of compare, pack, count per class.
 
 Layout of the streams: bounds (two bytes per class: lowest and highest exponent), then per class gaps and values as in
-`sparse`, then the exceptions of all classes. The source of the idea is our own measurement of where the bits go.
+`sparse`, then the exceptions of all classes. The idea comes from a measurement of the bits per symbol in this
+repository.
 
 Trade-off: a pass per class costs most of the speed of `sparse`; the gain is a quarter to a third of the bytes.
 """

@@ -22,7 +22,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Stream(msgspec.Struct, frozen=True, array_like=True):
-    """`data` opens to `size` bytes; kind 0 stored, 1 zstd, 2 lz4 block."""
+    """`data` decompresses to `size` bytes; kind 0 stored, 1 zstd, 2 lz4 block."""
 
     kind: int
     size: int
@@ -30,7 +30,7 @@ class Stream(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Contexts(threading.local):
-    """zstd contexts may not be shared between threads and are dear to make."""
+    """zstd contexts may not be shared between threads and are expensive to make."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=1)

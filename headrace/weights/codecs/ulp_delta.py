@@ -133,7 +133,7 @@ def widen(found: Bytes, exceptions: Stream, kind: np.dtype[np.unsignedinteger]) 
 
 
 def planes(array: Bits) -> Bytes:
-    """Byte planes of an array, the lowest byte of every element first: equal bytes come to lie together."""
+    """Byte planes of an array, the lowest byte of every element first: similar bytes become neighbours."""
     if array.itemsize == 1:
         return array.astype(np.uint8, copy=False)
     return np.ascontiguousarray(array.view(np.uint8).reshape(-1, array.itemsize).T).reshape(-1)

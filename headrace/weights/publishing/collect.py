@@ -10,7 +10,8 @@ A joiner reads the newest head and plans with the manifests that it names. A con
 that are at least one whole chain behind; a joiner that planned for an older one finds a message gone and plans again.
 
 `[weights] collect_chains` lets the trainer, the only role that may purge, do this whenever a full snapshot was
-published. Steps are replayed from checkpoints and need no chain. Blobs are never removed: no version names any.
+published. Steps are replayed from checkpoints and need no chain. Blobs are never removed, because no version refers to
+one.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -25,7 +26,8 @@ from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
 
 LEAST = 2
-"""Chains that stay at least: the one that new joiners use, and the one that joiners of a moment ago use."""
+"""Smallest number of chains that stay: the one that new joiners use, and the one before it, which current joiners may
+use."""
 
 Purge = Callable[[str], Awaitable[int]]
 """Remove all messages of HR_WEIGHTS on a filter; how many."""
@@ -103,7 +105,7 @@ async def collect(
     floor = full_snapshots[-chains]
     kept = await _pinned(source, commits, frozenset(pins), trust)
     out: dict[int, int] = {}
-    # Numbers between committed ones may hold what a sender that died left behind.
+    # Numbers between committed ones may hold chunks of a sender that died.
     for version in range(min(head.version for head in commits), floor):
         if version not in kept and version not in done:
             gone = await purge(subjects.WEIGHT_CHUNK.where(run=run, version=version, shard="*"))

@@ -1,6 +1,6 @@
 """Published precision: the trainer's weights become, once and at the sender, the bytes that engines serve.
 
-The idea: any process that publishes bf16 and lets every receiver quantise ships bytes that nobody serves, and two
+The idea: a sender that publishes bf16 and lets every receiver quantise sends bytes that no engine serves, and two
 receivers that round differently serve two models. So the sender rounds, the delta is taken between rounded versions (in
 MXFP8 ten times fewer bytes change than in bf16: measured), and the state hash is that of the served bytes.
 

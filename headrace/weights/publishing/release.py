@@ -1,8 +1,8 @@
-"""A version's way into the stream: chunks, then the manifest, then the head record with an expected sequence.
+"""Publishes a version: chunks, then the manifest, then the head record with an expected sequence.
 
-The idea: receivers act on head records alone, so whatever dies before the head leaves nothing that anyone sees. The
-head is written against the sequence of the one it was based on; a sender that slept through another's commit is
-refused there, and its chunks and manifest stay orphans that no chain names. Manifest and head are signed.
+The idea: receivers act on head records alone, so a sender that dies before the head leaves nothing visible. The head is
+written against the sequence of the head before it; a sender that missed another's commit is refused there, and no chain
+names its chunks and its manifest. Manifest and head are signed.
 
 Chunk ids are made from content, so a sender that starts again after a crash stores no chunk twice within the stream's
 de-duplication window.
@@ -171,8 +171,8 @@ def full_snapshot_due(commit: Commit, every: int) -> bool:
 async def add_full_snapshot(sink: Sink, encoding: Encoding, commit: Commit, *, signer: Signer | None = None) -> Commit:
     """Store a full snapshot of the committed version beside its delta; the next head names it.
 
-    It comes after the head, so receivers that are up to date never wait for it. Dying before the next head leaves an
-    orphan and the full snapshot due again.
+    It comes after the head, so receivers that are up to date never wait for it. A sender that dies before the next head
+    leaves an unused snapshot, and the next one publishes it again.
     """
     run, version = commit.head.run, commit.head.version
     chunks = await upload(sink, encoding, run, version, first=len(commit.manifest.chunks))

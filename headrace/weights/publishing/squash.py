@@ -1,7 +1,7 @@
 """Squashing: several deltas become one, so that a receiver that lags reads each changed weight once.
 
 The idea: a difference modulo 2^w is added to the one before it, and the sum is the difference of both steps. So deltas
-compose without the weights: merge the positions, add the differences, drop the zeros. A weight that wanders up and down
+compose without the weights: merge the positions, add the differences, drop the zeros. A weight that changes up and down
 by one unit costs one symbol instead of eight: eight steps of a model of 0.9 M parameters squash to 0.40 of their bytes
 (`python -m benchmarks.weight_squash --size 1m`). The work grows with the changes, not with the weights, so any node
 that reads the stream can do it.

@@ -3,7 +3,7 @@
 The idea: one unit (a block, or a run of small ones) at a time is open in a buffer that stays in the processor's cache:
 copied from the base, changed by its frames, hashed, written into a temporary snapshot file. Later manifests of a chain
 read it back from there. The file gets the version's name only when every block's hash equals the manifest's, so a
-partial version never has a name.
+partial file never has a version's name.
 
 Checks: a chunk's sha256 before it is opened; a frame's place, and the block hashes that it names, before it is applied;
 every block of the last version after that. Intermediate versions of a chain are not hashed: an error in one of them
@@ -223,7 +223,7 @@ class StagedFile:
         for index, verified in enumerate(self._verified):
             if self._mine[index] and not verified:
                 self._verify(index)
-        # Not durable on purpose: a file that a power loss tore is found by its hash and built again from the chain.
+        # Not durable on purpose: a file that a power loss damaged is found by its hash and built again from the chain.
         self._draft.commit(durable=False)
         return sharding.state_hash(self._manifest, self._shards)
 
