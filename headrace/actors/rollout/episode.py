@@ -35,7 +35,9 @@ PULL_LIMIT = 32 << 20
 PULL_WHOLE = 512 << 10
 """A repository of at most this many bytes is pulled whole; of a larger one only the allowed and suspect paths."""
 CAPACITY_WAIT_S = 15.0
-"""How long an attempt waits for a sandbox before its request goes back to the end of the queue."""
+"""How long an attempt waits for a sandbox before its request goes back to the end of the queue. Each hand-over doubles
+it, at most `DOUBLED` times: with few machines all requests wait, and none gets a sandbox by going round the queue."""
+DOUBLED = 3
 SUSPECT = ("**/test_*.py", "**/*_test.py", "**/conftest.py", "**/*.pth", "**/sitecustomize.py", "**/usercustomize.py")
 """Paths whose changes are reported, although the judge replaces or ignores them."""
 
@@ -205,6 +207,7 @@ class Episode:
     async def _acquire(self, resume: ResumeState, renderer: Renderer) -> RemoteSandbox:
         """The attempt's sandbox. A resumed attempt gets the sandbox that holds its work, or a copy of it."""
         request, task = self._request, self._task
+        patience_s = CAPACITY_WAIT_S * 2 ** min(request.handovers, DOUBLED)
         acquire = Acquire(
             run=request.run,
             lane=request.lane,
@@ -223,7 +226,7 @@ class Episode:
             files=task.files,
         )
         try:
-            sandbox = await self._sandboxes.acquire(acquire, node=resume.node, patience_s=CAPACITY_WAIT_S)
+            sandbox = await self._sandboxes.acquire(acquire, node=resume.node, patience_s=patience_s)
             if sandbox.id == resume.sandbox or not any(turn.results for turn in resume.turns):
                 return sandbox
             await self._sandboxes.release(sandbox)
@@ -234,7 +237,7 @@ class Episode:
             if resume.checkpoint is None or self._copies == MAX_COPIES:
                 raise
         self._copies += 1
-        sandbox = await restore(self._sandboxes, acquire, resume, CAPACITY_WAIT_S)
+        sandbox = await restore(self._sandboxes, acquire, resume, patience_s)
         box = self._toolbox(renderer)
         try:
             await replay_calls(resume, lambda call: box.run(call, sandbox, task, f"{request.trajectory}/"))

@@ -1,6 +1,7 @@
 """Capacity that a handed-back attempt still holds, and the lanes that a rollout actor pulls."""
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -12,8 +13,9 @@ from headrace.actors.rollout.actor import Rollout
 from headrace.config import Environment as Section
 from headrace.config import Rollout as Credit
 from headrace.messages.rollout import Trajectory, TurnSampled
-from headrace.messages.sandbox import ANY_RUN
-from headrace.messages.subjects import FAIL, TASK, TRAJ, TURN
+from headrace.messages.sandbox import ANY_RUN, Acquire
+from headrace.messages.subjects import EVENT, FAIL, TASK, TRAJ, TURN
+from headrace.sandboxes.client import Sandboxes
 from tests.actors.rollout.test_actor import GATED, config, everything, first, gated_suite, issue, request
 from tests.conftest import Connect
 from tests.support.actors import living
@@ -46,6 +48,48 @@ async def test_a_request_that_waits_for_room_lets_the_holder_of_that_room_pass(
                 await first(observer, "HR_TRAJ", TRAJ.at(run="capacity", group="g2"), Trajectory)
     assert end.rollout == "heir" and end.outcome == "finished"
     assert await everything(observer, "HR_LEDGER", FAIL.where(run="capacity")) == []
+
+
+async def test_a_request_without_room_goes_round_the_queue_ever_more_slowly(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_s, seen = 0.1, 6
+    monkeypatch.setattr(episode, "CAPACITY_WAIT_S", wait_s)
+    observer = await connect("admin")
+    narrow = msgspec.structs.replace(
+        config(tmp_path),
+        environment=Section(backend="process", lease_s=100.0, max_vms=1, judge_share=0, slots_per_vm=1),
+    )
+    async with living(Environment, narrow, await connect("environment", node="n1"), ANY_RUN):
+        holder = Sandboxes(await connect("rollout"), 100.0)
+        taken = await holder.acquire(
+            Acquire(
+                run="round",
+                lane="train",
+                role="rollout",
+                group="other",
+                slot=0,
+                attempt=0,
+                isolation="episode",
+                files={},
+                lease_s=100.0,
+            )
+        )
+        times: list[float] = []
+        async with living(Rollout, narrow, await connect("rollout"), "round", "r1"):
+            await issue(observer, request("round", "g1", policy="idle"))
+            async with asyncio.timeout(PATIENCE_S):
+                async for received in observer.follow("HR_EVENT", EVENT.where(run="round", actor="rollout")):
+                    if getattr(received.message, "kind", "") == "handed_back":
+                        times.append(received.time)
+                    if len(times) == seen:
+                        break
+                gaps = [later - earlier for earlier, later in pairwise(times)]
+                for handovers, gap in enumerate(gaps, 1):
+                    assert gap > 0.9 * wait_s * 2 ** min(handovers, episode.DOUBLED), gaps
+                await holder.release(taken)
+                await first(observer, "HR_TRAJ", TRAJ.at(run="round", group="g1"), Trajectory)
+    assert await everything(observer, "HR_LEDGER", FAIL.where(run="round")) == []
 
 
 async def test_a_rollout_pulls_the_configured_lanes_and_leaves_the_others(connect: Connect, tmp_path: Path) -> None:
