@@ -15,7 +15,9 @@ def add(commands: "Commands") -> None:
     parser = commands.add_parser("down", help="end the active run and every process of it")
     add_run(parser)
     parser.add_argument("--dir", default="runs", help="folder of the runs; default: runs")
-    parser.add_argument("--drain", type=number(0), default=5.0, metavar="SECONDS", help="time to end in order")
+    parser.add_argument(
+        "--drain", type=number(0), default=10.0, metavar="SECONDS", help="time to end in order; default: 10"
+    )
     parser.set_defaults(handler=down)
 
 

@@ -2,6 +2,7 @@
 
 The lock of the runs' folder names the process of `headrace up`. The first SIGTERM lets the run drain, the second ends
 it at once, SIGKILL comes last. Processes that remain are found by the run's folder in their command line, and killed.
+A killed process is waited for as long as a busy machine needs to take it down: what was killed is not reported as left.
 """
 
 import fcntl
@@ -9,9 +10,17 @@ import os
 import select
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
+
+AT_ONCE_S = 5.0
+"""After the second SIGTERM: the time to end without a drain."""
+KILLED_S = 60.0
+"""After SIGKILL: the time for the kernel to end a process. It is over sooner unless the disk hangs."""
+BY_THEMSELVES_S = 1.0
+"""After `headrace up`: the time for its children, which the kernel kills with it."""
 
 
 class Ended(NamedTuple):
@@ -56,30 +65,31 @@ def down(root: Path, folder: Path, patience_s: float) -> Ended:
     supervisor = supervisor_of(root)
     how = "no process of `headrace up` was active"
     if supervisor:
-        how = "it did not end, so it was killed"
-        for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGTERM, 2.0), (signal.SIGKILL, 2.0)):
-            if _signal_and_wait(supervisor, number, wait_s):
-                how = "it ended in order" if number == signal.SIGTERM else how
+        for number, wait_s, outcome in (
+            (signal.SIGTERM, patience_s, "it ended in order"),
+            (signal.SIGTERM, AT_ONCE_S, f"it had not drained after {patience_s:g} s, so it ended at once"),
+            (signal.SIGKILL, KILLED_S, f"it had not ended after {patience_s + AT_ONCE_S:g} s, so it was killed"),
+        ):
+            how = outcome
+            if _signal([supervisor], number, wait_s):
                 break
     # Children of a killed parent get their own signal from the kernel; only those of an older run are left over.
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + BY_THEMSELVES_S
     while (left := processes_of(folder)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    for pid in left:
-        _signal_and_wait(pid, signal.SIGKILL, 1.0)
+    _signal(left, signal.SIGKILL, KILLED_S)
     return Ended(supervisor, how, len(left), len(processes_of(folder)))
 
 
-def _signal_and_wait(pid: int, number: int, wait_s: float) -> bool:
-    """Send a signal; True when the process has ended within the time."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        signal.pidfd_send_signal(handle, number)
-        return bool(select.select([handle], [], [], wait_s)[0])
-    except ProcessLookupError:
-        return True
-    finally:
-        os.close(handle)
+def _signal(pids: Iterable[int], number: int, wait_s: float) -> bool:
+    """Send a signal to all of them; True when all have ended within the time."""
+    with ExitStack() as closing:
+        handles = []
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                handle = os.pidfd_open(pid)
+                closing.callback(os.close, handle)
+                handles.append(handle)
+                signal.pidfd_send_signal(handle, number)
+        deadline = time.monotonic() + wait_s
+        return all(select.select([handle], [], [], max(0.0, deadline - time.monotonic()))[0] for handle in handles)
