@@ -1,6 +1,6 @@
 """Simulated users with a hidden preference change what the product does: ratings, branch, gate, promotion.
 
-    python -m benchmarks.feedback_loop [--seeds 1 2 3] [--sessions 700] [--learning-rate 0.002]
+    python -m benchmarks.feedback_loop [--seeds 1 2 3] [--sessions 1500] [--learning-rate 0.001]
 
 Users like agents that run the tests before they finish and whose last words can be read; they never say why. The first
 policy runs the tests in about 40 % of its sessions. Everything between a user and the policy is the product itself:
@@ -36,13 +36,13 @@ def main() -> None:
     """Run every seed and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--sessions", type=int, default=700)
+    parser.add_argument("--sessions", type=int, default=1500)
     parser.add_argument("--tokens", type=int, default=150_000, help="mid-training of the first policy")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
-    feedback = Feedback(enabled=True, batch=32, staleness=2, user_cap=8, learning_rate=args.learning_rate)
+    feedback = Feedback(enabled=True, batch=32, staleness=4, user_cap=8, learning_rate=args.learning_rate)
     gate = Gate(canary=(0.05, 0.25), sessions=4)
     figures: dict[str, float] = {}
     first, last, faults = list[float](), list[float](), list[str]()
