@@ -6,6 +6,7 @@
     DELETE /v1/users/USER              purge a user's data everywhere
     GET    /healthz                    {run, version, active, waiting}; 503 until a policy is served
     GET    /metrics
+    /v1/agents ...                     headrace's own agent in a workspace that stays (gateway/agents/endpoints.py)
 
 A session runs as training does: same rollout actor, same sandbox, same tools. Every session ends: with its Trajectory,
 with the failure of its last attempt, with the dead letter of its request, or after `SESSION_S`. The user gets the
@@ -21,33 +22,35 @@ import secrets
 import time
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from aiohttp import web
 
 from headrace.bus.errors import BusError, WrongSequence
 from headrace.bus.runtime.actor import Actor
+from headrace.gateway.agents.opening import open_agents
+from headrace.gateway.agents.store import Order
 from headrace.gateway.endpoints import Endpoints
 from headrace.gateway.http import Listener, Refused, answer, read_json, wait_seconds
 from headrace.gateway.keys import ApiKeys, key_file
 from headrace.gateway.requests import NewFeedback, NewSession
 from headrace.gateway.serving import ClientServing
-from headrace.gateway.sessions import Session, asked_by
+from headrace.gateway.sessions import Session, asked_by, attempt_record
 from headrace.gateway.split import Split
 from headrace.gateway.user_keys import UserKeys
 from headrace.ledger.issuer import Issuer
 from headrace.ledger.lost_attempts import REASON, lost_attempt
-from headrace.ledger.requests import settings_of
+from headrace.ledger.requests import limits_of, settings_of
 from headrace.ledger.state import RunState
 from headrace.messages import subjects
-from headrace.messages.ledger import SlotIssued
 from headrace.messages.operations import Ack, DeadLetter
 from headrace.messages.product import Feedback, OpenSession, PurgeUser, Traffic, gate_key, promotion_key
-from headrace.messages.rollout import RolloutRequest, SlotFailed, Trajectory, TurnDone, TurnSampled
+from headrace.messages.rollout import RolloutRequest, Sampling, SlotFailed, Trajectory, TurnDone, TurnSampled
 from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightsSwapped
 from headrace.tasks import UnknownSuite, open_suite
+from headrace.tasks.workspace import LIGHT, WORKSPACE
 
 KEPT_BYTES = 512 << 10
 """A session with more bytes of files is kept without them: after a restart of the gateway it cannot be tried again."""
@@ -88,6 +91,11 @@ class Gateway(Actor):
         self.clients = ClientServing(self.bus, self.config, self.run, self.keys, self.split, self.event)
         await self.clients.start()
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
+        endpoints = Endpoints(self.clients, ApiKeys(key_file(self.config)))
+        common = (self.bus, self.config, self.run, self.keys, self.split)
+        self.agents, routes = await open_agents(
+            *common, self.sessions, self._open, self.event, self.spawn, endpoints.admit
+        )
         self._listener = Listener(
             [
                 web.post("/v1/sessions", self._create),
@@ -96,7 +104,8 @@ class Gateway(Actor):
                 web.delete("/v1/users/{user}", self._forget),
                 web.get("/healthz", self._health),
                 web.get("/metrics", self._metrics),
-                *Endpoints(self.clients, ApiKeys(key_file(self.config))).routes(),
+                *endpoints.routes(),
+                *routes,
             ],
             self._report,
         )
@@ -166,14 +175,34 @@ class Gateway(Actor):
         except UnknownSuite as error:
             raise Refused(404, str(error)) from None
         group = f"{self.keys.hash(self.config.production.tenant, asked.user)}.{secrets.token_hex(6)}"
-        first = self._record(group, task, secrets.randbits(31), 0)
-        settings = msgspec.structs.replace(
-            settings_of(self.config, temperature=1.0),
+        await self._begin(
+            group,
+            task,
             policy=self.split.policy(group),
-            isolation="episode",
             prompt=asked.prompt,
             files={path: text.encode() for path, text in asked.files.items()},
         )
+        return answer({"session": group}, 202)
+
+    async def _open(self, order: Order) -> None:
+        """Begin a run of an agent."""
+        limits = self.config.production.limits
+        await self._begin(
+            order.group,
+            TaskRef(WORKSPACE, order.image or LIGHT),
+            policy=order.policy,
+            prompt=order.prompt,
+            files=order.files,
+            workspace=order.workspace,
+            limits=limits_of(limits),
+            sampling=Sampling(max_turn_tokens=limits.max_turn_tokens),
+        )
+
+    async def _begin(self, group: str, task: TaskRef, **changes: Any) -> None:
+        """Open a session and issue its first attempt."""
+        settings = settings_of(self.config, temperature=1.0)
+        settings = msgspec.structs.replace(settings, isolation="episode", **changes)
+        first = attempt_record(self.run, group, task, secrets.randbits(31), 0)
         session = self.sessions[group] = Session(settings.request(first), time.time())
         self.requests.append(time.monotonic())
         try:
@@ -182,7 +211,6 @@ class Gateway(Actor):
         except BusError as error:
             await self._end(session, "bus_error", str(error))
             raise
-        return answer({"session": group}, 202)
 
     async def _read(self, request: web.Request) -> web.Response:
         """A session's state, at once or after the next change."""
@@ -227,6 +255,7 @@ class Gateway(Actor):
                 session.on_failure("purged")
             await self._kept.delete(self._key(group))
         await self.clients.forget(user)
+        await self.agents.forget(user)
         subject = subjects.RPC.at(service="feedback", method="purge")
         done = await self.bus.request(subject, PurgeUser(user=user), timeout=30.0)
         if not isinstance(done, Ack) or not done.ok:
@@ -235,12 +264,8 @@ class Gateway(Actor):
 
     async def _health(self, request: web.Request) -> web.Response:
         """The version that is served, and the load."""
-        health = {
-            "run": self.run,
-            "version": self.version,
-            "active": self._count("running"),
-            "waiting": self._count("queued"),
-        }
+        health: dict[str, str | int] = {"run": self.run, "version": self.version}
+        health |= {"active": self._count("running"), "waiting": self._count("queued")}
         return answer(health, 200 if self.version >= 0 else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
@@ -269,25 +294,10 @@ class Gateway(Actor):
             self._key(request.group), OpenSession(request=request, started=session.started, complete=complete)
         )
 
-    def _record(self, group: str, task: TaskRef, seed: int, attempt: int) -> SlotIssued:
-        """The ledger record of an attempt: a session is a group with one slot."""
-        return SlotIssued(
-            run=self.run,
-            lane="production",
-            group=group,
-            index=0,
-            slot=0,
-            attempt=attempt,
-            group_size=1,
-            task=task,
-            seed=seed,
-            min_version=0,
-        )
-
     async def _issue(self, session: Session) -> None:
         """Write the session's attempt to the ledger, then publish its request."""
         request = session.request
-        issued = self._record(request.group, request.task, request.seed, request.attempt)
+        issued = attempt_record(self.run, request.group, request.task, request.seed, request.attempt)
         try:
             await self._issuer.issue([issued])
         except WrongSequence as error:  # another gateway of this run issued it: its record counts
@@ -296,7 +306,7 @@ class Gateway(Actor):
     async def _retry(self, session: Session, reason: str, detail: str) -> None:
         """Issue the next attempt, or end the session when there is none left."""
         request = session.request
-        if request.attempt + 1 >= self.config.curriculum.attempts:
+        if reason == "cancelled" or request.attempt + 1 >= self.config.curriculum.attempts:
             await self._end(session, reason, detail)
         elif request.group in self._incomplete:
             await self._end(session, "files_lost", f"attempt {request.attempt} failed: {reason}")

@@ -153,6 +153,16 @@ class Production(Section, frozen=True, kw_only=True):
     """Longest wait for such a turn."""
     idle_s: Duration = 900.0
     """A client's session ends after this time without a request."""
+    limits: Limits = Limits(
+        max_turns=50, max_turn_tokens=4096, max_tokens=200_000, context_tokens=32_768, wall_s=1800.0
+    )
+    """Limits of one run of an agent (`/v1/agents`), in the table [production.limits]."""
+    agent_idle_s: Duration = 1800.0
+    """How long the sandbox of an agent is held for the next run."""
+    webhook_hosts: tuple[Host, ...] = ()
+    """Hosts that an agent's webhook may name; empty: none."""
+    git_hosts: tuple[Host, ...] = ()
+    """Hosts from which the gateway clones an agent's workspace over https; empty: none."""
     rollouts: tuple[Token, ...] = ("product",)
     """Ids of the rollout actors that belong to the product and may be lent."""
     reclaim_above: Count = 0

@@ -112,17 +112,19 @@ def _override(raw: dict[str, Any], entry: str) -> str:
     """Set one dotted key and return it; the value is TOML where it parses as such and a plain string otherwise."""
     path, equals, value = entry.partition("=")
     path = path.strip()
-    section, dot, key = path.partition(".")
-    if not equals or not dot or not section or not key:
+    *sections, key = path.split(".")
+    if not equals or not sections or not all((*sections, key)):
         raise ConfigError(f"--set expected section.key=value, got {entry!r}")
     try:
         table = tomllib.loads(f"x = {value}")
         parsed = table["x"] if len(table) == 1 else value.strip()
     except (tomllib.TOMLDecodeError, RecursionError):
         parsed = value.strip()
-    keys = raw.setdefault(section, {})
-    if not isinstance(keys, dict):
-        raise ConfigError(f"--set {path}: expected [{section}] to be a section, got {_shown(keys)}")
+    keys: Any = raw
+    for section in sections:
+        keys = keys.setdefault(section, {})
+        if not isinstance(keys, dict):
+            raise ConfigError(f"--set {path}: expected [{section}] to be a section, got {_shown(keys)}")
     keys[key] = parsed
     return path
 

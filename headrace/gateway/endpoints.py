@@ -26,7 +26,7 @@ from headrace.gateway.dialects.base import Dialect, Unusable, string
 from headrace.gateway.dialects.chat import ChatCompletions
 from headrace.gateway.dialects.messages import Messages
 from headrace.gateway.dialects.responses import Responses
-from headrace.gateway.http import IDLE_S, Refused, read_body
+from headrace.gateway.http import Refused, read_body, send
 from headrace.gateway.keys import ApiKey, ApiKeys
 from headrace.gateway.limits import RateLimit, retry_after
 
@@ -91,7 +91,7 @@ class Endpoints:
             web.delete("/v1/client/sessions/{session}", self._guarded(ChatCompletions(), self._close)),
         ]
 
-    def _admit(self, request: web.Request) -> ApiKey:
+    def admit(self, request: web.Request) -> ApiKey:
         """The request's key. Refused with 401 or 429."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         token = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
@@ -130,7 +130,7 @@ class Endpoints:
 
     def _turn(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(request: web.Request) -> web.StreamResponse:
-            key = self._admit(request)  # Without a key the body is not even read.
+            key = self.admit(request)  # Without a key the body is not even read.
             asked = dialect.request(await _body(request))
             caller = Caller(key, _session(request, asked)[:200], asked.user[:200])
             if not asked.stream:
@@ -154,14 +154,14 @@ class Endpoints:
                 turn.result()
             await response.prepare(request)
             while not turn.done():
-                await _send(response, b": sampling\n\n")
+                await send(response, b": sampling\n\n")
                 await asyncio.wait({turn}, timeout=COMMENT_EVERY_S)
             try:
                 for event in dialect.events(turn.result(), asked):
-                    await _send(response, event)
+                    await send(response, event)
             except Refused as error:
                 data = json.dumps(dialect.error(error.status, str(error)))
-                await _send(response, f"event: error\ndata: {data}\n\n".encode())
+                await send(response, f"event: error\ndata: {data}\n\n".encode())
             await response.write_eof()
         finally:
             if not turn.done():
@@ -171,18 +171,18 @@ class Endpoints:
         return response
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        self._admit(request)
+        self.admit(request)
         return web.json_response({"input_tokens": await self._sampler.count(Messages().request(await _body(request)))})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._admit(request)
+        self.admit(request)
         models = [
             {"id": name, "object": "model", "created": 0, "owned_by": "headrace"} for name in self._sampler.models()
         ]
         return web.json_response({"object": "list", "data": models})
 
     async def _rate(self, request: web.Request) -> web.StreamResponse:
-        key = self._admit(request)
+        key = self.admit(request)
         body = await _body(request)
         thumb, comment = body.get("thumb"), string(body.get("comment"), "comment")
         if thumb not in ("up", "down"):
@@ -191,7 +191,7 @@ class Endpoints:
         return web.json_response({"session": request.match_info["session"], "thumb": thumb})
 
     async def _close(self, request: web.Request) -> web.StreamResponse:
-        key = self._admit(request)
+        key = self.admit(request)
         await self._sampler.close(request.match_info["session"], key)
         return web.json_response({"session": request.match_info["session"], "state": "ended"})
 
@@ -199,15 +199,6 @@ class Endpoints:
 def _session(request: web.Request, asked: ModelRequest) -> str:
     """The session as a header names it, else as the body does; empty where neither does."""
     return next((request.headers[name] for name in SESSION_HEADERS if request.headers.get(name)), asked.session)
-
-
-async def _send(response: web.StreamResponse, data: bytes) -> None:
-    """Write a part of a stream. A client that does not read it within `IDLE_S` loses the connection."""
-    try:
-        async with asyncio.timeout(IDLE_S):
-            await response.write(data)
-    except TimeoutError:
-        raise ConnectionResetError("the client does not read its stream") from None
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

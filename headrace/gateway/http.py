@@ -54,6 +54,15 @@ def answer(value: dict[str, Any], status: int = 200) -> web.Response:
     return web.json_response(value, status=status)
 
 
+async def send(response: web.StreamResponse, data: bytes) -> None:
+    """Write a part of a stream. A client that does not read it within `IDLE_S` loses the connection."""
+    try:
+        async with asyncio.timeout(IDLE_S):
+            await response.write(data)
+    except TimeoutError:
+        raise ConnectionResetError("the client does not read its stream") from None
+
+
 async def read_body(request: web.Request) -> bytes:
     """The whole body. Refused with 400, 408 or 413."""
     try:

@@ -11,6 +11,11 @@ MAX_PATH = 1024
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
+def safe_path(path: str) -> bool:
+    """Whether a path stays in the folder that it is relative to."""
+    return 0 < len(path) <= MAX_PATH and "\0" not in path and not {"", ".", ".."} & {*path.split("/")}
+
+
 class NewSession(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/sessions: a task for the agent, or a prompt and files of the user's own in its place."""
 
@@ -23,8 +28,7 @@ class NewSession(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for path in self.files:
-            parts = path.split("/")
-            if not path or len(path) > MAX_PATH or path.startswith("/") or "\0" in path or {"", ".", ".."} & {*parts}:
+            if not safe_path(path):
                 raise ValueError(f"files: expected relative paths without '..', got {path[:80]!a}")
 
 

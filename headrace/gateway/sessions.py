@@ -8,7 +8,9 @@ import asyncio
 import time
 from typing import Any, Literal
 
+from headrace.messages.ledger import SlotIssued
 from headrace.messages.rollout import RolloutRequest, Trajectory, TurnDone, TurnSampled
+from headrace.messages.tasks import TaskRef
 
 State = Literal["queued", "running", "finished", "failed"]
 
@@ -22,6 +24,7 @@ SENTENCES = {
     "timed_out": "the session did not end in time",
     "files_lost": "the gateway was restarted and no longer has the session's files",
     "purged": "the user's data was purged",
+    "cancelled": "the user cancelled it",
 }
 """The sentence that a user reads for each reason."""
 
@@ -121,4 +124,20 @@ def asked_by(trajectory: Trajectory) -> RolloutRequest:
         task=trajectory.task,
         seed=trajectory.seed,
         policy=trajectory.policy,
+    )
+
+
+def attempt_record(run: str, group: str, task: TaskRef, seed: int, attempt: int) -> SlotIssued:
+    """The ledger record of an attempt: a session is a group with one slot."""
+    return SlotIssued(
+        run=run,
+        lane="production",
+        group=group,
+        index=0,
+        slot=0,
+        attempt=attempt,
+        group_size=1,
+        task=task,
+        seed=seed,
+        min_version=0,
     )

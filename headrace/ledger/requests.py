@@ -8,7 +8,7 @@ import msgspec
 
 from headrace import config as sections
 from headrace.messages.ledger import SlotIssued
-from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Sampling
+from headrace.messages.rollout import Limits, PolicyRef, RolloutRequest, Sampling, Workspace
 from headrace.messages.sandbox import Isolation
 
 
@@ -24,6 +24,7 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Replaces the task's prompt where it is not empty."""
     files: dict[str, bytes] = {}
     """Replace the task's files where there are any."""
+    workspace: Workspace | None = None
 
     def request(self, issued: SlotIssued) -> RolloutRequest:
         """The request of a recorded attempt."""
@@ -42,12 +43,12 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
             isolation=self.isolation,
             prompt=self.prompt,
             files=self.files,
+            workspace=self.workspace,
         )
 
 
-def limits_of(config: sections.Config) -> Limits:
-    """The limits of an episode from the configuration."""
-    limits = config.limits
+def limits_of(limits: sections.Limits) -> Limits:
+    """The limits of an episode from a section of the configuration."""
     return Limits(
         max_turns=limits.max_turns,
         max_tokens=limits.max_tokens,
@@ -63,6 +64,6 @@ def settings_of(config: sections.Config, temperature: float) -> RequestSettings:
     """The settings that the configuration gives to every lane."""
     return RequestSettings(
         sampling=Sampling(temperature=temperature, max_turn_tokens=config.limits.max_turn_tokens),
-        limits=limits_of(config),
+        limits=limits_of(config.limits),
         isolation=config.environment.isolation,
     )

@@ -356,3 +356,38 @@ class GateVerdict(Message, frozen=True, kw_only=True):
     """Always-valid p-value of the harm test in the stage that ends."""
     shadowed: Count = 0
     shadow_failed: Count = 0
+
+
+class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to an agent, and its end."""
+
+    id: str
+    prompt: str
+    state: Literal["RUNNING", "FINISHED", "ERROR", "CANCELLED"] = "RUNNING"
+    created: float
+    ended: float = 0.0
+    detail: str = ""
+    changed: tuple[str, ...] = ()
+    """Paths that it wrote or deleted."""
+    node: str = ""
+    sandbox: str = ""
+    restored: bool = False
+    """The sandbox of the run before was gone: this one began with its files alone."""
+
+
+@message("agent")
+class Agent(Message, frozen=True, kw_only=True):
+    """An agent of the product: a workspace and the runs in it; a value in HR_SESSION."""
+
+    id: str
+    user: str
+    tenant: str
+    training_allowed: bool
+    policy: PolicyRef
+    image: str = ""
+    files: dict[str, bytes] = {}
+    """The workspace after its last finished run; empty where it is too large to keep."""
+    runs: tuple[AgentRun, ...]
+    archived: bool = False
+    webhook: str = ""
+    webhook_secret: str = ""

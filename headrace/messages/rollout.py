@@ -52,6 +52,31 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Summaries of one attempt; one more ends it with the outcome ``context``."""
 
 
+class Workspace(msgspec.Struct, frozen=True, kw_only=True):
+    """A sandbox that outlives its attempt: the attempts of one name follow each other in it."""
+
+    name: Name
+    """``<user hash>.<agent>``: it takes the place of the group in the sandbox's key."""
+    turn: Count = 0
+    """Earlier requests in it."""
+    node: str = ""
+    """Where it was last; empty at the beginning."""
+    hold_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    """How long it is held after the attempt."""
+
+
+@message("attempt_control")
+class AttemptControl(Message, frozen=True, kw_only=True):
+    """Asks the rollout actors of a run to end an attempt, or to give up a held sandbox. Core NATS, at most once: its
+    sender repeats it until it sees the effect."""
+
+    run: str
+    group: Name | None = None
+    """Cancel the running attempt of this group."""
+    workspace: Name | None = None
+    """Release the sandbox held under this name."""
+
+
 @message("rollout_request")
 class RolloutRequest(Message, frozen=True, kw_only=True):
     """A request for one attempt of one slot. All lanes use the same struct, so a policy cannot tell them apart."""
@@ -74,6 +99,8 @@ class RolloutRequest(Message, frozen=True, kw_only=True):
     """The user's repository, path to content, in place of the task's (production lane)."""
     handovers: Count = 0
     """How often a rollout actor that was drained published the request again."""
+    workspace: Workspace | None = None
+    """The sandbox to work in and to hold afterwards; None: one of its own, released at the end."""
 
     @property
     def trajectory(self) -> str:

@@ -197,6 +197,7 @@ class Sandboxes:
         self._asking = asyncio.Semaphore(ASK_AT_ONCE)
         self._released = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
+        self._held: dict[str, tuple[RemoteSandbox, asyncio.Task[None]]] = {}
 
     def __len__(self) -> int:
         return len(self._owned)
@@ -307,6 +308,31 @@ class Sandboxes:
         """Leave a sandbox to a successor: neither renew its lease nor release it."""
         self._owned.discard(sandbox)
 
+    def hold(self, sandbox: RemoteSandbox, name: str, seconds: float) -> None:
+        """Keep renewing a sandbox for a later owner, then release it. A later owner anywhere ends the renewals."""
+
+        async def release_later() -> None:
+            await asyncio.sleep(seconds)
+            await self.release_held(name)
+
+        self.forget(name)
+        self._owned.add(sandbox)
+        self._held[name] = sandbox, asyncio.create_task(release_later())
+
+    def forget(self, name: str) -> None:
+        """Leave the sandbox held under this name to its next owner."""
+        if name in self._held:
+            sandbox, timer = self._held.pop(name)
+            timer.cancel()
+            self._owned.discard(sandbox)
+
+    async def release_held(self, name: str) -> None:
+        """Release the sandbox held under this name, if there is one."""
+        if name in self._held:
+            sandbox, timer = self._held.pop(name)
+            await self.release(sandbox)
+            timer.cancel()
+
     async def _release(self, sandbox: RemoteSandbox) -> None:
         try:
             await sandbox.release()
@@ -342,5 +368,7 @@ class Sandboxes:
             self._owned.discard(sandbox)
 
     async def close(self) -> None:
-        """Wait for the releases under way."""
+        """Wait for the releases under way. Held sandboxes end with their leases."""
+        for name in [*self._held]:
+            self.forget(name)
         await asyncio.gather(*self._background)

@@ -23,6 +23,7 @@ from headrace.tasks.impossible import CanarySuite
 from headrace.tasks.mix import NAME as MIX
 from headrace.tasks.mix import mixed, parts
 from headrace.tasks.trust import Trust
+from headrace.tasks.workspace import WORKSPACE, WorkspaceSuite
 
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"
 
@@ -171,6 +172,11 @@ def _mixed(rest: str, root: Path) -> Suite:
     return mixed(rest, root, open_suite)
 
 
+def _workspace(rest: str, root: Path) -> Suite:
+    """``workspace``: what users bring."""
+    return WorkspaceSuite()
+
+
 Opener = Callable[[str, Path], Suite]
 """Opens a suite of a source, given the name behind the source's own and the folder of suites. UnknownSuite."""
 
@@ -180,6 +186,7 @@ SUITES: Registry[Opener] = Registry(
         "generated": "headrace.tasks.suites:_generated",
         "canary": "headrace.tasks.suites:_impossible",
         MIX: "headrace.tasks.suites:_mixed",
+        WORKSPACE: "headrace.tasks.suites:_workspace",
     },
     needs=("__call__",),
 )

@@ -30,7 +30,7 @@ def test_every_limit_of_a_request_has_a_key_in_the_configuration() -> None:
             max_summaries=97,
         )
     )
-    assert set(msgspec.structs.astuple(limits_of(config))) == {91, 92, 93, 94.0, 95, 96, 97}
+    assert set(msgspec.structs.astuple(limits_of(config.limits))) == {91, 92, 93, 94.0, 95, 96, 97}
 
 
 def test_a_users_prompt_and_files_replace_the_tasks() -> None:

@@ -29,9 +29,10 @@ from headrace.engines.base import EngineError
 from headrace.engines.registry import ENGINES
 from headrace.harness.tools.registry import TOOLS
 from headrace.harness.tools.toolbox import with_search, with_tools
+from headrace.messages.base import Message
 from headrace.messages.ledger import Admission, admission_key
 from headrace.messages.product import CapacityLease, lease_key
-from headrace.messages.rollout import Lane, RolloutRequest, SlotFailed, Trajectory
+from headrace.messages.rollout import AttemptControl, Lane, RolloutRequest, SlotFailed, Trajectory
 from headrace.messages.sandbox import NoCapacity, SandboxLost
 from headrace.messages.search import SearchLost
 from headrace.messages.subjects import FAIL, RPC, TASK, token
@@ -45,7 +46,14 @@ from headrace.tasks import UnknownSuite, open_suite
 from headrace.tasks.suites import suite_plugins
 
 LANES: tuple[Lane, ...] = get_args(Lane)
+
+
+class Cancelled(Exception):
+    """The user ended the attempt."""
+
+
 REASONS: tuple[tuple[type[Exception], str], ...] = (
+    (Cancelled, "cancelled"),
     (SandboxLost, "sandbox_lost"),
     (EngineError, "engine_error"),
     (SearchLost, "search_lost"),
@@ -82,7 +90,8 @@ class Rollout(Actor):
         self._task = lru_cache(64)(
             lambda ref: with_search(with_tools(self._suite(ref.suite).task(ref.task), tasks.tools), searching)
         )
-        self._running: dict[asyncio.Task[Trajectory | None], Lane] = {}
+        self._running: dict[asyncio.Task[Trajectory | None], RolloutRequest] = {}
+        self._cancelled: set[asyncio.Task[Trajectory | None]] = set()
         self._handing_back: set[asyncio.Task[Trajectory | None]] = set()
         self._pulls: dict[Lane, Consumer] = {}
         self._clients = ClientTurns(self.bus, self.id, self._policies.serving_clients)
@@ -103,6 +112,8 @@ class Rollout(Actor):
         for lane in LANES:
             await self._pull(lane)
         await self._serve_clients()
+        control = RPC.at(service="rollout", method=f"control-{token(self.run)}")
+        await self.listen(control, self._on_control)
         self.spawn(self._follow_lease(), "lease")
         self.spawn(self._follow_admission(), "admission")
 
@@ -179,23 +190,26 @@ class Rollout(Actor):
                 self._open_lanes()
 
     def _hand_back(self, lanes: Sequence[Lane]) -> None:
-        for work, lane in self._running.items():
-            if lane in lanes:
+        for work, request in self._running.items():
+            if request.lane in lanes:
                 self._handing_back.add(work)
                 work.cancel()
 
     async def _handle(self, received: Received[RolloutRequest]) -> None:
         request = received.message
         work = asyncio.create_task(self._attempt(request, self._task_of(request)))
-        self._running[work] = request.lane
+        self._running[work] = request
         try:
             trajectory = await asyncio.shield(work)
         except asyncio.CancelledError:
-            if work not in self._handing_back:
+            if work in self._cancelled:
+                await self._fail(request, Cancelled("its user cancelled it"))
+            elif work in self._handing_back:
+                await self._republish(request)
+            else:
                 work.cancel()
                 await asyncio.wait([work])
                 raise
-            await self._republish(request)
         except (Superseded, WrongSequence) as error:
             # Another actor runs this attempt now and acknowledges its request.
             received.settled = True
@@ -212,6 +226,17 @@ class Rollout(Actor):
         finally:
             del self._running[work]
             self._handing_back.discard(work)
+            self._cancelled.discard(work)
+
+    async def _on_control(self, message: Message) -> None:
+        """End an attempt of the production lane, or give up a held sandbox, if it is here."""
+        if isinstance(message, AttemptControl) and message.run == self.run:
+            for work, request in self._running.items():
+                if request.group == message.group and request.lane == "production":
+                    self._cancelled.add(work)
+                    work.cancel()
+            if message.workspace:
+                await self._sandboxes.release_held(message.workspace)
 
     def _task_of(self, request: RolloutRequest) -> Task:
         """The request's task. Reject: the suite or the task does not exist."""

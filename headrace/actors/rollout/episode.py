@@ -21,12 +21,12 @@ from headrace.harness.loop import run_episode
 from headrace.harness.prompt import toolbox_for
 from headrace.harness.tools.search.session import SearchSession, template_of
 from headrace.harness.tools.toolbox import Toolbox
-from headrace.messages.rollout import RolloutRequest, ToolResult, Trajectory, Turn
+from headrace.messages.rollout import RolloutRequest, ToolResult, Trajectory, Turn, Workspace
 from headrace.messages.sandbox import Acquire, OpResult, PullChanges, PullTree, SandboxLost
 from headrace.messages.search import Searcher
 from headrace.messages.tasks import Task
 from headrace.rendering.base import Renderer
-from headrace.sandboxes.client import RemoteSandbox, Sandboxes, Superseded
+from headrace.sandboxes.client import NodeSilent, RemoteSandbox, Sandboxes, Superseded
 from headrace.search.chunks import PATTERNS
 from headrace.vmhost.guest.globs import matches
 
@@ -86,7 +86,7 @@ class Episode:
         try:
             trajectory = await self._run_with_copies(resume, engine, renderer, started)
         except (asyncio.CancelledError, Superseded, BusError):
-            if self._sandbox is not None:
+            if self._sandbox is not None and not self._hold(self._sandbox):
                 self._sandboxes.stop_renewing(self._sandbox)
             await self._cancel_checkpoint()
             await self._log.flush()
@@ -100,8 +100,17 @@ class Episode:
             if self._digest is not None and not self._digest.cancel() and not self._digest.cancelled():
                 self._digest.exception()  # retrieved, so that asyncio does not log it
         assert self._sandbox is not None
-        self._sandboxes.give_back(self._sandbox)
+        if not self._hold(self._sandbox):
+            self._sandboxes.give_back(self._sandbox)
         return trajectory
+
+    def _hold(self, sandbox: RemoteSandbox) -> bool:
+        """Keep the sandbox of a workspace for the next request in it."""
+        workspace = self._request.workspace
+        if workspace is not None and workspace.hold_s > 0:
+            self._sandboxes.hold(sandbox, workspace.name, workspace.hold_s)
+            return True
+        return False
 
     async def _run_with_copies(
         self, resume: ResumeState, engine: Engine, renderer: Renderer, started: float
@@ -225,6 +234,8 @@ class Episode:
             requires=("upper_diff",) if task.image else (),
             files=task.files,
         )
+        if request.workspace is not None:
+            return await self._enter(acquire, request.workspace, resume)
         try:
             sandbox = await self._sandboxes.acquire(acquire, node=resume.node, patience_s=patience_s)
             if sandbox.id == resume.sandbox or not any(turn.results for turn in resume.turns):
@@ -244,6 +255,26 @@ class Episode:
         except BaseException:
             self._sandboxes.give_back(sandbox)
             raise
+        return sandbox
+
+    async def _enter(self, acquire: Acquire, workspace: Workspace, resume: ResumeState) -> RemoteSandbox:
+        """The sandbox of a workspace: the one that is held, or a new one with the files of the request."""
+        request = self._request
+        # A later turn or attempt takes the sandbox over, however often an earlier one was handed on.
+        generation = (workspace.turn * 100 + request.attempt) * 1000 + request.handovers
+        acquire = msgspec.structs.replace(acquire, group=workspace.name, slot=0, attempt=0, handovers=generation)
+        self._sandboxes.forget(workspace.name)
+        try:
+            node = resume.node or workspace.node
+            sandbox = await self._sandboxes.acquire(acquire, node=node, patience_s=CAPACITY_WAIT_S)
+        except NodeSilent:
+            if resume.turns:
+                raise
+            sandbox = await self._sandboxes.acquire(acquire, patience_s=CAPACITY_WAIT_S)
+        work_lost = sandbox.id != resume.sandbox and any(turn.results for turn in resume.turns)
+        if work_lost or (sandbox.fresh and workspace.turn and not request.files):
+            await self._sandboxes.release(sandbox)
+            raise SandboxLost(f"the sandbox of workspace {workspace.name} is gone, and with it its files")
         return sandbox
 
     def _toolbox(self, renderer: Renderer) -> Toolbox:

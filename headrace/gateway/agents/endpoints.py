@@ -1,0 +1,227 @@
+"""HTTP endpoints of the agents API, version 1.
+
+    POST /v1/agents                          {prompt, workspace?, webhook?, user?} -> 201 {agent, run}
+    GET  /v1/agents?limit=&cursor=           the tenant's agents, newest first
+    GET  /v1/agents/ID                       one agent with its runs
+    POST /v1/agents/ID/runs                  {prompt} -> 201; 409 while a run is under way
+    GET  /v1/agents/ID/runs/RID              one run
+    GET  /v1/agents/ID/runs/RID/stream       server-sent events; resume with Last-Event-ID
+    POST /v1/agents/ID/runs/RID/cancel       202
+    POST /v1/agents/ID/runs/RID/feedback     {thumb, comment?} of a finished run -> 202
+    POST /v1/agents/ID/archive               no further runs; the sandbox is released
+    GET  /v1/agents/ID/usage                 turns and tokens, per run and in all
+    GET  /v1/agents/ID/artifacts             paths that differ from what the user brought
+    GET  /v1/agents/ID/artifacts/PATH        the content of one
+
+`Idempotency-Key` makes both POSTs that create repeatable. Errors are {error: {code, message}}.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError
+from headrace.config import Production
+from headrace.gateway.agents.events import Events
+from headrace.gateway.agents.requests import AgentRefused, NewAgent, NewRating, NewRun
+from headrace.gateway.agents.store import Agents
+from headrace.gateway.agents.webhooks import allowed
+from headrace.gateway.agents.workspace import files_of
+from headrace.gateway.http import Refused, read_json
+from headrace.gateway.keys import ApiKey
+from headrace.gateway.limits import retry_after
+from headrace.messages import subjects
+from headrace.messages.product import Agent, AgentRun, Feedback
+from headrace.messages.rollout import TurnSampled
+
+CODES = {
+    400: "invalid_request",
+    401: "unauthorized",
+    404: "not_found",
+    408: "timeout",
+    413: "too_large",
+    429: "rate_limit",
+    503: "unavailable",
+}
+MOST = 100
+_log = logging.getLogger("headrace.gateway")
+Handler = Callable[[web.Request, ApiKey], Awaitable[web.StreamResponse]]
+
+
+class AgentEndpoints:
+    """Routes of the agents API."""
+
+    def __init__(
+        self,
+        agents: Agents,
+        events: Events,
+        admit: Callable[[web.Request], ApiKey],
+        bus: Bus,
+        run: str,
+        production: Production,
+    ) -> None:
+        """admit: the key of a request, or Refused."""
+        self._agents, self._events, self._admit = agents, events, admit
+        self._bus, self._run, self._production = bus, run, production
+
+    def routes(self) -> list[web.RouteDef]:
+        """For an aiohttp application."""
+        agent, run = "/v1/agents/{agent}", "/v1/agents/{agent}/runs/{run}"
+        return [
+            web.post("/v1/agents", self._guarded(self._create)),
+            web.get("/v1/agents", self._guarded(self._list)),
+            web.get(agent, self._guarded(self._read)),
+            web.post(f"{agent}/runs", self._guarded(self._go_on)),
+            web.get(run, self._guarded(self._read_run)),
+            web.get(f"{run}/stream", self._guarded(self._stream)),
+            web.post(f"{run}/cancel", self._guarded(self._cancel)),
+            web.post(f"{run}/feedback", self._guarded(self._rate)),
+            web.post(f"{agent}/archive", self._guarded(self._archive)),
+            web.get(f"{agent}/usage", self._guarded(self._usage)),
+            web.get(f"{agent}/artifacts", self._guarded(self._artifacts)),
+            web.get(f"{agent}/artifacts/{{path:.+}}", self._guarded(self._artifact)),
+        ]
+
+    def _guarded(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def respond(request: web.Request) -> web.StreamResponse:
+            try:
+                return await handler(request, self._admit(request))
+            except Refused as error:
+                code = error.code if isinstance(error, AgentRefused) else CODES.get(error.status, "error")
+                headers = {"Retry-After": retry_after(error.retry_s)} if error.retry_s else None
+                return _error(error.status, code, str(error), headers)
+            except BusError as error:
+                return _error(503, "unavailable", f"the message bus is unavailable, try again: {error}")
+            except ConnectionError:
+                raise
+            except Exception:
+                _log.exception("a request failed: %s", request.path)
+                return _error(500, "internal", "the server failed; its log says why")
+
+        return respond
+
+    def _found(self, request: web.Request, key: ApiKey) -> tuple[Agent, AgentRun]:
+        agent = self._agents.owned(request.match_info["agent"], key)
+        run = next((run for run in agent.runs if run.id == request.match_info["run"]), None)
+        if run is None:
+            raise AgentRefused(404, "not_found", "this agent has no such run")
+        return agent, run
+
+    async def _create(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        asked = await read_json(request, NewAgent)
+        allowed(asked.webhook, self._production.webhook_hosts)
+        files = await files_of(asked.workspace, self._production.git_hosts)
+        agent = await self._agents.create(asked, files, key, request.headers.get("Idempotency-Key", ""))
+        return web.json_response({"agent": _agent(agent), "run": _run(agent.runs[0])}, status=201)
+
+    async def _list(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        limit = request.query.get("limit", "20")
+        if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:4]) <= MOST:
+            raise AgentRefused(400, "invalid_request", f"limit: expected 1 to {MOST}, got {limit[:20]!a}")
+        agents, cursor = self._agents.of(key), request.query.get("cursor", "")
+        if cursor:
+            place = next((at for at, agent in enumerate(agents) if agent.id == cursor), None)
+            if place is None:
+                raise AgentRefused(400, "invalid_request", "cursor: expected nextCursor of an earlier answer")
+            agents = agents[place + 1 :]
+        page = agents[: int(limit)]
+        more = {"nextCursor": page[-1].id} if len(agents) > len(page) else {}
+        return web.json_response({"agents": [_agent(agent) for agent in page]} | more)
+
+    async def _read(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        agent = self._agents.owned(request.match_info["agent"], key)
+        return web.json_response(_agent(agent) | {"runs": [_run(run) for run in agent.runs]})
+
+    async def _go_on(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        agent, asked = self._agents.owned(request.match_info["agent"], key), await read_json(request, NewRun)
+        run = await self._agents.go_on(agent, asked.prompt, request.headers.get("Idempotency-Key", ""))
+        return web.json_response(_run(run), status=201)
+
+    async def _read_run(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        return web.json_response(_run(self._found(request, key)[1]))
+
+    async def _stream(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        return await self._events.stream(request, *self._found(request, key), key)
+
+    async def _cancel(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        agent, run = self._found(request, key)
+        await self._agents.cancel(agent, run)
+        return web.json_response({"id": run.id, "status": "CANCELLING"}, status=202)
+
+    async def _rate(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        (agent, run), given = self._found(request, key), await read_json(request, NewRating)
+        trajectory = await self._agents.trajectory(agent, run)
+        if trajectory is None:
+            raise AgentRefused(409, "run_not_finished", f"only a finished run is rated; this one is {run.state}")
+        feedback = Feedback(
+            tenant=agent.tenant,
+            user=agent.user,
+            run=self._run,
+            trajectory=trajectory.id,
+            thumb=given.thumb,
+            training_allowed=agent.training_allowed and key.training,
+            comment=given.comment,
+        )
+        where = subjects.FEEDBACK.at(tenant=subjects.token(agent.tenant), user=agent.user)
+        await self._bus.publish(where, feedback, msg_id=f"thumb.{trajectory.id}.{given.thumb}")
+        return web.json_response({"id": run.id, "thumb": given.thumb}, status=202)
+
+    async def _archive(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        agent = self._agents.owned(request.match_info["agent"], key)
+        return web.json_response(_agent(await self._agents.archive(agent)))
+
+    async def _usage(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        agent = self._agents.owned(request.match_info["agent"], key)
+        runs: list[dict[str, Any]] = []
+        for run in agent.runs:
+            used = {"id": run.id, "turns": 0, "inputTokens": 0, "outputTokens": 0}
+            async for received in self._bus.history("HR_TURN", *self._agents.filters(agent, run)):
+                if isinstance(received.message, TurnSampled):
+                    turn = received.message.turn
+                    used["turns"] += 1  # type: ignore[operator]
+                    used["inputTokens"] += len(turn.prompt_ids)  # type: ignore[operator]
+                    used["outputTokens"] += len(turn.ids)  # type: ignore[operator]
+            runs.append(used)
+        total = {name: sum(used[name] for used in runs) for name in ("turns", "inputTokens", "outputTokens")}
+        return web.json_response({"total": total, "runs": runs})
+
+    async def _artifacts(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        agent = self._agents.owned(request.match_info["agent"], key)
+        paths = sorted({path for run in agent.runs for path in run.changed})
+        entries = [{"path": path, "sizeBytes": len(agent.files[path])} for path in paths if path in agent.files]
+        deleted = [path for path in paths if path not in agent.files]
+        return web.json_response({"artifacts": entries, "deleted": deleted})
+
+    async def _artifact(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        agent = self._agents.owned(request.match_info["agent"], key)
+        path = request.match_info["path"]
+        if path not in agent.files:
+            raise AgentRefused(404, "not_found", "the workspace has no such file")
+        headers = {"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
+        return web.Response(body=agent.files[path], content_type="application/octet-stream", headers=headers)
+
+
+def _agent(agent: Agent) -> dict[str, Any]:
+    last = agent.runs[-1]
+    status = "ARCHIVED" if agent.archived else "ACTIVE"
+    return {"id": agent.id, "status": status, "latestRun": last.id, "latestRunStatus": last.state}
+
+
+def _run(run: AgentRun) -> dict[str, Any]:
+    return {
+        "id": run.id,
+        "status": run.state,
+        "prompt": run.prompt,
+        "createdAt": run.created,
+        "endedAt": run.ended or None,
+        "detail": run.detail,
+        "changed": list(run.changed),
+        "restored": run.restored,
+    }
+
+
+def _error(status: int, code: str, text: str, headers: dict[str, str] | None = None) -> web.Response:
+    return web.json_response({"error": {"code": code, "message": text}}, status=status, headers=headers)

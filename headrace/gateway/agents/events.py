@@ -1,0 +1,108 @@
+"""The events of a run as server-sent events, straight from the turn log.
+
+An event is one record of HR_TURN and its id is the record's sequence, so a client that lost its connection sends the
+last id that it saw and gets exactly what came after it, from any gateway and after any restart. The end of the run is a
+last event whose id is that of the last record with ``-end`` behind it. Nothing is kept for a stream that nobody reads.
+"""
+
+import asyncio
+import json
+import re
+from typing import Any, Literal
+
+from aiohttp import web
+
+from headrace.bus.connection import Bus
+from headrace.gateway.agents.requests import AgentRefused
+from headrace.gateway.agents.store import Agents, Sessions
+from headrace.gateway.http import send
+from headrace.gateway.keys import ApiKey
+from headrace.messages.product import Agent, AgentRun
+from headrace.messages.rollout import TurnDone, TurnSampled
+
+HEARTBEAT_S = 10.0
+_ID = re.compile(r"([0-9]{1,18})(-end)?")
+
+
+class Events:
+    """Streams of runs."""
+
+    def __init__(self, bus: Bus, agents: Agents, sessions: Sessions) -> None:
+        self._bus, self._agents, self._sessions = bus, agents, sessions
+
+    async def stream(self, request: web.Request, agent: Agent, run: AgentRun, key: ApiKey) -> web.StreamResponse:
+        """Answer with the events after the request's Last-Event-ID. AgentRefused with 400 or 410."""
+        filters = self._agents.filters(agent, run)
+        after, ended = await self._after(request.headers.get("Last-Event-ID", ""), filters, run)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        await send(response, event("status", {"agent": agent.id, "run": run.id, "status": run.state}))
+        session = self._sessions.get(self._agents.group(agent, run))
+        while True:
+            over = session is None or session.over  # read first: the records of a run come before its end
+            changed = session.changed if session is not None else None
+            async for received in self._bus.history("HR_TURN", *filters, start=after + 1):
+                after = received.seq
+                if isinstance(received.message, TurnSampled | TurnDone):
+                    await send(response, turn_event(received.message, received.seq))
+            if over or changed is None:
+                break
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await changed.wait()
+            except TimeoutError:
+                await send(response, b": heartbeat\n\n")
+        run = await self._end(agent.id, run.id, key)
+        if not ended:
+            result = {"status": run.state, "detail": run.detail, "changed": run.changed, "restored": run.restored}
+            await send(response, event("result", result, f"{after}-end"))
+        await send(response, event("done", {}))
+        await response.write_eof()
+        return response
+
+    async def _after(self, last: str, filters: list[str], run: AgentRun) -> tuple[int, bool]:
+        """The sequence after which to begin, and whether the result was seen too."""
+        match = _ID.fullmatch(last)
+        if last and match is None:
+            raise AgentRefused(400, "invalid_last_event_id", "Last-Event-ID: expected the id of an event of this run")
+        sequence, seen_end = (int(match[1]), bool(match[2])) if match is not None else (0, False)
+        stored = [received.seq async for received in self._bus.history("HR_TURN", *filters)]
+        if not stored and run.sandbox:
+            raise AgentRefused(410, "stream_expired", "the events of this run are no longer stored")
+        if sequence and sequence not in stored:
+            if stored and sequence > stored[0]:
+                text = "Last-Event-ID: expected the id of an event of this run"
+                raise AgentRefused(400, "invalid_last_event_id", text)
+            raise AgentRefused(410, "stream_expired", "events after this id are no longer stored")
+        return sequence, seen_end
+
+    async def _end(self, agent: str, run: str, key: ApiKey) -> AgentRun:
+        """The run once its end is kept."""
+        while True:
+            found = next(each for each in self._agents.owned(agent, key).runs if each.id == run)
+            if found.state != "RUNNING":
+                return found
+            await asyncio.sleep(0.02)
+
+
+def event(name: Literal["status", "turn", "results", "result", "done"], data: dict[str, Any], id: str = "") -> bytes:
+    """One server-sent event."""
+    head = f"id: {id}\n" if id else ""
+    return f"{head}event: {name}\ndata: {json.dumps(data)}\n\n".encode()
+
+
+def turn_event(record: TurnSampled | TurnDone, seq: int) -> bytes:
+    """The event of a record: calls that begin (edits with their text), or their results (output of terminals)."""
+    attempt = int(record.trajectory.rpartition("-")[2])
+    if isinstance(record, TurnSampled):
+        calls = [
+            {"callId": call.id, "name": call.name, "args": call.arguments, "error": call.error, "status": "running"}
+            for call in record.turn.calls
+        ]
+        data: dict[str, Any] = {"turn": record.turn.index, "attempt": attempt, "toolCalls": calls}
+        return event("turn", data, str(seq))
+    results = [
+        {"callId": result.call_id, "ok": result.ok, "result": result.output, "status": "completed"}
+        for result in record.results
+    ]
+    return event("results", {"turn": record.index, "attempt": attempt, "toolCalls": results}, str(seq))

@@ -1,0 +1,35 @@
+"""Opens the agents API of a gateway."""
+
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from aiohttp import web
+
+from headrace.bus.connection import Bus
+from headrace.config import Config
+from headrace.gateway.agents.endpoints import AgentEndpoints
+from headrace.gateway.agents.events import Events
+from headrace.gateway.agents.store import Agents, Open, Sessions
+from headrace.gateway.agents.webhooks import Webhooks
+from headrace.gateway.keys import ApiKey
+from headrace.gateway.split import Split
+from headrace.gateway.user_keys import UserKeys
+
+
+async def open_agents(
+    bus: Bus,
+    config: Config,
+    run: str,
+    users: UserKeys,
+    split: Split,
+    sessions: Sessions,
+    open: Open,
+    event: Callable[..., Awaitable[None]],
+    spawn: Callable[[Coroutine[Any, Any, Any], str], Any],
+    admit: Callable[[web.Request], ApiKey],
+) -> tuple[Agents, list[web.RouteDef]]:
+    """The agents that exist, and the routes to them."""
+    agents = Agents(bus, config, run, users, split, sessions, open, Webhooks(event), spawn)
+    await agents.start()
+    endpoints = AgentEndpoints(agents, Events(bus, agents, sessions), admit, bus, run, config.production)
+    return agents, endpoints.routes()

@@ -1,0 +1,70 @@
+"""The JSON objects of the agents API, with their bounds, and its errors."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headrace.gateway.http import Refused
+from headrace.gateway.requests import MAX_FILES
+
+Prompt = Annotated[str, Meta(min_length=1, max_length=65536)]
+Text = Annotated[str, Meta(max_length=2000)]
+
+
+class AgentRefused(Refused):
+    """A refusal with the code that the agents API gives it."""
+
+    def __init__(self, status: int, code: str, text: str) -> None:
+        super().__init__(status, text)
+        self.code = code
+
+
+class GitSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A repository that the gateway clones."""
+
+    url: Annotated[str, Meta(max_length=2000)]
+    ref: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,200}$")] | None = None
+
+
+class WorkspaceSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where an agent's files come from: at most one of files, tar, bundle and git; image: the machine."""
+
+    files: Annotated[dict[str, str], Meta(max_length=MAX_FILES)] = {}
+    """Path to text."""
+    tar: bytes = b""
+    """Base64 of a tar file, compressed or not."""
+    bundle: bytes = b""
+    """Base64 of a git bundle; its HEAD is checked out."""
+    git: GitSource | None = None
+    image: Text = ""
+    """A container image of the nodes' stores; empty: a light machine."""
+
+
+class Webhook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the end of every run is posted to."""
+
+    url: Annotated[str, Meta(pattern=r"^https?://[^\s]+$", max_length=2000)]
+    secret: Annotated[str, Meta(min_length=16, max_length=256)]
+
+
+class NewAgent(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/agents."""
+
+    prompt: Prompt
+    user: Text = ""
+    workspace: WorkspaceSource = WorkspaceSource()
+    webhook: Webhook | None = None
+
+
+class NewRun(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/agents/ID/runs."""
+
+    prompt: Prompt
+
+
+class NewRating(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/agents/ID/runs/RID/feedback."""
+
+    thumb: Literal["up", "down"]
+    comment: Text = ""

@@ -1,0 +1,280 @@
+"""Agents: which exist, what they may do now, and what became of their runs.
+
+A run is a session of the gateway like any other (an attempt of the production lane with a ledger of its own); an agent
+is a record in HR_SESSION that lists its runs. Its sandbox is held between runs. Where that is lost, the next run begins
+in a new one with the files of the last finished run, and says so (`restored`).
+"""
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError
+from headrace.config import Config
+from headrace.gateway.agents.requests import AgentRefused, NewAgent
+from headrace.gateway.agents.webhooks import Webhooks
+from headrace.gateway.keys import ApiKey
+from headrace.gateway.sessions import Session
+from headrace.gateway.split import Split
+from headrace.gateway.user_keys import UserKeys
+from headrace.messages import subjects
+from headrace.messages.product import Agent, AgentRun
+from headrace.messages.rollout import AttemptControl, PolicyRef, SlotFailed, Trajectory, TurnSampled, Workspace
+
+KEPT_BYTES = 512 << 10
+"""An agent with more bytes of files is kept without them: its next run needs the sandbox that is held."""
+REPEAT_S = 1.0
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that the gateway is to open as a session."""
+
+    group: str
+    image: str
+    """Empty: a light machine."""
+    prompt: str
+    files: dict[str, bytes]
+    policy: PolicyRef
+    workspace: Workspace
+
+
+Sessions = Mapping[str, Session]
+"""The gateway's sessions by group."""
+Open = Callable[[Order], Awaitable[None]]
+"""Begins a run as a session. BusError."""
+
+
+class Agents:
+    """All agents of one run of headrace."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: Config,
+        run: str,
+        users: UserKeys,
+        split: Split,
+        sessions: Sessions,
+        open: Open,
+        webhooks: Webhooks,
+        spawn: Callable[[Coroutine[Any, Any, Any], str], Any],
+    ) -> None:
+        self._bus, self._config, self._run, self._users, self._split = bus, config, run, users, split
+        self._sessions, self._open, self._webhooks, self._spawn = sessions, open, webhooks, spawn
+        self._agents: dict[str, Agent] = {}
+        self._creating: set[str] = set()
+
+    async def start(self) -> None:
+        """Go on with the agents of the gateway before this one."""
+        self._kept = await self._bus.kv("HR_SESSION")
+        for value, _ in (await self._kept.items(f"{self._run}.session.agent.*.*")).values():
+            if isinstance(value, Agent):
+                self._agents[value.id] = value
+                if value.runs[-1].state == "RUNNING":
+                    self._spawn(self._see_through(value.id, value.runs[-1]), f"agent {value.id}")
+
+    # Questions
+
+    def of(self, key: ApiKey) -> list[Agent]:
+        """The agents of a key's tenant, newest first."""
+        own = [agent for agent in self._agents.values() if agent.tenant == key.tenant]
+        return sorted(own, key=lambda agent: -agent.runs[0].created)
+
+    def owned(self, id: str, key: ApiKey) -> Agent:
+        """An agent of the key's tenant. AgentRefused with 404."""
+        agent = self._agents.get(id)
+        if agent is None or agent.tenant != key.tenant:
+            raise AgentRefused(404, "not_found", "there is no such agent")
+        return agent
+
+    def group(self, agent: Agent, run: AgentRun) -> str:
+        """The name of a run's session."""
+        return f"{agent.user}.{run.id}"
+
+    def filters(self, agent: Agent, run: AgentRun) -> list[str]:
+        """The subjects of a run's turns, one per attempt."""
+        attempts = range(self._config.curriculum.attempts)
+        return [subjects.TURN.at(run=self._run, trajectory=f"{self.group(agent, run)}-0-{n}") for n in attempts]
+
+    # Changes
+
+    async def create(self, asked: NewAgent, files: dict[str, bytes], key: ApiKey, idempotency: str) -> Agent:
+        """A new agent with its first run; the one that exists where this idempotency key was used before."""
+        id = _id(key.tenant, idempotency)
+        if id in self._agents:
+            return self.owned(id, key)
+        user = self._users.hash(key.tenant, asked.user or f"key {key.id}")
+        first = AgentRun(id=_id(key.tenant, f"{idempotency}/0") if idempotency else _id("", ""), prompt=asked.prompt,
+                         created=time.time())  # fmt: skip
+        agent = Agent(
+            id=id,
+            user=user,
+            tenant=key.tenant,
+            training_allowed=key.training,
+            policy=self._split.policy(f"{user}.{id}"),
+            image=asked.workspace.image,
+            files=files,
+            runs=(first,),
+            webhook=asked.webhook.url if asked.webhook is not None else "",
+            webhook_secret=asked.webhook.secret if asked.webhook is not None else "",
+        )
+        await self._begin(agent, first)
+        return agent
+
+    async def go_on(self, agent: Agent, prompt: str, idempotency: str) -> AgentRun:
+        """Another run in the same workspace. AgentRefused with 409 while one is under way."""
+        id = _id(agent.tenant, f"{agent.id}/{idempotency}") if idempotency else _id("", "")
+        known = next((run for run in agent.runs if run.id == id), None)
+        if known is not None:
+            return known
+        if agent.archived:
+            raise AgentRefused(409, "agent_archived", "this agent is archived; create another one")
+        if agent.runs[-1].state == "RUNNING" or agent.id in self._creating:
+            raise AgentRefused(409, "agent_busy", f"run {agent.runs[-1].id} is under way: wait for it, or cancel it")
+        run = AgentRun(id=id, prompt=prompt, created=time.time())
+        await self._begin(msgspec.structs.replace(agent, runs=(*agent.runs, run)), run)
+        return run
+
+    async def _begin(self, agent: Agent, run: AgentRun) -> None:
+        self._creating.add(agent.id)
+        try:
+            *earlier, _ = agent.runs
+            workspace = Workspace(
+                name=f"{agent.user}.{agent.id}",
+                turn=len(earlier),
+                node=earlier[-1].node if earlier else "",
+                hold_s=self._config.production.agent_idle_s,
+            )
+            order = Order(
+                group=self.group(agent, run),
+                image=agent.image,
+                prompt=told(earlier, run.prompt),
+                files=agent.files,
+                policy=agent.policy,
+                workspace=workspace,
+            )
+            await self._keep(agent)
+            try:
+                await self._open(order)
+            finally:
+                self._spawn(self._see_through(agent.id, run), f"agent {agent.id}")
+        finally:
+            self._creating.discard(agent.id)
+
+    async def cancel(self, agent: Agent, run: AgentRun) -> None:
+        """End a run; repeated until the rollout actor has written its end."""
+        if run.state != "RUNNING":
+            raise AgentRefused(409, "run_not_cancellable", f"this run has ended: {run.state}")
+        self._spawn(self._repeat_cancel(agent.id, self.group(agent, run)), f"cancel {run.id}")
+
+    async def _repeat_cancel(self, id: str, group: str) -> None:
+        while id in self._agents and self._agents[id].runs[-1].state == "RUNNING":
+            await self._control(AttemptControl(run=self._run, group=group))
+            await asyncio.sleep(REPEAT_S)
+
+    async def archive(self, agent: Agent) -> Agent:
+        """No further runs; the sandbox is given up."""
+        if agent.runs[-1].state == "RUNNING":
+            raise AgentRefused(409, "agent_busy", f"run {agent.runs[-1].id} is under way: wait for it, or cancel it")
+        agent = msgspec.structs.replace(agent, archived=True)
+        await self._keep(agent)
+        await self._control(AttemptControl(run=self._run, workspace=f"{agent.user}.{agent.id}"))
+        return agent
+
+    async def forget(self, user: str) -> None:
+        """Remove the agents of a user whose data is purged, and their sandboxes."""
+        for agent in [agent for agent in self._agents.values() if agent.user == user]:
+            del self._agents[agent.id]
+            await self._kept.delete(self._key(agent))
+            for run in agent.runs:
+                await self._control(AttemptControl(run=self._run, group=self.group(agent, run)))
+            await self._control(AttemptControl(run=self._run, workspace=f"{agent.user}.{agent.id}"))
+
+    async def _control(self, message: AttemptControl) -> None:
+        where = subjects.RPC.at(service="rollout", method=f"control-{subjects.token(self._run)}")
+        await self._bus.emit(where, message)
+
+    def _key(self, agent: Agent) -> str:
+        return f"{self._run}.session.agent.{agent.user}.{agent.id}"
+
+    async def _keep(self, agent: Agent) -> None:
+        small = sum(map(len, agent.files.values())) <= KEPT_BYTES
+        await self._kept.put(self._key(agent), agent if small else msgspec.structs.replace(agent, files={}))
+        self._agents[agent.id] = agent
+
+    # Ends
+
+    async def _see_through(self, id: str, run: AgentRun) -> None:
+        """Wait for the end of a run and keep it."""
+        agent = self._agents[id]
+        session = self._sessions.get(self.group(agent, run))
+        while session is not None and not session.over and id in self._agents:
+            await session.changed.wait()
+        if id not in self._agents:
+            return
+        agent = self._agents[id]
+        ended = await self._ended(agent, run, session)
+        done = ended.state == "FINISHED"
+        files = await self._files_after(agent, run) if done else agent.files
+        agent = msgspec.structs.replace(agent, files=files, runs=(*agent.runs[:-1], ended))
+        await self._keep(agent)
+        if agent.webhook and ended.state in ("FINISHED", "ERROR"):
+            await self._webhooks.post(agent, ended)
+
+    async def _ended(self, agent: Agent, run: AgentRun, session: Session | None) -> AgentRun:
+        replace = msgspec.structs.replace
+        node = sandbox = ""
+        async for received in self._bus.history("HR_TURN", *self.filters(agent, run)):
+            if isinstance(received.message, TurnSampled):
+                node, sandbox = received.message.node, received.message.sandbox
+        before = next((each.sandbox for each in reversed(agent.runs[:-1]) if each.sandbox), "")
+        run = replace(run, ended=time.time(), node=node, sandbox=sandbox)
+        run = replace(run, restored=bool(before and sandbox and before != sandbox))
+        trajectory = await self.trajectory(agent, run)
+        if trajectory is not None:
+            changed = tuple(sorted((*trajectory.diff, *trajectory.deleted)))
+            return replace(run, state="FINISHED", detail=trajectory.outcome, changed=changed)
+        if session is not None:
+            reason, detail = str(session.result.get("reason", "")), str(session.result.get("detail", ""))
+        else:  # it failed while no gateway was there
+            last = await self._bus.last("HR_LEDGER", subjects.FAIL.at(run=self._run, group=self.group(agent, run)))
+            failed = last.message if last is not None else None
+            reason, detail = (failed.reason, failed.detail) if isinstance(failed, SlotFailed) else ("lost", "")
+        state: Any = "CANCELLED" if reason == "cancelled" else "ERROR"
+        return replace(run, state=state, detail=f"{reason}: {detail}" if detail else reason)
+
+    async def trajectory(self, agent: Agent, run: AgentRun) -> Trajectory | None:
+        """The record of a finished run; None before its end, and after a purge."""
+        where = subjects.TRAJ.at(run=self._run, group=self.group(agent, run))
+        try:
+            last = await self._bus.last("HR_TRAJ", where)
+        except BusError:
+            return None
+        return last.message if last is not None and isinstance(last.message, Trajectory) else None
+
+    async def _files_after(self, agent: Agent, run: AgentRun) -> dict[str, bytes]:
+        trajectory = await self.trajectory(agent, run)
+        assert trajectory is not None
+        files = agent.files | trajectory.diff
+        return {path: data for path, data in files.items() if path not in trajectory.deleted}
+
+
+def told(earlier: list[AgentRun], prompt: str) -> str:
+    """A run's prompt: what was asked in this workspace before, then the request."""
+    if not earlier:
+        return prompt
+    lines = [f"- {run.prompt} ({run.state.lower()}; changed: {', '.join(run.changed) or 'nothing'})" for run in earlier]
+    return "\n".join(("Earlier requests in this workspace:", *lines, "", prompt))
+
+
+def _id(tenant: str, idempotency: str) -> str:
+    """12 hexadecimal digits: random, or the same ones for the same idempotency key of a tenant."""
+    if not idempotency:
+        return secrets.token_hex(6)
+    return hashlib.sha256(f"{tenant}\0{idempotency}".encode(errors="surrogatepass")).hexdigest()[:12]

@@ -1,0 +1,52 @@
+"""Webhooks: the end of a run is posted to the user's address, signed with the user's secret."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from headrace.gateway.agents.requests import AgentRefused, Webhook
+from headrace.messages.product import Agent, AgentRun
+
+SIGNATURE = "X-Headrace-Signature"
+"""``sha256=`` and the HMAC of the body in hexadecimal digits."""
+WAITS_S = (0.0, 1.0, 5.0, 25.0, 125.0)
+TIMEOUT_S = 10.0
+
+
+def allowed(webhook: Webhook | None, hosts: Sequence[str]) -> None:
+    """AgentRefused for a host that the operator did not name: the gateway stands inside the operator's network."""
+    if webhook is not None and urlsplit(webhook.url).hostname not in hosts:
+        named = ", ".join(hosts) or "none"
+        raise AgentRefused(
+            400, "invalid_webhook", f"webhook.url: expected a host of [production] webhook_hosts: {named}"
+        )
+
+
+class Webhooks:
+    """Posts, again after errors."""
+
+    def __init__(self, event: Callable[..., Awaitable[None]], waits_s: Sequence[float] = WAITS_S) -> None:
+        self._event, self._waits_s = event, waits_s
+
+    async def post(self, agent: Agent, run: AgentRun) -> None:
+        """Tell an agent's address the end of a run; an event when it cannot be told."""
+        body = json.dumps({"event": "statusChange", "agent": agent.id, "run": run.id, "status": run.state}).encode()
+        signed = hmac.new(agent.webhook_secret.encode(), body, hashlib.sha256).hexdigest()
+        headers = {"Content-Type": "application/json", SIGNATURE: f"sha256={signed}"}
+        why = ""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as http:
+            for wait in self._waits_s:
+                await asyncio.sleep(wait)
+                try:
+                    async with http.post(agent.webhook, data=body, headers=headers, allow_redirects=False) as answer:
+                        if answer.status < 300:
+                            return
+                        why = f"status {answer.status}"
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    why = f"{type(error).__name__}: {error}"
+        await self._event("webhook_failed", f"agent {agent.id}, run {run.id}: {why}", "warning")

@@ -1,0 +1,36 @@
+"""The suite of the product's agents: its tasks are empty machines, prompt and files come with each request."""
+
+from collections.abc import Sequence
+
+from headrace.messages.tasks import Oracle, Task, TaskRef, TestPlan
+from headrace.tasks.base import UnknownSuite
+
+WORKSPACE = "workspace"
+LIGHT = "light"
+"""The task without an image: a light machine."""
+
+
+class WorkspaceSuite:
+    """A task per image; `LIGHT` is the one without."""
+
+    name = WORKSPACE
+
+    def ids(self) -> Sequence[str]:
+        """The one that needs no image; every image's name is an id too."""
+        return (LIGHT,)
+
+    def task(self, id: str) -> Task:
+        """A machine without files."""
+        return Task(
+            ref=TaskRef(WORKSPACE, id),
+            family="agent",
+            prompt="",
+            files={},
+            image="" if id == LIGHT else id,
+            allowed=("**",),
+            tests=TestPlan(kind="pytest"),
+        )
+
+    def oracle(self, id: str) -> Oracle:
+        """There is none: users judge."""
+        raise UnknownSuite(f"the suite {WORKSPACE} has no oracles: its tasks are rated by users")

@@ -1,0 +1,346 @@
+"""The agents API over real HTTP and a real broker; the test writes the records that a rollout actor would write."""
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import io
+import json
+import random
+import subprocess
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from headrace.actors.gateway import Gateway
+from headrace.config import Config, Production, Run
+from headrace.gateway.keys import ApiKeys, key_file
+from headrace.messages import subjects
+from headrace.messages.base import Array
+from headrace.messages.product import Feedback
+from headrace.messages.rollout import (
+    AttemptControl,
+    RolloutRequest,
+    SlotFailed,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    TurnDone,
+    TurnSampled,
+)
+from tests.conftest import Connect
+
+pytestmark = pytest.mark.anyio
+
+
+class Product:
+    """A gateway, a tenant with a key, and the records of a rollout actor."""
+
+    def __init__(self, connect: Connect, folder: Path, run: str) -> None:
+        self.connect, self.folder, self.run = connect, folder, run
+        production = Production(webhook_hosts=("127.0.0.1",), training_allowed=True)
+        self.config = Config(run=Run(dir=str(folder)), production=production)
+        self.key = ApiKeys(key_file(self.config)).add("acme", training=True)
+
+    async def open(self) -> "Product":
+        (self.folder / self.run).mkdir(parents=True, exist_ok=True)
+        self.gateway = Gateway(self.config, await self.connect("gateway"), self.run, "gateway-1")
+        await self.gateway.start()
+        self.rollout, self.admin = await self.connect("rollout"), await self.connect("admin")
+        self.url = json.loads((self.folder / self.run / "gateway.json").read_text())["url"]
+        return self
+
+    async def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        sent = {"x-api-key": self.key, **{name.replace("_", "-"): value for name, value in headers.items()}}
+        async with aiohttp.ClientSession() as http:
+            async with http.request(method, self.url + path, json=body, headers=sent) as answer:
+                return answer.status, await answer.json()
+
+    async def asked(self, run: str) -> RolloutRequest:
+        """The newest request, which is one of this run."""
+        found = await self.admin.last("HR_TASK", subjects.TASK.where(run=self.run, lane="production"))
+        assert found is not None and isinstance(found.message, RolloutRequest)
+        assert found.message.group.endswith(f".{run}")
+        return found.message
+
+    async def turn(self, request: RolloutRequest, index: int, output: str = "ok", sandbox: str = "s1") -> None:
+        """One turn with one call and its result."""
+        call = ToolCall(id=f"{index}.0", name="terminal", arguments={"command": f"echo {index}"})
+        turn = Turn(
+            index=index,
+            segment=0,
+            prompt_ids=Array.of([1, 2], "<i4"),
+            ids=Array.of([3, 4, 5], "<i4"),
+            logprobs=Array.of([-1.0] * 3, "<f4"),
+            calls=(call,),
+        )
+        where = subjects.TURN.at(run=self.run, trajectory=request.trajectory)
+        sampled = TurnSampled(run=self.run, trajectory=request.trajectory, turn=turn, node="n1", sandbox=sandbox)
+        await self.rollout.publish(where, sampled)
+        results = (ToolResult(call_id=call.id, ok=True, output=output),)
+        await self.rollout.publish(
+            where, TurnDone(run=self.run, trajectory=request.trajectory, index=index, results=results)
+        )
+
+    async def finish(self, request: RolloutRequest, diff: dict[str, bytes], deleted: tuple[str, ...] = ()) -> None:
+        trajectory = Trajectory(
+            run=self.run,
+            lane="production",
+            group=request.group,
+            slot=0,
+            attempt=request.attempt,
+            id=request.trajectory,
+            task=request.task,
+            family="agent",
+            seed=0,
+            policy=request.policy,
+            sampling=request.sampling,
+            outcome="finished",
+            turns=(),
+            diff=diff,
+            deleted=deleted,
+        )
+        await self.rollout.publish(subjects.TRAJ.at(run=self.run, group=request.group), trajectory)
+
+    async def ended(self, agent: str, run: str) -> dict[str, Any]:
+        while (view := (await self.call("GET", f"/v1/agents/{agent}/runs/{run}"))[1])["status"] == "RUNNING":
+            await asyncio.sleep(0.01)
+        return dict(view)
+
+
+@pytest.fixture
+async def product(connect: Connect, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Product]:
+    opened = await Product(connect, tmp_path, subjects.token(request.node.name)[:40]).open()
+    yield opened
+    await opened.gateway.shut(1.0)
+
+
+async def test_runs_follow_each_other_in_one_workspace(product: Product) -> None:
+    status, made = await product.call(
+        "POST", "/v1/agents", {"prompt": "write b", "workspace": {"files": {"a.py": "1"}}}, Idempotency_Key="k1"
+    )
+    agent, run = made["agent"]["id"], made["run"]["id"]
+    assert status == 201 and made["run"]["status"] == "RUNNING"
+    assert (await product.call("POST", "/v1/agents", {"prompt": "x"}, Idempotency_Key="k1"))[1]["agent"]["id"] == agent
+    first = await product.asked(run)
+    assert first.limits.max_turns == 50 and first.files == {"a.py": b"1"} and first.workspace is not None
+    busy = await product.call("POST", f"/v1/agents/{agent}/runs", {"prompt": "more"})
+    assert busy[0] == 409 and busy[1]["error"]["code"] == "agent_busy"
+    await product.turn(first, 0)
+    await product.finish(first, {"b.py": b"2"})
+    assert (await product.ended(agent, run))["changed"] == ["b.py"]
+
+    await product.gateway.shut(1.0)  # the next gateway knows the agent and its files
+    await product.open()
+    status, second = await product.call("POST", f"/v1/agents/{agent}/runs", {"prompt": "drop a"})
+    asked = await product.asked(second["id"])
+    assert asked.workspace is not None and first.workspace is not None
+    assert (asked.workspace.name, asked.workspace.turn, asked.workspace.node) == (first.workspace.name, 1, "n1")
+    assert asked.files == {"a.py": b"1", "b.py": b"2"} and "write b" in asked.prompt and "drop a" in asked.prompt
+    await product.turn(asked, 0, sandbox="s2")
+    await product.finish(asked, {}, ("a.py",))
+    assert (await product.ended(agent, second["id"]))["restored"], "another sandbox than before is said"
+    assert (await product.call("GET", f"/v1/agents/{agent}/artifacts"))[1] == {
+        "artifacts": [{"path": "b.py", "sizeBytes": 1}],
+        "deleted": ["a.py"],
+    }
+    assert (await product.call("GET", f"/v1/agents/{agent}/usage"))[1]["total"] == {
+        "turns": 2, "inputTokens": 4, "outputTokens": 6,
+    }  # fmt: skip
+    status, _ = await product.call("POST", f"/v1/agents/{agent}/runs/{run}/feedback", {"thumb": "up"})
+    rating = await product.admin.last("HR_FEEDBACK", subjects.FEEDBACK.where())
+    assert status == 202 and rating is not None and isinstance(rating.message, Feedback)
+    assert (rating.message.tenant, rating.message.trajectory) == ("acme", first.trajectory)
+    assert (await product.call("POST", f"/v1/agents/{agent}/archive"))[1]["status"] == "ARCHIVED"
+    assert (await product.call("POST", f"/v1/agents/{agent}/runs", {"prompt": "x"}))[1]["error"]["code"] == (
+        "agent_archived"
+    )
+
+
+async def test_another_tenant_sees_no_agent(product: Product) -> None:
+    _, made = await product.call("POST", "/v1/agents", {"prompt": "x"})
+    where = f"/v1/agents/{made['agent']['id']}"
+    product.key = ApiKeys(key_file(product.config)).add("other")
+    assert [(await product.call("GET", f"{where}{tail}"))[0] for tail in ("", "/usage", "/artifacts")] == [404] * 3
+    assert (await product.call("GET", "/v1/agents"))[1] == {"agents": []}
+    product.key = "hr-none"
+    assert (await product.call("GET", where))[1]["error"]["code"] == "unauthorized"
+
+
+async def test_a_cancelled_run_ends_when_its_rollout_actor_says_so(product: Product) -> None:
+    heard = asyncio.Event()
+    groups: list[str | None] = []
+
+    async def on_control(message: AttemptControl) -> None:
+        groups.append(message.group)
+        heard.set()
+
+    control = subjects.RPC.at(service="rollout", method=f"control-{subjects.token(product.run)}")
+    await product.rollout.listen(control, on_control)  # type: ignore[arg-type]
+    _, made = await product.call("POST", "/v1/agents", {"prompt": "x"})
+    agent, run = made["agent"]["id"], made["run"]["id"]
+    request = await product.asked(run)
+    assert (await product.call("POST", f"/v1/agents/{agent}/runs/{run}/cancel"))[0] == 202
+    await heard.wait()
+    assert groups[0] == request.group
+    failed = SlotFailed(
+        run=product.run, lane="production", group=request.group, slot=0, attempt=0, reason="cancelled", detail="by user"
+    )
+    await product.rollout.publish(subjects.FAIL.at(run=product.run, group=request.group), failed)
+    assert (await product.ended(agent, run))["status"] == "CANCELLED"
+    again = await product.call("POST", f"/v1/agents/{agent}/runs/{run}/cancel")
+    assert again[1]["error"]["code"] == "run_not_cancellable"
+
+
+@pytest.mark.parametrize("most", [8, pytest.param(100, marks=pytest.mark.slow)])
+async def test_cuts_of_a_stream_lose_nothing_and_repeat_nothing(product: Product, most: int) -> None:
+    _, made = await product.call("POST", "/v1/agents", {"prompt": "x"})
+    agent, run = made["agent"]["id"], made["run"]["id"]
+    request, rng = await product.asked(run), random.Random(17)
+    turns, cuts = 6 + most // 2, 0
+
+    async def work() -> None:
+        for index in range(turns):
+            await product.turn(request, index, "out " * rng.randrange(200))
+        await product.finish(request, {})
+
+    working = asyncio.create_task(work())
+    seen: list[tuple[str, str]] = []
+    while not seen or seen[-1][0] != "done":
+        # A cut after any byte; the last connections run to the end.
+        left = rng.randrange(1, 4000) if cuts < most else 1 << 30
+        seen += await cut_stream(product, agent, run, next((id for _, id in reversed(seen) if id), ""), left)
+        if seen and seen[-1][0] == "done" and cuts < most:
+            seen.pop()  # it was complete before it was cut often enough: the end is asked for again
+        cuts += 1
+    await working
+    stored = [
+        received.seq
+        async for received in product.admin.history(
+            "HR_TURN", subjects.TURN.at(run=product.run, trajectory=request.trajectory)
+        )
+    ]
+    assert len(stored) == 2 * turns and cuts >= most
+    assert [id for name, id in seen if name in ("turn", "results")] == [str(seq) for seq in stored]
+    assert [id for name, id in seen if name == "result"] == [f"{stored[-1]}-end"]
+
+
+async def cut_stream(product: Product, agent: str, run: str, last: str, left: int) -> list[tuple[str, str]]:
+    """The whole events (name, id) among the first bytes of a connection."""
+    headers = {"x-api-key": product.key, **({"Last-Event-ID": last} if last else {})}
+    read = b""
+    async with aiohttp.ClientSession(headers=headers) as http:
+        async with http.get(f"{product.url}/v1/agents/{agent}/runs/{run}/stream") as answer:
+            assert answer.status == 200, await answer.text()
+            async for data in answer.content.iter_any():
+                read += data
+                if len(read) >= left:
+                    break
+    whole, _, _ = read[:left].rpartition(b"\n\n")
+    events = []
+    for text in filter(None, whole.decode().split("\n\n")):
+        fields = dict(line.split(": ", 1) for line in text.splitlines() if not line.startswith(":"))
+        if fields and fields["event"] != "status":
+            json.loads(fields["data"])
+            events.append((fields["event"], fields.get("id", "")))
+    return events
+
+
+async def test_a_stream_that_cannot_be_resumed_says_why(product: Product) -> None:
+    _, made = await product.call("POST", "/v1/agents", {"prompt": "x"})
+    agent, run = made["agent"]["id"], made["run"]["id"]
+    request, where = await product.asked(run), f"/v1/agents/{agent}/runs/{run}/stream"
+    await product.turn(request, 0)
+    await product.finish(request, {})
+    await product.ended(agent, run)
+    for id in ("x", "999999999"):
+        status, refused = await product.call("GET", where, Last_Event_ID=id)
+        assert (status, refused["error"]["code"]) == (400, "invalid_last_event_id")
+    await product.admin.purge("HR_TURN", subject=subjects.TURN.at(run=product.run, trajectory=request.trajectory))
+    for headers in ({}, {"Last_Event_ID": "1"}):
+        status, refused = await product.call("GET", where, **headers)
+        assert (status, refused["error"]["code"]) == (410, "stream_expired")
+
+
+async def test_the_end_of_a_run_is_posted_with_a_signature_and_again_after_an_error(product: Product) -> None:
+    received: list[tuple[bytes, str]] = []
+    done = asyncio.Event()
+
+    async def hook(request: web.Request) -> web.Response:
+        received.append((await request.read(), request.headers["X-Headrace-Signature"]))
+        if len(received) == 2:
+            done.set()
+        return web.Response(status=500 if len(received) == 1 else 200)
+
+    app = web.Application()
+    app.add_routes([web.post("/hook", hook)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        secret = "0123456789abcdef"
+        webhook = {"url": f"http://127.0.0.1:{runner.addresses[0][1]}/hook", "secret": secret}
+        _, made = await product.call("POST", "/v1/agents", {"prompt": "x", "webhook": webhook})
+        await product.finish(await product.asked(made["run"]["id"]), {})
+        await done.wait()
+    finally:
+        await runner.cleanup()
+    body, signature = received[1]
+    assert signature == "sha256=" + hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
+    assert json.loads(body)["status"] == "FINISHED" and received[0] == received[1]
+    inside = {"url": "http://localhost:1/", "secret": secret}
+    status, refused = await product.call("POST", "/v1/agents", {"prompt": "x", "webhook": inside})
+    assert (status, refused["error"]["code"]) == (400, "invalid_webhook")
+
+
+def tar_of(**entries: bytes | None) -> str:
+    """Base64 of a tar; None: a symbolic link."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as archive:
+        for name, content in entries.items():
+            member = tarfile.TarInfo(name.replace("__", "/"))
+            if content is None:
+                member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            else:
+                member.size = len(content)
+            archive.addfile(member, io.BytesIO(content or b""))
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def bundle_of(folder: Path) -> str:
+    """Base64 of a git bundle with one file."""
+    repository = folder / "repository"
+    repository.mkdir()
+    (repository / "a.py").write_text("1")
+    git = ("git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "a.py"), ("commit", "-qm", "x"), ("bundle", "create", "-q", "../b", "HEAD")):
+        subprocess.run((*git, *words), check=True, capture_output=True)
+    return base64.b64encode((folder / "b").read_bytes()).decode()
+
+
+async def test_a_workspace_comes_from_a_tar_or_a_bundle_and_stays_inside_its_folder(
+    product: Product, tmp_path: Path
+) -> None:
+    bundle = bundle_of(tmp_path)
+    for workspace in ({"tar": tar_of(**{"a.py": b"1"})}, {"bundle": bundle}):
+        _, made = await product.call("POST", "/v1/agents", {"prompt": "x", "workspace": workspace})
+        assert (await product.asked(made["run"]["id"])).files == {"a.py": b"1"}
+    for odd in (
+        {"tar": tar_of(**{"..__a": b"1"})},
+        {"tar": tar_of(link=None)},
+        {"tar": "AAAA"},
+        {"bundle": "AAAA"},
+        {"git": {"url": "file:///etc"}},
+        {"git": {"url": "https://127.0.0.1/x"}},
+        {"files": {"/etc/x": ""}},
+        {"files": {"a": "1"}, "tar": tar_of(a=b"1")},
+    ):
+        status, refused = await product.call("POST", "/v1/agents", {"prompt": "x", "workspace": odd})
+        assert (status, refused["error"]["code"]) == (400, "invalid_workspace"), (odd, refused)
