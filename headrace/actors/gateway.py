@@ -91,11 +91,9 @@ class Gateway(Actor):
         self.clients = ClientServing(self.bus, self.config, self.run, self.keys, self.split, self.event)
         await self.clients.start()
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
-        endpoints = Endpoints(self.clients, ApiKeys(key_file(self.config)))
-        common = (self.bus, self.config, self.run, self.keys, self.split)
-        self.agents, routes = await open_agents(
-            *common, self.sessions, self._open, self.event, self.spawn, endpoints.admit
-        )
+        turns = Endpoints(self.clients, ApiKeys(key_file(self.config)))
+        own = (self.bus, self.config, self.run, self.keys, self.split, self.sessions)
+        self.agents, routes = await open_agents(*own, self._open, self.event, self.spawn, turns.admit)
         self._listener = Listener(
             [
                 web.post("/v1/sessions", self._create),
@@ -104,7 +102,7 @@ class Gateway(Actor):
                 web.delete("/v1/users/{user}", self._forget),
                 web.get("/healthz", self._health),
                 web.get("/metrics", self._metrics),
-                *endpoints.routes(),
+                *turns.routes(),
                 *routes,
             ],
             self._report,
