@@ -169,6 +169,40 @@ async def test_patience_for_room_ends(connect: Connect) -> None:
         await sandboxes.acquire(wanted("g21"), patience_s=0.3)
 
 
+async def test_an_acquire_whose_node_dies_is_answered_by_another(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "ANSWER_S", 0.5)
+    sandboxes, dying = Sandboxes(await connect("rollout"), 30.0), await connect("environment", node="n27")
+    asked = asyncio.Event()
+
+    async def never(_: object) -> SandboxReply:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    await dying.respond(RPC.at(service="environment", method=acquire_method("r1")), never)
+    waiting = asyncio.create_task(sandboxes.acquire(wanted("g27"), patience_s=PATIENCE_S))
+    async with asyncio.timeout(PATIENCE_S):
+        await asked.wait()
+        await dying.close()
+        monkeypatch.setattr(client, "ANSWER_S", PATIENCE_S)
+        async with living(Environment, CONFIG, await connect("environment", node="n28"), ANY_RUN):
+            assert (await waiting).node == "n28"
+
+
+async def test_a_sandbox_whose_asker_died_before_the_answer_is_ended(connect: Connect) -> None:
+    short = Sandboxes(await connect("rollout"), 0.2)
+    async with living(Environment, CONFIG, await connect("environment", node="n29"), ANY_RUN) as environment:
+        asking = asyncio.create_task(short.acquire(msgspec.structs.replace(wanted("g29"), lease_s=0.2)))
+        async with asyncio.timeout(PATIENCE_S):
+            while not len(environment._leases):
+                await asyncio.sleep(0)
+            asking.cancel()
+            while len(environment._leases):
+                await asyncio.sleep(0.02)
+
+
 async def test_quiet_sandboxes_are_kept_and_let_go_ones_are_not(connect: Connect) -> None:
     sandboxes = Sandboxes(await connect("rollout"), 0.0)
     async with living(Environment, CONFIG, await connect("environment", node="n9"), ANY_RUN) as environment:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.bus.connection import Bus
-from headrace.bus.errors import MessageGone
+from headrace.bus.errors import BusError, MessageGone
 from headrace.bus.payloads import renderer_bundles
 from headrace.config import Config
 from headrace.engines.base import Engine, EngineError, UnusableEngine
@@ -215,7 +215,13 @@ class Policies:
         """The weights of another run on this node; they are opened when the first request names that run."""
         if run not in self._branches:
             self._branches[run] = asyncio.create_task(self._open_branch(run))
-        return await asyncio.shield(self._branches[run])
+        opening = self._branches[run]
+        try:
+            return await asyncio.shield(opening)
+        except BusError:
+            if self._branches.get(run) is opening:
+                del self._branches[run]  # the next request tries again
+            raise
 
     async def _open_branch(self, run: str) -> "Policies":
         branch = Policies(self._config, self._bus, run, self._id, self._on_swap, self._on_refused)

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from headrace.actors.environment.actor import Environment
+from headrace.actors.rollout import policies
 from headrace.actors.rollout.actor import Rollout
 from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError
 from headrace.bus.payloads import renderer_bundles
 from headrace.config import Config, Policy, Production, Run
 from headrace.config import Environment as Section
@@ -42,6 +44,7 @@ from headrace.tasks import open_suite
 from headrace.weights import snapshot
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -189,6 +192,41 @@ async def test_a_pinned_version_serves_beside_the_latest(
         await issue(observer, "b3", "rebuilt", policy=PolicyRef(kind="pinned", version=1))
         await stage(observer, "b3", "here", 1, *versions[1])
         assert (await end_of(observer, "b3", "rebuilt")).oldest_version == 1
+
+
+@pytest.mark.parametrize("of", ["", "elsewhere"])
+async def test_a_pin_that_this_node_never_gets_fails_its_slot_with_the_reason(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    monkeypatch.setattr(policies, "STAGED_WITHIN_S", 0.2)
+    monkeypatch.setattr(policies, "UNPIN_AFTER_S", 0.0)
+    run = f"b7{of}"
+    await prepare(connect, run)
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), run, "roll") as rollout:
+        await issue(observer, run, "pinned", policy=PolicyRef(kind="pinned", version=9, run=of))
+        failed = await first(observer, "HR_LEDGER", FAIL.at(run=run, group="pinned"), lambda message: True)
+        assert failed.reason == "no_policy" and failed.detail == "version 9 is not staged on here"
+        owner = await rollout._policies._branch(of) if of else rollout._policies
+        async with asyncio.timeout(PATIENCE_S):
+            while owner._pins:
+                await asyncio.sleep(0.01)
+        await owner._unpinning  # an engine that never had the version has nothing to let go
+
+
+async def test_a_branch_that_could_not_be_opened_is_opened_for_the_next_request(
+    connect: Connect, tmp_path: Path
+) -> None:
+    async def unheard(*_: object) -> None:
+        raise AssertionError
+
+    away = await connect("rollout", node="here")
+    own = policies.Policies(config(tmp_path), away, "b8", "roll", unheard, unheard)
+    await away.close()
+    with pytest.raises(BusError):
+        await own._branch("b8-branch")
+    own._bus = await connect("rollout", node="here")
+    assert (await own._branch("b8-branch")).version == -1
+    await own.stop()
 
 
 async def test_a_version_with_other_bits_is_never_served(
