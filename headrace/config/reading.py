@@ -34,7 +34,7 @@ def parse(text: str, name: str = "config", overrides: Sequence[str] = ()) -> Con
         key = re.sub(r"\[[^\]]*\]", "", path)
         if key in overridden:
             return ConfigError(f"--set {path}: {what}")
-        line = _line_of(text, path)
+        line = _line_of(text, path) or _line_of(text, path.rpartition(".")[0])  # an inline table has its own line
         return ConfigError(f"{name}{f', line {line}' if line else ''}: {path or 'top level'}: {what}")
 
     try:
