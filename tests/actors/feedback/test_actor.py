@@ -264,16 +264,18 @@ def _all_of(stream: str, product: Product) -> list[str]:
 
 async def test_a_candidate_goes_through_benchmark_shadow_and_canary(product: Product, connect: Connect) -> None:
     """Killed in the middle: the stage and its counts are kept."""
-    rules = GateSection(tasks=20, shadow=2, canary=(0.25,), sessions=3)
+    rules = GateSection(tasks=20, trials=2, shadow=2, canary=(0.25,), sessions=3)
     config = settings(product.folder, rules, batch=50, user_cap=0)
     candidate = PolicyRef("pinned", 1, run=product.branch)
     async with asyncio.timeout(120):
         async with living(Feedback, config, await connect("feedback"), product.run) as actor:
             await product.opened()
             await product.version(1, product.branch)
-            for policy, passed in ((BASE, 4), (candidate, 18)):
-                await answer(product, await asked(product, policy), passed)
-            assert "lower bound" in (await product.verdict("shadow", 1)).reason
+            # Tasks 4 to 17 differ: from 4 to 7 in one trial, from 8 to 13 in both, from 14 to 17 in one.
+            for policy, trial, passed in ((BASE, 0, 4), (candidate, 0, 18), (BASE, 1, 8), (candidate, 1, 14)):
+                await answer(product, await asked(product, policy, trial), passed)
+            compared = await product.verdict("shadow", 1)
+            assert "lower bound" in compared.reason and (compared.benchmark.won, compared.benchmark.lost) == (14, 0)
             for _ in range(2):
                 where = subjects.EVENT.at(run=product.run, actor="gateway", type="shadow_turn")
                 await (await product.bus("gateway")).publish(
@@ -297,9 +299,11 @@ async def test_a_candidate_goes_through_benchmark_shadow_and_canary(product: Pro
         assert (told.run, told.version) == (product.branch, 1)
 
 
-async def asked(product: Product, policy: PolicyRef) -> EvalRequest:
-    """The gate's request to evaluate a version."""
-    request = await product.event(lambda message: isinstance(message, EvalRequest) and message.policy == policy)
+async def asked(product: Product, policy: PolicyRef, trial: int) -> EvalRequest:
+    """The gate's request to evaluate a version in one of its trials, which are its seeds."""
+    request = await product.event(
+        lambda message: isinstance(message, EvalRequest) and (message.policy, message.seed) == (policy, trial)
+    )
     assert isinstance(request, EvalRequest)
     return request
 
