@@ -89,7 +89,7 @@ async def test_a_forged_frame_is_an_outcome(count: int) -> None:
         host, guest = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         channel = await Channel.connect(host, "forger")
         header, bodies = to_frame(RunTests(plan=tasks.TestPlan(paths=("test_hidden.py",))))
-        call = asyncio.ensure_future(channel.call(header, bodies, timeout=30.0))
+        call = asyncio.ensure_future(channel.call(header, bodies, timeout=60.0))
         await asyncio.sleep(0)
         guest.sendall(forged(random_))
         guest.shutdown(socket.SHUT_WR)

@@ -79,7 +79,7 @@ def test_two_processes_cannot_share_a_port(tmp_path: Path) -> None:
     try:
         entry = msgspec.json.decode((tmp_path / "one.json").read_bytes())
         assert entry == [{"targets": [first.address], "labels": {"run": "r1", "process": "one"}}]
-        with urllib.request.urlopen(f"http://{first.address}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{first.address}/metrics", timeout=60) as answer:
             assert b"process_cpu_seconds_total" in answer.read()
         with pytest.raises(PortTaken, match=r"set \[metrics\] port = 0"):
             Exposition("127.0.0.1", int(first.address.rpartition(":")[2]), tmp_path, "two", {})

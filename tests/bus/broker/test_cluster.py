@@ -13,6 +13,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.messages.operations import Event
 from headrace.messages.subjects import EVENT, STREAMS
+from tests.conftest import CONNECT_S
 from tests.support.patience import PATIENCE_S
 from tests.support.region_brokers import free_port
 
@@ -57,14 +58,14 @@ async def declared(bus: Bus) -> None:
 @pytest.mark.slow
 async def test_killing_the_leader_under_load_loses_nothing_that_was_acknowledged(brokers: dict[str, Server]) -> None:
     keys = brokers["a"].credentials
-    admin = await Bus.connect(urls(brokers), role="admin", credentials=keys, timeout=30.0)
+    admin = await Bus.connect(urls(brokers), role="admin", credentials=keys, timeout=CONNECT_S)
     await declared(admin)
     where = EVENT.at(run="r", actor="rollout", type="event")
     acknowledged: dict[str, int] = {}
     enough, over = asyncio.Event(), asyncio.Event()
 
     async def publish(name: int) -> None:
-        bus = await Bus.connect(urls(brokers), role="rollout", credentials=keys, timeout=30.0)
+        bus = await Bus.connect(urls(brokers), role="rollout", credentials=keys, timeout=CONNECT_S)
         count = 0
         while not over.is_set():
             count += 1
@@ -94,7 +95,7 @@ async def test_killing_the_leader_under_load_loses_nothing_that_was_acknowledged
     assert count == len(stored), "stored twice"
     await admin.close()
     # The one that died has everything again: it alone answers with the other two as followers of a new leader.
-    back = await Bus.connect(brokers[dead].url, role="admin", credentials=keys, timeout=30.0)
+    back = await Bus.connect(brokers[dead].url, role="admin", credentials=keys, timeout=CONNECT_S)
     async with asyncio.timeout(PATIENCE_S):
         while True:
             info = msgspec.json.decode(
@@ -108,7 +109,7 @@ async def test_killing_the_leader_under_load_loses_nothing_that_was_acknowledged
 
 @pytest.mark.slow
 async def test_every_stream_and_bucket_lies_on_three_disks(brokers: dict[str, Server]) -> None:
-    admin = await Bus.connect(urls(brokers), role="admin", credentials=brokers["a"].credentials, timeout=30.0)
+    admin = await Bus.connect(urls(brokers), role="admin", credentials=brokers["a"].credentials, timeout=CONNECT_S)
     await declared(admin)
     for stream in STREAMS:
         info = msgspec.json.decode(await admin.connection.api(f"STREAM.INFO.{stream.name}"))
