@@ -43,7 +43,7 @@ def assert_equal(versions: Versions, records: list[Record]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("batch", [1, pytest.param(4, marks=pytest.mark.slow), 16])
 async def test_turns_with_swaps_in_flight(tmp_path: Path, dtype: Dtype, batch: int) -> None:
     versions = Versions(tiny.config(dtype), tmp_path)
     records, stats = await play(versions, batch, swaps=True)
