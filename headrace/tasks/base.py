@@ -25,3 +25,20 @@ class Suite(Protocol):
 
     def oracle(self, id: str) -> Oracle:
         """The judge's side. UnknownSuite as in `task`."""
+
+
+def both_sides(suite: Suite, id: str) -> tuple[Task, Oracle]:
+    """The task and its oracle. UnknownSuite also when the suite, which may come from outside, raises anything else."""
+    try:
+        return suite.task(id), suite.oracle(id)
+    except UnknownSuite:
+        raise
+    except Exception as error:
+        text = f"suite {suite.name}: task {id!r} cannot be made: {type(error).__name__}: {error}"
+        raise UnknownSuite(text) from error
+
+
+def try_first(suite: Suite) -> None:
+    """UnknownSuite when the suite's first task cannot be made: before a run, instead of a failure of every attempt."""
+    if ids := suite.ids():
+        both_sides(suite, ids[0])

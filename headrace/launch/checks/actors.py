@@ -8,6 +8,7 @@ from headrace.config import Config
 from headrace.launch.checks.finding import Finding, bad, good
 from headrace.registry import PluginError
 from headrace.tasks import UnknownSuite, open_suite
+from headrace.tasks.base import try_first
 from headrace.tasks.trust import refusal
 
 NEEDED = ("curriculum", "evaluator", "environment", "judge", "rollout", "trainer", "weight_sender", "weight_receiver")
@@ -31,6 +32,7 @@ def check(config: Config) -> Iterator[Finding]:
     for key, name in wanted.items():
         try:
             suite = open_suite(name, config.tasks.dir)
+            try_first(suite)
             if key == "tasks.suite" and (refused := refusal(suite, config.tasks.train_on_logs)):
                 yield bad(key, refused)
         except (UnknownSuite, PluginError) as error:

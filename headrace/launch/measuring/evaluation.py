@@ -83,12 +83,12 @@ def policy_of(text: str) -> Measurable:
 
 
 def require_suite(config: Config, suite: str) -> None:
-    """RunError when there is no such suite."""
+    """RunError when there is no such suite, or when it cannot make its first task."""
     from headrace.tasks import open_suite
-    from headrace.tasks.base import UnknownSuite
+    from headrace.tasks.base import UnknownSuite, try_first
 
     try:
-        open_suite(suite, config.tasks.dir)
+        try_first(open_suite(suite, config.tasks.dir))
     except UnknownSuite as error:
         raise RunError(str(error)) from None
 

@@ -15,6 +15,7 @@ import uvloop
 from headrace.bus.broker.server import Server
 from headrace.cli.main import main
 from headrace.config import Processes
+from headrace.messages.tasks import Oracle, Task
 
 GROUPS = [list(group) for group in Processes().groups]
 PROCESS = {"environment.backend": "process", "run.min_free_mb": 16, "production.enabled": False}
@@ -60,6 +61,28 @@ def test_a_sound_configuration_has_no_problem(capsys: pytest.CaptureFixture[str]
 
 
 Plant = Callable[[Path, int], dict[str, Any]]
+
+
+class Broken:
+    """A suite of a beginner: its tasks lack fields."""
+
+    name = "broken"
+
+    def ids(self) -> list[str]:
+        return ["0"]
+
+    def task(self, id: str) -> Task:
+        fields: dict[str, Any] = {"prompt": "x"}
+        return Task(**fields)
+
+    def oracle(self, id: str) -> Oracle:
+        raise AssertionError("not reached")
+
+
+def open_broken(name: str, root: Path) -> Broken:
+    return Broken()
+
+
 PLANTED: dict[str, tuple[Plant, int, str, str]] = {
     # name: changes, exit code, what is wrong, the fix
     "unknown key": (lambda *_: {"curriculum.step": 1}, 2, "curriculum.step: unknown key", "[curriculum] has"),
@@ -86,6 +109,12 @@ PLANTED: dict[str, tuple[Plant, int, str, str]] = {
         "add it to processes.groups",
     ),
     "no such suite": (lambda *_: {"tasks.heldout": "nowhere"}, 1, "nowhere", "name another suite in tasks.heldout"),
+    "a suite that cannot make its task": (
+        lambda *_: {"tasks.heldout": f"{__name__}:open_broken/x"},
+        1,
+        "task '0' cannot be made: TypeError: ",
+        "name another suite in tasks.heldout",
+    ),
     "broker port": (lambda _, port: {"bus.port": port}, 1, "is taken", "choose another [bus] port"),
     "gateway port": (
         lambda _, port: PRODUCT | {"production.port": port},
