@@ -138,8 +138,20 @@ def _split_others(cache: Path, making: Path, others: Sequence[Image], new: Image
         if len(image.boundaries) == 1 and len(image.layers) > at and image.layers[:at] == new.layers[:at]:
             work = making / f"split-{number}"
             work.mkdir()
+            whole = image.segments()
             boundaries = store.split(cache, work, image.layers, image.boundaries, at)
             _record(Path(image.folder), making, msgspec.structs.replace(image, boundaries=boundaries, folder=""))
+            _drop_unused(cache, whole)
+
+
+def _drop_unused(cache: Path, parts: Sequence[store.Segment]) -> None:
+    """Remove segments that no image uses any more. Machines keep the files that they have open, and a host finds that
+    its image's record changed before it starts another machine."""
+    known = [image for image in map(_load, cache.glob("root-*")) if image is not None]
+    used = {image.boundaries[:end] for image in known for end in range(1, len(image.boundaries) + 1)}
+    for part in parts:
+        if (*part.below, part.chain) not in used:
+            shutil.rmtree(part.folder, ignore_errors=True)
 
 
 def _record(folder: Path, making: Path, image: Image) -> None:

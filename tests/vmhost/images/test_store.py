@@ -46,6 +46,7 @@ def test_images_on_one_base_store_it_once_and_stay_what_they_were(tmp_path: Path
     again = imported.find(cache, one.name)
     assert again is not None and len(again.segments()) == 2 and again.digest == one.digest
     assert again.segments()[0] == two.segments()[0] and shown(again) == before
+    assert stored(cache) < 1.3 * len(BIG), "the first image's whole segment went when it was split"
     three = imported.take(cache, docker_save(tmp_path / "3.tar", [BASE, TWO, MORE], ["three:1"]))
     assert [len(part.below) for part in three.segments()] == [0, 1, 2]
     files = shown(three)
