@@ -45,6 +45,8 @@ class WaitingSlot(Slot):
     """One slot that waits until `begin` gives it the image under `NEW`, described as in vmhost/images/imported.py."""
 
     processes = 1024
+    oom_score = -500
+    """Of its agent: the kernel's out-of-memory killer should choose tools, whose score is 500, before it."""
 
     def __init__(self, port: int, size_mb: int) -> None:
         super().__init__(0, port, size_mb)
@@ -82,7 +84,7 @@ class WaitingSlot(Slot):
         os.close(self._ready_write)
         syscalls.loopback_up()
         syscalls.set_hostname(b"sandbox")
-        set_oom_score(-500)
+        set_oom_score(self.oom_score)
         for limit, values in (
             (resource.RLIMIT_CORE, (0, 0)),
             (resource.RLIMIT_NPROC, (self.processes, self.processes)),
@@ -182,10 +184,16 @@ class ImageSlotAgent(agent.SlotAgent):
 
         return become
 
-    def _move(self, folder: str) -> None:
-        """Make another folder of the image the workspace. Refused where there is none."""
+    def _move(self, folder: str, fill: bool) -> None:
+        """Make another folder of the image the workspace. fill: files follow, so it is made where there is none.
+        Refused where there is none otherwise."""
         if not folder.startswith("/") or ".." in folder.split("/"):
             raise Refused("expected an absolute path without ..")
+        if fill and not os.path.lexists(folder):
+            user = os.geteuid()
+            with _as_root():
+                os.makedirs(folder)
+                os.chown(folder, user, -1)
         if not os.path.isdir(folder):
             raise Refused("the image has no such folder")
         self.root = "/" + "/".join(part for part in folder.split("/") if part not in ("", "."))
@@ -199,7 +207,7 @@ class ImageSlotAgent(agent.SlotAgent):
     def operate(self, number: int, header: dict[str, Any], bodies: Sequence[bytes]) -> Answer | None:
         """Run one operation. Those that end jobs run as root, because a job may run as any user of the image."""
         if header["op"] == "open_at":
-            self._move(header["workdir"])
+            self._move(header["workdir"], bool(header["paths"]))
             header = header | {"op": "open"}
         if header["op"] == "apply_changes":
             return changes.apply(self.workspace, header, bodies)
