@@ -120,8 +120,8 @@ class Environment(Section, frozen=True, kw_only=True):
     """Machines for sandboxes on a node."""
 
     backend: str = "auto"
-    """auto (which is qemu), qemu, process, an installed plugin of ``headrace.sandboxes``, or module:attribute. The
-    process backend is not isolated; it runs only where it is named."""
+    """auto (which is qemu), qemu, container, process, an installed plugin of ``headrace.sandboxes``, or
+    module:attribute. Containers share the host's kernel and processes share everything; they run only where named."""
     accel: Literal["auto", "kvm", "tcg"] = "auto"
     """auto: kvm if a machine really boots under it, else tcg."""
     isolation: Literal["episode", "group"] = "group"

@@ -32,6 +32,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Programs can reach listed names through a proxy. Only an isolated backend keeps them from reaching others."""
     upper_diff: bool = False
     """The changes of a sandbox can be read as the upper layer of its root."""
+    bounded: bool = False
+    """Memory, processes and files of a sandbox have limits, and a program that exceeds them is refused or killed."""
     kernel_private: bool = False
     """Sandboxes run under kernels of their own: there are machines besides the host."""
 

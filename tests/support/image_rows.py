@@ -199,7 +199,7 @@ class Maker:
         return run("git", "rev-parse", "HEAD", cwd=tree).strip()
 
     def outcomes(self, tree: Path, tests: str) -> dict[str, Any]:
-        """What a log of the tests says on this machine."""
+        """The outcomes in a log of the tests, run on this machine."""
         words = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "--noconftest", tests]
         clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
         done = subprocess.run(

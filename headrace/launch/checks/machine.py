@@ -8,6 +8,7 @@ from pathlib import Path
 from headrace.config import Config
 from headrace.launch.checks.finding import Finding, bad, good
 from headrace.launch.supervision.down import supervisor_of
+from headrace.vmhost.backends.container.backend import unavailable
 from headrace.vmhost.backends.registry import capabilities
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.node.doctor import doctor
@@ -22,6 +23,11 @@ def check(config: Config) -> Iterator[Finding]:
         backend = capabilities(section.backend)
     except VmhostError as error:
         yield bad("environment.backend", str(error))
+        return
+    if section.backend == "container":
+        why = unavailable()
+        text = "backend = container: sandboxes share this machine's kernel"
+        yield bad("environment", f"{text}, and cannot be made: {why}") if why else good("environment", text)
         return
     if not backend.isolated:
         yield good("environment", f"backend = {section.backend}: sandboxes are plain processes and NOT isolated")

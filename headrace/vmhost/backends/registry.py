@@ -1,4 +1,5 @@
-"""Sandbox backends by name: ``qemu``, ``process``, entry points of ``headrace.sandboxes``, ``module:attribute``.
+"""Sandbox backends by name: ``qemu``, ``container``, ``process``, entry points of ``headrace.sandboxes``, or
+``module:attribute``.
 
 A backend is a class that follows `vmhost.backend.Backend`; it is imported when a node opens it.
 """
@@ -13,6 +14,7 @@ BACKENDS: Registry[type[Backend]] = Registry(
     "sandboxes",
     {
         "qemu": "headrace.vmhost.qemu.backend:CloneBackend",
+        "container": "headrace.vmhost.backends.container.backend:ContainerBackend",
         "process": "headrace.vmhost.backends.process:ProcessBackend",
     },
     needs=("capabilities", "open"),

@@ -18,6 +18,11 @@ from .files import Answer, Refused, Workspace, shown
 
 MOST = 100_000
 """Largest number of entries that a walk reads."""
+UNCHANGED = (
+    *("/dev", "/proc", "/sys", "/tmp", "/run", "/etc/hosts", "/etc/hostname"),
+    *(".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"),
+)
+"""Paths that no diff of an image holds: what the slot itself makes, temporary files, caches, and history."""
 _OPAQUE = "trusted.overlay.opaque"
 _PIECE = 1 << 20
 

@@ -50,6 +50,7 @@ class CloneBackend:
         hostname=True,
         network_list=True,
         upper_diff=True,
+        bounded=True,
         kernel_private=True,
     )
 

@@ -19,6 +19,7 @@ from headrace.messages.sandbox import SandboxLost
 from headrace.vmhost import cgroups
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.guest.changes import UNCHANGED
 from headrace.vmhost.images.imported import Image
 from headrace.vmhost.node.capacity import OVERHEAD_MB
 from headrace.vmhost.qemu import snapshot
@@ -35,11 +36,6 @@ UPPER_SIZE = "75%"
 """Capacity of an image's writable layer: a share of the machine's memory, in which it lies."""
 CHANGES_S = 120.0
 """Deadline for reading the writable layer."""
-UNCHANGED = (
-    *("/dev", "/proc", "/sys", "/tmp", "/run", "/etc/hosts", "/etc/hostname"),
-    *(".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"),
-)
-"""Paths that no diff of an image holds: what the slot itself makes, temporary files, caches, and history."""
 QUIET_S = 5.0
 """Delay before the processes of a released slot are ended, if its machine still lives."""
 

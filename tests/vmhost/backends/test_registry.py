@@ -32,10 +32,13 @@ def test_built_in_backends_declare_what_they_can_do() -> None:
     assert backend_class("auto") is backend_class("qemu") is CloneBackend
     assert capabilities("qemu").missing(("isolated", "fork", "checkpoint", "inspect", "hostname", "network_list")) == []
     assert capabilities("process").names() == ("network_list",)
+    assert capabilities("container").names() == ("upper_diff", "bounded")
 
 
 def test_an_unknown_backend_is_one_sentence() -> None:
-    with pytest.raises(VmhostError, match=r"expected one of qemu, process.* or module:attribute, got 'gvisor'"):
+    with pytest.raises(
+        VmhostError, match=r"expected one of qemu, container, process.* or module:attribute, got 'gvisor'"
+    ):
         backend_class("gvisor")
 
 

@@ -67,19 +67,25 @@ def forget(paths: Sequence[str]) -> None:
 def attach(paths: Sequence[str], count: int, size: str) -> None:
     """Mount the image of the first `count` drives, the bottom first. size: of the writable layer, as tmpfs takes it.
     OSError."""
-    lower = []
-    for number in range(count):
-        mount(paths[number], f"{LOWER}/{number}", "erofs", RDONLY | NODEV)
-        lower.append(f"{LOWER}/{number}")
-    mount("upper", UPPER, "tmpfs", NODEV, f"size={size},mode=755")
+    attach_at("", paths[:count], size)
+
+
+def attach_at(root: str, paths: Sequence[str], size: str) -> None:
+    """The same below a folder, with the folders of the mounts where they are missing. OSError."""
+    lower = [f"{root}{LOWER}/{number}" for number in range(len(paths))]
+    for folder in (root + IMAGE, root + UPPER, *lower):
+        os.makedirs(folder, exist_ok=True)
+    for path, folder in zip(paths, lower, strict=True):
+        mount(path, folder, "erofs", RDONLY | NODEV)
+    mount("upper", root + UPPER, "tmpfs", NODEV, f"size={size},mode=755")
     for name in ("files", "work"):
-        os.mkdir(f"{UPPER}/{name}")
+        os.mkdir(f"{root}{UPPER}/{name}")
     status = os.stat(lower[-1])
-    os.chmod(f"{UPPER}/files", status.st_mode & 0o7777)
-    os.chown(f"{UPPER}/files", status.st_uid, status.st_gid)
-    layers = f"lowerdir={':'.join(reversed(lower))},upperdir={UPPER}/files,workdir={UPPER}/work"
+    os.chmod(f"{root}{UPPER}/files", status.st_mode & 0o7777)
+    os.chown(f"{root}{UPPER}/files", status.st_uid, status.st_gid)
+    layers = f"lowerdir={':'.join(reversed(lower))},upperdir={root}{UPPER}/files,workdir={root}{UPPER}/work"
     # A moved folder is copied, so that the writable layer alone says what changed.
-    mount("image", IMAGE, "overlay", NODEV, f"{layers},redirect_dir=off,metacopy=off,index=off,xino=off")
+    mount("image", root + IMAGE, "overlay", NODEV, f"{layers},redirect_dir=off,metacopy=off,index=off,xino=off")
 
 
 def changes(header: dict[str, Any]) -> Answer:

@@ -27,9 +27,14 @@ _NAMESPACES = syscalls.NEWNS | syscalls.NEWUTS | syscalls.NEWIPC | syscalls.NEWP
 
 
 def say(text: str) -> None:
-    """Write a line to the kernel log, which the template's build reads on the serial port."""
-    with suppress(OSError), open("/dev/kmsg", "w") as log:
-        log.write(f"<3>headrace: {text}\n")
+    """Write a line to the kernel log, which the template's build reads on the serial port; of a container, which has no
+    kernel log, to standard error."""
+    try:
+        with open("/dev/kmsg", "w") as log:
+            log.write(f"<3>headrace: {text}\n")
+    except OSError:
+        with suppress(OSError):
+            os.write(2, f"headrace: {text}\n".encode())
 
 
 def set_oom_score(score: int) -> None:

@@ -1,0 +1,1 @@
+"""The `container` backend: images of the store as containers, under the kernel of the host."""

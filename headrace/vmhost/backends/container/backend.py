@@ -1,0 +1,291 @@
+"""The `container` backend: a container of a stored image for every sandbox, under the kernel that the host shares.
+
+One warm process per host forks the containers (process.py). A container has a control group that bounds its memory and
+its number of processes; its files are in memory and count. It has no kernel of its own: a fault of the host's
+kernel is open to it, so it is never used for the production lane.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from headrace.config import Environment
+from headrace.messages.sandbox import SandboxLost
+from headrace.vmhost import cgroups
+from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent
+from headrace.vmhost.cgroups import Group
+from headrace.vmhost.channel import Channel
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.guest.changes import UNCHANGED
+from headrace.vmhost.guest.frames import LIMIT
+from headrace.vmhost.images import imported, store
+from headrace.vmhost.images.imported import Image
+from headrace.vmhost.node import capacity
+
+START_S = 60.0
+CHANGES_S = 120.0
+END_S = 60.0
+PROCESSES = 512
+"""Processes that a container may have at one time, its agent included."""
+OVERHEAD_MB = 64
+"""Memory of a container besides its image's: the agent, and what its processes hold in the kernel."""
+
+
+def _lacks(capability: str) -> NoReturn:
+    raise VmhostError(f"the container backend lacks the capability {capability}; use a backend that has it, like qemu")
+
+
+class ContainerMachine:
+    """One container, which is one slot."""
+
+    slots = 1
+    limit_bytes = LIMIT
+
+    def __init__(
+        self, backend: "ContainerBackend", image: Image, group: Group, control: Channel, slot: Channel
+    ) -> None:
+        self.image, self.group = image, group
+        self._backend, self._control, self._slot = backend, control, slot
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        for channel in (control, slot):
+            channel.lost.add_done_callback(lambda lost: self._end(str(lost.result())))
+
+    @property
+    def lost(self) -> "asyncio.Future[str]":
+        """Done, with the reason, once the container has ended."""
+        return self._lost
+
+    async def open(self, slot: int) -> Channel:
+        """The channel of the slot. SandboxLost."""
+        if self._lost.done():
+            raise SandboxLost(self._lost.result())
+        return self._slot
+
+    async def ready(self) -> None:
+        """Containers use the host's clock and entropy."""
+
+    async def name(self, slot: int, hostname: str) -> None:
+        """VmhostError."""
+        _lacks("hostname")
+
+    async def check_integrity(self, thorough: bool) -> tuple[str, ...]:
+        """There is no machine besides the host. VmhostError."""
+        _lacks("inspect")
+
+    async def changes(self, limit: int, originals: int) -> tuple[dict[str, Any], list[bytes], str]:
+        """The changes of its programs, read outside the slot (guest/changes.py). SandboxLost."""
+        header = {"op": "changes", "drives": len(self.image.boundaries), "skip": UNCHANGED}
+        answer = await self._control.call(header | {"limit": limit, "originals": originals}, (), CHANGES_S)
+        return *answer, self.image.workdir
+
+    def leave(self, channel: Channel) -> None:
+        """Its only slot was released."""
+        self._end("released")
+
+    def kill(self) -> None:
+        """End it: the agent ends with its channel, and every other process with the agent."""
+        self._end("it was ended")
+
+    def _end(self, reason: str) -> None:
+        if self._lost.done():
+            return
+        self._lost.set_result(reason)
+        self._control.close(reason)
+        self._slot.close(reason)
+        self._backend.ended(self)
+
+
+class ContainerBackend:
+    """Containers behind the Backend protocol."""
+
+    name = "container"
+    capabilities: ClassVar[Capabilities] = Capabilities(upper_diff=True, bounded=True)
+    slots = 1
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._cache = Path(environment.cache_dir).absolute()
+        self._alive: set[ContainerMachine] = set()
+        self._reserved = 0
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._folder = tempfile.mkdtemp(prefix=f"headrace-container-{os.getpid()}-")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "headrace.vmhost.backends.container.process", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+            )
+        self._requests = ours
+
+    @classmethod
+    async def open(cls, environment: Environment, on_event: OnEvent) -> "ContainerBackend":
+        """Start the warm process. VmhostError where containers cannot be made."""
+        if why := unavailable():
+            raise VmhostError(f"the container backend cannot work here: {why}")
+        return cls(environment)
+
+    def _image(self, template: str) -> Image:
+        image = imported.find(self._cache, template)
+        if image is None:
+            known = ", ".join(imported.names(self._cache)) or "none"
+            raise VmhostError(
+                f"the container backend runs images of the store, and {template!r} is none; known are {known}: "
+                "import one (`headrace images import`), or use backend = qemu for templates"
+            )
+        return image
+
+    def _memory_mb(self, image: Image) -> int:
+        return max(image.memory_mb, self._environment.memory_mb)
+
+    async def machine(self, template: str) -> ContainerMachine:
+        """A fresh container. SandboxLost, VmhostError."""
+        self._reserved = max(0, self._reserved - 1)
+        image = self._image(template)
+        if self._process.poll() is not None:
+            raise VmhostError(
+                f"the container backend ended with code {self._process.returncode}; start the actor again"
+            )
+        memory = self._memory_mb(image)
+        name = f"container-{secrets.token_hex(4)}"
+        group = cgroups.create(name, processes=PROCESSES, memory_mb=memory + OVERHEAD_MB)
+        if group is None:
+            raise VmhostError("the container backend cannot work here: there are no control groups")
+        root = f"{self._folder}/{name}"
+        os.mkdir(root)
+        settings = {"uid": image.uid, "gid": image.gid, "groups": image.groups, "env": image.env}
+        request = {
+            "root": root,
+            "join": group.join,
+            "image": settings | {"workdir": image.workdir},
+            "size": memory * 3 // 4,
+        }
+        pairs = [socket.socketpair() for _ in range(2)]
+        blobs = store.open_blobs(image.segments())
+        try:
+            fds = [theirs.fileno() for _, theirs in pairs]
+            socket.send_fds(self._requests, [json.dumps(request).encode()], [*fds, *blobs])
+        except OSError as error:
+            raise SandboxLost(f"the container backend's process has ended: {error}") from None
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+            for blob in blobs:
+                os.close(blob)
+        control, slot = [await Channel.connect(ours, f"{name} of {image.name}") for ours, _ in pairs]
+        made = ContainerMachine(self, image, group, control, slot)
+        self._alive.add(made)
+        try:
+            await control.call({"op": "hello"}, (), START_S)
+        except SandboxLost as lost:
+            made.kill()
+            raise SandboxLost(f"a container did not start: {lost}; its process wrote why to standard error") from None
+        return made
+
+    def ended(self, machine: ContainerMachine) -> None:
+        """A container was ended: kill what is left of it and remove its control group."""
+        self._alive.discard(machine)
+        task = asyncio.get_running_loop().create_task(_remove(machine.group))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    def slots_of(self, template: str) -> int:
+        """An image has its container for itself. VmhostError."""
+        self._image(template)
+        return 1
+
+    async def fork(self, machine: Machine) -> MakeMachine:
+        """Containers cannot be copied. VmhostError."""
+        _lacks("fork")
+
+    async def checkpoint(self, machine: Machine, slot: int, whole: bool) -> bytes:
+        """Containers cannot be copied. VmhostError."""
+        _lacks("checkpoint")
+
+    async def restore(self, data: bytes) -> tuple[MakeMachine, int]:
+        """Containers cannot be copied. VmhostError."""
+        _lacks("checkpoint")
+
+    def shortage(self, template: str) -> str:
+        """Why another container could not grow to its full size; empty when it can."""
+        wanted = self._memory_mb(self._image(template))
+        others = sum(self._memory_mb(machine.image) for machine in self._alive)
+        return capacity.memory_short(wanted, others + self._reserved * wanted)
+
+    def reserve(self, template: str) -> None:
+        """Count one container as present until `machine` starts it."""
+        self._reserved += 1
+
+    def free_idle(self, template: str) -> None:
+        """Nothing waits unused."""
+
+    def busy(self) -> str:
+        """Their processor time is not measured."""
+        return ""
+
+    def facts(self) -> dict[str, Any]:
+        """Description for reports."""
+        return {"backend": self.name, "isolation": "shared kernel", "processes": PROCESSES}
+
+    def cpu_ms(self) -> float:
+        """Not measured."""
+        return 0.0
+
+    async def settle(self) -> None:
+        """Wait until every container that was ended is gone."""
+        while self._leaving:
+            await asyncio.wait(self._leaving)
+
+    async def close(self) -> None:
+        """End every container, and the warm process."""
+        for machine in list(self._alive):
+            machine.kill()
+        await self.settle()
+        self._requests.close()
+        await asyncio.to_thread(self._process.wait)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _remove(group: Group) -> None:
+    """Kill the processes of a group until it can be removed, for `END_S` at most: the next host sweeps what is left."""
+    deadline = time.monotonic() + END_S
+    while not group.close() and time.monotonic() < deadline:
+        for pid in _members(group.join):
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        await asyncio.sleep(0.01)
+
+
+def _members(files: Sequence[str]) -> set[int]:
+    found: set[int] = set()
+    for path in files:
+        with suppress(OSError):
+            found |= {int(line) for line in Path(path).read_text().split()}
+    return found
+
+
+def unavailable() -> str:
+    """Why containers cannot be made on this machine; empty when they can."""
+    if os.geteuid() != 0:
+        return "it mounts images, which needs root"
+    places = cgroups.places()
+    if places is None or set(places.limits) != {"memory", "pids"}:
+        return "it needs control groups for memory and processes (`headrace vm doctor` says what is missing)"
+    known = Path("/proc/filesystems").read_text().split()
+    missing = [name for name in ("erofs", "overlay") if name not in known]
+    if missing:
+        return f"the kernel lacks {', '.join(missing)} (load it: modprobe {missing[0]})"
+    if not os.path.exists("/dev/loop-control"):
+        return "the kernel has no loop devices (load them: modprobe loop)"
+    return ""

@@ -1,0 +1,168 @@
+"""One suite for every backend: what all do, what their capabilities promise, and the refusal of what they lack."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config import Environment
+from headrace.messages.sandbox import (
+    Acquire,
+    ApplyChanges,
+    Change,
+    CheckIntegrity,
+    Exec,
+    ListFiles,
+    PullChanges,
+    ReadFile,
+    SandboxLost,
+    WriteFiles,
+)
+from headrace.vmhost.backends.container.backend import unavailable
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.images import base, imported, packages
+from headrace.vmhost.node.host import Host
+from headrace.vmhost.qemu import probe
+from tests.support.archives import Members, docker_save, file, folder, link
+from tests.support.hosts import CACHE
+
+pytestmark = [pytest.mark.anyio, pytest.mark.vm, pytest.mark.timeout(600)]
+IMAGE = "conformance"
+PROGRAMS = ("sh", "cat", "dd", "head", "id", "ln", "ls", "rm", "sleep", "sort", "tail", "wc", "true", "mkdir")
+
+
+def make_image(place: Path) -> None:
+    own = {"uid": 1000, "gid": 100}
+    layer: Members = [
+        folder("bin"),
+        file("bin/busybox", probe._busybox(packages.folder(Path(CACHE))), mode=0o755),
+        *(link(f"bin/{name}", "busybox") for name in PROGRAMS),
+        file("etc/passwd", b"dev:x:1000:100::/home/dev:/bin/sh\n"),
+        folder("home/dev", **own),
+        folder("work", **own),
+        file("work/kept", b"as it was\n", **own),
+        file("work/gone", b"for now\n", **own),
+    ]
+    saved = docker_save(place / "i.tar", [layer], [f"{IMAGE}:1"], User="dev", WorkingDir="/work")
+    imported.take(Path(CACHE), saved, IMAGE)
+
+
+@pytest.fixture(params=["process", "container", pytest.param("qemu", marks=pytest.mark.slow)])
+async def host(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Host]:
+    if request.param == "container" and (why := unavailable()):
+        pytest.skip(f"no containers here: {why}")
+    environment = Environment(backend=request.param, cache_dir=CACHE, warm=0)
+    if request.param != "process":
+        await asyncio.to_thread(base.ensure, environment)
+        await asyncio.to_thread(make_image, tmp_path)
+    opened = await Host.open(environment)
+    yield opened
+    await opened.close()
+
+
+def request(number: int = 0, **changes: Any) -> Acquire:
+    fields: dict[str, Any] = {"run": "r", "lane": "train", "role": "rollout", "group": f"g{number}", "slot": 0}
+    fields |= {"attempt": 0, "isolation": "episode", "template": IMAGE, "files": {"a.txt": b"one\ntwo\n"}}
+    return Acquire(**(fields | changes))
+
+
+async def test_every_backend_does_what_a_sandbox_is_for(host: Host) -> None:
+    sandbox = await host.acquire(request())
+    assert await host.acquire(request()) is sandbox
+    assert (await sandbox.call(ReadFile(path="a.txt"))).data == b"one\ntwo\n"
+    done = await sandbox.call(Exec(argv=("sh", "-c", "cat; echo $X >&2; exit 7"), stdin=b"in", env={"X": "err"}))
+    assert (done.code, done.stdout, done.stderr) == (7, "in", "err\n")
+    slow = await sandbox.call(Exec(argv=("sleep", "600"), timeout_s=0.2))
+    assert slow.timed_out
+    assert (await sandbox.call(WriteFiles(files={"d/b.txt": b"b"}, delete=("a.txt",)))).ok
+    assert "d/b.txt" in (await sandbox.call(ListFiles())).stdout.split()
+    assert not (await sandbox.call(ReadFile(path="../../etc/shadow"))).ok
+    counted = Exec(argv=("sh", "-c", "echo x >> count; wc -l < count"))
+    once, twice = [await sandbox.call(counted, "same") for _ in range(2)]
+    assert (once.stdout.strip(), once) == ("1", twice)
+    other = await host.acquire(request(1))
+    assert not (await other.call(ReadFile(path="d/b.txt"))).ok
+    host.release(sandbox.id)
+    with pytest.raises(SandboxLost):
+        await sandbox.call(ReadFile(path="d/b.txt"))
+
+
+async def test_a_request_for_what_a_backend_lacks_is_refused_by_name(host: Host) -> None:
+    has = host.capabilities
+    wanted: dict[str, dict[str, Any]] = {
+        "isolated": {"lane": "production"},
+        "hostname": {"hostname": "box"},
+        "network_list": {"network": ("example.org:80",)},
+        "upper_diff": {"requires": ("upper_diff",)},
+        "bounded": {"requires": ("bounded",)},
+        "kernel_private": {"requires": ("kernel_private",)},
+    }
+    for number, (name, change) in enumerate(wanted.items()):
+        if getattr(has, name):
+            host.release((await host.acquire(request(number, **change))).id)
+        else:
+            with pytest.raises(VmhostError, match=f"lacks the capability .*{name}"):
+                await host.acquire(request(number, **change))
+    sandbox = await host.acquire(request(99))
+    for name, work in (("fork", host.fork(sandbox.id, [request(100)])), ("checkpoint", host.checkpoint(sandbox.id))):
+        if getattr(has, name):
+            await work
+        else:
+            with pytest.raises(VmhostError, match=f"lacks the capability {name}"):
+                await work
+    checked = await sandbox.call(CheckIntegrity())
+    assert checked.ok is has.inspect, checked.error
+
+
+async def test_changes_of_an_image_are_read_and_made_again(host: Host) -> None:
+    sandbox = await host.acquire(request(files={}))
+    if not host.capabilities.upper_diff:
+        assert "upper_diff" in (await sandbox.call(PullChanges())).error
+        return
+    script = "id -u; rm gone; echo more >> kept; ln -s kept link; mkdir d; echo x > d/x"
+    done = await sandbox.call(Exec(argv=("sh", "-c", script)))
+    assert (done.code, done.stdout) == (0, "1000\n"), done
+    pulled = await sandbox.call(PullChanges())
+    assert {(change.path, change.kind) for change in pulled.changes} == {
+        ("gone", "gone"), ("kept", "file"), ("link", "link"), ("d", "folder"), ("d/x", "file"),
+    }  # fmt: skip
+    assert pulled.files == {"kept": b"as it was\nmore\n", "d/x": b"x\n"} and pulled.originals["kept"] == b"as it was\n"
+    fresh = await host.acquire(request(1, files={}))
+    assert (await fresh.call(ApplyChanges(changes=pulled.changes, files=pulled.files))).ok
+    again = await fresh.call(PullChanges())
+    assert (again.changes, again.files) == (pulled.changes, pulled.files)
+    assert Change("link", "link", 0o777, "kept") in again.changes
+
+
+@pytest.mark.slow
+async def test_bombs_are_outcomes_and_the_neighbour_goes_on(host: Host) -> None:
+    if not host.capabilities.bounded:
+        pytest.skip(f"the {host.backend} backend promises no limits")
+    neighbour = await host.acquire(request(1))
+    sandbox = await host.acquire(request())
+    forks = await sandbox.call(Exec(argv=("sh", "-c", "bomb() { bomb | bomb & }; bomb; sleep 600"), timeout_s=5.0))
+    assert forks.timed_out or forks.code != 0 or forks.error, forks
+    memory = await sandbox.call(Exec(argv=("sh", "-c", "tail /dev/zero"), timeout_s=120.0))
+    assert memory.code != 0 or memory.error, memory
+    disk = await sandbox.call(Exec(argv=("dd", "if=/dev/zero", "of=full", "bs=1M"), timeout_s=300.0))
+    assert disk.code != 0 or disk.error, disk
+    assert (await sandbox.call(Exec(argv=("rm", "-f", "full"), timeout_s=60.0))).code == 0
+    after = await sandbox.call(Exec(argv=("sh", "-c", "echo back"), timeout_s=60.0))
+    assert after.stdout == "back\n", after
+    assert (await neighbour.call(ReadFile(path="a.txt"))).data == b"one\ntwo\n"
+
+
+async def test_a_container_sees_neither_the_host_nor_its_neighbour(host: Host) -> None:
+    if host.backend != "container":
+        pytest.skip("machines have tests of their own, and processes see everything")
+    sandbox = await host.acquire(request())
+    look = "ls /; ls /proc | sort | head -1; ls -d /proc/[0-9]* | wc -l; ls /sys/class/net; cat /proc/self/mounts"
+    seen = (await sandbox.call(Exec(argv=("sh", "-c", look)))).stdout
+    assert seen.splitlines()[0] == "bin" and "/work/main" not in seen and "lowerdir" in seen
+    assert "lo" in seen.split() and "eth0" not in seen.split() and "erofs" not in seen
+    kept = await sandbox.call(
+        Exec(argv=("sh", "-c", "echo 1 > /proc/sys/kernel/panic; echo $?; cat /proc/1/environ | wc -c"))
+    )
+    assert kept.stdout.split()[0] == "1"
