@@ -77,7 +77,7 @@ class Judge(Actor):
 
     def _open_reward(self) -> Rewarder:
         try:
-            return Rewarder.of(self.config.algorithm, self.config.judge.reward_s, self.config.judge.rubric_weight)
+            return Rewarder.of(self.config)
         except PluginError as error:
             raise Unrecoverable(f"PluginError: {error}") from error
 

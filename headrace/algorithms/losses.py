@@ -8,16 +8,20 @@ because the trainer's own policy does not move within it.
 The sum over tokens is divided by one constant for the whole batch, never by each sequence's length: with 1/length, long
 wrong answers are punished less per token than short ones (Dr. GRPO, arXiv 2503.20783). The constant is sequences x a
 fixed token count, or the batch's number of sampled tokens (DAPO, arXiv 2503.14476), which suits long trajectories.
+`sequence_mean` is the exception, because GSPO (arXiv 2507.18071) and GRPO are defined by it: each sequence's terms are
+averaged over its own tokens, and the divisor is the batch's number of sequences.
 
-KL to a reference policy is the k1 estimator, as in Composer 2 (arXiv 2603.24477): k3's variance explodes as the
-policies part. It is a cost on each token's advantage; as a plain loss term k1's gradient is zero in expectation
-(Tang & Munos, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477).
+KL to a reference policy is by default the k1 estimator, as in Composer 2 (arXiv 2603.24477): k3's variance explodes as
+the policies part. It is a cost on each token's advantage; as a plain loss term k1's gradient is zero in expectation
+(Tang & Munos, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477). k3 is the loss term
+of GRPO (arXiv 2402.03300): with d = log p_reference - log p, exp(d) - 1 - d, differentiated as it stands.
 
 Layout: flat vectors over the M sampled tokens of a micro-batch; everything in float32.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from headrace.algorithms.corrections import Correction, SampledTokens
@@ -36,6 +40,9 @@ class Objective(NamedTuple):
 
     correction: Correction = Correction()
     kl_weight: float = 0.0
+    kl: Literal["k1", "k3"] = "k1"
+    sequence_mean: bool = False
+    """Terms are divided by the number of tokens of their sequence, too."""
     divisor: float = 1.0
     """The same for all micro-batches of a batch, so that their losses add up to the batch's; see `batch_divisor`."""
 
@@ -43,14 +50,27 @@ class Objective(NamedTuple):
 def policy_gradient(tokens: SampledTokens, objective: Objective) -> TokenLoss:
     """-sum of the corrected terms / divisor over M sampled tokens; minimising it raises the reward.
 
-    ValueError when kl_weight > 0 and `tokens` has no `reference`. PluginError for an unknown weighting.
+    ValueError when kl_weight > 0 and `tokens` has no `reference`, and for a mean over sequences without their lengths.
+    PluginError for an unknown weighting.
     """
+    penalty = None
     if objective.kl_weight > 0.0:
         if tokens.reference is None:
             raise ValueError("kl_weight > 0 needs the reference policy's log-probabilities")
-        cost = objective.kl_weight * (tokens.logp.detach() - tokens.reference)
-        tokens = tokens._replace(advantage=tokens.advantage - cost)
+        if objective.kl == "k3":
+            gap = tokens.reference - tokens.logp
+            penalty = objective.kl_weight * (torch.expm1(gap) - gap)
+        else:
+            cost = objective.kl_weight * (tokens.logp.detach() - tokens.reference)
+            tokens = tokens._replace(advantage=tokens.advantage - cost)
     terms, cut = LOSSES.get(objective.correction.weighting)(tokens, objective.correction)
+    if penalty is not None:
+        terms = terms - penalty
+    if objective.sequence_mean:
+        if tokens.lengths is None or sum(tokens.lengths) != len(terms):
+            raise ValueError(f"a mean over sequences needs lengths of {len(terms)} tokens in all, got {tokens.lengths}")
+        counts = torch.tensor(tokens.lengths, device=terms.device)
+        terms = terms / counts.repeat_interleave(counts)
     return TokenLoss(-terms.sum() / objective.divisor, cut.sum())
 
 

@@ -43,7 +43,8 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     turns: int
     options: Mapping[str, Option]
-    """`[algorithm] reward_options`, and length_penalty, length_k and length_q."""
+    """`[algorithm] reward_options`, and length_penalty, length_k, length_q, rubric_weight, overlong_penalty,
+    overlong_tokens and max_tokens."""
 
 
 Reward = Callable[[Judged], float | Awaitable[float]]
@@ -53,8 +54,8 @@ REWARDS: Registry[Reward] = Registry("rewards", {"shaped": "headrace.algorithms.
 
 
 def shaped(judged: Judged) -> float:
-    """The built-in reward: 1 or 0 for the verdict, minus length_penalty x C_{k,q}(effort), plus rubric_weight x the
-    rubric's value."""
+    """The built-in reward: 1 or 0 for the verdict, minus length_penalty x C_{k,q}(effort), minus the price of
+    an overlong attempt, plus rubric_weight x the rubric's value."""
     return sum(shaped_parts(judged).values())
 
 
@@ -74,6 +75,9 @@ def shaped_parts(judged: Judged) -> dict[str, float]:
     parts = {"verdict": verdict}
     if priced != verdict:
         parts["effort"] = priced - verdict
+    over = overlong(judged.tokens, int(options.get("max_tokens", 0)), int(options.get("overlong_tokens", 0)))
+    if over and options.get("overlong_penalty"):
+        parts["overlong"] = -float(options["overlong_penalty"]) * over
     weight = float(options.get("rubric_weight", 0.0))
     if weight and judged.rubric is not None and judged.verdict in ("passed", "failed"):
         parts["rubric"] = weight * judged.rubric.value
@@ -94,6 +98,11 @@ def concave(x: float, k: float, q: float) -> float:
     if q == 1.0:
         return math.log1p(k * x) / k
     return math.expm1((1.0 - q) * math.log1p(k * x)) / (k * (1.0 - q))
+
+
+def overlong(tokens: int, most: int, last: int) -> float:
+    """0 up to `most` - `last` sampled tokens, 1 from `most` on, a line between them; 0 where `last` is 0."""
+    return min(1.0, max(0.0, (tokens - (most - last)) / last)) if last else 0.0
 
 
 def effort(tokens: int, calls: int, turns: int) -> float:

@@ -67,6 +67,11 @@ def _algorithm(config: Config) -> Iterator[Problem]:
         yield "algorithm.ratio_low", f"expected ratio_low <= 1 <= ratio_high, got {own.ratio_low} and {own.ratio_high}"
     if own.mask_low > own.tis_clip:
         yield "algorithm.mask_low", f"expected at most tis_clip ({own.tis_clip}), got {own.mask_low}"
+    if own.overlong_penalty and not 1 <= own.overlong_tokens <= config.limits.max_tokens:
+        most = config.limits.max_tokens
+        yield "algorithm.overlong_tokens", f"expected 1 to limits.max_tokens ({most}), got {own.overlong_tokens}"
+    if own.overlong_penalty and own.reward != "shaped":
+        yield "algorithm.overlong_penalty", f"expected 0: the reward {own.reward!r} decides itself what length costs"
 
 
 def _feedback(config: Config) -> Iterator[Problem]:

@@ -60,6 +60,9 @@ class Algorithm(Section, frozen=True, kw_only=True):
     minibatches: Annotated[int, Meta(ge=1, le=65536)] = 1
     """Number of updates that a batch is split into; decoupled differs from truncated only from the second update on."""
     kl_weight: Amount = 0.0
+    """Weight of the KL to the reference: the weights that RL starts from, which the trainer then keeps."""
+    kl: Literal["k1", "k3"] = "k1"
+    """Estimator of that KL: k1 as a cost on each token's advantage, or k3 as GRPO's loss term."""
     grad_clip: Amount = 1.0
     max_grad_norm: Amount = 0.0
     """A step whose gradient norm (before clipping) is above this is refused; 0 is no limit."""
@@ -87,6 +90,12 @@ class Algorithm(Section, frozen=True, kw_only=True):
     constant_tokens: Count = 64
     """Dr. GRPO's constant divisor instead of each sequence's length; 0 divides by the batch's sampled tokens (DAPO),
     which suits long trajectories."""
+    sequence_mean: bool = False
+    """Each sequence's terms are averaged over its own tokens (GSPO, GRPO), and constant_tokens is not read."""
+    overlong_penalty: Amount = 0.0
+    """What the built-in reward loses at limits.max_tokens sampled tokens; it falls there in a line over the last
+    `overlong_tokens` (DAPO's soft overlong punishment, arXiv 2503.14476)."""
+    overlong_tokens: Count = 0
 
     def __post_init__(self) -> None:
         if self.schedule != "constant" and self.decay_steps < 1:

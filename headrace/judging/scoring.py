@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import msgspec
 
 from headrace.algorithms.rewards import REWARDS, Judged, Option, shaped_parts
-from headrace.config import Algorithm
+from headrace.config import Config
 from headrace.judging import checkers, rules
 from headrace.judging.candidates import Candidate
 from headrace.judging.verdicts import Verdict
@@ -47,15 +47,19 @@ class Rewarder:
         self._failures = 0
 
     @classmethod
-    def of(cls, algorithm: Algorithm, timeout_s: float, rubric_weight: float = 0.0) -> "Rewarder":
+    def of(cls, config: Config) -> "Rewarder":
         """The reward of a configuration. PluginError as above."""
+        algorithm = config.algorithm
         options = algorithm.reward_options | {
             "length_penalty": algorithm.length_penalty,
             "length_k": algorithm.length_k,
             "length_q": algorithm.length_q,
-            "rubric_weight": rubric_weight,
+            "overlong_penalty": algorithm.overlong_penalty,
+            "overlong_tokens": algorithm.overlong_tokens,
+            "max_tokens": config.limits.max_tokens,
+            "rubric_weight": config.judge.rubric_weight,
         }
-        return cls(algorithm.reward, options, timeout_s)
+        return cls(algorithm.reward, options, config.judge.reward_s)
 
     async def reward(self, trajectory: Trajectory, verdict: Verdict) -> float:
         """The reward of one attempt, a finite number. RewardError, RewardBroken."""

@@ -130,10 +130,16 @@ def accumulate(
 
 def _objective(algorithm: Algorithm, batch: Batch, parts: int) -> Objective:
     band = Band(algorithm.ratio_low, algorithm.ratio_high)
+    if algorithm.sequence_mean:
+        divisor = float(max(1, len(batch.segments)))
+    else:
+        divisor = batch_divisor(batch.trajectories, algorithm.constant_tokens, batch.tokens)
     return Objective(
         Correction(algorithm.weighting, algorithm.tis_clip, algorithm.mask_low, band),
         algorithm.kl_weight,
-        batch_divisor(batch.trajectories, algorithm.constant_tokens, batch.tokens) / parts,
+        algorithm.kl,
+        algorithm.sequence_mean,
+        divisor / parts,
     )
 
 

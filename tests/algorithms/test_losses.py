@@ -60,3 +60,24 @@ def test_the_divisor_is_the_same_for_long_and_short_sequences() -> None:
 
 def test_a_divisor_of_sampled_tokens_grows_with_the_lengths() -> None:
     assert [batch_divisor(64, 0, tokens) for tokens in (0, 1_000, 100_000)] == [1.0, 1_000.0, 100_000.0]
+
+
+def test_k3_is_a_loss_term_with_its_own_gradient() -> None:
+    logp = logs(0.5, 0.5).requires_grad_()
+    objective = Objective(kl_weight=0.1, kl="k3", divisor=2.0)
+    out = policy_gradient(
+        SampledTokens(logp, logp.detach(), torch.zeros(2), reference=logs(0.25, 1.0)), objective
+    )  # reference / policy: 1/2 and 2
+    (gradient,) = torch.autograd.grad(out.loss, logp)
+    assert out.loss.item() == pytest.approx(0.05 * ((0.5 - 1 + math.log(2)) + (2 - 1 - math.log(2))))
+    assert gradient.tolist() == pytest.approx([0.05 * (1 - 0.5), 0.05 * (1 - 2.0)])
+
+
+def test_a_mean_over_each_sequence_weighs_sequences_alike() -> None:
+    logp = logs(0.5, 0.5, 0.5, 0.2).requires_grad_()
+    tokens = SampledTokens(logp, logp.detach(), torch.tensor([1.0, 1.0, 1.0, -1.0]), lengths=(3, 1))
+    objective = Objective(sequence_mean=True, divisor=2.0)
+    (gradient,) = torch.autograd.grad(policy_gradient(tokens, objective).loss, logp)
+    assert gradient.tolist() == pytest.approx([-1 / 6, -1 / 6, -1 / 6, 1 / 2])
+    with pytest.raises(ValueError, match="lengths of 4 tokens"):
+        policy_gradient(tokens._replace(lengths=(3,)), objective)

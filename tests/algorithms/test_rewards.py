@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from headrace.algorithms.rewards import concave, effort, shaped_reward
+from headrace.algorithms.rewards import concave, effort, overlong, shaped_reward
 
 
 def test_values_by_hand() -> None:
@@ -42,3 +42,8 @@ def test_refuses_what_is_outside() -> None:
     for x, k, q in ((-1.0, 1.0, 0.5), (1.0, 0.0, 0.5), (1.0, 1.0, -0.1)):
         with pytest.raises(ValueError, match="concave"):
             concave(x, k, q)
+
+
+def test_overlong_falls_in_a_line_over_the_last_tokens() -> None:
+    assert [overlong(tokens, 256, 64) for tokens in (0, 192, 208, 256, 900)] == [0.0, 0.0, 0.25, 1.0, 1.0]
+    assert overlong(300, 256, 0) == 0.0

@@ -1,13 +1,15 @@
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from headrace.config import Algorithm
-from headrace.training.batch import Batch, build
+from headrace.config import Algorithm, parse
+from headrace.policy.model import Model
+from headrace.training.batch import Batch, Segment, build
 from headrace.training.gradient import Helpers, Recipe, accumulate, minibatches
 from headrace.training.micro_batch import micro_batches
 from headrace.training.outcome import StepOutcome
@@ -219,3 +221,40 @@ def test_a_later_update_that_is_refused_takes_the_earlier_ones_back() -> None:
     fresh = TrainerState(model())
     fresh.version = 1
     assert one_step(state, made()).state_hash == one_step(fresh, made()).state_hash, "the optimizer too"
+
+
+def test_a_step_takes_its_objective_from_toml() -> None:
+    """GSPO's ratios and means, an asymmetric band and k3, against the same loss written out per segment."""
+    state, reference, data = TrainerState(model()), model(), made()
+    one_step(state, data)  # so that ratios and KL are not those of equal policies
+
+    def logprobs(own: Model, segment: Segment) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = own(segment.ids, [len(segment.ids)], segment.routed)[segment.positions]
+            return own.selected_logprobs(hidden, segment.targets, 1.0)[0].double()
+
+    pairs = [(logprobs(state.model, segment), logprobs(reference, segment)) for segment in data.segments]
+    ratios = [math.exp(float((now - s.behaviour).mean())) for s, (now, _) in zip(data.segments, pairs, strict=True)]
+    raised = [ratio for ratio, segment in zip(ratios, data.segments, strict=True) if segment.advantage > 0.0]
+    high = (min(raised) + max(raised)) / 2  # cuts some of them, and spares others
+    config = parse(f"""
+    [algorithm]
+    weighting = "sequence"
+    ratio_low = 1e-6
+    ratio_high = {high!r}
+    sequence_mean = true
+    kl = "k3"
+    kl_weight = 0.1
+    """)
+    wanted = 0.0
+    for segment, ratio, (now, before) in zip(data.segments, ratios, pairs, strict=True):
+        bounded = min(ratio, high) if segment.advantage > 0.0 else ratio
+        gap = before - now
+        wanted -= bounded * segment.advantage - 0.1 * float((gap.exp() - 1.0 - gap).mean())
+    outcome = take(state, data, Recipe(config.algorithm, 64, bound=1), helpers=Helpers(reference))
+    assert outcome.loss == pytest.approx(wanted / len(data.segments), rel=1e-3, abs=1e-5)
+    cut = sum(
+        len(s.targets) for s, ratio in zip(data.segments, ratios, strict=True) if s.advantage > 0 and ratio > high
+    )
+    assert outcome.clipped == cut / outcome.computed_tokens > 0.0
+    assert not outcome.failed and outcome.grad_norm > 0.0

@@ -116,7 +116,7 @@ def rewarder(config: "Config") -> "Rewarder":
     from headrace.registry import PluginError
 
     try:
-        return Rewarder.of(config.algorithm, config.judge.reward_s, config.judge.rubric_weight)
+        return Rewarder.of(config)
     except PluginError as error:
         raise RunError(str(error)) from None
 
