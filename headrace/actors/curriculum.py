@@ -57,10 +57,7 @@ class Curriculum(Actor):
 
     async def start(self) -> None:
         """Fence off earlier curricula, read the streams, then follow them and act."""
-        own = self.config.curriculum
-        self.rules = Rules(
-            own.group_size, own.groups_per_step, own.staleness, own.steps, own.attempts, own.on_stale, own.speculate
-        )
+        self.rules = Rules.of(self.config.curriculum)
         suite = open_suite(self.config.tasks.suite, self.config.tasks.dir)
         if refused := refusal(suite, self.config.tasks.train_on_logs):
             raise Unrecoverable(refused)

@@ -65,6 +65,10 @@ class Curriculum(Section, frozen=True, kw_only=True):
     speculate: Count = 0
     """Number of last open slots of a group that are issued a second time; the first answer counts. This favours short
     episodes; the audit says by how much."""
+    replace_flat: Count = 0
+    """Dynamic sampling (DAPO, arXiv 2503.14476): groups whose rewards are all equal are dropped (reason flat) and
+    replaced, at most so many for each batch that has begun; what a batch leaves over counts for later ones. Beyond the
+    limit they are trained on as before: no gradient, but a place in the batch."""
     canaries: Share = 0.0
     """Share of groups that get a task without a solution (tasks/impossible.py): an attempt that passes it has
     cheated."""

@@ -42,6 +42,8 @@ def _curriculum(config: Config) -> Iterator[Problem]:
     own = config.curriculum
     if own.speculate >= own.group_size:
         yield "curriculum.speculate", f"expected less than group_size ({own.group_size}), got {own.speculate}"
+    if own.replace_flat and config.algorithm.baseline != "group":
+        yield "curriculum.replace_flat", "expected 0 with algorithm.baseline = class: equal rewards still teach there"
     slots = own.group_size * own.groups_per_step
     if config.algorithm.minibatches > slots:
         yield (

@@ -93,8 +93,8 @@ class Algorithm(Section, frozen=True, kw_only=True):
     sequence_mean: bool = False
     """Each sequence's terms are averaged over its own tokens (GSPO, GRPO), and constant_tokens is not read."""
     overlong_penalty: Amount = 0.0
-    """What the built-in reward loses at limits.max_tokens sampled tokens; it falls there in a line over the last
-    `overlong_tokens` (DAPO's soft overlong punishment, arXiv 2503.14476)."""
+    """The built-in reward falls by so much, in a line over the last `overlong_tokens` sampled tokens before
+    limits.max_tokens (DAPO's soft overlong punishment, arXiv 2503.14476)."""
     overlong_tokens: Count = 0
 
     def __post_init__(self) -> None:

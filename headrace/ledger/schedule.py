@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from headrace.algorithms import staleness
 from headrace.algorithms.staleness import Bounds
+from headrace.config import Curriculum
 from headrace.ledger.state import Group, RunState, Slot
 from headrace.messages.ledger import ClosedSlot, GroupClosed, GroupDropped
 
@@ -36,6 +37,22 @@ class Rules(NamedTuple):
     on_stale: Literal["wait", "drop"]
     speculate: int = 0
     """Number of last running slots of a group that get a speculative attempt."""
+    replace_flat: int = 0
+    """Groups with equal rewards that are dropped instead of closed, at most, for each batch that has begun."""
+
+    @classmethod
+    def of(cls, own: Curriculum) -> "Rules":
+        """The rules of a run's configuration."""
+        return cls(
+            own.group_size,
+            own.groups_per_step,
+            own.staleness,
+            own.steps,
+            own.attempts,
+            own.on_stale,
+            own.speculate,
+            own.replace_flat,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +110,7 @@ def decide(state: RunState, rules: Rules) -> list[Decision]:
     return [group] if group is not None else []
 
 
-_Reason = Literal["stale", "infra", "cancelled", "quarantined", "canary"]
+_Reason = Literal["stale", "infra", "cancelled", "quarantined", "canary", "flat"]
 
 
 def _drop(group: Group, reason: _Reason, detail: str) -> GroupDropped:
@@ -200,6 +217,8 @@ def _close(state: RunState, rules: Rules) -> Decision | None:
             return _drop(group, "quarantined", f"slot {doubtful[0]} has two verdicts")
         if done and len(_survivors(group)) < SURVIVORS:
             return _drop(group, "infra", f"{len(_survivors(group))} of {group.first.group_size} slots survived")
+        if done and _flat(group) and state.flat < rules.replace_flat * (staleness.batch_of(place, per_step) + 1):
+            return _drop(group, "flat", f"all {len(_survivors(group))} rewards are {_survivors(group)[0].reward:g}")
         oldest = oldest_of(group, rules)
         if done and bounds.last_batch(oldest) < staleness.batch_of(place, per_step):
             return _drop(group, "stale", f"version {oldest} wrote a token and the next place is in a later batch")
@@ -223,6 +242,11 @@ def _close(state: RunState, rules: Rules) -> Decision | None:
         return _drop(stale, "stale", f"unfinished while place {place} is needed")
     stale = [group for version, group in ready if version <= (too_late or 0)][-1]
     return _drop(stale, "stale", f"place {place} and the ones after it are taken by tokens as old")
+
+
+def _flat(group: Group) -> bool:
+    """Equal rewards give no advantage."""
+    return len({slot.reward for slot in _survivors(group)}) == 1
 
 
 def _too_late(versions: Iterable[int], place: int, per_step: int, bounds: Bounds) -> int | None:

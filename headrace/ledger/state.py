@@ -130,6 +130,8 @@ class RunState:
         self.bound_records: list[tuple[StalenessBound, int]] = []
         """(record, number of closings before it)."""
         self.issued = 0
+        self.flat = 0
+        """Groups that were dropped because their rewards were equal."""
         self.dropped = 0
         self.retired = 0
         """Groups of the train lane, as credit counts them."""
@@ -253,6 +255,7 @@ class RunState:
             return True
         group.dropped = message
         self.dropped += 1
+        self.flat += message.reason == "flat"
         self.retired += 1
         self.open.pop(message.group, None)
         return True

@@ -63,7 +63,7 @@ class GroupDropped(Message, frozen=True, kw_only=True):
 
     run: str
     group: Name
-    reason: Literal["stale", "infra", "cancelled", "quarantined", "canary"]
+    reason: Literal["stale", "infra", "cancelled", "quarantined", "canary", "flat"]
     detail: str = ""
     group_size: Count
 

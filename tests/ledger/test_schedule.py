@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from headrace.algorithms.staleness import first_batch_of
+from headrace.config import ConfigError, parse
 from headrace.ledger.schedule import IssueGroup, RetrySlot, Rules, decide, finished
 from headrace.ledger.state import RunState
 from headrace.messages.base import Message
@@ -369,3 +370,27 @@ def test_a_canary_is_dropped_when_it_is_done_and_takes_nobodys_place() -> None:
     assert (drop.group, drop.reason, drop.detail) == ("g000000", "canary", "1 of 2 passed what none can")
     world.carry_out()
     assert len(world.state.closings) == 2 and world.state.dropped == 1
+
+
+def test_groups_with_equal_rewards_are_replaced_up_to_the_limit() -> None:
+    """One a batch: the first is dropped and replaced, the next takes its place, and the batch after it has its own."""
+    text = "[curriculum]\ngroup_size = 2\ngroups_per_step = 2\nsteps = 3\nreplace_flat = 1\n"
+    world = World(Rules.of(parse(text).curriculum))
+    world.carry_out()
+    for group in ("g000000", "g000001"):
+        world.finish(group)
+        world.carry_out()
+    drops = [message for _, message in world.streams["score"] if isinstance(message, GroupDropped)]
+    assert [(drop.group, drop.reason, drop.detail) for drop in drops] == [("g000000", "flat", "all 2 rewards are 1")]
+    assert [closing.group for _, closing in world.state.closings] == ["g000001"]
+    assert world.state.issued == 5 and world.state.index == 4, "another group takes its place"
+    for passed, slot in ((True, 0), (False, 1)):
+        world.write("score", r.score("g000002", slot, passed=passed))
+    world.carry_out()
+    assert [closing.group for _, closing in world.state.closings] == ["g000001", "g000002"], "an advantage is kept"
+    world.finish("g000003")
+    world.carry_out()
+    assert world.state.groups["g000003"].dropped is not None, "the second batch has begun"
+    assert world.successor().flat == world.state.flat == 2
+    with pytest.raises(ConfigError, match=r"curriculum\.replace_flat: expected 0 with algorithm\.baseline = class"):
+        parse("[curriculum]\nreplace_flat = 1\n[algorithm]\nbaseline = 'class'\n")
