@@ -1,1 +1,1 @@
-"""Where tokens come from: one protocol, an embedded torch engine, an SGLang client."""
+"""Sources of sampled tokens: one protocol, an embedded torch engine, an SGLang client."""

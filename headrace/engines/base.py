@@ -60,7 +60,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Swap(msgspec.Struct, frozen=True, kw_only=True):
-    """A flip that happened: pause is the time in which no decode step could run."""
+    """A completed flip: pause is the time in which no decode step could run."""
 
     version: int
     state_hash: str
@@ -72,7 +72,7 @@ class EngineError(Exception):
 
 
 class UnusableEngine(Exception):
-    """This machine cannot run the engine that the configuration asks for, or not so: the actor gives up."""
+    """This machine cannot run the configured engine, or not with these settings: the actor gives up."""
 
 
 class Engine(Protocol):

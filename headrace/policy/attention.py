@@ -1,6 +1,6 @@
 """Rotary positions and the two ways to attend: over packed sequences, and over a cache.
 
-Both call the block loop of `kernels.block_attention` in exact mode. Ordinary mode takes what is fastest on a CPU: two
+Both call the block loop of `kernels.block_attention` in exact mode. Ordinary mode takes the fastest way on a CPU: two
 plain products and a softmax over a cache and for short sequences that are trained on, torch's fused attention else.
 """
 

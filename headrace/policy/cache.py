@@ -1,7 +1,7 @@
 """Paged KV cache and the addressing of one cached forward.
 
 Idea: keys and values live in blocks of 64 positions, the unit of the exact attention loop, of prefix sharing and of
-eviction. A sequence is a list of block numbers; who owns which block is the caller's business.
+eviction. A sequence is a list of block numbers; the caller decides which sequence owns a block.
 
 Layout: per layer keys and values [blocks, V, 64, D]. Blocks start as zeros and never hold anything but finite
 numbers: a masked position is multiplied by 0, and 0 times NaN would show.

@@ -1,4 +1,4 @@
-"""One decoder layer, of every kind that the policy knows: its parameters, and what it does to a hidden state.
+"""One decoder layer, of every kind that the policy knows: its parameters, and its effect on a hidden state.
 
 Parameters are fused where that saves products (q, k and v; gate and up; experts as one 3D tensor). A layer is a module
 that is called, so that what hooks on calls works: FSDP gathers its shards, a checkpoint computes it again.

@@ -1,4 +1,4 @@
-"""Reading what a sealed test saw: the host's bounded parser of a candidate's observations.
+"""The host's bounded parser of the values that sealed tests of a candidate observed.
 
 The guest's half (vmhost/guest/testing/observing.py) writes each value as tagged JSON. Nothing that arrives here can be
 trusted: the candidate shares the process that writes it. The parser therefore accepts exactly what the guest's half

@@ -1,4 +1,4 @@
-"""Follows a run's steps and evaluations and hands their figures to the writers, each record once.
+"""Follows a run's steps and evaluations and passes their figures to the writers, each record once.
 
 The sequences of the last written records are kept in a file, so that a follower that is started again continues.
 """
@@ -19,7 +19,7 @@ from headrace.messages.training import StepDone
 
 
 class Position(msgspec.Struct):
-    """How far the writers are."""
+    """The position of the writers."""
 
     step: int = 0
     event: int = 0

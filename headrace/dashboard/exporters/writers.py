@@ -14,13 +14,13 @@ from headrace.config import Metrics
 
 
 class Writer(Protocol):
-    """Where figures go. Calls block."""
+    """A target of figures. Calls block."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """The figures of one step."""
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write pending figures."""
 
 
 class TensorBoard:

@@ -2,7 +2,7 @@
 
 Idea: the unit is the block of 64 positions that exact attention walks anyway. A full block is indexed under a hash of
 its tokens, of everything before it, and of the weights that wrote it; a new session whose context starts alike takes
-the same blocks. Because keys name the weights, a swap needs no flush: old prefixes just stop being found.
+the same blocks. Because keys name the weights, a swap needs no flush: old prefixes are not found any more.
 
 Beside keys and values a block's record keeps what the trainer needs of its positions (routed experts), so reuse loses
 nothing. A shared block is never written again: only a session's last, partial block is, and that one is always its own.
@@ -60,7 +60,7 @@ class Session:
             self.spans.append(Span(start, end, version))
 
     def cut(self, length: int, row: int) -> None:
-        """Forget positions from `length` on; blocks are the store's business. row: bytes of routes per position."""
+        """Forget positions from `length` on; the store releases the blocks. row: bytes of routes per position."""
         del self.ids[length:]
         del self.routed[length * row :]
         self.spans = [Span(s.start, min(s.end, length), s.version) for s in self.spans if s.start < length]
@@ -146,7 +146,7 @@ class BlockStore:
                 return self._forget(key)
 
     def keep_only(self, weights: Collection[bytes]) -> None:
-        """Drop prefixes written by weights that nobody serves any more."""
+        """Drop prefixes written by weights that are not served any more."""
         for key in [key for key, prefix in self.index.items() if prefix.weights not in weights]:
             self._forget(key)
 

@@ -1,9 +1,9 @@
 """The embedded engine: the project's own model, sampled in one worker thread beside the event loop.
 
 Idea: what makes exact mode possible is that sampler and trainer run the same functions; so the default engine is the
-trainer's model with a paged cache and continuous batching around it. All computing happens in `embedded_worker`; this
-class turns awaited calls into commands for it. Staging a version (copying, hashing) happens in slices between its steps
-(`embedded_stage`): decoding goes on, and the flip itself is one assignment between two steps.
+trainer's model with a paged cache and continuous batching around it. All computing happens in `worker`; this class
+turns awaited calls into commands for it. Staging a version (copying, hashing) happens in slices between its steps
+(`staging`): decoding goes on, and the flip itself is one assignment between two steps.
 """
 
 import asyncio

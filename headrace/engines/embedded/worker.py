@@ -253,7 +253,7 @@ class Worker(threading.Thread):
         for jobs in groups.values():
             try:
                 self._serve(self._weights(jobs[0]), jobs)
-            except Exception as error:  # a request must never hang; the cause goes to the caller
+            except Exception as error:  # every request gets an answer: the caller gets the cause
                 for job in jobs:
                     if job in self.running:
                         self.running.remove(job)

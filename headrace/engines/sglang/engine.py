@@ -38,9 +38,9 @@ from headrace.policy.config import PolicyConfig
 DEATHS = 2
 """Servers that one turn may survive."""
 IDLE_LEGS = 8
-"""Legs without a token after which a turn is given up."""
+"""Attempts without a token after which a turn is given up."""
 GRACE_S = 5.0
-"""How long an aborted request may take to hand over what it has."""
+"""How long an aborted request may take to return its tokens so far."""
 
 
 class InFlight:
@@ -226,8 +226,8 @@ class SglangEngine:
             self._keeper = asyncio.create_task(self._bring_back(self._server))
 
     async def _bring_back(self, server: Server) -> None:
-        """Start the server again as soon as it ends, and not when the next turn finds it gone. One that does not come
-        back is left to that turn, which then says why."""
+        """Start the server again as soon as it ends, without waiting for the next turn. When that fails, the next turn
+        reports why."""
         with contextlib.suppress(EngineError):
             while (process := server.process) is not None:
                 await process.wait()
@@ -236,14 +236,14 @@ class SglangEngine:
                     await self._life.restore()
 
     def _check(self, request: SampleRequest) -> None:
-        """Refuse here what a server would refuse, or die of."""
+        """Refuse requests that a server would refuse, or that would end it."""
         longest = self._config.max_positions
         if self._life.terms is not None and self._life.terms.context:
             longest = min(longest, self._life.terms.context)
         check_request(request, self._config.vocab, longest)
 
     async def _draw(self, turn: Turn, deadline: float) -> str:
-        """Legs until the turn has ended; how it ended."""
+        """Attempts until the turn has ended; how it ended."""
         deaths = idle = 0
         while turn.left > 0:
             self._alive()

@@ -23,7 +23,7 @@ POLL_S = 0.25
 
 
 class Life:
-    """Which weights there are, which are wanted, and the server that serves them."""
+    """The known weights, the wanted ones, and the server that serves them."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Life:
             raise NotServed(f"no server could be made to serve version {weights.version}: {error}") from error
         except BaseException as error:
             if isinstance(error, NotServed) or not isinstance(error, EngineError):
-                self._held = None  # cancelled under way, say: the next to enter looks what is there
+                self._held = None  # for example cancelled: the next request checks the server's state
             raise
 
     async def _up(self, weights: Weights) -> Terms:
@@ -159,7 +159,7 @@ class Life:
                 except NotServed:
                     if fresh:
                         raise
-                    continue  # it was ending when we looked
+                    continue  # it was ending during the check
             return self.terms
 
     async def _answer(self) -> Reply:

@@ -63,13 +63,13 @@ class Admission:
         self.load = Load()
         self.inside = self.waiting = 0
         self._first = self._first_waiting = 0
-        """Of these, those that go first."""
+        """Those of them with priority."""
         self._ask = ask
         self._news = asyncio.Condition()
 
     @asynccontextmanager
     async def place(self, first: bool = False) -> AsyncIterator[None]:
-        """Wait for a place, hold it meanwhile. first: before all who are not, and beside them."""
+        """Wait for a place and hold it. first: with priority over requests without it, and not counted among them."""
         async with self._news:
             self.waiting += 1
             self._first_waiting += first
@@ -95,7 +95,7 @@ class Admission:
         return self.inside < self.allowed and not self._first_waiting
 
     async def watch(self, every_s: float = EVERY_S) -> None:
-        """Read the server's figures while anybody is inside."""
+        """Read the server's figures while any request is inside."""
         while True:
             async with self._news:
                 await self._news.wait_for(lambda: self.inside > 0)

@@ -1,8 +1,7 @@
 """A server process of our own: started from its own virtual environment, watched, ended with all it started.
 
-SGLang runs as three processes in the session that is made for it here; a signal to that session ends all of them, and
-it gets SIGTERM when we die. Attaching to a server that somebody else runs needs none of this: leave [engine] python
-empty and give its url.
+SGLang runs as three processes in a session of their own; a signal to that session ends all of them, and it gets SIGTERM
+when this process dies. To attach to a server that another program runs, leave [engine] python empty and give its url.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ def arguments() -> list[str]:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
+    """A free port on loopback."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
@@ -102,7 +101,7 @@ class Server:
         self.starts += 1
 
     def reason(self) -> str:
-        """The last words of its log."""
+        """The end of its log."""
         try:
             lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         except OSError:

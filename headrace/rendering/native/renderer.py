@@ -24,7 +24,7 @@ The context is nearly full. Do not call a tool now. Write down everything that i
 here, then stop."""
 SUMMARY_HEAD = "\n\nYour own summary of the work so far:\n"
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning", "content")
-"""Fields of a message that templates read thinking from; the last one is everybody's."""
+"""Fields of a message that templates read thinking from; every template reads the last one."""
 _TAIL = 16
 """Ids before a turn in which a prompt's opening of the thinking is looked for."""
 

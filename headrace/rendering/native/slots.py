@@ -1,8 +1,9 @@
 """Placeholders: a template renders random words, and content takes their places afterwards.
 
 A template sees no content, so no content can change what it renders, and every character of its output is known to be
-the template's own or content. Templates may change content on its way (strip it, write it as JSON); which of the known
-changes a template makes is found out once, with texts that tell them apart, and made here in the template's stead.
+the template's own or content. Templates may change content on its way (strip it, write it as JSON); the change that a
+template makes is determined once, with texts that tell the known changes apart, and then applied here instead of by the
+template.
 """
 
 import json

@@ -2,10 +2,10 @@
 
 Idea: a policy made from nothing has to learn the format, the tools and how broken functions look before reinforcement
 has anything to reinforce. A `quality` share of the traces is played well; the others carry one planted fault (it quits,
-it edits a file that it has not looked at, it makes a wrong change and does not care), so that RL has something to
-take away. The report of a run says so. Results are not written by the script: every call runs on the repository and
-is answered by the same tool code as in an episode. Multi-line functions are drawn more often than the suites draw
-them, because they are harder to learn by an order of magnitude.
+edits a file that it has not read, or leaves a wrong change), so that RL has something to take away. The report of a run
+says so. Results are not written by the script: every call runs on the repository and is answered by the same tool code
+as in an episode. Multi-line functions are drawn more often than the suites draw them, because they are harder to learn
+by an order of magnitude.
 """
 
 import random
@@ -167,7 +167,7 @@ def _unread(made: repositories.Made, rng: random.Random) -> Call:
 
 
 def play(made: repositories.Made, fault: Fault, rng: random.Random, answer: Answer) -> _Play:
-    """Act out one trace."""
+    """Make one trace."""
     game = _Play(made, answer)
     find: Call = ("search", {"query": f"def {made.target.name}"})
     right = _edit(made.path, made.line, made.fixed)

@@ -30,7 +30,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     oracle: Oracle
     notes: tuple[str, ...] = ()
-    """Wishes of the source that the task does not fulfil."""
+    """Settings of the source that the task does not follow."""
 
 
 class Entry(NamedTuple):
@@ -127,7 +127,7 @@ def names_of(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 MakeRow = Callable[[dict[str, Any], str, ImportOptions], Made]
-"""A row of a JSONL file and its id in, a task out. ImportRefused."""
+"""From a row of a JSONL file and its id to a task. ImportRefused."""
 
 
 def row_entries(options: ImportOptions, id_key: str, make: MakeRow) -> Iterator[Entry]:

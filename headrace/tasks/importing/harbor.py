@@ -115,7 +115,7 @@ def _table(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _refuse(folder: Path, config: dict[str, Any], environment: dict[str, Any], verifier: dict[str, Any]) -> list[str]:
-    """Wishes that are left out of this task. ImportRefused for what cannot be."""
+    """Settings that are left out of this task. ImportRefused for one that is not possible here."""
     if config.get("steps"):
         raise ImportRefused(f"the task has {len(config['steps'])} steps; a task here has one instruction")
     if services := next((name for name in _SERVICES if (folder / "environment" / name).exists()), ""):

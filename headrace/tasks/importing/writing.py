@@ -44,7 +44,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Tasks that this call made; the others were made before it was cut off."""
     refused: tuple[Refusal, ...]
     notes: dict[str, int]
-    """Wishes that were left out, with the number of tasks that asked for it."""
+    """Settings that were left out, with the number of tasks that have each."""
     trust: Trust
 
 

@@ -1,4 +1,4 @@
-"""Which weights the server serves, and who may sample from them now.
+"""The weights that the server serves, and the requests that may sample from them now.
 
 Idea: a server holds one weight set. Requests for it enter together; a request for another set closes the gate behind
 those that run, waits until they are through, has the set changed, and opens again for all who wait for that one. A new
@@ -103,7 +103,7 @@ class Gate:
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Nobody enters meanwhile."""
+        """No request enters meanwhile."""
         self._closed = True
         try:
             yield

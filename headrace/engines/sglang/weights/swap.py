@@ -36,7 +36,7 @@ LOAD_S = 600.0
 
 
 class Swapper:
-    """The one who calls a server's administrative endpoints."""
+    """The only caller of a server's administrative endpoints."""
 
     def __init__(self, wire: Wire, stage: Stage, config: PolicyConfig, *, sparse: bool = False) -> None:
         """sparse: the server has our loader and is given differences."""
