@@ -35,24 +35,36 @@ async def fault_report(started: Up) -> dict[str, Any]:
     return found
 
 
+FOUR = {"kill_trainer", "kill_curriculum", "kill_broker", "cut_rollout"}
+SEVEN = FOUR | {"kill_environment", "cut_judge", "stop_weight_sender"}
+
+
 @pytest.mark.anyio
-@pytest.mark.timeout(300)
-async def test_every_process_fails_once_and_the_audit_balances(tmp_path: Path) -> None:
-    """Seed 13: kill -9 for trainer, curriculum, environment and broker, cuts for rollout and judge, sleep for the
-    sender."""
-    words = (*HEADRACE, "chaos", str(DEMO), "--kills", "7", "--seed", "13")
-    async with up(tmp_path, *words, **{"curriculum.steps": 5}) as started:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("seed", "faults", "restarted"),
+    [
+        (1229, FOUR, {"curriculum", "nats-server", "trainer"}),
+        pytest.param(13, SEVEN, {"curriculum", "environment", "nats-server", "trainer"}, marks=pytest.mark.slow),
+    ],
+    ids=["four", "seven"],
+)
+async def test_processes_fail_and_the_audit_balances(
+    tmp_path: Path, seed: int, faults: set[str], restarted: set[str]
+) -> None:
+    """Each seed plans every fault of its set once; seven are one fault for every process of the run."""
+    words = (*HEADRACE, "chaos", str(DEMO), "--kills", str(len(faults)), "--seed", str(seed))
+    async with up(tmp_path, *words, **{"curriculum.steps": 3}) as started:
         line = await fault_report(started)
-    assert (line["kills"], line["not_recovered"], line["audit"]["duplicates"], line["losses"]) == (7, 0, 0, 0)
-    faulted, audit = line["faults"], line["audit"]
-    assert faulted["kill_trainer"] == faulted["kill_broker"] == faulted["cut_rollout"] == 1
-    assert faulted["stop_weight_sender"] == 1 and line["connections_cut"] >= 2
+    audit = line["audit"]
+    assert (line["kills"], line["not_recovered"], audit["duplicates"], line["losses"]) == (len(faults), 0, 0, 0)
+    assert {name for name, count in line["faults"].items() if count == 1} >= faults, line["faults"]
+    assert line["connections_cut"] >= sum("cut" in name for name in faults)
     assert audit["balanced"] and audit["trained"] == audit["issued"]
     assert all(target["met"] for target in line["targets"].values()) and line["conditions"]["cores"]
     report = json.loads((started.run / "report.json").read_text())
-    restarted = {text.split()[0] for text in report["restarts"]}
-    assert restarted == {"curriculum", "environment", "nats-server", "trainer"}
-    assert report["steps"] == line["steps"] == 7 and report["max_abs_dlp"] == 0.0
+    assert {text.split()[0] for text in report["restarts"]} == restarted
+    assert report["steps"] == line["steps"] == max(3, len(faults)) and report["max_abs_dlp"] == 0.0
     code, ledger = headrace(tmp_path, "audit", "latest")
     assert code == 0 and ledger == report["ledger"]
 

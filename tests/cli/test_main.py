@@ -12,12 +12,6 @@ from headrace.messages import subjects
 from tests.support.paths import ROOT
 
 
-def headrace(*args: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "headrace.cli", *args], capture_output=True, text=True, cwd=cwd, timeout=60
-    )
-
-
 def test_the_documented_subjects_are_the_real_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["subjects"]) == 0
     assert capsys.readouterr().out == (ROOT / "docs" / "subjects.md").read_text()
@@ -35,27 +29,18 @@ def test_the_documented_subjects_are_the_real_ones(capsys: pytest.CaptureFixture
         (["eval", "--policy", "scripted:idle", "--suite", "nowhere"], 2, "nowhere"),
     ],
 )
-def test_mistakes_end_in_one_sentence(args: list[str], code: int, says: str, tmp_path: Path) -> None:
-    done = headrace(*args, cwd=tmp_path)
-    assert done.returncode == code, done.stderr
-    assert says in done.stderr
-    assert done.stderr.startswith("headrace: ") and done.stderr.count("\n") == 1
-
-
-def test_a_broker_that_is_down_is_one_sentence(tmp_path: Path) -> None:
-    done = headrace(
-        "actor",
-        "curriculum",
-        "--config",
-        str(ROOT / "deploy/demo.toml"),
-        "--run",
-        "r1",
-        "--url",
-        "nats://127.0.0.1:1",
-        cwd=tmp_path,
-    )
-    assert done.returncode == 4, done.stderr
-    assert "127.0.0.1:1" in done.stderr
+def test_mistakes_end_in_one_sentence(
+    args: list[str],
+    code: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(args) == code
+    said = capsys.readouterr().err
+    assert says in said and said.startswith("headrace: ") and said.count("\n") == 1
 
 
 def test_every_command_has_help() -> None:
@@ -75,9 +60,10 @@ def subcommands(of: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParse
     return dict(actions[0].choices) if actions else {}
 
 
-def test_closed_streams_are_no_trap(tmp_path: Path) -> None:
+def test_a_broker_that_is_down_is_one_sentence_also_with_closed_streams(tmp_path: Path) -> None:
     """uvloop aborts where a socket of its own gets the number of a stream."""
     actor = f"actor curriculum --config {ROOT / 'deploy/demo.toml'} --run r1 --url nats://127.0.0.1:1"
     line = f"exec {sys.executable} -m headrace.cli {actor} <&- >&-"
     done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60)
     assert done.returncode == 4 and "127.0.0.1:1" in done.stderr, done.stderr
+    assert done.stderr.startswith("headrace: ") or "headrace: " in done.stderr, done.stderr

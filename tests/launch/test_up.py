@@ -19,6 +19,7 @@ import pytest
 from benchmarks import tiny_run
 from headrace.bus.broker.server import running
 from headrace.bus.connection import Bus
+from headrace.cli.main import main
 from headrace.messages import subjects as s
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.training import StepDone
@@ -211,9 +212,10 @@ async def phase(started: Up, until: str) -> None:
     ("until", "signals"),
     [
         ("eval_request", (signal.SIGTERM, signal.SIGINT)),  # during the final evaluation, and a second signal at once
-        pytest.param("run_finished", (signal.SIGINT,), marks=pytest.mark.slow),  # during the audit
+        ("run_finished", (signal.SIGINT,)),  # during the audit
     ],
 )
+@pytest.mark.slow
 async def test_a_signal_near_the_end(tmp_path: Path, until: str, signals: Sequence[signal.Signals]) -> None:
     steps = {"curriculum.steps": 1, "evaluation.after": until == "eval_request", "evaluation.heldout_tasks": 200}
     async with up(tmp_path, **steps) as started:
@@ -230,27 +232,37 @@ async def test_a_signal_near_the_end(tmp_path: Path, until: str, signals: Sequen
     assert code == 0 and ledger["trained"] + sum(ledger["dropped"].values()) >= 8
 
 
-def test_what_this_machine_cannot_do_is_refused_at_once(tmp_path: Path) -> None:
+def test_what_this_machine_cannot_do_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*words: str) -> tuple[int, str]:
+        """Exit code and standard error of `headrace up`, called in this process; it prints nothing else."""
+        code = main(["up", *words])
+        printed = capfd.readouterr()
+        assert not printed.out and one_sentence(printed.err), printed
+        return code, printed.err
+
+    monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        nowhere = {**os.environ, "PATH": str(tmp_path)}
-        for changes, code, says, env in (
+        for changes, code, says, path in (
             ({"bus.port": port}, 4, f"port {port} on 127.0.0.1 is taken", None),
             ({"production.port": port, "production.enabled": True}, 4, "another [production] port", None),
             ({"bus.url": "nats://127.0.0.1:1"}, 4, "no broker answers at nats://127.0.0.1:1", None),
             ({"run.min_free_mb": 1 << 30}, 3, "free some space first", None),
-            ({"environment.backend": "qemu"}, 3, "qemu-system-x86_64 is not installed: apt-get install", nowhere),
+            ({"environment.backend": "qemu"}, 3, "qemu-system-x86_64 is not installed: apt-get install", tmp_path),
             ({"environment.backend": "qemu", "environment.memory_mb": 1 << 20}, 3, "free memory", None),
             ({"curriculum.step": 1}, 2, "curriculum.step: unknown key", None),
             ({"engine.kind": "sglang"}, 2, "engine.kind: expected either engine.url", None),
             ({"engine.kind": "sglang", "engine.url": "http://x"}, 2, "engine.exact: expected false", None),
             ({"engine.kind": "nothing"}, 2, "engine.kind: headrace.engines: expected one of embedded, sglang", None),
         ):
-            words = [f"{key}={json.dumps(value)}" for key, value in (TINY | changes).items()]
-            line = ["up", str(DEMO), *(word for entry in words for word in ("--set", entry))]
-            done = command(tmp_path, *line, env=env)
-            assert done.returncode == code and says in done.stderr and one_sentence(done.stderr), done.stderr
-            assert not done.stdout
+            settings = [f"{key}={json.dumps(value)}" for key, value in (TINY | changes).items()]
+            with monkeypatch.context() as patched:
+                if path is not None:
+                    patched.setenv("PATH", str(path))
+                answer, said = refused(str(DEMO), *(word for entry in settings for word in ("--set", entry)))
+            assert answer == code and says in said, said
     (tmp_path / "bad.toml").write_text("[curriculum]\nsteps = many\n")
-    done = command(tmp_path, "up", "bad.toml")
-    assert done.returncode == 2 and "line 2" in done.stderr and one_sentence(done.stderr), done.stderr
+    answer, said = refused("bad.toml")
+    assert answer == 2 and "line 2" in said, said

@@ -45,14 +45,16 @@ def advance(trainer: PolicyTrainer, steps: int) -> list[StepOutcome]:
     return outcomes
 
 
-def test_learns_with_stale_samples_and_keeps_every_law(tmp_path: Path) -> None:
-    outcomes = advance(prepare(tmp_path), 25)
-    assert [outcome.version for outcome in outcomes] == list(range(1, 26))
-    assert sum(o.reward_mean for o in outcomes[-5:]) / 5 > sum(o.reward_mean for o in outcomes[:5]) / 5 + 0.25
+@pytest.mark.parametrize("steps", [8, pytest.param(25, marks=pytest.mark.slow)])
+def test_stale_samples_keep_every_law_and_teach(tmp_path: Path, steps: int) -> None:
+    outcomes = advance(prepare(tmp_path), steps)
+    assert [outcome.version for outcome in outcomes] == list(range(1, steps + 1))
+    first, last = (sum(o.reward_mean for o in part) / 4 for part in (outcomes[:4], outcomes[-4:]))
+    assert last > first + (0.25 if steps > 20 else 0.0)
     assert all(outcome.max_abs_dlp == 0.0 for outcome in outcomes)
     assert all(outcome.rescored_tokens == 12 and outcome.exact and not outcome.failed for outcome in outcomes)
     assert outcomes[5].staleness == {"0": 48, "1": 16}
-    assert len({outcome.state_hash for outcome in outcomes}) == 25
+    assert len({outcome.state_hash for outcome in outcomes}) == steps
 
 
 def test_a_frozen_rounded_policy_is_published_exactly_and_resumed_bit_equal(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ async def test_a_command_that_forks_without_end_is_an_outcome(host: Host) -> Non
     host.release(attacker.id)
 
 
+@pytest.mark.slow  # the command above bounds the same processes in the same way, and costs as much
 async def test_a_job_that_forks_without_end_is_an_outcome(host: Host) -> None:
     attacker = await sandbox(host, "job")
     await attacker.call(StartJob(argv=("python3", "-c", BOMB)))
