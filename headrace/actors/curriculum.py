@@ -36,7 +36,7 @@ from headrace.messages.ledger import (
 from headrace.messages.operations import DeadLetter
 from headrace.messages.subjects import CLOSE, DLQ, EVENT, FAIL, LEDGER, SCORE, STEP
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
-from headrace.tasks import open_suite
+from headrace.tasks import certificates, open_suite
 from headrace.tasks.trust import refusal
 from headrace.weights.receiving import readiness
 
@@ -61,6 +61,12 @@ class Curriculum(Actor):
         suite = open_suite(self.config.tasks.suite, self.config.tasks.dir)
         if refused := refusal(suite, self.config.tasks.train_on_logs):
             raise Unrecoverable(refused)
+        if refused := await asyncio.to_thread(
+            certificates.refusal, suite, self.config.tasks.dir, self.config.tasks.uncertified
+        ):
+            raise Unrecoverable(refused)
+        if text := certificates.unexamined(suite, self.config.tasks.dir):
+            await self.event("uncertified_suite", text)
         self.tasks = training.TaskOrder(suite.ids(), self.config.run.seed)
         self.state = RunState(self.run)
         self._issuer = Issuer(

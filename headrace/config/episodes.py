@@ -31,6 +31,8 @@ class Tasks(Section, frozen=True, kw_only=True):
     """Where suites made by `headrace tasks from-sdist` lie."""
     train_on_logs: bool = False
     """Train on suites whose verdicts are read from printed lines, which a policy can forge (tasks/trust.py)."""
+    uncertified: bool = False
+    """Train on suites without certificates, too: made by users, or without a known solution (tasks/certificates)."""
     tools: tuple[str, ...] = ()
     """Tools that every task offers besides its own: entry points of `headrace.tools`, or module:attribute."""
 

@@ -81,6 +81,11 @@ class MixedSuite:
         """By weight."""
         return self._ids
 
+    @property
+    def parts(self) -> Sequence[Suite]:
+        """The suites of the mix."""
+        return self._suites
+
     def _find(self, id: str) -> tuple[Suite, str]:
         number, tilde, inner = id.partition("~")
         if not tilde or not number.isdigit() or int(number) >= len(self._suites):

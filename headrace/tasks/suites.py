@@ -60,11 +60,26 @@ class GeneratedSuite:
         """Seeds as text."""
         return self._ids
 
+    @property
+    def source(self) -> str:
+        """Hash of the templates that every task follows from: others make the suite's certificates void."""
+        return repositories.source(self._kind)
+
+    @property
+    def sample(self) -> Sequence[str]:
+        """The first id of each template: what a certificate of the suite has to cover."""
+        return repositories.first_of_each(self._kind)
+
     def make(self, id: str) -> repositories.Made:
         """Task, oracle and what only trace making may know."""
         if id not in self._ids:
             raise UnknownSuite(f"{self.name} has no task {id!r}")
         return repositories.make(self._kind, int(id))
+
+    def equivalent(self, id: str, files: dict[str, bytes]) -> bool:
+        """Whether a changed solution behaves like the solution: a certificate does not count it against the tests."""
+        made = self.make(id)
+        return repositories.behaves(made, files[made.path])
 
     def task(self, id: str) -> Task:
         """The agent's side."""

@@ -7,7 +7,7 @@ from headrace.actors.registry import ACTORS
 from headrace.config import Config
 from headrace.launch.checks.finding import Finding, bad, good
 from headrace.registry import PluginError
-from headrace.tasks import UnknownSuite, open_suite
+from headrace.tasks import UnknownSuite, certificates, open_suite
 from headrace.tasks.base import try_first
 from headrace.tasks.trust import refusal
 
@@ -34,6 +34,10 @@ def check(config: Config) -> Iterator[Finding]:
             suite = open_suite(name, config.tasks.dir)
             try_first(suite)
             if key == "tasks.suite" and (refused := refusal(suite, config.tasks.train_on_logs)):
+                yield bad(key, refused)
+            elif key == "tasks.suite" and (
+                refused := certificates.refusal(suite, config.tasks.dir, config.tasks.uncertified)
+            ):
                 yield bad(key, refused)
         except (UnknownSuite, PluginError) as error:
             yield bad(key, f"{error}; name another suite in {key}")

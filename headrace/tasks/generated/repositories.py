@@ -9,6 +9,7 @@ change one line, test.
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from hashlib import sha256
 
 import msgspec
 
@@ -100,6 +101,28 @@ def _callable(function: Function, bug: tuple[int, int, int] | None = None) -> Ca
             return type(error).__name__
 
     return call
+
+
+def behaves(made: Made, content: bytes, draws: int = 400) -> bool:
+    """Whether a module's text computes what the right target does, for as many random arguments as a certificate tries.
+    Only mutations of our own generated functions may run here: they have no loops without an end."""
+    space: dict[str, Callable[..., object]] = {}
+    try:
+        exec(compile(content, "<mutant>", "exec"), space)
+    except Exception:
+        return False
+    right, run = _callable(made.target), space[made.target.name]
+    rng = random.Random(f"behaves/{made.task.ref.task}")
+    for _ in range(draws):
+        arguments = _arguments(rng, made.target.template.takes)
+        wanted = right(arguments)
+        try:
+            got = run(*arguments)
+        except Exception as error:
+            got = type(error).__name__
+        if (type(got), got) != (type(wanted), wanted):
+            return False
+    return True
 
 
 def _function(rng: random.Random, template: Template, taken: set[str]) -> Function:
@@ -228,3 +251,20 @@ def make(suite: str, seed: int, multi_line: float = 0.5, *, judged: bool = True)
         solution={path: right[path]},
     )
     return Made(task=task, oracle=oracle, target=target, bug=bug, path=path, line=line, fixed=fixed)
+
+
+def source(suite: str) -> str:
+    """sha256 of the templates that a suite breaks and of those beside them."""
+    return sha256(msgspec.json.encode((_POOLS.get(suite, TRAINED), TRAINED))).hexdigest()
+
+
+@lru_cache(len(SEEDS))
+def first_of_each(suite: str) -> tuple[str, ...]:
+    """The lowest seed, as text, of every template that the suite breaks."""
+    wanted = len(_POOLS.get(suite, TRAINED))
+    first: dict[str, str] = {}
+    for seed in SEEDS[suite]:
+        first.setdefault(make(suite, seed, judged=False).target.template.name, str(seed))
+        if len(first) == wanted:
+            break
+    return tuple(first.values())

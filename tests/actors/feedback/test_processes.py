@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "tasks.suite": "sums",
     "tasks.heldout": "sums",
     "tasks.unseen": "sums",
+    "tasks.uncertified": True,
     "production.enabled": True,
     "production.simulate": False,
     "feedback.enabled": True,

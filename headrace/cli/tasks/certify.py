@@ -1,0 +1,126 @@
+"""`headrace tasks certify` and `headrace tasks certificates`: examine the tests of a suite, print what was found."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.cli.arguments import add_config, integer
+from headrace.launch.output import complain, say
+from headrace.launch.runs import RunError
+
+if TYPE_CHECKING:
+    from headrace.cli.arguments import Commands
+    from headrace.messages.certificates import Certificate
+
+
+def add(commands: "Commands") -> None:
+    """Declare the commands."""
+    parser = commands.add_parser("certify", help="examine the tests of a suite before a policy trains on it")
+    parser.add_argument("suite")
+    parser.add_argument(
+        "--out", default="", metavar="DIR", help="folder of the file; default: certificates/ of [tasks] dir"
+    )
+    parser.add_argument("--parallel", type=integer(1), default=2, help="tasks that are examined at once")
+    add_config(parser)
+    parser.set_defaults(handler=certify)
+    parser = commands.add_parser("certificates", help="print the certificates of a suite")
+    parser.add_argument("suite")
+    parser.add_argument("task", nargs="?", default="", help="one task: its whole certificate")
+    add_config(parser)
+    parser.set_defaults(handler=certificates)
+
+
+def certify(args: argparse.Namespace) -> int:
+    """Certify every task; exit 1 where one is not certified."""
+    from headrace.launch.session import looped
+
+    return looped(examine(args))
+
+
+async def examine(args: argparse.Namespace) -> int:
+    """Examine the suite in sandboxes of this machine and write its file."""
+    import asyncio
+
+    from headrace.config import load
+    from headrace.judging.certifying import certify as examined
+    from headrace.judging.machines import HostMachines
+    from headrace.launch.guests import prepare_host
+    from headrace.messages.sandbox import NoCapacity, SandboxLost
+    from headrace.registry import PluginError
+    from headrace.tasks import UnknownSuite, open_suite
+    from headrace.tasks.certificates import sample_of, write
+    from headrace.vmhost.node.host import Host
+
+    config = load(args.config, args.set)
+    try:
+        suite = open_suite(args.suite, config.tasks.dir)
+        ids = list(sample_of(suite))
+    except UnknownSuite as error:
+        raise RunError(str(error)) from None
+    await prepare_host(config)
+    host = await Host.open(config.environment)
+    free = asyncio.Semaphore(args.parallel)
+
+    async def one(id: str) -> "Certificate":
+        async with free:
+            made = await examined(suite, id, HostMachines(host), event, backend=host.backend)
+            say(line(made))
+            return made
+
+    async def event(kind: str, text: str = "", level: Any = "info", /, **_: Any) -> None:
+        if level == "error":
+            complain(f"{kind}: {text}")
+
+    try:
+        made = await asyncio.gather(*(one(id) for id in ids))
+    except (UnknownSuite, PluginError, SandboxLost, NoCapacity) as error:
+        raise RunError(f"{args.suite} cannot be certified: {error}", 1) from None
+    finally:
+        await host.close()
+    path = write(suite, made, Path(args.out) if args.out else Path(config.tasks.dir) / "certificates")
+    say(f"{summary(made)}; written to {path}")
+    return 0 if all(certificate.verdict == "certified" for certificate in made) else 1
+
+
+def line(made: "Certificate") -> str:
+    """One certificate in one line."""
+    why = f": {'; '.join((*made.reasons, *made.notes))}" if made.reasons or made.notes else ""
+    killed = f"{made.killed}/{made.mutants} mutants" if made.gold_runs else "not examined"
+    return f"{made.task.task} {made.verdict} ({made.gold_passed}/{made.gold_runs} gold, {killed}){why}"
+
+
+def summary(made: "list[Certificate] | tuple[Certificate, ...]") -> str:
+    """All certificates of a suite in one line."""
+    good = sum(certificate.verdict == "certified" for certificate in made)
+    mutants = sum(certificate.mutants for certificate in made)
+    passing = mutants - sum(certificate.killed for certificate in made)
+    share = f", {passing} of {mutants} mutants pass ({passing / mutants:.1%})" if mutants else ""
+    return f"{good} of {len(made)} tasks are certified{share}"
+
+
+def certificates(args: argparse.Namespace) -> int:
+    """Print the certificates of a suite, or one whole certificate as JSON."""
+    import msgspec
+
+    from headrace.config import load
+    from headrace.tasks.certificates import read
+
+    config = load(args.config, args.set)
+    try:
+        made = read(args.suite, config.tasks.dir)
+    except ValueError as error:
+        raise RunError(str(error)) from None
+    if made is None:
+        raise RunError(
+            f"there are no certificates of {args.suite}; make them with `headrace tasks certify {args.suite}`"
+        )
+    if not args.task:
+        for certificate in made.certificates:
+            say(line(certificate))
+        say(summary(made.certificates))
+        return 0
+    chosen = next((each for each in made.certificates if each.task.task == args.task), None)
+    if chosen is None:
+        raise RunError(f"there is no certificate of {args.task} in {args.suite}")
+    say(msgspec.json.format(msgspec.json.encode(chosen)).decode())
+    return 0

@@ -1,0 +1,229 @@
+"""Certifies a task: the judge examines its known solution, no change, an empty solution and broken solutions.
+
+Every examination is `examination.examine`, as for a policy's attempt. A task is certified when the known solution
+passes every time, no change and empty functions fail, and the agent's side does not hold the solution
+or the hidden tests. What has no known solution is uncertifiable and stays so: nothing tells whether
+its tests can be passed.
+
+A broken solution is one mutation (packages/mutate.py) in a function that the solution changes. A suite that compares
+behaviour says which mutations behave like the solution, and those do not count; elsewhere the share of mutations
+that pass is an upper bound of what the tests accept wrongly. A low share of refused ones is a note of the certificate.
+"""
+
+import ast
+import random
+from collections.abc import Mapping
+from difflib import SequenceMatcher
+from typing import Any
+
+import msgspec
+
+from headrace.judging import checkers, rules
+from headrace.judging.candidates import Candidate
+from headrace.judging.examination import Options, Report, examine
+from headrace.judging.machines import Machines
+from headrace.messages.certificates import Certificate
+from headrace.messages.rollout import PolicyRef, Sampling, Trajectory
+from headrace.messages.sandbox import Isolation
+from headrace.messages.tasks import ANSWER, Oracle, Task
+from headrace.tasks.base import Suite
+from headrace.tasks.certificates import task_hash
+from headrace.tasks.packages.mutate import mutations
+from headrace.tasks.suites import suite_plugins
+
+GOLD_RUNS = 5
+MUTANTS = 6
+"""Broken solutions of one task."""
+KILLED = 0.8
+"""Share of the broken solutions below which a certificate has a note."""
+_LEAK = 40
+"""Characters from which the solution's new text counts as leaked: shorter ones occur by chance."""
+
+Files = dict[str, bytes]
+
+
+async def certify(
+    suite: Suite, id: str, machines: Machines[Any], report: Report, *, backend: str = "", isolation: Isolation = "group"
+) -> Certificate:
+    """The certificate of a task. SandboxLost, NoCapacity as in `examine`; UnknownSuite, PluginError."""
+    task, oracle = suite.task(id), suite.oracle(id)
+    made = Certificate(
+        task=task.ref,
+        task_hash=task_hash(task, oracle),
+        judge_version=rules.VERSION,
+        plugins=(*suite_plugins((suite.name,)), *checkers.used(oracle)),
+        backend=backend,
+        verdict="uncertifiable",
+    )
+    if why := _no_solution(task, oracle):
+        return msgspec.structs.replace(made, reasons=(why,))
+    exam = _Exam(task, oracle, machines, report, isolation)
+    solution = {ANSWER: oracle.answer.encode()} if not task.sandbox else oracle.solution
+    gold = [await exam.decision(solution, oracle.removed) for _ in range(GOLD_RUNS)]
+    noop = await exam.decision({})
+    broken = stubs(task.files, oracle.solution) if task.sandbox else {}
+    stub = await exam.decision(broken) if broken else ""
+    drawn = mutants(task, oracle) if task.sandbox else []
+    survivors, equivalent = [], 0
+    same = getattr(suite, "equivalent", None)
+    for name, files in drawn:
+        if same is not None and same(id, files):
+            equivalent += 1
+        elif await exam.decision(solution | files, oracle.removed) == "passed":
+            survivors.append(name)
+    tried = len(drawn) - equivalent
+    made = msgspec.structs.replace(
+        made,
+        gold_runs=GOLD_RUNS,
+        gold_passed=gold.count("passed"),
+        noop=noop,
+        stub=stub,
+        mutants=tried,
+        killed=tried - len(survivors),
+        equivalent=equivalent,
+        survivors=tuple(survivors),
+        leaks=leaks(task, oracle),
+    )
+    reasons = _reasons(made)
+    weak = f"the tests refuse {made.killed} of {tried} broken solutions, less than {KILLED:.0%}"
+    notes = (weak,) if made.killed < KILLED * tried else ()
+    return msgspec.structs.replace(made, verdict="refused" if reasons else "certified", reasons=reasons, notes=notes)
+
+
+def _reasons(made: Certificate) -> tuple[str, ...]:
+    """Why a task is not certified."""
+    reasons = []
+    if made.gold_passed < made.gold_runs:
+        flaky = "flaky: " if made.gold_passed else ""
+        reasons.append(f"{flaky}the known solution passes {made.gold_passed} of {made.gold_runs} times")
+    if made.noop == "passed":
+        reasons.append("the untouched repository passes")
+    if made.stub == "passed":
+        reasons.append("the solution with empty functions passes")
+    return (*reasons, *made.leaks)
+
+
+def _no_solution(task: Task, oracle: Oracle) -> str:
+    """Why there is nothing to examine; empty where there is."""
+    if task.image:
+        return "the repository lies in a container image, whose solution is not examined"
+    if oracle.script:
+        return "the solution is a program, which is not run"
+    if not (oracle.solution or oracle.removed or oracle.answer):
+        return "there is no known solution"
+    return ""
+
+
+class _Exam:
+    """Examinations of one task in fresh sandboxes."""
+
+    def __init__(
+        self, task: Task, oracle: Oracle, machines: Machines[Any], report: Report, isolation: Isolation
+    ) -> None:
+        self._task, self._oracle, self._machines, self._report = task, oracle, machines, report
+        self._isolation: Isolation = isolation
+        self._count = 0
+
+    async def decision(self, files: Mapping[str, bytes], deleted: tuple[str, ...] = ()) -> str:
+        """The judge's decision on these changes."""
+        self._count += 1
+        trajectory = Trajectory(
+            run="certify",
+            lane="eval",
+            group=f"c{task_hash(self._task, self._oracle)[:16]}",
+            slot=self._count,
+            attempt=0,
+            id=f"certify-{self._count}",
+            task=self._task.ref,
+            family=self._task.family,
+            seed=self._count,
+            policy=PolicyRef(),
+            sampling=Sampling(),
+            outcome="finished",
+            turns=(),
+            diff=dict(files),
+            deleted=deleted,
+            isolation=self._isolation,
+        )
+        candidate = Candidate(trajectory=trajectory, task=self._task, oracle=self._oracle)
+        verdict = await examine(candidate, self._machines, self._report, Options())
+        return verdict.decision
+
+
+def _changed_functions(before: bytes, after: bytes) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The innermost functions of `after` with a line that differs from `before`. Nothing for what is no Python."""
+    try:
+        tree = ast.parse(after)
+    except (SyntaxError, ValueError):
+        return []
+    old, new = before.splitlines(), after.splitlines()
+    lines: set[int] = set()
+    for kind, _, _, first, last in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind != "equal":
+            lines.update(range(first + 1, max(last, first + 1) + 1))
+    found: dict[int, ast.FunctionDef | ast.AsyncFunctionDef] = {}
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for line in lines:
+        around = [node for node in nodes if node.lineno <= line <= (node.end_lineno or node.lineno)]
+        if around:
+            inner = max(around, key=lambda node: node.lineno)
+            found[inner.lineno] = inner
+    return [found[line] for line in sorted(found)]
+
+
+def stubs(files: Mapping[str, bytes], solution: Mapping[str, bytes]) -> Files:
+    """The solution with ``return None`` as the body of every function that it changes; empty without one."""
+    made: Files = {}
+    for path, content in solution.items():
+        functions = _changed_functions(files.get(path, b""), content) if path.endswith(".py") else []
+        lines = content.decode("utf-8", "replace").splitlines()
+        for function in reversed(functions):
+            first = function.body[0]
+            if first.lineno == function.lineno:  # a body on the line of its def
+                continue
+            lines[first.lineno - 1 : function.end_lineno] = [" " * first.col_offset + "return None"]
+            made[path] = ("\n".join(lines) + "\n").encode()
+    return made
+
+
+def mutants(task: Task, oracle: Oracle) -> list[tuple[str, Files]]:
+    """Broken solutions by name, drawn by the task's id among all mutations of the functions that the solution changes;
+    the task's own bug is not among them."""
+    found: list[tuple[str, Files]] = []
+    for path, content in sorted(oracle.solution.items()):
+        if not path.endswith(".py"):
+            continue
+        before = task.files.get(path, b"")
+        ranges = [(f.body[0].lineno, f.end_lineno or f.lineno) for f in _changed_functions(before, content)]
+        for mutation in mutations(path, content):
+            if any(first <= mutation.line <= last for first, last in ranges):
+                broken = mutation.apply(content)
+                if broken != before:
+                    name = f"{path}:{mutation.line}: {mutation.before} -> {mutation.after}"
+                    found.append((name, {path: broken}))
+    random.Random(f"certify/{task.ref.suite}/{task.ref.task}").shuffle(found)
+    return found[:MUTANTS]
+
+
+def leaks(task: Task, oracle: Oracle) -> tuple[str, ...]:
+    """What of the solution or of the hidden tests stands in the prompt or in the files that the agent reads."""
+    found = []
+    hidden = set(oracle.hidden.values())
+    found += [f"{path} is a hidden test file" for path, content in sorted(task.files.items()) if content in hidden]
+    found += [f"the prompt names the hidden test {name}" for name in oracle.expected if name in task.prompt]
+    for path, content in sorted(oracle.solution.items()):
+        before = task.files.get(path, b"")
+        if content.strip() and len(content) >= _LEAK:
+            twins = [other for other, text in sorted(task.files.items()) if content.strip() in text]
+            found += [f"{twin} holds the solution of {path}" for twin in twins]
+        added = _added(before, content)
+        if len(added) >= _LEAK and added in task.prompt:
+            found.append(f"the prompt holds the solution of {path}")
+    return tuple(found)
+
+
+def _added(before: bytes, after: bytes) -> str:
+    """The longest block of lines that the solution adds."""
+    old, new = before.decode("utf-8", "replace").splitlines(), after.decode("utf-8", "replace").splitlines()
+    blocks = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    return max(("\n".join(new[a:b]).strip() for kind, _, _, a, b in blocks if kind != "equal"), key=len, default="")

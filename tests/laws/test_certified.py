@@ -1,0 +1,133 @@
+"""Law 11: no task is trained on whose tests were not examined with its own solution; the opt-in is explicit."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.actors.curriculum import Curriculum
+from headrace.bus.errors import Unrecoverable
+from headrace.cli.main import main
+from headrace.config import Config, Environment, Production, Run, Tasks
+from headrace.judging import HostMachines
+from headrace.judging.certifying import certify
+from headrace.launch.checks import actors as checks
+from headrace.messages.tasks import Grading, Oracle, Task, TaskRef, TestPlan
+from headrace.tasks import Suite, certificates, open_suite
+from headrace.tasks.suites import write_suite
+from headrace.vmhost.node.host import Host
+from tests.conftest import Connect
+from tests.support.actors import living
+from tests.support.playing import report
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[Host]:
+    opened = await Host.open(Environment(backend="process", max_vms=2))
+    yield opened
+    await opened.close()
+
+
+def messages(folder: Path, answer: str = "2", pattern: str = "2") -> Suite:
+    """A suite of one task without a sandbox: the last line of a message has to match a pattern."""
+    ref, plan = TaskRef("sums", "1"), TestPlan(kind="command", argv=("true",))
+    task = Task(ref=ref, family="sums", prompt="1 + 1?", files={}, allowed=(), tests=plan, sandbox=False)
+    grading = Grading(kind="checker", checker="pattern", reference={"pattern": pattern})
+    oracle = Oracle(ref=ref, hidden={}, tests=plan, expected=(), solution={}, answer=answer, grading=grading)
+    return write_suite("sums", folder / "suites" / "sums", [(task, oracle)], "made by a test")
+
+
+def config(folder: Path, **changes: Any) -> Config:
+    return Config(
+        run=Run(dir=str(folder)),
+        production=Production(enabled=False),
+        tasks=Tasks(dir=str(folder / "suites"), suite="sums", heldout="sums", unseen="sums", **changes),
+    )
+
+
+def refused(folder: Path, **changes: Any) -> list[str]:
+    return [finding.text for finding in checks.check(config(folder, **changes)) if finding.part == "tasks.suite"]
+
+
+async def certified(folder: Path, suite: Suite) -> None:
+    machines: Any = None  # no sandbox is used
+    made = await certify(suite, "1", machines, report)
+    certificates.write(suite, [made], folder / "suites" / "certificates")
+
+
+async def test_the_train_lane_refuses_a_suite_without_certificates(connect: Connect, tmp_path: Path) -> None:
+    suite = messages(tmp_path)
+    actor = Curriculum(config(tmp_path), await connect("curriculum"), "r1", "c-1")
+    with pytest.raises(Unrecoverable, match=r"suite sums has no certificates.*headrace tasks certify sums"):
+        await actor.start()
+    await actor.shut(1.0)
+    assert "has no certificates" in refused(tmp_path)[0] and not refused(tmp_path, uncertified=True)
+    await certified(tmp_path, suite)
+    assert not refused(tmp_path)
+    async with living(Curriculum, config(tmp_path), await connect("curriculum"), "r2"):
+        pass
+
+
+async def test_a_changed_task_voids_its_certificate(tmp_path: Path) -> None:
+    await certified(tmp_path, messages(tmp_path))
+    messages(tmp_path, pattern="2|two")
+    assert "task 1 of suite sums was changed after it was certified" in refused(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "pattern", "why"),
+    [
+        ("2", ".*", "refused: the untouched repository passes"),
+        ("3", "2", "refused: the known solution passes 0 of 5 times"),
+        ("", "2", "uncertifiable: there is no known solution"),
+    ],
+)
+async def test_a_suite_whose_verdicts_say_nothing_is_refused(
+    tmp_path: Path, answer: str, pattern: str, why: str
+) -> None:
+    await certified(tmp_path, messages(tmp_path, answer, pattern))
+    assert why in refused(tmp_path)[0]
+
+
+async def test_a_forged_certificate_is_refused(tmp_path: Path) -> None:
+    await certified(tmp_path, messages(tmp_path, pattern=".*"))
+    path = certificates.file_of("sums", tmp_path / "suites" / "certificates")
+    path.write_text(path.read_text().replace('"refused"', '"certified"').replace("the untouched repository passes", ""))
+    assert "was changed after it was written" in refused(tmp_path)[0]
+
+
+@pytest.mark.parametrize("name", ["generated/train", "mix/generated/train*2+generated/train*1"])
+def test_a_generated_suite_without_certificates_is_named(name: str, tmp_path: Path) -> None:
+    assert certificates.refusal(open_suite(name), tmp_path, False) == ""
+    assert "trained on without certificates: generated/train;" in certificates.unexamined(open_suite(name), tmp_path)
+
+
+async def test_the_judge_certifies_a_repository(host: Host) -> None:
+    """A task with tests, and the same with a leak, in real sandboxes."""
+    suite = open_suite("generated/dev")
+    made = await certify(suite, "10000", HostMachines(host), report, backend=host.backend)
+    assert (made.verdict, made.gold_passed, made.noop, made.stub) == ("certified", 5, "failed", "failed")
+    assert made.killed >= 1 and not made.leaks
+
+    class Leaky:
+        name, ids = suite.name, suite.ids
+
+        def task(self, id: str) -> Task:
+            return msgspec.structs.replace(suite.task(id), prompt=f"pass {suite.oracle(id).expected[0]}")
+
+        def oracle(self, id: str) -> Oracle:
+            return msgspec.structs.replace(suite.oracle(id), solution={})
+
+    assert (await certify(Leaky(), "10000", HostMachines(host), report)).verdict == "uncertifiable"
+
+
+async def test_certificates_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    await certified(tmp_path, messages(tmp_path))
+    where = ["--set", f"tasks.dir={tmp_path / 'suites'}"]
+    assert main(["tasks", "certificates", "sums", *where]) == 0
+    assert "1 of 1 tasks are certified" in capsys.readouterr().out
+    assert main(["tasks", "certificates", "other", *where]) == 2
