@@ -2,8 +2,8 @@
 
 Every examination is `examination.examine`, as for a policy's attempt. A task is certified when the known solution
 passes every time, no change and empty functions fail, and the agent's side does not hold the solution
-or the hidden tests. What has no known solution is uncertifiable and stays so: nothing tells whether
-its tests can be passed.
+or the hidden tests. A task without a known solution is uncertifiable: nothing tells whether its
+tests can be passed.
 
 A broken solution is one mutation (packages/mutate.py) in a function that the solution changes. A suite that compares
 behaviour says which mutations behave like the solution, and those do not count; elsewhere the share of mutations
@@ -206,7 +206,7 @@ def mutants(task: Task, oracle: Oracle) -> list[tuple[str, Files]]:
 
 
 def leaks(task: Task, oracle: Oracle) -> tuple[str, ...]:
-    """What of the solution or of the hidden tests stands in the prompt or in the files that the agent reads."""
+    """Parts of the solution or of the hidden tests that stand in the prompt or in the files that the agent reads."""
     found = []
     hidden = set(oracle.hidden.values())
     found += [f"{path} is a hidden test file" for path, content in sorted(task.files.items()) if content in hidden]

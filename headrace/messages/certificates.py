@@ -42,7 +42,7 @@ class Certificate(Message, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     """Weaknesses of the tests that do not void the certificate, such as a share of refused mutations below 80 %."""
     leaks: tuple[str, ...] = ()
-    """What of the solution or the hidden tests the agent can read."""
+    """Parts of the solution or the hidden tests that the agent can read."""
 
 
 class SuiteCertificates(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,9 @@
 """Certificates of suites: the files, and why a task may not be trained on without one.
 
-A file per suite lies under ``certificates/`` in the folder of suites. A suite of files has a certificate for every task, bound to the bytes of both sides. A suite
-that is generated (`source`) has certificates for a sample with every template in it, bound to the templates and to the
-bytes of the sample: another template, generator or sealing makes them void.
+A file per suite lies under ``certificates/`` in the folder of suites. A suite of files has a certificate for every
+task, bound to the bytes of both sides. A suite that is generated (`source`) has certificates for a sample with every
+template in it, bound to the templates and to the bytes of the sample: another template, generator or sealing makes
+them void.
 """
 
 from collections.abc import Iterator, Sequence
@@ -113,7 +114,11 @@ def refusal(suite: Suite, root: str | Path, uncertified: bool) -> str:
 def unexamined(suite: Suite, root: str | Path) -> str:
     """The generated suites without certificates, in one sentence; empty without any. They are trained on all the same:
     their hidden tests are computed from the right function, and no certificates of them are bundled yet."""
-    names = [part.name for part, _ in _parts(suite) if source_of(part) and read(part.name, root) is None]
+    names = [
+        part.name
+        for part, _ in _parts(suite)
+        if source_of(part) and not file_of(part.name, Path(root) / "certificates").is_file()
+    ]
     if not names:
         return ""
     listed = ", ".join(dict.fromkeys(names))
