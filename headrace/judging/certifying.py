@@ -22,7 +22,7 @@ from headrace.judging import checkers, rules
 from headrace.judging.candidates import Candidate
 from headrace.judging.examination import Options, Report, examine
 from headrace.judging.machines import Machines
-from headrace.messages.certificates import Certificate
+from headrace.messages.judging import Certificate
 from headrace.messages.rollout import PolicyRef, Sampling, Trajectory
 from headrace.messages.sandbox import Isolation
 from headrace.messages.tasks import ANSWER, Oracle, Task

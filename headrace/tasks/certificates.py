@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.messages.certificates import Certificate, SuiteCertificates
+from headrace.messages.judging import Certificate, SuiteCertificates
 from headrace.messages.tasks import CANARY, Oracle, Task
 from headrace.tasks.base import Suite
 

@@ -10,7 +10,7 @@ from headrace.launch.runs import RunError
 
 if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
-    from headrace.messages.certificates import Certificate
+    from headrace.messages.judging import Certificate
 
 
 def add(commands: "Commands") -> None:
