@@ -194,7 +194,7 @@ async def baseline(
 
 
 def _without(bad: Set[str], names: Sequence[str], tests: Sequence[str]) -> tuple[str, ...]:
-    """What pytest is asked to run: whole files where every test is good, else the good tests by name."""
+    """The paths of a plan: whole files where every test is good, else the good tests by name."""
     spoilt = {name.partition("::")[0] for name in bad}
     whole = [path for path in tests if path not in spoilt and any(name.startswith(f"{path}::") for name in names)]
     return (*whole, *(name for name in names if name.partition("::")[0] in spoilt))
