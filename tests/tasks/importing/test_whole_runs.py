@@ -73,7 +73,7 @@ def test_a_run_trains_on_an_imported_suite(tmp_path: Path) -> None:
         "up",
         str(ROOT / "deploy" / "demo.toml"),
         **TINY,
-        **{"tasks.suite": suite(tmp_path), "tasks.uncertified": "true"},
+        **{"tasks.suite": suite(tmp_path), "tasks.uncertified": True},
     )
     (report,) = (tmp_path / "runs").glob("r*/report.json")
     told = json.loads(report.read_text())
