@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import uvloop
 
-from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
+from benchmarks.conditions import Figures, Target, at_least, at_most, cannot_run, finish
 from benchmarks.weight_delta import ours
 from benchmarks.wide_area import WideArea, enter, ping, wide_area
 from headrace.bus.broker import regions
@@ -262,7 +262,7 @@ def projection(alone: Figures, fraction: float, mbit: float, cores: int) -> Figu
     return {f"{name}_s": round(value, 1) for name, value in parts.items()} | {"total_s": round(max(parts.values()), 1)}
 
 
-async def measure(area: WideArea, folder: Path, args: argparse.Namespace) -> tuple[Figures, dict[str, Figures]]:
+async def measure(area: WideArea, folder: Path, args: argparse.Namespace) -> tuple[Figures, dict[str, Target]]:
     """The whole run."""
     names = set(RTTS)
     tensors = base_weights(args.raw_mib)

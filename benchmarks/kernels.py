@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
+from benchmarks.conditions import Figures, Target, at_least, at_most, cannot_run, finish
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGETS: dict[str, tuple[Callable[[float | None, float], Figures], float]] = {
+TARGETS: dict[str, tuple[Callable[[float | None, float], Target], float]] = {
     "matmul_over_cublas": (at_least, 0.75),
     "matmul_64_rows_over_cublas": (at_least, 0.6),
     "attention_prefill_over_cudnn": (at_least, 0.6),

@@ -26,7 +26,7 @@ import torch
 import uvloop
 from torch import Tensor
 
-from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
+from benchmarks.conditions import Figures, Target, at_least, at_most, cannot_run, finish
 from headrace.config import Policy
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
 from headrace.engines.embedded.engine import EmbeddedEngine
@@ -153,7 +153,7 @@ def proof(load: Load, models: list[Model], most: int) -> Figures:
     }
 
 
-async def measure(args: argparse.Namespace, folder: Path) -> tuple[Figures, dict[str, Figures]]:
+async def measure(args: argparse.Namespace, folder: Path) -> tuple[Figures, dict[str, Target]]:
     """Measure swaps under load."""
     torch.set_num_threads(1)
     config = hugging_face.from_section(Policy(dim=args.dim, expert_dim=args.dim))

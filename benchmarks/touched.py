@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from benchmarks.conditions import Figures, at_least, at_most, cannot_run, finish
+from benchmarks.conditions import Figures, Target, at_least, at_most, cannot_run, finish
 from headrace.config import Environment
 from headrace.messages.sandbox import (
     Acquire,
@@ -243,7 +243,7 @@ def main() -> None:
         figures = uvloop.run(measure(templates, arguments.pages))
     except VmhostError as error:
         cannot_run(str(error))
-    targets: dict[str, Figures] = {}
+    targets: dict[str, Target] = {}
     for template in templates:
         targets |= {
             f"{template}_pages_named": at_least(figures[f"{template}_pages_named"], arguments.pages),
