@@ -90,7 +90,9 @@ class Clone:
         self._control: Channel | None = None
         self._monitor: Monitor | None = None
         self._resuming: asyncio.Task[None] | None = None
-        self._group = cgroups.enclose(self.pid, template.manifest.hardware.memory_mb + OVERHEAD_MB)
+        # A page that the guest reads before it writes counts twice: reading a hole of the template's memory file makes
+        # a page of that file, charged to the first reader, and writing makes the clone's own.
+        self._group = cgroups.enclose(self.pid, 2 * template.manifest.hardware.memory_mb + OVERHEAD_MB)
         self._watch = os.pidfd_open(self.pid)
         asyncio.get_running_loop().add_reader(self._watch, self._exited)
 
