@@ -12,7 +12,7 @@ from headrace.config import load
 from headrace.rendering.bundle import checkpoint_bundle
 from headrace.rendering.registry import Renderers
 from headrace.rendering.schemas import TABLE
-from tests.launch.test_up import HEADRACE, up
+from tests.launch.test_up import FEW, HEADRACE, up
 from tests.policy.gguf.test_convert import written
 from tests.support.paths import ROOT
 
@@ -105,8 +105,9 @@ async def test_smollm2_itself_is_mid_trained_and_takes_a_step(tmp_path: Path) ->
 @pytest.mark.timeout(900)
 @pytest.mark.anyio
 async def test_a_gguf_file_becomes_a_policy_that_takes_a_step(checkpoint: Path, tmp_path: Path) -> None:
-    tiny = {
+    tiny = FEW | {
         "policy.checkpoint": str(checkpoint),
+        "environment.backend": "process",
         "mid_training.tokens": 1200,
         "mid_training.batch_tokens": 600,
         "mid_training.processes": 1,
