@@ -80,9 +80,9 @@ async def test_a_rollout_actor_follows_staged_versions_on_a_server(
 @pytest.mark.parametrize(
     ("changes", "info", "words"),
     [
-        ({"exact": True}, {}, "exact = false"),
+        ({"exact": True}, {}, "engine.exact: expected false"),
         ({}, {"version": "0.4.1"}, "this is SGLang 0.4.1"),
-        ({"url": ""}, {}, "url of a server that runs"),
+        ({"url": ""}, {}, "engine.kind: expected either engine.url"),
     ],
 )
 async def test_an_actor_that_cannot_have_its_engine_gives_up_with_a_sentence(

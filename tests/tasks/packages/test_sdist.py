@@ -215,7 +215,7 @@ async def test_a_suite_from_a_source_tree(tree: Path, host: Host, tmp_path: Path
     suite = await sdist.build(
         sdist.SuiteRequest(
             path=tree,
-            count=2,
+            count=1,
             name="shapes-1.0",
             root=tmp_path,
             repeats=1,
@@ -224,10 +224,10 @@ async def test_a_suite_from_a_source_tree(tree: Path, host: Host, tmp_path: Path
         said.append,
     )
     assert "tests of shapes-1.0 do not pass here every time and are left out" in said[0] and said[-1].startswith(
-        "2/2: "
+        "1/1: "
     )
     opened = open_suite("shapes-1.0", tmp_path)
-    assert list(opened.ids()) == list(suite.ids()) and len(opened.ids()) == 2
+    assert list(opened.ids()) == list(suite.ids()) and len(opened.ids()) == 1
     for id in opened.ids():
         task, oracle = opened.task(id), opened.oracle(id)
         assert task.ref == oracle.ref and task.ref.suite == "shapes-1.0" and task.family == "mutation:shapes"
@@ -243,7 +243,7 @@ async def test_a_suite_from_a_source_tree(tree: Path, host: Host, tmp_path: Path
         assert task.allowed == ("src/shapes/__init__.py", "src/shapes/area.py") and len(task.prompt) <= 300
         assert path not in task.prompt
     for number, name in enumerate(NAMES):
-        outcome, ok = await judged(host, "shapes-1.0", opened.ids()[number % 2], tmp_path, name, number)
+        outcome, ok = await judged(host, "shapes-1.0", opened.ids()[0], tmp_path, name, number)
         assert outcome in ("finished", "max_tokens") and ok is (name == "oracle")
     with pytest.raises(UnknownSuite, match="has no task"):
         opened.task("nothing")
