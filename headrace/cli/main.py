@@ -24,6 +24,7 @@ from headrace.cli.images import take as images_take
 from headrace.cli.keys import add as keys_add
 from headrace.cli.keys import listing as keys_list
 from headrace.cli.keys import revoke as keys_revoke
+from headrace.cli.mcp import serve as mcp_serve
 from headrace.cli.measure import bench, judge_card
 from headrace.cli.observe import dashboard, export_metrics, logs, top
 from headrace.cli.policy import from_gguf
@@ -70,6 +71,7 @@ GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
     ("bus", "prepare a broker that headrace did not start", (declare, permissions)),
     ("policy", "checkpoints of a policy", (from_gguf,)),
     ("tasks", "make, import and export task suites", (from_sdist, import_suite, certify, export_suite, atif, show)),
+    ("mcp", "the tools for external agents", (mcp_serve,)),
     ("judge", "models that judge rubrics", (judge_card,)),
     ("trainer", "plan the memory of a trainer", (plan,)),
     ("images", "the store of container images", (images_pull, images_take, images_list, images_gc)),

@@ -21,6 +21,27 @@ from headrace.config.base import (
 )
 
 
+class McpServer(Section, frozen=True, kw_only=True):
+    """An external MCP server whose tools tasks may offer as ``SERVER/TOOL``. Either a command or an address."""
+
+    command: tuple[str, ...] = ()
+    """Program and arguments; it speaks MCP over its standard streams."""
+    env: tuple[str, ...] = ()
+    """Names of environment variables that the command gets besides the usual few."""
+    url: HttpUrl = ""
+    """Address of a server that speaks streamable HTTP."""
+    key: str = ""
+    """Name of the environment variable that holds the bearer token for the address; empty: none is sent."""
+    start_s: Duration = 30.0
+    """Longest wait for the server's start."""
+    calls: Positive = 20
+    """Calls of one episode, all tools of the server together."""
+    call_s: Duration = 30.0
+    """Longest wait for one answer."""
+    result_bytes: Positive = 20_000
+    """Most bytes of one answer; the rest is cut."""
+
+
 class Tasks(Section, frozen=True, kw_only=True):
     """Which suites."""
 
@@ -34,7 +55,10 @@ class Tasks(Section, frozen=True, kw_only=True):
     uncertified: bool = False
     """Train on suites without certificates, too: made by users, or without a known solution (tasks/certificates)."""
     tools: tuple[str, ...] = ()
-    """Tools that every task offers besides its own: entry points of `headrace.tools`, or module:attribute."""
+    """Tools that every task offers besides its own: entry points of `headrace.tools`, module:attribute, or SERVER/TOOL
+    of an MCP server."""
+    mcp: dict[Token, McpServer] = {}
+    """External MCP servers by name, as tables [tasks.mcp.NAME] (docs/mcp.md)."""
 
 
 class Limits(Section, frozen=True, kw_only=True):

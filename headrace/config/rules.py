@@ -52,6 +52,16 @@ def _curriculum(config: Config) -> Iterator[Problem]:
         )
 
 
+def _mcp(config: Config) -> Iterator[Problem]:
+    for name, server in config.tasks.mcp.items():
+        if bool(server.command) == bool(server.url):
+            yield f"tasks.mcp.{name}", "expected either command or url"
+        elif server.key and not server.url:
+            yield f"tasks.mcp.{name}.key", "expected none with command; env names the variables that a command gets"
+        elif server.env and not server.command:
+            yield f"tasks.mcp.{name}.env", "expected none with url; key names the variable that holds the token"
+
+
 def _judge(config: Config) -> Iterator[Problem]:
     own = config.judge
     if own.rubric and not own.model_url:
@@ -139,6 +149,7 @@ def _processes(config: Config) -> Iterator[Problem]:
 RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _limits,
     _curriculum,
+    _mcp,
     _judge,
     _algorithm,
     _feedback,

@@ -34,6 +34,8 @@ class ToolSchema(msgspec.Struct, frozen=True):
     about: str
     attributes: tuple[Parameter, ...] = ()
     body: Parameter | None = None
+    json: str = ""
+    """JSON Schema of the arguments as text, of a tool that has one of its own; empty: every argument is a text."""
 
     @property
     def opening(self) -> str:
@@ -80,7 +82,10 @@ class ToolSchema(msgspec.Struct, frozen=True):
 
 @lru_cache(256)
 def _json_schema(tool: ToolSchema) -> dict[str, Any]:
-    """Of a struct with one text field per parameter."""
+    """The tool's own, or that of a struct with one text field per parameter."""
+    if tool.json:
+        own: dict[str, Any] = msgspec.json.decode(tool.json)
+        return own
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     for parameter in sorted(tool.parameters.values(), key=lambda parameter: not parameter.required):
         text = Annotated[str, msgspec.Meta(description=parameter.about)]

@@ -8,6 +8,7 @@ turn log and its sandbox.
 import asyncio
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import msgspec
@@ -27,6 +28,8 @@ from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
 from headrace.engines.base import EngineError
 from headrace.engines.registry import ENGINES
+from headrace.harness.mcp.connection import McpError
+from headrace.harness.mcp.tools import open_servers
 from headrace.harness.tools.registry import TOOLS
 from headrace.harness.tools.toolbox import with_search, with_tools
 from headrace.messages.base import Message
@@ -73,8 +76,12 @@ class Rollout(Actor):
         self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
         tasks = self.config.tasks
         try:
+            self._mcp = await open_servers(tasks.mcp, Path(self.config.run.dir) / self.run)
+        except McpError as error:
+            raise Unrecoverable(f"McpError: {error}") from error
+        try:
             used = (
-                *plugins((TOOLS, tasks.tools), (ENGINES, (self.config.engine.kind,))),
+                *plugins((TOOLS, (*tasks.tools, *self._mcp.names)), (ENGINES, (self.config.engine.kind,))),
                 *suite_plugins((tasks.suite, tasks.heldout, tasks.unseen)),
             )
         except (PluginError, UnknownSuite) as error:
@@ -122,8 +129,9 @@ class Rollout(Actor):
         self._hand_back(LANES)
 
     async def stop(self) -> None:
-        """Release the sandboxes, then end the engine."""
+        """Release the sandboxes, then end the MCP servers and the engine."""
         await self._sandboxes.close()
+        await self._mcp.close()
         await self._policies.stop()
 
     async def _on_swap(self, swapped: WeightsSwapped) -> None:

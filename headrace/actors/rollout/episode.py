@@ -251,7 +251,9 @@ class Episode:
         sandbox = await restore(self._sandboxes, acquire, resume, patience_s)
         box = self._toolbox(renderer)
         try:
-            await replay_calls(resume, lambda call: box.run(call, sandbox, task, f"{request.trajectory}/"))
+            await replay_calls(
+                resume, lambda call: box.run(call, sandbox, task, f"{request.trajectory}/"), box.external
+            )
         except BaseException:
             self._sandboxes.give_back(sandbox)
             raise

@@ -43,6 +43,8 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
     import msgspec
 
     from headrace.actors.trainer import initial_policy
+    from headrace.harness.mcp.connection import Connection, McpError
+    from headrace.harness.mcp.tools import LISTING, listings, offer
     from headrace.harness.prompt import toolbox_for
     from headrace.harness.tools.registry import schemas_of
     from headrace.harness.tools.toolbox import tools_of, with_search, with_tools
@@ -61,6 +63,11 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
         task = open_suite(trajectory.task.suite, config.tasks.dir).task(trajectory.task.task)
     except UnknownSuite as error:
         raise ReplayError(str(error)) from None
+    try:
+        offer([Connection(name, section) for name, section in config.tasks.mcp.items()], listings(folder))
+    except (McpError, KeyError) as error:
+        raise ReplayError(f"the MCP servers of the run cannot be listed from {folder / LISTING}: {error}") from None
+    recorded = {result.call_id: result for turn in trajectory.turns for result in turn.results}
     file = folder / initial_policy.BUNDLE  # a run of scripted policies alone has none
     detailed = False
     if file.is_file():
@@ -90,6 +97,8 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
         )
 
         async def run(call: "ToolCall") -> "ToolResult":
+            if box.external(call):
+                return recorded[call.id]  # another answer of a server would say nothing about this run
             return await box.run(call, sandbox, task, f"{trajectory.id}/")
 
         async def digest() -> str:

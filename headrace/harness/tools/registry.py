@@ -9,6 +9,7 @@ import pkgutil
 
 from headrace.harness import tools as package
 from headrace.harness.tools.base import Tool
+from headrace.messages.plugins import Plugin
 from headrace.registry import PluginError, Registry
 from headrace.rendering.schemas import ToolSchema
 
@@ -25,7 +26,42 @@ def _built_in() -> dict[str, str]:
     return names
 
 
-TOOLS: Registry[Tool] = Registry("tools", _built_in(), needs=("schema", "writes", "run"))
+class Tools(Registry[Tool]):
+    """The registry of the seam, and the tools of MCP servers, which are there while an actor of this process offers
+    them. Their names are ``SERVER/TOOL``."""
+
+    def __init__(self, builtin: dict[str, str]) -> None:
+        super().__init__("tools", builtin, needs=("schema", "writes", "run"))
+        self._offered: dict[str, tuple[Tool, Plugin]] = {}
+
+    def offer(self, name: str, tool: Tool, plugin: Plugin) -> None:
+        """Add a tool, or replace it. plugin: its identity, for the run's other nodes."""
+        self._offered[name] = (tool, plugin)
+
+    def withdraw(self, name: str, tool: Tool) -> None:
+        """Remove a tool, unless another actor has replaced it."""
+        if name in self._offered and self._offered[name][0] is tool:
+            del self._offered[name]
+
+    def external(self, name: str) -> bool:
+        """Whether the tool is an MCP server's: its answers cannot be repeated."""
+        return name in self._offered
+
+    def get(self, name: str) -> Tool:
+        """As Registry.get."""
+        if name in self._offered:
+            return self._offered[name][0]
+        server, slash, tool = name.partition("/")
+        if slash and ":" not in name:
+            raise PluginError(f"headrace.tools: no MCP server {server!r} offers {tool!r}; declare it in [tasks.mcp]")
+        return super().get(name)
+
+    def plugin(self, name: str) -> Plugin | None:
+        """As Registry.plugin; the source of an MCP server's tool is the hash of its schema."""
+        return self._offered[name][1] if name in self._offered else super().plugin(name)
+
+
+TOOLS = Tools(_built_in())
 
 
 def schemas_of(names: tuple[str, ...]) -> tuple[ToolSchema, ...]:

@@ -53,6 +53,7 @@ class Toolbox:
         tools: list[Tool] = [TOOLS.get(name) for name in names]
         self._tools = {tool.schema.name: tool for tool in tools}
         self._outside = {tool.schema.name for name, tool in zip(names, tools, strict=True) if not TOOLS.builtin(name)}
+        self._external = {tool.schema.name for name, tool in zip(names, tools, strict=True) if TOOLS.external(name)}
         self._details, self._cap, self._search = details, cap, search
         self._memory: dict[str, str] = {}
 
@@ -60,6 +61,10 @@ class Toolbox:
         """Whether the call must run alone: it changes the workspace, so its place among the others matters."""
         tool = self._tools.get(call.name)
         return tool is not None and not call.error and tool.writes
+
+    def external(self, call: ToolCall) -> bool:
+        """Whether an MCP server answers the call, so that it cannot be repeated."""
+        return call.name in self._external and not call.error
 
     async def run(self, call: ToolCall, sandbox: Sandbox, task: Task, prefix: str = "") -> ToolResult:
         """Answer one call. A tool from outside that raises gives an answer too, with the exception in it; of headrace's

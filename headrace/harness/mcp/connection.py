@@ -1,0 +1,208 @@
+"""A connection to one external MCP server: opened by the first call, opened again after the server has died.
+
+One task owns the client from start to end, because the SDK's cancel scopes belong to the task that opened them; calls
+come from any task of the same event loop.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import msgspec
+
+from headrace.config.episodes import McpServer
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+_STAYS = (-32600, -32601, -32602, -32603)
+"""JSON-RPC errors after which the connection is still good: the server refused one request."""
+
+
+class McpError(Exception):
+    """A server cannot be used, or does not answer; the text is one sentence."""
+
+
+class Offered(msgspec.Struct, frozen=True, kw_only=True):
+    """One tool as its server lists it."""
+
+    name: str
+    about: str
+    schema: dict[str, Any]
+    """JSON Schema of the arguments."""
+    reads: bool = False
+    """The server says that the tool changes nothing."""
+
+
+class Listing(msgspec.Struct, frozen=True, kw_only=True):
+    """The tools of a server."""
+
+    version: str
+    tools: tuple[Offered, ...]
+
+
+class _Session:
+    """One client, and the task that owns it."""
+
+    def __init__(self, target: Any) -> None:
+        self.ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
+        self.closing = asyncio.Event()
+        self.task = asyncio.create_task(self._own(target))
+
+    async def _own(self, target: Any) -> None:
+        from mcp import Client
+
+        try:
+            async with Client(target) as client:
+                self.ready.set_result(client)
+                await self.closing.wait()
+        except Exception as error:  # the SDK raises groups of whatever its transports raise
+            if not self.ready.done():
+                self.ready.set_exception(McpError(reason_of(error)))
+        finally:
+            if not self.ready.done():  # cancelled: other callers wait for this session, too
+                self.ready.set_exception(McpError("it was ended before it had answered"))
+
+
+class Connection:
+    """Calls one server. Every failure is an McpError; only cancellation passes."""
+
+    def __init__(self, name: str, section: McpServer, log: Path | None = None) -> None:
+        """log: file for the standard error of a command; None drops it."""
+        self.name, self.section, self._log = name, section, log
+        self._session: _Session | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        self._stderr: TextIO | None = None
+
+    async def listing(self) -> Listing:
+        """All pages of the server's tools. McpError."""
+        client = await self._client()
+        tools: list[Offered] = []
+        try:
+            async with asyncio.timeout(self.section.start_s):
+                cursor: str | None = None
+                while True:
+                    page = await client.list_tools(cursor=cursor)
+                    for tool in page.tools:
+                        reads = bool(tool.annotations and tool.annotations.read_only_hint)
+                        tools.append(
+                            Offered(name=tool.name, about=tool.description or "", schema=tool.input_schema, reads=reads)
+                        )
+                    cursor = page.next_cursor
+                    if cursor is None:
+                        break
+        except TimeoutError:
+            raise McpError(f"MCP server {self.name} did not list its tools in {self.section.start_s:g} s") from None
+        except Exception as error:
+            self._drop()
+            raise McpError(f"MCP server {self.name} does not list its tools: {reason_of(error)}") from None
+        return Listing(version=str(client.server_info.version if client.server_info else ""), tools=tuple(tools))
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """The answer as text, and whether the call did what was asked. McpError."""
+        from mcp import MCPError
+
+        client = await self._client()
+        session = self._session
+        try:
+            async with asyncio.timeout(self.section.call_s):
+                result = await client.call_tool(tool, arguments)
+        except TimeoutError:
+            raise McpError(f"MCP server {self.name} did not answer in {self.section.call_s:g} s") from None
+        except Exception as error:
+            if not isinstance(error, MCPError) or error.error.code not in _STAYS:
+                self._drop(session)
+            raise McpError(f"MCP server {self.name}: {reason_of(error)}") from None
+        return _text(result), not result.is_error
+
+    async def close(self) -> None:
+        """End the client, and the process of a command."""
+        self._drop()
+        if self._ending:
+            await asyncio.wait(self._ending)
+        if self._stderr is not None:
+            self._stderr.close()
+
+    async def _client(self) -> "Client":
+        if self._session is None or self._session.task.done():
+            self._session = _Session(self._target())
+        session = self._session
+        try:
+            async with asyncio.timeout(self.section.start_s):
+                return await asyncio.shield(session.ready)
+        except TimeoutError:
+            self._drop(session, now=True)
+            raise McpError(f"MCP server {self.name} did not start in {self.section.start_s:g} s") from None
+        except McpError as error:
+            self._drop(session)
+            raise McpError(f"MCP server {self.name} does not start: {error}") from None
+
+    def _target(self) -> Any:
+        """The SDK's transport."""
+        from mcp import StdioServerParameters, stdio_client
+
+        own = self.section
+        if own.url:
+            headers = {"Authorization": f"Bearer {_variable(self.name, own.key)}"} if own.key else {}
+            return _http(own.url, headers)
+        env = {name: _variable(self.name, name) for name in own.env}
+        if self._stderr is None:
+            if self._log is not None:
+                self._log.parent.mkdir(parents=True, exist_ok=True)
+            self._stderr = open(self._log or os.devnull, "a", encoding="utf-8")
+        return stdio_client(
+            StdioServerParameters(command=own.command[0], args=list(own.command[1:]), env=env), errlog=self._stderr
+        )
+
+    def _drop(self, session: _Session | None = None, *, now: bool = False) -> None:
+        """End a session, the present one by default. now: also one that is still being opened."""
+        session = session or self._session
+        if session is None:
+            return
+        session.closing.set()
+        if now or not session.ready.done():
+            session.task.cancel()
+        if not session.task.done():
+            self._ending.add(session.task)
+            session.task.add_done_callback(self._ending.discard)
+        if self._session is session:
+            self._session = None
+
+
+@asynccontextmanager
+async def _http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
+    """Streamable HTTP through a client that ends with it: the SDK closes only clients of its own."""
+    from httpx2 import AsyncClient, Timeout
+    from mcp.client.streamable_http import streamable_http_client
+
+    # Reading waits for as long as a call may take: the caller has its own limit.
+    async with (
+        AsyncClient(headers=headers, timeout=Timeout(30.0, read=None)) as http,
+        streamable_http_client(url, http_client=http) as streams,
+    ):
+        yield streams
+
+
+def reason_of(error: BaseException) -> str:
+    """The first real exception of a group, as one line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _variable(server: str, name: str) -> str:
+    if name not in os.environ:
+        raise McpError(f"MCP server {server}: set the environment variable {name}")
+    return os.environ[name]
+
+
+def _text(result: Any) -> str:
+    """Text blocks as they are, other blocks by their kind; the structured result where there is no block."""
+    blocks = [block.text if block.type == "text" else f"[{block.type}, not shown]" for block in result.content]
+    if not blocks and result.structured_content is not None:
+        return msgspec.json.encode(result.structured_content).decode()
+    return "\n".join(blocks)

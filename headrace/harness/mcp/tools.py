@@ -1,0 +1,168 @@
+"""External MCP servers as tools: `[tasks.mcp.NAME]` declares a server, a task offers its tools as ``NAME/TOOL``.
+
+A server runs beside the rollout actor and never in a sandbox, so it may reach whatever the actor's machine reaches.
+Hence a task has a tool only when it names it (`Task.tools`), or when the operator names it for every task
+(`[tasks] tools`). The listing is stored in the run's folder at the first start: schemas are part of the prompt, so they
+stay the same when the server is updated or down while an actor starts again.
+"""
+
+import asyncio
+import importlib.util
+import os
+import re
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.config.episodes import McpServer
+from headrace.harness.mcp.connection import Connection, Listing, McpError, Offered
+from headrace.harness.tools.base import Answer, Parameter, ToolSchema, Workspace
+from headrace.harness.tools.registry import TOOLS
+from headrace.messages.plugins import Plugin
+
+LISTING = "mcp.json"
+"""The listings' file in the run's folder: server to tools."""
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class McpTool:
+    """One tool of a server."""
+
+    def __init__(self, connection: Connection, offered: Offered) -> None:
+        """McpError for a schema that no call could be written for."""
+        self._connection, self._offered = connection, offered
+        self.schema, self.writes = schema_of(connection.name, offered), not offered.reads
+
+    async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
+        """The server's answer, cut at its budget; a failure of the server is an answer too."""
+        own = self._connection.section
+        note = f"mcp {self._connection.name}"
+        calls = int(workspace.memory.get(note, "0"))
+        if calls >= own.calls:
+            return Answer(f"all {own.calls} calls of {self._connection.name} are used", ok=False)
+        workspace.memory[note] = str(calls + 1)
+        try:
+            typed = typed_arguments(arguments, self._offered.schema.get("properties", {}))
+            text, ok = await self._connection.call(self._offered.name, typed)
+        except McpError as error:
+            return Answer(str(error), ok=False)
+        data = text.encode("utf-8", "replace")
+        if len(data) > own.result_bytes:
+            kept = data[: own.result_bytes].decode("utf-8", "ignore")
+            text = f"{kept}\n[{len(data) - own.result_bytes} bytes cut]"
+        return Answer(text, ok=ok)
+
+
+class McpServers:
+    """The servers of one actor, whose tools are in the registry until `close`."""
+
+    def __init__(self, connections: list[Connection], tools: dict[str, McpTool]) -> None:
+        self._connections, self._tools = connections, tools
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all tools, as tasks name them."""
+        return tuple(self._tools)
+
+    async def close(self) -> None:
+        """Remove the tools and end the connections."""
+        for name, tool in self._tools.items():
+            TOOLS.withdraw(name, tool)
+        await asyncio.gather(*(connection.close() for connection in self._connections))
+
+
+async def open_servers(sections: dict[str, McpServer], folder: Path) -> McpServers:
+    """Offer the tools of all configured servers. folder: of the run. McpError when one cannot be listed."""
+    if sections and importlib.util.find_spec("mcp") is None:
+        raise McpError("[tasks.mcp] needs the package mcp: pip install 'headrace[mcp]'")
+    connections = [Connection(name, section, folder / f"mcp-{name}.log") for name, section in sections.items()]
+    try:
+        known = listings(folder)
+        missing = [connection for connection in connections if connection.name not in known]
+        for connection, listing in zip(missing, await _all(missing), strict=True):
+            known[connection.name] = listing
+        if missing:
+            folder.mkdir(parents=True, exist_ok=True)
+            part = folder / f".{LISTING}.{os.getpid()}.part"
+            part.write_bytes(msgspec.json.encode(known))
+            os.replace(part, folder / LISTING)
+        return McpServers(connections, offer(connections, known))
+    except BaseException:
+        await asyncio.gather(*(connection.close() for connection in connections))
+        raise
+
+
+async def _all(connections: list[Connection]) -> list[Listing]:
+    results = await asyncio.gather(*(connection.listing() for connection in connections), return_exceptions=True)
+    listed: list[Listing] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        listed.append(result)
+    return listed
+
+
+def offer(connections: list[Connection], known: dict[str, Listing]) -> dict[str, McpTool]:
+    """Put the tools into the registry; by the names under which tasks offer them. McpError."""
+    tools: dict[str, McpTool] = {}
+    for connection in connections:
+        listing = known[connection.name]
+        for offered in listing.tools:
+            tools[f"{connection.name}/{offered.name}"] = McpTool(connection, offered)
+    for name, tool in tools.items():
+        source = blake2b(msgspec.json.encode(tool.schema), digest_size=32).hexdigest()
+        version = known[name.partition("/")[0]].version
+        TOOLS.offer(name, tool, Plugin(seam="tools", name=name, version=version, source=source))
+    return tools
+
+
+def listings(folder: Path) -> dict[str, Listing]:
+    """What a run's folder holds; empty before the first start. McpError for an unreadable file."""
+    file = folder / LISTING
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Listing])
+    except FileNotFoundError:
+        return {}
+    except msgspec.DecodeError as error:
+        raise McpError(f"{file}: {error}; remove it, and the servers are listed again") from None
+
+
+def schema_of(server: str, offered: Offered) -> ToolSchema:
+    """A server's tool as a policy sees it, called ``SERVER_TOOL``. McpError for an argument that has no writable
+    name."""
+    schema = offered.schema
+    properties: dict[str, Any] = schema.get("properties", {})
+    required = tuple(schema.get("required", ()))
+    parameters = []
+    for name, own in properties.items():
+        if not _NAME.fullmatch(name):
+            raise McpError(f"MCP tool {server}/{offered.name}: the argument {name!r} is no name; leave this server out")
+        about = str(own.get("description", "") or own.get("title", "")) if isinstance(own, dict) else ""
+        parameters.append(Parameter(name, about, name in required))
+    parameters.sort(key=lambda parameter: not parameter.required)
+    shown = {"type": "object", "properties": properties, "required": list(required)}
+    shown |= {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    name = re.sub(r"[^A-Za-z0-9_]", "_", f"{server}_{offered.name}")
+    about = " ".join(offered.about.split())
+    return ToolSchema(name, about, tuple(parameters), json=msgspec.json.encode(shown).decode())
+
+
+def typed_arguments(arguments: dict[str, str], properties: dict[str, Any]) -> dict[str, Any]:
+    """A call's texts as JSON values: a text stays one where the schema allows texts. McpError for a value that is no
+    JSON."""
+    typed: dict[str, Any] = {}
+    for name, text in arguments.items():
+        own = properties.get(name)
+        kind = own.get("type") if isinstance(own, dict) else None
+        if kind == "string" or (isinstance(kind, list) and "string" in kind):
+            typed[name] = text
+            continue
+        try:
+            typed[name] = msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            if kind is not None:
+                raise McpError(f"{name}: expected {kind}, got {text[:80]!r}") from None
+            typed[name] = text
+    return typed
