@@ -9,11 +9,9 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import msgspec
-
-from headrace.config.episodes import McpServer
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -24,6 +22,42 @@ _STAYS = (-32600, -32601, -32602, -32603)
 
 class McpError(Exception):
     """A server cannot be used, or does not answer; the text is one sentence."""
+
+
+class Settings(Protocol):
+    """`[tasks.mcp.NAME]`, which says what each key means."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Program and arguments."""
+
+    @property
+    def env(self) -> tuple[str, ...]:
+        """Names of variables for the command."""
+
+    @property
+    def url(self) -> str:
+        """Address, instead of a command."""
+
+    @property
+    def key(self) -> str:
+        """Name of the variable with the bearer token."""
+
+    @property
+    def start_s(self) -> float:
+        """Longest wait for the start."""
+
+    @property
+    def calls(self) -> int:
+        """Most calls of an episode."""
+
+    @property
+    def call_s(self) -> float:
+        """Longest wait for an answer."""
+
+    @property
+    def result_bytes(self) -> int:
+        """Most bytes of an answer."""
 
 
 class Offered(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +105,7 @@ class _Session:
 class Connection:
     """Calls one server. Every failure is an McpError; only cancellation passes."""
 
-    def __init__(self, name: str, section: McpServer, log: Path | None = None) -> None:
+    def __init__(self, name: str, section: Settings, log: Path | None = None) -> None:
         """log: file for the standard error of a command; None drops it."""
         self.name, self.section, self._log = name, section, log
         self._session: _Session | None = None

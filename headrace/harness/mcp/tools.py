@@ -10,14 +10,14 @@ import asyncio
 import importlib.util
 import os
 import re
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from headrace.config.episodes import McpServer
-from headrace.harness.mcp.connection import Connection, Listing, McpError, Offered
+from headrace.harness.mcp.connection import Connection, Listing, McpError, Offered, Settings
 from headrace.harness.tools.base import Answer, Parameter, ToolSchema, Workspace
 from headrace.harness.tools.registry import TOOLS
 from headrace.messages.plugins import Plugin
@@ -73,7 +73,7 @@ class McpServers:
         await asyncio.gather(*(connection.close() for connection in self._connections))
 
 
-async def open_servers(sections: dict[str, McpServer], folder: Path) -> McpServers:
+async def open_servers(sections: Mapping[str, Settings], folder: Path) -> McpServers:
     """Offer the tools of all configured servers. folder: of the run. McpError when one cannot be listed."""
     if sections and importlib.util.find_spec("mcp") is None:
         raise McpError("[tasks.mcp] needs the package mcp: pip install 'headrace[mcp]'")
@@ -119,7 +119,7 @@ def offer(connections: list[Connection], known: dict[str, Listing]) -> dict[str,
 
 
 def listings(folder: Path) -> dict[str, Listing]:
-    """What a run's folder holds; empty before the first start. McpError for an unreadable file."""
+    """The listings in a run's folder; empty before the first start. McpError for an unreadable file."""
     file = folder / LISTING
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Listing])
