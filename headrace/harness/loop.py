@@ -84,6 +84,7 @@ async def run_episode(
     for turn in resume:
         context.take(turn)
         if len(turn.results) == len(turn.calls):
+            box.recall(turn.calls)
             turns.append(turn)
         else:
             turns.append(await answer(turn))

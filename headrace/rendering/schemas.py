@@ -36,6 +36,8 @@ class ToolSchema(msgspec.Struct, frozen=True):
     body: Parameter | None = None
     json: str = ""
     """JSON Schema of the arguments as text, of a tool that has one of its own; empty: every argument is a text."""
+    source: str = ""
+    """The MCP server that answers; empty for tools of a sandbox."""
 
     @property
     def opening(self) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from headrace.harness.mcp.connection import Connection, Listing, McpError, Offered, Settings
-from headrace.harness.tools.base import Answer, Parameter, ToolSchema, Workspace
+from headrace.harness.tools.base import Answer, Parameter, ToolSchema, Workspace, count_external
 from headrace.harness.tools.registry import TOOLS
 from headrace.messages.plugins import Plugin
 
@@ -38,11 +38,8 @@ class McpTool:
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
         """The server's answer, cut at its budget; a failure of the server is an answer too."""
         own = self._connection.section
-        note = f"mcp {self._connection.name}"
-        calls = int(workspace.memory.get(note, "0"))
-        if calls >= own.calls:
+        if count_external(self._connection.name, workspace.memory) >= own.calls:
             return Answer(f"all {own.calls} calls of {self._connection.name} are used", ok=False)
-        workspace.memory[note] = str(calls + 1)
         try:
             typed = typed_arguments(arguments, self._offered.schema.get("properties", {}))
             text, ok = await self._connection.call(self._offered.name, typed)
@@ -146,7 +143,7 @@ def schema_of(server: str, offered: Offered) -> ToolSchema:
     shown |= {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     name = re.sub(r"[^A-Za-z0-9_]", "_", f"{server}_{offered.name}")
     about = " ".join(offered.about.split())
-    return ToolSchema(name, about, tuple(parameters), json=msgspec.json.encode(shown).decode())
+    return ToolSchema(name, about, tuple(parameters), json=msgspec.json.encode(shown).decode(), source=server)
 
 
 def typed_arguments(arguments: dict[str, str], properties: dict[str, Any]) -> dict[str, Any]:

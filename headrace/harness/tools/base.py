@@ -71,6 +71,14 @@ class Tool(Protocol):
         """Execute a call. The arguments have the schema's names; their values may be anything."""
 
 
+def count_external(server: str, memory: dict[str, str]) -> int:
+    """One more call to an MCP server in this episode; returns how many there were before."""
+    note = f"mcp {server}"
+    before = int(memory.get(note, "0"))
+    memory[note] = str(before + 1)
+    return before
+
+
 def failed(result: OpResult) -> Answer:
     """The answer for an operation that did not succeed."""
     return Answer(result.error or result.stderr.strip() or "failed", ok=False)

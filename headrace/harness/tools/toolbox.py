@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.harness.tools.base import Answer, Tool, Workspace
+from headrace.harness.tools.base import Answer, Tool, Workspace, count_external
 from headrace.harness.tools.registry import TOOLS
 from headrace.harness.tools.search.semantic import NAME as SEMANTIC
 from headrace.harness.tools.search.session import SearchSession
@@ -65,6 +65,12 @@ class Toolbox:
     def external(self, call: ToolCall) -> bool:
         """Whether an MCP server answers the call, so that it cannot be repeated."""
         return call.name in self._external and not call.error
+
+    def recall(self, calls: Sequence[ToolCall]) -> None:
+        """Count calls to MCP servers that were answered before the episode was resumed."""
+        for call in calls:
+            if self.external(call):
+                count_external(self._tools[call.name].schema.source, self._memory)
 
     async def run(self, call: ToolCall, sandbox: Sandbox, task: Task, prefix: str = "") -> ToolResult:
         """Answer one call. A tool from outside that raises gives an answer too, with the exception in it; of headrace's
