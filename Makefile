@@ -65,8 +65,8 @@ lint: setup ## ruff, mypy --strict and the word list of docs/style.md
 	$(BIN)/mypy
 	$(BIN)/python docs/words.py
 
-# Two workers: a test spends much of its time waiting for real processes.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three workers on two cores: a test spends much of its time waiting for real processes.
+PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: lint ## lint, then the default suite (real broker, real microVMs)
 	$(PYTEST)
