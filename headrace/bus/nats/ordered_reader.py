@@ -4,6 +4,9 @@ The idea: an ephemeral pull consumer whose deliveries carry two numbers, the str
 count. As long as the count has no gap, nothing was lost. At a gap, a missing heartbeat or a reconnect the consumer is
 deleted, and a new one starts after the last sequence that was returned. Purged sequences leave no gap in the count, so
 gaps in a stream need no special case.
+
+In a cluster the broker may put the consumer on a replica that has just restarted and lags: its "nothing more" is no
+proof of the end. So a pass with an end asks the leader, whenever it was told that nothing follows before that end.
 """
 
 import asyncio
@@ -95,12 +98,30 @@ class OrderedReader:
                 async for item in self._session():
                     yield item
                     moved = loop.time()
-                if self._ended or (self.until is not None and self.next > self.until):
+                if self.until is not None and self.next > self.until:
+                    return
+                if self._ended and not await self._leader_has_more():
                     return
                 if self.until is not None and loop.time() - moved > AWAY_S:
-                    raise Disconnected(f"the broker has been away for {AWAY_S:g} s while {self.stream} was read")
+                    raise Disconnected(
+                        f"{self.stream} was not read to its end for {AWAY_S:g} s: the broker is away, or a replica lags"
+                    )
         finally:
             self.connection.on_reconnect.remove(wake)
+
+    async def _leader_has_more(self) -> bool:
+        """Whether a pass that was told of its end has yet to return records: then its replica lags, and it goes on."""
+        assert self.until is not None
+        for subject in self.filters or (">",):
+            request = {"seq": self.next, "next_by_subj": subject}
+            try:
+                if (await from_leader(self.connection, self.stream, request)).seq <= self.until:
+                    self._ended = False
+                    await asyncio.sleep(0.1)
+                    return True
+            except MessageGone:
+                continue
+        return False
 
     def _wake(self) -> None:
         self._queue.put_nowait(None)

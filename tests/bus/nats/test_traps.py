@@ -10,6 +10,7 @@ import pytest
 from headrace.bus.connection import Bus
 from headrace.bus.errors import ApiError, BusError, Denied
 from headrace.bus.nats import consumer as consumers
+from headrace.bus.nats.ordered_reader import OrderedReader
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime import dead_letters
 from headrace.bus.runtime.actor import Actor
@@ -254,3 +255,22 @@ async def test_a_cancelled_task_ends_wherever_it_was(connect: Connect) -> None:
         done, _ = await asyncio.wait([task], timeout=PATIENCE_S)
         assert done, f"cancelled after {turns} turns of the loop, it goes on"
         assert task.cancelled()
+
+
+async def test_12_a_replica_that_lags_does_not_end_a_history(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker may put a reader's consumer on a replica that has just restarted, and it then has nothing or less."""
+    bus, run = await connect("rollout"), token_hex(4)
+    where = s.EVENT.at(run=run, actor="rollout", type="event")
+    for text in "abc":
+        await bus.publish(where, Event(actor="rollout", id="r", kind="k", text=text))
+    create, answers = OrderedReader._create, [0, 0]
+
+    async def lagging(reader: OrderedReader) -> int:
+        pending = await create(reader)
+        return answers.pop() if answers else pending
+
+    monkeypatch.setattr(OrderedReader, "_create", lagging)
+    assert [received.message.text async for received in bus.history("HR_EVENT", where)] == ["a", "b", "c"]
+    assert not answers
+    nothing = s.EVENT.at(run=token_hex(4), actor="rollout", type="event")
+    assert [received async for received in bus.history("HR_EVENT", nothing)] == []
