@@ -6,7 +6,6 @@ tokenizer and the publisher's public key. Steps 0, 2 and 4 have a gradient. `rec
 """
 
 import json
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from headrace.config import Config, load
 from headrace.replay.audit import audit
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import StepReplay, replay_steps
+from headrace.tasks.packages.fetch import unpack
 from headrace.weights import chain, report
 from headrace.weights.signing import Trust
 
@@ -33,10 +33,7 @@ STEPS = range(5)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked run. It is empty of credentials: the broker makes new ones."""
-    target = tmp_path_factory.mktemp("recorded")
-    with tarfile.open(RECORDED / "run.tar.xz") as archive:
-        archive.extractall(target, filter="data")
-    return target / RUN
+    return unpack(RECORDED / "run.tar.xz", tmp_path_factory.mktemp("recorded") / "unpacked")
 
 
 @pytest.fixture(scope="module")

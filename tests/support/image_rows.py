@@ -13,13 +13,13 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.images import Layers, tar_of
 from headrace.judging.logs.registry import parse
+from headrace.tasks.packages.fetch import unpack
 from headrace.vmhost.images import packages
 
 DEBIAN = ("python3", "python3-pytest", "git", "bash", "dash", "coreutils", "findutils", "grep", "sed", "tar")
@@ -136,9 +136,7 @@ class Maker:
         wanted = release.replace("==", "-")
         if not list(sdists.glob(f"{wanted}.tar.gz")):
             run(*pip, "-d", str(sdists), release)
-        with tarfile.open(sdists / f"{wanted}.tar.gz") as tar:
-            tar.extractall(self.work / name, filter="data")
-        return self.work / name / wanted
+        return unpack(sdists / f"{wanted}.tar.gz", self.work / name)
 
     def row(self, fault: Fault) -> dict[str, Any]:
         """A row, and its image."""

@@ -1,13 +1,11 @@
 """The parsers of PyPI's swebench beside ours: its own tests pass on ours, and random logs give the same outcomes."""
 
 import importlib.util
-import io
 import os
 import random
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 
 from headrace.judging.logs.registry import PARSERS
+from headrace.tasks.packages.fetch import unpack
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -48,7 +47,7 @@ def _of(name):
 @pytest.fixture(scope="module")
 def sdist() -> Path:
     """The unpacked source distribution."""
-    folder = CACHE / PACKAGE.replace("==", "-")
+    folder = CACHE / "unpacked" / PACKAGE.replace("==", "-")
     if not folder.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation"]
@@ -57,8 +56,7 @@ def sdist() -> Path:
         archives = list(CACHE.glob("swebench-5.0.2.tar.gz"))
         if not archives:
             pytest.skip(f"PyPI cannot be reached: {done.stderr[-200:]}")
-        with tarfile.open(fileobj=io.BytesIO(archives[0].read_bytes())) as archive:
-            archive.extractall(CACHE, filter="data")
+        unpack(archives[0], folder.parent)
     return folder
 
 
