@@ -27,6 +27,7 @@ from headrace.vmhost.node.host import Host
 from headrace.vmhost.qemu import probe
 from tests.support.archives import Members, docker_save, file, folder, link
 from tests.support.hosts import CACHE
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm, pytest.mark.timeout(600)]
 IMAGE = "conformance"
@@ -160,7 +161,7 @@ async def test_a_container_sees_neither_the_host_nor_its_neighbour(host: Host) -
     sandbox = await host.acquire(request())
     look = "ls /; ls /proc | sort | head -1; ls -d /proc/[0-9]* | wc -l; ls /sys/class/net; cat /proc/self/mounts"
     seen = (await sandbox.call(Exec(argv=("sh", "-c", look)))).stdout
-    assert seen.splitlines()[0] == "bin" and "/work/main" not in seen and "lowerdir" in seen
+    assert seen.splitlines()[0] == "bin" and str(ROOT) not in seen and "lowerdir" in seen
     assert "lo" in seen.split() and "eth0" not in seen.split() and "erofs" not in seen
     kept = await sandbox.call(
         Exec(argv=("sh", "-c", "echo 1 > /proc/sys/kernel/panic; echo $?; cat /proc/1/environ | wc -c"))
