@@ -111,6 +111,13 @@ class Rollout(Section, frozen=True, kw_only=True):
     lanes: tuple[Literal["train", "eval", "production"], ...] = ()
     """Lanes that a rollout actor without a lease pulls. Empty: the product's own actors pull production, the others
     train and eval, and all three without a product lane."""
+    node_wait_s: Duration = 600.0
+    """How long an attempt waits while no environment node answers at all: then it fails with no_environment."""
+    room_wait_s: Duration = 21_600.0
+    """How long an attempt waits while every environment node is full: then it fails with no_capacity."""
+    version_wait_s: Duration = 21_600.0
+    """How long an attempt waits for a policy version: the first one comes after mid-training. Then it fails with
+    no_policy."""
 
 
 class Judge(Section, frozen=True, kw_only=True):

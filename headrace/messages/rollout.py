@@ -98,7 +98,11 @@ class RolloutRequest(Message, frozen=True, kw_only=True):
     files: dict[str, bytes] = {}
     """The user's repository, path to content, in place of the task's (production lane)."""
     handovers: Count = 0
-    """How often a rollout actor that was drained published the request again."""
+    """How often a rollout actor published the request again: it was drained, or found no sandbox."""
+    waited_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    """How long its rollout actors have waited for a sandbox."""
+    unanswered_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    """For how long of that, up to now, no environment node has answered."""
     workspace: Workspace | None = None
     """The sandbox to work in and to hold afterwards; None: one of its own, released at the end."""
 
@@ -258,7 +262,8 @@ class SlotFailed(Message, frozen=True, kw_only=True):
     slot: Count
     attempt: Count
     reason: str
-    """snake_case: ``sandbox_lost``, ``engine_error``, ``no_policy``, ``judge_lost``, ``deliveries_exhausted`` ..."""
+    """By a rollout actor ``sandbox_lost``, ``engine_error``, ``search_lost``, ``no_policy``, ``tree_too_large``,
+    ``no_environment``, ``no_capacity``, ``cancelled``; by a judge ``judge_lost``, ``judge_endpoint``."""
     detail: str = ""
     rollout: str = ""
 

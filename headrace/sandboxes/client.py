@@ -38,6 +38,7 @@ from headrace.messages.sandbox import (
 )
 from headrace.messages.subjects import RPC, RPC_NODE, token
 from headrace.sandboxes.calls import SILENCE_S, CannotCopy, NodeSilent, Superseded, ask, limit_of, refusal
+from headrace.sandboxes.silence import Silence
 
 __all__ = ["CannotCopy", "NodeSilent", "RemoteSandbox", "Sandboxes", "Superseded"]
 
@@ -209,6 +210,7 @@ class Sandboxes:
         """
         key = SandboxKey.of(request).in_group
         deadline = time.monotonic() + patience_s
+        silence = Silence()
         group = self._groups.setdefault(key, _Group())
         group.callers += 1
         waits = _waits()
@@ -217,7 +219,7 @@ class Sandboxes:
                 group_node = "" if node else self._nodes.get(key, "")
                 if group_node:
                     # The group has a machine: its slots are acquired concurrently.
-                    sandbox = await self._ask(request, group_node)
+                    sandbox = await self._ask(request, group_node, silence)
                     if sandbox is not None:
                         return self._own(sandbox)
                     self._nodes.pop(key, None)
@@ -225,7 +227,7 @@ class Sandboxes:
                     # One caller at a time chooses the group's node or waits for capacity.
                     if not node and key in self._nodes:
                         continue
-                    sandbox = await self._ask(request, node, patient=bool(node))
+                    sandbox = await self._ask(request, node, silence, patient=bool(node))
                     if sandbox is not None:
                         self._remember(key, sandbox.node)
                         return self._own(sandbox)
@@ -235,14 +237,15 @@ class Sandboxes:
                                 await self._released.wait()
                         except TimeoutError:
                             pass
-            raise NoCapacity(f"no node had capacity for {request.group} within {patience_s:.0f} s")
+            raise silence.no_capacity(request)
         finally:
             group.callers -= 1
             if not group.callers:
                 self._groups.pop(key, None)
 
-    async def _ask(self, request: Acquire, node: str, patient: bool = False) -> RemoteSandbox | None:
+    async def _ask(self, request: Acquire, node: str, silence: Silence, patient: bool = False) -> RemoteSandbox | None:
         """Acquire at one node, or at any. None when it has no capacity or no node answered (yet)."""
+        asked = time.monotonic()
         try:
             if node:
                 subject = RPC_NODE.at(service="environment", node=node, method="acquire")
@@ -251,9 +254,14 @@ class Sandboxes:
                 subject = RPC.at(service="environment", method=acquire_method(token(request.run)))
                 async with self._asking:
                     reply = await self._bus.request(subject, request, timeout=ANSWER_S)
-        except (NoResponders, BusTimeout, Disconnected):
+        except (NoResponders, BusTimeout):
             # Acquiring again is safe: the same key gets the same sandbox.
+            silence.unanswered(asked)
             return None
+        except Disconnected:
+            silence.cut_off()
+            return None
+        silence.answer()
         if isinstance(reply, Acquired):
             return RemoteSandbox(self._bus, reply, self._lease_s)
         if isinstance(reply, SandboxReply) and reply.failure == "no_room":
@@ -279,6 +287,8 @@ class Sandboxes:
                 return self._own(RemoteSandbox(self._bus, reply, self._lease_s))
             error = refusal(reply, request.group)
             if not isinstance(error, NoCapacity) or time.monotonic() > deadline:
+                if isinstance(error, NoCapacity):
+                    error.waited_s = patience_s
                 raise error
             with self._waiting():
                 await waits.sleep()

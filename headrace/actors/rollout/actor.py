@@ -55,6 +55,14 @@ class Cancelled(Exception):
     """The user ended the attempt."""
 
 
+class NoEnvironment(Exception):
+    """No environment node has answered for too long."""
+
+
+class NoRoom(Exception):
+    """Every environment node has been full for too long."""
+
+
 REASONS: tuple[tuple[type[Exception], str], ...] = (
     (Cancelled, "cancelled"),
     (SandboxLost, "sandbox_lost"),
@@ -62,6 +70,8 @@ REASONS: tuple[tuple[type[Exception], str], ...] = (
     (SearchLost, "search_lost"),
     (NoPolicy, "no_policy"),
     (TreeTooLarge, "tree_too_large"),
+    (NoEnvironment, "no_environment"),
+    (NoRoom, "no_capacity"),
 )
 
 
@@ -222,9 +232,8 @@ class Rollout(Actor):
             # Another actor runs this attempt now and acknowledges its request.
             received.settled = True
             await self.event("superseded", str(error), "warning", trajectory=request.trajectory)
-        except NoCapacity:
-            # A request behind this one may own the sandbox whose capacity this one waits for.
-            await self._republish(request)
+        except NoCapacity as error:
+            await self._wait_on(request, error)
         except (SandboxLost, EngineError, SearchLost, NoPolicy, TreeTooLarge) as error:
             await self._fail(request, error)
         else:
@@ -259,7 +268,7 @@ class Rollout(Actor):
         resume = await episode.resume_state()
         if resume.finished:
             return None
-        if request.policy.kind == "latest":
+        if request.policy.kind == "latest" and request.policy.run in ("", self.run):
             # The request was pulled before the first version, or just before the lane was paused. It waits here: giving
             # it back would cost a delivery, and deliveries count deaths.
             with self.waiting():
@@ -281,9 +290,33 @@ class Rollout(Actor):
             sandboxes=self._sandboxes,
             rollout=self.id,
             lease_s=self.config.environment.lease_s,
+            waits=self.config.rollout,
             checkpoints=CheckpointSchedule(self.config.rollout.checkpoint_every, self.event),
             searcher=self._searcher,
         )
+
+    async def _wait_on(self, request: RolloutRequest, error: NoCapacity) -> None:
+        """Hand back a request that got no sandbox: one behind it may own the sandbox whose capacity it waits for. Once
+        it has waited as long as the configuration allows, it fails."""
+        before_s = 0.0 if error.answered else request.unanswered_s
+        again = msgspec.structs.replace(
+            request, waited_s=request.waited_s + error.waited_s, unanswered_s=before_s + error.unanswered_s
+        )
+        waits = self.config.rollout
+        if again.unanswered_s >= waits.node_wait_s:
+            why: Exception = NoEnvironment(
+                f"no environment node of run {self.run} answered for {again.unanswered_s:.0f} s ([rollout] "
+                f"node_wait_s): start one with `headrace actor environment --run {self.run}`"
+            )
+        elif again.waited_s >= waits.room_wait_s:
+            why = NoRoom(
+                f"no environment node had capacity for {again.waited_s:.0f} s ([rollout] room_wait_s): add a node, "
+                "raise [environment] max_vms or lower [rollout] credit"
+            )
+        else:
+            await self._republish(again)
+            return
+        await self._fail(request, why)
 
     async def _republish(self, request: RolloutRequest) -> None:
         """Hand a request back: publish it again with its hand-over count; it is acknowledged after that."""

@@ -16,6 +16,7 @@ from headrace.actors.rollout.sandbox_checkpoint import MAX_COPIES, CheckpointSch
 from headrace.actors.rollout.turn_log import ResumeState, TurnLog
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
+from headrace.config import Rollout as RolloutSection
 from headrace.engines.base import Engine
 from headrace.harness.loop import run_episode
 from headrace.harness.prompt import toolbox_for
@@ -38,6 +39,8 @@ CAPACITY_WAIT_S = 15.0
 """How long an attempt waits for a sandbox before its request goes back to the end of the queue. Each hand-over doubles
 it, at most `DOUBLED` times: with few machines all requests wait, and none gets a sandbox by going round the queue."""
 DOUBLED = 3
+SHORTEST_WAIT_S = 0.1
+"""An attempt asks for a sandbox at least once, whatever the waits of the configuration leave it."""
 SUSPECT = ("**/test_*.py", "**/*_test.py", "**/conftest.py", "**/*.pth", "**/sitecustomize.py", "**/usercustomize.py")
 """Paths whose changes are reported, although the judge replaces or ignores them."""
 
@@ -54,6 +57,7 @@ class Episode:
         sandboxes: Sandboxes,
         rollout: str,
         lease_s: float,
+        waits: RolloutSection,
         checkpoints: CheckpointSchedule | None = None,
         searcher: Searcher | None = None,
     ) -> None:
@@ -61,6 +65,7 @@ class Episode:
         self._request = request
         self._task = msgspec.structs.replace(task, prompt=request.prompt or task.prompt, files=files)
         self._bus, self._sandboxes, self._rollout, self._lease_s = bus, sandboxes, rollout, lease_s
+        self._waits = waits
         self._log = TurnLog(bus, request.run, request.group, request.trajectory)
         self._sandbox: RemoteSandbox | None = None
         self._fingerprint = ""
@@ -216,7 +221,7 @@ class Episode:
     async def _acquire(self, resume: ResumeState, renderer: Renderer) -> RemoteSandbox:
         """The attempt's sandbox. A resumed attempt gets the sandbox that holds its work, or a copy of it."""
         request, task = self._request, self._task
-        patience_s = CAPACITY_WAIT_S * 2 ** min(request.handovers, DOUBLED)
+        patience_s = self._patience_s(CAPACITY_WAIT_S * 2 ** min(request.handovers, DOUBLED))
         acquire = Acquire(
             run=request.run,
             lane=request.lane,
@@ -259,6 +264,12 @@ class Episode:
             raise
         return sandbox
 
+    def _patience_s(self, patience_s: float) -> float:
+        """At most what the waits of the configuration leave."""
+        request, waits = self._request, self._waits
+        left_s = min(waits.room_wait_s - request.waited_s, waits.node_wait_s - request.unanswered_s)
+        return max(min(patience_s, left_s), SHORTEST_WAIT_S)
+
     async def _enter(self, acquire: Acquire, workspace: Workspace, resume: ResumeState) -> RemoteSandbox:
         """The sandbox of a workspace: the one that is held, or a new one with the files of the request."""
         request = self._request
@@ -266,13 +277,14 @@ class Episode:
         generation = (workspace.turn * 100 + request.attempt) * 1000 + request.handovers
         acquire = msgspec.structs.replace(acquire, group=workspace.name, slot=0, attempt=0, handovers=generation)
         self._sandboxes.forget(workspace.name)
+        patience_s = self._patience_s(CAPACITY_WAIT_S)
         try:
             node = resume.node or workspace.node
-            sandbox = await self._sandboxes.acquire(acquire, node=node, patience_s=CAPACITY_WAIT_S)
+            sandbox = await self._sandboxes.acquire(acquire, node=node, patience_s=patience_s)
         except NodeSilent:
             if resume.turns:
                 raise
-            sandbox = await self._sandboxes.acquire(acquire, patience_s=CAPACITY_WAIT_S)
+            sandbox = await self._sandboxes.acquire(acquire, patience_s=patience_s)
         work_lost = sandbox.id != resume.sandbox and any(turn.results for turn in resume.turns)
         if work_lost or (sandbox.fresh and workspace.turn and not request.files):
             await self._sandboxes.release(sandbox)

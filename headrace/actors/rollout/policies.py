@@ -6,6 +6,7 @@ newest one and switches to it between two decode steps; versions in between are 
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import lru_cache
@@ -98,6 +99,8 @@ class Policies:
         self._branches: dict[str, asyncio.Task[Policies]] = {}
         """Weights of other runs that requests name. Each has an engine of its own, which counts its own versions."""
         self._following: list[asyncio.Task[None]] = []
+        self._loading: asyncio.Task[None] | None = None
+        """Of a branch whose `latest` was named. The actor loads its own run's versions itself."""
 
     @property
     def version(self) -> int:
@@ -156,16 +159,26 @@ class Policies:
             async with self._news:
                 self._news.notify_all()
 
-    async def reached(self, version: int) -> None:
-        """Wait until `latest` is at least this version."""
-        async with self._news:
-            await self._news.wait_for(lambda: self.version >= version)
+    async def reached(self, version: int, within_s: float = math.inf) -> None:
+        """Wait until `latest` is at least this version. NoPolicy after `[rollout] version_wait_s`, or after `within_s`
+        where that is shorter."""
+        limit_s = min(self._config.rollout.version_wait_s, within_s)
+        try:
+            async with asyncio.timeout(limit_s), self._news:
+                await self._news.wait_for(lambda: self.version >= version)
+        except TimeoutError:
+            has = f"serves version {self.version}" if self.version >= 0 else "has no version"
+            raise NoPolicy(
+                f"run {self._run} {has} on {self._bus.node}, and version {version} or newer did not come within "
+                f"{limit_s:g} s: see whether its trainer, weight_sender and this node's weight_receiver run"
+            ) from None
 
     @asynccontextmanager
     async def serving(self, policy: PolicyRef, task: Task, oracle: Callable[[], Oracle]) -> AsyncIterator[Served]:
         """Engine and renderer for one episode. NoPolicy when this node can't have what is named."""
         if policy.run not in ("", self._run):
             branch = await self._branch(policy.run)
+            branch.follow_latest(policy)
             async with branch.serving(PolicyRef(policy.kind, policy.version), task, oracle) as served:
                 yield served
             return
@@ -193,6 +206,7 @@ class Policies:
         """Engine and format for a client's turn. NoPolicy; UnusableConversation for a policy without a chat format."""
         if policy.run not in ("", self._run):
             branch = await self._branch(policy.run)
+            branch.follow_latest(policy)
             async with branch.serving_clients(PolicyRef(policy.kind, policy.version)) as served:
                 yield served
             return
@@ -208,7 +222,7 @@ class Policies:
             async with self._pinned(policy.version) as engine:
                 yield ClientServed(engine, of)
         else:
-            await self.reached(0)
+            await self.reached(0, self._config.production.turn_s)
             yield ClientServed(await self._open_engine(), of)
 
     async def _branch(self, run: str) -> "Policies":
@@ -224,7 +238,7 @@ class Policies:
             raise
 
     async def _open_branch(self, run: str) -> "Policies":
-        branch = Policies(self._config, self._bus, run, self._id, self._on_swap, self._on_refused)
+        branch = Policies(self._config, self._bus, run, self._id, _unannounced, self._on_refused)
         after = await branch.recover()
         self._following.append(asyncio.create_task(branch.follow(after)))
         return branch
@@ -325,6 +339,12 @@ class Policies:
                     raise NoPolicy(f"the renderer bundle of run {self._run} cannot be used: {error}") from None
             return self._renderers
 
+    def follow_latest(self, policy: PolicyRef) -> None:
+        """Load this run's versions as they come, once a request names its `latest`."""
+        if policy.kind == "latest" and self._loading is None:
+            self._loading = asyncio.create_task(self.load())
+            self._following.append(self._loading)
+
     async def stop(self) -> None:
         """End the engine; requests in flight fail."""
         for task in self._following:
@@ -337,6 +357,10 @@ class Policies:
                 pin.forget.cancel()
         if self._engine is not None:
             await self._engine.stop()
+
+
+async def _unannounced(swapped: WeightsSwapped) -> None:
+    """A branch's swap changes no lane of this run."""
 
 
 @lru_cache(16)

@@ -55,6 +55,13 @@ class SandboxLost(Exception):
 class NoCapacity(Exception):
     """No node has capacity for another sandbox now: wait and acquire again."""
 
+    waited_s = 0.0
+    """How long the caller has waited."""
+    unanswered_s = 0.0
+    """For how long of that, up to now, no node has answered."""
+    answered = True
+    """Whether any node has answered at all."""
+
 
 class Sandbox(Protocol):
     """An isolated workspace. Calls may run concurrently; a repeated `call_id` gets the first answer."""

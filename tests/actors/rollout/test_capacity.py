@@ -1,6 +1,7 @@
 """Capacity that a handed-back attempt still holds, and the lanes that a rollout actor pulls."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from headrace.actors.rollout import episode
 from headrace.actors.rollout.actor import Rollout
 from headrace.config import Environment as Section
 from headrace.config import Rollout as Credit
-from headrace.messages.rollout import Trajectory, TurnSampled
+from headrace.messages.rollout import SlotFailed, Trajectory, TurnSampled
 from headrace.messages.sandbox import ANY_RUN, Acquire
 from headrace.messages.subjects import EVENT, FAIL, TASK, TRAJ, TURN
 from headrace.sandboxes.client import Sandboxes
@@ -90,6 +91,44 @@ async def test_a_request_without_room_goes_round_the_queue_ever_more_slowly(
                 await holder.release(taken)
                 await first(observer, "HR_TRAJ", TRAJ.at(run="round", group="g1"), Trajectory)
     assert await everything(observer, "HR_LEDGER", FAIL.where(run="round")) == []
+
+
+@pytest.mark.parametrize("node", [False, True])
+async def test_a_request_that_never_gets_a_sandbox_fails_with_what_to_do(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: bool
+) -> None:
+    """Waits add up over hand-overs. A full node is no missing one: it ends by the longer wait alone."""
+    monkeypatch.setattr(episode, "CAPACITY_WAIT_S", 0.1)
+    run = f"never{int(node)}"
+    observer = await connect("admin")
+    section = Section(backend="process", lease_s=100.0, max_vms=1, judge_share=0, slots_per_vm=1)
+    waits = Credit(node_wait_s=1.5, room_wait_s=2.0 if node else 1e6)
+    narrow = msgspec.structs.replace(config(tmp_path), environment=section, rollout=waits)
+    async with AsyncExitStack() as actors:
+        if node:
+            await actors.enter_async_context(
+                living(Environment, narrow, await connect("environment", node="n1"), ANY_RUN)
+            )
+            await Sandboxes(await connect("rollout"), 100.0).acquire(
+                Acquire(
+                    run=run,
+                    lane="train",
+                    role="rollout",
+                    group="other",
+                    slot=0,
+                    attempt=0,
+                    isolation="episode",
+                    files={},
+                    lease_s=100.0,
+                )
+            )
+        await actors.enter_async_context(living(Rollout, narrow, await connect("rollout"), run, "r1"))
+        await issue(observer, request(run, "g1", policy="idle"))
+        failed = await first(observer, "HR_LEDGER", FAIL.at(run=run, group="g1"), SlotFailed)
+    assert failed.reason == ("no_capacity" if node else "no_environment")
+    assert ("[environment] max_vms" if node else f"headrace actor environment --run {run}") in failed.detail
+    backs = [m for m in await everything(observer, "HR_EVENT", EVENT.where(run=run)) if m.kind == "handed_back"]
+    assert backs, "it ended without a hand-over"
 
 
 async def test_a_rollout_pulls_the_configured_lanes_and_leaves_the_others(connect: Connect, tmp_path: Path) -> None:

@@ -9,15 +9,17 @@ import msgspec
 import pytest
 import torch
 
+from headrace.actors.curriculum import Curriculum as CurriculumActor
 from headrace.actors.environment.actor import Environment
 from headrace.actors.rollout import policies
 from headrace.actors.rollout.actor import Rollout
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.bus.payloads import renderer_bundles
-from headrace.config import Config, Policy, Production, Run
+from headrace.config import Config, Curriculum, Evaluation, Policy, Production, Run
 from headrace.config import Environment as Section
-from headrace.messages.ledger import Admission, admission_key
+from headrace.config import Rollout as RolloutSection
+from headrace.messages.ledger import Admission, GroupDropped, admission_key
 from headrace.messages.operations import Event
 from headrace.messages.rollout import (
     Limits,
@@ -31,7 +33,7 @@ from headrace.messages.rollout import (
     renderer_key,
 )
 from headrace.messages.sandbox import ANY_RUN
-from headrace.messages.subjects import EVENT, FAIL, TASK, TRAJ, TURN, token
+from headrace.messages.subjects import CLOSE, EVENT, FAIL, TASK, TRAJ, TURN, token
 from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
 from headrace.policy.layout import hugging_face
@@ -40,6 +42,7 @@ from headrace.policy.numerics_probe import probe
 from headrace.rendering import schemas
 from headrace.rendering.bundle import terse_bundle
 from headrace.rendering.tokenizer import Tokenizer
+from headrace.replay.audit import prove
 from headrace.tasks import open_suite
 from headrace.weights import snapshot
 from tests.conftest import Connect
@@ -211,6 +214,60 @@ async def test_a_pin_that_this_node_never_gets_fails_its_slot_with_the_reason(
             while owner._pins:
                 await asyncio.sleep(0.01)
         await owner._unpinning  # an engine that never had the version has nothing to let go
+
+
+@pytest.mark.parametrize("of", ["", "elsewhere"])
+async def test_an_attempt_that_waits_for_a_first_version_fails_with_what_to_look_at(
+    connect: Connect,
+    environment: Environment,
+    tmp_path: Path,
+    observer: Bus,
+    versions: dict[int, tuple[str, str]],
+    of: str,
+) -> None:
+    run = f"b9{of}"
+    owner = f"b9branch{of}" if of else run
+    await prepare(connect, run)
+    if of:
+        await prepare(connect, owner)
+    short = msgspec.structs.replace(config(tmp_path), rollout=RolloutSection(version_wait_s=0.2))
+    named = PolicyRef(run=owner if of else "")
+    async with living(Rollout, short, await connect("rollout", node="here"), run, "roll"):
+        await issue(observer, run, "early", policy=named)
+        failed = await first(observer, "HR_LEDGER", FAIL.at(run=run, group="early"), lambda message: True)
+        assert failed.reason == "no_policy"
+        assert failed.detail.startswith(f"run {owner} has no version on here") and "trainer" in failed.detail
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), run, "roll"):
+        await issue(observer, run, "waits", policy=named)
+        await stage(observer, owner, "here", 1, *versions[1])
+        end = await end_of(observer, run, "waits")
+        assert {span.version for turn in end.turns for span in turn.spans} == {1}
+
+
+async def test_a_group_that_no_environment_serves_is_dropped_and_the_ledger_balances(
+    connect: Connect, tmp_path: Path, observer: Bus, versions: dict[int, tuple[str, str]]
+) -> None:
+    """Before, its requests were handed back for ever."""
+    run = "b10"
+    await prepare(connect, run)
+    await stage(observer, run, "here", 0, *versions[0])
+    alone = msgspec.structs.replace(
+        config(tmp_path),
+        rollout=RolloutSection(node_wait_s=0.3),
+        curriculum=Curriculum(group_size=2, groups_per_step=1, staleness=0, steps=1, attempts=2),
+        evaluation=Evaluation(heldout_tasks=0, unseen_tasks=0),
+    )
+    async with (
+        living(Rollout, alone, await connect("rollout", node="here"), run, "roll"),
+        living(CurriculumActor, alone, await connect("curriculum"), run, "plan"),
+    ):
+        dropped = await first(observer, "HR_SCORE", CLOSE.where(run=run), lambda m: isinstance(m, GroupDropped))
+    assert dropped.reason == "infra"
+    failures = [r.message async for r in observer.history("HR_LEDGER", FAIL.at(run=run, group=dropped.group))]
+    assert len(failures) == 4 and {one.reason for one in failures} == {"no_environment"}
+    assert f"headrace actor environment --run {run}" in failures[0].detail
+    report, wrong = await prove(observer, run)
+    assert not wrong and report.dropped == {"infra": 2}
 
 
 async def test_a_branch_that_could_not_be_opened_is_opened_for_the_next_request(

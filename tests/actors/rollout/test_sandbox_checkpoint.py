@@ -98,7 +98,14 @@ def episode(bus: Bus, wanted: RolloutRequest, told: Told, every: int = 2) -> Epi
     """On a set of sandboxes of its own, as in a process of its own."""
     schedule = CheckpointSchedule(every, told)
     return Episode(
-        wanted, TASK, bus=bus, sandboxes=Sandboxes(bus, 60.0), rollout="r", lease_s=60.0, checkpoints=schedule
+        wanted,
+        TASK,
+        bus=bus,
+        sandboxes=Sandboxes(bus, 60.0),
+        rollout="r",
+        lease_s=60.0,
+        waits=CONFIG.rollout,
+        checkpoints=schedule,
     )
 
 
