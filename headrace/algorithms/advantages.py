@@ -1,9 +1,9 @@
 """Group-relative advantages; the default is that of Dr. GRPO (arXiv 2503.20783, "Understanding R1-Zero-Like Training").
 
 The idea: the mean reward of a group of attempts at one task is the baseline. By default nothing is divided by the
-group's standard deviation: the division enlarges tiny differences where all attempts are about equally right, and
-weights tasks by how hard they happen to be. Trade-off: easy and hard groups give smaller gradients than medium ones,
-which is wanted. `normalised` divides all the same, as GRPO does, and `leave_one_out` is RLOO.
+group's standard deviation: the division enlarges tiny differences where all attempts are about equally right, and gives
+very easy and very hard tasks more weight. Trade-off: easy and hard groups give smaller gradients than medium ones.
+`normalised_advantages` divides, as GRPO does; `leave_one_out_advantages` is RLOO.
 
 A group closes with its survivors when infrastructure lost some of its slots: the baseline is then that of the
 survivors, and a lost attempt never counts as reward 0. Groups may have any size from 2 on.
@@ -18,12 +18,14 @@ EPSILON = 1e-6
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:
-    """Reward minus the group's mean. All 0.0 when the rewards are equal.
+    """Reward minus the group's mean, one per reward. All 0.0 when the rewards are equal.
 
     ValueError for an empty group and for a reward that is not finite.
     """
     if not rewards:
-        raise ValueError("a group without survivors has no baseline; it should have been dropped")
+        raise ValueError(
+            "expected at least one reward for a group's baseline, got none: a group without survivors is dropped"
+        )
     if not all(math.isfinite(reward) for reward in rewards):
         raise ValueError(f"rewards must be finite, got {list(rewards)}")
     if all(reward == rewards[0] for reward in rewards):
@@ -49,9 +51,9 @@ def leave_one_out_advantages(rewards: Sequence[float]) -> list[float]:
 def class_advantages(
     judged: Sequence[tuple[str, float]], advantage: Callable[[Sequence[float]], list[float]] = group_advantages
 ) -> list[float]:
-    """Advantages where every prompt has one rollout: relative to the batch's other rollouts of the same task class.
+    """Advantages where every prompt has one rollout: the baseline is the batch's other rollouts of the same task class.
 
-    judged: (task class, reward) of every rollout. Classes with one rollout have no baseline of their own and share one.
+    judged: (task class, reward) of every rollout. All classes with a single rollout share one baseline.
     """
     sizes = Counter(name for name, _ in judged)
     pools: dict[str, list[int]] = {}

@@ -15,16 +15,16 @@ With r = p_trainer / p_behaviour of a token, s = exp(mean of log r over its sequ
                      geometric rejection (Liu, Li et al. 2025, "When Speed Kills Stability"; SkyRL: 0.99 to 1.01)
 The last four use `band`: PPO's is (0.8, 1.2), GSPO's is as narrow as (0.9997, 1.0004).
 
-Why a choice: an upper truncation only bounds the variance. A token whose probability fell far and whose advantage is
-negative is still pushed down; masks and bands stop that too. At a lag of four and a learning rate of 2e-3 the tiny
-policy collapsed under truncation, under masks and, later, under sequence masks; clipping and the guard each kept it
-from collapsing (`python -m benchmarks.lag_study`: one or two seeds each). The decoupled objective keeps the trust
-region around the proximal policy, which is the trainer's own log-probabilities from before the step, so a sampler's
-age alone does not cause clipping. With one update per step u is 1 and `decoupled` equals `truncated`; they differ from
-the second minibatch on.
+Why there is a choice: an upper truncation only bounds the variance. A token whose probability fell far and whose
+advantage is negative is still pushed down; masks and bands stop that too. At a lag of four and a learning rate of 2e-3
+the tiny policy collapsed under truncation, under masks and, later, under sequence masks; clipping and the guard each
+kept it from collapsing (`python -m benchmarks.lag_study`: one or two seeds each). The decoupled objective keeps the
+trust region around the proximal policy, which is the trainer's own log-probabilities from before the step, so a
+sampler's age alone does not cause clipping. With one update per step u is 1 and `decoupled` equals `truncated`; they
+differ from the second minibatch on.
 
-Not included: GSPO's mean over a sequence's tokens, and a critic; the divisor is a constant (`losses`). A sequence is
-one context of the model: a segment, so a trajectory with summaries has several.
+GSPO's mean over a sequence's tokens is a setting of the objective, `losses.Objective.sequence_mean`. A critic is not
+included. A sequence is one context of the model, a segment: a trajectory with summaries has several.
 
 Layout: flat vectors over M sampled tokens, float32, all on one device.
 """
@@ -71,7 +71,8 @@ class SampledTokens(NamedTuple):
 
 
 class Corrected(NamedTuple):
-    """The loss is -sum(terms) / divisor; `cut` [M] (bool) marks tokens whose ratio was cut or masked."""
+    """The loss is -sum(terms) / divisor; terms float32 [M]. `cut` bool [M] marks tokens whose ratio was cut or
+    masked."""
 
     terms: Tensor
     cut: Tensor
@@ -94,7 +95,7 @@ def importance_weights(tokens: SampledTokens, clip: float, low: float | None = N
 
 
 def pessimistic(ratio: Tensor, advantage: Tensor, band: Band) -> Corrected:
-    """min(ratio A, clip(ratio) A): a constant without gradient beyond the band on the side to which A pushes."""
+    """min(ratio A, clip(ratio) A): beyond the band, on the side to which A pushes, a constant without a gradient."""
     cut = ((ratio > band.high) & (advantage > 0.0)) | ((ratio < band.low) & (advantage < 0.0))
     bounded = torch.where(cut, ratio.detach().clamp(band.low, band.high), ratio)
     return Corrected(bounded * advantage, cut)
@@ -109,13 +110,13 @@ def geometric_means(log_ratio: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def truncated(tokens: SampledTokens, settings: Correction) -> Corrected:
-    """TIS."""
+    """TIS: truncated importance sampling."""
     weights, cut = importance_weights(tokens, settings.clip)
     return Corrected(weights * tokens.advantage * tokens.logp, cut)
 
 
 def masked(tokens: SampledTokens, settings: Correction) -> Corrected:
-    """IcePop."""
+    """IcePop: tokens whose ratio is outside of low..clip have no gradient."""
     weights, cut = importance_weights(tokens, settings.clip, settings.low)
     return Corrected(weights * tokens.advantage * tokens.logp, cut)
 
@@ -149,5 +150,7 @@ def sequence_masked(tokens: SampledTokens, settings: Correction) -> Corrected:
 
 def _sequence_ratios(tokens: SampledTokens, settings: Correction) -> Tensor:
     if tokens.lengths is None:
-        raise ValueError(f"weighting {settings.weighting!r} needs the lengths of the sequences")
+        raise ValueError(
+            f"weighting {settings.weighting!r} needs the lengths of the sequences: set SampledTokens.lengths"
+        )
     return geometric_means(tokens.logp.detach() - tokens.behaviour, tokens.lengths)

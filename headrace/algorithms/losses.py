@@ -1,9 +1,9 @@
 """The policy-gradient objective over sampled tokens: Dr. GRPO with a correction for the sampler's age.
 
 The idea: the sampler drew the tokens with weights that are a step or two old, and perhaps with other rounding.
-`corrections` decides how much each token still counts: by default its gradient is weighted by p_trainer / p_sampler,
-cut at `clip`, without a gradient through the weight itself. One pass over fresh samples (single epoch) needs no more,
-because the trainer's own policy does not move within it.
+`corrections` gives the weight of each token: by default its gradient is weighted by p_trainer / p_sampler, cut at
+`clip`, without a gradient through the weight itself. One pass over fresh samples (a single epoch) needs no other
+correction, because the trainer's policy does not change within it.
 
 The sum over tokens is divided by one constant for the whole batch, never by each sequence's length: with 1/length, long
 wrong answers are punished less per token than short ones (Dr. GRPO, arXiv 2503.20783). The constant is sequences x a
@@ -12,9 +12,9 @@ fixed token count, or the batch's number of sampled tokens (DAPO, arXiv 2503.144
 averaged over its own tokens, and the divisor is the batch's number of sequences.
 
 KL to a reference policy is by default the k1 estimator, as in Composer 2 (arXiv 2603.24477): k3's variance explodes as
-the policies part. It is a cost on each token's advantage; as a plain loss term k1's gradient is zero in expectation
+the policies diverge. It is a cost on each token's advantage; as a plain loss term k1's gradient is zero in expectation
 (Tang & Munos, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv 2506.09477). k3 is the loss term
-of GRPO (arXiv 2402.03300): with d = log p_reference - log p, exp(d) - 1 - d, differentiated as it stands.
+of GRPO (arXiv 2402.03300): exp(d) - 1 - d with d = log p_reference - log p, differentiated directly.
 
 Layout: flat vectors over the M sampled tokens of a micro-batch; everything in float32.
 """
@@ -42,7 +42,7 @@ class Objective(NamedTuple):
     kl_weight: float = 0.0
     kl: Literal["k1", "k3"] = "k1"
     sequence_mean: bool = False
-    """Terms are divided by the number of tokens of their sequence, too."""
+    """Whether each term is also divided by the number of tokens of its sequence."""
     divisor: float = 1.0
     """The same for all micro-batches of a batch, so that their losses add up to the batch's; see `batch_divisor`."""
 
@@ -56,7 +56,9 @@ def policy_gradient(tokens: SampledTokens, objective: Objective) -> TokenLoss:
     penalty = None
     if objective.kl_weight > 0.0:
         if tokens.reference is None:
-            raise ValueError("kl_weight > 0 needs the reference policy's log-probabilities")
+            raise ValueError(
+                "kl_weight > 0 needs the reference policy's log-probabilities: set SampledTokens.reference"
+            )
         if objective.kl == "k3":
             gap = tokens.reference - tokens.logp
             penalty = objective.kl_weight * (torch.expm1(gap) - gap)

@@ -2,9 +2,9 @@
 
 With d = log p_trainer - log p_sampler on tokens drawn by the sampler (Schulman, "Approximating KL divergence", 2020):
     k1 = mean(-d)               unbiased for KL(sampler || trainer), noisy, may be negative
-    k3 = mean(exp(d) - 1 - d)   unbiased, never negative, but its variance explodes as the two part
-On tokens of the version being trained any difference is numeric and a bug or rounding; on older ones it is also
-learning. k1 is the alarm to watch: it rose before every collapse we have seen.
+    k3 = mean(exp(d) - 1 - d)   unbiased, never negative, but its variance explodes as the two diverge
+On tokens of the version being trained, any difference is rounding or a bug; on tokens of older versions the difference
+contains the updates since. Watch k1: in our runs it rose before every collapse.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,10 @@ class Mismatch(NamedTuple):
 def mismatch(trainer: Tensor, sampler: Tensor) -> Mismatch:
     """Compare log-probabilities [M] of the same tokens; sums run in float64. NaN anywhere shows as NaN."""
     if trainer.shape != sampler.shape:
-        raise ValueError(f"{tuple(trainer.shape)} against {tuple(sampler.shape)} log-probabilities")
+        raise ValueError(
+            f"expected log-probabilities of equal shapes, got trainer {tuple(trainer.shape)}, sampler "
+            f"{tuple(sampler.shape)}"
+        )
     if trainer.numel() == 0:
         return Mismatch(0, 0.0, 0.0, 0.0)
     d = trainer.detach().double() - sampler.detach().double()
@@ -36,18 +39,18 @@ def mismatch(trainer: Tensor, sampler: Tensor) -> Mismatch:
 
 
 def router_flips(left: Tensor, right: Tensor) -> float:
-    """Share of (position, layer) pairs whose sets of experts differ; order within a set is no flip.
+    """Share of (position, layer) pairs whose sets of experts differ; another order within a set is not a difference.
 
-    left, right: integer [positions, layers, top_k]. Rows of -1 mean that a side has no record; they are left out.
+    left, right: integer [positions, layers, top_k]. Pairs where a side has no record (-1) are left out.
     """
     flips, known = flipped(left, right)
     return flips / known if known else 0.0
 
 
 def flipped(left: Tensor, right: Tensor) -> tuple[int, int]:
-    """(pairs whose sets of experts differ, pairs known on both sides), as `router_flips` counts them."""
+    """(pairs whose sets of experts differ, pairs with a record on both sides), as `router_flips` counts them."""
     if left.shape != right.shape:
-        raise ValueError(f"routes of shape {tuple(left.shape)} against {tuple(right.shape)}")
+        raise ValueError(f"expected routes of equal shapes, got {tuple(left.shape)} and {tuple(right.shape)}")
     known = (left >= 0).all(-1) & (right >= 0).all(-1)
     differ = (left.sort(-1).values != right.sort(-1).values).any(-1)
     return int((differ & known).sum()), int(known.sum())

@@ -1,9 +1,9 @@
-"""Sequences into micro-batches of packed tokens.
+"""Packs sequences into micro-batches.
 
-The idea: the model takes sequences laid end to end, so a micro-batch is a set of sequences whose tokens fit a budget,
+The idea: the model takes concatenated sequences, so a micro-batch is a set of sequences whose tokens fit a budget,
 without padding. First-fit decreasing (Johnson 1973: at most 11/9 of the best count), ties by index: the result depends
-on the lengths alone, never on the order of arrival in a hash table. Trade-off: the budget bounds memory, not attention
-cost, which grows with the square of a sequence's length; for contexts of a few hundred tokens that does not matter.
+on the lengths alone. Trade-off: the budget bounds memory, not attention cost, which grows with the square of a
+sequence's length; for contexts of a few hundred tokens that does not matter.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     index, so a gradient is summed in one fixed order. ValueError for an empty sequence or a budget below 1.
     """
     if budget < 1:
-        raise ValueError(f"token budget must be positive, got {budget}")
+        raise ValueError(f"expected a token budget >= 1, got {budget}")
     if any(length < 1 for length in lengths):
-        raise ValueError("a sequence without tokens cannot be packed")
+        raise ValueError(f"expected sequences of at least one token, got lengths {list(lengths)}")
     bins: list[list[int]] = []
     left: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

@@ -1,7 +1,7 @@
-"""Statistics of a benchmark: task by task, because trials of one task resemble each other.
+"""Statistics of a benchmark over tasks, because the trials of one task are not independent.
 
-A task is the unit: its value is the share of its trials that passed, or one of its trials' figures. Intervals are those
-of Agresti and Coull (1998) and Agresti and Min (2005), extended from passes to shares: imagined tasks are added, so
+The task is the unit: its value is the share of its trials that passed, or a mean figure of its trials. Intervals are
+those of Agresti and Coull (1998) and Agresti and Min (2005), extended from passes to shares: pseudo-tasks are added, so
 that an interval keeps its level with few tasks, with tasks that all pass, and with tasks that never differ.
 """
 
@@ -17,7 +17,7 @@ POWER = 0.8
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """A mean over tasks with its confidence interval. NaN never occurs: without tasks the interval is the range."""
+    """A mean over tasks with its confidence interval. Without tasks the interval is the whole range, never NaN."""
 
     mean: float
     low: float
@@ -45,8 +45,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def share_interval(values: Sequence[float], alpha: float = 0.05) -> Interval:
-    """The mean of the tasks' shares, each from 0 to 1. Two imagined tasks that always pass and two that never do are
-    added."""
+    """The mean of the tasks' shares, each from 0 to 1. The interval has four pseudo-tasks: two that always pass and two
+    that never do."""
     tasks = len(values)
     if not tasks:
         return Interval(mean=0.0, low=0.0, high=1.0, tasks=0)
@@ -60,8 +60,7 @@ def share_interval(values: Sequence[float], alpha: float = 0.05) -> Interval:
 def paired_difference(first: Mapping[str, float], second: Mapping[str, float], alpha: float = 0.05) -> Difference:
     """Compare two policies on their common tasks: task to the share of its trials that passed.
 
-    Two imagined tasks are added: half of one is won, half of one is lost, and one is equal. Without common tasks the
-    interval is the whole range.
+    The interval has two pseudo-tasks: half a win, half a loss and one tie. Without common tasks it is the whole range.
     """
     common = sorted(first.keys() & second.keys())
     differences = [float(second[task]) - float(first[task]) for task in common]
@@ -84,7 +83,10 @@ def paired_difference(first: Mapping[str, float], second: Mapping[str, float], a
 
 
 def all_pass(passed: int, trials: int, k: int) -> float:
-    """The probability that k trials of a task, drawn without replacement from its `trials`, all passed (pass^k)."""
+    """pass^k: the probability that k trials, drawn without replacement from a task's `trials`, all passed.
+
+    ValueError unless 1 <= k <= trials.
+    """
     if not 0 < k <= trials:
         raise ValueError(f"expected 1 <= k <= {trials} trials, got {k}")
     return math.comb(passed, k) / math.comb(trials, k)
@@ -93,8 +95,9 @@ def all_pass(passed: int, trials: int, k: int) -> float:
 def silent_share(outcomes: Mapping[str, Sequence[bool]], resamples: int, seed: int, alpha: float = 0.05) -> float:
     """The share of resamples in which a policy, compared with itself, shows no difference.
 
-    Each resample draws tasks with replacement, and for both arms as many trials of a task as it has, from that task's
-    own outcomes: two measurements of one policy. With a sound comparison the share is at least 1 - alpha.
+    Each resample simulates two measurements of one policy: it draws tasks with replacement, and for each arm as many
+    trials of a task as were recorded, from that task's outcomes. With a sound comparison the share is at least 1 -
+    alpha.
     """
     rng = random.Random(seed)
     tasks = [list(map(bool, trials)) for trials in outcomes.values() if trials]

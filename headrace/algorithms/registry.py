@@ -1,4 +1,4 @@
-"""Advantages and losses by name: headrace's own, and those that users bring (`headrace.registry`).
+"""Advantages and losses by name: the built-in ones and those that users register (`headrace.registry`).
 
 An advantage maps the rewards of one group to one number each: ``(rewards: Sequence[float]) -> list[float]``; 0.0 means
 that the slot has no gradient. A loss maps sampled tokens to the terms whose sum is raised: `corrections.Loss`.

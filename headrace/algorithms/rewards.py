@@ -1,12 +1,12 @@
-"""Rewards: what a verdict is worth. A registry, and the built-in one: the verdict minus a concave price for effort.
+"""The registry of rewards, and the built-in reward: the verdict's value minus a concave penalty for effort.
 
-The price is that of Composer 2 (arXiv 2603.24477, section 4.1):
+The penalty is that of Composer 2 (arXiv 2603.24477, section 4.1):
 
     C_{k,q}(x) = ((1 + kx)^(1-q) - 1) / (k (1-q)),   q = 1: log(1 + kx) / k
 
-It is concave and increasing with slope 1 at 0: the first tokens of an easy task cost the most, and a long hard task is
-not discouraged. x is a weighted sum of sampled tokens, tool calls and turns. A turn costs more than a call, so calls
-that run together are cheaper in one turn: that teaches parallel calls.
+It is concave and increasing with slope 1 at 0: the first tokens of an attempt cost the most, so a long attempt at a
+hard task is not discouraged. x is a weighted sum of sampled tokens, tool calls and turns. A turn costs more than a
+call, so parallel calls in one turn are cheaper than the same calls in several turns.
 """
 
 import math
@@ -54,13 +54,13 @@ REWARDS: Registry[Reward] = Registry("rewards", {"shaped": "headrace.algorithms.
 
 
 def shaped(judged: Judged) -> float:
-    """The built-in reward: 1 or 0 for the verdict, minus length_penalty x C_{k,q}(effort), minus the price of
-    an overlong attempt, plus rubric_weight x the rubric's value."""
+    """The built-in reward: 1 or 0 for the verdict, minus length_penalty x C_{k,q}(effort), minus the penalty of an
+    overlong attempt, plus rubric_weight x the rubric's value."""
     return sum(shaped_parts(judged).values())
 
 
 def shaped_parts(judged: Judged) -> dict[str, float]:
-    """The parts of the built-in reward by name. A cheat earns nothing by its style."""
+    """The parts of the built-in reward by name. A cheating attempt gets no rubric reward."""
     options = judged.options
     verdict = earned(judged)
     priced = shaped_reward(
@@ -85,7 +85,8 @@ def shaped_parts(judged: Judged) -> dict[str, float]:
 
 
 def earned(judged: Judged) -> float:
-    """1 or 0 for the verdict; the number of a reward file or a checker where there is one and nobody cheated."""
+    """1 or 0 for the verdict; the number of a reward file or a checker where there is one and the attempt is no
+    cheat."""
     if judged.value is not None and judged.verdict in ("passed", "failed"):
         return judged.value
     return 1.0 if judged.passed else 0.0
@@ -101,12 +102,13 @@ def concave(x: float, k: float, q: float) -> float:
 
 
 def overlong(tokens: int, most: int, last: int) -> float:
-    """0 up to `most` - `last` sampled tokens, 1 from `most` on, a line between them; 0 where `last` is 0."""
+    """0 up to `most` - `last` sampled tokens, 1 from `most` on, linear between them; 0 where `last` is 0 (DAPO's soft
+    overlong punishment, arXiv 2503.14476)."""
     return min(1.0, max(0.0, (tokens - (most - last)) / last)) if last else 0.0
 
 
 def effort(tokens: int, calls: int, turns: int) -> float:
-    """x of the penalty, in sampled tokens."""
+    """x of the penalty in sampled tokens: a call counts as 4 tokens, a turn as 16."""
     return tokens + TOKENS_PER_CALL * calls + TOKENS_PER_TURN * turns
 
 

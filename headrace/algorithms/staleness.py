@@ -1,16 +1,15 @@
 """The arithmetic of bounded staleness: which groups may be issued, the batch of a group, the age of a token.
 
-Batch k is made of P groups and takes version k to version k + 1. A token's staleness is k minus the version that wrote
-it. Admission follows AReaL (arXiv 2505.24298) in groups instead of samples: with at most (bound + 1) x P groups issued
-and not retired, group number i ends up in batch i // P at the latest place, so a sampler at version
-max(0, i // P - bound) or newer can write nothing that is too old. Law 2 rests on these functions; curriculum, trainer
-and audit call the same ones.
+Batch k has P groups; its step turns version k into version k + 1. A token's staleness is k minus the version that
+sampled it. Admission follows AReaL (arXiv 2505.24298) in groups instead of samples: with at most (bound + 1) x P groups
+issued and not retired, group number i is in batch i // P at the latest, so a sampler at version max(0, i // P - bound)
+or newer samples no token that becomes too old. Law 2 rests on these functions; curriculum, trainer and audit call the
+same ones.
 
-The bound may change while a run goes on (`Bounds`). A change names the first batch that it holds for, one without a
-closing yet, so that a bound never holds for a batch that closed before it. A smaller bound holds at once. A larger one
-grows by one a batch, from that of its first batch as it was before: the trainer has deleted versions beyond the old
-bound and could not score their tokens again. Either way k - bound(k) never falls, so a version's last batch is well
-defined.
+The bound may change during a run (`Bounds`). A change names its first batch, which has no GroupClosed record yet, so
+that a bound never applies to a batch that closed before it. A smaller bound applies at once. A larger bound grows by
+one per batch, from the value before the change: the trainer has deleted versions beyond the old bound and could not
+score their tokens again. In both cases k - bound(k) never decreases, so the last batch of a version is well defined.
 """
 
 from collections import Counter
@@ -29,9 +28,13 @@ class Bounds(NamedTuple):
         return cls(((0, bound),))
 
     def changed(self, batch: int, bound: int) -> "Bounds":
-        """With another bound from a batch on. ValueError when it is negative, or when a later change is known."""
+        """These bounds with another one from a batch on. ValueError for a negative bound or a batch before the last
+        change."""
         if bound < 0 or batch < self.changes[-1][0]:
-            raise ValueError(f"a bound of {bound} from batch {batch} on cannot follow {self.changes[-1]}")
+            raise ValueError(
+                f"expected a bound >= 0 from batch {self.changes[-1][0]} or a later one on, got {bound} from batch "
+                f"{batch}"
+            )
         return Bounds((*self.changes, (batch, bound)))
 
     def at(self, batch: int) -> int:
@@ -60,8 +63,9 @@ class Bounds(NamedTuple):
 def first_batch_of(bounds: Bounds, bound: int, closed: int, index: int, groups_per_step: int, *, drop: bool) -> int:
     """The first batch that a changed bound may hold for.
 
-    closed: places taken. index: number of the next group. A larger bound, and any with `drop`, starts with the first
-    batch without a closing; a smaller one otherwise waits until every group that was issued has its place.
+    closed: number of GroupClosed records. index: number of the next group. A larger bound, and any bound with `drop`,
+    starts with the first batch without a GroupClosed record. Without `drop`, a smaller bound starts after the batches
+    of all groups that were issued.
     """
     first, free = (max(bounds.changes[-1][0], -(-taken // groups_per_step)) for taken in (closed, index))
     falls = any(bound < bounds.at(batch) for batch in range(first, free))
@@ -78,34 +82,24 @@ def credit(issued: int, retired: int, groups_per_step: int, bound: int) -> int:
     return max(0, (bound + 1) * groups_per_step - (issued - retired))
 
 
-def min_version(index: int, groups_per_step: int, bound: int) -> int:
-    """The oldest version that may sample group number `index` (dropped ones not counted)."""
-    return max(0, index // groups_per_step - bound)
-
-
 def batch_of(place: int, groups_per_step: int) -> int:
     """The batch of the place-th GroupClosed record of a run."""
     return place // groups_per_step
 
 
 def places(batch: int, groups_per_step: int) -> range:
-    """The places in the order of GroupClosed records that make up a batch."""
+    """The indices of a batch's records among the GroupClosed records of a run."""
     return range(batch * groups_per_step, (batch + 1) * groups_per_step)
 
 
-def last_batch(oldest_version: int, bound: int) -> int:
-    """The last batch in which tokens of this version may still be trained on."""
-    return oldest_version + bound
-
-
 def may_close(oldest: int, live: Iterable[int], closed: int, groups_per_step: int, bound: int | Bounds) -> bool:
-    """Whether a finished group may take the next place without making itself or another live group too old.
+    """Whether a finished group may close next without itself or another live group becoming too old.
 
-    oldest: version of the group's oldest token. live: the same for every other open or finished but unclosed group
-    (its min_version while it has no token). closed: places taken so far. Earliest deadline first decides: with the
-    others in order of their last batch, the i-th still has to find place closed + i. Keeping places for the current
-    batch's deadlines alone is not enough for a bound of 2 or more: young groups may then take the places of the next
-    batch's.
+    oldest: version of the group's oldest token. live: the same for every other group that is open, or finished but not
+    closed (its min_version while it has no token). closed: number of GroupClosed records. The test is earliest deadline
+    first: the other groups, ordered by their last batch, close at positions closed + 1, closed + 2, ..., and each must
+    be in time. With a bound of 2 or more it is not enough to reserve positions for the groups that are due in the
+    current batch: young groups could take the positions that the next batch's groups need.
     """
     bounds = Bounds.constant(bound) if isinstance(bound, int) else bound
     if bounds.last_batch(oldest) < batch_of(closed, groups_per_step):
@@ -115,9 +109,9 @@ def may_close(oldest: int, live: Iterable[int], closed: int, groups_per_step: in
 
 
 def staleness(batch: int, version: int) -> int:
-    """How many versions old a token is. ValueError when it was written by a version not yet made."""
+    """The age of a token in versions. ValueError when its version is newer than its batch."""
     if version > batch:
-        raise ValueError(f"version {version} cannot have written tokens of batch {batch}")
+        raise ValueError(f"expected tokens of version {batch} or older in batch {batch}, got version {version}")
     return batch - version
 
 

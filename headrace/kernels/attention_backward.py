@@ -1,12 +1,12 @@
 """Gradient of packed causal attention on a GPU, deterministic: no atomics, every sum in one order.
 
 Idea: scores are computed again from the saved log-sum-exp (FlashAttention-2, arXiv 2307.08691). Libraries add each
-tile's share of a query's gradient by atomics, whose order changes from run to run. Here two kernels each own what they
-write: one a block of 64 keys and walks over the rows that see it, one a tile of rows and walks over its keys, both
-ascending. So gradients repeat bit for bit, and do not depend on other sequences of the batch either.
+tile's share of a query's gradient by atomics, whose order changes from run to run. Here one program writes each output:
+the first kernel takes a block of 64 keys and loops over the rows that see it, the second takes a tile of rows and loops
+over its keys. Both loops ascend, so gradients repeat bit for bit and do not depend on the batch's other sequences.
 
 Layout: rows and tiles as in `attention_forward`. delta [N, H] is the product of gradient and output, summed along D.
-Trade-off: scores are computed twice, seven products instead of five.
+Trade-off: both kernels compute the scores: seven matrix products instead of five.
 
 Twin: the backward pass in `block_attention`. Error against float64 autograd: 2e-2 of the gradient's norm in bfloat16,
 1e-5 in float32. Checked in Triton's interpreter; not run on a GPU yet, and nothing in the model calls it.
@@ -28,7 +28,7 @@ from headrace.kernels.dispatch import jit, tl
 
 @jit
 def _slopes(x, g, ks, vs, norm, delta, limit, key, length, live, scale):  # type: ignore[no-untyped-def]
-    """Rows by keys: their weights and the loss's slope by their scores. x, g [BM, BD]; ks, vs [BK, BD]."""
+    """(softmax weights, gradient of the scores), each [BM, BK], from x, g [BM, BD] and ks, vs [BK, BD]."""
     s = tl.dot(x, tl.trans(ks), input_precision="ieee") * scale
     seen = (key[None, :] <= limit[:, None]) & (key < length)[None, :] & live[:, None]
     p = tl.where(seen, tl.exp(s - norm[:, None]), 0.0)
@@ -103,9 +103,10 @@ def _queries_kernel(  # type: ignore[no-untyped-def]
 def packed_attention_backward_triton(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Sequence[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q [N, H, D], k and v [N, V, D] from that of the output [N, H, D].
+    """Gradients of q [N, H, D], k and v [N, V, D], in their dtypes, from `grad`, that of the output [N, H, D].
 
-    out, lse float32 [N, H]: what `packed_attention_triton` gave for the same arguments.
+    out [N, H, D] and lse float32 [N, H] are the results of `packed_attention_triton` for the same arguments.
+    lengths: tokens of each sequence; they add up to N.
     """
     q, k, v, grad = (x.contiguous() for x in (q, k, v, grad))
     heads, d = k.shape[1], q.shape[2]

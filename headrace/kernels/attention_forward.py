@@ -1,25 +1,26 @@
-"""Attention on a GPU: the same bits for prefill and decode, whatever stands beside a query and however it is cut up.
+"""Batch-invariant attention on a GPU: prefill and decode give the same bits, for any batch and any split of the work.
 
-Idea: FlashAttention (arXiv 2307.08691) walks over keys with a running maximum and sum. Decode has too few queries to
-fill a GPU, so its keys are split among programs, and libraries choose the number of splits by batch and length: the
-order of the sum, and with it the bits, then depend on who else is served. Here splits are fixed by position: keys 0 to
-511, 512 to 1,023 and so on ("fixed split-KV size", He et al., "Defeating Nondeterminism in LLM Inference", 2025). A
-split is walked in ascending blocks of 64 from a fresh start, and splits are merged in ascending order. One program may
-do that for all splits (prefill), or one program for each and another merges (decode): both run `_walk` and `_merge`, so
-the bits are the same, and the choice may depend on anything. A masked key, block or split changes nothing: factor 1,
+Idea: FlashAttention (arXiv 2307.08691) loops over keys with a running maximum and sum. Decode has too few queries to
+fill a GPU, so its keys are split among programs. Libraries choose the number of splits by batch and length, so the
+order of the sum, and with it the bits, depend on the batch. Here splits are fixed by position: keys 0 to 511, 512 to
+1,023 and so on ("fixed split-KV size", He et al., "Defeating Nondeterminism in LLM Inference", 2025). Each split starts
+from an empty state and takes blocks of 64 keys in ascending order; splits are merged in ascending order. Prefill
+computes all splits of a tile in one program, decode one split per program with a second kernel that merges. Both run
+`_walk` and `_merge`, so the bits are the same. A masked key, block or split changes no bit: its factor is 1, its
 summand 0.
 
-Layout: the G query heads of a key-value head stand side by side as rows (token t, head g is row t G + g), in tiles of
-64 rows, also in decode: another tile height would be another instruction with an order of its own. Keys and values are
-contiguous [N, V, D], or paged [blocks, V, 64, D] with a table of block numbers; that changes addresses, nothing else.
+Layout: the G query heads of a key-value head are rows (token t, head g is row t G + g), in tiles of 64 rows. Decode has
+the same tiles, because another tile height compiles to another matrix instruction, which sums in another order. Keys
+and values are contiguous [N, V, D], or paged [blocks, V, 64, D] with a table of block numbers: only addresses differ.
 `tiles` int32 [., 5]: first token of the sequence's queries, first row of the tile, rows of the sequence, position of
 its first query, and where its keys are (first token, or first entry of the table).
 
-Trade-off: a tile of 64 rows in decode is mostly padding. Bytes bound it there: 64 keys of D 128 are 32 KiB and 2.1
-MFLOP, a third of an H200's bfloat16 rate at full bandwidth. Contraction to fused multiply-adds is switched off, so that
-two programs of the same steps can't be rounded differently.
+Trade-off: a tile of 64 rows in decode is mostly padding. Decode is bound by memory traffic all the same: 64 keys of
+D = 128 are 32 KiB and 2.1 MFLOP, which at full bandwidth is a third of an H200's bfloat16 rate. Contraction to fused
+multiply-adds is switched off, because the compiler could contract the two programs differently.
 
-Twin: `block_attention`, without splits: equal bits up to 512 keys in principle, within the bound beyond.
+Twin: `block_attention`, which has no splits. In principle its bits are equal up to 512 keys; beyond, results agree
+within the error below.
 Error against float64 of the same inputs: 1e-2 of the largest |v| in bfloat16, 1e-5 in float32.
 Checked in Triton's interpreter; not run on a GPU yet, and nothing in the model calls it.
 """
@@ -39,6 +40,7 @@ from headrace.kernels.dispatch import jit, tl
 SPLIT = 512
 """Keys of a split: a multiple of a block, never a function of batch or length."""
 ROWS = 64
+"""Rows of a tile."""
 
 
 @jit
@@ -46,7 +48,7 @@ def _walk(  # type: ignore[no-untyped-def]
     x, k, v, table, base, head, heads, d, first, last, limit, scale,
     PAGED: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Keys first to last - 1 for the rows x [BM, BD]: their maximum, sum and weighted values, from a fresh start."""
+    """Keys first to last - 1 for the rows x [BM, BD]: maximum, sum and weighted values, from an empty state."""
     lane, near = tl.arange(0, BD), tl.arange(0, BK)
     peak = tl.full((BM,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BM,), dtype=tl.float32)
@@ -76,7 +78,7 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @jit
 def _merge(peak, total, out, next_peak, next_total, next_out):  # type: ignore[no-untyped-def]
-    """The state so far and the split behind it. A split without a visible key changes no bit."""
+    """Merge the state so far with the next split. A split without a visible key changes no bit."""
     top = tl.maximum(peak, next_peak)
     safe = tl.where(top == float("-inf"), 0.0, top)
     old, new = tl.exp(peak - safe), tl.exp(next_peak - safe)
@@ -85,7 +87,8 @@ def _merge(peak, total, out, next_peak, next_total, next_out):  # type: ignore[n
 
 @jit
 def _rows_of(tiles, at, group, heads, head, BM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile: places of its rows in [tokens, V, G], which of them exist, what they see, and its sequence's keys."""
+    """A tile: (indices of its rows in [tokens, V, G], which of them exist, last key that each sees, end of the tile's
+    keys, where its sequence's keys are)."""
     token, first, rows = tl.load(tiles + at), tl.load(tiles + at + 1), tl.load(tiles + at + 2)
     start, base = tl.load(tiles + at + 3), tl.load(tiles + at + 4)
     row = first + tl.arange(0, BM)
@@ -162,7 +165,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
 
 
 def tiles(tokens: Sequence[tuple[int, int, int, int]], group: int, device: torch.device) -> Tensor:
-    """int32 [., 5] of sequences (first query token, queries, position of the first, where its keys are)."""
+    """The tiles int32 [., 5] of sequences (first query token, queries, position of the first, where its keys are)."""
     rows = [
         (token, first, count * group, start, base)
         for token, count, start, base in tokens
@@ -205,7 +208,8 @@ def packed_attention_triton(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention within packed sequences: q [N, H, D], k and v [N, V, D] -> (out [N, H, D], log-sum-exp [N, H]).
 
-    lengths: tokens of each sequence, sum N. split: a program for each split of the keys; the same bits.
+    lengths: tokens of each sequence; they add up to N. split: run one program per split of the keys, with the same
+    bits. The output has q's dtype, the log-sum-exp is float32.
     """
     starts = [sum(lengths[:at]) for at in range(len(lengths))]
     work = tiles(
@@ -220,10 +224,10 @@ def packed_attention_triton(
 def cached_attention_triton(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, starts: Sequence[int], scale: float, *, split: bool = True
 ) -> Tensor:
-    """Twin of `block_attention.cached_attention`: q [B, T, H, D] of new tokens over a paged cache that holds theirs.
+    """Twin of `block_attention.cached_attention`: q [B, T, H, D] of new tokens whose keys are already in the cache.
 
     keys and values [blocks, V, 64, D]; table int [B, n] of block numbers, any valid one where a sequence has fewer;
-    starts: position of each sequence's first new token. Returns [B, T, H, D].
+    starts: position of each sequence's first new token. Returns [B, T, H, D] in q's dtype.
     """
     batch, steps, heads, d = q.shape
     pages = table.to(torch.int32).contiguous()

@@ -1,21 +1,21 @@
-"""Forward functions whose every row has the same bits whatever stands beside it in the batch.
+"""Batch-invariant forward functions: the bits of a row do not depend on the other rows of the batch.
 
-Idea: a sampler decodes one token of 32 sequences, a trainer scores 12,000 tokens at once. Both are the same sums, but
-a BLAS picks another summation order for another number of rows. Here every reduction has one order, fixed by the row:
+Idea: a sampler decodes one token of 32 sequences, a trainer scores 12,000 tokens at once. Both compute the same sums,
+but a BLAS chooses its summation order by the number of rows. Here the order of every reduction is fixed:
  - `linear`: rows padded to a multiple of `pad`, so the library never takes its small-matrix kernels; for 16-bit types
    also to `least_rows`, because ATen has a second path for small products;
  - `rms_norm`: a reduction over the last dimension, which torch computes row by row;
  - `swiglu`: x / (1 + exp(-x)) by hand, because torch's silu in float32 treats the last few elements of a buffer
    differently from the others.
-Which `pad` suffices is a property of the CPU and its libraries: `policy.numerics_probe` finds it and refuses where none
-does. Attention has its own file, `block_attention`.
+The `pad` that suffices depends on the CPU and its libraries: `policy.numerics_probe` finds it, and raises an error
+where none suffices. Attention has its own file, `block_attention`.
 
 Trade-off: a few padded rows and unfused activations; docs/kernels.md has the measured cost. Backward passes need no
 fixed order over the batch (one trainer computes them), only determinism, and are written for speed.
 
-The Triton kernels at the end are the same ideas for a GPU: one tile shape for every number of rows, no split of the
-reduction. They are checked in Triton's interpreter, which proves indexing and masking; they were not run on a GPU yet,
-and nothing in the model calls them.
+The Triton kernels at the end do the same on a GPU: one tile shape for every number of rows, no split of the reduction.
+They are checked in Triton's interpreter, which proves indexing and masking; they were not run on a GPU yet, and nothing
+in the model calls them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from headrace.kernels import dispatch
 from headrace.kernels.dispatch import jit, tl
 
 SMALL = 4096
-"""ATen multiplies 16-bit matrices of at most so many multiplications (rows x K x N) by a loop of its own and leaves
-larger ones to oneDNN, which adds in another order (`mkldnn_gemm_min_size` in torch 2.13, 16 cubed)."""
+"""The largest 16-bit product, as rows x K x N, that ATen computes with its own loop. Larger products go to oneDNN,
+which adds in another order (`mkldnn_gemm_min_size` in torch 2.13, 16 cubed)."""
 
 
 def least_rows(cells: int, dtype: torch.dtype) -> int:
-    """Fewest rows with which a product by a matrix of `cells` = K x N numbers takes the path of larger products."""
+    """The fewest rows with which a product by a matrix of `cells` = K x N numbers takes the path of large products."""
     return SMALL // cells + 1 if dtype.itemsize == 2 else 1
 
 
 def linear(x: Tensor, weight: Tensor, pad: int) -> Tensor:
-    """x [M, K] @ weight [N, K].T, rows padded while multiplied: to `least_rows`, then to a multiple of `pad`.
+    """x [M, K] @ weight [N, K].T -> [M, N] in their common dtype.
 
-    pad 1 is F.linear: ordinary mode.
+    For the product, rows are padded to `least_rows`, then to a multiple of `pad`. pad 1 is ordinary mode: F.linear.
     """
     rows = x.shape[0]
     if pad == 1:
@@ -144,7 +144,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: the first R of x [N, heads, D] turned by cos, sin [N, 1, R / 2]; halves of R are the pairs."""
+    """Rotary embedding (arXiv 2104.09864) of the first R elements of x [N, heads, D] by cos, sin [N, 1, R / 2].
+
+    Element i is rotated with element i + R / 2; elements from R on stay as they are.
+    """
     if torch.is_grad_enabled():
         out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
         return out
@@ -169,7 +172,7 @@ def _matmul_kernel(a, b, c, m, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.
 
 
 def linear_triton(x: Tensor, weight: Tensor) -> Tensor:
-    """Twin of `linear` for a GPU: x [M, K] @ weight [N, K].T, float32 sums, one tile shape whatever M is."""
+    """Twin of `linear` for a GPU: x [M, K] @ weight [N, K].T -> [M, N], float32 sums, one tile shape for every M."""
     x, weight = x.contiguous(), weight.contiguous()
     (m, k), n = x.shape, weight.shape[0]
     out = x.new_empty(m, n)

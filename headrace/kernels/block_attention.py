@@ -1,17 +1,17 @@
 """Attention over KV blocks of 64 in ascending order: the same bits for a decode step and for a whole sequence.
 
-Idea: a query's result is a sum over keys, and a fused kernel orders it by the length it happens to get. Here the order
-is fixed by position alone: blocks of exactly 64 keys, ascending, online softmax in float32. A block that is masked as a
-whole changes nothing (factor 1, summand 0), so padding with blocks is free of consequences; queries are rows of a
-product and may be padded, batched or sliced at will.
+Idea: a query's result is a sum over keys, and a fused kernel chooses the order of the sum by the length of its input.
+Here the order is fixed by position alone: blocks of exactly 64 keys, ascending, online softmax in float32. A block that
+is masked as a whole changes no bit (factor 1, summand 0), so sequences may be padded with blocks. Queries are rows of a
+product, which may be padded, batched or sliced.
 
-Layout: `packed_attention` takes concatenated sequences, sorts them into buckets of as many blocks, and walks each
-bucket's blocks with the queries that can see them. `cached_attention` takes new tokens over a paged cache; for a
-single new token all blocks go into one product, and only the sums run in order.
+Layout: `packed_attention` takes concatenated sequences, groups them into buckets by their number of blocks, and loops
+over each bucket's blocks with the queries that can see them. `cached_attention` takes new tokens over a paged cache;
+for a single new token all blocks go into one product, and only the sums run in order.
 
 Trade-off: a loop of small products instead of one fused call. Backward needs determinism, not this order, and is the
 usual recomputation from the saved log-sum-exp (FlashAttention-2, arXiv 2307.08691).
-Suffixes: N tokens, B sequences, T queries of a sequence, H query heads, V key-value heads, G = H / V, D head_dim.
+Dimensions: N tokens, B sequences, T queries of a sequence, H query heads, V key-value heads, G = H / V, D head_dim.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ _STRIDE = 32
 
 
 class Bucket(NamedTuple):
-    """Sequences of as many KV blocks, side by side."""
+    """Sequences with the same number of KV blocks."""
 
     sequences: int
     queries: int
@@ -40,16 +40,16 @@ class Bucket(NamedTuple):
     rows: Tensor
     """int64 [n]: the bucket's tokens in the packed order."""
     query_places: Tensor
-    """int64 [n]: where they stand in [count * queries]."""
+    """int64 [n]: the indices of those tokens in [sequences * queries]."""
     key_places: Tensor
-    """int64 [n]: where they stand in [count * keys]."""
+    """int64 [n]: the indices of those tokens in [sequences * keys]."""
 
 
 class Packing:
-    """Where the tokens of concatenated sequences go when sequences of as many blocks stand side by side.
+    """Maps the tokens of concatenated sequences to buckets of sequences with the same number of KV blocks.
 
-    A bucket holds the sequences of `blocks` KV blocks: at most 63 positions of each are padding, however ragged the
-    lengths. Made once per forward, shared by its layers.
+    At most 63 positions of a sequence are padding, for any mixture of lengths. One is made per forward pass and shared
+    by its layers.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | None = None) -> None:
@@ -76,7 +76,8 @@ class Packing:
 
 
 def spread(x: Tensor, bucket: Bucket, heads: int, length: int, places: Tensor) -> Tensor:
-    """Packed x [N, heads * g, D] -> [B * heads, length * g, D], token-major rows, zeros where there is no token."""
+    """Packed x [N, heads * g, D] -> [B * heads, length * g, D]: rows ordered by token, zeros where there is no
+    token."""
     dim = x.shape[-1]
     group = x.shape[1] // heads
     out = x.new_zeros(bucket.sequences * length, *x.shape[1:])
@@ -86,7 +87,7 @@ def spread(x: Tensor, bucket: Bucket, heads: int, length: int, places: Tensor) -
 
 
 def gather(x: Tensor, bucket: Bucket, heads: int, length: int, places: Tensor, into: Tensor) -> None:
-    """The way back of `spread`."""
+    """The inverse of `spread`: writes x [B * heads, length * g, D] to the bucket's rows of `into` [N, heads * g, D]."""
     dim = x.shape[-1]
     group = x.shape[1] // length
     flat = x.view(bucket.sequences, heads, length, group, dim).transpose(1, 2).reshape(-1, heads * group, dim)
@@ -107,7 +108,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, group: int) -> tuple[
     total = q.new_zeros(batch, rows, dtype=torch.float32)
     peak = torch.full_like(total, -torch.inf)
     for start in range(0, k.shape[1], BLOCK):
-        at = start * group  # queries before this block see nothing of it
+        at = start * group  # queries before this block see none of its keys
         s = torch.bmm(q[:, at:], k[:, start : start + BLOCK].transpose(1, 2)).float() * scale
         s[:, : BLOCK * group].masked_fill_(future[: rows - at], -torch.inf)
         top = torch.maximum(peak[:, at:], s.amax(-1))
@@ -179,27 +180,29 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: f
 
 
 class Paging(NamedTuple):
-    """Which blocks the new tokens of a step attend to; made once, shared by the layers.
+    """The blocks that the new tokens of a step attend to: B sequences with up to T new tokens each.
 
-    B sequences bring up to T new tokens each.
+    One is made per step and shared by the layers.
     """
 
     table: Tensor
     """int64 [B * n]: block numbers, n for each sequence."""
     blocks: int
-    """n."""
+    """n: blocks of each sequence."""
     limit: Tensor
     """int64 [B, 1, 1, rows, 1]: the last position that a query sees; rows are T * G, padded."""
     lowest: int
-    """The smallest of them: blocks up to there need no mask."""
+    """The smallest limit: blocks that end there or before need no mask."""
     hidden: Tensor | None
-    """bool [B, n, 1, rows, 64], keys that lie after a query, where T is 1; else made block by block."""
+    """bool [B, n, 1, rows, 64]: the keys that lie after a query. Only where T is 1; otherwise each block gets a mask of
+    its own."""
 
 
 def paging(table: Tensor, positions: Tensor, group: int, pad: int, least: int = 1) -> Paging:
-    """table [B, n] of block numbers, any valid number where a sequence has fewer; positions [B, T] of the queries.
+    """The paging of a step. table int64 [B, n]: block numbers, any valid one where a sequence has fewer blocks.
 
-    Rows T * G are padded to at least `least` and to a multiple of `pad`; see `least_height`.
+    positions int64 [B, T]: positions of the queries. Rows T * G are padded to `least` or more (see `least_height`) and
+    to a multiple of `pad`.
     """
     limit = positions if group == 1 else positions.repeat_interleave(group, 1)
     height = max(limit.shape[1], least)
@@ -212,7 +215,7 @@ def paging(table: Tensor, positions: Tensor, group: int, pad: int, least: int = 
 
 
 def least_height(dim: int, dtype: torch.dtype) -> int:
-    """Fewest query rows for which both products of a block take the path of larger ones; dim: head_dim."""
+    """The fewest query rows with which both products of a block take the path of large products; dim: head_dim."""
     return batch_invariant.least_rows(BLOCK * dim, dtype)
 
 
@@ -225,8 +228,8 @@ def _after(limit: Tensor, first: int, blocks: int) -> Tensor:
 def cached_attention(q: Tensor, keys: Tensor, values: Tensor, pages: Paging, scale: float) -> Tensor:
     """Attention of new tokens over a paged cache that already holds their own keys and values.
 
-    q [B, T, H, D]; keys and values [blocks, V, 64, D]. Returns [B, T, H, D]: for each query the bits of
-    `packed_attention`. Blocks are added in ascending order whatever is computed at once.
+    q [B, T, H, D]; keys and values [blocks, V, 64, D]. Returns [B, T, H, D] in q's dtype, with the same bits for each
+    query as `packed_attention`. Blocks are added in ascending order, however many are computed at once.
     """
     batch, steps, query_heads, dim = q.shape
     heads, count, height = keys.shape[1], pages.blocks, pages.limit.shape[3]
@@ -234,8 +237,8 @@ def cached_attention(q: Tensor, keys: Tensor, values: Tensor, pages: Paging, sca
     rows = q.view(batch, steps, heads, group, dim).transpose(1, 2).reshape(batch, heads, steps * group, dim)
     extra = height - rows.shape[2]
     rows = F.pad(rows, (0, 0, 0, extra)) if extra else rows
-    # A single new token: all blocks in one product, since a batched product does not mix its members. More: block by
-    # block, to bound memory.
+    # A single new token takes all blocks in one batched product, whose members do not influence each other. More tokens
+    # go block by block, which bounds memory.
     width = count if steps == 1 else 1
     spread = rows[:, None].expand(batch, width, heads, height, dim).reshape(-1, height, dim)
     table = pages.table.view(batch, count)

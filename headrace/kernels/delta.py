@@ -1,19 +1,20 @@
-"""Which elements of a tensor changed, and by how much: the part of the lossless delta that touches every weight.
+"""The changed elements of a tensor and their differences: the part of the lossless delta that reads every weight.
 
-Idea: a trainer's weights lie on a GPU, and one in a hundred changed. Compared there, only positions and differences
-cross to the CPU, where `weights.sparse` turns them into bytes; and a receiver's GPU adds them where they belong.
+Idea: a trainer's weights are on a GPU, and one in a hundred changed. A comparison on the GPU leaves only positions and
+differences to copy to the CPU, where `weights.codecs.ulp_delta` encodes them; a receiver's GPU adds them again.
 
-One pass: a program reads its block of old and new bits once, ranks its changes by a running sum and writes place and
-difference to its own stretch of a scratch buffer. No atomics: where a change lands depends on the block and its rank
-alone, so the bytes are the same at every run. A second, small pass closes the gaps between the blocks' stretches; it
-touches the changes only.
+First pass: each program reads its block of old and new bits once, ranks its changes by a running sum and writes their
+positions and differences to the block's own range of a scratch buffer. There are no atomics: the index of a change
+depends on its block and rank alone, so every run gives the same bytes. A second, small pass copies the changes of all
+blocks into one list without gaps.
 
 Layout: bits as integers of 1, 2 or 4 bytes, flat. Positions int64, ascending; differences zig-zag in int32 (the low
-8, 16 or 32 bits), as in `weights.sparse.fold`: (new - old) mod 2^w becomes 0, -1, +1, ... = 0, 1, 2, ... Applying adds
-mod 2^w at positions that are all different, so that order does not matter there either.
+8, 16 or 32 bits): (new - old) mod 2^w = 0, -1, +1, ... becomes 0, 1, 2, ... Applying adds mod 2^w; all positions
+differ, so the order of the additions does not matter. Trade-off: six bytes of scratch per element, and a second pass
+over the changes.
 
 The torch functions are the twins. The kernels are checked against them in Triton's interpreter, which proves indexing
-and masking; they were not run on a GPU yet.
+and masking; they were not run on a GPU yet, and nothing but tests and benchmarks calls them.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def apply(base: Tensor, at: Tensor, folded: Tensor) -> Tensor:
 def _changes_kernel(  # type: ignore[no-untyped-def]
     old, new, places, numbers, counts, n, SPARE: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block's changes, packed to the front of its stretch of `places` and `numbers`; how many in `counts`."""
+    """A block's changes at the front of its range of `places` and `numbers`, and their number in `counts`."""
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     at = block * BLOCK + lane
@@ -86,7 +87,7 @@ def _changes_kernel(  # type: ignore[no-untyped-def]
 def _gather_kernel(  # type: ignore[no-untyped-def]
     places, numbers, counts, starts, at, folded, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block's changes to their place behind those of the blocks before it."""
+    """Copies a block's changes behind those of the blocks before it."""
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     count = tl.load(counts + block)
@@ -114,7 +115,8 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
 
 
 def changes_triton(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """`changes` on the device of its inputs. Needs six bytes of scratch per element: hand in a slab at a time."""
+    """`changes` on the device of its inputs. It needs six bytes of scratch per element: pass a large tensor in
+    parts."""
     size, width = old.numel(), WIDTHS[old.dtype]
     blocks = dispatch.tiles(size, BLOCK)
     places = torch.empty(blocks * BLOCK, dtype=torch.int16, device=old.device)

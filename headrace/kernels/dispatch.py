@@ -1,8 +1,8 @@
-"""Where Triton is: on a CUDA device, or in Triton's interpreter when a test asks for it. Nowhere else is it imported.
+"""Imports Triton where it can run: on a CUDA device, or in its interpreter where TRITON_INTERPRET is 1.
 
-`jit` and `tl` stand in for `triton.jit` and `triton.language`, so that a kernel can stand beside its torch twin in a
-file that is also read where there is no Triton. Interpreted kernels upcast the operands of `tl.dot`: the interpreter
-multiplies bfloat16 wrongly and truncates when it casts to it (seen in Triton 3.7.1).
+No other module imports it. `jit` and `tl` replace `triton.jit` and `triton.language`, so that a kernel and its torch
+twin share a file that can be imported without Triton. Interpreted kernels convert the operands of `tl.dot` to float32:
+the interpreter multiplies bfloat16 wrongly and truncates when it casts to it (seen in Triton 3.7.1).
 """
 
 import importlib
@@ -24,12 +24,12 @@ if AVAILABLE:
 
 
 def jit(function: Callable[..., None]) -> Any:
-    """`triton.jit` where there is Triton; elsewhere a function that nobody can launch."""
+    """`triton.jit` where Triton can run; elsewhere the function itself, which cannot be launched."""
     return triton.jit(function) if AVAILABLE else function
 
 
 def tiles(size: int, tile: int) -> int:
-    """Tiles that cover `size`."""
+    """The number of tiles of `tile` elements that cover `size` elements."""
     return -(-size // tile)
 
 

@@ -1,18 +1,18 @@
-"""The experts' SwiGLU: every expert's rows side by side, two plain products each, outputs gathered back by slot.
+"""SwiGLU of a mixture of experts: rows are grouped by expert, each group takes two products, outputs go back by slot.
 
-Idea: sort (token, slot) pairs by expert, give each expert's part a multiple of the row padding (and for 16-bit types at
-least `batch_invariant.least_rows`), and multiply part by part. Each token then gathers its k outputs and adds them in
-slot order. Nothing is added by atomics or by index, so a token's sum depends on its own row alone.
+Idea: sort (token, slot) pairs by expert, pad each expert's part to a multiple of the row padding (and for 16-bit types
+to at least `batch_invariant.least_rows`), and multiply part by part. Each token then gathers its k outputs and adds
+them in slot order. Nothing is added by atomics or by index, so a token's sum depends on its own row alone.
 
-Layout: gate_up [E, 2I, D] holds gate above up, down [E, D, I]; a part is a slice of one buffer [P, ...], so no part is
-ever copied together with others. Padding rows repeat token 0 under a gate of 0: rows are independent, nobody gathers
-them, and their gradient is exactly 0.
+Layout: gate_up [E, 2I, D] holds the gate's rows before the up projection's; down [E, D, I]. A part is a slice of one
+buffer [P, ...], so parts are never concatenated. Padding rows repeat token 0 with a gate of 0: rows are independent, no
+slot gathers a padding row, and its gradient is exactly 0.
 
-A `cast` rounds what enters the two products (see `mxfp8`); backward passes straight through it and multiplies with
-what forward multiplied.
+A `cast` rounds the inputs of the two products (see `mxfp8`). Backward uses the rounded inputs and treats the rounding
+as the identity (straight-through).
 
 Trade-off: backward is written by hand. It keeps the inner activations and gathers the rest again, which is less memory
-traffic than what autograd would save; the plan is made with numpy on the CPU, because part sizes are needed there.
+traffic than autograd's saved tensors. The plan is made with numpy on the CPU, because part sizes are needed there.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def as_is(x: Tensor) -> Tensor:
 
 
 class Plan(NamedTuple):
-    """The row of each (token, slot) pair. parts: (expert, first row, end row) of those that have rows."""
+    """The row of each (token, slot) pair. parts: (expert, first row, end row) of the experts that have rows."""
 
     parts: list[tuple[int, int, int]]
     rows: int
@@ -120,9 +120,10 @@ class _ExpertMlp(torch.autograd.Function):
 def expert_mlp(
     x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, cast: Cast = as_is
 ) -> Tensor:
-    """x [N, D] through the experts int64 [N, k] under gates float32 [N, k] -> [N, D]. Differentiable but in experts.
+    """x [N, D] through its experts, int64 [N, k], weighted by gates float32 [N, k] -> [N, D] in x's dtype.
 
-    cast: [N, K] -> [N, K], row by row, on what enters each product.
+    gate_up [E, 2I, D], down [E, D, I]. Differentiable in x, gates, gate_up and down. cast: [N, K] -> [N, K], row by
+    row, rounds the input of each product.
     """
     least = batch_invariant.least_rows(down[0].numel(), x.dtype) if pad > 1 else 1  # down is the smaller matrix
     p = plan(experts, gate_up.shape[0], pad, least)

@@ -9,7 +9,7 @@ exact; the sums are float32.
     dgrad    d[t] = g[t] @ w[e]           g [T, N], w [E, N, K] -> [T, K]
     wgrad    v[e] = sum_t g[t] x[t].T     g [T, N], x [T, K]    -> [E, N, K]
 
-Which operands are quantised is what the recipe's table in `mxfp8` says: weights and activations are, gradients are not.
+The table in `mxfp8` lists the quantised operands: weights and activations are quantised, gradients are not.
 
 Trade-off: widening in registers leaves Hopper's tensor cores at their bfloat16 rate: there MXFP8 saves bytes (few rows
 per expert), not operations. Blackwell's block-scaled product would take the same bytes; it is not used yet.
@@ -51,7 +51,8 @@ def _groups(ends: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def grouped_mm(x: Operand, w: Operand, ends: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Forward: x [T, K], w [E, N, K] -> [T, N]. ends[e]: where the rows of expert e end; they ascend to T."""
+    """Forward: x [T, K], w [E, N, K] -> [T, N] in `dtype`. ends[e]: the end row of expert e; ascending, the last is
+    T."""
     a, b = widened(x, dtype), widened(w, dtype)
     out = a.new_empty(len(a), b.shape[1])
     for e, first, end in _groups(ends):
@@ -60,7 +61,7 @@ def grouped_mm(x: Operand, w: Operand, ends: Sequence[int], dtype: torch.dtype =
 
 
 def grouped_dgrad(g: Tensor, w: Operand, ends: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """g [T, N], w [E, N, K] -> [T, K]."""
+    """Gradient of x: g [T, N], w [E, N, K] -> [T, K] in `dtype`. ends as in `grouped_mm`."""
     a, b = widened(g, dtype), widened(w, dtype)
     out = a.new_empty(len(a), b.shape[2])
     for e, first, end in _groups(ends):
@@ -69,7 +70,7 @@ def grouped_dgrad(g: Tensor, w: Operand, ends: Sequence[int], dtype: torch.dtype
 
 
 def grouped_wgrad(g: Tensor, x: Operand, ends: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """g [T, N], x [T, K] -> [E, N, K]; zeros where an expert has no rows."""
+    """Gradient of w: g [T, N], x [T, K] -> [E, N, K] in `dtype`; zeros where an expert has no rows."""
     a, b = widened(g, dtype), widened(x, dtype)
     out = a.new_zeros(len(ends), a.shape[1], b.shape[1])
     for e, first, end in _groups(ends):
@@ -79,7 +80,7 @@ def grouped_wgrad(g: Tensor, x: Operand, ends: Sequence[int], dtype: torch.dtype
 
 @jit
 def _widen(x, scale, rows, cols, width, live, MX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile [rows, cols] of an operand [., width] as float32; 0 where it is not `live`."""
+    """A tile [rows, cols] of an operand [., width] as float32; 0 outside of `live`."""
     if MX:
         byte = tl.load(x + rows * width + cols, mask=live, other=0).to(tl.int32)
         size, mantissa = (byte >> 3) & 15, byte & 7
@@ -147,7 +148,7 @@ def _wgrad_kernel(  # type: ignore[no-untyped-def]
 
 
 def _parts(x: Operand) -> tuple[Tensor, Tensor, bool]:
-    """Bytes or numbers, scales, and whether there are any."""
+    """(bytes or numbers, scales, whether the operand is quantised)."""
     if isinstance(x, Mx):
         return x.q.contiguous().view(torch.uint8), x.scale.contiguous(), True
     plain = x.contiguous()
@@ -161,7 +162,7 @@ def _launch(a: Operand, w: Operand, ends: Sequence[int], dtype: torch.dtype, bac
     wide = k if back else n
     table = [
         (e, row, end) for e, first, end in _groups(ends) for row in range(first, end, 32)
-    ]  # 32 rows: what a skewed mixture has
+    ]  # tiles of 32 rows: under skewed routing most experts have few
     out = torch.empty(len(x), wide, dtype=dtype, device=x.device)
     if table:
         tiles = torch.tensor(table, dtype=torch.int32, device=x.device)

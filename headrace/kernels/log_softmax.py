@@ -1,12 +1,12 @@
-"""Log-probabilities of whole rows: one program a row, the vocabulary in ascending tiles, whatever the batch.
+"""Log-probabilities of whole rows: one program per row, the vocabulary in ascending tiles, for every batch size.
 
-Idea: libraries choose how many threads share a row by the number of rows, so a row alone and one in company are summed
-in different orders. Here a row has one program and one order: a first walk keeps a running maximum and sum (Milakov and
-Gimelshein, arXiv 1805.02867), a second writes x - logsumexp. Backward: a walk for the gradient's sum, a walk to write.
+Idea: libraries choose how many threads share a row by the number of rows, so another batch size sums the same row in
+another order. Here a row has one program and one order: a first loop keeps a running maximum and sum (Milakov and
+Gimelshein, arXiv 1805.02867), a second writes x - logsumexp. Backward: one loop sums the gradient, one writes.
 
 Layout: x [M, V] of any float dtype -> float32 [M, V]; tiles of `TILE` ids.
-Trade-off: x is read twice, and few rows leave a GPU idle. For chosen tokens alone, `selected_logprob` never makes the
-logits.
+Trade-off: x is read twice, and a batch of few rows uses little of a GPU. Where only chosen tokens are needed,
+`selected_logprob` never holds the logits.
 
 Error against float64 of the same inputs: 1e-5 absolute where a row's logits span less than 100; results are float32.
 Checked in Triton's interpreter; not run on a GPU yet, and nothing in the model calls the Triton side.
@@ -20,6 +20,7 @@ from torch import Tensor
 from headrace.kernels.dispatch import jit, tl
 
 TILE = 1024
+"""Ids of a tile."""
 
 
 def log_softmax(x: Tensor) -> Tensor:

@@ -4,11 +4,11 @@ Idea: an element is e4m3 (8 bits, largest 448), a block's scale e8m0 (a bare exp
 power of two under which the block's largest element still fits, 2^ceil(log2(amax / 448)). The OCP text's FLOOR rule
 lets the largest element clip and costs a third more error (4.1 to 5.5e-2 against 3.6 to 3.8e-2 of a product's norm).
 
-What is cast where in the recipe `expert_format = "mxfp8"` (experts alone; all else stays in the policy's dtype):
+The casts of `expert_format = "mxfp8"` (experts alone; all else stays in the policy's dtype):
 
     master weights            float32, never rounded                  training/state.py
     expert weights            master -> e4m3, 1x32 along reduction    after each update; these bytes are published
-    router, attention, head   master -> the policy's dtype            as ever
+    router, attention, head   master -> the policy's dtype            as without MXFP8
     expert inputs             activations -> e4m3, 1x32               before gate_up, and again before down
     products                  operands widened, float32 sums          the policy's dtype out
     gradients                 the policy's dtype, straight through    dgrad with the quantised weights,
@@ -16,10 +16,10 @@ What is cast where in the recipe `expert_format = "mxfp8"` (experts alone; all e
     optimizer                 float32 on the masters
 
 Layout: `quantise` works along the last dimension, `quantise_columns` along the first but one (32x1, for wgrad), `dual`
-reads once and gives both. An element times its scale is exact in bfloat16 and float32, so a twin widens and multiplies
-as always; quantised rows depend on nothing but themselves, and exact mode holds as it does without.
-Trade-off: on a CPU this is a study of numbers, not of speed. Hopper has no block-scaled product either: there only
-bytes are saved.
+reads once and gives both. An element times its scale is exact in bfloat16 and float32, so a twin widens and then
+multiplies ordinary numbers. Each row is quantised by itself, so exact mode stays exact.
+Trade-off: on a CPU this shows the effect on accuracy and saves no time. Hopper has no block-scaled product either:
+there only bytes are saved.
 
 Error: scales are exact; elements are within 2^-4 of their size (round to nearest even), or 2^-10 of the block's scale.
 """
@@ -46,7 +46,7 @@ def exponents(amax: Tensor) -> Tensor:
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., K], K a multiple of 32 -> (float8_e4m3fn [..., K], scales uint8 [..., K / 32]). ValueError otherwise."""
     if x.shape[-1] % BLOCK:
-        raise ValueError(f"mxfp8 needs a multiple of {BLOCK} along the reduction, not {x.shape[-1]}")
+        raise ValueError(f"expected a multiple of {BLOCK} elements along the reduction for mxfp8, got {x.shape[-1]}")
     blocks = x.float().reshape(*x.shape[:-1], -1, BLOCK)
     scale = exponents(blocks.abs().amax(-1))
     inverse = torch.where(scale == 255, 0x7FC00000, (254 - scale) << 23).view(torch.float32)
@@ -68,18 +68,19 @@ def quantise_columns(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dual(x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Both of x [M, K]: along rows for the forward product, along columns for wgrad."""
+    """(`quantise`, `quantise_columns`) of x [M, K]: the first for the forward product, the second for wgrad."""
     return quantise(x), quantise_columns(x)
 
 
 def rounded(x: Tensor) -> Tensor:
-    """x [..., K] as its quantised self, in its own dtype. A second time changes nothing."""
+    """x [..., K] quantised and widened again, in its own dtype. Idempotent."""
     return dequantise(*quantise(x), x.dtype)
 
 
 @jit
 def _round_e4m3(x):  # type: ignore[no-untyped-def]
-    """float32 within +-448 -> e4m3 bits, to nearest even, by integers: the interpreter's cast loses the carry."""
+    """float32 within +-448 -> e4m3 bits, to nearest even, in integers because the interpreter's cast loses the
+    carry."""
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = bits & 0x7FFFFFFF
@@ -130,7 +131,7 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
 def _launch(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (m, k), device = x.shape, x.device
     if (rows and k % BLOCK) or (columns and m % BLOCK):
-        raise ValueError(f"mxfp8 needs multiples of {BLOCK} along the blocks, not {m} x {k}")
+        raise ValueError(f"expected multiples of {BLOCK} along the quantised dimensions for mxfp8, got {m} x {k}")
     x = x.contiguous()
 
     def new(wanted: bool, *shape: int) -> Tensor:

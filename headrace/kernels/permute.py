@@ -1,17 +1,17 @@
-"""Tokens to their experts' rows and back on a GPU: a stable counting sort, copies, and sums in slot order. No atomics.
+"""Moves tokens to their experts' rows and back on a GPU: a stable counting sort, copies, and sums in slot order.
 
-Idea: `expert_mlp.plan` says where each (token, slot) pair stands: expert by expert, in the order of the tokens, each
-expert's part padded. On a GPU it is made in three small passes: a program counts its block of pairs by expert, a sum
-over blocks says where each block's share of each expert begins, and another program ranks the block's pairs behind
-that. Equal to a stable sort whatever the grid; an atomic counter would deal rows out in the order of arrival.
+Idea: `expert_mlp.plan` orders (token, slot) pairs by expert, then by token, and pads each expert's part. A GPU does so
+in three small passes without atomics: a program counts its block of pairs by expert, a sum over blocks gives the first
+row of each block for each expert, and another program ranks the block's pairs behind that row. The result equals a
+stable sort for every grid; an atomic counter would assign rows in the order of arrival.
 
-`permute` copies rows out, `unpermute` adds a token's k rows under its gates in slot order, in float32: a token's sum
-depends on nothing but its own rows. Each is the other's gradient; the gates' gradient is a product of rows.
+`permute` copies rows out. `unpermute` adds a token's k rows, weighted by its gates, in slot order and in float32, so a
+token's sum depends on its own rows alone. Each is the other's gradient; the gates' gradient is a product of rows.
 
-Layout: slots int64 [N * k]: the row of each pair. source int64 [P]: the token of each row, 0 for padding. ends: where
-each expert's part ends. P is an upper bound that the host knows without asking the device: N k + E (pad - 1), rounded
-up to whole pads.
-Trade-off: rows beyond the last part are copied for nothing, and the gates' gradient reads each row once more.
+Layout: slots int64 [N * k]: the row of each pair. source int64 [P]: the token of each row, 0 for padding. ends int64
+[E]: the end row of each expert. P is an upper bound that the host computes without waiting for the device: N k +
+min(E, N k) (pad - 1), rounded up to a multiple of pad.
+Trade-off: rows beyond the last part are copied and never used, and the gates' gradient reads each row once more.
 
 Twins: `expert_mlp.plan`, and below. Error: copies are exact; sums of k terms within k 2^-24 of the sum of magnitudes
 and one rounding of the result's dtype.
@@ -33,14 +33,14 @@ PAIRS = 128
 
 
 class Places(NamedTuple):
-    """The row of each pair, all of it on the device."""
+    """The row of each pair, in tensors on the device; P rows, E experts."""
 
     slots: Tensor
-    """int64 [N * k]."""
+    """int64 [N * k]: the row of each pair."""
     source: Tensor
-    """int64 [P]."""
+    """int64 [P]: the token of each row, 0 for padding."""
     ends: Tensor
-    """int64 [E]."""
+    """int64 [E]: the end row of each expert."""
 
 
 def permute(x: Tensor, source: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def permute(x: Tensor, source: Tensor) -> Tensor:
 
 
 def unpermute(rows: Tensor, slots: Tensor, gates: Tensor) -> Tensor:
-    """rows [P, D], gates float32 [N, k] -> [N, D]: each token's rows under its gates, added in slot order."""
+    """rows [P, D], gates float32 [N, k] -> [N, D]: each token's rows times its gates, added in slot order."""
     k = gates.shape[1]
     weighted = rows.index_select(0, slots).view(-1, k, rows.shape[1]).float() * gates[..., None]
     out = weighted[:, 0]
@@ -84,7 +84,7 @@ def _count_kernel(experts, counts, count, e, BP: tl.constexpr, BE: tl.constexpr)
 
 @jit
 def _place_kernel(experts, begins, slots, source, count, e, k, BP: tl.constexpr, BE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block's pairs to their rows: behind the expert's pairs of earlier blocks, in their order."""
+    """Assigns rows to a block's pairs, in order, behind the expert's pairs of earlier blocks."""
     pair, expert, hits = _hits(experts, count, BP, BE)
     rank = tl.sum((tl.cumsum(hits, 0) - hits) * hits, 1)
     live = pair < count
@@ -134,7 +134,8 @@ def _width(d: int) -> int:
 
 
 def plan_triton(experts: Tensor, count: int, pad: int) -> Places:
-    """Twin of `expert_mlp.plan` for a GPU: experts int64 [N, k], each below `count`. Nothing waits for the device."""
+    """Twin of `expert_mlp.plan` for a GPU: experts int64 [N, k], each below `count`. The host never waits for the
+    device."""
     pairs, k, device = experts.numel(), experts.shape[1], experts.device
     flat, blocks = experts.reshape(-1).contiguous(), dispatch.tiles(experts.numel(), PAIRS)
     rows = dispatch.tiles(pairs + min(count, pairs) * (pad - 1), pad) * pad

@@ -1,14 +1,16 @@
 """Top-k routing of a mixture of experts, with replay of a recorded selection.
 
-Idea: the sampler records which experts each token went to; the trainer replays the selection and nothing else. Scores
-are computed again from live logits, gathered at the recorded experts and renormalised, so the gradient still flows
-into the router (R3, arXiv 2510.11370). Stale weights of a selection are never replayed.
+Idea: the sampler records the experts of each token; the trainer replays that selection and nothing else. Scores are
+computed again from live logits, gathered at the recorded experts and renormalised, so the gradient still reaches the
+router (R3, arXiv 2510.11370). The sampler's gate values are never replayed.
 
-Two families share this: softmax scores (Qwen3), and sigmoid scores that are chosen with a correction added, among the
-best groups of experts, and weighted without it (DeepSeek-V3, arXiv 2412.19437 and 2408.15664).
+Two families share this: softmax scores (Qwen3), and sigmoid scores (DeepSeek-V3, arXiv 2412.19437 and 2408.15664). For
+the latter, a correction is added for the choice among the best groups of experts, and left out of the gates.
 
-Layout: selections are [N, k] int64 in falling score, which is also the order in which expert outputs are added; equal
-scores go to the lower index, so every device breaks ties alike. A row of -1 has no record: the live selection stands.
+Layout: selections are [N, k] int64 by descending score, which is also the order in which expert outputs are added. Of
+equal scores the lower index wins, so every device breaks ties alike. A row of -1 has no record: the live selection is
+used.
+Trade-off: a full stable sort of E scores instead of a top-k, whose order among equal scores is undefined.
 """
 
 from typing import NamedTuple
@@ -44,8 +46,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """logits [N, E] -> (gate scores float32 [N, k], experts int64 [N, k]).
 
-    replay [N, k] int64: experts to use instead of the k best; -1 in a row's first slot falls back to the live ones.
-    correction [E]: added to scores for the choice alone.
+    replay [N, k] int64: experts to use instead of the k best; -1 in a row's first slot selects the live ones.
+    correction [E]: added to scores for the choice alone. normalise: divide each row's gates by their sum.
     """
     scores = sigmoid(logits.float()) if rule.sigmoid else torch.softmax(logits.float(), -1)
     if replay is None:
@@ -67,12 +69,13 @@ def route(
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)) by hand: torch's float32 sigmoid rounds the tail of a buffer otherwise. 0 below -80."""
+    """1 / (1 + exp(-x)), about 0 below -80. By hand, because torch's float32 sigmoid rounds the last elements of a
+    buffer differently."""
     return 1.0 / (1.0 + torch.exp(-x.clamp(min=-80.0)))
 
 
 def best(scores: Tensor, k: int) -> Tensor:
-    """Indices int64 [N, k] of the k largest, in falling order, the lower index first among equals."""
+    """Indices int64 [N, k] of the k largest scores, descending, the lower index first among equals."""
     return scores.detach().sort(stable=True, dim=-1, descending=True).indices[:, :k].contiguous()
 
 
@@ -91,7 +94,7 @@ def _live(scores: Tensor, k: int, rule: Rule, correction: Tensor | None) -> Tens
 def plausible(scores: Tensor, own: Tensor, replay: Tensor, share: float) -> Tensor:
     """Replayed experts [N, k] without those whose score is below `share` of the weakest of `own` [N, k].
 
-    Freed slots take the best of `own` that are not replayed anyway. From the filter in prime-rl (#2703).
+    Freed slots take the best of `own` that are not replayed already. After the filter in prime-rl (#2703).
     """
     floor = scores.gather(1, own).amin(-1, keepdim=True) * share
     keep = scores.gather(1, replay) >= floor

@@ -1,16 +1,16 @@
-"""Top-k routing on a GPU, with replay: one program a token, ties to the lower index, gates from live scores.
+"""Top-k routing on a GPU, with replay: one program per token, ties to the lower index, gates from live scores.
 
-Idea: the twin is `route.route`; a program holds one token's scores. The k best are found one after the other: the
-largest score, among equals the lowest index, then that one is out. A recorded selection replaces the live one, or not,
-token by token (-1 in its first slot); gates are always the live scores at the selection, so the router learns. Rules
-and their order are the twin's: correction and groups choose and never weigh.
+Idea: the twin is `route.route`; a program holds one token's scores. Each of k rounds takes the largest score, among
+equals the one with the lowest index, and removes it. A recorded selection replaces the live one where the token has a
+record (its first slot is not -1). Gates are always the live scores at the selection, so the router learns. As in the
+twin, correction and groups affect the choice and not the gates.
 
-Backward recomputes the scores. The selection has no gradient; that of the gates goes through the normalising and the
-scores' own function.
+Backward recomputes the scores. The selection has no gradient; the gates' gradient passes through the normalisation and
+the softmax or sigmoid.
 
 Layout: logits [N, E], replay and experts int64 [N, k], gates float32 [N, k]. Groups need E and E / groups to be powers
 of two (DeepSeek-V3: 256 and 32), because they are a reshape of the row.
-Trade-off: k walks over the row's E scores; for k 8 of 256 that is far below the router's own product.
+Trade-off: k passes over the row's E scores; for k = 8 of 256 experts they cost far less than the router's product.
 
 Error: selections are exact where scores are (a score's error against float64 is below 2^-22 of the largest); gates are
 within 1e-6. Checked in Triton's interpreter; not run on a GPU yet, and nothing in the model calls it.
@@ -40,7 +40,7 @@ def _scores(logits, row, e, live, at, SIGMOID: tl.constexpr):  # type: ignore[no
 
 @jit
 def _first(choice, at, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Index of the largest, the lowest among equals."""
+    """Index of the largest, the lowest index among equals."""
     return tl.min(tl.where(choice == tl.max(choice, 0), at, E), 0)
 
 
@@ -131,7 +131,7 @@ def route_triton(
     rows, e = logits.shape
     limited = rule.kept < rule.groups
     if limited and (e != dispatch.power_of_two(e) or e // rule.groups != dispatch.power_of_two(e // rule.groups)):
-        raise ValueError(f"{e} experts in {rule.groups} groups: this kernel needs powers of two")
+        raise ValueError(f"expected powers of two of experts and of experts per group, got {e} in {rule.groups} groups")
     if replay is not None and rule.plausible > 0.0:
         strict = rule._replace(plausible=0.0)
         own = route_triton(logits, k, False, None, strict, correction)[1]

@@ -1,20 +1,20 @@
-"""Log-probability of chosen tokens straight from hidden states, never holding [tokens, vocabulary] at once.
+"""Log-probabilities of chosen tokens from hidden states, without a tensor of [tokens, vocabulary].
 
 Idea: a trainer needs one number per token, log p(target), yet the logits of a batch are the largest tensor of the
-step (12,800 x 640 here, 12,800 x 151,936 for Qwen3). So walk over the tokens in chunks: logits, log-sum-exp, the
-target's logit, entropy, then forget the logits; backward computes them again. Sampler and trainer call the same
-function on logits (`from_logits`), so their numbers can be the same bits.
+step (12,800 x 640 here, 12,800 x 151,936 for Qwen3). So tokens are taken in chunks: logits, log-sum-exp, the target's
+logit and the entropy are computed, then the logits are freed; backward computes them again. Sampler and trainer call
+the same function on logits (`from_logits`), so their numbers can be the same bits.
 
-Layout: chunks of `CHUNK` rows, a multiple of every row padding, so chunking never shows in a row's bits. Temperature
-divides as a tensor: dividing by a Python number may become a multiplication by its reciprocal.
+Layout: chunks of `CHUNK` rows, a multiple of every row padding, so chunks do not change a row's bits. Temperature is a
+tensor, because torch may turn a division by a Python number into a multiplication by its reciprocal.
 Trade-off: one more product with the head in backward, about a third more work there, for memory that does not grow
 with tokens x vocabulary. Entropy is a measurement and carries no gradient.
 
-`selected_logprob_triton` is the forward for a GPU: a program holds a few rows, walks the vocabulary in ascending tiles
-and keeps a running maximum, sum, and weighted sum, so logits never leave the chip. `selected_logprob_backward_triton`
-walks the vocabulary in slices of `SLICE` ids: one kernel makes the slice's slopes from recomputed logits, two plain
-products use them up; the slopes of a slice are all that is ever held. Both are checked in Triton's interpreter; they
-were not run on a GPU yet, and nothing in the model calls them.
+`selected_logprob_triton` is the forward for a GPU: a program holds a few rows, loops over the vocabulary in ascending
+tiles and keeps a running maximum, sum, and weighted sum, so logits never leave the chip.
+`selected_logprob_backward_triton` takes the vocabulary in slices of `SLICE` ids: one kernel computes the slice's logits
+again and their gradients, two matrix products consume these, so memory holds one slice. Both are checked in Triton's
+interpreter; they were not run on a GPU yet, and nothing in the model calls them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from headrace.kernels.batch_invariant import linear
 from headrace.kernels.dispatch import jit, tl
 
 CHUNK = 1024
+"""Tokens whose logits are held at once."""
 SLICE = 1024
-"""Ids whose slopes backward holds at once: 0.7 % of the logits of a vocabulary of 151,936."""
+"""Ids whose logit gradients backward holds at once: 0.7 % of a vocabulary of 151,936."""
 
 
 def scaled(logits: Tensor, temperature: Tensor | float) -> Tensor:
-    """float32 logits [M, V] under a temperature: one for all rows or one per row [M]; 0 counts as 1."""
+    """logits [M, V] divided by a temperature, float32: one for all rows or one per row [M]; 0 counts as 1."""
     if not isinstance(temperature, Tensor) and temperature in (0, 1):
         return logits.float()  # dividing by 1 changes no bit
     heat = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
@@ -110,7 +111,8 @@ def selected_logprob(
 ) -> tuple[Tensor, Tensor]:
     """hidden [M, D], weight [V, D], targets [M] int64 -> (log-probability, entropy), float32 [M].
 
-    temperature: a number, or a tensor with one per row; 0 scores as 1. Gradients reach hidden and weight.
+    temperature: a number, or a tensor [M] with one per row; 0 counts as 1. pad: as in `batch_invariant.linear`. The
+    log-probability is differentiable in hidden and weight, the entropy is not.
     """
     if torch.is_grad_enabled():
         logp, entropy = _Selected.apply(hidden, weight, targets, temperature, pad)  # type: ignore[no-untyped-call]
@@ -179,7 +181,7 @@ def _slope_kernel(  # type: ignore[no-untyped-def]
     hidden, weight, targets, heat, lse, slopes, out, m, v, d, first, count,
     BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [m, count]: the loss's slope by each logit of ids first .. first + count - 1."""
+    """One tile of out [m, count]: the gradients of the logits of ids first .. first + count - 1."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     near = tl.program_id(1) * BV + tl.arange(0, BV)
     ids = first + near
@@ -206,7 +208,7 @@ def selected_logprob_backward_triton(
 ) -> tuple[Tensor, Tensor]:
     """Twin of the backward for a GPU: gradients of hidden [M, D] and weight [V, D] from that of logp, float32 [M].
 
-    lse: what the forward gave. Sums run in float32; the same bits for the same arguments.
+    lse: the log-sum-exp that the forward returned. Sums run in float32; the same arguments give the same bits.
     """
     hidden, weight = hidden.contiguous(), weight.contiguous()
     (m, d), v = hidden.shape, len(weight)

@@ -34,5 +34,5 @@ def test_nothing_packs_to_nothing() -> None:
 def test_refuses_empty_sequences_and_budgets() -> None:
     with pytest.raises(ValueError, match="budget"):
         pack([1], 0)
-    with pytest.raises(ValueError, match="without tokens"):
+    with pytest.raises(ValueError, match="at least one token"):
         pack([3, 0], 10)
