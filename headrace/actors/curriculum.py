@@ -35,6 +35,7 @@ from headrace.messages.ledger import (
 )
 from headrace.messages.operations import DeadLetter
 from headrace.messages.subjects import CLOSE, DLQ, EVENT, FAIL, LEDGER, SCORE, STEP
+from headrace.messages.tasks import CANARY, TaskRef
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
 from headrace.tasks import certificates, open_suite
 from headrace.tasks.trust import refusal
@@ -65,8 +66,8 @@ class Curriculum(Actor):
             certificates.refusal, suite, self.config.tasks.dir, self.config.tasks.uncertified
         ):
             raise Unrecoverable(refused)
-        if text := certificates.unexamined(suite, self.config.tasks.dir):
-            await self.event("uncertified_suite", text)
+        own = self.config.tasks
+        self._certified = None if own.uncertified else certificates.AtIssue(suite, own.dir)
         self.tasks = training.TaskOrder(suite.ids(), self.config.run.seed)
         self.state = RunState(self.run)
         self._issuer = Issuer(
@@ -215,6 +216,7 @@ class Curriculum(Actor):
                 case IssueGroup():
                     group = self.state.groups.get(decision.group)
                     task = group.first.task if group else training.task(self.config, self.tasks, decision.number)
+                    await self._examined(task)
                     await self._issue(training.slots_of(self.config, self.run, decision, task, decision.index))
                 case RetrySlot():
                     first = self.state.groups[decision.group].first
@@ -232,6 +234,14 @@ class Curriculum(Actor):
                     await self._close(decision)
                     text = f"{decision.group}: {decision.reason}: {decision.detail}"
                     await self.event("group_dropped", text, "warning", reason=decision.reason)
+
+    async def _examined(self, task: TaskRef) -> None:
+        """Unrecoverable for a task that is not the one that was certified. No group of an impossible task is trained
+        on, so those have no certificates."""
+        if self._certified is None or task.suite.startswith(CANARY):
+            return
+        if refused := await asyncio.to_thread(self._certified.refusal, task.task):
+            raise Unrecoverable(refused)
 
     async def _issue(self, slots: Sequence[SlotIssued]) -> None:
         """Announce which version rollouts must serve, then issue the slots."""

@@ -1,12 +1,12 @@
 """Certificates of suites: the files, and why a task may not be trained on without one.
 
-A file per suite lies under ``certificates/`` in the folder of suites. A suite of files has a certificate for every
-task, bound to the bytes of both sides. A suite that is generated (`source`) has certificates for a sample with every
-template in it, bound to the templates and to the bytes of the sample: another template, generator or sealing makes
-them void.
+A file per suite lies under ``certificates/`` in the folder of suites; those of the generated suites come with the
+package (`BUNDLED`). A suite of files has a certificate for every task, bound to the bytes of both sides. A suite that
+is generated (`source`) has certificates for a sample with every template in it, bound to the templates and to the bytes
+of the sample: another template, generator or sealing makes them void.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from headrace.messages.judging import Certificate, SuiteCertificates
 from headrace.messages.tasks import CANARY, Oracle, Task
 from headrace.tasks.base import Suite
 
+BUNDLED = Path(__file__).parent / "generated" / "certificates"
+"""The certificates of the generated suites; ``headrace tasks certify --bundled`` writes them."""
 OPT_IN = "set [tasks] uncertified = true to train on it all the same"
 
 
@@ -56,13 +58,22 @@ def write(suite: Suite, certificates: Sequence[Certificate], folder: Path) -> Pa
         certificates=tuple(certificates),
     )
     path = file_of(suite.name, folder)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n")
+    path.write_bytes(_lines(made))
     return path
 
 
+def _lines(made: SuiteCertificates) -> bytes:
+    """A file with one line for each certificate: changed ones can be told apart."""
+    head, _, _ = msgspec.json.encode(msgspec.structs.replace(made, certificates=())).rpartition(b"]")
+    return head + b"\n" + b",\n".join(map(msgspec.json.encode, made.certificates)) + b"\n]}\n"
+
+
 def read(name: str, root: str | Path) -> SuiteCertificates | None:
-    """The certificates of a suite, None where there are none. ValueError where a file holds something else."""
+    """The certificates of a suite, from the folder of suites or from the package; None where there are none.
+    ValueError where a file holds something else."""
     path = file_of(name, Path(root) / "certificates")
+    if not path.is_file():
+        path = file_of(name, BUNDLED)
     if not path.is_file():
         return None
     try:
@@ -79,8 +90,7 @@ def _address(certificates: Sequence[Certificate]) -> str:
 
 
 def refusal(suite: Suite, root: str | Path, uncertified: bool) -> str:
-    """Why the suite may not be trained on, in one sentence; empty when every task is certified or `uncertified`. A
-    generated suite without a file is not refused (`unexamined`)."""
+    """Why the suite may not be trained on, in one sentence; empty when every task is certified or `uncertified`."""
     if uncertified:
         return ""
     for part, ids in _parts(suite):
@@ -89,8 +99,6 @@ def refusal(suite: Suite, root: str | Path, uncertified: bool) -> str:
         except ValueError as error:
             return f"{error}, or {OPT_IN}"
         make = f"run `headrace tasks certify {part.name}`, or {OPT_IN}"
-        if made is None and source_of(part):
-            continue  # `unexamined` names it
         if made is None:
             return f"suite {part.name} has no certificates of its tests; {make}"
         if made.source != source_of(part):
@@ -106,31 +114,49 @@ def refusal(suite: Suite, root: str | Path, uncertified: bool) -> str:
                 f"{len(bad)} of {len(ids)} tasks of suite {part.name} are not certified, such as {bad[0].task.task} "
                 f"({bad[0].verdict}: {why}); remove them from the suite, or {OPT_IN}"
             )
-        if changed := _changed(part, ids, known):
-            return f"task {changed} of suite {part.name} was changed after it was certified; {make}"
+        for id in ids:
+            if changed := _changed(part, id, known[id]):
+                return f"{changed}; {make}"
     return ""
 
 
-def unexamined(suite: Suite, root: str | Path) -> str:
-    """The generated suites without certificates, in one sentence; empty without any. They are trained on all the same:
-    their hidden tests are computed from the right function, and no certificates of them are bundled yet."""
-    names = [
-        part.name
-        for part, _ in _parts(suite)
-        if source_of(part) and not file_of(part.name, Path(root) / "certificates").is_file()
-    ]
-    if not names:
+def _changed(suite: Suite, id: str, certificate: Certificate) -> str:
+    """That a task has other bytes than those of its certificate; empty where they are the same."""
+    if task_hash(suite.task(id), suite.oracle(id)) == certificate.task_hash:
         return ""
-    listed = ", ".join(dict.fromkeys(names))
-    return f"generated suites are trained on without certificates: {listed}; `headrace tasks certify` makes them"
+    return f"task {id} of suite {suite.name} was changed after it was certified"
 
 
-def _changed(suite: Suite, ids: Sequence[str], known: dict[str, Certificate]) -> str:
-    """A task whose bytes are not those of its certificate."""
-    for id in ids:
-        if task_hash(suite.task(id), suite.oracle(id)) != known[id].task_hash:
-            return id
-    return ""
+class AtIssue:
+    """Whether a task is still the one that was certified when it is issued: files may change while a run is on."""
+
+    def __init__(self, suite: Suite, root: str | Path) -> None:
+        """For a suite that `refusal` accepts. ValueError as in `read`."""
+        self._suite = suite
+        self._known: dict[str, dict[str, Certificate]] = {}
+        for part, _ in _parts(suite):
+            made = read(part.name, root)
+            self._known[part.name] = {each.task.task: each for each in made.certificates} if made else {}
+        self._generated: set[tuple[str, str]] = set()
+        """Sample tasks that were compared: what is generated stays the same in a process."""
+
+    def refusal(self, id: str) -> str:
+        """Why the task may not be issued, in one sentence; empty when it may. UnknownSuite."""
+        find: Callable[[str], tuple[Suite, str]] | None = getattr(self._suite, "find", None)
+        suite, id = find(id) if find else (self._suite, id)
+        cover: Callable[[str], str] | None = getattr(suite, "covered_by", None)
+        if cover:
+            id = cover(id)
+            if (suite.name, id) in self._generated:
+                return ""
+        certificate = self._known[suite.name].get(id)
+        if certificate is None or certificate.verdict != "certified":
+            return f"task {id} of suite {suite.name} has no certificate"
+        if changed := _changed(suite, id, certificate):
+            return f"{changed}; run `headrace tasks certify {suite.name}`, or {OPT_IN}"
+        if cover:
+            self._generated.add((suite.name, id))
+        return ""
 
 
 def _parts(suite: Suite) -> Iterator[tuple[Suite, Sequence[str]]]:

@@ -86,7 +86,8 @@ class MixedSuite:
         """The suites of the mix."""
         return self._suites
 
-    def _find(self, id: str) -> tuple[Suite, str]:
+    def find(self, id: str) -> tuple[Suite, str]:
+        """The suite that a task comes from, and its id there. UnknownSuite."""
         number, tilde, inner = id.partition("~")
         if not tilde or not number.isdigit() or int(number) >= len(self._suites):
             raise UnknownSuite(f"{self.name} has no task {id!r}")
@@ -94,12 +95,12 @@ class MixedSuite:
 
     def task(self, id: str) -> Task:
         """The agent's side, under the mix's name."""
-        suite, inner = self._find(id)
+        suite, inner = self.find(id)
         return msgspec.structs.replace(suite.task(inner), ref=TaskRef(self.name, id))
 
     def oracle(self, id: str) -> Oracle:
         """The judge's side."""
-        suite, inner = self._find(id)
+        suite, inner = self.find(id)
         return msgspec.structs.replace(suite.oracle(inner), ref=TaskRef(self.name, id))
 
 

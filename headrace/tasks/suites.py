@@ -76,6 +76,12 @@ class GeneratedSuite:
             raise UnknownSuite(f"{self.name} has no task {id!r}")
         return repositories.make(self._kind, int(id))
 
+    def covered_by(self, id: str) -> str:
+        """The task of the sample whose certificate covers this one: they have the same template."""
+        if id not in self._ids:
+            raise UnknownSuite(f"{self.name} has no task {id!r}")
+        return repositories.first_of(self._kind, int(id))
+
     def equivalent(self, id: str, files: dict[str, bytes]) -> bool:
         """Whether a changed solution behaves like the solution: a certificate does not count it against the tests."""
         made = self.make(id)

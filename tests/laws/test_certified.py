@@ -16,6 +16,8 @@ from headrace.judging.certifying import certify
 from headrace.launch.checks import actors as checks
 from headrace.messages.tasks import Grading, Oracle, Task, TaskRef, TestPlan
 from headrace.tasks import Suite, certificates, open_suite
+from headrace.tasks.generated import repositories
+from headrace.tasks.generated.templates import UNSEEN
 from headrace.tasks.suites import write_suite
 from headrace.vmhost.node.host import Host
 from tests.conftest import Connect
@@ -100,10 +102,40 @@ async def test_a_forged_certificate_is_refused(tmp_path: Path) -> None:
     assert "was changed after it was written" in refused(tmp_path)[0]
 
 
-@pytest.mark.parametrize("name", ["generated/train", "mix/generated/train*2+generated/train*1"])
-def test_a_generated_suite_without_certificates_is_named(name: str, tmp_path: Path) -> None:
-    assert certificates.refusal(open_suite(name), tmp_path, False) == ""
-    assert "trained on without certificates: generated/train;" in certificates.unexamined(open_suite(name), tmp_path)
+@pytest.mark.parametrize("kind", list(repositories.SEEDS))
+def test_the_bundled_certificates_are_of_these_templates(kind: str, tmp_path: Path) -> None:
+    """Each template of the suite, with this generator and this sealing; refresh: headrace tasks certify --bundled."""
+    suite = open_suite(f"generated/{kind}")
+    assert certificates.refusal(suite, tmp_path, False) == ""
+    made = certificates.read(suite.name, tmp_path)
+    assert made is not None and len(made.certificates) == len(certificates.sample_of(suite))
+    mutants = sum(each.mutants for each in made.certificates)
+    assert sum(each.killed for each in made.certificates) >= 0.95 * mutants, "more than 5 % are accepted wrongly"
+
+
+def test_another_template_or_generator_voids_the_bundled_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mix = open_suite("mix/generated/unseen*2+generated/unseen*1")
+    assert certificates.refusal(mix, tmp_path, False) == ""
+    with monkeypatch.context() as patched:
+        patched.setattr(repositories, "_edges", lambda function: [])
+        assert "was changed after it was certified" in certificates.refusal(mix, tmp_path, False)
+        assert "was changed after" in certificates.AtIssue(mix, tmp_path).refusal("0~20001")
+    assert certificates.AtIssue(mix, tmp_path).refusal("0~20001") == ""
+    first, *others = UNSEEN
+    broken = msgspec.structs.replace(first, about="anything")
+    monkeypatch.setattr(repositories, "_POOLS", {"unseen": (broken, *others)})
+    assert "its templates have changed" in certificates.refusal(mix, tmp_path, False)
+
+
+async def test_a_task_that_changes_while_a_run_is_on_is_not_issued(tmp_path: Path) -> None:
+    suite = messages(tmp_path)
+    await certified(tmp_path, suite)
+    check = certificates.AtIssue(suite, tmp_path / "suites")
+    assert check.refusal("1") == ""
+    messages(tmp_path, pattern="2|two")
+    assert "task 1 of suite sums was changed after it was certified" in check.refusal("1")
 
 
 async def test_the_judge_certifies_a_repository(host: Host) -> None:

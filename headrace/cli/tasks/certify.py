@@ -20,6 +20,9 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "--out", default="", metavar="DIR", help="folder of the file; default: certificates/ of [tasks] dir"
     )
+    parser.add_argument(
+        "--bundled", action="store_true", help="write the certificates that come with the package: generated suites"
+    )
     parser.add_argument("--parallel", type=integer(1), default=2, help="tasks that are examined at once")
     add_config(parser)
     parser.set_defaults(handler=certify)
@@ -48,7 +51,7 @@ async def examine(args: argparse.Namespace) -> int:
     from headrace.messages.sandbox import NoCapacity, SandboxLost
     from headrace.registry import PluginError
     from headrace.tasks import UnknownSuite, open_suite
-    from headrace.tasks.certificates import sample_of, write
+    from headrace.tasks.certificates import BUNDLED, sample_of, source_of, write
     from headrace.vmhost.node.host import Host
 
     config = load(args.config, args.set)
@@ -57,6 +60,8 @@ async def examine(args: argparse.Namespace) -> int:
         ids = list(sample_of(suite))
     except UnknownSuite as error:
         raise RunError(str(error)) from None
+    if args.bundled and (args.out or not source_of(suite)):
+        raise RunError("--bundled writes the certificates of a generated suite into the package, and takes no --out")
     await prepare_host(config)
     host = await Host.open(config.environment)
     free = asyncio.Semaphore(args.parallel)
@@ -77,7 +82,8 @@ async def examine(args: argparse.Namespace) -> int:
         raise RunError(f"{args.suite} cannot be certified: {error}", 1) from None
     finally:
         await host.close()
-    path = write(suite, made, Path(args.out) if args.out else Path(config.tasks.dir) / "certificates")
+    folder = Path(args.out) if args.out else Path(config.tasks.dir) / "certificates"
+    path = write(suite, made, BUNDLED if args.bundled else folder)
     say(f"{summary(made)}; written to {path}")
     return 0 if all(certificate.verdict == "certified" for certificate in made) else 1
 

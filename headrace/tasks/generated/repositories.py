@@ -164,6 +164,20 @@ def _arguments(rng: random.Random, takes: Sequence[str]) -> Arguments:
     return tuple(values)
 
 
+def _edges(function: Function) -> list[Arguments]:
+    """Arguments that random ones miss: equal to a function's constants and beside them, and where nothing is found."""
+    k = int(function.names["k"])
+    values: Mapping[str, Sequence[object]] = {
+        "a": (k, k - 1, k + 1, 0, 1),
+        "b": (k, k, k, 0, -1),
+        "n": (k, k - 1, 6, 1, 2),
+        "xs": ([k + 1, k, k - 1, -1], [k, 1, 0, k + 1, -1], [-1, 0, 1, k], [1, -1, k, k + 1], [5, 5, 0, 1, 1]),
+        "s": ("ab", "aXX", "X", "abXY", "bbc"),
+        "t": ("ba", "Xa", "X", "Y", "bca"),
+    }
+    return list(zip(*(values[kind] for kind in function.template.takes), strict=True))
+
+
 def _break(rng: random.Random, function: Function) -> tuple[tuple[int, int, int], list[Arguments], list[Arguments]]:
     """A bug, arguments that show it (two or more), and arguments that don't have to."""
     right = _callable(function)
@@ -229,7 +243,8 @@ def make(suite: str, seed: int, multi_line: float = 0.5, *, judged: bool = True)
     readme = "\n".join([f"# {package}", "", *(f"- {f.name}: {f.about}" for f in order)]) + "\n"
     common = {"README.md": readme.encode(), f"{package}/__init__.py": b""}
     visible = tests([(target, shown[:1]), (neighbours[0], draws(neighbours[0], 1))])
-    hidden = tests([(target, shown[1:5] + other[:2]), *((n, draws(n, 2)) for n in neighbours)]) if judged else b""
+    checks = [*shown[1:5], *other[:2], *_edges(target)]
+    hidden = tests([(target, checks), *((n, draws(n, 2)) for n in neighbours)]) if judged else b""
     ref = TaskRef(f"generated/{suite}", str(seed))
     task = Task(
         ref=ref,
@@ -259,12 +274,22 @@ def source(suite: str) -> str:
 
 
 @lru_cache(len(SEEDS))
-def first_of_each(suite: str) -> tuple[str, ...]:
-    """The lowest seed, as text, of every template that the suite breaks."""
+def _first(suite: str) -> Mapping[str, str]:
+    """By template that the suite breaks: the lowest seed, as text."""
     wanted = len(_POOLS.get(suite, TRAINED))
     first: dict[str, str] = {}
     for seed in SEEDS[suite]:
         first.setdefault(make(suite, seed, judged=False).target.template.name, str(seed))
         if len(first) == wanted:
             break
-    return tuple(first.values())
+    return first
+
+
+def first_of_each(suite: str) -> tuple[str, ...]:
+    """The lowest seed, as text, of every template that the suite breaks."""
+    return tuple(_first(suite).values())
+
+
+def first_of(suite: str, seed: int) -> str:
+    """The lowest seed, as text, with the template of this one."""
+    return _first(suite)[make(suite, seed, judged=False).target.template.name]
