@@ -70,6 +70,7 @@ def trial(folder: Path, kills: int, steps: int, seed: int) -> dict[str, Any]:
             [*HEADRACE, "up", str(ROOT / "deploy" / "demo.toml"), *words],
             cwd=folder,
             env=os.environ | {MARK: mark},
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,

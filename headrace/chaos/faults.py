@@ -13,7 +13,7 @@ import errno
 import os
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -57,8 +57,9 @@ def targets(config: Config) -> list[str]:
     return names + own_broker + (MACHINES * [MACHINE] if has_machines(config) else [])
 
 
-def plan(config: Config, kills: int, seed: int) -> list[PlannedFault]:
-    """The faults of a run, in the order in which they are due."""
+def plan(config: Config, kills: int, seed: int, kinds: Collection[Fault] = ACTOR_FAULTS) -> list[PlannedFault]:
+    """The faults of a run, in the order in which they are due. kinds: only targets that can fail so are in the plan."""
+    possible = [name for name in targets(config) if {*FAULTS.get(name, ACTOR_FAULTS)} & {*kinds}]
     rng = random.Random(seed)
     dues = sorted(rng.random() * LATEST for _ in range(kills))
     round_targets: list[str] = []
@@ -66,11 +67,11 @@ def plan(config: Config, kills: int, seed: int) -> list[PlannedFault]:
     planned = []
     for due in dues:
         if not round_targets:
-            round_targets = rng.sample(targets(config), len(targets(config)))
+            round_targets = rng.sample(possible, len(possible))
         target = round_targets.pop()
         if not round_faults.get(target):
-            kinds = FAULTS.get(target, ACTOR_FAULTS)
-            round_faults[target] = rng.sample(kinds, len(kinds))
+            dealt = [kind for kind in FAULTS.get(target, ACTOR_FAULTS) if kind in kinds]
+            round_faults[target] = rng.sample(dealt, len(dealt))
         short, long = PAUSE_S.get(target, SHORT_S), PAUSE_S.get(target, LONG_S)
         asleep = rng.uniform(*(long if rng.random() < LONG_SHARE else short))
         planned.append(PlannedFault(target, round_faults[target].pop(), round(asleep, 2), due))

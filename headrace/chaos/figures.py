@@ -42,6 +42,7 @@ class Quantiles(msgspec.Struct, frozen=True):
 
     p50_s: float | None
     p99_s: float | None
+    max_s: float | None
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +178,6 @@ def recovery(results: Sequence[FaultResult]) -> Recovery:
 def _quantiles(values: Sequence[float | None]) -> Quantiles:
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
-        return Quantiles(None, None)
+        return Quantiles(None, None, None)
     p50, p99 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.99))
-    return Quantiles(round(p50, 2), round(p99, 2))
+    return Quantiles(round(p50, 2), round(p99, 2), round(ordered[-1], 2))

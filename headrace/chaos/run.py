@@ -22,7 +22,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,7 +30,7 @@ import msgspec
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.chaos import faults, figures
-from headrace.chaos.faults import BROKER, MACHINE, PlannedFault
+from headrace.chaos.faults import BROKER, MACHINE, Fault, PlannedFault
 from headrace.chaos.figures import FaultResult
 from headrace.config import Config, load
 from headrace.launch.output import complain, say, say_report
@@ -80,8 +80,15 @@ def lengthened(config: Config, kills: int) -> Config:
 class FaultInjector:
     """Injects the planned faults into a run. `up` calls `run` beside the run's processes."""
 
-    def __init__(self, config: Config, kills: int, seed: int, limit_s: float) -> None:
-        self.planned = faults.plan(config, kills, seed)
+    def __init__(
+        self,
+        config: Config,
+        kills: int,
+        seed: int,
+        limit_s: float,
+        kinds: Collection[Fault] = faults.ACTOR_FAULTS,
+    ) -> None:
+        self.planned = faults.plan(config, kills, seed, kinds)
         self.results: list[FaultResult] = []
         self.folder: RunDir | None = None
         self._limit_s = limit_s
@@ -280,7 +287,7 @@ async def chaos(args: argparse.Namespace) -> int:
     if args.kills < 1:
         raise RunError("--kills: at least 1")
     config = lengthened(load(args.config, args.set), args.kills)
-    injector = FaultInjector(config, args.kills, args.seed, 60 * args.minutes)
+    injector = FaultInjector(config, args.kills, args.seed, 60 * args.minutes, args.faults)
 
     async def body(stopping: Stopping, closing: contextlib.AsyncExitStack) -> int:
         return await through(config, stopping, closing, injector.run)

@@ -28,6 +28,7 @@ SENTENCES = {
     "timed_out": "the session did not end in time",
     "files_lost": "the gateway was restarted and no longer has the session's files",
     "purged": "the user's data was purged",
+    "bus_error": "the broker did not take the request",
     "cancelled": "the user cancelled it",
 }
 """The sentence that a user reads for each reason."""

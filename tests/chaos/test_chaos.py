@@ -119,6 +119,9 @@ def test_a_run_without_a_plan_is_refused_in_one_sentence(tmp_path: Path) -> None
 
 def test_a_seed_determines_the_plan_and_every_target_has_every_fault() -> None:
     config = demo()
+    only: list[faults.Fault] = ["kill"]
+    kills = faults.plan(config, 60, 1, only)
+    assert {one.fault for one in kills} == {"kill"} and {one.target for one in kills} == {*faults.targets(config)}
     planned = faults.plan(config, 200, 1)
     assert planned == faults.plan(config, 200, 1) != faults.plan(config, 200, 2)
     assert [one.due for one in planned] == sorted(one.due for one in planned) and planned[-1].due <= faults.LATEST
@@ -192,7 +195,7 @@ def test_recovery_is_told_by_kind() -> None:
 
     fallen = [one("judge", "kill", float(number), 2.0 * number) for number in range(1, 101)]
     found = recovery([*fallen, one(BROKER, "kill", 0.5), one(MACHINE, "stop", None)])
-    assert found.by_kind["kill"] == Quantiles(50.0, 99.0) and found.by_kind["broker_kill"].p99_s == 0.5
+    assert found.by_kind["kill"] == Quantiles(50.0, 99.0, 100.0) and found.by_kind["broker_kill"].p99_s == 0.5
     assert found.by_kind["machine_stop"].p50_s is None and found.all.p50_s == 50.0
     assert found.at_work_again.p50_s == 100.0 and (found.slowest_kind, found.slowest_s) == ("kill", 100.0)
 

@@ -16,6 +16,13 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "--kills", type=integer(1), default=200, help="number of faults; a run that is too short for them is lengthened"
     )
+    parser.add_argument(
+        "--faults",
+        nargs="+",
+        choices=("kill", "stop", "cut"),
+        default=("kill", "stop", "cut"),
+        help="kinds of fault, all by default: kill -9, SIGSTOP for a while, cut connections",
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of the fault plan")
     parser.add_argument("--minutes", type=number(0, above=True), default=60.0, help="time limit of the run")
     add_set(parser)

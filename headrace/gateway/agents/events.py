@@ -10,9 +10,11 @@ import json
 import re
 from typing import Any, Literal
 
+import msgspec
 from aiohttp import web
 
 from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError
 from headrace.gateway.agents.requests import AgentRefused
 from headrace.gateway.agents.store import Agents, Sessions
 from headrace.gateway.http import send
@@ -31,11 +33,30 @@ class Events:
         self._bus, self._agents, self._sessions = bus, agents, sessions
 
     async def stream(self, request: web.Request, agent: Agent, run: AgentRun, key: ApiKey) -> web.StreamResponse:
-        """Answer with the events after the request's Last-Event-ID. AgentRefused with 400 or 410."""
+        """Answer with the events after the request's Last-Event-ID. AgentRefused with 400 or 410; ConnectionResetError
+        when the broker is lost under way."""
         filters = self._agents.filters(agent, run)
         after, ended = await self._after(request.headers.get("Last-Event-ID", ""), filters, run)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
+        try:
+            await self._write(response, agent, run, key, filters, after, ended)
+        except BusError as error:
+            # The answer has begun. The client sees a cut and asks again with its last id.
+            raise ConnectionResetError(f"the message bus is unavailable: {error}") from error
+        await response.write_eof()
+        return response
+
+    async def _write(
+        self,
+        response: web.StreamResponse,
+        agent: Agent,
+        run: AgentRun,
+        key: ApiKey,
+        filters: list[str],
+        after: int,
+        ended: bool,
+    ) -> None:
         await send(response, event("status", {"agent": agent.id, "run": run.id, "status": run.state}))
         session = self._sessions.get(self._agents.group(agent, run))
         while True:
@@ -52,13 +73,14 @@ class Events:
                     await changed.wait()
             except TimeoutError:
                 await send(response, b": heartbeat\n\n")
-        run = await self._end(agent.id, run.id, key)
+        try:
+            run = await self._end(agent.id, run.id, key)
+        except AgentRefused:
+            run = msgspec.structs.replace(run, state="ERROR", detail="purged")
         if not ended:
             result = {"status": run.state, "detail": run.detail, "changed": run.changed, "restored": run.restored}
             await send(response, event("result", result, f"{after}-end"))
         await send(response, event("done", {}))
-        await response.write_eof()
-        return response
 
     async def _after(self, last: str, filters: list[str], run: AgentRun) -> tuple[int, bool]:
         """The sequence after which to begin, and whether the result was seen too."""

@@ -69,12 +69,13 @@ class Agents:
         self._sessions, self._open, self._webhooks, self._spawn = sessions, open, webhooks, spawn
         self._agents: dict[str, Agent] = {}
         self._creating: set[str] = set()
+        self._cancelling: set[str] = set()
 
     async def start(self) -> None:
         """Go on with the agents of the gateway before this one."""
         self._kept = await self._bus.kv("HR_SESSION")
         for value, _ in (await self._kept.items(f"{self._run}.session.agent.*.*")).values():
-            if isinstance(value, Agent):
+            if isinstance(value, Agent) and value.runs:
                 self._agents[value.id] = value
                 if value.runs[-1].state == "RUNNING":
                     self._spawn(self._see_through(value.id, value.runs[-1]), f"agent {value.id}")
@@ -171,12 +172,19 @@ class Agents:
         """End a run; repeated until the rollout actor has written its end."""
         if run.state != "RUNNING":
             raise AgentRefused(409, "run_not_cancellable", f"this run has ended: {run.state}")
-        self._spawn(self._repeat_cancel(agent.id, self.group(agent, run)), f"cancel {run.id}")
+        if run.id not in self._cancelling:
+            self._cancelling.add(run.id)
+            self._spawn(self._repeat_cancel(agent, run.id), f"cancel {run.id}")
 
-    async def _repeat_cancel(self, id: str, group: str) -> None:
-        while id in self._agents and self._agents[id].runs[-1].state == "RUNNING":
-            await self._control(AttemptControl(run=self._run, group=group))
+    async def _repeat_cancel(self, agent: Agent, id: str) -> None:
+        while run := next((run for run in self._runs(agent.id) if run.id == id and run.state == "RUNNING"), None):
+            await self._control(AttemptControl(run=self._run, group=self.group(agent, run)))
             await asyncio.sleep(REPEAT_S)
+        self._cancelling.discard(id)
+
+    def _runs(self, id: str) -> tuple[AgentRun, ...]:
+        """The runs of an agent as they are now; none after a purge."""
+        return self._agents[id].runs if id in self._agents else ()
 
     async def archive(self, agent: Agent) -> Agent:
         """No further runs; the sandbox is given up."""

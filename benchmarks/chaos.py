@@ -1,0 +1,97 @@
+"""Faults in every part of a run, and `kill -9` of `headrace up`: `make chaos` (docs/recovery.md).
+
+    python -m benchmarks.chaos [--kills 150] [--others 30] [--restarts 20]
+
+Three parts, one after another: kill -9 of every process, of the broker and of microVMs; SIGSTOP and cut connections;
+`headrace up` killed and started again. A part that ended well is kept in `--folder`, so a measurement that was
+interrupted continues with the next part; `--again` measures all of them. The last line is JSON with the three reports
+and goes to `--out`; the command exits 1 unless all targets of all parts are met.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.conditions import conditions
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "deploy" / "chaos.toml"
+CHAOS = (sys.executable, "-m", "headrace.cli", "chaos")
+
+
+def parts(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """Name to command."""
+    chaos = (*CHAOS, str(args.config), *(word for change in args.set for word in ("--set", change)))
+    kills = (*chaos, "--kills", str(args.kills), "--faults", "kill", "--minutes", "25", "--seed", str(args.seed))
+    others = (*chaos, "--kills", str(args.others), "--faults", "stop", "cut", "--minutes", "10")
+    restarts = (sys.executable, "-m", "benchmarks.restarts", "--kills", str(args.restarts))
+    return {
+        "kills": kills,
+        "stops_and_cuts": (*others, "--seed", str(args.seed)),
+        "restarts": (*restarts, "--steps", str(args.restart_steps), "--seed", str(args.seed)),
+    }
+
+
+def measure(command: tuple[str, ...]) -> dict[str, Any]:
+    """The JSON line with which a command ends, and its exit code. Its other lines go to standard error."""
+    last, started = "", time.monotonic()
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                last = line
+                if not line.startswith("{"):
+                    print(line, end="", file=sys.stderr, flush=True)
+            code = process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+    report = json.loads(last) if last.startswith("{") else {}
+    return {"exit_code": code, "minutes": round((time.monotonic() - started) / 60, 1), **report}
+
+
+def main() -> int:
+    """The parts and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=150, help="kill -9 of processes, broker and machines")
+    parser.add_argument("--others", type=int, default=30, help="SIGSTOP and cut connections")
+    parser.add_argument("--restarts", type=int, default=20, help="kill -9 of `headrace up`")
+    parser.add_argument("--restart-steps", type=int, default=60, help="steps of the run that is started again")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".cache" / "chaos")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "chaos.json")
+    parser.add_argument("--again", action="store_true", help="measure the parts again that an earlier call finished")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    reports: dict[str, Any] = {}
+    for name, command in parts(args).items():
+        kept = args.folder / f"{name}.json"
+        earlier = json.loads(kept.read_text()) if kept.exists() and not args.again else {}
+        if earlier.get("command") == command[1:]:
+            print(f"{name}: kept from {kept}", file=sys.stderr)
+            reports[name] = earlier["report"]
+            continue
+        reports[name] = measure(command)
+        if reports[name]["exit_code"] == 0:
+            kept.write_text(json.dumps({"command": command[1:], "report": reports[name]}))
+    met = all(report["exit_code"] == 0 for report in reports.values())
+    found = {**reports, "met": met, "conditions": msgspec.to_builtins(conditions("nats-py", "torch"))}
+    args.out.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found))
+    for kept in args.folder.glob("*.json") if met else ():
+        kept.unlink()
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
