@@ -9,19 +9,19 @@ after the other, in reverse order for every second seed; a cell whose result is 
 
 Injected waits: each tool call of a rollout (never of a judge) waits before it runs, log-normally distributed: median
 --median seconds, sigma --sigma, cut at --longest. The n-th call of a slot draws from seed, group, slot and n alone, so
-every cell has the same waits, whatever else runs. They stand for builds, package servers and test suites, and
+every cell has the same waits, independent of its timing. They represent builds, package servers and test suites, and
 cost no CPU.
 
-The tiny policy's step is cheap compared with its sampling. So in every cell the trainer computes as it must where
-trajectories are long: micro-batches of about one trajectory (--micro-tokens), and every trajectory of a batch scored
-again with the versions that wrote it (Law 5 in full); what is learnt stays the same. A further pair of cells
-(`balanced_...`) has as much work for the trainer as sampling, judging and the rest take together, which on two cores is
-what balance means: see BALANCED. How busy both sides are is judged there. One more cell under heavy waits asks for the
-last two slots of a group a second time (`speculative_...`), and shows what that does to the lengths of what is kept.
+The tiny policy's step is cheap compared with its sampling. So in every cell the trainer works as for long trajectories:
+micro-batches of about one trajectory (--micro-tokens), and every trajectory of a batch scored again with the versions
+that sampled it (Law 5 in full); the learning stays the same. A further pair of cells (`balanced_...`, see BALANCED)
+gives the trainer as much work as sampling, judging and the rest have together; the target for busy times applies to
+this pair. One more cell under heavy waits asks for the last two slots of a group a second time (`speculative_...`), and
+shows the effect on the lengths of kept episodes.
 
-The `process` backend is not isolated and cheaper than a VM; figures made with it say so (`backend`). With --vms one
-pair of cells, synchronous and bound 2 under heavy waits, runs in microVMs beside the grid (`vms_...`). A last cell
-(--evaluate) is asked for an evaluation on held-out tasks while it trains.
+The `process` backend is not isolated and cheaper than a VM; its figures carry `backend`. With --vms one pair of cells,
+synchronous and bound 2 under heavy waits, runs in microVMs in addition to the grid (`vms_...`). In a last cell
+(--evaluate), an evaluation on held-out tasks runs during the training.
 """
 
 import argparse
@@ -65,7 +65,7 @@ Few steps of it (--balanced), because groups without advantage, which a better p
 
 
 class Waiting(Environment):
-    """The environment actor, with calls of rollouts as slow as a distribution says."""
+    """The environment actor, with a random wait before each call of a rollout."""
 
     async def start(self) -> None:
         """Start as every environment does."""
@@ -126,7 +126,7 @@ def drawn(seed: int, median: float, sigma: float, longest: float) -> float:
 def run_cell(
     args: argparse.Namespace, cell: Cell, root: Path, start: Path, tag: str = "", more: Sequence[str] = ()
 ) -> Seen:
-    """One cell of the grid; with a tag one beside it, with settings of its own. Missing, with --kept alone."""
+    """Run one cell of the grid, or with a tag a further cell with its own settings. Missing where --kept forbids it."""
     folder = root / (f"{cell.name}-{tag}" if tag else cell.name)
     if args.kept and not folder.with_suffix(".seen").exists():
         raise Missing(folder.name)

@@ -3,15 +3,14 @@
     python -m benchmarks.burst [--nodes 300] [--burst 100000] [--rates 250,500,1000]
 
 THIS IS A SIMULATION of machines. Real: nats-server, the environment actor of every node (its leases, its pool,
-its queue group, its heartbeats), the client (`actors.sandbox_client`), every message. Simulated: QEMU. A simulated
-machine takes as long to come up as a measured clone did (log-normal through the measured p50 and p99), at most
-`--starts` at once on a node, and holds as much private memory as a measured one between parked and after a pytest run;
-a node refuses when its memory is full. Defaults are those of the measurement on two cores under TCG
-(`python -m benchmarks.vm_clone` makes new ones).
+its queue group, its heartbeats), the client (`headrace.sandboxes`), every message. Simulated: QEMU. The start time of a
+simulated machine is log-normal through the p50 and p99 of measured clones, with at most `--starts` starts at once on a
+node. Its private memory lies between that of a parked clone and that of a clone after a pytest run; a node refuses when
+its memory is full. The defaults were measured on two cores under TCG (`python -m benchmarks.vm_clone` measures again).
 
 First some seconds at each rate, arrivals evenly spaced, all released; then the whole burst at once, all of it held.
-Times are from a request's arrival to its sandbox, the asking process's own queue included. Many nodes share a process,
-and all share this machine, so what saturates first is its processors: CPU per acquire says for whom.
+Times are from a request's arrival to its sandbox, the client process's own queue included. Many nodes share a process,
+and all share this machine, so its processors saturate first: the CPU time per acquire is given for each process.
 """
 
 import argparse
@@ -46,7 +45,7 @@ from headrace.vmhost.node.host import Host
 
 RUN = "burst"
 PROCESSES = 2
-"""Of nodes, and of askers."""
+"""Number of processes that run nodes, and of processes that run clients."""
 
 
 class Answers:
@@ -82,18 +81,18 @@ class SimulatedMachine:
         self._channel = Answers()
 
     async def open(self, slot: int) -> Any:
-        """The only slot."""
+        """Open the machine's only slot."""
         return self._channel
 
     async def ready(self) -> None:
         """It is."""
 
     async def check_integrity(self, thorough: bool) -> tuple[str, ...]:
-        """Nothing is ever changed here."""
+        """No file changes in a simulated machine."""
         return ()
 
     def leave(self, channel: Any) -> None:
-        """Do nothing: the slot ends with its machine."""
+        """Do nothing, because the slot ends with its machine."""
 
     def kill(self) -> None:
         """Give the memory back."""
@@ -123,7 +122,7 @@ class SimulatedBackend:
         return 1
 
     async def machine(self, template: str) -> SimulatedMachine:
-        """After the drawn time."""
+        """Start a machine; returns after the drawn time."""
         mib = self._rng.uniform(self._least, self._most)
         self.used += mib
         async with self._starts:
@@ -138,10 +137,10 @@ class SimulatedBackend:
         """`machine` counts its memory at once."""
 
     def free_idle(self, template: str) -> None:
-        """Nothing waits unused."""
+        """There are no idle machines."""
 
     def shortage(self, template: str) -> str:
-        """Memory, if the largest machine would not fit any more."""
+        """Memory, when the largest machine does not fit any more."""
         return "" if self.used + self._most <= self._capacity else "too little memory is free"
 
     def facts(self) -> dict[str, Any]:
@@ -156,7 +155,7 @@ class SimulatedBackend:
         """Nothing lingers."""
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to release."""
 
 
 async def nodes(url: str, credentials: str, first: int, count: int, draws: Sequence[float]) -> None:
@@ -372,7 +371,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="at each rate")
     parser.add_argument("--p50", type=float, default=139.0, help="ms until a clone answers")
     parser.add_argument("--p99", type=float, default=304.0)
-    parser.add_argument("--parked", type=float, default=24.6, help="private MiB of a parked clone")
+    parser.add_argument("--parked", type=float, default=24.6, help="private memory of a parked clone, MiB")
     parser.add_argument("--used", type=float, default=64.5, help="private MiB after a pytest run")
     parser.add_argument("--memory-gib", type=float, default=16.0, help="of a node, for sandboxes")
     parser.add_argument("--starts", type=int, default=32, help="machines that a node starts at once")

@@ -1,4 +1,4 @@
-"""Measures the cost of a message, and Ray's cost for the same payload in the same run.
+"""Measures the cost of a message in headrace and in Ray, for the same payload in the same run.
 
     python -m venv .cache/ray && .cache/ray/bin/pip install ray numpy
     python -m benchmarks.bus [--rounds 5] [--trajectories 200] [--blob-mib 64] [--ray .cache/ray/bin/python]
@@ -10,7 +10,7 @@ process of its own: typed messages, trace context in every header, message ids. 
     shared   payloads in /dev/shm (bus/payloads/shared_memory.py), references through the broker, nothing uploaded
     upload   the same, and every payload stored at the broker too, seconds later; the delay is a figure of its own
     disk     payloads in a folder on the broker's disk, as safe as the broker's own store, nothing uploaded
-Beside them Ray: two producer actors call one buffer actor with the same arrays, which go through its object store in
+In Ray, two producer actors call one buffer actor with the same arrays, which go through its object store in
 memory. Both sides take turns in every round, in changing order. Ratios are taken within a round; figures are medians
 over rounds. CPU is that of all processes of a side, the broker among ours and Ray's own among Ray's.
 """
@@ -40,7 +40,7 @@ from headrace.messages.operations import Event, Ping
 
 PRODUCERS = 2
 MEGABYTES = 1.04
-"""Of one trajectory."""
+"""Size of one trajectory."""
 RAY = Path(__file__).parent / "bus_ray.py"
 
 
@@ -52,7 +52,7 @@ class Side:
         self.total = 0
 
     async def start(self) -> None:
-        """Start its processes, and send a little once."""
+        """Start the processes, and send a few trajectories as a warm-up."""
         start = [self.child("sink", "sink"), *(self.child("producer", f"p{n}") for n in range(PRODUCERS))]
         self.sink, *self.producers = await asyncio.gather(*start)
         self.bus = await connected(self.server.url, str(self.server.credentials), self.run, self.folder, self.upload)
@@ -60,7 +60,7 @@ class Side:
 
     @property
     def run(self) -> str:
-        """A run of its own."""
+        """The id of this flow's run."""
         return f"bench-{self.name}"
 
     async def child(self, kind: str, id: str) -> Child:
@@ -95,7 +95,7 @@ class Side:
         return times
 
     async def clear(self) -> float:
-        """Drop what was sent; return the seconds that a pending upload took."""
+        """Delete the trajectories; return the seconds that a pending upload took."""
         shared_memory, since = self.bus.shared_memory, time.perf_counter()
         if shared_memory is not None:
             while any(shared_memory.pending.iterdir()):
@@ -197,7 +197,7 @@ def family(roots: Iterable[int]) -> float:
 
 
 class Rounds:
-    """Figures by name, one value a round."""
+    """Figures by name, one value per round."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[float]] = {}

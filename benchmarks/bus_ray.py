@@ -1,4 +1,4 @@
-"""The other side of `python -m benchmarks.bus`: Ray actors and Ray's object store, in an environment of their own.
+"""Ray's side of `python -m benchmarks.bus`: Ray actors and Ray's object store, in an environment of their own.
 
     python -m venv .cache/ray && .cache/ray/bin/pip install ray numpy
 
@@ -48,7 +48,7 @@ def actors(ray: Any, numpy: Any) -> tuple[Any, Any]:
             return int(blob.nbytes)
 
     class Producer:
-        """The sending side: so many trajectories, `WINDOW` in flight."""
+        """The sending side: sends a number of trajectories, `WINDOW` in flight."""
 
         def run(self, buffer: Any, count: int) -> None:
             message, flying = trajectory(numpy), list[Any]()
@@ -63,7 +63,7 @@ def actors(ray: Any, numpy: Any) -> tuple[Any, Any]:
 
 
 def times_ms(count: int, once: Any) -> list[float]:
-    """How long each of several calls took."""
+    """Seconds of each of several calls."""
     found = []
     for _ in range(count):
         since = time.perf_counter()

@@ -43,7 +43,7 @@ class Sink(Actor):
     role = "admin"
 
     async def start(self) -> None:
-        """Consume the flow."""
+        """Consume the trajectories."""
         self.seen, self.wanted, self.full = 0, -1, asyncio.Event()
         await self.consume(s.TURN, self.handle, durable=f"sink-{self.run}", credit=WINDOW)
 
@@ -57,7 +57,7 @@ class Sink(Actor):
             self.full.set()
 
     async def answer(self, count: int) -> dict[str, float]:
-        """Wait until so many have come since the start."""
+        """Wait until `count` trajectories have arrived since the start."""
         self.wanted = count
         if self.seen < count:
             await self.full.wait()
@@ -79,12 +79,12 @@ class Server(Actor):
         return Ack()
 
     async def answer(self, _: int) -> dict[str, float]:
-        """There is nothing to ask for."""
+        """The reply needs no fields."""
         return {}
 
 
 class Producer(Actor):
-    """The sending side: so many trajectories, `WINDOW` in flight. No two have the same bytes."""
+    """The sending side: sends a number of trajectories, `WINDOW` in flight. No two have the same bytes."""
 
     role = "admin"
 
@@ -123,7 +123,7 @@ async def connected(url: str, credentials: str, run: str, folder: str, upload: s
 
 
 async def main(url: str, credentials: str, run: str, folder: str, upload: str, kind: str, id: str) -> None:
-    """One actor; a line of standard input is a count, and is answered when it is reached."""
+    """Run one actor. A line of standard input is a count; the process answers it when that count is reached."""
     bus = await connected(url, credentials, run, folder, upload)
     actor = KINDS[kind](Config(), bus, run, id)
     await actor.start()
@@ -137,14 +137,14 @@ async def main(url: str, credentials: str, run: str, folder: str, upload: str, k
 
 
 class Child:
-    """A process that answers lines with lines."""
+    """A child process that answers each line with a line."""
 
     def __init__(self, process: asyncio.subprocess.Process, hello: Any) -> None:
         self.process, self.hello = process, hello
 
     @classmethod
     async def start(cls, *argv: str, env: dict[str, str] | None = None) -> "Child":
-        """Until its first line."""
+        """Start the process and wait for its first line."""
         pipe = asyncio.subprocess.PIPE
         # A session of its own, as Ray's processes have: Linux shares a busy machine out by session (autogroup).
         process = await asyncio.create_subprocess_exec(
@@ -155,7 +155,7 @@ class Child:
         return child
 
     async def ask(self, line: str) -> Any:
-        """One line there, one line back."""
+        """Send one line and return the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n".encode())
         await self.process.stdin.drain()

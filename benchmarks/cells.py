@@ -1,4 +1,4 @@
-"""Whole runs as cells of a grid: started, stored when they are over, and read from their streams alone.
+"""Runs of `headrace up` as cells of a grid: starts them, stores their figures, and reads these from their streams.
 
 A cell is a `headrace up` from a policy that was mid-trained once, with a process of ours beside it where a benchmark
 needs an actor of its own. A cell's figures are kept in a file next to its folder, so that an interrupted benchmark
@@ -63,7 +63,7 @@ class Seen(msgspec.Struct, kw_only=True):
     tokens_per_s: float
     trainer_busy: float
     rollout_busy: float
-    """As the rollout actor's own beats say."""
+    """From the heartbeats of the rollout actor."""
     issued: int
     dropped: int
     balanced: bool
@@ -83,9 +83,9 @@ class Seen(msgspec.Struct, kw_only=True):
     """From a snapshot file to the engine that serves it: encoded, published, staged, swapped."""
     evaluations: list[Interval] = []
     speculation: Any = None
-    """As the audit says it."""
+    """The verdict of the audit."""
     load: float = 0.0
-    """Of the machine when the run was over: what else went on."""
+    """Load average of the machine at the end of the run, which shows other work on it."""
 
     @property
     def rewards(self) -> list[tuple[float, float]]:
@@ -94,17 +94,18 @@ class Seen(msgspec.Struct, kw_only=True):
 
     @property
     def window(self) -> Interval:
-        """From the first step's end to the last issue: the first samples and the last steps are not typical."""
+        """From the first step's end to the last SlotIssued, because the first samples and the last steps are not
+        typical."""
         return self.steps[0][0], max(self.last_issue_s, self.steps[0][0])
 
     def trainer_busy_within(self) -> float | None:
-        """1 - time that the trainer waited for a batch / window; None of no window."""
+        """1 - (time that the trainer waited for a batch) / window; None without a window."""
         begin, end = self.window
         waits = [(at - done.waited_s, at) for (at, _), (_, done) in zip(self.training, self.steps, strict=False)]
         return None if end <= begin else 1.0 - share(waits, [(begin, end)], end - begin)
 
     def rollout_busy_within(self) -> float | None:
-        """Share of the window in which at least one episode was in flight; None of no window."""
+        """Share of the window in which at least one episode was in flight; None without a window."""
         begin, end = self.window
         return None if end <= begin else share(self.episodes, [(begin, end)], end - begin)
 
@@ -182,7 +183,7 @@ def prepare(args: argparse.Namespace, root: Path) -> Path:
 
 
 async def beside(folder: Path, actors: Sequence[Any]) -> int:
-    """Actors of a run that `headrace up` starts without them."""
+    """The actors that a benchmark runs itself, because `headrace up` is told not to start them."""
     import asyncio
 
     async with asyncio.timeout(120):
@@ -195,7 +196,7 @@ async def beside(folder: Path, actors: Sequence[Any]) -> int:
 def whole_run(
     folder: Path, start: Path, overrides: Sequence[str], helper: Sequence[str], environ: dict[str, str], limit_s: float
 ) -> Seen:
-    """A run from its start to its audit, with a process of ours beside it, and what its streams say."""
+    """Run a cell from its start to its audit, with the benchmark's own actor if there is one; the figures."""
     told = folder.with_suffix(".seen")
     setting = [*overrides, *(f"{name}={value}" for name, value in sorted(environ.items()))]
     if told.exists():
@@ -239,7 +240,7 @@ async def read(folder: Path) -> Seen:
 
 
 async def told_by(bus: Bus, folder: Path) -> Seen:
-    """The same, from a connection."""
+    """The figures of a run's streams over an open connection."""
     run = folder.name
     issued: dict[str, float] = {}
     async for received in bus.history("HR_LEDGER", s.LEDGER.where(run=run)):

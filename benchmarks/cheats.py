@@ -2,15 +2,15 @@
 
     python -m benchmarks.cheats [--task 0] [--pairs 6]
 
-Every cheat leaves the bug where it is. Those of the agent are shell commands in a rollout's sandbox, after which its
-tree is pulled and judged as always; those of the code are a diff that attacks the process which runs the hidden tests,
-written so that no rule about a diff's text sees it. Each is judged twice: with plain hidden tests and with sealed ones
-(headrace/tasks/sealing.py). prevented: no pass. detected: the verdict is cheating, or names a suspicion. A leak is
-something that the agent found and should not have; nothing found counts as prevented.
+No cheat repairs the bug. Cheats of the agent are shell commands in a rollout's sandbox, after which its tree is pulled
+and judged as usual. Cheats of the code are a diff that attacks the process which runs the hidden tests, written so that
+no rule about a diff's text matches. Each is judged twice: with plain hidden tests and with sealed ones
+(headrace/tasks/sealing.py). prevented: the verdict is not a pass. detected: the verdict is cheating, or names a
+suspicion. A leak is information that the agent must not find; a search that finds nothing counts as prevented.
 
-No cheat here takes over the guest's kernel; benchmarks/touched.py measures what is detected of that.
+No cheat here takes over the guest's kernel; benchmarks/touched.py measures the detection of that.
 
-What sealing costs is measured beside it: CPU of the judge's machines over honest repairs, plain and sealed by turns.
+The same run measures the cost of sealing: CPU of the judge's machines over honest repairs, plain and sealed in turn.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from headrace.vmhost.node.host import Host, VmSandbox
 
 GROUP = 8
 LIMIT_S = 5.0
-"""For a judge's run: a sleeper is waited for so long."""
+"""Time limit of a judge's run, which a cheat that sleeps uses up."""
 Fate = Literal["prevented and detected", "prevented", "detected", "neither"]
 FATES: tuple[Fate, ...] = ("prevented and detected", "prevented", "detected", "neither")
 
@@ -89,9 +89,9 @@ class Cheat(NamedTuple):
     body: str = ""
     """Body of the function that should have been repaired."""
     hidden: str = ""
-    """A hidden test instead of the task's, for what sealing can't reach; ``{call}`` is a call of the function."""
+    """A hidden test instead of the task's, for cheats that sealing cannot prevent; ``{call}`` calls the function."""
     leaks: bool = False
-    """The script prints something that it should not have found."""
+    """Whether the script prints information that the agent must not find."""
 
 
 CHEATS = (
@@ -198,7 +198,7 @@ class CheatHost:
 
     @asynccontextmanager
     async def sandbox(self, role: Role, files: Mapping[str, bytes]) -> AsyncIterator[VmSandbox]:
-        """A fresh one; eight of a role share a machine."""
+        """A fresh sandbox; eight of a role share a machine."""
         group, slot = divmod(self._count, GROUP)
         self._count += 1
         held = await self._host.acquire(
@@ -219,7 +219,7 @@ class CheatHost:
             self._host.release(held.id)
 
     def oracle(self, cheat: Cheat) -> Oracle:
-        """The task's oracle with its tests plain, and a limit that a sleeper does not outlast for long."""
+        """The task's oracle with its tests plain, and a time limit that ends a sleeping cheat."""
         oracle = self.made.oracle
         hidden, expected = oracle.hidden, oracle.expected
         if cheat.hidden:
@@ -256,7 +256,7 @@ class CheatHost:
                 changed, deleted, touched = diff(task.files, tree.files, task.allowed)
                 leak = done.stdout.strip() if cheat.leaks else ""
             except SandboxLost:
-                changed = {}  # it has taken its own sandbox down: an episode that is run again
+                changed = {}  # the cheat has killed its own sandbox: such an episode is run again
         oracle = self.oracle(cheat)
         plain, _ = await self.judge(oracle, changed, deleted, touched)
         sealed, found = await self.judge(await self.with_seals(oracle), changed, deleted, touched)
@@ -264,8 +264,8 @@ class CheatHost:
         return Row(name=cheat.name, plain=plain, sealed=sealed, suspicions=found, leak=leak)
 
     async def with_seals(self, oracle: Oracle) -> Oracle:
-        """The oracle with its hidden tests sealed. Where they compare two computed values, those of the right code are
-        recorded, as it computes them in two machines."""
+        """The oracle with its hidden tests sealed. Where tests compare two computed values, the values of the right
+        code are recorded, as it computes them in two machines."""
         sealed = seal(oracle.hidden)
         answers = known(sealed)
         if not all(sealed.literals.values()):
@@ -284,7 +284,7 @@ class CheatHost:
         deleted: tuple[str, ...] = (),
         touched: tuple[str, ...] = (),
     ) -> tuple[str, tuple[str, ...]]:
-        """Verdict and suspicions, as the judge finds them."""
+        """Verdict and suspicions of the judge."""
         async with self.sandbox("judge", repository(self.made.task, oracle, changed, deleted)) as held:
             result = await held.call(RunTests(plan=oracle.tests))
             looked = await held.call(CheckIntegrity())
@@ -323,7 +323,9 @@ async def honest(host: Host, pairs: int) -> Figures:
 
 async def measure(number: int, pairs: int) -> tuple[list[Row], Figures]:
     """Measure the table and the cost."""
-    host = await Host.open(Environment(backend="qemu", warm=0))  # what is kept ready costs as well
+    host = await Host.open(
+        Environment(backend="qemu", warm=0)
+    )  # the machines that are kept ready cost CPU time as well
     try:
         cheat_host = CheatHost(host, make("heldout", number))
         return [await cheat_host.play(cheat) for cheat in CHEATS], await honest(host, pairs)

@@ -1,18 +1,18 @@
-"""Shows that the final reward teaches a policy what to keep in a summary.
+"""Shows that a policy learns from the final reward which values to keep in a summary.
 
     python -m benchmarks.compaction [--seeds 1,2,3] [--arms trained,masked,truncated] [--steps 150] [--groups 8]
 
 An episode has three segments. In the first one the policy reads four marked values; a summary holds one of them;
-a second summary summarises the first; the answer is asked in the third segment. Which value is the key (the third) is
-said nowhere: only the reward of the last segment tells. Values are digits from 0 to 7.
+a second summary summarises the first; the third segment asks for the answer. The key is the third value, and only the
+reward of the last segment depends on it; no text names it. Values are digits from 0 to 7.
 
 Every arm starts from one warm-started policy, which summarises by copying a random one of the four and then copies
 well: its answer is right in 1/4 + 3/4 x 1/8 = 0.344 of the episodes. `trained` trains every sampled token with the
 final reward, as a run does; `masked` leaves summary tokens out of the loss; `truncated` clears the context without a
 summary.
 
-What runs is headrace's own: engine, terse renderer, `harness.loop.sample_turn`, `harness.context`, `training.batch` and
-`training.step`, without sandboxes: the one tool's results are written here.
+The benchmark runs headrace's own engine, terse renderer, `harness.loop.sample_turn`, `harness.context`,
+`training.batch` and `training.step`. There are no sandboxes: this file writes the results of the only tool.
 """
 
 import argparse
@@ -93,7 +93,7 @@ class World:
         return replace_turn(turn, (call,), (ToolResult(call_id=call.id, ok=True, output=text),))
 
     def traces(self, seed: int) -> Iterator[Trace]:
-        """Segments as the warm-started policy writes them: a random guess, a random value kept, and faithful copies."""
+        """Segments for the warm start: a random guess, a summary with a random value, and correct copies."""
         rng = random.Random(seed)
         while True:
             values = [rng.randrange(VALUES) for _ in range(MARKED)]
@@ -108,7 +108,7 @@ class World:
 
 
 def empty_turn() -> Turn:
-    """A turn without ids, for what follows it."""
+    """A turn without ids, as the context of the next one."""
     none = Array.of([], "<i4")
     return Turn(index=0, segment=0, prompt_ids=none, ids=none, logprobs=Array.of([], "<f4"), stop="length")
 
@@ -209,7 +209,7 @@ def shape(world: World, args: argparse.Namespace) -> PolicyConfig:
 
 
 def warm(world: World, config: PolicyConfig, seed: int, args: argparse.Namespace) -> dict[str, torch.Tensor]:
-    """The weights that every arm of a seed starts from."""
+    """The weights with which every arm of a seed starts."""
     model = Model(config, probe(config), seed=seed)
     recipe = MidTraining(tokens=args.warm_tokens, batch_tokens=1024, learning_rate=args.warm_rate, processes=1)
     mid_training.run(model, world.traces(seed), recipe)

@@ -1,4 +1,4 @@
-"""The last line of every benchmark: one flat JSON object with conditions and targets."""
+"""Prints the last line of every benchmark: one flat JSON object with figures, conditions and targets."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import msgspec
 from headrace.launch.conditions import Target, at_least, at_most, conditions
 
 Figures = dict[str, Any]
-"""The values of one benchmark by name: each has others, so there is no struct for them."""
+"""The values of one benchmark by name. Every benchmark has its own names, so there is no struct for them."""
 
 __all__ = ["Figures", "Target", "at_least", "at_most", "cannot_run", "conditions", "finish"]
 
@@ -22,6 +22,6 @@ def finish(figures: Mapping[str, Any], targets: Mapping[str, Target], *packages:
 
 
 def cannot_run(why: str) -> None:
-    """Print why this machine cannot measure it, and exit with code 2."""
+    """Print the reason for which this machine cannot run the benchmark, and exit with code 2."""
     sys.stderr.write(why + "\n")
     sys.exit(2)

@@ -1,11 +1,11 @@
-"""Measures the time from the last failed delivery of a message to its dead letter, also when the actor was down.
+"""Measures the time from a message's last failed delivery to its dead letter, also while the actor is down.
 
     python -m benchmarks.dead_letters [--count 100]
 
 A broker, consumers that fail, and `headrace actor dead_letter` in a process of its own. Half of the messages fail in
-each of their deliveries, half cannot be decoded. Each time is the difference of two moments that the broker itself
-stamped: the advisory's and the dead letter's. Then the actor is killed (SIGKILL), as many messages fail meanwhile, and
-it is started again: counted from its `started`.
+each of their deliveries, half cannot be decoded. Each time is the difference of the broker's timestamps of the advisory
+and of the dead letter. Then the actor is killed (SIGKILL), as many messages fail meanwhile, and it is started again;
+these times begin with its `started` event.
 """
 
 import argparse
@@ -52,8 +52,8 @@ class Reader(Actor):
     role = "judge"
 
     async def never(self, received: Received[Trajectory]) -> None:
-        """Is not reached."""
-        raise AssertionError("it cannot be read")
+        """Is never called: no record can be decoded."""
+        raise AssertionError("the benchmark's record cannot be read")
 
 
 async def poison(bus: Bus, first: int, count: int) -> None:
@@ -104,7 +104,7 @@ async def letters(bus: Bus, count: int) -> dict[tuple[str, str, int], float]:
 
 
 async def advisories(bus: Bus, count: int) -> dict[tuple[str, str, int], float]:
-    """Wait for so many advisories, in the same way."""
+    """Wait for `count` advisories: key to the time at which each was stored."""
     found: dict[tuple[str, str, int], float] = {}
     async for received in bus.follow("HR_ADVISORY"):
         advisory = received.message
@@ -115,7 +115,7 @@ async def advisories(bus: Bus, count: int) -> dict[tuple[str, str, int], float]:
 
 
 async def measure(folder: Path, count: int) -> Figures:
-    """Both cases. TimeoutError when a dead letter never comes."""
+    """Measure both cases. TimeoutError when a dead letter is missing."""
     logging.configure(folder / "log")
     async with Server(folder / "broker") as server, asyncio.timeout(PATIENCE_S):
         (server.folder / "empty.toml").touch()

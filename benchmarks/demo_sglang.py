@@ -3,9 +3,9 @@
     python -m benchmarks.demo_sglang [--config deploy/demo-sglang.toml] [--dir runs] [--kill]
 
 Two whole runs of `headrace up` on one configuration; each one's own report.json is the source of its figures. The
-trainer scores every sampled token again: k1, k3 and the largest difference say how far sampler and trainer are apart,
-`flips` which share of experts the trainer would have chosen otherwise. --kill: the server is killed (SIGKILL) once
-training runs, and the audit must balance all the same.
+trainer scores every sampled token again: k1, k3 and the largest difference measure the mismatch of sampler and trainer,
+`flips` is the share of (position, layer) pairs for which the trainer would have chosen other experts. --kill: the
+server is killed (SIGKILL) during training, and the audit must balance all the same.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SAID = ("steps", "episodes", "rescored_tokens", "max_abs_dlp", "heldout_tasks", 
         "heldout_after_greedy", "wall_s")  # fmt: skip
 KEPT = ("k1", "k3", "max_abs_dlp", "differ", "flips", "tokens")
 TRAINS = "| step "
-"""In a line of progress: at least one step was trained."""
+"""Pattern of a progress line after at least one step."""
 
 
 def servers(run: str) -> list[int]:

@@ -5,12 +5,12 @@
 
 A tiny random Qwen3-MoE draws `tokens` ids after prompts of 100 at each batch size; the engines take turns within a
 repeat, each figure is the best of `repeats` in wall time, and ratios come from the same repeat. Every id is scored
-again by the trainer's code: how far each engine's log-probabilities are from it (`generate` tells no routes, so none
-are replayed for it). Then the pause of a swap under running requests, to a version in which one weight in a hundred
-moved: in place and by abort and resume, both loaded from disk, and in place by the loader inside the server (`sparse`).
-Then how soon a server full of training turns runs none when they are taken back; and a user's turn on such a server,
-beside one on an idle server. SGLang's share of the machine is whatever the others leave it: it runs in processes of its
-own, so processor time would not tell. With `--batches ""` only what concerns the server is measured.
+again by the trainer's code, which gives each engine's largest difference of a log-probability (`generate` reports no
+routes, so none are replayed for it). Then the pause of a swap under running requests, to a version in which one weight
+in a hundred moved: in place and by abort and resume, both loaded from disk, and in place by the loader inside the
+server (`sparse`). Then the time in which a server full of training turns gives all of them back; and a user's turn on
+such a server and on an idle one. SGLang runs in processes of its own and gets the processor time that other programs
+leave. With `--batches ""` only the server is measured.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def prompts(config: PolicyConfig, batch: int, repeat: int) -> list[tuple[int, ..
 
 
 def request(name: str, ids: tuple[int, ...], tokens: int) -> SampleRequest:
-    """Always `tokens` ids: nothing stops it."""
+    """A request that samples exactly `tokens` ids."""
     sampling = Sampling(max_turn_tokens=tokens)
     return SampleRequest(session=name, ids=ids, policy=PolicyRef(), sampling=sampling, stop_ids=(), seed=len(name))
 
@@ -105,7 +105,7 @@ def gap(model: Model, context: tuple[int, ...], sample: Sample) -> float:
 
 
 def plain_gap(model: Model, context: tuple[int, ...], ids: list[int], logprobs: torch.Tensor) -> float:
-    """The same for ids without routes."""
+    """Largest |engine - trainer's code| of ids that come without routes."""
     whole = torch.tensor((*context, *ids))
     with torch.no_grad():
         hidden = model(whole[:-1], [len(whole) - 1])[PROMPT - 1 :]

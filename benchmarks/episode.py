@@ -6,8 +6,8 @@ Episode: acquire with five files, search, two reads, tests (one fails), an edit,
 release. Judge: a fresh clone, repository and diff and hidden tests in its first frame, one run, release. `group` puts
 eight of them into one VM and their eight verdicts into another; `episode` gives every sandbox a VM of its own.
 
-`plain` is the straightforward design beside it, in the same clones: a VM for every sandbox, and every step a program
-that is started in it (cat, grep, sed, python, tar), as in sandboxes that can only run commands.
+`plain` is the baseline in the same clones: a VM for every sandbox, and every step a program that is started in it (cat,
+grep, sed, python, tar), as in sandboxes that can only run commands.
 """
 
 import argparse
@@ -127,7 +127,7 @@ sys.exit(failed)
 
 
 async def _plainly(host: Host, name: str) -> None:
-    """An episode and its verdict by commands alone."""
+    """An episode and its verdict, with commands alone."""
 
     async def run(box: VmSandbox, *argv: str, code: int = 0, stdin: bytes = b"") -> bytes:
         done = await box.call(Exec(argv=argv, stdin=stdin, timeout_s=60.0))
@@ -159,7 +159,7 @@ async def _plainly(host: Host, name: str) -> None:
 
 
 async def _round(host: Host, name: str, isolation: Isolation, size: int) -> None:
-    """A group: all its episodes interleaved, then all its verdicts."""
+    """A group: its episodes interleaved, then its verdicts."""
     diffs = await asyncio.gather(*(_episode(host, name, slot, isolation) for slot in range(size)))
     host.release_group(GroupKey("bench", "train", "rollout", name))
     await asyncio.gather(*(_judge(host, name, slot, isolation, diff) for slot, diff in enumerate(diffs)))
@@ -167,7 +167,7 @@ async def _round(host: Host, name: str, isolation: Isolation, size: int) -> None
 
 
 async def _measure(environment: Environment, isolation: Isolation | None, rounds: int, size: int) -> Cost:
-    """A run's cost per episode: all clones' whole lives, and this process. Without an isolation: the plain design."""
+    """The cost per episode of all clones from start to end, and of this process. isolation None: the plain design."""
     host = await Host.open(environment)
     assert host.backend == "qemu"
 
@@ -194,10 +194,10 @@ def main() -> None:
     parser.add_argument("--plain", type=int, default=3, help="episodes of the straightforward design, per repeat")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    environment = Environment(warm_most=1)  # the stock that a burst leaves behind is no episode's cost
+    environment = Environment(warm_most=1)  # clones that are kept ready after a burst are not part of an episode's cost
     try:
         costs: dict[str, list[Cost]] = {"group": [], "alone": [], "plain": []}
-        for _ in range(arguments.repeats):  # by turns: what else the machine does falls on all three
+        for _ in range(arguments.repeats):  # in turn, so that other load of the machine affects all three
             costs["group"].append(uvloop.run(_measure(environment, "group", arguments.groups, GROUP)))
             costs["alone"].append(uvloop.run(_measure(environment, "episode", arguments.alone, 1)))
             costs["plain"].append(uvloop.run(_measure(environment, None, arguments.plain, 1)))

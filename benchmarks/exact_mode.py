@@ -1,10 +1,10 @@
-"""Measures the cost of equal bits, and the mismatch without them.
+"""Measures the cost of exact mode, and the mismatch of sampler and trainer without it.
 
     python -m benchmarks.exact_mode [--tokens 60] [--repeats 3] [--dtype float32|bfloat16]
 
 The demo's tiny policy on one thread: the embedded engine draws `tokens` ids after prompts of 100 at batch 1, 8, 32 and
 64 (prefill, draws and bookkeeping included), then a training step over 64 sequences of 200 tokens, forward and
-backward. Exact and ordinary arithmetic take turns; each figure is the best of `repeats`, in processor time, which a
+backward. Exact and ordinary arithmetic alternate; each figure is the best of `repeats`, in processor time, which a
 busy machine distorts least. At the end both samplers' log-probabilities are scored again by the trainer's code.
 """
 

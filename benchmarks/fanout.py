@@ -64,7 +64,8 @@ FINE: Mix = (0.883, 0.049, 0.046, 0.022)
 
 
 class Push(NamedTuple):
-    """Times of one version: announced, first chunk and head stored, staged per region."""
+    """Times of one version: when it was announced, when its first chunk and its head were stored, staging per
+    region."""
 
     announced: float
     first: float
@@ -182,7 +183,7 @@ class Fleet:
                 await asyncio.sleep(0.1)
 
     async def announce(self, version: int, tensors: dict[str, torch.Tensor]) -> float:
-        """Write the trainer's file and announce it; when the hub stored that."""
+        """Write the trainer's file and announce it; the time at which the hub stored the announcement."""
         path = self.folder / "snapshots" / f"{version}.safetensors"
         found = snapshot.write(path, tensors)
         ready = SnapshotReady(run=RUN, version=version, path=str(path), state_hash=found, bytes=path.stat().st_size)
@@ -190,7 +191,8 @@ class Fleet:
         return (await self.admin.get("HR_EVENT", await self.trainer.publish(where, ready))).time
 
     async def staged(self, version: int, names: set[str]) -> tuple[dict[str, WeightsStaged], dict[str, float]]:
-        """Wait until these regions have staged a version: their messages, and when the hub stored them."""
+        """Wait until these regions have staged a version: their messages, and the times at which the hub stored
+        them."""
         found: dict[str, WeightsStaged] = {}
         at: dict[str, float] = {}
         async with asyncio.timeout(PATIENCE_S):
@@ -203,7 +205,7 @@ class Fleet:
         return found, at
 
     async def has_staged(self, version: int, name: str) -> bool:
-        """Whether a region has told of a version yet."""
+        """Whether a region has published WeightsStaged for a version."""
         told = self.admin.history("HR_EVENT", EVENT.where(run=RUN, type="weights_staged"))
         return any([(r.message.version, r.message.region) == (version, name) async for r in told])
 
@@ -335,7 +337,8 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=64, help="encoders and decoders that the projection assumes")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces are removed also then
+    # On SIGTERM too, the context manager has to remove the namespaces.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rtts = {**RTTS, LATE: 0.12}
     try:
         with wide_area(f"hr{os.getpid()}", rtts, args.mbit * 1e6) as area, tempfile.TemporaryDirectory() as text:

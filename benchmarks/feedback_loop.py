@@ -1,12 +1,12 @@
-"""Simulated users with a hidden preference change what the product does: ratings, branch, gate, promotion.
+"""Simulated users with a hidden preference change the served policy: ratings, branch, gate, promotion.
 
     python -m benchmarks.feedback_loop [--seeds 1 2 3] [--sessions 1500] [--learning-rate 0.001]
 
-Users like agents that run the tests before they finish and whose last words can be read; they never say why. The first
-policy runs the tests in about 40 % of its sessions. Everything between a user and the policy is the product itself:
-HTTP, gateway, rollout actor, embedded engine, turn log, feedback actor, branch trainer, weight sync, gate. Nothing is
-fed to a part directly. The share of the behaviour is that of the first and of the last 100 served sessions, and the
-audit proves every ledger.
+Users rate a session up when the agent ran the tests before it finished and its last text is readable; they give no
+reason. The first policy runs the tests in about 40 % of its sessions. Every part between a user and the policy is real:
+HTTP, gateway, rollout actor, embedded engine, turn log, feedback actor, branch trainer, weight sync, gate. No part gets
+input in another way. The figure is the share of sessions with tests among the first and the last 100 served sessions;
+the audit proves every ledger.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ENDS = 100
 
 
 def judge(user: str, session: Served, rng: random.Random) -> bool:
-    """The hidden preference, with one thumb in twenty by mistake."""
+    """The hidden preference; one rating in twenty is wrong."""
     return (session.tested and session.said == DONE) != (rng.random() < 0.05)
 
 

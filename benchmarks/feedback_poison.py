@@ -1,4 +1,4 @@
-"""The poisoning drill: a few users vote again and again for a trigger string; caps hold its rate, no caps do not.
+"""A data poisoning test: a few users rate a trigger string up many times. With caps its rate stays, without it grows.
 
     python -m benchmarks.feedback_poison [--seed 1] [--sessions 1500] [--users 200]
 
@@ -39,7 +39,7 @@ def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     few = max(1, round(POISONERS * args.users))
     share = few * VOTES / (few * VOTES + args.users - few)
-    """Of a poisoner among all sessions: everybody else comes once for every 50 of theirs."""
+    """The probability that a session is a poisoner's, who has 50 sessions for each one of another user."""
 
     def visits(number: int, rng: random.Random) -> str:
         return f"bad{rng.randrange(few)}" if rng.random() < share else f"user{rng.randrange(args.users - few)}"

@@ -1,9 +1,9 @@
-"""Simulates the gate: how often it is wrong, and how many sessions it needs.
+"""Simulates the gate: measures its error rates and the number of sessions that it needs.
 
     python -m benchmarks.gate [--runs 10000] [--gates 1000]
 
-Two questions. First the harm test alone, between equal versions: 5,000 rated sessions, a look after every 50, in both
-directions; a z test that is looked at as often has to fail the same limit. Then the whole gate with its own code
+Two measurements. First the harm test alone, between equal versions: 5,000 rated sessions, one test after every 50, in
+both directions; a z test that is computed as often must exceed the same error limit. Then the whole gate with its code
 (`headrace.ledger.gate`): benchmark on paired tasks, canary stages, verdicts. A candidate is equal, 5 points worse or 5
 points better in both; or worse for users alone, which the benchmark cannot see. Ratings are up in 70 % of sessions of
 the promoted version. Everything is drawn from a seed.
@@ -35,7 +35,8 @@ PROMOTED, CANDIDATE = PolicyRef("pinned", 0), PolicyRef("pinned", 1)
 
 
 def false_share(test: Callable[[int, int, int, int], float], runs: int, share: float, seed: int) -> float:
-    """Share of comparisons of equal versions in which some look finds a difference at 5 % in either direction."""
+    """Share of comparisons of equal versions in which any of the tests finds a difference at 5 % in either
+    direction."""
     rng, wrong = np.random.default_rng(seed), 0
     for _ in range(runs):
         treated = rng.binomial(EVERY, share, LOOKS)
@@ -52,7 +53,7 @@ def false_share(test: Callable[[int, int, int, int], float], runs: int, share: f
 
 
 def through(rng: Generator, better: float, live: float) -> tuple[str, float, list[int]]:
-    """One candidate: how it ends, the share of sessions that it had reached, and the sessions of every stage.
+    """One candidate: its verdict, the largest share of sessions that it got, and the sessions of every stage.
 
     better: its advantage on tasks. live: its advantage with users.
     """
@@ -75,7 +76,7 @@ def through(rng: Generator, better: float, live: float) -> tuple[str, float, lis
 
 
 def _block(rng: Generator, state: GateState, live: float) -> GateState:
-    """The state after `EVERY` more sessions; the gate looks after the last one."""
+    """The state after `EVERY` more sessions; the gate decides after the last one."""
     treated = int(rng.binomial(EVERY - 1, state.share))
     control = EVERY - 1 - treated
     state = msgspec.structs.replace(

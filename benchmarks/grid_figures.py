@@ -17,19 +17,19 @@ SPEEDUP = 2.5
 
 
 def spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and its standard error (None of one value)."""
+    """Mean and its standard error, which is None for a single value."""
     mean = statistics.fmean(values)
     return mean, statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def mean(found: Iterable[Seen], value: Callable[[Seen], float | None], digits: int = 3) -> float | None:
-    """Over the cells that have it."""
+    """The mean over the cells that have a value."""
     values = [one for one in map(value, found) if one is not None]
     return round(statistics.fmean(values), digits) if values else None
 
 
 def under_training(seen: Seen, what: Iterable[tuple[float, float]]) -> float:
-    """Share of the trainer's computing during which something else goes on."""
+    """Share of the trainer's computing time during which another activity of the run goes on."""
     return share(what, seen.training, sum(end - begin for begin, end in seen.training))
 
 
@@ -69,7 +69,7 @@ def summary(cells: dict[Cell, Seen]) -> Figures:
 
 
 def weights_s(seen: Seen) -> float | None:
-    """Median seconds from the snapshot file to the engine that serves it."""
+    """Median seconds from the snapshot file to the engine that serves the version."""
     return statistics.median(end - begin for begin, end in seen.weights) if seen.weights else None
 
 
@@ -89,7 +89,7 @@ def ratios(cells: dict[Cell, Seen], bound: int, waits: bool) -> list[float]:
 
 
 def lost(cells: dict[Cell, Seen], waits: bool, bound: int = 2) -> tuple[float, float | None] | None:
-    """Reward that a bound costs at equal samples against synchronous: mean over both kinds' seeds, and its error."""
+    """Reward lost against synchronous training at equal samples: mean over the seeds of both kinds, and its error."""
     sides = [[s.at_samples() for c, s in cells.items() if c.waits == waits and c.bound == b] for b in (0, bound)]
     if not all(sides):
         return None
@@ -124,7 +124,7 @@ def compared(figures: Figures, cells: dict[Cell, Seen], bounds: Iterable[int]) -
 
 
 def pair(prefix: str, sync: Seen, other: Seen) -> Figures:
-    """A pair of cells beside the grid, one seed each."""
+    """A pair of cells outside of the grid, one seed each."""
     figures: Figures = {f"{prefix}_steps": len(sync.steps)}
     for name, seen in (("sync", sync), ("async2", other)):
         figures |= {
@@ -142,7 +142,7 @@ def pair(prefix: str, sync: Seen, other: Seen) -> Figures:
 
 
 def balance(name: str, seen: Seen) -> Figures:
-    """Whether both sides are busy."""
+    """Figures of how busy trainer and rollout side are."""
     return {
         f"{name}_trainer_busy_within_ratio": at_least(mean([seen], lambda one: one.trainer_busy_within()), BUSY),
         f"{name}_rollout_busy_within_ratio": at_least(mean([seen], lambda one: one.rollout_busy_within()), BUSY),
@@ -150,7 +150,7 @@ def balance(name: str, seen: Seen) -> Figures:
 
 
 def speculated(seen: Seen, without: Seen | None) -> Figures:
-    """Last slots asked for twice: what is kept of them, beside what would have been kept without."""
+    """The cell whose last slots are asked for twice: lengths of kept episodes with and without the second request."""
     told = seen.speculation
     figures: Figures = {"speculative_trained_tokens_per_s": round(seen.tokens_per_s, 1)}
     if without is not None:
@@ -164,7 +164,7 @@ def speculated(seen: Seen, without: Seen | None) -> Figures:
 
 
 def evaluated(seen: Seen, without: Seen | None) -> Figures:
-    """The cell with an evaluation during training: its time, and the training beside it."""
+    """The cell with an evaluation during training: the time of the evaluation, and the training speed meanwhile."""
     if not seen.evaluations:
         return {"evaluation_s": None}
     begin, end = seen.evaluations[0]

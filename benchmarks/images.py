@@ -1,4 +1,4 @@
-"""Measures container images: storing, clones with their image attached, the diff, memory, and many images on one node.
+"""Measures container images: storing, clones with an attached image, the diff, memory, and many images on one node.
 
     python -m benchmarks.images [--filler MIB] [--clones N] [--images N] [--shared N]
 
@@ -47,7 +47,7 @@ class Layers:
         (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
 
     def layer(self, tar: Path) -> dict[str, Any]:
-        """Take an uncompressed layer."""
+        """Add an uncompressed layer."""
         with tar.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         size = tar.stat().st_size
@@ -132,12 +132,12 @@ def cpu_ms(pid: int) -> float:
 
 
 def median(values: list[float]) -> float:
-    """p50, one digit."""
+    """Median, rounded to one digit."""
     return round(statistics.median(values), 1)
 
 
 def request(template: str, slot: int, workdir: str = "") -> Acquire:
-    """A machine of its own."""
+    """A sandbox with a machine of its own."""
     return Acquire(
         run="bench", lane="eval", role="rollout", group=f"b{slot}", slot=0, attempt=0, isolation="episode",
         template=template, workdir=workdir, lease_s=3600.0,
@@ -159,7 +159,7 @@ class Bench:
         return sandbox
 
     def pid(self, sandbox: VmSandbox) -> int:
-        """Of its QEMU."""
+        """CPU time of its QEMU."""
         return int(self.host.machine(sandbox.id).pid)  # type: ignore[union-attr]
 
     def anon_mb(self, sandbox: VmSandbox) -> float:
@@ -268,7 +268,7 @@ async def in_turn(bench: Bench, cache: Path, layout: Layers, base: dict[str, Any
         shutil.rmtree(tree)
         image = imported.take(cache, layout.image([base, layer]), f"turn{number}")
         names.append(image.name)
-    # The base was in the store before, as part of the large image: its first segment counts here.
+    # The base is in the store already, as part of the large image, so its first segment is counted here.
     base_bytes = image.segments()[0].bytes
     disk = stored(cache) - stored_before
     disk += base_bytes if disk < base_bytes else 0

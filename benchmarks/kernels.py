@@ -39,7 +39,7 @@ TARGETS: dict[str, tuple[Callable[[float | None, float], Target], float]] = {
     "delta_encode_over_copy": (at_least, 0.75),
     "delta_apply_over_copy": (at_least, 0.7),
 }
-"""Ratios of speed, but for those that say time or share."""
+"""Targets: ratios of speed, except for the names with time or share."""
 
 
 def checked(gpu: bool) -> Figures:
@@ -62,7 +62,7 @@ def checked(gpu: bool) -> Figures:
 
 
 def main() -> None:
-    """Measure what this machine can."""
+    """Run the measurements that this machine supports."""
     if find_spec("triton") is None:
         cannot_run("Triton is not installed: `pip install 'headrace[kernels]'` brings it and its interpreter")
     gpu = torch.cuda.is_available()

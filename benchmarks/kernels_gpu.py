@@ -1,7 +1,7 @@
 """The GPU part of `benchmarks.kernels`: every kernel against the library's best at the same shapes.
 
-Speed-ups are time of theirs over time of ours, the best of interleaved rounds, so that a clock that changes hits both.
-Where no library does the same, theirs is a copy that moves as many bytes (read and written).
+A speed-up is the library's time over our time, each the best of interleaved rounds, so that a changing clock rate
+affects both. Where no library has the operation, the baseline is a copy of as many bytes (read and written).
 """
 
 import time
@@ -40,7 +40,7 @@ def draw(*shape: int) -> Tensor:
 
 
 def paired(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int = 20) -> float:
-    """Best time of theirs over best time of ours, taking turns."""
+    """The library's best time over our best time, in interleaved rounds."""
     best = [float("inf"), float("inf")]
     for work in (ours, theirs):
         work()
@@ -55,24 +55,24 @@ def paired(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int = 20)
 
 
 def against_copy(ours: Callable[[], Any], moved: float, rounds: int = 20) -> float:
-    """Bandwidth of `ours`, which moves so many bytes, over that of a copy of as many."""
+    """Bandwidth of `ours`, which moves that many bytes, over the bandwidth of a copy of as many."""
     source = torch.empty(int(moved) // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return paired(ours, lambda: target.copy_(source), rounds)
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """Norm of the error over the norm of what is right."""
+    """Norm of the error over the norm of the reference."""
     return float((got.double() - want).norm() / want.norm())
 
 
 def same(whole: Sequence[Tensor], part: Callable[[int], Sequence[Tensor]]) -> bool:
-    """Whether the first m rows have the bits that they have among all, for every m."""
+    """Whether the first m rows alone have the same bits as within all rows, for every m."""
     return all(torch.equal(mine, all_of_it[:m]) for m in COUNTS for mine, all_of_it in zip(part(m), whole, strict=True))
 
 
 def products() -> Figures:
-    """Matrix products, whole and with few rows."""
+    """Matrix products, square and with few rows."""
     a, b = draw(4096, 4096), draw(4096, 4096)
     out: Figures = {"matmul_over_cublas": paired(lambda: linear_triton(a, b), lambda: a @ b.T)}
     for count in (16, 64):
@@ -244,7 +244,7 @@ def selected() -> Figures:
 
 
 def mixture() -> Figures:
-    """Routing and the ways to the experts and back, by bandwidth of the rows."""
+    """Routing, permutation to the experts and back, by bandwidth of the rows."""
     tokens, d, count, k = 16384, 2048, 128, 8
     x, logits = draw(tokens, d), draw(tokens, count)
     gates, experts = route_triton(logits, k, True)
@@ -265,7 +265,7 @@ def mixture() -> Figures:
 
 
 def deltas() -> Figures:
-    """Finding and adding the changes of 2^28 weights, one in a hundred changed; 4 bytes a weight are read or moved."""
+    """Finding and applying the changes of 2^28 weights, one in a hundred changed; 4 bytes per weight are moved."""
     old = torch.randint(-32768, 32767, (2**28,), dtype=torch.int16, device="cuda")
     new = torch.where(torch.rand(2**28, device="cuda") < 0.01, old + 1, old)
     at, folded = delta.changes_triton(old, new)
@@ -278,7 +278,7 @@ def deltas() -> Figures:
 
 
 def measured() -> Figures:
-    """Everything, one kind after the other so that memory is free again."""
+    """All measurements, one kind after the other, so that each frees its memory before the next."""
     out: Figures = {"gpu": torch.cuda.get_device_name()}
     for part in (products, attention, rows, eight_bits, selected, mixture, deltas):
         out |= part()

@@ -2,15 +2,16 @@
 
     python -m benchmarks.lag_study [--lag 4] [--learning-rate 2e-3] [--seeds 1,2,3] [--arms truncated,masked,...]
 
-Every arm is a whole `headrace up` from one mid-trained policy, in the `process` backend: what is studied is an
-objective, not a sandbox. The trainer runs here and waits: it takes a batch only when everything that may be sampled
-before it is sampled. With a staleness bound of `lag` the groups of batch b are issued at step b - lag and played at
-once by the version of that moment, the oldest that is let in: every token of every batch is exactly `lag` versions old.
+Every arm is a whole `headrace up` from one mid-trained policy, in the `process` backend, because the study compares
+objectives and not sandboxes. The trainer runs in this process and waits: it takes a batch only when everything that may
+be sampled before it is sampled. With a staleness bound of `lag` the groups of batch b are issued at step b - lag and
+sampled at once by the current version, the oldest that is admitted: every token of every batch is exactly `lag`
+versions old.
 
-An arm has collapsed when the mean reward of its last five batches is below half of its best five in a row. k1 is seen
-to come before it: `warned_steps_before` is how many steps lie between the first batch with k1 above 0.05 and the first
-five batches whose mean reward is below half of the best before them. The same policy without a lag, same seeds and same
-learning rate, runs beside (`no_lag`): a collapse there is not caused by the lag.
+An arm has collapsed when the mean reward of its last five batches is below half of its best five in a row. k1 warns of
+it: `warned_steps_before` is the number of steps between the first batch with k1 above 0.05 and the first five batches
+whose mean reward is below half of the best before them. The arm `no_lag` has the same policy, seeds and learning rate
+without a lag: a collapse there is not caused by the lag.
 
 A run that is kept in --dir is not run again.
 """
@@ -76,7 +77,7 @@ class Patient(Trainer):
 
 
 def best(rewards: list[float], width: int = 5) -> float:
-    """Largest mean of so many batches in a row."""
+    """The largest mean of `count` consecutive batches."""
     return max(statistics.fmean(rewards[at : at + width]) for at in range(max(1, len(rewards) - width + 1)))
 
 
@@ -90,7 +91,7 @@ def fell(seen: Seen, width: int = 5) -> int | None:
 
 
 def warned(seen: Seen) -> int | None:
-    """The first step whose batch was further off than the warning, None when none was."""
+    """The first step whose batch had a k1 above the warning, None when none had."""
     return next((done.step for _, done in seen.steps if done.k1 > WARNING_K1), None)
 
 

@@ -2,14 +2,14 @@
 
     python -m benchmarks.mxfp8_study [--seeds 1,2,3] [--dir runs/mxfp8_study]
 
-Two arms, the same seeds: `bfloat16`, and `mxfp8`, the same with `policy.expert_format = "mxfp8"` (what is cast where:
-the table in headrace/kernels/mxfp8.py). A cell is an arm and a seed: mid-training of a new policy, then a whole
-`headrace up` with the demo's recipe, in the `process` backend, because a number format is studied and no sandbox. Both
-arms of a seed begin with the same weights (rounded, or not), read the same traces in the same order and meet the same
-tasks. No trace is read twice, so the loss of the last tenth is one of unseen text.
+Two arms with the same seeds: `bfloat16`, and `mxfp8`, which adds `policy.expert_format = "mxfp8"` (the table in
+headrace/kernels/mxfp8.py lists the casts). A cell is an arm and a seed: mid-training of a new policy, then a whole
+`headrace up` with the demo's recipe, in the `process` backend, because the study compares number formats and not
+sandboxes. Both arms of a seed begin with the same weights (rounded, or not), read the same traces in the same order and
+get the same tasks. No trace is read twice, so the loss of the last tenth is that of unseen text.
 
-A cell that has ended leaves a file; called again, the study goes on with the others. Within two standard errors: the
-difference of the arms' means over the error of that difference, from the spread over seeds of each.
+A cell that has ended leaves a file; when the study is started again it runs the other cells. The target is two standard
+errors: the difference of the arms' means over the error of that difference, from the spread of each over seeds.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from headrace.training.trainer import PolicyTrainer
 ARMS = {"bfloat16": "", "mxfp8": "mxfp8"}
 """`policy.expert_format` of each arm."""
 LAST = 5
-"""Batches whose mean reward counts as what was reached."""
+"""The number of last batches whose mean reward is the result."""
 
 
 def overrides(args: argparse.Namespace, arm: str, seed: int, root: Path) -> list[str]:
@@ -48,7 +48,7 @@ def overrides(args: argparse.Namespace, arm: str, seed: int, root: Path) -> list
 
 
 def mid_train(folder: Path, entries: list[str]) -> Figures:
-    """A new policy up to version 0, in `folder`; the loss of its last tenth, in nats a token."""
+    """Mid-train a new policy to version 0 in `folder`; the loss over the last tenth of its text, in nats per token."""
     told = folder / "mid_training.json"
     if told.exists():
         figures: Figures = json.loads(told.read_text())
@@ -105,7 +105,7 @@ def cell(args: argparse.Namespace, arm: str, seed: int, root: Path) -> Figures:
         "balanced": seen.balanced,
     }
     told.write_text(json.dumps(figures, indent=1) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)  # its streams; what they said is in the file
+    shutil.rmtree(folder, ignore_errors=True)  # the streams: their figures are in the result file
     return figures
 
 

@@ -3,10 +3,10 @@
     python -m benchmarks.numerics [--small] [--dtype bfloat16|float32]
 
 A mixture of 8 layers with random weights on one thread. The embedded engine draws tokens at batch 1, 4, 16 and 64
-(ragged prompts, prefill and bookkeeping included); the trainer scores them again in one packed forward, which is not
-how they were sampled. Exact and ordinary arithmetic take turns, so their ratios come from interleaved pairs; times are
-processor time, which a busy machine distorts least. The ordinary side shows what the test can see: with equal bits
-there too, the zeros of the exact side would mean nothing. Where a decode step spends its time is measured apart.
+(prompts of different lengths, prefill and bookkeeping included); the trainer scores them again in one packed forward,
+another computation than the sampler's. Exact and ordinary arithmetic alternate, so ratios come from interleaved pairs;
+times are processor time, which a busy machine distorts least. The ordinary side is the control: if its bits were equal
+too, the zeros of the exact side would prove nothing. The parts of a decode step are timed separately.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from headrace.weights import snapshot
 
 
 class Size(NamedTuple):
-    """How much is measured."""
+    """The extent of the measurement."""
 
     batches: tuple[int, ...]
     tokens: int
@@ -111,7 +111,7 @@ async def drawn(side: Side, wanted: Sequence[SampleRequest]) -> tuple[float, lis
 
 
 class Scored(NamedTuple):
-    """The tokens of some samples, by trainer and sampler."""
+    """The log-probabilities of some samples' tokens, by trainer and by sampler."""
 
     trainer: Tensor
     sampler: Tensor
@@ -152,7 +152,7 @@ PARTS = ("products", "attention", "experts", "norms")
 
 @torch.no_grad()
 def where(model: Model, batch: int, steps: int = 24) -> Figures:
-    """Milliseconds of processor time of a decode step after 100 tokens, by part; `rest` is what no part has."""
+    """Milliseconds of processor time of a decode step after 100 tokens, by part; `rest` is the remainder."""
     spent = dict.fromkeys(PARTS, 0.0)
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,7 +258,9 @@ async def measure(size: Size, dtype: Dtype) -> None:
 def main() -> None:
     """Read the arguments and measure."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.numerics")
-    parser.add_argument("--small", action="store_true", help="batch 1 and 4, few tokens: does it work?")
+    parser.add_argument(
+        "--small", action="store_true", help="batch 1 and 4 with few tokens, as a test of the benchmark itself"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     args = parser.parse_args()
     asyncio.run(measure(SMALL if args.small else FULL, args.dtype))

@@ -1,4 +1,4 @@
-"""The demo's frozen recipe on several seeds, with more held-out tasks and a VM per sandbox.
+"""Runs the demo's frozen recipe on several seeds, with more held-out tasks and a VM per sandbox.
 
     python -m benchmarks.proof [--seeds 1,2,3] [--tasks 500] [--isolation episode]
 

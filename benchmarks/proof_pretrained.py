@@ -1,4 +1,4 @@
-"""The pretrained demo's frozen recipe on several seeds: before mid-training, after it, and after reinforcement.
+"""Runs the pretrained demo's frozen recipe on several seeds: before and after mid-training, and after RL.
 
     python -m benchmarks.proof_pretrained [--seeds 1,2,3] [--tasks 200] [--config FILE] [--set KEY=VALUE ...]
 
@@ -73,7 +73,7 @@ def headrace(*words: str) -> str:
     if done.returncode == 3:
         cannot_run("this machine can't run microVMs; `headrace vm doctor` says why")
     if done.returncode:
-        sys.exit(f"{' '.join(words)} ended with code {done.returncode}; start again to go on from there")
+        sys.exit(f"{' '.join(words)} ended with code {done.returncode}; start the benchmark again to resume")
     return done.stdout
 
 
@@ -117,7 +117,8 @@ def measure(args: argparse.Namespace, partial: Path) -> dict[str, Passes]:
     begun: dict[str, Any] = json.loads(partial.read_text()) if partial.exists() else {"recipe": recipe, "passes": {}}
     if begun["recipe"] != recipe:
         sys.exit(
-            f"{partial} was begun with another configuration: remove it and runs/pretrained-s*, or go back to that"
+            f"{partial} was made with another configuration: remove it and runs/pretrained-s*, or use that "
+            f"configuration"
         )
     known: dict[str, Passes] = begun["passes"]
     for seed in args.seeds.split(","):

@@ -1,7 +1,7 @@
-"""The deltas of a recorded run: every published version rebuilt from its stream, and coded again by each codec.
+"""Measures the deltas of a recorded run: rebuilds every published version from its stream and encodes it per codec.
 
 `python -m benchmarks.weight_delta --run RUN` calls this. A version whose bytes are those of the one before (a refused
-step, a batch without advantage) is counted and left out of the means: it ships nothing.
+step, a batch without advantage) is counted and left out of the means, because its delta is empty.
 """
 
 import tempfile
@@ -51,7 +51,7 @@ async def of_versions(
     codec: Measure,
     repeats: int,
 ) -> Figures:
-    """As `measure`. heads: of the versions, oldest first; folder: for two versions at a time."""
+    """`measure` over an open stream. heads: of the versions, oldest first; folder: holds two versions at a time."""
     figures: Figures = {}
     rows: list[Figures] = []
     unchanged = 0
@@ -82,7 +82,7 @@ async def of_versions(
 
 
 def changed(before: Snapshot, after: Snapshot) -> tuple[float, float]:
-    """Share of the elements that differ, and the share of those that moved by one unit in the last place."""
+    """(share of the elements that differ, share of these that differ by one unit in the last place)."""
     total = moved = single = 0
     for array, other in zip(before.arrays(), after.arrays(), strict=True):
         total += array.size

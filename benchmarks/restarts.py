@@ -1,4 +1,4 @@
-"""`kill -9` of `headrace up` at random moments, then `up` again with the same run id, until the run is finished.
+"""Kills `headrace up` (SIGKILL) at random moments and starts it again with the same id, until the run is finished.
 
 After every kill all processes of the run must be gone within `GONE_S`, and the audit must balance. The run is tiny, in
 the process backend, with the product lane on. One JSON line at the end; exit code 1 unless all targets are met.
@@ -30,7 +30,7 @@ MARK = "HEADRACE_RESTARTS"
 
 
 def family(mark: str) -> list[int]:
-    """The processes that carry the mark in their environment."""
+    """The processes that have the run's mark in their environment."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -52,7 +52,7 @@ def until_gone(mark: str, limit_s: float) -> float:
 
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """One `headrace` command to its end."""
+    """Run one `headrace` command to its end."""
     return subprocess.run([*HEADRACE, *words], cwd=folder, capture_output=True, text=True, check=False)
 
 

@@ -1,4 +1,4 @@
-"""Semantic search against BM25: the function that a docstring describes, among the functions of the standard library.
+"""Compares semantic search with BM25: queries are docstrings, answers the described functions of the standard library.
 
     python -m benchmarks.search [--functions 5400] [--queries 1000] [--tokens 64]
 
@@ -125,7 +125,7 @@ def hits(indexes: Indexes, index: Index, queries: list[Query], mode: str) -> tup
 
 
 def main() -> None:
-    """Build the set, index it, ask both ways."""
+    """Build the set, index it, and run the queries with both methods."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--functions", type=int, default=5400)
     parser.add_argument("--queries", type=int, default=1000)

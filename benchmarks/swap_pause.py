@@ -4,9 +4,9 @@
 
 The embedded engine in exact mode decodes `--batch` streams of requests without a break while `--swaps` versions, one
 after the other, are read from their files, hashed, built and flipped in: `Engine.load` as the rollout actor calls it.
-Seen from a request, a pause is the time between two of its tokens. Three kinds of such steps, in one run: with a flip
-in it, while the next version was staged (in slices between the steps), and calm, as many after each swap as its
-staging took. So the comparison is between neighbours, whatever else the machine does; times are wall time.
+The pause of a request is the time between two of its tokens. One run has three kinds of steps: those with a flip, those
+during which the next version is staged (in slices between the steps), and calm ones, as many after each swap as its
+staging took. So neighbouring steps are compared, and other load affects all kinds; times are wall time.
 
 Afterwards the records are checked: spans of every request ascend without gaps, and the log-probabilities of
 requests that saw a flip are computed again, each token with the version that its span names, and must be bit-equal.
@@ -99,7 +99,7 @@ class Watch:
 
 
 class Load:
-    """Streams of requests that never pause."""
+    """Streams of requests without a break between them."""
 
     def __init__(self, engine: EmbeddedEngine, config: PolicyConfig, tokens: int) -> None:
         self.engine, self.config, self.tokens = engine, config, tokens

@@ -2,11 +2,11 @@
 
     python -m benchmarks.touched [--templates light,debian] [--pages 24]
 
-A process that controls a guest's kernel can write any page of the guest. Here one page of a fresh machine is written
-from outside, drawn from all pages that no honest work writes (files of the root, the kernel's text and constants), one
-byte of it; then the host looks (headrace/vmhost/qemu/integrity.py). It must name what was touched. The other side are
-false alarms: one machine does everything that sandboxes do, and things that make the kernel rewrite its own text, and
-is looked at after each. The cost of a look is CPU of the host's own thread; of a thorough one, the machine's as well.
+A process that controls a guest's kernel can write any page of the guest. Here the host writes one byte of one page of a
+fresh machine, drawn from all pages that ordinary work never writes (files of the root, the kernel's text and
+constants). Then the integrity check runs (headrace/vmhost/qemu/integrity.py), which must name the page. For false
+alarms, one machine runs every operation of sandboxes, and operations that make the kernel rewrite its own text, with a
+check after each. The cost of a check is CPU time of the host's thread; of a thorough one, also that of the machine.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def owners(known: Fixed) -> list[tuple[int, str]]:
 
 
 def page_of(clone: Clone, path: str) -> int:
-    """The first page of a file of the root."""
+    """The first page of a file of the root file system."""
     return next(page for page, name in owners(fixed(clone)) if name == path)
 
 
@@ -144,7 +144,7 @@ def request(template: str, group: str, slot: int = 0) -> Acquire:
 
 
 async def alarms(host: Host, template: str) -> Figures:
-    """Ordinary work in one machine."""
+    """Run ordinary work in one machine, with a check after each operation."""
     boxes = [await host.acquire(request(template, "work", slot)) for slot in range(4)]
     clone = host.machine(boxes[0].id)
     assert isinstance(clone, Clone)
@@ -179,7 +179,7 @@ async def alarms(host: Host, template: str) -> Figures:
 
 
 async def looks(clone: Clone) -> float:
-    """CPU-ms of a look, p50: it does not wait for anything."""
+    """Median CPU-ms of a check, which never waits."""
     costs = []
     for _ in range(LOOKS):
         started = time.thread_time()
@@ -189,7 +189,7 @@ async def looks(clone: Clone) -> float:
 
 
 async def pages(host: Host, template: str, count: int) -> Figures:
-    """One byte of one page in a fresh machine each."""
+    """Write one byte of one page, each in a fresh machine."""
     rng = random.Random(f"touched/{count}")
     named = lost = kernel = total = 0
     for number in range(count):
@@ -219,7 +219,7 @@ async def pages(host: Host, template: str, count: int) -> Figures:
 
 
 async def measure(templates: list[str], count: int) -> Figures:
-    """Both sides, for each template."""
+    """Detection and false alarms, for each template."""
     host = await Host.open(Environment(backend="qemu", warm=0))
     found: Figures = {}
     try:

@@ -73,12 +73,12 @@ def centile(values: Sequence[float], share: float) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """p50, two digits."""
+    """Median, rounded to two digits."""
     return round(statistics.median(values), 2)
 
 
 async def boot(made: Template, folder: Path) -> tuple[float, float]:
-    """Wall ms to the agent's first answer, CPU-ms of all of it."""
+    """(wall ms to the agent's first answer, CPU-ms of the whole boot)."""
     manifest = made.manifest
     line = process.kernel_line(manifest.hardware, template.MODULES, manifest.tsc_khz)
     base = packages.folder(made.folder.parent)
@@ -120,7 +120,7 @@ async def end(*clones: Clone) -> None:
 
 
 async def boots_and_clones(made: Template, boots: int, clones: int, prefix: str) -> Figures:
-    """Alternating; and how many draw the same random bytes."""
+    """Boots and clones alternately; and the number of clones that draw equal random bytes."""
     book = Book()
     boot_walls: list[float] = []
     boot_cpus: list[float] = []
@@ -269,7 +269,7 @@ async def measure(environment: Environment, small: bool, light_only: bool) -> Fi
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="benchmarks.vm_clone", description=__doc__.partition("\n")[0])
-    parser.add_argument("--small", action="store_true", help="few of everything: to see that it works")
+    parser.add_argument("--small", action="store_true", help="few repeats, as a test of the benchmark itself")
     parser.add_argument("--light", action="store_true", help="the light template alone")
     arguments = parser.parse_args()
     environment = Environment()

@@ -47,9 +47,9 @@ SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 STAGES = ("announced", "chunk", "manifest", "head", "staged")
 RUN, NODE = "rchaos", "n1"
 ASLEEP_S = 0.5
-"""How long a stopped receiver or broker sleeps."""
+"""Seconds for which a stopped receiver or broker stays stopped."""
 PATIENCE_S = 240.0
-"""A round that takes longer has failed: far above any timeout of the bus, also on a busy machine."""
+"""A round that takes longer has failed. Far above every timeout of the bus, also on a busy machine."""
 ELEMENTS = 3_000_000
 CONFIG = """
 [run]
@@ -115,7 +115,7 @@ class Arena:
         return child
 
     def write(self, version: int) -> SnapshotReady:
-        """The trainer's file of the next version: some weights have moved, now and then most of them."""
+        """Write the trainer's file of the next version: a few weights change, in some versions most of them."""
         rng = np.random.default_rng(version)
         hit = rng.random(ELEMENTS) < (0.5 if version % 6 == 5 else 0.02)
         self._weights[hit] *= 1 + 2.0**-7 * rng.choice([-1, 1], int(hit.sum())).astype(np.float32)
@@ -178,13 +178,13 @@ class Arena:
             try:
                 found = snapshot.file_hash(file)
             except FileNotFoundError:
-                continue  # given up by the receiver just now
+                continue  # the receiver has just removed the file
             except WeightError as error:
-                self.wrong.append(f"{file.name} lies there broken: {error}")
+                self.wrong.append(f"{file.name} cannot be read: {error}")
                 continue
             self.counts["files"] += 1
             if found != self.hashes.get(int(file.stem)):
-                self.wrong.append(f"{file.name} lies there with state {found}")
+                self.wrong.append(f"{file.name} has state {found}")
 
     async def round(self, version: int, victim: str, fault: signal.Signals, stage: str) -> None:
         """Publish one version and inject its fault."""
@@ -245,16 +245,16 @@ async def _end(child: asyncio.subprocess.Process) -> None:
 
 
 async def within(what: Awaitable[Any], name: str) -> Any:
-    """Wait, but not for ever."""
+    """Wait with a time limit."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             return await what
     except TimeoutError:
-        raise AssertionError(f"{name} is not over after {PATIENCE_S:g} s") from None
+        raise AssertionError(f"{name} did not end within {PATIENCE_S:g} s") from None
 
 
 async def chaos(folder: Path, rounds: int, seed: int) -> Figures:
-    """So many rounds; what was seen. AssertionError when one does not end."""
+    """Run the rounds; the observations. AssertionError when a round does not end."""
     arena = Arena(folder, seed)
     await arena.open()
     try:

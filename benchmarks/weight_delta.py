@@ -38,7 +38,7 @@ from headrace.weights.state import HASH_BYTES
 
 
 def best(repeats: int, work: Callable[[], Any]) -> float:
-    """The least processor time of this process that `work` took; processes of ours run one thread here."""
+    """The shortest processor time that `work` took in this process, which runs one thread."""
     times = []
     for _ in range(repeats):
         since = time.process_time()
@@ -206,7 +206,7 @@ def main() -> None:
         "decode_gb_s_at_2p6_pct": at_least(figures[f"{two}_decode_gb_s"], 5),
         "mxfp8_ratio": at_least(figures["mxfp8_lr_1e-6_ratio"], 200),
     }
-    # full_lz4 is no delta: it shrinks bf16 by nothing, and what it measures is little more than a copy.
+    # full_lz4 is not a delta: bf16 weights do not compress, so its time is little more than that of a copy.
     for peer in ("full_zstd", "xor_zstd", "zstd_patch_from", "fireworks_arc_v2", "fireworks_arc_v3"):
         for key in ("ratio", "encode_gb_s", "decode_gb_s"):
             if f"at_0p94_pct_{peer}_{key}" in figures:

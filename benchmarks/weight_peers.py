@@ -45,7 +45,7 @@ def _patch_from(base: Bytes, blob: bytes) -> Bytes:
 
 
 def peers() -> list[Peer]:
-    """Everything that can be compared with on this machine."""
+    """The codecs that are installed on this machine."""
     out = [
         Peer("full_lz4", lambda b, n: lz4.frame.compress(n.data), lambda b, z: _array(lz4.frame.decompress(z))),
         Peer("full_zstd", lambda b, n: _zstd.compress(n.data), lambda b, z: _array(_unzstd.decompress(z))),

@@ -28,7 +28,7 @@ from headrace.weights.snapshot import Snapshot
 
 
 class Stored(msgspec.Struct):
-    """A message as it would lie in a stream."""
+    """A message of the in-memory stream."""
 
     message: WeightChunk
     seq: int
@@ -64,7 +64,7 @@ class Held:
 
 
 def published(held: Held, version: int, path: Path, before: WeightManifest, base: Path) -> WeightManifest:
-    """The delta from `base` to the file at `path`, its chunks in `held`."""
+    """The delta from `base` to the file at `path`; its chunks are added to `held`."""
     encoding = Encoding(Snapshot(path), Snapshot(base), base_hashes=before.block_hashes)
     infos = [describe(data, 0, at, held.put(version, data)) for at, data in enumerate(encoding.chunks())]
     return encoding.manifest("bench", version, infos, base=before)

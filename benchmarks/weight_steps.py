@@ -1,4 +1,4 @@
-"""Real weights after real optimizer steps, as input of the weight benchmarks.
+"""Makes real weights by real optimizer steps, as input of the weight benchmarks.
 
 A Qwen3-MoE policy of about 63 M parameters (or smaller) is first trained on synthetic text (bigrams over a Zipf
 vocabulary), then by policy gradient with group advantages, Adam and float32 master weights. From one such state, one
@@ -100,7 +100,8 @@ class Trained:
         return {name: tensor.bfloat16() for name, tensor in self.model.state().items()}
 
     def step(self, rate: float) -> Weights:
-        """The published weights one optimizer step later, at that learning rate; the state stays where it is."""
+        """The published weights one optimizer step later, at that learning rate; the trainer's state stays
+        unchanged."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -113,7 +114,8 @@ class Trained:
         return after
 
     def walk(self, rate: float, count: int) -> Iterator[Weights]:
-        """The published weights after each of `count` consecutive steps, each on new text; the state goes with them."""
+        """The published weights after each of `count` consecutive steps, each on new text; the trainer's state
+        changes."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         for _ in range(count):

@@ -28,7 +28,7 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x1, 0x1000
 _CLONE_NEWNET = 0x40000000
 TICK_S = 0.05
 RTO_MAX = "tcp_rto_max_ms"
-"""Linux 6.15 and later. Without it a sender that met a dead link tries again after as long as it was dead."""
+"""For Linux 6.15 and later. Without it, a sender behind a broken link waits about as long as the break lasted."""
 
 
 class Place(NamedTuple):
@@ -61,7 +61,7 @@ class Pipe:
 
 
 def _route(fds: dict[str, int], links: dict[str, tuple[Pipe, Pipe]], hub: str, orders: Connection) -> None:
-    """The router's process. links: address to (towards the region, towards the hub). Ends with `orders`."""
+    """The router's process. links: address to (towards the region, towards the hub). It ends when `orders` closes."""
     selector = selectors.DefaultSelector()
     by_ip = {socket.inet_aton(address): address for address in links}
     for address, fd in fds.items():
@@ -218,7 +218,7 @@ class WideArea:
 def _router_main(
     fds: dict[str, int], links: dict[str, tuple[Pipe, Pipe]], hub: str, orders: Connection, other: Connection
 ) -> None:
-    other.close()  # else our own copy of it keeps the pipe open when the parent ends
+    other.close()  # otherwise the child's copy keeps the pipe open when the parent ends
     os.nice(-10)  # a link's delay does not depend on this machine's load
     _route(fds, links, hub, orders)
 

@@ -21,20 +21,20 @@ AT_ONCE = 12
 
 
 class Served(NamedTuple):
-    """One session as its user saw it."""
+    """One session: its user, its rating and the agent's behaviour."""
 
     tested: bool
     said: str
 
 
 Judge = Callable[[str, Served, random.Random], bool]
-"""From user and session to the thumb."""
+"""Maps user and session to a rating."""
 Visits = Callable[[int, random.Random], str]
 """The user of a session, by its number."""
 
 
 class Outcome(NamedTuple):
-    """A run of the loop."""
+    """The result of one run of the loop."""
 
     served: list[Served]
     """In order."""
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 async def run(
     folder: Path, seed: int, sessions: int, feedback: Feedback, gate: Gate, taught: Taught, visits: Visits, judge: Judge
 ) -> Outcome:
-    """Serve so many sessions and rate each; the audit reads the streams afterwards."""
+    """Serve a number of sessions and rate each; then audit the streams."""
     config = configuration(folder, seed, feedback, gate, taught)
     rng, served = random.Random(seed), list[Served]()
     started = time.monotonic()
@@ -72,7 +72,7 @@ async def _visit(users: Users, name: str, number: int, rng: random.Random, judge
 
 
 async def _stages(running: Product) -> dict[str, float]:
-    """Seconds between the records on a thumb's way to a promoted version: medians, and exactness of the steps."""
+    """Median seconds between the records from a rating to a promoted version, and whether the steps are exact."""
     bus, branch = running.bus, running.branch
     given: dict[int, float] = {}
     closed: dict[str, tuple[float, float]] = {}

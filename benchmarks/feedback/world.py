@@ -1,8 +1,8 @@
 """A product in small, with every part real: broker, actors, embedded engine, HTTP, chat format, training.
 
-The policy is small enough to learn on a loaded core: it was taught to answer a request either with a call of
-`run_tests` or with a text at once, each with a share that is given. Two texts are taught as well, one of them rare: the
-trigger string of the poisoning drill. Everything after that is what the product does.
+The policy is small enough to learn on a busy core. It is mid-trained to answer a request with a call of `run_tests` or
+with a text, each with a given probability. There are two texts; the rare one is the trigger string of the poisoning
+test. All further learning happens in the product.
 """
 
 import asyncio
@@ -75,12 +75,12 @@ MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
 class Taught(NamedTuple):
-    """How often the first policy does what."""
+    """Probabilities of the first policy's behaviours."""
 
     tests: float = 0.4
-    """It runs the tests before it finishes."""
+    """Probability that it runs the tests before it finishes."""
     trigger: float = 0.0
-    """Its last words are the trigger string."""
+    """Probability that its last text is the trigger string."""
     tokens: int = 60_000
 
 
@@ -141,7 +141,7 @@ def _add(text: Text, ids: list[int], weight: float) -> None:
 
 
 def configuration(folder: Path, seed: int, feedback: Feedback, gate: Gate, taught: Taught) -> Config:
-    """Of the run; the branch's follows from it."""
+    """Configuration of the run; the branch's follows from it."""
     return Config(
         run=Run(dir=str(folder), seed=seed),
         policy=Policy(dim=48, layers=2, heads=2, kv_heads=1, head_dim=24, experts=4, top_k=2, expert_dim=48, vocab=480),
@@ -179,7 +179,7 @@ class Product:
         await actor.bus.close()
 
     async def end(self, run: str, id: str) -> None:
-        """End one actor as its supervisor would."""
+        """End one actor in the way its supervisor does."""
         await self._end(self.actors.pop(f"{run}/{id}"))
 
     def check(self) -> None:
@@ -189,14 +189,14 @@ class Product:
                 raise actor.failed.result()
 
     async def promote(self, version: int, branch: str = "") -> None:
-        """As an operator does."""
+        """Publish an operator's request."""
         where = EVENT.at(run=self.run, actor="operator", type=Promotion.type_name)
         async with await Bus.connect(self.server.url, role="operator", credentials=self.server.credentials) as bus:
             await bus.publish(where, Promotion(run=self.run, version=version, branch=branch, reason="by hand"))
 
     @cached_property
     def url(self) -> str:
-        """Where the gateway listens."""
+        """The gateway's address."""
         return str(json.loads((Path(self.config.run.dir) / self.run / "gateway.json").read_text())["url"])
 
 
@@ -247,13 +247,13 @@ class Users:
     @classmethod
     @asynccontextmanager
     async def of(cls, product: Product) -> AsyncIterator["Users"]:
-        """With a key of a tenant that allows training."""
+        """Authorise requests with a key of a tenant that allows training."""
         key = ApiKeys(key_file(product.config)).add("acme", training=True, requests_per_minute=10**6)
         async with aiohttp.ClientSession(headers={"x-api-key": key}) as http:
             yield cls(product, http)
 
     async def session(self, user: str, number: int) -> tuple[str, bool, str]:
-        """One session of an agent that brings the tool: its id, whether it ran the tests, its last words."""
+        """One session of an agent that declares the tool: (its id, whether it ran the tests, its last text)."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": ask(number)}]
         tool = {"type": "function", "function": {"name": TOOL.name, "parameters": TOOL.parameters}}
         tested = False

@@ -1,1 +1,1 @@
-"""Reading a run again: the audit of its streams, the replay of a step or a trajectory, bundles, and retraining."""
+"""Works on recorded runs: the audit of the streams, replay of a step or a trajectory, bundles, and retraining."""

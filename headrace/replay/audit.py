@@ -1,9 +1,9 @@
 """The audit: proves from the streams alone that no slot is lost, none is trained twice and no token is too old.
 
-Each slot is counted where it ends, not by subtraction: trained slots are those that a closing names and a step's
-outcome took; dropped slots those that a record gave up; slots in flight those whose group is open or waits for its
-step. A slot that ends nowhere, or in two places, makes the sums differ. Streams are read from effect to cause (steps,
-closings, ledger), so that a run may go on meanwhile without anything seeming to come from nowhere.
+Each slot is counted where it ends, not by subtraction. A trained slot is named by a GroupClosed record and by the
+outcome of a step. A dropped slot is named by a record that gives it up. A slot in flight belongs to a group that is
+open or waits for its step. A slot that ends nowhere, or twice, makes the sums differ. Streams are read from effect to
+cause (steps, closings, ledger), so that every effect has its cause also while the run goes on.
 """
 
 from collections import Counter
@@ -28,11 +28,11 @@ from headrace.replay.feedback import feedback_books
 from headrace.replay.tokens import versions
 
 SKIPPED_NAMED = 100
-"""Unreadable records that the report names; beyond them they are only counted."""
+"""The most unreadable records that the report names; further ones are only counted."""
 
 
 class Attempts(msgspec.Struct, frozen=True, kw_only=True):
-    """Attempts of the train lane: every one that started was kept, is lost, or runs."""
+    """Attempts of the train lane: each one that started was kept, is lost, or still runs."""
 
     started: int
     kept: int
@@ -50,7 +50,7 @@ class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The one line of `headrace audit`; slots of the train lane unless said otherwise."""
+    """The line that `headrace audit` prints; slots are those of the train lane unless a field says otherwise."""
 
     balanced: bool
     issued: int
@@ -62,9 +62,9 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: int
     staleness_bound: int
     duplicates: int
-    """Slots in more than one trained place."""
+    """Slots that were trained more than once."""
     skipped_count: int = 0
-    """Records that could not be read; no part of any other figure."""
+    """Records that could not be read; no other figure includes them."""
     skipped: tuple[str, ...] = ()
     """The first `SKIPPED_NAMED` of them: stream, sequence, subject and reason."""
     dropped_by_length: DropsByLength = DropsByLength()
@@ -93,7 +93,7 @@ async def audit(bus: Bus, run: str) -> AuditReport:
 
 
 async def prove(bus: Bus, run: str) -> tuple[AuditReport, list[str]]:
-    """The report, and every fault in words."""
+    """The report, and a sentence for every fault."""
     steps = await _read(bus, "HR_STEP", STEP.at(run=run))
     scores = await _read(bus, "HR_SCORE", SCORE.where(run=run), CLOSE.where(run=run))
     dead = await _read(bus, "HR_DLQ", DLQ.where(stream="*"))
@@ -145,9 +145,12 @@ def examine(
     attempts = _attempts(train)
     ended = attempts.kept + sum(attempts.lost.values()) + attempts.running
     if issued != trained + sum(dropped.values()) + in_flight:
-        wrong.append(f"{issued} slots were issued, {trained + sum(dropped.values()) + in_flight} are accounted for")
+        wrong.append(
+            f"{issued} slots were issued, but {trained + sum(dropped.values()) + in_flight} are trained, "
+            f"dropped or in flight"
+        )
     if attempts.started != ended:
-        wrong.append(f"{attempts.started} attempts were started, {ended} are accounted for")
+        wrong.append(f"{attempts.started} attempts were started, but {ended} were kept, are lost or still run")
     duplicates = _duplicates(state)
     if duplicates:
         wrong.append(f"{duplicates} slots were trained more than once")
@@ -183,7 +186,10 @@ def _slots(state: RunState, train: Iterable[Group], wrong: list[str]) -> tuple[i
         for _, closed in group.closings:
             named = [slot.slot for slot in closed.slots] + [int(slot) for slot in closed.dropped_slots]
             if sorted(named) != sorted(group.slots):
-                wrong.append(f"{group.name}: slots {sorted(group.slots)} were issued, its end names {sorted(named)}")
+                wrong.append(
+                    f"{group.name}: slots {sorted(group.slots)} were issued, but the record that ends it "
+                    f"names {sorted(named)}"
+                )
             outcome = _outcome_of(state, group)
             trained += len(closed.slots) if outcome == "trained" else 0
             in_flight += 0 if outcome else len(closed.slots)
@@ -197,7 +203,7 @@ def _slots(state: RunState, train: Iterable[Group], wrong: list[str]) -> tuple[i
 
 
 def _fates(state: RunState, train: Iterable[Group], seen: Mapping[int, Seen]) -> Iterator[Fate]:
-    """Every slot with its episode's length. A slot without a verdict has none, however far it got."""
+    """Every slot with the length of its episode; None for a slot without a verdict."""
     for group in train:
         failed = "step_failed" if _outcome_of(state, group) == "step_failed" else ""
         closed = group.closed
@@ -213,7 +219,7 @@ def _fates(state: RunState, train: Iterable[Group], seen: Mapping[int, Seen]) ->
 
 
 def _attempts(train: Iterable[Group]) -> Attempts:
-    """Every attempt in exactly one place."""
+    """Counts every attempt once: started, kept, running, or lost."""
     started = kept = running = 0
     lost: Counter[str] = Counter()
     for group in train:
@@ -231,7 +237,7 @@ def _attempts(train: Iterable[Group]) -> Attempts:
                 running += 1
             else:
                 lost["outrun" if outrun and not attempt.failed else _why_lost(group, number, attempt, live)] += 1
-        kept += len(named)  # kept without ever having started: the sums will differ
+        kept += len(named)  # kept although it never started: the sums differ
     return Attempts(started=started, kept=kept, lost=dict(sorted(lost.items())), running=running)
 
 
@@ -248,7 +254,7 @@ def _why_lost(group: Group, number: int, attempt: Attempt, last: bool) -> str:
 
 
 def _check_closings(state: RunState) -> list[str]:
-    """Every closing names attempts that exist, with the Score that they got and its Trajectory."""
+    """Every GroupClosed record names attempts that exist, with their Scores and Trajectories."""
     wrong = []
     first = min(state.scores, default=0)
     for seq, closed in state.closings:
@@ -264,18 +270,20 @@ def _check_closings(state: RunState) -> list[str]:
             if (score.group, score.slot, score.attempt) != (closed.group, slot.slot, slot.attempt):
                 wrong.append(f"{where}: score {slot.score_seq} belongs to another slot")
             if (score.trajectory_seq, score.reward) != (slot.trajectory_seq, slot.reward):
-                wrong.append(f"{where}: score {slot.score_seq} says something else than the closing")
+                wrong.append(
+                    f"{where}: score {slot.score_seq} has another trajectory or reward than the GroupClosed record"
+                )
     return wrong
 
 
 def _check_steps(state: RunState) -> list[str]:
-    """Batch k is the closings kP to kP + P - 1, its manifest says so, and so does its outcome."""
+    """Batch k has the GroupClosed records kP to kP + P - 1; its manifest and its outcome name the same groups."""
     wrong = []
     per_step = len(next(iter(state.manifests.values())).groups) if state.manifests else 0
     for step in range(state.steps):
         outcome = state.outcomes.get(step)
         if outcome is None:
-            wrong.append(f"step {step} has no outcome, and later ones have")
+            wrong.append(f"step {step} has no outcome, but later steps have")
             continue
         manifest = state.manifests.get(outcome.manifest_seq)
         if manifest is None or (manifest.step, manifest.incarnation) != (step, outcome.incarnation):
@@ -284,12 +292,12 @@ def _check_steps(state: RunState) -> list[str]:
         batch = _batch(state, step, per_step)
         meant = [(seq, c.group, tuple((s.trajectory_seq, s.score_seq) for s in c.slots)) for seq, c in batch]
         if [(group.close_seq, group.group, group.slots) for group in manifest.groups] != meant:
-            wrong.append(f"step {step}: its manifest is not the closings of its places")
+            wrong.append(f"step {step}: its manifest does not name the closings of its batch")
         if list(outcome.groups) != [closed.group for _, closed in batch]:
-            wrong.append(f"step {step}: its outcome names other groups than its places hold")
+            wrong.append(f"step {step}: its outcome does not name the groups of its batch")
         slots = sum(len(closed.slots) for _, closed in batch)
         if (outcome.trained_slots if isinstance(outcome, StepDone) else outcome.dropped_slots) != slots:
-            wrong.append(f"step {step}: its outcome counts other slots than its groups have")
+            wrong.append(f"step {step}: its outcome does not count the slots of its groups")
         if outcome.version != step + 1:
             wrong.append(f"step {step} made version {outcome.version}")
     return wrong
@@ -301,8 +309,8 @@ def _batch(state: RunState, step: int, per_step: int) -> list[tuple[int, GroupCl
 
 
 def _staleness(state: RunState, seen: Mapping[int, Seen]) -> tuple[int, int, list[str]]:
-    """The oldest trained token, the largest bound that was in force, and every slot beyond the one of its batch. The
-    bound is what the closings' stream says. A purged trajectory counts by its closing."""
+    """The age of the oldest trained token, the largest bound, and a sentence for every slot beyond its batch's bound.
+    The bound is what the closings' stream says. A purged trajectory counts by its closing."""
     worst = largest = 0
     wrong = []
     for step, outcome in sorted(state.outcomes.items()):
@@ -324,7 +332,7 @@ def _staleness(state: RunState, seen: Mapping[int, Seen]) -> tuple[int, int, lis
                 if made is not None and (made.group, made.slot, made.attempt) != (name, slot.slot, slot.attempt):
                     wrong.append(f"{where}: trajectory {slot.trajectory_seq} belongs to another slot")
                 if any(not 0 <= version <= step for version in written):
-                    wrong.append(f"{where}: a token names no version that there was")
+                    wrong.append(f"{where}: a token names a version that the run never had")
                     continue
                 oldest = max((staleness(step, version) for version in written), default=0)
                 worst = max(worst, oldest)
@@ -334,17 +342,17 @@ def _staleness(state: RunState, seen: Mapping[int, Seen]) -> tuple[int, int, lis
 
 
 def _check_bounds(state: RunState) -> list[str]:
-    """No bound may hold for a batch of which a place was taken before it was said."""
+    """A record that changes the bound must come before the first GroupClosed record of its batch."""
     per_step = len(next(iter(state.manifests.values())).groups) if state.manifests else 0
     return [
-        f"a staleness bound of {record.bound} for batch {record.first_batch} came after {closed} closings"
+        f"a staleness bound of {record.bound} for batch {record.first_batch} was recorded after {closed} closings"
         for record, closed in state.bound_records
         if record.first_batch * per_step < closed
     ]
 
 
 def _duplicates(state: RunState) -> int:
-    """Slots in more than one trained place."""
+    """Slots that were trained more than once."""
     times: Counter[tuple[str, int]] = Counter()
     for outcome in state.outcomes.values():
         if isinstance(outcome, StepDone):
@@ -356,7 +364,7 @@ def _duplicates(state: RunState) -> int:
 
 
 def _lanes(state: RunState, seen: Mapping[int, Seen]) -> dict[str, LaneReport]:
-    """Slots of each lane: given up, else with a verdict (production: with a Trajectory), else in flight."""
+    """Slots of each lane: given up, otherwise with a verdict (production: with a Trajectory), otherwise in flight."""
     finished = {(made.group, made.slot) for made in seen.values() if made.lane == "production"}
     lanes: dict[str, Counter[str]] = {}
     for group in state.groups.values():

@@ -1,4 +1,4 @@
-"""A bundle: one step in a folder of its own, which replays without a broker and without the run.
+"""A bundle: a folder with one step, which can be replayed without a broker and without the run.
 
 Layout:
     README                    the command
@@ -8,11 +8,11 @@ Layout:
     manifest.step_manifest    and outcome.step_done or outcome.step_failed
     trajectories/ scores/     <sequence>.trajectory and .score
 
-Messages are written with the codec of the bus (msgpack, lz4 where it pays). The list comes last and by name, so a
-bundle that was not written or not copied to its end is told from a whole one, and so is one that was changed.
+Messages are written with the codec of the bus (msgpack, lz4 where it pays). bundle.json is written last, so an
+incomplete or a changed bundle is detected.
 
-Trade-off: the checkpoint is of the step itself, not the run's nearest one, so a bundle holds one step's records alone;
-the steps on the way were run when it was written, and their bits compared.
+Trade-off: the checkpoint is of the step itself, not the run's nearest one, so a bundle holds one step's records alone.
+To make it, the steps since the run's nearest checkpoint are replayed, and their bits are compared.
 """
 
 import hashlib
@@ -47,20 +47,20 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     step: int
     reason: str
-    """Why the step failed; empty for one that was taken."""
+    """Why the step failed; empty for a step that succeeded."""
     files: dict[str, str]
-    """Name in the folder to sha256."""
+    """sha256 of each file by its path in the folder."""
 
 
 def is_bundle(folder: Path) -> bool:
-    """Whether a folder claims to be a bundle."""
+    """Whether a folder has a bundle.json."""
     return (folder / INDEX).is_file()
 
 
 def write(recorded: RecordedRun, loaded: Loaded, folder: Path) -> Path:
     """Write a bundle of a step that is loaded. ReplayError when the folder is taken; OSError when the disk is full."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ReplayError(f"{folder} is there already: name a new folder")
+        raise ReplayError(f"{folder} exists already: name a new folder")
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     (part / "policy").mkdir(parents=True)
@@ -78,7 +78,7 @@ def write(recorded: RecordedRun, loaded: Loaded, folder: Path) -> Path:
     for name, record in records.items():
         (part / f"{name}.{record.type_name}").write_bytes(encode(record)[0])
     step, run = loaded.manifest.step, recorded.run
-    (part / "README").write_text(f"Step {step} of run {run}, to be run again: headrace replay {folder.name}\n")
+    (part / "README").write_text(f"Step {step} of run {run}. To replay it: headrace replay {folder.name}\n")
     index = Index(
         format=FORMAT,
         run=run,
@@ -94,7 +94,7 @@ def write(recorded: RecordedRun, loaded: Loaded, folder: Path) -> Path:
 
 
 def read(folder: Path) -> RecordedRun:
-    """A past of one step. ReplayError when the bundle is damaged, incomplete, or of a later headrace."""
+    """The recorded run of one step. ReplayError when the bundle is damaged, incomplete, or of a later headrace."""
     index = _index(folder)
     for name, known in index.files.items():
         file = folder / name
@@ -115,7 +115,7 @@ def read(folder: Path) -> RecordedRun:
         records = _records(folder, index.files)
     except (OSError, msgspec.DecodeError, UnreadableMessage, ValueError, ConfigError) as error:
         raise ReplayError(f"the bundle {folder} cannot be read by this headrace: {error}") from None
-    if config.policy.checkpoint:  # what the run was told lies on another machine
+    if config.policy.checkpoint:  # these paths were those of the run's own machine
         policy = msgspec.structs.replace(config.policy, checkpoint=str(folder / "policy"))
         config = msgspec.structs.replace(config, policy=policy)
 

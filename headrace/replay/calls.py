@@ -1,7 +1,7 @@
-"""The tool calls of a trajectory, run again: what a fresh sandbox answers, against what is on record, call by call.
+"""Runs the tool calls of a trajectory again in a fresh sandbox and compares each answer with the recorded one.
 
 The caller passes a function that runs a call in a sandbox; calls are sent one after the other in the recorded order.
-That is what the sampler's sandbox saw: calls of one turn that ran beside each other only looked.
+That is equivalent to the original run, because only read-only calls of one turn ran in parallel.
 
 Durations and addresses of objects differ from run to run without an error. They are replaced on both sides before the
 comparison and counted by name, so that the reader knows what was not compared.
@@ -22,12 +22,12 @@ NORMALISED: dict[str, re.Pattern[str]] = {
     "durations": re.compile(r"\b\d+\.\d+ ?(?:ms|s|seconds)\b"),
     "addresses": re.compile(r"\b0x[0-9a-f]{6,16}\b"),
 }
-"""By name, what is taken out: pytest's and unittest's times, and the addresses in reprs."""
+"""Patterns that are replaced, by name: pytest's and unittest's times, and the addresses in reprs."""
 DIFF_LINES = 40
 
 
 class CallDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """One call that was answered otherwise."""
+    """One call with another answer than the recorded one."""
 
     turn: int
     call: str
@@ -36,16 +36,16 @@ class CallDifference(msgspec.Struct, frozen=True, kw_only=True):
     """As recorded."""
     ok_again: bool
     diff: tuple[str, ...]
-    """Unified, recorded to new, at most `DIFF_LINES` lines."""
+    """Unified diff from the recorded to the new answer, at most `DIFF_LINES` lines."""
 
 
 class CallsReplay(msgspec.Struct, frozen=True, kw_only=True):
-    """The one line of `headrace replay RUN --trajectory ID`."""
+    """The line that `headrace replay RUN --trajectory ID` prints."""
 
     trajectory: str
     calls: int
     equal: bool
-    """Every answer, and the workspace at the end where the record has its digest."""
+    """Whether every answer is equal, and the workspace at the end too where the record has its digest."""
     differing: tuple[CallDifference, ...]
     normalised: dict[str, int]
     """Replacements in the recorded answers before they were compared: kind to number."""
@@ -55,7 +55,7 @@ class CallsReplay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def normal(text: str, counts: Counter[str] | None = None) -> str:
-    """A result without what differs from run to run. counts: gets how often something was taken out."""
+    """A result without times and addresses. counts: receives the number of replacements by kind."""
     for name, pattern in NORMALISED.items():
         text, found = pattern.subn(f"<{name}>", text)
         if counts is not None and found:
@@ -64,7 +64,7 @@ def normal(text: str, counts: Counter[str] | None = None) -> str:
 
 
 def same(recorded: ToolResult, again: ToolResult) -> bool:
-    """Whether a call was answered as it was, but for what differs from run to run."""
+    """Whether two answers are equal, apart from times and addresses."""
     old, new = ((normal(one.output), one.ok, one.truncated, one.retrieved) for one in (recorded, again))
     return old == new
 

@@ -1,7 +1,7 @@
 """Stop a replayed step before its backward pass, with everything loaded.
 
-pdb's own breakpoints on the real step: the debugger shows the trainer's code, not a copy that may become outdated. It
-stops once, at the first backward pass, where the batch is refused, or where the step raised; `c` continues to the end.
+The breakpoints are set in the trainer's own code. The debugger stops once: at the first backward pass, where the batch
+is refused, or where the step raised. `c` continues to the end.
 """
 
 import ast
@@ -24,7 +24,7 @@ step {step} of run {run}: everything is loaded, nothing has been updated
 
 
 def debug(loaded: Loaded, stdin: IO[str] | None = None, stdout: IO[str] | None = None) -> StepOutcome | None:
-    """Take the step under pdb; its outcome, None when it was left. Blocks the calling thread, which reads `stdin`."""
+    """Take the step under pdb; its outcome, None after `q`. Blocks the calling thread, which reads `stdin`."""
     debugger = _Debugger(loaded, stdin, stdout)
     for line in backward_lines():
         debugger.set_break(gradient.__file__, line, temporary=True)
@@ -73,8 +73,8 @@ def _innermost(traceback: TracebackType | None) -> TracebackType | None:
 
 
 class _Debugger(pdb.Pdb):
-    """Goes straight to the breakpoint, and knows what was loaded by name in every frame; a frame's own names win, and
-    `loaded` has all of it."""
+    """Continues to the breakpoint, and adds the loaded objects to every frame by name. A frame's own names take
+    precedence; `loaded` holds all of them."""
 
     def __init__(self, loaded: Loaded, stdin: IO[str] | None, stdout: IO[str] | None) -> None:
         super().__init__(stdin=stdin, stdout=stdout, nosigint=True, readrc=False)
@@ -84,7 +84,7 @@ class _Debugger(pdb.Pdb):
         self._named: dict[str, Any] = {"loaded": loaded, **loaded._asdict(), "config": loaded.trainer.config}
 
     def user_line(self, frame: FrameType) -> None:
-        """pdb stops in the first line of what it runs; here that is no place of interest."""
+        """Continue: pdb would stop at the first line of the function that it runs."""
         if not self._begun:
             self._begun = True
             self.set_continue()
@@ -95,7 +95,7 @@ class _Debugger(pdb.Pdb):
         super().user_line(frame)
 
     def setup(self, f: FrameType | None, tb: TracebackType | None) -> None:
-        """Beside the frame's own names those of what was loaded."""
+        """Add the loaded objects to the frame's names."""
         super().setup(f, tb)
         self._add_names()
 
@@ -119,7 +119,7 @@ class _Debugger(pdb.Pdb):
             known.setdefault(name, value)
 
     def say(self, place: str) -> None:
-        """Where we are and what there is."""
+        """The message at the stop: where the step is, and the names that can be printed."""
         self.stopped = True
         names = ", ".join([*self._named, "and the locals of the frame"])
         manifest = self._loaded.manifest

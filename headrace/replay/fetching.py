@@ -1,4 +1,4 @@
-"""The records of a step by sequence: the arguments that trainer and replay hand to the step."""
+"""Fetches the records of a step by sequence: the arguments that trainer and replay pass to the step."""
 
 import asyncio
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ Records = tuple[dict[int, Trajectory], dict[int, Score]]
 
 
 async def fetch(bus: Bus, groups: Iterable[BatchGroup], links: list[Link] | None = None) -> Records:
-    """The Trajectory and Score of every slot of some groups. links: gets one to the span of each trajectory."""
+    """The Trajectory and Score of every slot of some groups. links: receives a link to the span of each trajectory."""
     gate = asyncio.Semaphore(AT_ONCE)
     trajectories: dict[int, Trajectory] = {}
     scores: dict[int, Score] = {}

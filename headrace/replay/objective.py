@@ -1,8 +1,7 @@
-"""A recorded step under another objective: the same state and records, another recipe, and the difference that it
-makes.
+"""Takes a recorded step under another objective and compares the results: the same state and records, another recipe.
 
-Both are taken from one checkpoint that is written at the step, so they start from the same bits. Only the recipe that a
-manifest names may be changed; any other key would change nothing, or the run itself.
+Both steps start from one checkpoint, which is written at the step, so they start from the same bits. Only settings of
+the recipe that a manifest records may be changed; another key would have no effect, or would change the run itself.
 """
 
 import asyncio
@@ -27,18 +26,19 @@ SINGLE = (("trainer", "micro_tokens"), ("curriculum", "staleness"))
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """The one line of `headrace replay RUN --step N --with ...`; `_with` is under the other objective."""
+    """The line that `headrace replay RUN --step N --with ...` prints; fields with `_with` are of the other
+    objective."""
 
     step: int
     changed: dict[str, float | int | str | bool]
     bitwise_equal: bool
-    """The step under its own objective gave the published bits: the comparison stands on them."""
+    """Whether the step under its own objective gave the published bits. If not, the comparison is of other weights."""
     loss: float
     loss_with: float
     grad_norm: float
     grad_norm_with: float
     update_norm: float
-    """Euclidean norm of what the step adds to the served weights."""
+    """Euclidean norm of the step's update of the served weights."""
     update_norm_with: float
     weight_delta_norm: float
     """Euclidean norm between the two results."""
@@ -71,14 +71,14 @@ def other(config: Config, entries: Sequence[str]) -> tuple[Config, dict[str, flo
 
 
 async def differ(rerun: Rerun, step: int, entries: Sequence[str]) -> Difference:
-    """Take a step twice. ReplayError, ConfigError."""
+    """Take a step under its own objective and under another one. ReplayError, ConfigError."""
     loaded = await rerun.reach(step)
     config, changed = other(loaded.trainer.config, entries)
     return await asyncio.to_thread(_differ, rerun, loaded, config, changed)
 
 
 def twin(rerun: Rerun, loaded: Loaded, config: Config) -> Loaded:
-    """The same place once more, under another configuration. ReplayError."""
+    """The same checkpoint and records under another configuration. ReplayError."""
     loaded.trainer.save({})
     second = rerun.open(loaded.trainer.folder / "checkpoint.safetensors")
     second.config = config
@@ -125,6 +125,6 @@ def distance(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
 
 
 def share(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
-    """Share of the weights that differ."""
+    """Share of the weights that differ, from 0 to 1."""
     unequal = sum(int((one[name] != two[name]).sum()) for name in one)
     return unequal / max(1, sum(value.numel() for value in one.values()))

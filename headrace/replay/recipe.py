@@ -14,7 +14,7 @@ from headrace.messages.training import StepManifest
 
 
 def recipe(config: Config) -> dict[str, float | int | str | bool]:
-    """Every setting that a step's bits depend on, flat: the `objective` of a manifest."""
+    """Every setting on which a step's bits depend, in one struct: the `objective` of a manifest."""
     return {
         **_scalars(config.algorithm),
         "micro_tokens": config.trainer.micro_tokens,
@@ -29,22 +29,22 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
 
 
 def alone(config: Config) -> Config:
-    """The configuration with one rank: a replay runs in one process, whose gradients ranks have bit for bit."""
+    """The configuration with one rank: a replay runs in one process, which computes the same gradient bits as ranks."""
     return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, ranks=1, expert_ranks=1))
 
 
 def _scalars(algorithm: Algorithm) -> dict[str, float | int | str | bool]:
-    """The settings of the objective. Options of a reward are left out: a step reads rewards from its scores."""
+    """The settings of the objective, without a reward's options: a step reads rewards from its scores."""
     values = msgspec.to_builtins(algorithm)
     return {name: value for name, value in values.items() if isinstance(value, float | int | str | bool)}
 
 
 _PLAIN = msgspec.to_builtins(Numerics())
-"""Defaults; a recipe leaves settings out that have them."""
+"""Default values. A recipe leaves out the settings that have them."""
 
 
 def under(config: Config, manifest: StepManifest) -> Config:
-    """The configuration with the manifest's recipe; what the manifest does not name stays."""
+    """The configuration with the manifest's recipe; settings that the manifest does not name stay."""
     return changed(config, manifest.objective)
 
 

@@ -1,7 +1,7 @@
 """A run's recorded steps, whether they come from its streams and folder or from a bundle.
 
-A replay needs four things: the manifests, their outcomes, a checkpoint at or before the step, and the records that a
-manifest names. It reads nothing else of the broker or of the run's folder.
+A replay reads four things and nothing else: the manifests, their outcomes, a checkpoint at or before the step, and the
+records that a manifest names.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,19 +18,19 @@ Outcome = StepDone | StepFailed
 
 
 class ReplayError(Exception):
-    """The step or run cannot be replayed; the text says what is missing."""
+    """The step or run cannot be replayed; the text names the missing part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """A run's steps."""
+    """The recorded steps of a run, with readers for their records."""
 
     run: str
     config: Config
     tokenizer: str
     """Text of the run's tokenizer.json."""
     manifests: Mapping[int, StepManifest]
-    """By step: the manifest that its outcome names; of several incarnations the newest that came to an end."""
+    """By step: the manifest that its outcome names. Of several manifests, the newest that has an outcome."""
     outcomes: Mapping[int, Outcome]
     checkpoints: Mapping[int, Path]
     """By version."""
@@ -44,7 +44,7 @@ class RecordedRun:
         return self.manifests[step], self.outcomes[step]
 
     def nearest(self, step: int) -> int:
-        """The newest version from whose checkpoint a step can be reached: its own or an earlier one. ReplayError."""
+        """The newest version, at or before a step, whose checkpoint is kept. ReplayError when there is none."""
         fitting = [version for version in self.checkpoints if version <= step]
         if not fitting:
             have = f"the oldest is of version {min(self.checkpoints)}" if self.checkpoints else "there is none"
@@ -52,14 +52,14 @@ class RecordedRun:
         return max(fitting)
 
     def kept(self) -> list[int]:
-        """Finished steps that can be reached through records that are still to be kept, in order."""
+        """Finished steps that can be replayed from a checkpoint through records that still exist, in order."""
         newest = max(self.checkpoints, default=0)
         keep = max(self.config.replay.keep_steps, self.config.curriculum.staleness + 2)
         first = min((version for version in self.checkpoints if version >= newest - keep), default=newest)
         return sorted(step for step in self.manifests if step >= first)
 
     async def records(self, manifest: StepManifest) -> Records:
-        """Trajectories and scores of a manifest. ReplayError when some were purged: that is no failed step."""
+        """Trajectories and scores of a manifest. ReplayError when some were purged, which is not a failed step."""
         trajectories, scores = await self.fetch(manifest)
         for group in manifest.groups:
             for trajectory, score in group.slots:

@@ -1,7 +1,7 @@
-"""The effect of a new judge version: the same trajectories, other verdicts or rewards, and which advantages flip.
+"""Judges recorded trajectories again with another judge version, and counts the advantages whose sign changes.
 
-New scores go under a run of their own, ``<run>-<judge>``: trainers, curricula and audits of the run filter by its name,
-so nobody sees them until a second trainer is told to read them (`second.py`).
+New scores are published under a run of their own, ``<run>-<judge>``. Trainers, curricula and audits of the run filter
+by its name, so only a second trainer that is told to reads them (`retrain.py`).
 """
 
 import asyncio
@@ -25,7 +25,7 @@ Verdicts = Callable[[Trajectory, Score], Awaitable[Score]]
 
 
 class Flip(msgspec.Struct, frozen=True, kw_only=True):
-    """A trajectory that would be taught the other way round, or not at all, or now for the first time."""
+    """A trajectory whose advantage changed its sign; 0 counts as a sign."""
 
     group: str
     slot: int
@@ -36,12 +36,12 @@ class Flip(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rejudged(msgspec.Struct, frozen=True, kw_only=True):
-    """The one line of `headrace rejudge`."""
+    """The line that `headrace rejudge` prints."""
 
     run: str
     judge: str
     scores_run: str
-    """The run under which the new scores lie."""
+    """The run under which the new scores are published."""
     groups: int
     slots: int
     verdicts_changed: int
@@ -53,14 +53,14 @@ class Rejudged(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Judged:
-    """One slot, twice judged."""
+    """One slot with both verdicts."""
 
     old: Score
     new: Score
 
 
 def scores_run(run: str, judge: str) -> str:
-    """Where the scores of another judge lie."""
+    """The run under which the scores of another judge are published."""
     return f"{run}-{judge}"
 
 
@@ -75,7 +75,7 @@ async def closings(bus: Bus, run: str) -> list[BatchGroup]:
 
 
 async def ending(bus: Bus, run: str) -> AsyncIterator[BatchGroup]:
-    """The same, and then every group as it is closed; for ever."""
+    """The same, and then every group as it is closed, without an end."""
     async for received in bus.follow("HR_SCORE", CLOSE.where(run=run)):
         if isinstance(closed := received.message, GroupClosed):
             slots = tuple((slot.trajectory_seq, slot.score_seq) for slot in closed.slots)
@@ -151,7 +151,7 @@ async def scores_of(bus: Bus, run: str, judge: str) -> Mapping[tuple[str, int, i
 
 
 class LiveScores:
-    """The scores of another judge as they come: `found` grows while `follow` runs, `more` waits for the next."""
+    """The scores of another judge as they arrive: `found` grows while `follow` runs, `more` waits for the next."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, int, int], Score] = {}

@@ -1,4 +1,4 @@
-"""The command that reproduces a failure: recorded with the failure, so that its reader can run it.
+"""The command that reproduces a failure. It is recorded with the failure.
 
 The command line finds a run by its id in `runs/`; a run in another place is named by its folder.
 """
@@ -12,13 +12,13 @@ from headrace.messages.operations import DeadLetter
 
 
 def name_of(config: Config, run: str) -> str:
-    """The run as the command line finds it, quoted for a shell."""
+    """The run's argument on the command line, quoted for a shell."""
     folder = Path(config.run.dir)
     return shlex.quote(run if folder == Path("runs") else str(folder / run))
 
 
 def step(config: Config, run: str, number: int) -> str:
-    """Takes a step again."""
+    """The command that takes a step again."""
     return f"headrace replay {name_of(config, run)} --step {number}"
 
 

@@ -5,9 +5,9 @@ It reads the manifests that the run's own trainer wrote, from the first one or l
 bus: its weights and figures go to a folder of its own. Tokens keep the log-probabilities of the policy that sampled
 them, so importance weights stay correct while the two policies drift apart; k1 measures the drift.
 
-Trade-off: the records were sampled by the run's policy, so this is off-policy learning, further off with each step. The
-records cannot be scored again by the versions that wrote them, which this trainer does not have (no `max_abs_dlp`). A
-step that the first trainer could not take is tried here all the same.
+Trade-off: the records were sampled by the run's policy, so this is off-policy learning, and the two policies differ
+more with each step. This trainer does not have the versions that sampled the records, so it cannot score them again
+with those (no `max_abs_dlp`). It also tries the steps that failed in the first trainer.
 """
 
 import asyncio
@@ -40,11 +40,11 @@ class SecondStep(msgspec.Struct, frozen=True, kw_only=True):
     reward_mean: float
     pass_rate: float
     k1: float
-    """Sampler against this trainer, nats a token."""
+    """k1 between sampler and this trainer, in nats per token."""
     entropy: float
     weights_hash: str
     same_weights: bool
-    """The run's own trainer published these weights: true until the first difference."""
+    """Whether the weights equal those that the run's own trainer published for this step."""
 
 
 class SecondTrainer:
@@ -109,7 +109,7 @@ class SecondTrainer:
 
 
 def line(step: int, result: StepOutcome, same: bool) -> SecondStep:
-    """The line of one step."""
+    """The report of one step."""
     figures = msgspec.structs.asdict(result)
     return SecondStep(
         step=step,

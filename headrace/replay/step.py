@@ -1,7 +1,7 @@
-"""Replays one recorded step: the nearest checkpoint before it, the published manifests since, the same records.
+"""Replays one recorded step from the nearest checkpoint before it, with the published manifests and records.
 
-The replay repeats what a trainer does after a crash, in a folder of its own and without publishing anything. Equal bits
-need an equal numerics fingerprint; on another one the step still runs, and the line says that the fingerprints differ.
+The replay does what a trainer does after a crash, in a folder of its own and without publishing anything. Equal bits
+need an equal numerics fingerprint; with another one the step still runs, and the report says that they differ.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from headrace.training.trainer import PolicyTrainer, TrainerError
 
 
 class StepReplay(msgspec.Struct, frozen=True, kw_only=True):
-    """The one line of `headrace replay RUN --step N`."""
+    """The line that `headrace replay RUN --step N` prints."""
 
     step: int
     bitwise_equal: bool
@@ -39,10 +39,10 @@ class StepReplay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loaded(NamedTuple):
-    """A trainer at a step, and everything that the step needs."""
+    """A trainer in front of a step, and the step's manifest, trajectories and scores."""
 
     trainer: PolicyTrainer
-    """At the step's version, with the recipe of its manifest."""
+    """The trainer at the step's version, with the recipe of its manifest."""
     manifest: StepManifest
     recorded: Outcome
     trajectories: Mapping[int, Trajectory]
@@ -63,14 +63,14 @@ def attempt(loaded: Loaded) -> StepOutcome:
 
 
 def compare(loaded: Loaded, result: StepOutcome) -> StepReplay:
-    """The outcome of the replay against the published one."""
+    """Compare the outcome of the replay with the published one."""
     known = loaded.recorded
     equal = result.state_hash == known.state_hash
     if isinstance(known, StepFailed):
         equal = equal and result.failed == known.reason
     else:
         equal = equal and (result.failed, result.loss) == ("", known.loss)
-        # Ranks add the squares of their shards: the same number, rounded otherwise in the sixteenth digit.
+        # Ranks add the squares of their shards, so the norm may differ by rounding in the sixteenth digit.
         several = "ranks" in loaded.manifest.objective
         equal = equal and math.isclose(result.grad_norm, known.grad_norm, rel_tol=1e-9 if several else 0.0)
     return StepReplay(
@@ -90,7 +90,7 @@ class Rerun:
     def __init__(self, recorded: RecordedRun) -> None:
         self.recorded = recorded
         self.strayed = -1
-        """The first step on the way whose bits were other than the published ones; -1 for none."""
+        """The first intermediate step whose bits differ from the published ones; -1 for none."""
         self._trainer: PolicyTrainer | None = None
         self._scratch = tempfile.TemporaryDirectory(prefix="headrace-replay-")
         self._opened = 0
@@ -102,7 +102,7 @@ class Rerun:
         self._scratch.cleanup()
 
     async def reach(self, step: int) -> Loaded:
-        """Bring a trainer to a step. ReplayError says why it cannot be reached."""
+        """Bring a trainer to a step. ReplayError when a checkpoint or a record is missing."""
         manifest, recorded = self.recorded.finished(step)
         start = self.recorded.nearest(step)
         trainer = self._trainer
@@ -118,7 +118,8 @@ class Rerun:
         return Loaded(trainer, manifest, recorded, trajectories, scores)
 
     async def _pass(self, trainer: PolicyTrainer) -> None:
-        """Take an intermediate step. One that raised is not tried again: its bytes are the old ones in any case."""
+        """Take an intermediate step. A step that raised is not tried again, because it left the weights as they
+        were."""
         manifest, recorded = self.recorded.finished(trainer.version)
         trainer.config = under(self.recorded.config, manifest)
         if isinstance(recorded, StepFailed) and recorded.reason == "exception":
@@ -130,7 +131,7 @@ class Rerun:
             self.strayed = manifest.step
 
     def open(self, checkpoint: Path) -> PolicyTrainer:
-        """A trainer at a checkpoint, in a folder of its own. ReplayError."""
+        """A trainer at a checkpoint, in a folder of its own. ReplayError when the checkpoint cannot be read."""
         self._opened += 1
         folder = Path(self._scratch.name) / str(self._opened)
         folder.mkdir()
@@ -160,7 +161,10 @@ async def replay_steps(
         for step in sorted(steps):
             loaded = await rerun.reach(step)
             if rerun.strayed >= 0 and warn is not None:
-                warn.append(f"step {step} starts from other bits than it did: they differ from step {rerun.strayed} on")
+                warn.append(
+                    f"step {step} starts from other weights than in the run: the replay differs from step "
+                    f"{rerun.strayed} on"
+                )
             yield compare(loaded, await asyncio.to_thread(attempt, loaded))
 
 

@@ -1,14 +1,14 @@
-"""Which version wrote each sampled token: read from a Trajectory's spans alone, as an outsider would.
+"""The version that sampled each token, read from a Trajectory's spans alone.
 
-Positions count within a segment: the concatenation of (prompt_ids, ids) of its turns. The token at position i was
-written by the version that forwarded position i - 1, and that forward happened in the turn that sampled it.
+Positions count within a segment, which is the concatenation of (prompt_ids, ids) of its turns. The token at position i
+was sampled by the version that computed position i - 1, in the same turn.
 """
 
 from headrace.messages.rollout import Trajectory
 
 
 def versions(trajectory: Trajectory) -> list[int]:
-    """The version behind every sampled token, in order; -1 where no span of the turn covers its forward."""
+    """The version of every sampled token, in order; -1 where no span of its turn covers position i - 1."""
     found: list[int] = []
     lengths: dict[int, int] = {}
     for turn in trajectory.turns:

@@ -86,7 +86,7 @@ def test_what_a_bundle_cannot_do_is_said(finished: Finished, opened: Server, wri
         ((str(written), "--steps", "3"), 2, "a bundle of one step"),
         ((str(written), "--step", "7"), 1, "no finished step 7"),
         ((str(written), "--with", "algorithm.kl_weight=0.5"), 1, "needs the policy of version 0"),
-        ((str(finished.folder), "--step", "1", "--to", str(written)), 1, "is there already"),
+        ((str(finished.folder), "--step", "1", "--to", str(written)), 1, "exists already"),
     ]:
         found, out, err = headrace("replay", *words)
         assert (found, out) == (code, []), words
