@@ -44,6 +44,7 @@ from headrace.rendering.bundle import terse_bundle
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.replay.audit import prove
 from headrace.tasks import open_suite
+from headrace.tasks.workspace import LIGHT, WORKSPACE
 from headrace.weights import snapshot
 from tests.conftest import Connect
 from tests.support.actors import living
@@ -109,7 +110,7 @@ async def issue(bus: Bus, run: str, group: str, **changes: Any) -> None:
         group=group,
         slot=0,
         attempt=0,
-        task=TaskRef("generated/train", open_suite("generated/train").ids()[0]),
+        task=changes.pop("task", TaskRef("generated/train", open_suite("generated/train").ids()[0])),
         seed=7,
         sampling=Sampling(max_turn_tokens=8),
         limits=Limits(max_turns=2, context_tokens=4096),
@@ -268,6 +269,19 @@ async def test_a_group_that_no_environment_serves_is_dropped_and_the_ledger_bala
     assert f"headrace actor environment --run {run}" in failures[0].detail
     report, wrong = await prove(observer, run)
     assert not wrong and report.dropped == {"infra": 2}
+
+
+async def test_a_script_serves_tasks_without_solutions_unless_it_is_the_one_that_writes_them(
+    connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
+) -> None:
+    """Before, such a request used up its deliveries and ended as a dead letter."""
+    workspace = TaskRef(WORKSPACE, LIGHT)
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), "b11", "roll"):
+        await issue(observer, "b11", "solve", task=workspace, policy=PolicyRef("scripted", name="oracle"))
+        failed = await first(observer, "HR_LEDGER", FAIL.at(run="b11", group="solve"), lambda message: True)
+        assert failed.reason == "no_policy" and "no oracles" in failed.detail
+        await issue(observer, "b11", "idle", task=workspace, policy=PolicyRef("scripted", name="idle"))
+        assert (await end_of(observer, "b11", "idle")).outcome == "finished"
 
 
 async def test_a_branch_that_could_not_be_opened_is_opened_for_the_next_request(
