@@ -84,6 +84,8 @@ class NatsConnection:
         self._prefix = f"_INBOX.{role}"
         self._mux = ""
         self._tokens = itertools.count()
+        self.incarnation = 0
+        """How often it was made again. The broker lets an answer out on the connection that got the request alone."""
         self._waiting: dict[str, tuple[asyncio.Future[Msg], str]] = {}
         self._denied: dict[str, str] = {}
         self._told: dict[str, float] = {}
@@ -335,6 +337,7 @@ class NatsConnection:
 
     async def _on_reconnected(self) -> None:
         self._connected.set()
+        self.incarnation += 1
         for listener in list(self.on_reconnect):
             listener()
 
