@@ -139,8 +139,8 @@ async def test_a_call_on_a_node_that_dies_does_not_wait_for_its_time_limit(
 async def test_an_answer_that_its_node_may_not_give_any_more_is_asked_for_again(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The node's connection breaks while a call runs there. The broker would refuse the answer on the new connection, so
-    the node does not send it: a refusal is an error event."""
+    """The node's connection breaks while a call runs there. The broker refuses an answer on the new connection, as an
+    error event, so the node sends none."""
     monkeypatch.setattr(calls, "FIRST_WAIT_S", 1.0)
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
     bus = await connect("environment", node="n14")

@@ -361,7 +361,7 @@ class Policies:
 
 
 def _known(name: str, task: Task, oracle: Callable[[], Oracle]) -> Oracle:
-    """What a script knows of a task. A suite whose tasks users judge has no solutions, and one script alone needs them:
+    """The oracle that a script gets. A suite whose tasks users judge has no solutions, and one script alone needs them:
     NoPolicy."""
     try:
         return oracle()
