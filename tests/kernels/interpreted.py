@@ -1,8 +1,8 @@
 """Triton kernels against float64, in the interpreter or on a GPU: run as a program, the mode is chosen at import.
 
-TRITON_INTERPRET=1 python -m tests.kernels.interpreted [--bfloat16] [kernel ...]
+TRITON_INTERPRET=1 python -m tests.kernels.interpreted [--quick] [kernel ...]
 
---bfloat16 leaves out float32, whose path through a kernel is the same without the casts.
+--quick leaves out float32, whose path through a kernel is the same without the casts, and tries two shapes of each.
 """
 
 import sys
@@ -17,14 +17,15 @@ from headrace.kernels.batch_invariant import linear_triton, rms_norm_triton
 from headrace.kernels.grouped_mm import Mx
 from headrace.kernels.selected_logprob import selected_logprob_backward_triton, selected_logprob_triton
 from tests.kernels import interpreted_attention, interpreted_delta, interpreted_moe
+from tests.kernels.cases import dtypes, shapes
 
 # Dtypes and the relative size of one rounding: the interpreter truncates where a GPU rounds to nearest.
-DTYPES: tuple[tuple[torch.dtype, float], ...] = ((torch.float32, 2**-23), (torch.bfloat16, 2**-7))
+DTYPES = dtypes((torch.float32, 2**-23), (torch.bfloat16, 2**-7))
 
 
 def matmul() -> None:
     for dtype, ulp in DTYPES:
-        for m, n, k in ((1, 7, 64), (65, 130, 100), (33, 64, 192)):
+        for m, n, k in shapes((1, 7, 64), (65, 130, 100), (33, 64, 192)):
             x, w = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
             got, want = linear_triton(x, w), x.double() @ w.double().T
             bound = ulp * want.abs() + k * 2**-24 * (x.double().abs() @ w.double().abs().T)
@@ -44,7 +45,7 @@ def rms_norm() -> None:
 
 def selected() -> None:
     for dtype, _ in DTYPES:
-        for m, v, d in ((1, 130, 64), (40, 257, 100), (33, 128, 192)):
+        for m, v, d in shapes((1, 130, 64), (40, 257, 100), (33, 128, 192)):
             h, w = torch.randn(m, d).to(dtype), (torch.randn(v, d) * 0.5).to(dtype)
             targets, heat = torch.randint(0, v, (m,)), torch.rand(m) + 0.5
             logp, entropy, lse = selected_logprob_triton(h, w, targets, heat)
@@ -62,7 +63,7 @@ def backward() -> None:
     """Against autograd in float64, over several slices of the vocabulary."""
     selected_logprob.SLICE = 128
     for dtype, ulp in DTYPES:
-        for m, v, d in ((1, 130, 64), (40, 257, 100), (33, 128, 72)):
+        for m, v, d in shapes((1, 130, 64), (40, 257, 100), (33, 128, 72)):
             h, w = torch.randn(m, d).to(dtype), (torch.randn(v, d) * 0.3).to(dtype)
             targets, heat, grad = torch.randint(0, v, (m,)), torch.rand(m) + 0.5, torch.randn(m)
             _, _, lse = selected_logprob_triton(h, w, targets, heat)
@@ -76,8 +77,8 @@ def backward() -> None:
 
 def quantisers() -> None:
     """The twin's bytes: scales and elements, ties, subnormals, huge and tiny blocks."""
-    for dtype in (torch.float32, torch.bfloat16):
-        for m, k in ((1, 32), (64, 96), (33, 160), (96, 320)):
+    for dtype in dtypes(torch.float32, torch.bfloat16):
+        for m, k in shapes((64, 96), (33, 160), (1, 32), (96, 320)):
             x = (torch.randn(m, k) * torch.exp2(torch.randint(-30, 30, (m, 1)).float())).to(dtype)
             x[:, ::5] *= 2.0**-9  # down to where the grid is even and below
             x[0, : min(k, 32)] = torch.linspace(-448, 448, 32)[: min(k, 32)].to(dtype)
@@ -97,7 +98,7 @@ def quantisers() -> None:
 
 def grouped() -> None:
     """Ragged and empty groups; plain, half quantised and quantised operands; against float64 of what they hold."""
-    for ends, n, k in (([5, 5, 70], 96, 64), ([0, 33, 33, 40], 40, 160), ([1], 64, 32)):
+    for ends, n, k in shapes(([5, 5, 70], 96, 64), ([0, 33, 33, 40], 40, 160), ([1], 64, 32)):
         experts, rows = len(ends), ends[-1]
         for dtype, ulp in DTYPES:
             x, w = torch.randn(rows, k).to(dtype), (torch.randn(experts, n, k) * 0.2).to(dtype)
@@ -147,11 +148,7 @@ if __name__ == "__main__":
     if not dispatch.INTERPRETED:
         torch.set_default_device("cuda")
     torch.manual_seed(0)
-    names = [name for name in sys.argv[1:] if name != "--bfloat16"]
-    if len(names) < len(sys.argv) - 1:
-        DTYPES = DTYPES[1:]
-        interpreted_attention.DTYPES = interpreted_attention.DTYPES[1:]
-        interpreted_moe.DTYPES = interpreted_moe.DTYPES[1:]
+    names = [name for name in sys.argv[1:] if name != "--quick"]
     for name in names or KERNELS:
         began = time.process_time()
         KERNELS[name]()

@@ -7,10 +7,11 @@ from headrace.kernels import attention_forward
 from headrace.kernels.attention_backward import packed_attention_backward_triton
 from headrace.kernels.attention_forward import cached_attention_triton, packed_attention_triton
 from headrace.kernels.block_attention import BLOCK
+from tests.kernels.cases import dtypes, shapes
 from tests.kernels.plain import plain_attention
 
 # Dtypes and the bound on an element's error, as part of the largest value: the interpreter truncates to bfloat16.
-DTYPES: tuple[tuple[torch.dtype, float], ...] = ((torch.float32, 1e-5), (torch.bfloat16, 1e-2))
+DTYPES = dtypes((torch.float32, 1e-5), (torch.bfloat16, 1e-2))
 
 
 def drawn(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,7 +28,7 @@ def paged(x: Tensor, blocks: int) -> Tensor:
 
 def prefill() -> None:
     for dtype, bound in DTYPES:
-        for heads, kv_heads, dim, lengths in ((3, 1, 24, [1, 70, 0, 33]), (2, 2, 16, [64]), (4, 2, 40, [65])):
+        for heads, kv_heads, dim, lengths in shapes((3, 1, 24, [1, 70, 0, 33]), (4, 2, 40, [65]), (2, 2, 16, [64])):
             q, k, v = drawn(sum(lengths), heads, kv_heads, dim, dtype)
             out, lse = packed_attention_triton(q, k, v, lengths, 0.3)
             want, norm = plain_attention(q.double(), k.double(), v.double(), lengths, 0.3)
@@ -51,7 +52,7 @@ def invariance() -> None:
         k_pool, v_pool = (torch.empty_like(x).index_copy_(0, order, x) for x in (keys, values))
         table = torch.stack((order[:5], torch.cat((order[5:], order[:4]))))
         # The interpreter's product may depend on a row's place in a tile, a GPU's does not: compare at equal places.
-        for first in (64, 96, 288):
+        for first in shapes(64, 288, 96):
             last = torch.stack((q[first : first + 4], torch.cat((q[300:301], q[300:303]))))
             for split in (False, True):
                 got = cached_attention_triton(last, k_pool, v_pool, table, [first, 0], 0.3, split=split)
@@ -62,8 +63,8 @@ def invariance() -> None:
 
 
 def gradients() -> None:
-    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        for heads, kv_heads, dim, lengths in ((3, 1, 24, [1, 70, 0]), (2, 2, 16, [64, 9]), (4, 2, 40, [33])):
+    for dtype, bound in dtypes((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        for heads, kv_heads, dim, lengths in shapes((3, 1, 24, [1, 70, 0]), (2, 2, 16, [64, 9]), (4, 2, 40, [33])):
             q, k, v = drawn(sum(lengths), heads, kv_heads, dim, dtype)
             out, lse = packed_attention_triton(q, k, v, lengths, 0.3)
             pull = torch.randn(out.shape).to(dtype)

@@ -1,16 +1,20 @@
 """The delta's Triton kernels in the interpreter against their twins."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from headrace.kernels import delta
+from tests.kernels.cases import shapes
 
 
 def check() -> None:
     rng = np.random.default_rng(1)
-    for kind in (np.uint8, np.int16, np.int32):
+    kind: Any
+    for kind in shapes(np.int16, np.int32, np.uint8):
         bits = np.iinfo(kind)
-        for count in (1, delta.BLOCK, 2 * delta.BLOCK + 7):
+        for count in shapes(1, 2 * delta.BLOCK + 7, delta.BLOCK):
             for share in (0.0, 0.01, 1.0):
                 old = rng.integers(bits.min, bits.max, count, dtype=kind, endpoint=True)
                 other = rng.integers(bits.min, bits.max, count, dtype=kind, endpoint=True)

@@ -6,13 +6,14 @@ from headrace.kernels import log_softmax, permute
 from headrace.kernels.expert_mlp import plan
 from headrace.kernels.route import Rule, route
 from headrace.kernels.route_topk import route_backward_triton, route_triton
+from tests.kernels.cases import dtypes, shapes
 
-DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+DTYPES = dtypes(torch.float32, torch.bfloat16)
 
 
 def softmaxes() -> None:
     for dtype in DTYPES:
-        for rows, width in ((1, 7), (3, 1024), (5, 2500)):
+        for rows, width in shapes((1, 7), (5, 2500), (3, 1024)):
             x = (torch.randn(rows, width) * 8).to(dtype)
             x[0, 0] = float("-inf")
             want = torch.log_softmax(x.double(), -1)
@@ -28,7 +29,7 @@ def softmaxes() -> None:
 
 def permutation() -> None:
     """The plan is numpy's, copies are exact, sums are within rounding; an expert without tokens, one with all."""
-    for tokens, count, k, pad, dim in ((1, 4, 1, 16, 5), (70, 5, 2, 4, 40), (6, 9, 8, 8, 1100)):
+    for tokens, count, k, pad, dim in shapes((70, 5, 2, 4, 40), (6, 9, 8, 8, 1100), (1, 4, 1, 16, 5)):
         experts = torch.stack([torch.randperm(count)[:k] for _ in range(tokens)])
         if k == 2:
             experts = torch.where(experts == 3, (experts + 1) % 3, experts)  # nobody goes to expert 3
@@ -60,11 +61,11 @@ def permutation() -> None:
 def routing() -> None:
     """Selections are the twin's, ties and all; gates are within rounding; the router's gradient is autograd's."""
     grouped = Rule(sigmoid=True, groups=4, kept=2, scale=2.5)
-    for rule, e, k, normalise in (
+    for rule, e, k, normalise in shapes(
         (Rule(), 10, 3, True),
+        (grouped, 16, 4, True),
         (Rule(), 8, 1, False),
         (Rule(sigmoid=True), 12, 4, True),
-        (grouped, 16, 4, True),
     ):
         correction = torch.randn(e) * 0.3 if rule.sigmoid else None
         for dtype in DTYPES:

@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton (the extra `kernels`) is not installed")
-@pytest.mark.parametrize("options", [["--bfloat16"], pytest.param([], marks=pytest.mark.slow)], ids=["quick", "all"])
+@pytest.mark.parametrize("options", [["--quick"], pytest.param([], marks=pytest.mark.slow)], ids=["quick", "all"])
 def test_kernels_compute_what_their_twins_do(options: list[str]) -> None:
     """All of `tests.kernels.interpreted` in one process; `make test-kernels` does it on two pairs of versions."""
     done = subprocess.run(

@@ -70,10 +70,9 @@ class RunFeeder:
         """Sample, score and close one group of a batch. A quarter of its tokens is `lag` versions old."""
         name, versions = f"g{batch * PER_STEP + number:06d}", [max(0, batch - lag), batch, batch, batch]
         slots = []
-        for slot in range(GROUP):
-            made = msgspec.structs.replace(
-                world.episode(self.models, name, slot, batch * 10 + number, versions), run=self.run
-            )
+        wanted = [world.Sampled(name, slot, batch * 10 + number) for slot in range(GROUP)]
+        for slot, sampled in enumerate(world.episodes(self.models, wanted, versions)):
+            made = msgspec.structs.replace(sampled, run=self.run)
             if spoilt:
                 made = without_logprobs(made)
             seq = await self.bus.publish(TRAJ.at(run=self.run, group=name), made)

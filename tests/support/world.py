@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -36,63 +37,92 @@ def model(seed: int = 0) -> Model:
     return Model(POLICY, NUMERICS, seed=seed)
 
 
-@torch.no_grad()
+class Sampled(NamedTuple):
+    """What an episode samples: its group, its slot in the group, and the seed of its word and its draws."""
+
+    group: str
+    slot: int
+    seed: int
+
+
 def episode(models: Mapping[int, Model], group: str, slot: int, seed: int, spans: Sequence[int]) -> Trajectory:
-    """Two turns of two sampled tokens; spans[i] is the version that forwards step i (of four)."""
-    generator = torch.Generator().manual_seed(seed * 100 + slot)
-    word = random.Random(seed).choice(WORDS)
-    cache, table, covered, turns = KVCache(POLICY, 1), [0], 0, []
-    pending: list[int] = []
-    for index, prompt in enumerate(([1, word, 2], [3, 4])):
-        new = pending + prompt
-        ids: list[int] = []
-        logprobs: list[float] = []
-        routes: list[torch.Tensor] = []
+    """One of `episodes`."""
+    return episodes(models, [Sampled(group, slot, seed)], spans)[0]
+
+
+@torch.no_grad()
+def episodes(models: Mapping[int, Model], wanted: Sequence[Sampled], spans: Sequence[int]) -> list[Trajectory]:
+    """Two turns of two sampled tokens each; spans[i] is the version that forwards step i (of four) of all of them.
+
+    The episodes are one batch: batch-invariant kernels give each the bits that it has alone.
+    """
+    count = len(wanted)
+    generators = [torch.Generator().manual_seed(one.seed * 100 + one.slot) for one in wanted]
+    words = [random.Random(one.seed).choice(WORDS) for one in wanted]
+    cache, tables, covered = KVCache(POLICY, count), [[number] for number in range(count)], 0
+    pending: list[list[int]] = [[] for _ in wanted]
+    turns: list[list[Turn]] = [[] for _ in wanted]
+    for index in range(2):
+        prompts = [[1, word, 2] if index == 0 else [3, 4] for word in words]
+        new = [old + prompt for old, prompt in zip(pending, prompts, strict=True)]
+        ids: list[list[int]] = [[] for _ in wanted]
+        logprobs: list[list[float]] = [[] for _ in wanted]
+        routes: list[list[torch.Tensor]] = [[] for _ in wanted]
         forwarded: list[Span] = []
         for draw in range(2):
-            version = spans[index * 2 + draw]
+            version, length = spans[index * 2 + draw], len(new[0])
             recorder: list[torch.Tensor] = []
             hidden = models[version].forward_cached(
-                torch.tensor(new), [len(new)], [covered], [table], cache, recorder=recorder
+                torch.tensor(new).flatten(), [length] * count, [covered] * count, tables, cache, recorder=recorder
             )
-            forwarded.append(Span(covered, covered + len(new), version))
-            covered += len(new)
-            chances = torch.softmax(models[version].logits(hidden[-1:]).float(), -1)
-            token = torch.multinomial(chances, 1, generator=generator)[0]
-            ids.append(int(token))
-            logprobs.append(float(models[version].selected_logprobs(hidden[-1:], token)[0]))
-            routes.append(torch.stack(recorder, 1))
-            new = [int(token)]
+            forwarded.append(Span(covered, covered + length, version))
+            covered += length
+            last = hidden.view(count, length, -1)[:, -1]
+            chances = torch.softmax(models[version].logits(last).float(), -1)
+            tokens = torch.stack(
+                [torch.multinomial(row, 1, generator=own)[0] for row, own in zip(chances, generators, strict=True)]
+            )
+            chosen = models[version].selected_logprobs(last, tokens)[0].tolist()
+            rows = torch.stack(recorder, 1).to(torch.uint8)
+            for number in range(count):
+                ids[number].append(int(tokens[number]))
+                logprobs[number].append(chosen[number])
+                routes[number].append(rows[number * length : (number + 1) * length])
+            new = [[int(token)] for token in tokens]
         pending = new
-        rows = torch.cat(routes).to(torch.uint8)
-        turns.append(
-            Turn(
-                index=index,
-                segment=0,
-                prompt_ids=Array.of(prompt, "<i4"),
-                ids=Array.of(ids, "<i4"),
-                logprobs=Array.of(logprobs, "<f4"),
-                routed=Array("|u1", tuple(rows.shape), rows.numpy().tobytes()),
-                spans=tuple(forwarded),
+        for number, prompt in enumerate(prompts):
+            routed = torch.cat(routes[number])
+            turns[number].append(
+                Turn(
+                    index=index,
+                    segment=0,
+                    prompt_ids=Array.of(prompt, "<i4"),
+                    ids=Array.of(ids[number], "<i4"),
+                    logprobs=Array.of(logprobs[number], "<f4"),
+                    routed=Array("|u1", tuple(routed.shape), routed.numpy().tobytes()),
+                    spans=tuple(forwarded),
+                )
             )
+    return [
+        Trajectory(
+            run="r",
+            lane="train",
+            group=one.group,
+            slot=one.slot,
+            attempt=0,
+            id=f"{one.group}-{one.slot}-0",
+            task=TaskRef("even", str(word)),
+            family="even",
+            seed=one.seed,
+            policy=PolicyRef(),
+            sampling=Sampling(),
+            outcome="finished",
+            turns=tuple(made),
+            diff={},
+            fingerprint=NUMERICS.fingerprint,
         )
-    return Trajectory(
-        run="r",
-        lane="train",
-        group=group,
-        slot=slot,
-        attempt=0,
-        id=f"{group}-{slot}-0",
-        task=TaskRef("even", str(word)),
-        family="even",
-        seed=seed,
-        policy=PolicyRef(),
-        sampling=Sampling(),
-        outcome="finished",
-        turns=tuple(turns),
-        diff={},
-        fingerprint=NUMERICS.fingerprint,
-    )
+        for one, word, made in zip(wanted, words, turns, strict=True)
+    ]
 
 
 def score(trajectory: Trajectory) -> Score:
@@ -118,17 +148,18 @@ Records = tuple[StepManifest, dict[int, Trajectory], dict[int, Score]]
 
 def batch(models: Mapping[int, Model], version: int, versions: Sequence[int], config: Config = CONFIG) -> Records:
     """A whole batch for `version`, its four forwards per episode made by `versions`."""
-    trajectories: dict[int, Trajectory] = {}
-    groups = []
     size = config.curriculum.group_size
-    for number in range(config.curriculum.groups_per_step):
-        name = f"g{version}x{number}"
-        slots = []
-        for slot in range(size):
-            seq = number * size + slot + 1
-            trajectories[seq] = episode(models, name, slot, version * 10 + number, versions)
-            slots.append((seq, 1000 + seq))
-        groups.append(BatchGroup(group=name, close_seq=number + 1, slots=tuple(slots)))
+    names = [f"g{version}x{number}" for number in range(config.curriculum.groups_per_step)]
+    wanted = [Sampled(name, slot, version * 10 + number) for number, name in enumerate(names) for slot in range(size)]
+    trajectories = dict(enumerate(episodes(models, wanted, versions), 1))
+    groups = [
+        BatchGroup(
+            group=name,
+            close_seq=number + 1,
+            slots=tuple((number * size + slot + 1, 1001 + number * size + slot) for slot in range(size)),
+        )
+        for number, name in enumerate(names)
+    ]
     manifest = StepManifest(
         run="r",
         step=version,

@@ -157,7 +157,12 @@ def test_a_collapse_is_seen_taken_back_and_over(tmp_path: Path) -> None:
     assert held[-1].entropy > 4.0
     assert all(o.max_abs_dlp == 0.0 for o in held if not o.failed), "Law 5 across a rollback"
 
-    # Killed before the alarm, in the middle of it and after it: a checkpoint knows what the guard knows.
+
+@pytest.mark.slow
+def test_a_checkpoint_knows_what_the_guard_knows(tmp_path: Path) -> None:
+    """The trainer is killed before the alarm, in the middle of it and after it."""
+    held = steps(prepare(tmp_path / "b", collapsing(0.9)), UNTIL)
+    [at] = [o.version for o in held if o.failed == "collapse"]
     first = prepare(tmp_path / "c", collapsing(0.9))
     again = steps(first, at - 2)
     for stop in (at, at + 1):
