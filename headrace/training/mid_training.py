@@ -19,12 +19,13 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.algorithms.adamw import OptimizerSettings
 from headrace.config import MidTraining
 from headrace.policy.model import Model
 from headrace.training import checkpoint
 from headrace.training.parallel.shards import Shards
 from headrace.training.parallel.shards import Text as Trace
-from headrace.training.state import OptimizerSettings, TrainerState
+from headrace.training.state import TrainerState
 
 __all__ = ["MidTrainingFailed", "Progress", "Trace", "batches", "learning_rate", "run"]
 

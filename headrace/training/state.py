@@ -3,30 +3,22 @@
 The idea: the forward pass runs on exactly the bytes that are published, so the trainer's log-probabilities are those of
 the sampler. The optimizer works on float32 masters, which are rounded into the model after each update; where the
 model is float32 itself, the masters are its own parameters and nothing is copied. Gradients of several micro-batches
-are added in float32 too: in bfloat16 the sum of 16 is off by 5e-3. AdamW (Loshchilov & Hutter, arXiv 1711.05101) as
-torch has it, fused: one pass over the memory, the same bits for the same inputs.
+are added in float32 too: in bfloat16 the sum of 16 is off by 5e-3.
 
 All tensors are on the model's device.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from headrace.algorithms.adamw import AdamW, Moments, OptimizerSettings
 from headrace.policy.model import Model
 from headrace.training.served import precision
 from headrace.training.served.versions import Change, Log, change
 from headrace.weights.state import state_hash
-
-
-class OptimizerSettings(NamedTuple):
-    """AdamW's settings besides the learning rate."""
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
 
 
 class TrainerState:
@@ -46,15 +38,7 @@ class TrainerState:
                 precision.cast_into(model, name, parameter, self.master.get(name, parameter).detach())
         self._sums: dict[str, Tensor] = {}
         """float32 gradients of the micro-batches so far, of parameters with another dtype."""
-        settings = settings or OptimizerSettings()
-        self.optimizer = torch.optim.AdamW(
-            list(self.master.values()),
-            lr=0.0,
-            betas=settings.betas,
-            eps=1e-8,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        self.optimizer = AdamW(self.master.values(), settings or OptimizerSettings())
 
     def parameters(self) -> dict[str, Tensor]:
         """The weights that this process holds, by our names; masters among them where a master is what is served."""
@@ -74,8 +58,7 @@ class TrainerState:
 
     def configure(self, settings: OptimizerSettings) -> None:
         """Use other settings from the next update on."""
-        for group in self.optimizer.param_groups:
-            group["betas"], group["weight_decay"] = settings.betas, settings.weight_decay
+        self.optimizer.settings = settings
 
     def published(self) -> dict[str, Tensor]:
         """The served bytes: Hugging Face names to detached tensors of the model's dtype."""
@@ -129,9 +112,7 @@ class TrainerState:
             master.grad = gradient if scale == 1.0 else gradient.mul_(scale)
             if self.log is not None and master is parameters[name]:
                 served[name] = self.served(name, master).clone()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
+        self.optimizer.step(learning_rate)
         for name, master in self.master.items():
             self._serve(name, parameters[name], master, served.get(name))
             master.grad = None
@@ -155,10 +136,8 @@ class TrainerState:
         out: dict[str, Tensor] = {}
         for name, master in self.master.items():
             out[f"master.{name}"] = master.detach()
-            moments = self.optimizer.state.get(master, {})
-            for key in ("exp_avg", "exp_avg_sq"):
-                if key in moments:
-                    out[f"{key}.{name}"] = moments[key]
+            if (moments := self.optimizer.moments.get(master)) is not None:
+                out[f"exp_avg.{name}"], out[f"exp_avg_sq.{name}"] = moments.exp_avg, moments.exp_avg_sq
         for name, parameter in self.parameters().items():
             if name not in self.master:
                 out[f"frozen.{name}"] = parameter.detach()
@@ -176,13 +155,13 @@ class TrainerState:
             before = self.served(name, master).clone() if same else None
             master.copy_(saved)
             self._serve(name, parameters[name], master, before)
-            self.optimizer.state.pop(master, None)
+            self.optimizer.moments.pop(master, None)
             if step:
-                self.optimizer.state[master] = {
-                    "step": torch.tensor(float(step), device=master.device),
-                    "exp_avg": tensors[f"exp_avg.{name}"].to(master.device, copy=True),
-                    "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(master.device, copy=True),
-                }
+                self.optimizer.moments[master] = Moments(
+                    torch.tensor(float(step), device=master.device),
+                    tensors[f"exp_avg.{name}"].to(master.device, copy=True),
+                    tensors[f"exp_avg_sq.{name}"].to(master.device, copy=True),
+                )
         for name, parameter in parameters.items():
             if name not in self.master:
                 before = parameter.detach().clone() if self.log is not None else None

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from headrace.algorithms.adamw import OptimizerSettings
 from headrace.algorithms.registry import ADVANTAGES, LOSSES
 from headrace.config import Algorithm, Config
 from headrace.messages.judging import Score
@@ -42,7 +43,7 @@ from headrace.training.mismatch import Measured, TooFar, answer, measure
 from headrace.training.outcome import StepOutcome, refuse
 from headrace.training.parallel.interface import SINGLE_PROCESS, DataParallel
 from headrace.training.served.versions import Versions
-from headrace.training.state import OptimizerSettings, TrainerState
+from headrace.training.state import TrainerState
 from headrace.training.step import take
 from headrace.weights import snapshot
 

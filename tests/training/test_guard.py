@@ -82,7 +82,7 @@ def test_a_rollback_puts_weights_and_optimizer_back_and_never_reuses_a_number() 
     assert state.hash() != before
     assert guard.roll_back(state, WATCHED) == 0
     assert (state.hash(), state.step, state.version) == (before, 0, 7)
-    assert not state.optimizer.state
+    assert not state.optimizer.moments
     assert guard.factor == 0.5
     assert guard.refuses([8, 9]) == ""
     assert guard.refuses([8, 3]) == "version 3 wrote a token and was taken back"

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import msgspec
 import pytest
 import torch
@@ -5,6 +8,7 @@ import torch
 from headrace.policy.model import Model
 from headrace.policy.numerics_probe import probe
 from headrace.training.state import TrainerState
+from tests.support.paths import ROOT
 from tests.support.world import POLICY, model
 
 IDS = torch.arange(20) % 7
@@ -23,7 +27,7 @@ def test_float32_masters_are_the_parameters() -> None:
 
 def test_an_update_is_adamw() -> None:
     state, twin = TrainerState(model()), model()
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for _ in range(3):
         backward(state.model)
         state.apply(1e-2)
@@ -31,7 +35,7 @@ def test_an_update_is_adamw() -> None:
         optimizer.step()
         optimizer.zero_grad()
     for name, parameter in twin.named_parameters():
-        torch.testing.assert_close(state.master[name], parameter, rtol=1e-5, atol=1e-7)
+        assert torch.equal(state.master[name], parameter), name
     assert state.step == 3
 
 
@@ -83,3 +87,18 @@ def test_a_float32_model_may_hold_the_numbers_of_bfloat16() -> None:
     restored = TrainerState(other)
     restored.restore(state.tensors(), version=state.version, step=state.step)
     assert restored.hash() == state.hash()
+
+
+@pytest.mark.slow  # a process that imports torch
+def test_an_update_does_not_import_torchs_compiler() -> None:
+    """2 s of every start of a trainer."""
+    script = (
+        "import sys\n"
+        "from headrace.training.state import TrainerState\n"
+        "from tests.training.test_state import backward, model\n"
+        "state = TrainerState(model())\n"
+        "backward(state.model)\n"
+        "state.apply(1e-3)\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch
 
+from headrace.algorithms.adamw import OptimizerSettings
 from headrace.config import Algorithm, parse
 from headrace.policy.model import Model
 from headrace.training.batch import Batch, Segment, build
@@ -14,7 +15,7 @@ from headrace.training.gradient import Helpers, Recipe, accumulate, minibatches
 from headrace.training.micro_batch import micro_batches
 from headrace.training.outcome import StepOutcome
 from headrace.training.schedule import learning_rate
-from headrace.training.state import OptimizerSettings, TrainerState
+from headrace.training.state import TrainerState
 from headrace.training.step import take
 from tests.support.world import CONFIG, batch, model
 

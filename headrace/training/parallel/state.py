@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from headrace.algorithms.adamw import OptimizerSettings
 from headrace.kernels import mxfp8
 from headrace.policy.config import PolicyConfig
 from headrace.training.parallel import published, rows
 from headrace.training.parallel.group import ProcessGroup
 from headrace.training.parallel.sharding import OWNED, ShardedModel
-from headrace.training.state import OptimizerSettings, TrainerState
+from headrace.training.state import TrainerState
 from headrace.weights.state import root
 
 
