@@ -38,7 +38,7 @@ def model(seed: int = 0) -> Model:
 
 
 class Sampled(NamedTuple):
-    """What an episode samples: its group, its slot in the group, and the seed of its word and its draws."""
+    """One episode to sample: its group, its slot in the group, and the seed of its word and its draws."""
 
     group: str
     slot: int
