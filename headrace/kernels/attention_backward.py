@@ -9,7 +9,8 @@ Layout: rows and tiles as in `attention_forward`. delta [N, H] is the product of
 Trade-off: both kernels compute the scores: seven matrix products instead of five.
 
 Twin: the backward pass in `block_attention`. Error against float64 autograd: 2e-2 of the gradient's norm in bfloat16,
-1e-5 in float32. Checked in Triton's interpreter; not run on a GPU yet, and nothing in the model calls it.
+1e-5 in float32. `operators` calls it for
+tensors on a GPU. Checked in Triton's interpreter; not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ multiply-adds is switched off, because the compiler could contract the two progr
 Twin: `block_attention`, which has no splits. In principle its bits are equal up to 512 keys; beyond, results agree
 within the error below.
 Error against float64 of the same inputs: 1e-2 of the largest |v| in bfloat16, 1e-5 in float32.
-Checked in Triton's interpreter; not run on a GPU yet, and nothing in the model calls it.
+`operators` calls it for tensors on a GPU. Checked in Triton's interpreter; not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -224,20 +224,25 @@ def packed_attention_triton(
 def cached_attention_triton(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, starts: Sequence[int], scale: float, *, split: bool = True
 ) -> Tensor:
-    """Twin of `block_attention.cached_attention`: q [B, T, H, D] of new tokens whose keys are already in the cache.
+    """`ragged_attention_triton` where every sequence brings T new tokens: q [B, T, H, D] -> [B, T, H, D]."""
+    lengths = [q.shape[1]] * q.shape[0]
+    return ragged_attention_triton(q.flatten(0, 1), keys, values, table, lengths, starts, scale, split=split).view_as(q)
 
-    keys and values [blocks, V, 64, D]; table int [B, n] of block numbers, any valid one where a sequence has fewer;
-    starts: position of each sequence's first new token. Returns [B, T, H, D] in q's dtype.
+
+def ragged_attention_triton(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Sequence[int], starts: Sequence[int], scale: float,
+    *, split: bool = True,
+) -> Tensor:  # fmt: skip
+    """Twin of `block_attention.ragged_attention`: q [N, H, D] of new tokens over a paged cache that holds theirs.
+
+    lengths: new tokens of each sequence, sum N; starts: position of its first. keys and values [blocks, V, 64, D];
+    table int [B, n] of block numbers, any valid one where a sequence has fewer. Returns [N, H, D].
     """
-    batch, steps, heads, d = q.shape
     pages = table.to(torch.int32).contiguous()
-    width = pages.shape[1]
-    work = tiles(
-        [(row * steps, steps, start, row * width) for row, start in enumerate(starts)],
-        heads // keys.shape[1],
-        q.device,
-    )
-    flat = q.contiguous().view(batch * steps, heads, d)
-    longest = max(starts, default=0) + steps
-    out, _ = _attend(flat, keys.contiguous(), values.contiguous(), pages, work, longest, scale, split)
-    return out.view(batch, steps, heads, d)
+    places, token = [], 0
+    for row, (length, start) in enumerate(zip(lengths, starts, strict=True)):
+        places.append((token, length, start, row * pages.shape[1]))
+        token += length
+    work = tiles(places, q.shape[1] // keys.shape[1], q.device)
+    longest = max((start + length for start, length in zip(starts, lengths, strict=True)), default=0)
+    return _attend(q.contiguous(), keys.contiguous(), values.contiguous(), pages, work, longest, scale, split)[0]

@@ -14,8 +14,8 @@ Trade-off: a few padded rows and unfused activations; docs/kernels.md has the me
 fixed order over the batch (one trainer computes them), only determinism, and are written for speed.
 
 The Triton kernels at the end do the same on a GPU: one tile shape for every number of rows, no split of the reduction.
-They are checked in Triton's interpreter, which proves indexing and masking; they were not run on a GPU yet, and nothing
-in the model calls them.
+`operators` calls them for tensors on a GPU. They are checked in Triton's interpreter, which proves indexing and
+masking; they were not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -54,25 +54,40 @@ def linear(x: Tensor, weight: Tensor, pad: int) -> Tensor:
     return F.linear(x, weight)
 
 
+def linear_backward(grad: Tensor, x: Tensor, weight: Tensor, pad: int) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight from that of `linear`: what autograd computes for it, padding included."""
+    rows = x.shape[0]
+    height = max(rows, least_rows(weight.numel(), x.dtype))
+    extra = height + -height % pad - rows if pad > 1 else 0
+    if extra:
+        grad, x = F.pad(grad, (0, 0, 0, extra)), F.pad(x, (0, 0, 0, extra))
+    return grad.mm(weight)[:rows], grad.t().mm(x)
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, scale = _rms_norm(x, weight, eps)
+        y, scale = rms_norm_forward(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, scale = ctx.saved_tensors
-        normed = x.float() * scale
-        grad32 = grad.float()
-        g_weight = (grad32 * normed).sum(0).to(weight.dtype)
-        g = grad32 * weight.float()
-        g_x = (g - normed * (g * normed).mean(-1, keepdim=True)) * scale
-        return g_x.to(x.dtype), g_weight, None
+        return *rms_norm_backward(grad, *ctx.saved_tensors), None
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight from that of `rms_norm`. scale: as forward gave it."""
+    normed = x.float() * scale
+    grad32 = grad.float()
+    g_weight = (grad32 * normed).sum(0).to(weight.dtype)
+    g = grad32 * weight.float()
+    g_x = (g - normed * (g * normed).mean(-1, keepdim=True)) * scale
+    return g_x.to(x.dtype), g_weight
+
+
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(`rms_norm`, what each row was multiplied by, float32 [..., 1])."""
     x32 = x.float()
     scale = torch.rsqrt((x32 * x32).mean(-1, keepdim=True) + eps)
     return weight * (x32 * scale).to(x.dtype), scale
@@ -83,14 +98,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if torch.is_grad_enabled():
         out: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
         return out
-    return _rms_norm(x, weight, eps)[0]
+    return rms_norm_forward(x, weight, eps)[0]
 
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        return _swiglu(gate_up)
+        return swiglu_forward(gate_up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -110,7 +125,8 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
     return out
 
 
-def _swiglu(gate_up: Tensor) -> Tensor:
+def swiglu_forward(gate_up: Tensor) -> Tensor:
+    """`swiglu` without a gradient."""
     gate, up = gate_up.chunk(2, -1)
     gate = gate.contiguous()
     return torch.exp(-gate).add_(1).reciprocal_().mul_(gate).mul_(up)
@@ -121,7 +137,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         out: Tensor = _SwiGlu.apply(gate_up)  # type: ignore[no-untyped-call]
         return out
-    return _swiglu(gate_up)
+    return swiglu_forward(gate_up)
 
 
 class _Rotate(torch.autograd.Function):
@@ -182,19 +198,23 @@ def linear_triton(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @jit
-def _rms_norm_kernel(x, weight, y, d, eps, BD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One row a program."""
+def _rms_norm_kernel(x, weight, y, scales, d, heads, eps, BD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One row a program; weight [heads, d], a row's is that of its number modulo heads."""
     row, at = tl.program_id(0), tl.arange(0, BD)
     value = tl.load(x + row * d + at, mask=at < d, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / d + eps)
     normed = (value * scale).to(y.dtype.element_ty).to(tl.float32)  # rounded twice, as the twin does
-    scaled = normed * tl.load(weight + at, mask=at < d, other=0.0).to(tl.float32)
+    scaled = normed * tl.load(weight + (row % heads) * d + at, mask=at < d, other=0.0).to(tl.float32)
     tl.store(y + row * d + at, scaled.to(y.dtype.element_ty), mask=at < d)
+    tl.store(scales + row, scale)
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Twin of `rms_norm` for a GPU: x [N, D], weight [D]."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    _rms_norm_kernel[(len(x),)](x, weight, out, x.shape[1], eps, BD=dispatch.power_of_two(x.shape[1]))
-    return out
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Twin of `rms_norm_forward` for a GPU: x [N, D] or [N, heads, D], weight without the first axis."""
+    x, weight = x.contiguous(), weight.contiguous()
+    d = x.shape[-1]
+    out, scales = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    if out.numel():
+        heads, block = weight.numel() // d, dispatch.power_of_two(d)
+        _rms_norm_kernel[(x.numel() // d,)](x, weight, out, scales, d, heads, eps, BD=block)
+    return out, scales

@@ -54,6 +54,7 @@ class Packing:
 
     def __init__(self, lengths: Sequence[int], device: torch.device | None = None) -> None:
         """Lengths in tokens; zero is allowed."""
+        self.lengths = list(lengths)
         size = torch.tensor(lengths, dtype=torch.int64)
         first = size.cumsum(0) - size
         self.tokens = int(size.sum())
@@ -124,7 +125,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, group: int) -> tuple[
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
-        out, saved = _packed_attention(q, k, v, packing, scale)
+        out, saved = packed_forward(q, k, v, packing, scale)
         ctx.save_for_backward(q, k, v, out, *saved)
         ctx.packing, ctx.scale = packing, scale
         return out
@@ -132,34 +133,42 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, *saved = ctx.saved_tensors
-        heads = k.shape[1]
-        group = q.shape[1] // heads
-        future = _future(group, q.device)
-        g_q, g_k, g_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        delta = (grad.float() * out.float()).sum(-1, keepdim=True)
-        for bucket, lse in zip(ctx.packing.buckets, saved, strict=True):
-            qs, gs, ds = (spread(x, bucket, heads, bucket.queries, bucket.query_places) for x in (q, grad, delta))
-            ks, vs = (spread(x, bucket, heads, bucket.keys, bucket.key_places) for x in (k, v))
-            b_q = torch.zeros_like(qs, dtype=torch.float32)
-            b_k, b_v = torch.empty_like(ks), torch.empty_like(vs)
-            for start in range(0, ks.shape[1], BLOCK):
-                at = start * group
-                kj, vj = ks[:, start : start + BLOCK], vs[:, start : start + BLOCK]
-                s = torch.bmm(qs[:, at:], kj.transpose(1, 2)).float() * ctx.scale
-                p = torch.exp(s.sub_(lse[:, at:, None]))
-                p[:, : BLOCK * group].masked_fill_(future[: p.shape[1]], 0.0)
-                b_v[:, start : start + BLOCK] = torch.bmm(p.to(v.dtype).transpose(1, 2), gs[:, at:])
-                dp = torch.bmm(gs[:, at:], vj.transpose(1, 2)).float()
-                dp = dp.sub_(ds[:, at:]).mul_(p).mul_(ctx.scale).to(q.dtype)
-                b_q[:, at:].add_(torch.bmm(dp, kj))
-                b_k[:, start : start + BLOCK] = torch.bmm(dp.transpose(1, 2), qs[:, at:])
-            gather(b_q.to(q.dtype), bucket, heads, bucket.queries, bucket.query_places, g_q)
-            gather(b_k, bucket, heads, bucket.keys, bucket.key_places, g_k)
-            gather(b_v, bucket, heads, bucket.keys, bucket.key_places, g_v)
-        return g_q, g_k, g_v, None, None
+        return *packed_backward(grad, q, k, v, out, saved, ctx.packing, ctx.scale), None, None
 
 
-def _packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, list[Tensor]]:
+def packed_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Sequence[Tensor], packing: Packing, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of `packed_attention`. saved: what forward gave, bucket by bucket."""
+    heads = k.shape[1]
+    group = q.shape[1] // heads
+    future = _future(group, q.device)
+    g_q, g_k, g_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    delta = (grad.float() * out.float()).sum(-1, keepdim=True)
+    for bucket, lse in zip(packing.buckets, saved, strict=True):
+        qs, gs, ds = (spread(x, bucket, heads, bucket.queries, bucket.query_places) for x in (q, grad, delta))
+        ks, vs = (spread(x, bucket, heads, bucket.keys, bucket.key_places) for x in (k, v))
+        b_q = torch.zeros_like(qs, dtype=torch.float32)
+        b_k, b_v = torch.empty_like(ks), torch.empty_like(vs)
+        for start in range(0, ks.shape[1], BLOCK):
+            at = start * group
+            kj, vj = ks[:, start : start + BLOCK], vs[:, start : start + BLOCK]
+            s = torch.bmm(qs[:, at:], kj.transpose(1, 2)).float() * scale
+            p = torch.exp(s.sub_(lse[:, at:, None]))
+            p[:, : BLOCK * group].masked_fill_(future[: p.shape[1]], 0.0)
+            b_v[:, start : start + BLOCK] = torch.bmm(p.to(v.dtype).transpose(1, 2), gs[:, at:])
+            dp = torch.bmm(gs[:, at:], vj.transpose(1, 2)).float()
+            dp = dp.sub_(ds[:, at:]).mul_(p).mul_(scale).to(q.dtype)
+            b_q[:, at:].add_(torch.bmm(dp, kj))
+            b_k[:, start : start + BLOCK] = torch.bmm(dp.transpose(1, 2), qs[:, at:])
+        gather(b_q.to(q.dtype), bucket, heads, bucket.queries, bucket.query_places, g_q)
+        gather(b_k, bucket, heads, bucket.keys, bucket.key_places, g_k)
+        gather(b_v, bucket, heads, bucket.keys, bucket.key_places, g_v)
+    return g_q, g_k, g_v
+
+
+def packed_forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, list[Tensor]]:
+    """(`packed_attention`, log-sum-exp float32 [B * V, T * G] of each bucket, padding included)."""
     heads = k.shape[1]
     result, saved = torch.empty_like(q), []
     for bucket in packing.buckets:
@@ -176,7 +185,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: f
     if torch.is_grad_enabled():
         out: Tensor = _PackedAttention.apply(q, k, v, packing, scale)  # type: ignore[no-untyped-call]
         return out
-    return _packed_attention(q, k, v, packing, scale)[0]
+    return packed_forward(q, k, v, packing, scale)[0]
 
 
 class Paging(NamedTuple):
@@ -270,3 +279,20 @@ def cached_attention(q: Tensor, keys: Tensor, values: Tensor, pages: Paging, sca
     assert out is not None and total is not None
     out = (out / total[..., None])[:, :, : steps * group].to(q.dtype)
     return out.view(batch, heads, steps, group, dim).transpose(1, 2).reshape(batch, steps, query_heads, dim)
+
+
+def ragged_attention(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Sequence[int], starts: Sequence[int], scale: float,
+    pad: int,
+) -> Tensor:  # fmt: skip
+    """`cached_attention` of packed new tokens q [N, H, D]: lengths[b] of them from position starts[b] on -> [N, H, D].
+
+    What a step of the model does with the places that it keeps for all layers, in one call.
+    """
+    steps, device = max(lengths), q.device
+    grid = torch.tensor(starts, device=device)[:, None] + torch.arange(steps, device=device)
+    real = (torch.arange(steps) < torch.tensor(lengths)[:, None]).view(-1).nonzero()[:, 0].to(device)
+    wide = q.new_zeros(len(lengths) * steps, *q.shape[1:]).index_copy_(0, real, q)
+    pages = paging(table, grid, q.shape[1] // keys.shape[1], pad, least_height(q.shape[2], q.dtype))
+    out = cached_attention(wide.view(len(lengths), steps, *q.shape[1:]), keys, values, pages, scale)
+    return out.flatten(0, 1).index_select(0, real)

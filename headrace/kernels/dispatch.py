@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 AVAILABLE = importlib.util.find_spec("triton") is not None and (INTERPRETED or torch.cuda.is_available())
@@ -26,6 +27,19 @@ if AVAILABLE:
 def jit(function: Callable[..., None]) -> Any:
     """`triton.jit` where Triton can run; elsewhere the function itself, which cannot be launched."""
     return triton.jit(function) if AVAILABLE else function
+
+
+OPERATORS_ON_CPU = False
+"""Send CPU tensors through `torch.ops` as well: what a benchmark switches on to measure the cost of it."""
+
+
+def twin(x: Tensor) -> bool:
+    """Whether an operation on x is the torch twin, called directly; else it is an operator of `torch.ops.headrace`.
+
+    On a CPU the dispatcher would lead to the same function, and a decode step of a small model makes a hundred calls:
+    docs/kernels.md has the cost.
+    """
+    return x.is_cpu and not OPERATORS_ON_CPU
 
 
 def tiles(size: int, tile: int) -> int:

@@ -63,6 +63,11 @@ def plan(experts: Tensor, count: int, pad: int, least: int = 1) -> Plan:
     return Plan(parts, rows, torch.from_numpy(source).to(experts.device), torch.from_numpy(slots).to(experts.device))
 
 
+def least_part(down: Tensor, dtype: torch.dtype, pad: int) -> int:
+    """Fewest rows of a part in `plan`, for down [E, D, I]: the smaller of the two matrices."""
+    return batch_invariant.least_rows(down[0].numel(), dtype) if pad > 1 else 1
+
+
 def _products(x: Tensor, weights: Tensor, p: Plan) -> Tensor:
     """Each part of x [P, K] by its expert's matrix of [E, N, K] -> [P, N]."""
     out = x.new_empty(p.rows, weights.shape[1])
@@ -85,8 +90,7 @@ class _ExpertMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, p: Plan, cast: Cast) -> Tensor:
         x = cast(x)
-        inner = _products(x.index_select(0, p.source), gate_up, p)
-        out = _combine(_products(cast(batch_invariant.swiglu(inner)), down, p), gates, p)
+        out, inner = expert_forward(x, gates, gate_up, down, p, cast)
         ctx.save_for_backward(x, gates, gate_up, down, inner)
         ctx.plan, ctx.cast = p, cast
         return out
@@ -94,27 +98,41 @@ class _ExpertMlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:
         x, gates, gate_up, down, inner = ctx.saved_tensors
-        p: Plan = ctx.plan
-        k, dim = gates.shape[1], x.shape[1]
-        gate = gates.new_zeros(p.rows).index_copy_(0, p.slots, gates.reshape(-1))[:, None]
-        rows, grads = x.index_select(0, p.source), grad.index_select(0, p.source)
-        middle = ctx.cast(batch_invariant.swiglu(inner))
-        g_down, g_gate_up = torch.zeros_like(down), torch.zeros_like(gate_up)
-        g_middle = torch.empty_like(middle)
-        for expert, first, end in p.parts:
-            torch.mm(grads[first:end], down[expert], out=g_middle[first:end])
-        g_gate = (g_middle.float() * middle).sum(-1)
-        weighted = (middle * gate).to(middle.dtype)
-        for expert, first, end in p.parts:
-            torch.mm(grads[first:end].T, weighted[first:end], out=g_down[expert])
-        g_inner = batch_invariant.swiglu_backward(inner, g_middle.mul_(gate))
-        g_rows = torch.empty_like(rows)
-        for expert, first, end in p.parts:
-            torch.mm(g_inner[first:end], gate_up[expert], out=g_rows[first:end])
-            torch.mm(g_inner[first:end].T, rows[first:end], out=g_gate_up[expert])
-        g_slots = g_rows.index_select(0, p.slots).view(-1, k, dim)
-        g_x = g_slots[:, 0] if k == 1 else g_slots.sum(1)
-        return g_x, g_gate.index_select(0, p.slots).view(-1, k), g_gate_up, g_down, None, None
+        return *expert_backward(grad, x, gates, gate_up, down, inner, ctx.plan, ctx.cast), None, None
+
+
+def expert_forward(
+    x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, p: Plan, cast: Cast
+) -> tuple[Tensor, Tensor]:
+    """(`expert_mlp`, its inner activations [P, 2I]); x is cast already."""
+    inner = _products(x.index_select(0, p.source), gate_up, p)
+    return _combine(_products(cast(batch_invariant.swiglu(inner)), down, p), gates, p), inner
+
+
+def expert_backward(
+    grad: Tensor, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, p: Plan, cast: Cast
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, gates, gate_up and down from that of `expert_mlp`; x is cast already."""
+    k, dim = gates.shape[1], x.shape[1]
+    gate = gates.new_zeros(p.rows).index_copy_(0, p.slots, gates.reshape(-1))[:, None]
+    rows, grads = x.index_select(0, p.source), grad.index_select(0, p.source)
+    middle = cast(batch_invariant.swiglu(inner))
+    g_down, g_gate_up = torch.zeros_like(down), torch.zeros_like(gate_up)
+    g_middle = torch.empty_like(middle)
+    for expert, first, end in p.parts:
+        torch.mm(grads[first:end], down[expert], out=g_middle[first:end])
+    g_gate = (g_middle.float() * middle).sum(-1)
+    weighted = (middle * gate).to(middle.dtype)
+    for expert, first, end in p.parts:
+        torch.mm(grads[first:end].T, weighted[first:end], out=g_down[expert])
+    g_inner = batch_invariant.swiglu_backward(inner, g_middle.mul_(gate))
+    g_rows = torch.empty_like(rows)
+    for expert, first, end in p.parts:
+        torch.mm(g_inner[first:end], gate_up[expert], out=g_rows[first:end])
+        torch.mm(g_inner[first:end].T, rows[first:end], out=g_gate_up[expert])
+    g_slots = g_rows.index_select(0, p.slots).view(-1, k, dim)
+    g_x = g_slots[:, 0] if k == 1 else g_slots.sum(1)
+    return g_x, g_gate.index_select(0, p.slots).view(-1, k), g_gate_up, g_down
 
 
 def expert_mlp(
@@ -125,10 +143,8 @@ def expert_mlp(
     gate_up [E, 2I, D], down [E, D, I]. Differentiable in x, gates, gate_up and down. cast: [N, K] -> [N, K], row by
     row, rounds the input of each product.
     """
-    least = batch_invariant.least_rows(down[0].numel(), x.dtype) if pad > 1 else 1  # down is the smaller matrix
-    p = plan(experts, gate_up.shape[0], pad, least)
+    p = plan(experts, gate_up.shape[0], pad, least_part(down, x.dtype, pad))
     if torch.is_grad_enabled():
         out: Tensor = _ExpertMlp.apply(x, gates, gate_up, down, p, cast)  # type: ignore[no-untyped-call]
         return out
-    inner = _products(cast(x).index_select(0, p.source), gate_up, p)
-    return _combine(_products(cast(batch_invariant.swiglu(inner)), down, p), gates, p)
+    return expert_forward(cast(x), gates, gate_up, down, p, cast)[0]

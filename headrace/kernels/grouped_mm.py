@@ -15,7 +15,7 @@ Trade-off: widening in registers leaves Hopper's tensor cores at their bfloat16 
 per expert), not operations. Blackwell's block-scaled product would take the same bytes; it is not used yet.
 
 Error against float64 of the widened operands: K 2^-24 of the sum of magnitudes, and one rounding of the result's dtype.
-Checked in Triton's interpreter; not run on a GPU yet, and nothing in the model calls the Triton side.
+`operators` calls the Triton side for tensors on a GPU. Checked in Triton's interpreter; not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ class Mx(NamedTuple):
 
 
 Operand = Tensor | Mx
+Ends = Sequence[int] | Tensor
+"""Where each expert's rows end; as int64 [E] on the device, so that nothing waits for it, multiples of `TILE`."""
+TILE, WIDTH = 32, 64
+"""Rows and columns of a tile. Under skewed routing most experts have few rows."""
 
 
 def widened(x: Operand, dtype: torch.dtype) -> Tensor:
@@ -155,41 +159,54 @@ def _parts(x: Operand) -> tuple[Tensor, Tensor, bool]:
     return plain, plain, False
 
 
-def _launch(a: Operand, w: Operand, ends: Sequence[int], dtype: torch.dtype, back: bool) -> Tensor:
+def _tiles(ends: Ends, rows: int, device: torch.device) -> Tensor:
+    """int32 [., 3]: expert, first row, end row of each tile.
+
+    Ends on the device stay there: they are multiples of `TILE`, and tiles beyond the last have no row.
+    """
+    if isinstance(ends, Tensor):
+        first = torch.arange(0, rows, TILE, device=device)
+        expert = torch.searchsorted(ends, first, right=True).clamp_(max=len(ends) - 1)
+        return torch.stack((expert, first, ends.index_select(0, expert)), 1).to(torch.int32)
+    table = [(e, row, end) for e, first, end in _groups(ends) for row in range(first, end, TILE)]
+    return torch.tensor(table, dtype=torch.int32, device=device).view(-1, 3)
+
+
+def _launch(a: Operand, w: Operand, ends: Ends, dtype: torch.dtype, back: bool) -> Tensor:
     x, xs, quantised = _parts(a)
     v, vs, rough = _parts(w)
     n, k = v.shape[1], v.shape[2]
     wide = k if back else n
-    table = [
-        (e, row, end) for e, first, end in _groups(ends) for row in range(first, end, 32)
-    ]  # tiles of 32 rows: under skewed routing most experts have few
+    tiles = _tiles(ends, len(x), x.device)
     out = torch.empty(len(x), wide, dtype=dtype, device=x.device)
-    if table:
-        tiles = torch.tensor(table, dtype=torch.int32, device=x.device)
+    if len(tiles):
         full = dispatch.INTERPRETED or torch.float32 in (x.dtype, v.dtype)
-        _rows_kernel[(len(table), dispatch.tiles(wide, 64))](
-            x, xs, v, vs, out, tiles, n, k, X=quantised, W=rough, BACK=back, WIDE=full, BM=32, BN=64, BK=64
+        _rows_kernel[(len(tiles), dispatch.tiles(wide, WIDTH))](
+            x, xs, v, vs, out, tiles, n, k, X=quantised, W=rough, BACK=back, WIDE=full, BM=TILE, BN=WIDTH, BK=64
         )
     return out
 
 
-def grouped_mm_triton(x: Operand, w: Operand, ends: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+def grouped_mm_triton(x: Operand, w: Operand, ends: Ends, dtype: torch.dtype = torch.float32) -> Tensor:
     """Twin of `grouped_mm` for a GPU."""
     return _launch(x, w, ends, dtype, False)
 
 
-def grouped_dgrad_triton(g: Tensor, w: Operand, ends: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+def grouped_dgrad_triton(g: Tensor, w: Operand, ends: Ends, dtype: torch.dtype = torch.float32) -> Tensor:
     """Twin of `grouped_dgrad` for a GPU."""
     return _launch(g, w, ends, dtype, True)
 
 
-def grouped_wgrad_triton(g: Tensor, x: Operand, ends: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+def grouped_wgrad_triton(g: Tensor, x: Operand, ends: Ends, dtype: torch.dtype = torch.float32) -> Tensor:
     """Twin of `grouped_wgrad` for a GPU."""
     g = g.contiguous()
     data, scale, quantised = _parts(x)
     n, k = g.shape[1], data.shape[1]
     out = torch.empty(len(ends), n, k, dtype=dtype, device=g.device)
-    bounds = torch.tensor([0, *ends], dtype=torch.int32, device=g.device)
+    if isinstance(ends, Tensor):
+        bounds = torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
+    else:
+        bounds = torch.tensor([0, *ends], dtype=torch.int32, device=g.device)
     full = dispatch.INTERPRETED or torch.float32 in (g.dtype, data.dtype)
     _wgrad_kernel[(len(ends), dispatch.tiles(n, 64), dispatch.tiles(k, 64))](
         g, data, scale, out, bounds, n, k, X=quantised, WIDE=full, BM=32, BN=64, BK=64

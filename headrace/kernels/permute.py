@@ -15,7 +15,7 @@ Trade-off: rows beyond the last part are copied and never used, and the gates' g
 
 Twins: `expert_mlp.plan`, and below. Error: copies are exact; sums of k terms within k 2^-24 of the sum of magnitudes
 and one rounding of the result's dtype.
-Checked in Triton's interpreter; not run on a GPU yet, and nothing in the model calls the Triton side.
+`operators` calls the Triton side for tensors on a GPU. Checked in Triton's interpreter; not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -133,13 +133,15 @@ def _width(d: int) -> int:
     return min(1024, dispatch.power_of_two(d))
 
 
-def plan_triton(experts: Tensor, count: int, pad: int) -> Places:
-    """Twin of `expert_mlp.plan` for a GPU: experts int64 [N, k], each below `count`. The host never waits for the
-    device."""
+def plan_triton(experts: Tensor, count: int, pad: int, capacity: int = 0) -> Places:
+    """Twin of `expert_mlp.plan` for a GPU: experts int64 [N, k], each below `count`. Nothing waits for the device.
+
+    capacity: rows to have at least.
+    """
     pairs, k, device = experts.numel(), experts.shape[1], experts.device
     flat, blocks = experts.reshape(-1).contiguous(), dispatch.tiles(experts.numel(), PAIRS)
     rows = dispatch.tiles(pairs + min(count, pairs) * (pad - 1), pad) * pad
-    source = torch.zeros(rows, dtype=torch.int64, device=device)
+    source = torch.zeros(max(rows, capacity), dtype=torch.int64, device=device)
     slots = torch.empty(pairs, dtype=torch.int64, device=device)
     if not pairs:
         return Places(slots, source, torch.zeros(count, dtype=torch.int64, device=device))

@@ -68,6 +68,25 @@ def route(
     return (gates if rule.scale == 1.0 else gates * rule.scale), experts
 
 
+def route_backward(grad: Tensor, logits: Tensor, experts: Tensor, normalise: bool, rule: Rule) -> Tensor:
+    """Gradient of logits from that of the gates [N, k], for the experts that `route` returned: autograd's, by hand."""
+    wide = logits.float()
+    raised = torch.exp(-wide.clamp(min=-80.0))
+    scores = 1.0 / (1.0 + raised) if rule.sigmoid else torch.softmax(wide, -1)
+    if rule.scale != 1.0:
+        grad = grad * rule.scale
+    if normalise:
+        picked = scores.gather(1, experts)
+        total = picked.sum(-1, keepdim=True) + (1e-20 if rule.sigmoid else 0.0)
+        grad = grad / total + (-grad * ((picked / total) / total)).sum(-1, keepdim=True)
+    by_score = torch.zeros_like(scores).scatter_add_(1, experts, grad)
+    if rule.sigmoid:
+        slope = -(by_score * -(scores * scores) * raised)
+        return torch.where(wide >= -80.0, slope, 0.0).to(logits.dtype)
+    by_logit: Tensor = torch.ops.aten._softmax_backward_data(by_score, scores, -1, torch.float32)
+    return by_logit.to(logits.dtype)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)), about 0 below -80. By hand, because torch's float32 sigmoid rounds the last elements of a
     buffer differently."""

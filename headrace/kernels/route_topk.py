@@ -13,7 +13,8 @@ of two (DeepSeek-V3: 256 and 32), because they are a reshape of the row.
 Trade-off: k passes over the row's E scores; for k = 8 of 256 experts they cost far less than the router's product.
 
 Error: selections are exact where scores are (a score's error against float64 is below 2^-22 of the largest); gates are
-within 1e-6. Checked in Triton's interpreter; not run on a GPU yet, and nothing in the model calls it.
+within 1e-6. `operators` calls it for
+tensors on a GPU. Checked in Triton's interpreter; not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ with tokens x vocabulary. Entropy is a measurement and carries no gradient.
 `selected_logprob_triton` is the forward for a GPU: a program holds a few rows, loops over the vocabulary in ascending
 tiles and keeps a running maximum, sum, and weighted sum, so logits never leave the chip.
 `selected_logprob_backward_triton` takes the vocabulary in slices of `SLICE` ids: one kernel computes the slice's logits
-again and their gradients, two matrix products consume these, so memory holds one slice. Both are checked in Triton's
-interpreter; they were not run on a GPU yet, and nothing in the model calls them.
+again and their gradients, two matrix products consume these, so memory holds one slice. `operators` calls both for
+tensors on a GPU. They are checked in Triton's interpreter; they were not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Selected(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, pad: int
     ) -> tuple[Tensor, Tensor]:
-        logp, entropy, lse = _selected(hidden, weight, targets, temperature, pad)
+        logp, entropy, lse = selected_forward(hidden, weight, targets, temperature, pad)
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
@@ -74,30 +74,37 @@ class _Selected(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, targets, lse = ctx.saved_tensors
-        g_hidden = torch.empty_like(hidden)
         learns = ctx.needs_input_grad[1]  # a frozen head costs no product here
-        g_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
-        heat = ctx.temperature
-        slopes = grad
-        if isinstance(heat, Tensor) or heat not in (0, 1):
-            warm = torch.as_tensor(heat, dtype=torch.float32, device=hidden.device)
-            slopes = grad / torch.where(warm == 0, torch.ones_like(warm), warm)
-        for at in range(0, len(targets), CHUNK):
-            part = slice(at, at + CHUNK)
-            rows = hidden[part]
-            slope = scaled(torch.mm(rows, weight.T), _part(heat, part))
-            slope = torch.exp(slope.sub_(lse[part, None])).mul_(-slopes[part, None])
-            slope.scatter_add_(1, targets[part, None], slopes[part, None])
-            slope = slope.to(weight.dtype)
-            torch.mm(slope, weight, out=g_hidden[part])
-            if g_weight is not None:
-                g_weight += torch.mm(slope.T, rows)
-        return g_hidden, None if g_weight is None else g_weight.to(weight.dtype), None, None, None
+        return *selected_backward(grad, hidden, weight, targets, ctx.temperature, lse, learns), None, None, None
 
 
-def _selected(
+def selected_backward(
+    grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, heat: Tensor | float, lse: Tensor, learns: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of hidden and, where it learns, weight from that of the log-probability. lse: as forward gave it."""
+    g_hidden = torch.empty_like(hidden)
+    g_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
+    slopes = grad
+    if isinstance(heat, Tensor) or heat not in (0, 1):
+        warm = torch.as_tensor(heat, dtype=torch.float32, device=hidden.device)
+        slopes = grad / torch.where(warm == 0, torch.ones_like(warm), warm)
+    for at in range(0, len(targets), CHUNK):
+        part = slice(at, at + CHUNK)
+        rows = hidden[part]
+        slope = scaled(torch.mm(rows, weight.T), _part(heat, part))
+        slope = torch.exp(slope.sub_(lse[part, None])).mul_(-slopes[part, None])
+        slope.scatter_add_(1, targets[part, None], slopes[part, None])
+        slope = slope.to(weight.dtype)
+        torch.mm(slope, weight, out=g_hidden[part])
+        if g_weight is not None:
+            g_weight += torch.mm(slope.T, rows)
+    return g_hidden, None if g_weight is None else g_weight.to(weight.dtype)
+
+
+def selected_forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | float, pad: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probability, entropy, log-sum-exp), float32 [M]."""
     logp, entropy, lse = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
     for at in range(0, len(targets), CHUNK):
         part = slice(at, at + CHUNK)
@@ -117,7 +124,7 @@ def selected_logprob(
     if torch.is_grad_enabled():
         logp, entropy = _Selected.apply(hidden, weight, targets, temperature, pad)  # type: ignore[no-untyped-call]
         return logp, entropy
-    return _selected(hidden, weight, targets, temperature, pad)[:2]
+    return selected_forward(hidden, weight, targets, temperature, pad)[:2]
 
 
 @jit

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels import block_attention
+from headrace.kernels import operators
 from headrace.kernels.block_attention import BLOCK, Bucket, Packing
 from headrace.policy.cache import Context, KVCache, Step
 from headrace.policy.grouped_attention import grouped_attention
@@ -48,7 +48,7 @@ class Rotary:
 def packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, exact: bool) -> Tensor:
     """Causal attention within packed sequences: q [N, H, D], k and v [N, V, D] -> [N, H, D]."""
     if exact:
-        return block_attention.packed_attention(q, k, v, packing, scale)
+        return operators.packed_attention(q, k, v, packing, scale)
     heads = k.shape[1]
     out = torch.zeros_like(q)
     for bucket in packing.buckets:
@@ -102,13 +102,10 @@ def cached(
     heads, dim = k.shape[1:]
     keys.view(-1, dim).index_copy_(0, step.places, k.reshape(-1, dim))
     values.view(-1, dim).index_copy_(0, step.places, v.reshape(-1, dim))
+    if exact:
+        return operators.cached_attention(q, keys, values, step, scale, pad)
     query = step.spread(q)
     group = q.shape[1] // heads
-    if exact:
-        if step.pages is None:
-            least = block_attention.least_height(dim, q.dtype)
-            step.pages = block_attention.paging(step.table, step.grid, group, pad, least)
-        return step.gather(block_attention.cached_attention(query, keys, values, step.pages, scale))
     if step.context is None:
         step.context = context(step, heads, group)
     contents = (x.view(-1, BLOCK * dim).index_select(0, step.context.rows) for x in (keys, values))

@@ -71,6 +71,7 @@ class Step:
             device=device,
         )
         """[B, blocks]; block 0 stands where a sequence is shorter, and is masked."""
+        self.lengths, self.starts = list(lengths), list(starts)
         self.batch, self.steps = len(lengths), max(lengths)
         self.pages: Paging | None = None
         """Made by the first layer in exact mode, used by all."""

@@ -10,8 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from headrace.kernels import batch_invariant, mxfp8
-from headrace.kernels.expert_mlp import expert_mlp
+from headrace.kernels import batch_invariant, operators
 from headrace.kernels.route import Rule
 from headrace.policy import latent, moe
 from headrace.policy.config import PolicyConfig
@@ -27,7 +26,7 @@ class Chosen:
 
 def expert_function(config: PolicyConfig) -> moe.ExpertFunction:
     """The experts' arithmetic in the policy's number format."""
-    return partial(expert_mlp, cast=mxfp8.rounded) if config.expert_format == "mxfp8" else expert_mlp
+    return partial(operators.experts, quantised=True) if config.expert_format == "mxfp8" else operators.experts
 
 
 class Layer(nn.Module):
@@ -82,14 +81,14 @@ class Layer(nn.Module):
         again) finds it and takes the very same experts, also where no record was to be replayed.
         """
         c = self.config
-        h = batch_invariant.rms_norm(x, self.attention_norm, c.eps)
+        h = operators.rms_norm(x, self.attention_norm, c.eps)
         q, k, v = self._project(h, cos, sin, pad)
         mixed = attend(q, k, v)
         if c.latent:
             mixed = mixed[..., : c.latent.value_dim]
-        mixed = batch_invariant.linear(mixed.reshape(len(x), -1), self.out, pad)
+        mixed = operators.linear(mixed.reshape(len(x), -1), self.out, pad)
         x = x + (mixed + self.out_bias if c.out_bias else mixed)
-        h = batch_invariant.rms_norm(x, self.mlp_norm, c.eps)
+        h = operators.rms_norm(x, self.mlp_norm, c.eps)
         if not self.sparse:
             return x + _mlp(h, self.gate_up, self.down, pad)
         out, experts = moe.mixture(
@@ -107,18 +106,18 @@ class Layer(nn.Module):
         c = self.config
         if c.latent:
             return latent.project(self, h, c.latent, c.heads, cos, sin, pad)
-        h = batch_invariant.linear(h, self.qkv, pad)
+        h = operators.linear(h, self.qkv, pad)
         if c.qkv_bias:
             h = h + self.qkv_bias
         h = h.view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
         qk, v = torch.split(h, [c.heads + c.kv_heads, c.kv_heads], 1)
         if c.qk_norm:
             scales = torch.cat((self.q_norm.expand(c.heads, -1), self.k_norm.expand(c.kv_heads, -1)))
-            qk = batch_invariant.rms_norm(qk, scales, c.eps)
+            qk = operators.rms_norm(qk, scales, c.eps)
         qk = batch_invariant.rotate(qk, cos, sin)
         q, k = torch.split(qk, [c.heads, c.kv_heads], 1)
         return q.contiguous(), k.contiguous(), v.contiguous()
 
 
 def _mlp(h: Tensor, gate_up: Tensor, down: Tensor, pad: int) -> Tensor:
-    return batch_invariant.linear(batch_invariant.swiglu(batch_invariant.linear(h, gate_up, pad)), down, pad)
+    return operators.linear(batch_invariant.swiglu(operators.linear(h, gate_up, pad)), down, pad)

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from headrace.kernels import batch_invariant
+from headrace.kernels import operators
 from headrace.kernels.block_attention import Packing
-from headrace.kernels.selected_logprob import selected_logprob
 from headrace.policy import attention, moe
 from headrace.policy.cache import KVCache, Step
 from headrace.policy.config import CheckpointError, PolicyConfig
@@ -156,11 +155,11 @@ class Model(nn.Module):
                 x = layer(*arguments)
             if recorder is not None and chosen.experts is not None:
                 recorder.append(chosen.experts)
-        return batch_invariant.rms_norm(x, self.norm, c.eps)
+        return operators.rms_norm(x, self.norm, c.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [M, D] -> [M, V] in the model's dtype, as `selected_logprobs` computes them."""
-        return batch_invariant.linear(hidden, self.head_weight, self.numerics.row_pad)
+        return operators.linear(hidden, self.head_weight, self.numerics.row_pad)
 
     def selected_logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor | float = 1.0
@@ -169,7 +168,7 @@ class Model(nn.Module):
 
         The log-probability carries gradients, the entropy none. Temperature 0 scores as 1.
         """
-        return selected_logprob(hidden, self.head_weight, targets, temperature, self.numerics.row_pad)
+        return operators.selected_logprob(hidden, self.head_weight, targets, temperature, self.numerics.row_pad)
 
     def state(self) -> dict[str, Tensor]:
         """A copy of all weights under Hugging Face names, as they are published (see `formats`)."""

@@ -1,6 +1,6 @@
 """Mixture of experts: router and experts put together, and the recorded routes that a trainer replays.
 
-The arithmetic is in `kernels.route` and `kernels.expert_mlp`. Routes travel as small unsigned integers; here they
+The arithmetic is in `kernels.operators`. Routes travel as small unsigned integers; here they
 become int64 with -1 for "no record", and a record that is missing where it is needed is an error, no silent default.
 """
 
@@ -9,9 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headrace.kernels import batch_invariant
-from headrace.kernels.expert_mlp import expert_mlp
-from headrace.kernels.route import SOFTMAX, Rule, route
+from headrace.kernels import operators
+from headrace.kernels.route import SOFTMAX, Rule
 from headrace.messages.base import Array
 
 
@@ -20,7 +19,7 @@ class RoutesMissing(Exception):
 
 
 class ExpertFunction(Protocol):
-    """`kernels.expert_mlp.expert_mlp`, or what replaces it: another number format, or experts on other processes."""
+    """`kernels.operators.experts`, or what replaces it: another number format, or experts on other processes."""
 
     def __call__(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, /) -> Tensor:
         """x [N, D] through its experts [N, k] under gates [N, k] -> [N, D]."""
@@ -29,7 +28,7 @@ class ExpertFunction(Protocol):
 def mixture(
     x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, k: int, normalise: bool, pad: int,
     replay: Tensor | None = None, rule: Rule = SOFTMAX, correction: Tensor | None = None,
-    function: ExpertFunction = expert_mlp,
+    function: ExpertFunction = operators.experts,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [N, D] through its k experts -> (out [N, D], experts int64 [N, k]).
 
@@ -37,10 +36,10 @@ def mixture(
     correction float32 [E]: see `kernels.route`; sigmoid scores come from a float32 product, as DeepSeek computes them.
     """
     if rule.sigmoid:
-        logits = batch_invariant.linear(x.float(), router.float(), pad)
+        logits = operators.linear(x.float(), router.float(), pad)
     else:
-        logits = batch_invariant.linear(x, router, pad)
-    gates, experts = route(logits, k, normalise, replay, rule, correction)
+        logits = operators.linear(x, router, pad)
+    gates, experts = operators.route(logits, k, normalise, replay, rule, correction)
     return function(x, gates, experts, gate_up, down, pad), experts
 
 

@@ -2,8 +2,9 @@
 
 import torch
 
-from headrace.kernels import log_softmax, permute
-from headrace.kernels.expert_mlp import plan
+from headrace.kernels import log_softmax, mxfp8, permute
+from headrace.kernels.expert_mlp import as_is, expert_mlp, plan
+from headrace.kernels.operators.experts import experts_backward_triton, experts_triton
 from headrace.kernels.route import Rule, route
 from headrace.kernels.route_topk import route_backward_triton, route_triton
 from tests.kernels.cases import dtypes, shapes
@@ -96,4 +97,23 @@ def routing() -> None:
     assert route_triton(logits, 2, True, record, believed)[1].tolist() == [[1, 0]]
 
 
-KERNELS = {"log_softmax": softmaxes, "permute": permutation, "route_topk": routing}
+def mixtures() -> None:
+    """The experts' whole SwiGLU and its gradients against the twin; an expert without tokens."""
+    tokens, count, k, dim, wide = 5, 4, 2, 32, 32
+    experts = torch.stack([torch.randperm(3)[:k] for _ in range(tokens)])
+    for dtype in DTYPES:
+        x, gates, pull = torch.randn(tokens, dim).to(dtype), torch.rand(tokens, k), torch.randn(tokens, dim).to(dtype)
+        up, down = torch.randn(count, 2 * wide, dim).to(dtype) * 0.2, torch.randn(count, dim, wide).to(dtype) * 0.2
+        for quantised in (False, True)[: len(DTYPES)]:
+            out, inner = experts_triton(x, gates, experts, up, down, 1, quantised)
+            got = (out, *experts_backward_triton(pull, x, gates, experts, up, down, inner, 1, quantised))
+            leaves = [y.clone().requires_grad_() for y in (x, gates, up, down)]
+            cast = mxfp8.rounded if quantised else as_is
+            want = expert_mlp(leaves[0], leaves[1], experts, leaves[2], leaves[3], 1, cast)
+            slopes = torch.autograd.grad((want * pull).sum(), leaves)
+            for a, b in zip(got, (want.detach(), *slopes), strict=True):
+                bound = 3e-2 if dtype == torch.bfloat16 or quantised else 1e-5  # an activation may round otherwise
+                assert a.dtype == b.dtype and float((a - b).norm()) <= bound * float(b.norm())
+
+
+KERNELS = {"experts": mixtures, "log_softmax": softmaxes, "permute": permutation, "route_topk": routing}

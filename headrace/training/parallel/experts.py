@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headrace.kernels import operators
 from headrace.policy.moe import ExpertFunction
 
 
@@ -107,20 +108,17 @@ class ExpertParallel:
         """As `expert_mlp`; gate_up and down are this process's float32 shards."""
         own_up: Tensor = _Gathered.apply(gate_up, self.dtype, self.copies)  # type: ignore[no-untyped-call]
         own_down: Tensor = _Gathered.apply(down, self.dtype, self.copies)  # type: ignore[no-untyped-call]
-        tokens, k = experts.shape
+        k = experts.shape[1]
         flat = experts.reshape(-1)
         owner = flat.div(own_up.shape[0], rounding_mode="floor")
         order = owner.argsort(stable=True)
+        slots = order.argsort()
         counts = torch.bincount(owner, minlength=self.group.size())
         coming = _swap(counts, [1] * self.group.size(), [1] * self.group.size(), self.group)
         sent, got = counts.tolist(), coming.tolist()
-        arrived: Tensor = _Exchange.apply(x.index_select(0, order // k), sent, got, self.group)  # type: ignore[no-untyped-call]
+        arrived: Tensor = _Exchange.apply(operators.permute(x, order // k, slots), sent, got, self.group)  # type: ignore[no-untyped-call]
         local = _swap((flat - owner * own_up.shape[0])[order], sent, got, self.group)
         one = torch.ones(len(arrived), 1, device=x.device)
         done = self.function(arrived, one, local[:, None], own_up, own_down, pad)
         back: Tensor = _Exchange.apply(done, got, sent, self.group)  # type: ignore[no-untyped-call]
-        slots = back.index_select(0, order.argsort()).view(tokens, k, -1).float() * gates[..., None]
-        out = slots[:, 0]
-        for slot in range(1, k):
-            out = out + slots[:, slot]
-        return out.to(x.dtype)
+        return operators.unpermute(back, slots, gates)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.kernels import mxfp8
+from headrace.kernels import mxfp8, operators
 from headrace.messages.weights import TensorInfo
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import formats, names
@@ -115,10 +115,10 @@ def _packed(
     size = mxfp8.BLOCK
 
     def elements(start: int, count: int) -> state.Bits:
-        return state.bits(mxfp8.quantise(read(own + start, count).reshape(-1, size))[0])
+        return state.bits(operators.quantise(read(own + start, count).reshape(-1, size))[0])
 
     def scales(start: int, count: int) -> state.Bits:
-        return state.bits(mxfp8.quantise(read(own + start * size, count * size).reshape(-1, size))[1])
+        return state.bits(operators.quantise(read(own + start * size, count * size).reshape(-1, size))[1])
 
     return elements, scales
 

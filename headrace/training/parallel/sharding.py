@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from headrace.kernels import mxfp8
+from headrace.kernels import operators
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layer import Layer
 from headrace.policy.model import Model
@@ -98,7 +98,7 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup) -> Shar
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
         if layer.sparse and config.expert_format == "mxfp8":
-            layer.function = OnGrid(layer.function, mxfp8.rounded)
+            layer.function = OnGrid(layer.function, operators.rounded)
         if layer.sparse and world.expert_ranks > 1:
             for name in OWNED:
                 rows = config.experts // world.size

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.algorithms.adamw import OptimizerSettings
-from headrace.kernels import mxfp8
+from headrace.kernels import mxfp8, operators
 from headrace.policy.config import PolicyConfig
 from headrace.training.parallel import published, rows
 from headrace.training.parallel.group import ProcessGroup
@@ -125,5 +125,5 @@ def as_served(config: PolicyConfig, name: str, values: Tensor) -> Tensor:
         return values
     served = values.to(config.torch_dtype)
     if on_grid(config, name):
-        served = mxfp8.rounded(served.reshape(-1, mxfp8.BLOCK)).reshape(served.shape)
+        served = operators.rounded(served.reshape(-1, mxfp8.BLOCK)).reshape(served.shape)
     return served

@@ -9,7 +9,7 @@ bfloat16's.
 import torch
 from torch import Tensor, nn
 
-from headrace.kernels import mxfp8
+from headrace.kernels import operators
 from headrace.policy.model import Model
 
 
@@ -32,7 +32,7 @@ def cast_into(model: Model, name: str, parameter: nn.Parameter, master: Tensor) 
     """Write a master into the model as it is served."""
     if quantised(model, name):
         # Of a shard, its own rows: shards are cut between experts, blocks lie within a row.
-        _local(parameter).copy_(mxfp8.rounded(_local(master).to(parameter.dtype)))
+        _local(parameter).copy_(operators.rounded(_local(master).to(parameter.dtype)))
     else:
         parameter.copy_(master if model.served_dtype is None else master.to(model.served_dtype))
 

@@ -1,0 +1,30 @@
+"""The operations of the model: one call each, the torch twin on a CPU and the Triton kernel on a GPU.
+
+Every operation is a `torch.library` custom operator `headrace::*` with a kernel for the CPU (the twin), one for CUDA
+(Triton), a rule for shapes alone and, where training needs it, a gradient that is an operator itself. The functions
+here decide by the device of their operand (`dispatch.twin`): a CPU tensor goes to the twin without the dispatcher,
+anything else through `torch.ops`. So the engine and the trainer, which both call them, run Triton as soon as their
+model lies on a GPU.
+
+Rotary embedding, SwiGLU and additions are plain torch operations on every device.
+"""
+
+from headrace.kernels.operators.attention import cached_attention, packed_attention
+from headrace.kernels.operators.experts import experts, permute, route, unpermute
+from headrace.kernels.operators.formats import quantise, rounded
+from headrace.kernels.operators.likelihood import selected_logprob
+from headrace.kernels.operators.products import linear, rms_norm
+
+__all__ = [
+    "cached_attention",
+    "experts",
+    "linear",
+    "packed_attention",
+    "permute",
+    "quantise",
+    "rms_norm",
+    "rounded",
+    "route",
+    "selected_logprob",
+    "unpermute",
+]

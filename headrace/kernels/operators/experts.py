@@ -1,0 +1,290 @@
+"""Routing to experts, the experts' SwiGLU, and the rows that travel to experts on other processes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import batch_invariant, dispatch, expert_mlp, grouped_mm, mxfp8
+from headrace.kernels import permute as places
+from headrace.kernels.operators.formats import rounded
+from headrace.kernels.route import SOFTMAX, Rule, route_backward
+from headrace.kernels.route import route as route_twin
+from headrace.kernels.route_topk import route_backward_triton, route_triton
+
+
+@torch.library.custom_op("headrace::route", mutates_args=(), device_types="cpu")
+def _route(
+    logits: Tensor, k: int, normalise: bool, replay: Tensor | None, correction: Tensor | None,
+    sigmoid: bool, groups: int, kept: int, scale: float, plausible: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rule = Rule(sigmoid, groups, kept, scale, plausible)
+    gates, experts = route_twin(logits, k, normalise, replay, rule, correction)
+    return gates, experts.clone() if experts is replay else experts
+
+
+@_route.register_kernel("cuda")
+def _(
+    logits: Tensor, k: int, normalise: bool, replay: Tensor | None, correction: Tensor | None,
+    sigmoid: bool, groups: int, kept: int, scale: float, plausible: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return route_triton(logits, k, normalise, replay, Rule(sigmoid, groups, kept, scale, plausible), correction)
+
+
+@_route.register_fake
+def _(
+    logits: Tensor, k: int, normalise: bool, replay: Tensor | None, correction: Tensor | None,
+    sigmoid: bool, groups: int, kept: int, scale: float, plausible: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows = logits.shape[0]
+    return logits.new_empty(rows, k, dtype=torch.float32), logits.new_empty(rows, k, dtype=torch.int64)
+
+
+@torch.library.custom_op("headrace::route_backward", mutates_args=(), device_types="cpu")
+def _route_backward(
+    grad: Tensor, logits: Tensor, experts: Tensor, normalise: bool, sigmoid: bool, scale: float
+) -> Tensor:
+    return route_backward(grad, logits, experts, normalise, Rule(sigmoid, scale=scale))
+
+
+@_route_backward.register_kernel("cuda")
+def _(grad: Tensor, logits: Tensor, experts: Tensor, normalise: bool, sigmoid: bool, scale: float) -> Tensor:
+    return route_backward_triton(grad, logits, experts, normalise, Rule(sigmoid, scale=scale))
+
+
+@_route_backward.register_fake
+def _(grad: Tensor, logits: Tensor, experts: Tensor, normalise: bool, sigmoid: bool, scale: float) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _keep_route(ctx: Any, inputs: Any, output: Any) -> None:
+    logits, _, ctx.normalise, _, _, ctx.sigmoid, _, _, ctx.scale, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, output[1])
+
+
+def _pull_route(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    pulled = torch.ops.headrace.route_backward(grad, *ctx.saved_tensors, ctx.normalise, ctx.sigmoid, ctx.scale)
+    return pulled, *[None] * 9
+
+
+_route.register_autograd(_pull_route, setup_context=_keep_route)
+
+
+def route(
+    logits: Tensor,
+    k: int,
+    normalise: bool,
+    replay: Tensor | None = None,
+    rule: Rule = SOFTMAX,
+    correction: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """logits [N, E] -> (gate scores float32 [N, k], experts int64 [N, k]); see `kernels.route.route`."""
+    if dispatch.twin(logits):
+        return route_twin(logits, k, normalise, replay, rule, correction)
+    gates, experts = torch.ops.headrace.route(logits, k, normalise, replay, correction, *rule)
+    return gates, experts
+
+
+def _cast(quantised: bool) -> expert_mlp.Cast:
+    return mxfp8.rounded if quantised else expert_mlp.as_is
+
+
+def _capacity(experts: Tensor, down: Tensor, dtype: torch.dtype, pad: int) -> int:
+    """Rows that hold every plan for so many pairs, on every device: known without a look at the selection."""
+    most = max(grouped_mm.TILE, pad + expert_mlp.least_part(down, dtype, pad))
+    return experts.shape[0] * experts.shape[1] + down.shape[0] * most + grouped_mm.TILE
+
+
+@torch.library.custom_op("headrace::experts", mutates_args=(), device_types="cpu")
+def _experts(
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, quantised: bool
+) -> tuple[Tensor, Tensor]:
+    cast = _cast(quantised)
+    p = expert_mlp.plan(experts, gate_up.shape[0], pad, expert_mlp.least_part(down, x.dtype, pad))
+    out, inner = expert_mlp.expert_forward(cast(x), gates, gate_up, down, p, cast)
+    kept = inner.new_zeros(_capacity(experts, down, x.dtype, pad), inner.shape[1])
+    kept[: p.rows] = inner
+    return out, kept
+
+
+def experts_triton(
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, quantised: bool
+) -> tuple[Tensor, Tensor]:
+    """(`experts`, inner activations) on a GPU; nothing waits for the device."""
+    p = places.plan_triton(experts, gate_up.shape[0], grouped_mm.TILE, _capacity(experts, down, x.dtype, pad))
+    rows = places.permute_triton(rounded(x) if quantised else x, p.source)
+    inner = grouped_mm.grouped_mm_triton(rows, gate_up, p.ends, x.dtype)
+    middle = batch_invariant.swiglu_forward(inner)
+    outer = grouped_mm.grouped_mm_triton(rounded(middle) if quantised else middle, down, p.ends, x.dtype)
+    return places.unpermute_triton(outer, p.slots, gates), inner
+
+
+_experts.register_kernel("cuda")(experts_triton)
+
+
+@_experts.register_fake
+def _(
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, quantised: bool
+) -> tuple[Tensor, Tensor]:
+    capacity = _capacity(experts, down, x.dtype, pad)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(capacity, gate_up.shape[1])
+
+
+@torch.library.custom_op("headrace::experts_backward", mutates_args=(), device_types="cpu")
+def _experts_backward(
+    grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
+    quantised: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    cast = _cast(quantised)
+    p = expert_mlp.plan(experts, gate_up.shape[0], pad, expert_mlp.least_part(down, x.dtype, pad))
+    g_x, g_gates, g_up, g_down = expert_mlp.expert_backward(
+        grad, cast(x), gates, gate_up, down, inner[: p.rows], p, cast
+    )
+    return g_x.contiguous(), g_gates, g_up, g_down
+
+
+def experts_backward_triton(
+    grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
+    quantised: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, gates, gate_up and down on a GPU, in one order: no atomics."""
+    p = places.plan_triton(experts, gate_up.shape[0], grouped_mm.TILE, len(inner))
+    rows = places.permute_triton(rounded(x) if quantised else x, p.source)
+    grads = places.permute_triton(grad, p.source)
+    gate = gates.new_zeros(len(inner)).index_copy_(0, p.slots, gates.reshape(-1))[:, None]
+    middle = batch_invariant.swiglu_forward(inner)
+    middle = rounded(middle) if quantised else middle
+    g_middle = grouped_mm.grouped_dgrad_triton(grads, down, p.ends, x.dtype)
+    g_gate = (g_middle.float() * middle).sum(-1)
+    g_down = grouped_mm.grouped_wgrad_triton(grads, (middle * gate).to(x.dtype), p.ends, down.dtype)
+    g_inner = batch_invariant.swiglu_backward(inner, g_middle.mul_(gate))
+    g_up = grouped_mm.grouped_wgrad_triton(g_inner, rows, p.ends, gate_up.dtype)
+    g_rows = grouped_mm.grouped_dgrad_triton(g_inner, gate_up, p.ends, x.dtype)
+    g_x = places.unpermute_triton(g_rows, p.slots, torch.ones_like(gates))
+    return g_x, g_gate.index_select(0, p.slots).view_as(gates), g_up, g_down
+
+
+_experts_backward.register_kernel("cuda")(experts_backward_triton)
+
+
+@_experts_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, pad: int,
+    quantised: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    own = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return own, torch.empty_like(gates), torch.empty_like(gate_up), torch.empty_like(down)
+
+
+def _keep_experts(ctx: Any, inputs: Any, output: Any) -> None:
+    *operands, ctx.pad, ctx.quantised = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*operands, output[1])
+
+
+def _pull_experts(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    pull = torch.ops.headrace.experts_backward
+    g_x, g_gates, g_up, g_down = pull(grad.contiguous(), *ctx.saved_tensors, ctx.pad, ctx.quantised)
+    return g_x, g_gates, None, g_up, g_down, None, None
+
+
+_experts.register_autograd(_pull_experts, setup_context=_keep_experts)
+
+
+def experts(
+    x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, quantised: bool = False
+) -> Tensor:
+    """x [N, D] through the experts int64 [N, k] under gates float32 [N, k] -> [N, D]. Differentiable but in experts.
+
+    quantised: what enters each product is rounded to MXFP8, row by row.
+    """
+    if dispatch.twin(x):
+        return expert_mlp.expert_mlp(x, gates, experts, gate_up, down, pad, _cast(quantised))
+    out: Tensor = torch.ops.headrace.experts(x, gates, experts, gate_up, down, pad, quantised)[0]
+    return out
+
+
+@torch.library.custom_op("headrace::permute", mutates_args=(), device_types="cpu")
+def _permute(x: Tensor, source: Tensor, slots: Tensor) -> Tensor:
+    return places.permute(x, source)
+
+
+@_permute.register_kernel("cuda")
+def _(x: Tensor, source: Tensor, slots: Tensor) -> Tensor:
+    return places.permute_triton(x, source)
+
+
+@_permute.register_fake
+def _(x: Tensor, source: Tensor, slots: Tensor) -> Tensor:
+    return x.new_empty(source.shape[0], x.shape[1])
+
+
+@torch.library.custom_op("headrace::unpermute", mutates_args=(), device_types="cpu")
+def _unpermute(rows: Tensor, slots: Tensor, gates: Tensor) -> Tensor:
+    return places.unpermute(rows, slots, gates)
+
+
+@_unpermute.register_kernel("cuda")
+def _(rows: Tensor, slots: Tensor, gates: Tensor) -> Tensor:
+    return places.unpermute_triton(rows, slots, gates)
+
+
+@_unpermute.register_fake
+def _(rows: Tensor, slots: Tensor, gates: Tensor) -> Tensor:
+    return rows.new_empty(gates.shape[0], rows.shape[1])
+
+
+@torch.library.custom_op("headrace::unpermute_backward", mutates_args=(), device_types="cpu")
+def _unpermute_backward(grad: Tensor, rows: Tensor, slots: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    return places.unpermute_backward(grad, rows, slots, gates)
+
+
+@_unpermute_backward.register_kernel("cuda")
+def _(grad: Tensor, rows: Tensor, slots: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    return places.unpermute_backward_triton(grad, rows, slots, gates)
+
+
+@_unpermute_backward.register_fake
+def _(grad: Tensor, rows: Tensor, slots: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), torch.empty_like(gates)
+
+
+def _keep_permute(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.tokens = inputs[0].shape[0]
+    ctx.save_for_backward(inputs[2])
+
+
+def _pull_permute(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (slots,) = ctx.saved_tensors
+    gates = torch.ones(ctx.tokens, slots.shape[0] // max(ctx.tokens, 1), dtype=torch.float32, device=grad.device)
+    return torch.ops.headrace.unpermute(grad, slots, gates), None, None
+
+
+def _keep_unpermute(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _pull_unpermute(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+    g_rows, g_gates = torch.ops.headrace.unpermute_backward(grad, *ctx.saved_tensors)
+    return g_rows, None, g_gates
+
+
+_permute.register_autograd(_pull_permute, setup_context=_keep_permute)
+_unpermute.register_autograd(_pull_unpermute, setup_context=_keep_unpermute)
+
+
+def permute(x: Tensor, source: Tensor, slots: Tensor) -> Tensor:
+    """x [N, D] -> [P, D]: row p is token source[p]. slots int64 [N * k]: the row of each (token, slot) pair."""
+    if dispatch.twin(x):
+        return places.permute(x, source)
+    out: Tensor = torch.ops.headrace.permute(x, source, slots)
+    return out
+
+
+def unpermute(rows: Tensor, slots: Tensor, gates: Tensor) -> Tensor:
+    """rows [P, D], gates float32 [N, k] -> [N, D]: each token's rows under its gates, added in slot order."""
+    if dispatch.twin(rows):
+        return places.unpermute(rows, slots, gates)
+    out: Tensor = torch.ops.headrace.unpermute(rows, slots, gates)
+    return out
