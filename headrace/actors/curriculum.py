@@ -17,6 +17,7 @@ from headrace.algorithms.staleness import batch_of, first_batch_of
 from headrace.bus.errors import BusError, Unrecoverable
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
+from headrace.bus.runtime.plugins import agree
 from headrace.ledger import lost_attempts, training
 from headrace.ledger.issuer import Issuer
 from headrace.ledger.requests import settings_of
@@ -38,6 +39,7 @@ from headrace.messages.subjects import CLOSE, DLQ, EVENT, FAIL, LEDGER, SCORE, S
 from headrace.messages.tasks import CANARY, TaskRef
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
 from headrace.tasks import certificates, open_suite
+from headrace.tasks.suites import suite_plugins
 from headrace.tasks.trust import refusal
 from headrace.weights.receiving import readiness
 
@@ -67,6 +69,7 @@ class Curriculum(Actor):
         ):
             raise Unrecoverable(refused)
         own = self.config.tasks
+        await agree(self.bus, self.run, suite_plugins((own.suite,)))
         self._certified = None if own.uncertified else certificates.AtIssue(suite, own.dir)
         self.tasks = training.TaskOrder(suite.ids(), self.config.run.seed)
         self.state = RunState(self.run)

@@ -140,7 +140,12 @@ def score_of(
         rubric=verdict.rubric,
         again=verdict.again,
         reason=verdict.reason or reason,
-        plugins=(*by.plugins, *suite_plugins((trajectory.task.suite,)), *checkers.used(candidate.oracle)),
+        plugins=(
+            *by.plugins,
+            *suite_plugins((trajectory.task.suite,)),
+            *checkers.used(candidate.oracle),
+            *trajectory.plugins,
+        ),
         oldest_version=trajectory.oldest_version,
         sampled_tokens=sum(len(turn.ids) for turn in trajectory.turns),
         turns=len(trajectory.turns),
@@ -162,5 +167,5 @@ def scored_again(old: Score, trajectory: Trajectory, verdict: Verdict, reward: f
         reason=verdict.reason,
         parts={} if verdict.reason else by.parts(trajectory, verdict, reward),
         rubric=verdict.rubric,
-        plugins=by.plugins,
+        plugins=(*by.plugins, *(plugin for plugin in old.plugins if plugin.seam != "rewards")),
     )

@@ -74,7 +74,8 @@ class Score(Message, frozen=True, kw_only=True):
     """Why the reward is 0 where the tests do not tell: ``refused_output``, ``judge_fault`` or ``reward_error``, a colon
     and one sentence."""
     plugins: tuple[Plugin, ...] = ()
-    """The plugin that gave the reward, where it is not built in."""
+    """Every part from outside of headrace on which the reward rests: the reward, the suite, the checker, and those of
+    the Trajectory."""
     oldest_version: Version = -1
     sampled_tokens: Count = 0
     turns: Count = 0

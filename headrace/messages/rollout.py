@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from headrace.messages.base import Array, Count, Message, Name, Version, message
 from headrace.messages.operations import BlobRef
+from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import Change, Isolation
 from headrace.messages.search import Retrieved
 from headrace.messages.tasks import TaskRef
@@ -245,6 +246,8 @@ class Trajectory(Message, frozen=True, kw_only=True):
     malformed_calls: int = 0
     rollout: str = ""
     """Id of the rollout actor that finished the attempt."""
+    plugins: tuple[Plugin, ...] = ()
+    """Tools, engine and renderer from outside of headrace: name, version and source hash. The Score repeats them."""
 
     @property
     def oldest_version(self) -> int:

@@ -13,23 +13,29 @@ import pytest
 import torch
 
 from headrace import registry
+from headrace.actors.curriculum import Curriculum
+from headrace.actors.environment.actor import Environment as EnvironmentActor
 from headrace.actors.judge import Judge
+from headrace.actors.rollout.actor import Rollout
+from headrace.actors.trainer.actor import Trainer
 from headrace.algorithms.corrections import Correction, SampledTokens
 from headrace.algorithms.registry import ADVANTAGES, LOSSES
 from headrace.algorithms.rewards import REWARDS
 from headrace.bus.errors import Unrecoverable
+from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import key_of
-from headrace.config import Algorithm, Environment
+from headrace.config import Algorithm, Environment, Production, Tasks
 from headrace.harness.loop import run_episode
 from headrace.harness.scripted import ScriptedEngine, script
 from headrace.harness.tools.registry import TOOLS, schemas_of
 from headrace.judging import Candidate, HostMachines, Options, examine
 from headrace.judging.scoring import Rewarder, score_of
+from headrace.messages.judging import Score
 from headrace.messages.operations import Event
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import PolicyRef, RolloutRequest, Sampling, Trajectory
 from headrace.messages.sandbox import ANY_RUN, Acquire, PullTree
-from headrace.messages.subjects import EVENT
+from headrace.messages.subjects import EVENT, SCORE, TASK, token
 from headrace.rendering import schemas
 from headrace.rendering.bundle import terse_bundle
 from headrace.rendering.registry import RENDERERS
@@ -40,7 +46,7 @@ from headrace.vmhost.backends.registry import BACKENDS
 from headrace.vmhost.node.host import Host
 from tests.conftest import Connect
 from tests.support.actors import living
-from tests.support.judging import FIXED, PATH, config, judged, trajectory
+from tests.support.judging import FIXED, PATH, config, first, judged, trajectory
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.anyio
@@ -130,7 +136,7 @@ async def test_a_judge_uses_the_reward_of_its_configuration_and_nodes_agree_on_i
     observer = await connect("admin")
     settings = config(tmp_path, algorithm=Algorithm(reward="half"))
     async with (
-        living(_environment(), settings, await connect("environment", node="n1"), ANY_RUN),
+        living(EnvironmentActor, settings, await connect("environment", node="n1"), ANY_RUN),
         living(Judge, settings, await connect("judge"), "acme1"),
     ):
         score = await judged(observer, trajectory("acme1", "g1", {PATH: FIXED}))
@@ -146,12 +152,70 @@ async def test_a_judge_uses_the_reward_of_its_configuration_and_nodes_agree_on_i
     await refused.shut(1.0)
 
 
+async def test_a_score_of_a_run_names_every_plugin(connect: Connect, tmp_path: Path) -> None:
+    observer = await connect("admin")
+    tasks = Tasks(dir=str(tmp_path), suite="acme/3", heldout="acme/3", unseen="acme/3")
+    settings = config(
+        tmp_path,
+        algorithm=Algorithm(reward="half"),
+        environment=Environment(backend="acme", max_vms=8),
+        tasks=tasks,
+        production=Production(enabled=False),
+    )
+    request = RolloutRequest(
+        run="acme4",
+        lane="eval",
+        group="g1",
+        slot=0,
+        attempt=0,
+        seed=1,
+        task=open_suite("acme/3").task("1").ref,
+        policy=PolicyRef(kind="scripted", name="oracle"),
+    )
+    async with (
+        living(EnvironmentActor, settings, await connect("environment", node="n1"), "acme4"),
+        living(Rollout, settings, await connect("rollout"), "acme4"),
+        living(Judge, settings, await connect("judge"), "acme4"),
+    ):
+        await observer.publish(TASK.at(run="acme4", lane="eval", suite=token(request.task.suite)), request)
+        score = await first(observer, "HR_SCORE", SCORE.where(run="acme4"), lambda found: isinstance(found, Score))
+    assert (score.verdict, score.reward) == ("passed", 1.0)
+    names = [("rewards", "half"), ("suites", "acme"), ("tools", "count-lines")]
+    assert [(plugin.seam, plugin.name, plugin.version) for plugin in score.plugins] == [
+        (*name, "1.5") for name in names
+    ]
+
+
+@pytest.mark.parametrize(
+    ("actor", "role", "seam"),
+    [(EnvironmentActor, "environment", BACKENDS), (Trainer, "trainer", LOSSES), (Curriculum, "curriculum", SUITES)],
+)
+async def test_a_node_with_another_source_is_refused(
+    connect: Connect, tmp_path: Path, actor: type[Actor], role: str, seam: registry.Registry[Any]
+) -> None:
+    name = "plain" if seam is LOSSES else "acme"
+    here = seam.plugin(name)
+    assert here is not None
+    state = await (await connect("admin")).kv("HR_STATE")
+    await state.put(key_of("acme5", here), Plugin(seam=here.seam, name=name, version="1.4", source="0" * 64))
+    settings = config(
+        tmp_path,
+        algorithm=Algorithm(weighting="plain"),
+        environment=Environment(backend="acme"),
+        tasks=Tasks(dir=str(tmp_path), suite="acme/3", uncertified=True),
+    )
+    refused = actor(settings, await connect(role), "acme5", "a-1")
+    with pytest.raises(Unrecoverable, match=r"has source hash .* on this node and 000000000000 \(version 1\.4\)"):
+        await refused.start()
+    await refused.shut(1.0)
+
+
 async def test_a_reward_that_raises_is_an_error_and_the_third_in_a_row_ends_the_run(
     connect: Connect, tmp_path: Path
 ) -> None:
     observer = await connect("admin")
     settings = config(tmp_path, algorithm=Algorithm(reward="acme.rewards:broken"))
-    async with living(_environment(), settings, await connect("environment", node="n1"), ANY_RUN):
+    async with living(EnvironmentActor, settings, await connect("environment", node="n1"), ANY_RUN):
         judge = Judge(settings, await connect("judge"), "acme3", "j-1")
         await judge.start()
         try:
@@ -169,12 +233,6 @@ async def test_a_reward_that_raises_is_an_error_and_the_third_in_a_row_ends_the_
     where = EVENT.where(run="acme3", actor="judge", type="event")
     kinds = [r.message.kind async for r in observer.history("HR_EVENT", where) if isinstance(r.message, Event)]
     assert (kinds.count("reward_error"), kinds.count("reward_broken")) == (2, 1)
-
-
-def _environment() -> Any:
-    from headrace.actors.environment.actor import Environment as Actor
-
-    return Actor
 
 
 def test_suites_of_headrace_are_no_plugins() -> None:

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 from headrace.actors.environment.leases import Lease, Leases, Refused, Unknown
 from headrace.bus.runtime.actor import Actor
+from headrace.bus.runtime.plugins import agree
 from headrace.messages.base import Message
 from headrace.messages.operations import Ack
 from headrace.messages.sandbox import (
@@ -57,6 +58,7 @@ from headrace.messages.sandbox import (
     acquire_method,
 )
 from headrace.messages.subjects import EVENT, RPC, RPC_NODE, token
+from headrace.vmhost.backends import registry as backends
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.node.host import Host, VmSandbox
 
@@ -82,6 +84,8 @@ class Environment(Actor):
         # Two runs of one broker may each have an environment on this node.
         shared = self.run == ANY_RUN
         self._node = token(self.bus.node) if shared else token(f"{self.bus.node}-{self.run}")
+        # The sandboxes of a run behave alike on every node. Nodes for any run agree among themselves.
+        await agree(self.bus, self.run, backends.plugins_of(self.config.environment.backend))
         self.status = "building the template where it is missing"
         self._host = await Host.open(self.config.environment, on_event=self._on_host_event)
         self.status = f"{self._host.backend}, ready"

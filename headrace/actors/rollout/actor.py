@@ -31,9 +31,10 @@ from headrace.engines.registry import ENGINES
 from headrace.harness.mcp.connection import McpError
 from headrace.harness.mcp.tools import open_servers
 from headrace.harness.tools.registry import TOOLS
-from headrace.harness.tools.toolbox import with_search, with_tools
+from headrace.harness.tools.toolbox import tools_of, with_search, with_tools
 from headrace.messages.base import Message
 from headrace.messages.ledger import Admission, admission_key
+from headrace.messages.plugins import Plugin
 from headrace.messages.product import CapacityLease, lease_key
 from headrace.messages.rollout import AttemptControl, Lane, RolloutRequest, SlotFailed, Trajectory
 from headrace.messages.sandbox import NoCapacity, SandboxLost
@@ -42,6 +43,7 @@ from headrace.messages.subjects import FAIL, RPC, TASK, token
 from headrace.messages.tasks import Oracle, Task
 from headrace.messages.weights import WeightsSwapped
 from headrace.registry import PluginError, plugins
+from headrace.rendering.registry import RENDERERS
 from headrace.sandboxes.client import Sandboxes, Superseded
 from headrace.search.client import SearchClient
 from headrace.search.models import SearchModelError, find, offers_search, plugin
@@ -90,10 +92,12 @@ class Rollout(Actor):
         except McpError as error:
             raise Unrecoverable(f"McpError: {error}") from error
         try:
-            used = (
-                *plugins((TOOLS, (*tasks.tools, *self._mcp.names)), (ENGINES, (self.config.engine.kind,))),
-                *suite_plugins((tasks.suite, tasks.heldout, tasks.unseen)),
+            renderer = self.config.policy.renderer
+            tools = plugins((TOOLS, (*tasks.tools, *self._mcp.names)))
+            self._plugins = plugins(
+                (ENGINES, (self.config.engine.kind,)), (RENDERERS, () if renderer == "auto" else (renderer,))
             )
+            used = (*tools, *self._plugins, *suite_plugins((tasks.suite, tasks.heldout, tasks.unseen)))
         except (PluginError, UnknownSuite) as error:
             raise Unrecoverable(f"{type(error).__name__}: {error}") from error
         self._searcher = SearchClient(self.bus, self.run) if offers_search(self.config) else None
@@ -102,6 +106,7 @@ class Rollout(Actor):
         except SearchModelError as error:
             raise Unrecoverable(f"SearchModelError: {error}") from error
         await agree(self.bus, self.run, (*used, plugin(model, self.config.search.tokens)))
+        self._agreed = set(tools)
         self._suite = lru_cache(64)(partial(open_suite, root=tasks.dir))
         searching = self._searcher is not None
         self._task = lru_cache(64)(
@@ -264,7 +269,7 @@ class Rollout(Actor):
 
     async def _attempt(self, request: RolloutRequest, task: Task) -> Trajectory | None:
         """None when an earlier rollout actor has finished the attempt."""
-        episode = self._episode(request, task)
+        episode = self._episode(request, task, await self._plugins_of(task))
         resume = await episode.resume_state()
         if resume.finished:
             return None
@@ -280,9 +285,22 @@ class Rollout(Actor):
         async with self._policies.serving(request.policy, task, oracle) as (engine, renderer):
             return await episode.run(resume, engine, renderer)
 
-    def _episode(self, request: RolloutRequest, task: Task) -> Episode | MessageEpisode:
+    async def _plugins_of(self, task: Task) -> tuple[Plugin, ...]:
+        """The plugins of an attempt. A tool that only its task names is compared with the run's at its first use."""
+        try:
+            tools = plugins((TOOLS, tools_of(task)))
+            await agree(self.bus, self.run, [tool for tool in tools if tool not in self._agreed])
+        except PluginError as error:
+            raise NoPolicy(str(error)) from None
+        except Unrecoverable as error:
+            self.fail(error)
+            raise
+        self._agreed.update(tools)
+        return (*self._plugins, *tools)
+
+    def _episode(self, request: RolloutRequest, task: Task, used: Sequence[Plugin]) -> Episode | MessageEpisode:
         if not task.sandbox:
-            return MessageEpisode(request, task, bus=self.bus, rollout=self.id)
+            return MessageEpisode(request, task, bus=self.bus, rollout=self.id, plugins=used)
         return Episode(
             request,
             task,
@@ -293,6 +311,7 @@ class Rollout(Actor):
             waits=self.config.rollout,
             checkpoints=CheckpointSchedule(self.config.rollout.checkpoint_every, self.event),
             searcher=self._searcher,
+            plugins=used,
         )
 
     async def _wait_on(self, request: RolloutRequest, error: NoCapacity) -> None:

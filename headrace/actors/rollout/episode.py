@@ -22,6 +22,7 @@ from headrace.harness.loop import run_episode
 from headrace.harness.prompt import toolbox_for
 from headrace.harness.tools.search.session import SearchSession, template_of
 from headrace.harness.tools.toolbox import Toolbox
+from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import RolloutRequest, ToolResult, Trajectory, Turn, Workspace
 from headrace.messages.sandbox import Acquire, OpResult, PullChanges, PullTree, SandboxLost
 from headrace.messages.search import Searcher
@@ -60,6 +61,7 @@ class Episode:
         waits: RolloutSection,
         checkpoints: CheckpointSchedule | None = None,
         searcher: Searcher | None = None,
+        plugins: Sequence[Plugin] = (),
     ) -> None:
         files = request.files or task.files
         self._request = request
@@ -72,6 +74,7 @@ class Episode:
         self._digest: asyncio.Task[str] | None = None
         self._checkpoints = checkpoints
         self._searcher = searcher
+        self._plugins = plugins
         self._turn: Turn | None = None
         self._writing_checkpoint: asyncio.Task[None] | None = None
         """The checkpoint that is made while the next turn is sampled."""
@@ -182,6 +185,7 @@ class Episode:
             fingerprint=self._fingerprint,
             rollout=self._rollout,
             since=started,
+            plugins=self._plugins,
         )
         trajectory = msgspec.structs.replace(
             trajectory,

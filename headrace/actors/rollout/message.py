@@ -13,6 +13,7 @@ from headrace.actors.rollout.turn_log import ResumeState, TurnLog
 from headrace.bus.connection import Bus
 from headrace.engines.base import Engine
 from headrace.harness.message import run_message
+from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import RolloutRequest, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import ANSWER, Task
 from headrace.rendering.base import Renderer
@@ -21,10 +22,13 @@ from headrace.rendering.base import Renderer
 class MessageEpisode:
     """The work on one RolloutRequest."""
 
-    def __init__(self, request: RolloutRequest, task: Task, *, bus: Bus, rollout: str) -> None:
+    def __init__(
+        self, request: RolloutRequest, task: Task, *, bus: Bus, rollout: str, plugins: Sequence[Plugin] = ()
+    ) -> None:
         self._request, self._task, self._bus, self._rollout = request, task, bus, rollout
         self._log = TurnLog(bus, request.run, request.group, request.trajectory)
         self._fingerprint = ""
+        self._plugins = plugins
 
     async def resume_state(self) -> ResumeState:
         """Where an earlier rollout actor stopped. Read once, before `run`."""
@@ -52,6 +56,7 @@ class MessageEpisode:
             fingerprint=self._fingerprint,
             rollout=self._rollout,
             since=started,
+            plugins=self._plugins,
         )
         message = {ANSWER: text.encode("utf-8", "replace")}
         return await publish(self._bus, msgspec.structs.replace(trajectory, diff=message))

@@ -1,9 +1,11 @@
 """The Trajectory of an attempt, from its request and its turns, and its publication."""
 
 import time
+from collections.abc import Sequence
 
 from headrace.bus.connection import Bus
 from headrace.harness.loop import Episode as Turns
+from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import RolloutRequest, Trajectory
 from headrace.messages.subjects import TRAJ
 from headrace.messages.tasks import Task
@@ -19,9 +21,10 @@ def trajectory_of(
     fingerprint: str,
     rollout: str,
     since: float,
+    plugins: Sequence[Plugin] = (),
 ) -> Trajectory:
-    """The fields that every attempt has. since: `time.monotonic` of its start on this actor. The caller adds the diff
-    and whatever its sandbox reported."""
+    """The fields that every attempt has. since: `time.monotonic` of its start on this actor. plugins: those that this
+    actor uses for every attempt. The caller adds the diff and the reports of the sandbox."""
     return Trajectory(
         run=request.run,
         lane=request.lane,
@@ -43,6 +46,7 @@ def trajectory_of(
         wall_s=round(time.monotonic() - since, 4),
         malformed_calls=sum(bool(call.error) for turn in episode.turns for call in turn.calls),
         rollout=rollout,
+        plugins=tuple(plugins),
     )
 
 

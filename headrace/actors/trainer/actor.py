@@ -21,10 +21,11 @@ from headrace.actors.trainer import base_policy, initial_policy, records
 from headrace.actors.trainer.checkpoint_store import CheckpointStore
 from headrace.actors.trainer.records import StalenessWindow
 from headrace.algorithms.staleness import Bounds
-from headrace.bus.errors import BusError
+from headrace.bus.errors import BusError, Unrecoverable
 from headrace.bus.payloads import renderer_bundles
 from headrace.bus.runtime import tracing
 from headrace.bus.runtime.actor import Actor
+from headrace.bus.runtime.plugins import agree
 from headrace.bus.runtime.tracing import Link
 from headrace.messages.ledger import Fence, GroupClosed, StalenessBound
 from headrace.messages.subjects import CLOSE, STEP
@@ -35,7 +36,7 @@ from headrace.training import opening
 from headrace.training.mid_training import Progress
 from headrace.training.outcome import StepOutcome
 from headrace.training.parallel.interface import GroupError
-from headrace.training.trainer import PolicyTrainer, TrainerError
+from headrace.training.trainer import PolicyTrainer, TrainerError, plugins_of
 from headrace.weights import chain
 from headrace.weights.publishing import collect
 from headrace.weights.signing import Trust
@@ -66,6 +67,11 @@ class Trainer(Actor):
 
     async def start(self) -> None:
         """Prepare in the background: a run's first minute may be mid-training."""
+        try:
+            used = plugins_of(self.config.algorithm)
+        except TrainerError as error:
+            raise Unrecoverable(f"TrainerError: {error}") from error
+        await agree(self.bus, self.run, used)
         own = self.config.curriculum
         self.folder = Path(self.config.run.dir) / self.run
         self.groups_per_step = own.groups_per_step

@@ -50,7 +50,7 @@ KV_WRITERS: dict[str, dict[str, str]] = {
 KV_READERS: dict[str, tuple[str, ...]] = {
     "HR_STATE": (
         *("curriculum", "rollout", "judge", "trainer", "evaluator", "feedback", "weight_sync", "gateway"),
-        *("search", "dashboard", "operator", "replay"),
+        *("environment", "search", "dashboard", "operator", "replay"),
     ),
     "HR_SESSION": ("gateway",),
     "HR_LEASE": ("scavenger", "rollout", "dashboard", "operator"),
