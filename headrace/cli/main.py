@@ -31,7 +31,7 @@ from headrace.cli.policy import from_gguf
 from headrace.cli.replay import dlq, rejudge, replay, retrain
 from headrace.cli.run import actor, audit, chaos, check, down, evaluate, staleness, status, subjects, up, wire
 from headrace.cli.run import export as run_export
-from headrace.cli.tasks import atif, certify, export_suite, from_sdist, import_suite, show
+from headrace.cli.tasks import atif, certify, export_suite, from_sdist, import_suite, make, show
 from headrace.cli.trainer import plan
 from headrace.cli.vm import build, doctor, facts, fork, gc, import_image, pool, shell
 from headrace.cli.vm import run as vm_run
@@ -70,7 +70,11 @@ COMMANDS: tuple[ModuleType, ...] = (
 GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
     ("bus", "prepare a broker that headrace did not start", (declare, permissions)),
     ("policy", "checkpoints of a policy", (from_gguf,)),
-    ("tasks", "make, import and export task suites", (from_sdist, import_suite, certify, export_suite, atif, show)),
+    (
+        "tasks",
+        "make, import and export task suites",
+        (from_sdist, make, import_suite, certify, export_suite, atif, show),
+    ),
     ("mcp", "the tools for external agents", (mcp_serve,)),
     ("judge", "models that judge rubrics", (judge_card,)),
     ("trainer", "plan the memory of a trainer", (plan,)),

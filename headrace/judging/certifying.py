@@ -26,6 +26,7 @@ from headrace.messages.judging import Certificate
 from headrace.messages.rollout import PolicyRef, Sampling, Trajectory
 from headrace.messages.sandbox import Isolation
 from headrace.messages.tasks import ANSWER, Oracle, Task
+from headrace.tasks import leaks as scan
 from headrace.tasks.base import Suite
 from headrace.tasks.certificates import task_hash
 from headrace.tasks.packages.mutate import mutations
@@ -208,7 +209,9 @@ def mutants(task: Task, oracle: Oracle) -> list[tuple[str, Files]]:
 def leaks(task: Task, oracle: Oracle) -> tuple[str, ...]:
     """Parts of the solution or of the hidden tests that stand in the prompt or in the files that the agent reads."""
     found = []
-    hidden = set(oracle.hidden.values())
+    # A file whose tests are all to be kept may be shown: it passes without the solution.
+    decisive = {path for path in oracle.hidden if any(name.startswith(f"{path}::") for name in oracle.expected)}
+    hidden = {content for path, content in oracle.hidden.items() if path in decisive or not decisive}
     found += [f"{path} is a hidden test file" for path, content in sorted(task.files.items()) if content in hidden]
     found += [f"the prompt names the hidden test {name}" for name in oracle.expected if name in task.prompt]
     for path, content in sorted(oracle.solution.items()):
@@ -216,14 +219,10 @@ def leaks(task: Task, oracle: Oracle) -> tuple[str, ...]:
         if content.strip() and len(content) >= _LEAK:
             twins = [other for other, text in sorted(task.files.items()) if content.strip() in text]
             found += [f"{twin} holds the solution of {path}" for twin in twins]
-        added = _added(before, content)
+        others = {other: text for other, text in task.files.items() if other not in oracle.solution}
+        blocks = scan.added(before, content)
+        found += list(scan.remains(others | {path: before}, blocks))
+        added = max(blocks, key=len, default="").strip()
         if len(added) >= _LEAK and added in task.prompt:
             found.append(f"the prompt holds the solution of {path}")
     return tuple(found)
-
-
-def _added(before: bytes, after: bytes) -> str:
-    """The longest block of lines that the solution adds."""
-    old, new = before.decode("utf-8", "replace").splitlines(), after.decode("utf-8", "replace").splitlines()
-    blocks = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
-    return max(("\n".join(new[a:b]).strip() for kind, _, _, a, b in blocks if kind != "equal"), key=len, default="")

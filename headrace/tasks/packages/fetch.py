@@ -41,10 +41,11 @@ class Package(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def support(self) -> tuple[str, ...]:
         """Files beside the tests that tests need: conftest.py, helpers, data. The agent may see but not change them."""
-        return tuple(path for path in self.files if _is_test(path) and path not in self.tests)
+        return tuple(path for path in self.files if is_test(path) and path not in self.tests)
 
 
-def _is_test(path: str) -> bool:
+def is_test(path: str) -> bool:
+    """Whether a path is a test or a file beside the tests."""
     parts = PurePosixPath(path).parts
     name = parts[-1]
     return (
@@ -119,7 +120,7 @@ def read(root: Path, name: str) -> Package:
     if sum(map(len, files.values())) > _TREE_LIMIT:
         raise PackageError(f"{name} is larger than {_TREE_LIMIT >> 20} MiB of Python")
     tests = tuple(path for path in files if _is_test_file(PurePosixPath(path).name))
-    sources = tuple(path for path in files if path.endswith(".py") and not _is_test(path))
+    sources = tuple(path for path in files if path.endswith(".py") and not is_test(path))
     if not tests:
         raise PackageError(f"{name} has no test files in its source distribution")
     if not sources:

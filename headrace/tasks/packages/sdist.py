@@ -114,7 +114,7 @@ async def with_requirements(lab: Lab, package: Package, test_command: str, say: 
     """The package with the files of its requirements, where its tests miss modules and the package names any."""
     if not package.requires:
         return package
-    result = await lab.run(package.files, _first_plan(package, test_command))
+    result = await lab.run(package.files, first_plan(package, test_command))
     modules = missing([*(test.message for test in result.tests), result.error, result.stdout, result.stderr])
     if not modules:
         return package
@@ -126,7 +126,8 @@ async def with_requirements(lab: Lab, package: Package, test_command: str, say: 
     return msgspec.structs.replace(package, files=files | package.files)
 
 
-def _first_plan(package: Package, test_command: str) -> TestPlan:
+def first_plan(package: Package, test_command: str = "") -> TestPlan:
+    """All tests of a package: by pytest, or by a command of the user's own."""
     if test_command:
         return TestPlan(kind="command", argv=tuple(shlex.split(test_command)), timeout_s=FIRST_RUN_S)
     return TestPlan(kind="pytest", paths=package.tests, timeout_s=FIRST_RUN_S)
@@ -160,7 +161,7 @@ async def baseline(
     Tests that fail, that pass once and fail once, or whose name changes (a parameter that holds the sandbox's own path)
     are left out; SuiteError where none is left, or where a command of the user's own has such tests.
     """
-    plan = _first_plan(package, test_command)
+    plan = first_plan(package, test_command)
     result = await lab.run(package.files, plan)
     names = passed(result)
     if not names:

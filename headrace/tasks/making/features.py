@@ -1,0 +1,125 @@
+"""Tasks by feature deletion: a feature of a package is removed, the rest keeps passing, the task asks for it again.
+
+The hidden tests are the package's own. To pass are those that fail without the feature, to keep are the others; both
+sets come from runs in sandboxes, never from names. The agent gets the package without the feature, the tests that pass
+without it, and signature and documentation in the prompt. A feature makes no task where most tests need it, where no
+test that fails names it, or where its text is left anywhere in the agent's files (tasks/leaks.py).
+
+Trade-off: documentation is all that the agent is told, so a feature with a poor docstring makes a hard task.
+"""
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from headrace.messages.tasks import Grading, Oracle, Task, TaskRef
+from headrace.tasks import leaks
+from headrace.tasks.making.journal import NoTask
+from headrace.tasks.making.removal import Feature, features, mentions, without
+from headrace.tasks.packages.fetch import Package
+from headrace.tasks.packages.lab import Exam, Lab, passed
+from headrace.tasks.packages.visible import thin
+
+MOST = 0.5
+"""Share of the tests that may need a feature: of more, it is no feature but the package."""
+
+
+def candidates(package: Package, seed: int) -> list[Feature]:
+    """The features of a package in random order."""
+    found = list(features(package))
+    random.Random(f"headrace/features/{package.name}/{seed}").shuffle(found)
+    return found
+
+
+def id_of(package: Package, feature: Feature) -> str:
+    """The task's id."""
+    path = feature.path.removesuffix(".py").replace("/", "-")
+    return re.sub(r"[^A-Za-z0-9._-]", "_", f"{package.name}--{path}--{feature.name}")[:120]
+
+
+async def attempt(lab: Lab, package: Package, feature: Feature, exam: Exam, suite: str) -> tuple[Task, Oracle]:
+    """Both sides of a feature's task. NoTask."""
+    changed = without(package, feature)
+    if changed is None or feature.path not in changed:
+        raise NoTask("the code without it is not Python any more")
+    broken = package.files | changed
+    result = await lab.run(broken, exam.plan)
+    if result.timed_out or not result.tests:
+        raise NoTask("the tests do not run without it")
+    green = set(passed(result)) & set(exam.expected)
+    failing = tuple(name for name in exam.expected if name not in green)
+    if not failing:
+        raise NoTask("no test needs it")
+    if len(failing) > MOST * len(exam.expected):
+        raise NoTask(f"{len(failing)} of {len(exam.expected)} tests need it, more than {MOST:.0%}")
+    if not mentions(package, dict.fromkeys(failing), feature.short):
+        raise NoTask("no test that fails without it names it")
+    task, oracle = assemble(package, feature, changed, exam, failing, suite)
+    solution = [leaks.added(task.files.get(path, b""), content) for path, content in oracle.solution.items()]
+    if left := list(leaks.remains(task.files, [text for texts in solution for text in texts], (feature.short,))):
+        raise NoTask(f"its text is left: {left[0]}")
+    rest = await lab.run(task.files, task.tests)
+    if not rest.ok:
+        raise NoTask(f"the tests that do not need it do not all pass: {rest.error[:200]}")
+    return task, oracle
+
+
+def assemble(
+    package: Package,
+    feature: Feature,
+    changed: Mapping[str, bytes],
+    exam: Exam,
+    failing: Sequence[str],
+    suite: str,
+) -> tuple[Task, Oracle]:
+    """Both sides of a task. changed: the Python files as they are without the feature."""
+    green = sorted(set(exam.expected) - set(failing))
+    visible: dict[str, bytes] = {}
+    for path in package.tests:
+        kept = {name.partition("[")[0].partition("::")[2] for name in green if name.partition("::")[0] == path}
+        kept -= {name.partition("[")[0].partition("::")[2] for name in failing if name.partition("::")[0] == path}
+        if kept:
+            visible[path] = thin(changed.get(path, package.files[path]), kept)
+    paths = tuple(
+        path
+        for path in exam.plan.paths
+        if path.partition("::")[0] in visible and path not in failing and not _half(path, failing)
+    )
+    code = {path: changed.get(path, data) for path, data in package.files.items() if path not in package.tests}
+    sources = [path for path in package.sources if path in changed]
+    ref = TaskRef(suite, id_of(package, feature))
+    task = Task(
+        ref=ref,
+        family=f"feature:{re.sub(r'-[0-9][^-]*$', '', package.name)}",
+        prompt=prompt(feature, [path for path in sources if path != feature.path]),
+        files=code | visible,
+        allowed=package.sources,
+        tests=msgspec.structs.replace(exam.plan, paths=paths),
+        template="debian",
+    )
+    oracle = Oracle(
+        ref=ref,
+        hidden={path: package.files[path] for path in sorted({*package.tests, *package.support})},
+        tests=exam.plan,
+        expected=tuple(failing),
+        grading=Grading(kind="f2p_p2p", pass_to_pass=tuple(green)),
+        sealed=exam.sealed,
+        answers=exam.answers,
+        solution={path: package.files[path] for path in sources},
+    )
+    return task, oracle
+
+
+def _half(path: str, failing: Sequence[str]) -> bool:
+    """Whether a path is a test by name of a function of which some parameters need the feature: it is not shown."""
+    return "::" in path and any(name.partition("[")[0] == path.partition("[")[0] for name in failing)
+
+
+def prompt(feature: Feature, exported: Sequence[str]) -> str:
+    """The text of a task."""
+    owner, _, short = feature.name.rpartition(".")
+    kind = f"method `{short}` of class `{owner}`" if owner else f"`{short}`"
+    also = f" Other modules import or list it again: {', '.join(exported)}." if exported else ""
+    return f"{feature.path} has lost {kind}. Write it so that it does what is said here.{also}\n\n{feature.skeleton}\n"

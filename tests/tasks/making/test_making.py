@@ -1,0 +1,189 @@
+"""Tasks from a tiny package and from a tiny repository, made and certified in real sandboxes."""
+
+import io
+import subprocess
+import tarfile
+import zipfile
+import zlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from headrace.config import Environment
+from headrace.messages.tasks import TestPlan
+from headrace.tasks import certificates, open_suite
+from headrace.tasks.leaks import remains
+from headrace.tasks.making import features, removal
+from headrace.tasks.packages.fetch import read
+from headrace.tasks.packages.lab import Exam, Lab
+from headrace.vmhost.node.host import Host
+
+pytestmark = pytest.mark.anyio
+
+WORDS = '''"""Words."""
+
+__all__ = ["longest", "initials"]
+
+
+def longest(text):
+    """The longest word of a text, the first of several; an empty text has none."""
+    best = ""
+    for word in text.split():
+        if len(word) > len(best):
+            best = word
+    return best
+
+
+# The letters, as in an abbreviation.
+def initials(text):
+    """The first letters of the words of a text, in upper case, without spaces."""
+    letters = [word[0] for word in text.split()]
+    joined = "".join(letters)
+    return joined.upper()
+'''
+TESTS = """from words import initials, longest
+
+
+def test_longest():
+    assert longest("a bcd ef") == "bcd"
+
+
+def test_longest_of_several():
+    assert longest("ab cd") == "ab" and longest("") == ""
+
+
+def test_initials():
+    assert initials("ab cd") == "AC"
+
+
+def test_initials_of_nothing():
+    assert initials("") == ""
+"""
+NAMES = tuple(
+    f"tests/test_words.py::test_{name}" for name in ("initials", "initials_of_nothing", "longest", "longest_of_several")
+)
+FILES = {
+    "words/__init__.py": "from words.text import initials, longest\n",
+    "words/text.py": WORDS,
+    "tests/test_words.py": TESTS,
+}
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[Host]:
+    opened = await Host.open(Environment(backend="process", max_vms=8))
+    yield opened
+    await opened.close()
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+def make(kind: str, source: Path, suites: Path, *more: str) -> int:
+    backend = ("--set", 'environment.backend="process"', "--set", f"tasks.dir={suites}")
+    return main(["tasks", "make", kind, str(source), "--name", "made", *more, *backend])
+
+
+async def test_a_deleted_feature_is_a_task(tmp_path: Path, host: Host) -> None:
+    package = read(write(tmp_path, FILES), "words-1.0")
+    exam = Exam(plan=TestPlan(kind="pytest", paths=package.tests), expected=NAMES)
+    (feature,) = [each for each in removal.features(package) if each.name == "longest"]
+    task, oracle = await features.attempt(Lab(host, "making", "debian"), package, feature, exam, "made")
+    assert "def longest(text)" in task.prompt and task.family == "feature:words"
+    assert task.files["words/__init__.py"].decode() == "from words.text import initials\n"
+    assert not any(b"longest" in content for content in task.files.values())
+    assert set(oracle.expected) == {name for name in NAMES if "longest" in name}
+    assert {*oracle.expected, *oracle.grading.pass_to_pass} == set(NAMES)
+    assert {path: content.decode() for path, content in oracle.solution.items()} == {
+        path: FILES[path] for path in ("words/__init__.py", "words/text.py")
+    }
+
+
+@pytest.mark.slow
+def test_the_command_makes_certified_tasks_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = write(tmp_path / "words", FILES)
+    assert make("features", tree, tmp_path / "suites", "--count", "1") == 0
+    suite = open_suite("made", tmp_path / "suites")
+    assert len(suite.ids()) == 1 and suite.oracle(suite.ids()[0]).sealed
+    assert certificates.refusal(suite, tmp_path / "suites", False) == ""
+    capsys.readouterr()
+    assert make("features", tree, tmp_path / "suites", "--count", "1") == 0  # there is nothing left to make
+    assert "to pass" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_commit_is_a_certified_task(tmp_path: Path) -> None:
+    def commit(message: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        for arguments in (["add", "."], [*who, "commit", "-q", "-m", message], ["rev-parse", "HEAD"]):
+            done = subprocess.run(["git", *arguments], cwd=tree, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    tree = write(tmp_path / "words", FILES | {"words/old.py": "x = 1\n"})
+    subprocess.run(["git", "init", "-q"], cwd=tree, check=True)
+    commit("Words")
+    right = WORDS.replace('text.split()]\n    joined = "".join', 'text.split("-")]\n    joined = ".".join')
+    new = TESTS.replace('initials("ab cd") == "AC"', 'initials("ab-cd") == "A.C"').replace(
+        'initials("")', 'initials("a")'
+    )
+    new = new.replace('initials("a") == ""', 'initials("a") == "A"')
+    write(tree, {"words/text.py": right, "tests/test_words.py": new})
+    (tree / "words/old.py").unlink()
+    wanted = commit("Initials have points\n\nSigned-off-by: a <a@b.c>")
+    write(tree, {"words/text.py": right + "\n\nx = 1\n"})
+    commit("Without tests")
+    assert make("commits", tree, tmp_path / "suites") == 0
+    suite = open_suite("made", tmp_path / "suites")
+    assert list(suite.ids()) == [f"words--{wanted[:12]}"]
+    task, oracle = suite.task(suite.ids()[0]), suite.oracle(suite.ids()[0])
+    assert task.prompt == "Make this change:\n\nInitials have points\n"
+    assert task.files["words/text.py"].decode() == WORDS and task.files["tests/test_words.py"].decode() == TESTS
+    assert oracle.expected == ("tests/test_words.py::test_initials",) and len(oracle.grading.pass_to_pass) == 3
+    assert oracle.solution == {"words/text.py": right.encode()} and oracle.removed == ("words/old.py",)
+    assert certificates.refusal(suite, tmp_path / "suites", False) == ""
+
+
+def test_no_feature_and_no_commit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = write(tmp_path / "words", {"words.py": "x = 1\n"})
+    assert make("commits", tree, tmp_path / "suites") == 1
+    assert "git cannot read" in capsys.readouterr().err
+    assert make("features", tree, tmp_path / "suites") == 1
+    assert "has no test files" in capsys.readouterr().err
+
+
+def test_imports_lose_the_name_alone(tmp_path: Path) -> None:
+    many = "from words.text import (  # all\n    initials,\n    longest as long,\n)\nfrom words import longest\n"
+    package = read(write(tmp_path, FILES | {"words/more.py": many}), "words")
+    (feature,) = [each for each in removal.features(package) if each.name == "longest"]
+    changed = removal.without(package, feature)
+    assert changed is not None
+    assert changed["words/more.py"] == b"from words.text import initials\npass\n"
+    assert changed["words/text.py"].startswith(b'"""Words."""\n\n__all__ = ["initials"]\n\n\n# The letters')
+    assert b"longest" not in changed["words/text.py"]
+
+
+def test_deleted_text_is_found_wherever_it_is_left() -> None:
+    text = WORDS[WORDS.index("def longest") : WORDS.index("# The letters")]
+    packed, tar = io.BytesIO(), io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("copy.py", text)
+    with tarfile.open(fileobj=tar, mode="w:gz") as archive:
+        info = tarfile.TarInfo("copy.py")
+        info.size = len(text)
+        archive.addfile(info, io.BytesIO(text.encode()))
+    left = {
+        "docs/words.md": text.replace("    ", "  ").encode(),
+        "old.whl": packed.getvalue(),
+        "old.tar.gz": tar.getvalue(),
+        ".git/objects/ab/cdef": zlib.compress(b"blob 5\0" + text.encode()),
+        "words/__pycache__/text.cpython-311.pyc": compile(text, "text.py", "exec").co_names[0].encode(),
+    }
+    clean = {"words/text.py": WORDS.replace(text, "").encode(), ".git/HEAD": b"x", "broken.zip": b"PK\x03\x04"}
+    found = list(remains(left | clean, [text], ("longest",)))
+    assert len(found) == len(left) and not list(remains(clean, [text], ("longest",)))
