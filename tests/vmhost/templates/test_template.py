@@ -115,6 +115,7 @@ def test_a_truncated_template_is_made_again(made: template.Template, tmp_path: P
     assert second.ram.stat().st_size == second.manifest.ram_bytes == first.manifest.ram_bytes
 
 
+@pytest.mark.slow  # it waits for a kernel that finds no system
 @pytest.mark.vm
 def test_an_image_that_does_not_boot_shows_its_serial_log(
     made: template.Template, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
