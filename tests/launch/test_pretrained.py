@@ -102,7 +102,7 @@ async def test_smollm2_itself_is_mid_trained_and_takes_a_step(tmp_path: Path) ->
     assert report["ledger"]["balanced"] and report["steps"] == 1 and report["max_abs_dlp"] == 0.0
 
 
-@pytest.mark.slow  # a whole `headrace up`; its parts are tried in tests/policy/gguf and tests/actors/rollout/test_chat_policy
+@pytest.mark.slow  # a whole `headrace up`; tests/policy/gguf and tests/actors/rollout/test_chat_policy try its parts
 @pytest.mark.timeout(900)
 @pytest.mark.anyio
 async def test_a_gguf_file_becomes_a_policy_that_takes_a_step(checkpoint: Path, tmp_path: Path) -> None:

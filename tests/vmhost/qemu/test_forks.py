@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 pytestmark = [pytest.mark.anyio, pytest.mark.vm]
 
 CACHE = str(ROOT / ".cache" / "headrace")
-COUNTER = "n=0; while :; do n=$((n+1)); echo $n > count; sleep 0.02; done"
+COUNTER = "n=0; while :; do n=$((n+1)); echo $n > count; sleep 0.2; done"
 
 
 def ask(group: str, slot: int = 0, **changes: Any) -> Acquire:
@@ -50,7 +50,7 @@ async def text(sandbox: VmSandbox, script: str) -> str:
 
 async def goes_on(sandbox: VmSandbox) -> bool:
     """Whether the counter of the parent counts here."""
-    wait = 'c=$(cat count); for i in $(seq 500); do sleep 0.02; test "$(cat count)" != "$c" && exit 0; done; exit 1'
+    wait = 'c=$(cat count); for i in $(seq 100); do sleep 0.1; test "$(cat count)" != "$c" && exit 0; done; exit 1'
     return (await sandbox.call(Exec(argv=("sh", "-c", wait)))).ok
 
 
