@@ -196,6 +196,8 @@ class Production(Section, frozen=True, kw_only=True):
     """Limits of one run of an agent (`/v1/agents`), in the table [production.limits]."""
     agent_idle_s: Duration = 1800.0
     """How long the sandbox of an agent is held for the next run."""
+    command_s: Duration = 120.0
+    """Limit of the commands `setup` and `check` of agents side by side."""
     webhook_hosts: tuple[Host, ...] = ()
     """Hosts that an agent's webhook may name; empty: none."""
     git_hosts: tuple[Host, ...] = ()

@@ -202,14 +202,14 @@ RPC = Subject(
     types=(
         *("acquire", "acquired", "sandbox_call", "sandbox_reply", "renew", "release", "release_group", "ping", "ack"),
         *("client_turn", "client_turn_done", "client_session_end", "purge_user", "attempt_control"),
-        *("search_request", "search_reply"),
+        *("search_request", "search_reply", "workspace_command", "workspace_report"),
     ),
     publishers=_LIBRARY,
     readers=("environment", "rollout", "feedback", "search"),
     note="request and reply, never in a stream; one node's own methods are hr.rpc.environment.<node>.<method>, and any "
     "node of a run answers hr.rpc.environment.acquire-<run>; the rollout actors of the production lane answer "
-    "hr.rpc.rollout.turn-<run>, all of them listen on hr.rpc.rollout.control-<run>, and any search actor of a run "
-    "answers hr.rpc.search.query-<run>",
+    "hr.rpc.rollout.turn-<run> and hr.rpc.rollout.command-<run>, all of them listen on hr.rpc.rollout.control-<run>, "
+    "and any search actor of a run answers hr.rpc.search.query-<run>",
 )
 RPC_NODE = Subject(
     template="hr.rpc.{service}.{node}.{method}",

@@ -6,7 +6,7 @@ turn log and its sandbox.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -20,6 +20,7 @@ from headrace.actors.rollout.message import MessageEpisode
 from headrace.actors.rollout.policies import NoPolicy, Policies
 from headrace.actors.rollout.sandbox_checkpoint import CheckpointSchedule
 from headrace.actors.rollout.server import EVERY_S, ServerReports
+from headrace.actors.rollout.workspace_commands import WorkspaceCommands
 from headrace.bus.errors import Reject, Unrecoverable, WrongSequence
 from headrace.bus.nats.consumer import Consumer
 from headrace.bus.nats.received import Received
@@ -117,6 +118,7 @@ class Rollout(Actor):
         self._handing_back: set[asyncio.Task[Trajectory | None]] = set()
         self._pulls: dict[Lane, Consumer] = {}
         self._clients = ClientTurns(self.bus, self.id, self._policies.serving_clients)
+        self._commands = WorkspaceCommands(self._sandboxes, self.config.environment.lease_s, self._task)
         self._answering: list[Any] = []
         self._tokens = self._episodes = 0
         self._min_version = -1
@@ -160,8 +162,13 @@ class Rollout(Actor):
         """Answer turns of clients exactly while the production lane is leased."""
         if "production" in self._lanes and not self._answering:
             run = token(self.run)
-            for method, handler in ((f"turn-{run}", self._clients.turn), (f"end-{run}", self._clients.end)):
-                subject = RPC.at(service="rollout", method=method)
+            handlers: dict[str, Callable[[Any], Awaitable[Message]]] = {
+                "turn": self._clients.turn,
+                "end": self._clients.end,
+                "command": self._commands.run,
+            }
+            for method, handler in handlers.items():
+                subject = RPC.at(service="rollout", method=f"{method}-{run}")
                 self._answering.append(await self.serve(subject, handler, queue="rollout"))
         elif "production" not in self._lanes:
             answering, self._answering = self._answering, []

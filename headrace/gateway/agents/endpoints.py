@@ -1,6 +1,7 @@
 """HTTP endpoints of the agents API, version 1.
 
     POST /v1/agents                          {prompt, workspace?, webhook?, user?} -> 201 {agent, run}
+    POST /v1/agents                          {prompt, n, setup?, check?, ...} -> 201 {set, agents} (set_endpoints.py)
     GET  /v1/agents?limit=&cursor=           the tenant's agents, newest first
     GET  /v1/agents/ID                       one agent with its runs
     POST /v1/agents/ID/runs                  {prompt} -> 201; 409 while a run is under way
@@ -16,39 +17,28 @@
 `Idempotency-Key` makes both POSTs that create repeatable. Errors are {error: {code, message}}.
 """
 
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
 
 from headrace.bus.connection import Bus
-from headrace.bus.errors import BusError
 from headrace.config import Production
 from headrace.gateway.agents.events import Events
+from headrace.gateway.agents.guard import Handler, guarded
 from headrace.gateway.agents.requests import AgentRefused, NewAgent, NewRating, NewRun
+from headrace.gateway.agents.sets import AgentSets
 from headrace.gateway.agents.store import Agents
+from headrace.gateway.agents.views import agent_view, run_view
 from headrace.gateway.agents.webhooks import allowed
 from headrace.gateway.agents.workspace import files_of
-from headrace.gateway.http import Refused, read_json
+from headrace.gateway.http import read_json
 from headrace.gateway.keys import ApiKey
-from headrace.gateway.limits import retry_after
 from headrace.messages import subjects
 from headrace.messages.product import Agent, AgentRun, Feedback
 from headrace.messages.rollout import TurnSampled
 
-CODES = {
-    400: "invalid_request",
-    401: "unauthorized",
-    404: "not_found",
-    408: "timeout",
-    413: "too_large",
-    429: "rate_limit",
-    503: "unavailable",
-}
 MOST = 100
-_log = logging.getLogger("headrace.gateway")
-Handler = Callable[[web.Request, ApiKey], Awaitable[web.StreamResponse]]
 
 
 class AgentEndpoints:
@@ -57,6 +47,7 @@ class AgentEndpoints:
     def __init__(
         self,
         agents: Agents,
+        sets: AgentSets,
         events: Events,
         admit: Callable[[web.Request], ApiKey],
         bus: Bus,
@@ -64,7 +55,7 @@ class AgentEndpoints:
         production: Production,
     ) -> None:
         """admit: the key of a request, or Refused."""
-        self._agents, self._events, self._admit = agents, events, admit
+        self._agents, self._sets, self._events, self._admit = agents, sets, events, admit
         self._bus, self._run, self._production = bus, run, production
 
     def routes(self) -> list[web.RouteDef]:
@@ -86,22 +77,7 @@ class AgentEndpoints:
         ]
 
     def _guarded(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def respond(request: web.Request) -> web.StreamResponse:
-            try:
-                return await handler(request, self._admit(request))
-            except Refused as error:
-                code = error.code if isinstance(error, AgentRefused) else CODES.get(error.status, "error")
-                headers = {"Retry-After": retry_after(error.retry_s)} if error.retry_s else None
-                return _error(error.status, code, str(error), headers)
-            except BusError as error:
-                return _error(503, "unavailable", f"the message bus is unavailable, try again: {error}")
-            except ConnectionError:
-                raise
-            except Exception:
-                _log.exception("a request failed: %s", request.path)
-                return _error(500, "internal", "the server failed; its log says why")
-
-        return respond
+        return guarded(self._admit, handler)
 
     def _found(self, request: web.Request, key: ApiKey) -> tuple[Agent, AgentRun]:
         agent = self._agents.owned(request.match_info["agent"], key)
@@ -114,8 +90,12 @@ class AgentEndpoints:
         asked = await read_json(request, NewAgent)
         allowed(asked.webhook, self._production.webhook_hosts)
         files = await files_of(asked.workspace, self._production.git_hosts)
-        agent = await self._agents.create(asked, files, key, request.headers.get("Idempotency-Key", ""))
-        return web.json_response({"agent": _agent(agent), "run": _run(agent.runs[0])}, status=201)
+        idempotency = request.headers.get("Idempotency-Key", "")
+        if asked.side_by_side:
+            made = await self._sets.create(asked, files, key, idempotency)
+            return web.json_response(self._sets.view(made), status=201)
+        agent = await self._agents.create(asked, files, key, idempotency)
+        return web.json_response({"agent": agent_view(agent), "run": run_view(agent.runs[0])}, status=201)
 
     async def _list(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         limit = request.query.get("limit", "20")
@@ -129,19 +109,19 @@ class AgentEndpoints:
             agents = agents[place + 1 :]
         page = agents[: int(limit)]
         more = {"nextCursor": page[-1].id} if len(agents) > len(page) else {}
-        return web.json_response({"agents": [_agent(agent) for agent in page]} | more)
+        return web.json_response({"agents": [agent_view(agent) for agent in page]} | more)
 
     async def _read(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         agent = self._agents.owned(request.match_info["agent"], key)
-        return web.json_response(_agent(agent) | {"runs": [_run(run) for run in agent.runs]})
+        return web.json_response(agent_view(agent) | {"runs": [run_view(run) for run in agent.runs]})
 
     async def _go_on(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         agent, asked = self._agents.owned(request.match_info["agent"], key), await read_json(request, NewRun)
         run = await self._agents.go_on(agent, asked.prompt, request.headers.get("Idempotency-Key", ""))
-        return web.json_response(_run(run), status=201)
+        return web.json_response(run_view(run), status=201)
 
     async def _read_run(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
-        return web.json_response(_run(self._found(request, key)[1]))
+        return web.json_response(run_view(self._found(request, key)[1]))
 
     async def _stream(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         return await self._events.stream(request, *self._found(request, key), key)
@@ -171,7 +151,7 @@ class AgentEndpoints:
 
     async def _archive(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         agent = self._agents.owned(request.match_info["agent"], key)
-        return web.json_response(_agent(await self._agents.archive(agent)))
+        return web.json_response(agent_view(await self._agents.archive(agent)))
 
     async def _usage(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         agent = self._agents.owned(request.match_info["agent"], key)
@@ -202,26 +182,3 @@ class AgentEndpoints:
             raise AgentRefused(404, "not_found", "the workspace has no such file")
         headers = {"Content-Disposition": "attachment", "X-Content-Type-Options": "nosniff"}
         return web.Response(body=agent.files[path], content_type="application/octet-stream", headers=headers)
-
-
-def _agent(agent: Agent) -> dict[str, Any]:
-    last = agent.runs[-1]
-    status = "ARCHIVED" if agent.archived else "ACTIVE"
-    return {"id": agent.id, "status": status, "latestRun": last.id, "latestRunStatus": last.state}
-
-
-def _run(run: AgentRun) -> dict[str, Any]:
-    return {
-        "id": run.id,
-        "status": run.state,
-        "prompt": run.prompt,
-        "createdAt": run.created,
-        "endedAt": run.ended or None,
-        "detail": run.detail,
-        "changed": list(run.changed),
-        "restored": run.restored,
-    }
-
-
-def _error(status: int, code: str, text: str, headers: dict[str, str] | None = None) -> web.Response:
-    return web.json_response({"error": {"code": code, "message": text}}, status=status, headers=headers)

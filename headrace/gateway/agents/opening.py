@@ -9,6 +9,8 @@ from headrace.bus.connection import Bus
 from headrace.config import Config
 from headrace.gateway.agents.endpoints import AgentEndpoints
 from headrace.gateway.agents.events import Events
+from headrace.gateway.agents.set_endpoints import SetEndpoints
+from headrace.gateway.agents.sets import AgentSets
 from headrace.gateway.agents.store import Agents, Open, Sessions
 from headrace.gateway.agents.webhooks import Webhooks
 from headrace.gateway.keys import ApiKey
@@ -27,9 +29,11 @@ async def open_agents(
     event: Callable[..., Awaitable[None]],
     spawn: Callable[[Coroutine[Any, Any, Any], str], Any],
     admit: Callable[[web.Request], ApiKey],
-) -> tuple[Agents, list[web.RouteDef]]:
-    """The agents that exist, and the routes to them."""
+) -> tuple[AgentSets, list[web.RouteDef]]:
+    """The agents and sets that exist, and the routes to them."""
     agents = Agents(bus, config, run, users, split, sessions, open, Webhooks(event), spawn)
+    sets = AgentSets(bus, config, run, users, agents)
+    await sets.start()
     await agents.start()
-    endpoints = AgentEndpoints(agents, Events(bus, agents, sessions), admit, bus, run, config.production)
-    return agents, endpoints.routes()
+    endpoints = AgentEndpoints(agents, sets, Events(bus, agents, sessions), admit, bus, run, config.production)
+    return sets, [*endpoints.routes(), *SetEndpoints(sets, admit, config.production).routes()]

@@ -55,6 +55,28 @@ class NewAgent(msgspec.Struct, frozen=True, kw_only=True):
     user: Text = ""
     workspace: WorkspaceSource = WorkspaceSource()
     webhook: Webhook | None = None
+    n: Annotated[int, Meta(ge=1, le=8)] = 1
+    """Agents that work on the prompt side by side, each in a copy of one prepared sandbox."""
+    setup: Text = ""
+    """Shell command that prepares the sandbox before it is copied."""
+    check: Text = ""
+    """Shell command that tests the work of each agent, in a new sandbox with its files after `setup`."""
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether this asks for a set of agents."""
+        return self.n > 1 or bool(self.setup or self.check)
+
+
+class Merge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/agent-sets/ID/merge."""
+
+    agent: Annotated[str, Meta(max_length=64)]
+    """The agent whose work is merged."""
+    onto: WorkspaceSource | None = None
+    """The codebase as it is now; None: as it was when the agents began."""
+    onto_agent: Annotated[str, Meta(max_length=64)] = ""
+    """Another agent of the set, whose work is the codebase."""
 
 
 class NewRun(msgspec.Struct, frozen=True, kw_only=True):

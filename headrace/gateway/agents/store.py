@@ -10,7 +10,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -50,6 +50,17 @@ Open = Callable[[Order], Awaitable[None]]
 """Begins a run as a session. BusError."""
 
 
+class Member(NamedTuple):
+    """The place of an agent in a set."""
+
+    set_id: str
+    files: dict[str, bytes]
+    check: str
+    node: str
+    sandbox: str
+    """Its fork; empty where the backend cannot fork."""
+
+
 class Agents:
     """All agents of one run of headrace."""
 
@@ -70,6 +81,8 @@ class Agents:
         self._agents: dict[str, Agent] = {}
         self._creating: set[str] = set()
         self._cancelling: set[str] = set()
+        self.check: Callable[[Agent], Awaitable[tuple[int | None, str]]] | None = None
+        """Tests the files of an agent of a set: exit code and output."""
 
     async def start(self) -> None:
         """Go on with the agents of the gateway before this one."""
@@ -86,6 +99,10 @@ class Agents:
         """The agents of a key's tenant, newest first."""
         own = [agent for agent in self._agents.values() if agent.tenant == key.tenant]
         return sorted(own, key=lambda agent: -agent.runs[0].created)
+
+    def get(self, id: str) -> Agent | None:
+        """An agent of any tenant."""
+        return self._agents.get(id)
 
     def owned(self, id: str, key: ApiKey) -> Agent:
         """An agent of the key's tenant. AgentRefused with 404."""
@@ -105,14 +122,16 @@ class Agents:
 
     # Changes
 
-    async def create(self, asked: NewAgent, files: dict[str, bytes], key: ApiKey, idempotency: str) -> Agent:
+    async def create(
+        self, asked: NewAgent, files: dict[str, bytes], key: ApiKey, idempotency: str, member: Member | None = None
+    ) -> Agent:
         """A new agent with its first run; the one that exists where this idempotency key was used before."""
-        id = _id(key.tenant, idempotency)
+        id = idempotent_id(key.tenant, idempotency)
         if id in self._agents:
             return self.owned(id, key)
         user = self._users.hash(key.tenant, asked.user or f"key {key.id}")
-        first = AgentRun(id=_id(key.tenant, f"{idempotency}/0") if idempotency else _id("", ""), prompt=asked.prompt,
-                         created=time.time())  # fmt: skip
+        run_id = idempotent_id(key.tenant, f"{idempotency}/0" if idempotency else "")
+        first = AgentRun(id=run_id, prompt=asked.prompt, created=time.time())
         agent = Agent(
             id=id,
             user=user,
@@ -124,13 +143,16 @@ class Agents:
             runs=(first,),
             webhook=asked.webhook.url if asked.webhook is not None else "",
             webhook_secret=asked.webhook.secret if asked.webhook is not None else "",
+            set_id=member.set_id if member is not None else "",
+            prepared_node=member.node if member is not None else "",
+            prepared_sandbox=member.sandbox if member is not None else "",
         )
         await self._begin(agent, first)
         return agent
 
     async def go_on(self, agent: Agent, prompt: str, idempotency: str) -> AgentRun:
         """Another run in the same workspace. AgentRefused with 409 while one is under way."""
-        id = _id(agent.tenant, f"{agent.id}/{idempotency}") if idempotency else _id("", "")
+        id = idempotent_id(agent.tenant, f"{agent.id}/{idempotency}") if idempotency else idempotent_id("", "")
         known = next((run for run in agent.runs if run.id == id), None)
         if known is not None:
             return known
@@ -149,7 +171,7 @@ class Agents:
             workspace = Workspace(
                 name=f"{agent.user}.{agent.id}",
                 turn=len(earlier),
-                node=earlier[-1].node if earlier else "",
+                node=earlier[-1].node if earlier else agent.prepared_node,
                 hold_s=self._config.production.agent_idle_s,
             )
             order = Order(
@@ -178,7 +200,7 @@ class Agents:
 
     async def _repeat_cancel(self, agent: Agent, id: str) -> None:
         while run := next((run for run in self._runs(agent.id) if run.id == id and run.state == "RUNNING"), None):
-            await self._control(AttemptControl(run=self._run, group=self.group(agent, run)))
+            await self.control(AttemptControl(run=self._run, group=self.group(agent, run)))
             await asyncio.sleep(REPEAT_S)
         self._cancelling.discard(id)
 
@@ -192,7 +214,7 @@ class Agents:
             raise AgentRefused(409, "agent_busy", f"run {agent.runs[-1].id} is under way: wait for it, or cancel it")
         agent = msgspec.structs.replace(agent, archived=True)
         await self._keep(agent)
-        await self._control(AttemptControl(run=self._run, workspace=f"{agent.user}.{agent.id}"))
+        await self.control(AttemptControl(run=self._run, workspace=f"{agent.user}.{agent.id}"))
         return agent
 
     async def forget(self, user: str) -> None:
@@ -201,10 +223,11 @@ class Agents:
             del self._agents[agent.id]
             await self._kept.delete(self._key(agent))
             for run in agent.runs:
-                await self._control(AttemptControl(run=self._run, group=self.group(agent, run)))
-            await self._control(AttemptControl(run=self._run, workspace=f"{agent.user}.{agent.id}"))
+                await self.control(AttemptControl(run=self._run, group=self.group(agent, run)))
+            await self.control(AttemptControl(run=self._run, workspace=f"{agent.user}.{agent.id}"))
 
-    async def _control(self, message: AttemptControl) -> None:
+    async def control(self, message: AttemptControl) -> None:
+        """Tell the rollout actors."""
         where = subjects.RPC.at(service="rollout", method=f"control-{subjects.token(self._run)}")
         await self._bus.emit(where, message)
 
@@ -231,6 +254,12 @@ class Agents:
         done = ended.state == "FINISHED"
         files = await self._files_after(agent, run) if done else agent.files
         agent = msgspec.structs.replace(agent, files=files, runs=(*agent.runs[:-1], ended))
+        if done and agent.set_id and self.check is not None:
+            code, output = await self.check(agent)
+            ended = msgspec.structs.replace(ended, check_code=code, check_output=output)
+            agent = msgspec.structs.replace(agent, runs=(*agent.runs[:-1], ended))
+            if id not in self._agents:  # its user's data was purged meanwhile
+                return
         await self._keep(agent)
         if agent.webhook and ended.state in ("FINISHED", "ERROR"):
             await self._webhooks.post(agent, ended)
@@ -241,7 +270,7 @@ class Agents:
         async for received in self._bus.history("HR_TURN", *self.filters(agent, run)):
             if isinstance(received.message, TurnSampled):
                 node, sandbox = received.message.node, received.message.sandbox
-        before = next((each.sandbox for each in reversed(agent.runs[:-1]) if each.sandbox), "")
+        before = next((each.sandbox for each in reversed(agent.runs[:-1]) if each.sandbox), agent.prepared_sandbox)
         run = replace(run, ended=time.time(), node=node, sandbox=sandbox)
         run = replace(run, restored=bool(before and sandbox and before != sandbox))
         trajectory = await self.trajectory(agent, run)
@@ -281,7 +310,7 @@ def told(earlier: list[AgentRun], prompt: str) -> str:
     return "\n".join(("Earlier requests in this workspace:", *lines, "", prompt))
 
 
-def _id(tenant: str, idempotency: str) -> str:
+def idempotent_id(tenant: str, idempotency: str) -> str:
     """12 hexadecimal digits: random, or the same ones for the same idempotency key of a tenant."""
     if not idempotency:
         return secrets.token_hex(6)

@@ -1,0 +1,88 @@
+"""Commands of the product in a sandbox of their own: prepare a workspace and fork it, or test an agent's work.
+
+The gateway faces users, so its role cannot reach a sandbox; it asks a rollout actor of the production lane. A fork is
+acquired under the key that its agent's first attempt will ask for, and held until then, so that the attempt on any
+rollout actor continues in it without knowing that it was forked.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from headrace.actors.rollout.episode import CAPACITY_WAIT_S, PULL_LIMIT
+from headrace.messages.product import WorkspaceCommand, WorkspaceReport
+from headrace.messages.sandbox import Acquire, Exec, NoCapacity, OpResult, PullChanges, PullTree, SandboxLost
+from headrace.messages.tasks import Task, TaskRef
+from headrace.sandboxes.client import CannotCopy, RemoteSandbox, Sandboxes
+from headrace.tasks import UnknownSuite
+from headrace.tasks.workspace import LIGHT, WORKSPACE
+
+OUTPUT_BYTES = 4096
+"""Of a command's output: the end is returned."""
+
+
+class WorkspaceCommands:
+    """Runs WorkspaceCommands in this rollout actor's sandboxes."""
+
+    def __init__(self, sandboxes: Sandboxes, lease_s: float, task: Callable[[TaskRef], Task]) -> None:
+        """task: the task of a reference; UnknownSuite."""
+        self._sandboxes, self._lease_s, self._task = sandboxes, lease_s, task
+
+    async def run(self, request: WorkspaceCommand) -> WorkspaceReport:
+        """The command's end and the copies, or why there are none."""
+        try:
+            task = self._task(TaskRef(WORKSPACE, request.image or LIGHT))
+            acquire = Acquire(
+                run=request.run,
+                lane="production",
+                role="rollout",
+                group=request.name,
+                slot=0,
+                attempt=0,
+                isolation="episode",
+                template=task.machine,
+                workdir=task.repository,
+                lease_s=self._lease_s,
+                requires=("upper_diff",) if task.image else (),
+                files=request.files,
+            )
+            sandbox = await self._sandboxes.acquire(acquire, patience_s=CAPACITY_WAIT_S)
+        except (UnknownSuite, NoCapacity, SandboxLost) as error:
+            return WorkspaceReport(failed=f"no sandbox: {error}")
+        try:
+            return await self._run_in(sandbox, acquire, request, task)
+        except (NoCapacity, SandboxLost, CannotCopy) as error:
+            return WorkspaceReport(failed=str(error))
+        finally:
+            self._sandboxes.give_back(sandbox)
+
+    async def _run_in(
+        self, sandbox: RemoteSandbox, acquire: Acquire, request: WorkspaceCommand, task: Task
+    ) -> WorkspaceReport:
+        done = OpResult()
+        if request.command:
+            done = await sandbox.call(Exec(argv=("sh", "-c", request.command), timeout_s=request.timeout_s))
+        output = "\n".join(filter(None, (done.stdout, done.stderr, done.error if done.timed_out else "")))
+        report = WorkspaceReport(code=done.code or int(not done.ok), output=output[-OUTPUT_BYTES:], node=sandbox.node)
+        if not request.copies or report.code:
+            return report
+        tree = await sandbox.call(PullChanges(limit=PULL_LIMIT) if task.image else PullTree(limit=PULL_LIMIT))
+        if not tree.ok or tree.truncated:
+            return WorkspaceReport(failed=tree.error or f"the workspace holds more than {PULL_LIMIT >> 20} MiB")
+        files = request.files | tree.files if task.image else tree.files
+        forks = await self._fork(sandbox, acquire, request) if "fork" in sandbox.capabilities else ()
+        return msgspec.structs.replace(report, files=files, sandboxes=tuple(fork.id for fork in forks))
+
+    async def _fork(
+        self, sandbox: RemoteSandbox, acquire: Acquire, request: WorkspaceCommand
+    ) -> tuple[RemoteSandbox, ...]:
+        """One held fork per copy; all of them or none. CannotCopy, NoCapacity, SandboxLost."""
+        into = [msgspec.structs.replace(acquire, group=name, files={}) for name in request.copies]
+        forks = await sandbox.fork(into)
+        for name, fork in zip(request.copies, forks, strict=True):
+            self._sandboxes.hold(fork, name, request.hold_s)
+        if not all(await asyncio.gather(*(fork.renew() for fork in forks))):
+            await asyncio.gather(*(self._sandboxes.release_held(name) for name in request.copies))
+            raise SandboxLost(f"a fork of {sandbox.id} was lost at once")
+        return tuple(forks)

@@ -1,0 +1,31 @@
+"""git as a program over plain files: no repository, no configuration of the machine, no hooks."""
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from headrace.gateway.agents.requests import AgentRefused
+
+GIT_FILES_S = 60.0
+
+
+def run_git(argv: Sequence[str], folder: str, good: Sequence[int] = (0,)) -> bytes:
+    """Standard output. good: exit codes that are no error. AgentRefused with 501 or 503."""
+    env = {"PATH": os.environ.get("PATH", ""), "HOME": folder, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
+    try:
+        done = subprocess.run(["git", *argv], cwd=folder, env=env, capture_output=True, timeout=GIT_FILES_S)
+    except FileNotFoundError:
+        raise AgentRefused(501, "no_git", "this gateway has no git, which comparisons and merges need") from None
+    except subprocess.TimeoutExpired:
+        raise AgentRefused(503, "unavailable", f"git took more than {GIT_FILES_S:g} s on these files") from None
+    if done.returncode not in good:
+        raise AgentRefused(503, "unavailable", f"git {argv[0]} failed: {done.stderr.decode('utf-8', 'replace')[-300:]}")
+    return done.stdout
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files whose names are the caller's own."""
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)

@@ -1,0 +1,205 @@
+"""Agents side by side on one codebase: one prepared sandbox, a fork of it for each, and what each made of it.
+
+The preparation runs once, in a sandbox that a rollout actor acquires; its forks wait under the keys of the agents'
+workspaces. Where a backend cannot fork, every agent begins in a sandbox of its own with the prepared files, and the set
+says `forked` false: what `setup` left outside the workspace is then missing.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from headrace.bus.connection import Bus
+from headrace.bus.errors import BusTimeout, NoResponders
+from headrace.config import Config
+from headrace.gateway.agents.comparing import changed_paths, file_diffs, overlaps
+from headrace.gateway.agents.merging import Merged, merge
+from headrace.gateway.agents.requests import AgentRefused, NewAgent
+from headrace.gateway.agents.store import KEPT_BYTES, Agents, Member, idempotent_id
+from headrace.gateway.agents.views import agent_view, check_view, run_view
+from headrace.gateway.keys import ApiKey
+from headrace.gateway.user_keys import UserKeys
+from headrace.messages import subjects
+from headrace.messages.product import Agent, AgentSet, WorkspaceCommand, WorkspaceReport
+from headrace.messages.rollout import AttemptControl
+
+ANSWER_S = 60.0
+"""For a sandbox and its copies, besides the command itself."""
+Control = Callable[[AttemptControl], Awaitable[None]]
+
+
+class AgentSets:
+    """All sets of agents of one run of headrace."""
+
+    def __init__(self, bus: Bus, config: Config, run: str, users: UserKeys, agents: Agents) -> None:
+        self._bus, self._config, self._run, self._users, self._agents = bus, config, run, users, agents
+        self._sets: dict[str, AgentSet] = {}
+        self._making: dict[str, asyncio.Lock] = {}
+        agents.check = self.check
+
+    async def start(self) -> None:
+        """Read the sets of the gateway before this one."""
+        self._kept = await self._bus.kv("HR_SESSION")
+        for value, _ in (await self._kept.items(f"{self._run}.session.set.*.*")).values():
+            if isinstance(value, AgentSet):
+                self._sets[value.id] = value
+
+    def owned(self, id: str, key: ApiKey) -> AgentSet:
+        """A set of the key's tenant. AgentRefused with 404."""
+        made = self._sets.get(id)
+        if made is None or made.tenant != key.tenant:
+            raise AgentRefused(404, "not_found", "there is no such set of agents")
+        return made
+
+    def members(self, made: AgentSet) -> list[Agent]:
+        """Its agents that exist, in order."""
+        return [agent for id in made.agents if (agent := self._agents.get(id)) is not None]
+
+    # Making
+
+    async def create(self, asked: NewAgent, files: dict[str, bytes], key: ApiKey, idempotency: str) -> AgentSet:
+        """A new set whose agents are at work; the one that exists where this idempotency key was used before.
+        AgentRefused with 400 when `setup` fails, with 503 when there is no sandbox."""
+        token = idempotency or secrets.token_hex(12)
+        id = idempotent_id(key.tenant, f"{token}/set")
+        async with self._making.setdefault(id, asyncio.Lock()):
+            made = self._sets.get(id)
+            if made is None:
+                made = await self._prepare(id, asked, files, key, token)
+                await self._keep(made)
+            for at in range(asked.n):  # a repeated request goes on where a gateway that was killed stopped
+                sandbox = made.sandboxes[at] if made.forked else ""
+                member = Member(set_id=id, files=made.files, check=made.check, node=made.node, sandbox=sandbox)
+                await self._agents.create(asked, made.files, key, f"{token}/{at}", member)
+        self._making.pop(id, None)
+        return made
+
+    async def _prepare(self, id: str, asked: NewAgent, files: dict[str, bytes], key: ApiKey, token: str) -> AgentSet:
+        user = self._users.hash(key.tenant, asked.user or f"key {key.id}")
+        agents = tuple(idempotent_id(key.tenant, f"{token}/{at}") for at in range(asked.n))
+        command = WorkspaceCommand(
+            run=self._run,
+            # Another name for each try: the forks of one whose answer was lost are not in the way.
+            name=f"{user}.{id}-{secrets.token_hex(4)}",
+            image=asked.workspace.image,
+            files=files,
+            command=asked.setup,
+            timeout_s=self._config.production.command_s,
+            copies=tuple(f"{user}.{agent}" for agent in agents),
+            hold_s=self._config.production.agent_idle_s,
+        )
+        report = await self._ask(command, user)
+        if report.failed:
+            await self._release(command)
+            raise AgentRefused(503, "unavailable", f"the sandbox could not be prepared: {report.failed}")
+        if report.code:
+            text = f"setup: `{asked.setup}` ended with code {report.code}: {report.output[-1000:]}"
+            raise AgentRefused(400, "setup_failed", text)
+        return AgentSet(
+            id=id,
+            user=user,
+            tenant=key.tenant,
+            agents=agents,
+            files=report.files,
+            forked=bool(report.sandboxes),
+            check=asked.check,
+            setup=asked.setup,
+            node=report.node,
+            sandboxes=report.sandboxes,
+        )
+
+    async def _ask(self, command: WorkspaceCommand, user: str) -> WorkspaceReport:
+        subject = subjects.RPC.at(service="rollout", method=f"command-{subjects.token(self._run)}")
+        try:
+            answer = await self._bus.request(subject, command, timeout=command.timeout_s + ANSWER_S, owner=user)
+        except NoResponders:
+            return WorkspaceReport(failed="no rollout actor serves the production lane now")
+        except BusTimeout:
+            return WorkspaceReport(failed=f"no answer within {command.timeout_s + ANSWER_S:g} s")
+        if isinstance(answer, WorkspaceReport):
+            return answer
+        return WorkspaceReport(failed=str(getattr(answer, "detail", answer.type_name)))
+
+    async def _release(self, command: WorkspaceCommand) -> None:
+        for name in command.copies:
+            await self._agents.control(AttemptControl(run=self._run, workspace=name))
+
+    async def _keep(self, made: AgentSet) -> None:
+        small = sum(map(len, made.files.values())) <= KEPT_BYTES
+        kept = made if small else msgspec.structs.replace(made, files={}, complete=False)
+        await self._kept.put(f"{self._run}.session.set.{made.user}.{made.id}", kept)
+        self._sets[made.id] = made
+
+    async def forget(self, user: str) -> None:
+        """Remove the agents and sets of a user whose data is purged, and their sandboxes."""
+        await self._agents.forget(user)
+        for made in [made for made in self._sets.values() if made.user == user]:
+            del self._sets[made.id]
+            await self._kept.delete(f"{self._run}.session.set.{made.user}.{made.id}")
+
+    # What became of them
+
+    async def check(self, agent: Agent) -> tuple[int | None, str]:
+        """Exit code and output of the set's check on an agent's files; None and why where it was not run."""
+        made = self._sets.get(agent.set_id)
+        if made is None or not made.check:
+            return None, ""
+        command = WorkspaceCommand(
+            run=self._run,
+            name=f"{agent.user}.{agent.id}-check-{secrets.token_hex(4)}",
+            image=agent.image,
+            files=agent.files,
+            command="\n".join(filter(None, (f"({made.setup}) || exit" if made.setup else "", made.check))),
+            timeout_s=self._config.production.command_s,
+        )
+        report = await self._ask(command, agent.user)
+        return (None, report.failed) if report.failed else (report.code, report.output)
+
+    def view(self, made: AgentSet) -> dict[str, Any]:
+        """The set with its agents and their runs."""
+        agents = [
+            {"agent": agent_view(agent), "run": run_view(agent.runs[-1]), "restored": agent.runs[0].restored}
+            for agent in self.members(made)
+        ]
+        return {"set": made.id, "forked": made.forked, "agents": agents}
+
+    async def compare(self, made: AgentSet) -> dict[str, Any]:
+        """Each agent's diff with the outcome of its check, and the overlap of each pair."""
+        bases = {agent.id: await self._base(made, agent) for agent in self.members(made)}
+        files = {agent.id: agent.files for agent in self.members(made)}
+        diffs = {id: await file_diffs(bases[id], files[id]) for id in files}
+        agents = [
+            {
+                "agent": agent.id,
+                "status": agent.runs[-1].state,
+                "check": check_view(agent.runs[-1]) if made.check else None,
+                "files": [diff.view() for diff in diffs[agent.id]],
+                "linesAdded": sum(diff.added for diff in diffs[agent.id]),
+                "linesRemoved": sum(diff.removed for diff in diffs[agent.id]),
+            }
+            for agent in self.members(made)
+        ]
+        return {"set": made.id, "agents": agents, "overlaps": overlaps(diffs, files)}
+
+    async def merge(self, made: AgentSet, agent: Agent, codebase: dict[str, bytes] | None) -> Merged:
+        """The agent's work merged into a codebase; None: into the files that the agents began with."""
+        base = await self._base(made, agent)
+        return await merge(base, base if codebase is None else codebase, agent.files, agent.id)
+
+    async def _base(self, made: AgentSet, agent: Agent) -> dict[str, bytes]:
+        """The files that an agent began with. Those of an image are known where the agent changed them."""
+        if not made.complete:
+            text = "the files that this set began with are too large to keep, and the gateway was restarted since"
+            raise AgentRefused(410, "base_expired", text)
+        base = dict(made.files)
+        for run in agent.runs:
+            trajectory = await self._agents.trajectory(agent, run) if agent.image else None
+            base = (trajectory.originals if trajectory is not None else {}) | base
+        return base
+
+    def changed(self, made: AgentSet, agent: Agent) -> list[str]:
+        """Paths that an agent changed."""
+        return changed_paths(made.files, agent.files)

@@ -1,0 +1,163 @@
+"""Ratings of users, the branch that trains on them, and the gate."""
+
+from typing import Literal
+
+import msgspec
+
+from headrace.messages.base import Count, Message, Version, message
+from headrace.messages.rollout import PolicyRef
+
+Fate = Literal["late", "capped", "opted_out", "unattributed", "superseded", "discarded", "closed"]
+"""The end of a rating. ``closed``: it has a place in the branch's batches, and is trained when that batch is."""
+
+Stage = Literal["idle", "benchmark", "shadow", "canary", "promoted", "held", "rolled_back"]
+
+
+def branch_key(branch: str) -> str:
+    """Key of a branch's Branch record in HR_STATE; the feedback actor writes it."""
+    return f"feedback.{branch}.branch"
+
+
+def gate_key(run: str) -> str:
+    """Key of a run's GateState in HR_STATE; the feedback actor writes it."""
+    return f"feedback.{run}.gate"
+
+
+@message("feedback")
+class Feedback(Message, frozen=True, kw_only=True):
+    """A user's thumb up or down on one production trajectory."""
+
+    tenant: str
+    user: str
+    """Keyed hash of the user id; the id itself never reaches the bus."""
+    run: str
+    trajectory: str
+    thumb: Literal["up", "down"]
+    training_allowed: bool = False
+    comment: str = ""
+    untrainable: str = ""
+    """Why the session cannot be trained on although it is rated; empty when it can."""
+
+
+@message("feedback_settled")
+class FeedbackSettled(Message, frozen=True, kw_only=True):
+    """The end of one rating, except that of a rating in the branch's batches: its end is the outcome of the step."""
+
+    run: str
+    feedback_seq: Count
+    """Sequence of the Feedback in HR_FEEDBACK."""
+    fate: Fate
+    detail: str = ""
+    branch: str = ""
+    group: str = ""
+    """The group under which the branch trains on it; only with ``closed``."""
+
+
+class PurgedFeedback(msgspec.Struct, frozen=True):
+    """A rating that is deleted with its user."""
+
+    seq: Count
+    group: str = ""
+    """The group in the branch's batches, if it had a place there."""
+
+
+@message("feedback_purged")
+class FeedbackPurged(Message, frozen=True, kw_only=True):
+    """The ratings of a user before the user's data is deleted, so that the ledger balances without the records. Later
+    batches leave the user's earlier ratings out."""
+
+    run: str
+    user: str
+    ratings: tuple[PurgedFeedback, ...]
+    branch: str = ""
+    last_version_before: Version = -1
+    """The newest branch version that no rating of the user had a part in; -1 when none had a part in any version."""
+
+
+@message("branch")
+class Branch(Message, frozen=True, kw_only=True):
+    """A branch run: it trains on rated sessions, and its version 0 is a version of another run."""
+
+    run: str
+    base_run: str
+    base_version: Count
+    base_hash: str
+
+
+@message("shadow_turn")
+class ShadowTurn(Message, frozen=True, kw_only=True):
+    """A turn that a candidate answered beside the promoted version; no user sees it."""
+
+    run: str
+    policy: PolicyRef
+    ok: bool
+    """A turn was sampled."""
+    detail: str = ""
+    sampled: Count = 0
+
+
+class Arm(msgspec.Struct, frozen=True, kw_only=True):
+    """Rated sessions of one policy in one stage."""
+
+    sessions: Count = 0
+    up: Count = 0
+
+
+class PairedFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Candidate and promoted version on the same tasks."""
+
+    tasks: Count = 0
+    """Tasks that both were measured on."""
+    won: Count = 0
+    """Tasks that only the candidate passed."""
+    lost: Count = 0
+    """Tasks that only the promoted version passed."""
+    lower: float = 0.0
+    """Lower confidence bound of the difference of the pass rates."""
+
+
+@message("gate_state")
+class GateState(Message, frozen=True, kw_only=True):
+    """Where the candidate stands; a value in HR_STATE, so a restarted feedback actor goes on and gateways route by
+    it."""
+
+    run: str
+    stage: Stage = "idle"
+    candidate: PolicyRef = PolicyRef()
+    promoted: PolicyRef = PolicyRef()
+    """The version that it is compared with."""
+    share: float = 0.0
+    """Share of new sessions that the candidate serves."""
+    step: Count = 0
+    """Number of the canary stage."""
+    since: float = 0.0
+    """Seconds since the epoch at which the stage began."""
+    seen_seq: Count = 0
+    """Newest rating in HR_FEEDBACK that the arms hold."""
+    control: Arm = Arm()
+    treated: Arm = Arm()
+    shadowed: Count = 0
+    shadow_failed: Count = 0
+    benchmark: PairedFigures = PairedFigures()
+    evaluations: tuple[str, str] = ("", "")
+    """Ids of the candidate's evaluation and of the promoted version's."""
+
+
+@message("gate_verdict")
+class GateVerdict(Message, frozen=True, kw_only=True):
+    """A change of stage, with the numbers that led to it."""
+
+    run: str
+    candidate: PolicyRef
+    promoted: PolicyRef
+    stage: Stage
+    """The stage that begins."""
+    share: float = 0.0
+    reason: str = ""
+    benchmark: PairedFigures = PairedFigures()
+    control: Arm = Arm()
+    treated: Arm = Arm()
+    harm_p: float = 1.0
+    """Always-valid p-value of the harm test in the stage that ends."""
+    shadowed: Count = 0
+    shadow_failed: Count = 0
