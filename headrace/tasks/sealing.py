@@ -42,6 +42,8 @@ class Sealed(NamedTuple):
     """``path::function`` to its comparisons, for plain functions whose comparisons run once each, one after another."""
     comparisons: int
     """All comparisons and other assertions that the files hold: sealed ones are `literals`."""
+    places: dict[int, tuple[str, frozenset[str]]]
+    """Comparison to its file and the functions that it is in."""
 
 
 class _Comparison(NamedTuple):
@@ -104,6 +106,7 @@ def seal(files: Mapping[str, bytes], leave: Collection[int] = ()) -> Sealed:
     sealed: dict[str, bytes] = {}
     literals: dict[int, str] = {}
     functions: dict[str, tuple[int, ...]] = {}
+    places: dict[int, tuple[str, frozenset[str]]] = {}
     number = comparisons = 0
     for path in sorted(files):
         try:
@@ -119,6 +122,7 @@ def seal(files: Mapping[str, bytes], leave: Collection[int] = ()) -> Sealed:
             starts.append(starts[-1] + len(line))
         cuts: list[tuple[int, int, bytes]] = []
         numbers: dict[ast.stmt, int] = {}
+        inside = _enclosing(tree)
         for node in _statements(tree):
             found = _comparison(node)
             if found is None:
@@ -130,6 +134,7 @@ def seal(files: Mapping[str, bytes], leave: Collection[int] = ()) -> Sealed:
                 cuts.append((begin, end, b"__observe__(%d, (%s%s))" % (number, value, lines)))
                 literals[number] = found.literal
                 numbers[node] = number
+                places[number] = path, inside[node]
             number += 1
         for begin, end, text in reversed(cuts):
             source = source[:begin] + text + source[end:]
@@ -140,7 +145,31 @@ def seal(files: Mapping[str, bytes], leave: Collection[int] = ()) -> Sealed:
                 straight = tuple(numbers[part] for part in node.body if part in numbers)
                 if straight and len(straight) == sum(part in numbers for part in _statements(node)):
                     functions[f"{path}::{node.name}"] = straight
-    return Sealed(sealed, literals, functions, comparisons)
+    return Sealed(sealed, literals, functions, comparisons, places)
+
+
+def _enclosing(tree: ast.AST) -> dict[ast.AST, frozenset[str]]:
+    """The functions around every node."""
+    around: dict[ast.AST, frozenset[str]] = {tree: frozenset()}
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        named = {node.name} if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else set[str]()
+        for child in ast.iter_child_nodes(node):
+            around[child] = around[node] | named
+            waiting.append(child)
+    return around
+
+
+def seen_by(sealed: Sealed, tests: Collection[str]) -> frozenset[int]:
+    """The comparisons inside these tests; where one has none of its own (it calls others), those of its whole file."""
+    found: set[int] = set()
+    for test in tests:
+        path, _, name = test.partition("[")[0].partition("::")
+        function = name.rpartition("::")[2]
+        own = {number for number, (place, around) in sealed.places.items() if place == path and function in around}
+        found |= own or {number for number, (place, _) in sealed.places.items() if place == path}
+    return frozenset(found)
 
 
 def _span(starts: Sequence[int], node: ast.stmt | ast.expr) -> tuple[int, int]:

@@ -57,6 +57,19 @@ def test_big():
 """
 
 
+SOURCE_READERS = """
+import inspect, pytest
+from app.code import *
+
+class TestReader:
+    @pytest.mark.parametrize("n", [3])
+    def test_own(self, n):
+        assert twice(n) == 6
+        assert inspect.getsource(type(self)).count("twice(n) == 6") > 1
+
+def test_plain():
+    assert twice(3) == 6
+"""
 LOUD = """
 from app.code import *
 
@@ -98,6 +111,18 @@ async def test_a_comparison_that_leaves_no_room_for_others_stays_an_assertion(la
         "2 of 3 assertions are sealed: their answers stay with the judge",
         "1 of 1 comparisons of two computed values have those of the untouched code as their answer",
     ]
+
+
+async def test_a_test_that_fails_with_sealed_comparisons_keeps_them_and_the_others_are_sealed(
+    lab: Lab, tmp_path: Path
+) -> None:
+    """One such test left the whole package unsealed."""
+    package = package_of(tmp_path, SOURCE_READERS)
+    plan, said = TestPlan(kind="pytest", paths=package.tests, timeout_s=120.0), list[str]()
+    names = ("tests/test_code.py::TestReader::test_own[3]", "tests/test_code.py::test_plain")
+    exam = await sealed(lab, package, Exam(plan=plan, expected=names), said.append)
+    assert exam.answers == {names[1]: ((1, "6"),)}
+    assert said == ["1 of 3 assertions are sealed: their answers stay with the judge"]
 
 
 async def test_what_the_untouched_code_computes_is_recorded_where_it_is_always_the_same(
