@@ -22,6 +22,13 @@ RUNNING: tuple[Stage, ...] = ("benchmark", "shadow", "canary")
 """Stages of a candidate that has no verdict yet."""
 
 
+class GateLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line that `headrace gate` prints: one verdict, or the present state of the gate."""
+
+    verdict: GateVerdict | None = None
+    now: GateState | None = None
+
+
 class Move(NamedTuple):
     """The next state, and the verdict that says why."""
 

@@ -11,6 +11,8 @@ it is a separate record (`DeadLetterSettled`). Dead letters are kept, because th
 import re
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from headrace.bus.connection import MAX_INLINE, Bus
 from headrace.bus.errors import BusError, MessageGone, Reject
 from headrace.bus.nats import ordered_reader
@@ -27,6 +29,11 @@ _OWN = ("Nats-", "traceparent", "tracestate")
 """Headers that the broker or the bus writes anew."""
 
 
+SHOWN_BYTES = 2000
+"""A report shows a binary field of a payload as text up to this size."""
+JsonValue = dict[str, "JsonValue"] | list["JsonValue"] | str | int | float | bool | None
+
+
 class DeadLetterEntry(NamedTuple):
     """A dead letter with its place in HR_DLQ and the decision about it, None while there is none."""
 
@@ -34,6 +41,69 @@ class DeadLetterEntry(NamedTuple):
     time: float
     letter: DeadLetter
     settled: DeadLetterSettled | None
+
+
+class DeadLetterReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The report of `headrace dlq show`: a dead letter, the decision about it, and its message."""
+
+    letter: int
+    """Sequence of the dead letter on HR_DLQ."""
+    key: str
+    time: float
+    """Unix time at which the broker stored the dead letter, in seconds."""
+    stream: str
+    consumer: str
+    stream_seq: int
+    subject: str
+    type: str
+    reason: str
+    deliveries: int
+    headers: dict[str, str]
+    trace: str
+    command: str
+    settled: DeadLetterSettled | None
+    payload_bytes: int
+    message: JsonValue
+    """The decoded message; a sentence where it cannot be read. Long or binary fields are replaced by their size."""
+
+
+def report_of(entry: DeadLetterEntry) -> DeadLetterReport:
+    """The report on one dead letter."""
+    letter = entry.letter
+    try:
+        message = _plain(msgspec.to_builtins(decode(letter.payload, letter.headers), builtin_types=(bytes,)))
+    except UnreadableMessage as error:
+        message = f"unreadable: {error}"
+    return DeadLetterReport(
+        letter=entry.seq,
+        key=key_of(letter),
+        time=entry.time,
+        stream=letter.stream,
+        consumer=letter.consumer,
+        stream_seq=letter.stream_seq,
+        subject=letter.subject,
+        type=letter.type,
+        reason=letter.reason,
+        deliveries=letter.deliveries,
+        headers=letter.headers,
+        trace=letter.trace,
+        command=letter.command,
+        settled=entry.settled,
+        payload_bytes=len(letter.payload),
+        message=message,
+    )
+
+
+def _plain(value: Any) -> JsonValue:
+    """Builtins that JSON accepts: short printable bytes become text, other bytes their count."""
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, bytes):
+        text = value.decode("utf-8", "replace")
+        return text if len(value) <= SHOWN_BYTES and text.isprintable() | ("\n" in text) else f"<{len(value)} bytes>"
+    return value  # type: ignore[no-any-return]
 
 
 async def dead_letter_from(bus: Bus, received: Received[Any]) -> DeadLetter | None:

@@ -1,13 +1,10 @@
-"""`headrace gate`: where the candidate stands, and every verdict so far with its numbers."""
+"""`headrace gate`: the stage of the candidate, and every verdict so far with its numbers."""
 
 import argparse
-import json
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from headrace.cli.arguments import add_run
-from headrace.launch.output import say
+from headrace.launch.output import say_report
 
 if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
@@ -15,7 +12,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("gate", help="show where the candidate stands, and every verdict so far")
+    parser = commands.add_parser("gate", help="show the stage of the candidate, and every verdict so far")
     add_run(parser)
     parser.set_defaults(handler=gate)
 
@@ -24,6 +21,7 @@ def gate(args: argparse.Namespace) -> int:
     """One JSON line per verdict, and a last one with the present state."""
     from headrace.launch import runs
     from headrace.launch.session import bus_of, looped
+    from headrace.ledger.gate import GateLine
     from headrace.messages.product import GateState, GateVerdict, gate_key
     from headrace.messages.subjects import EVENT
 
@@ -32,10 +30,10 @@ def gate(args: argparse.Namespace) -> int:
         async with bus_of(folder) as bus:
             where = EVENT.where(run=folder.id, actor="feedback", type=GateVerdict.type_name)
             async for received in bus.history("HR_EVENT", where):
-                say(json.dumps({"verdict": msgspec.to_builtins(received.message)}))
+                say_report(GateLine(verdict=received.message))
             entry = await (await bus.kv("HR_STATE")).get(gate_key(folder.id))
-            state = entry[0] if entry is not None else GateState(run=folder.id)
-            say(json.dumps({"now": msgspec.to_builtins(state)}))
+            state = entry[0] if entry is not None and isinstance(entry[0], GateState) else GateState(run=folder.id)
+            say_report(GateLine(now=state))
         return 0
 
     return looped(body())

@@ -7,7 +7,7 @@
 import argparse
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
 
 LETTER_HELP = "number, or STREAM/CONSUMER/SEQUENCE"
-SHOWN_BYTES = 2000
-"""`show` prints a text field of a payload in full up to this many bytes."""
 
 
 def add(commands: "Commands") -> None:
@@ -106,38 +104,10 @@ async def find(bus: "Bus", name: str) -> "DeadLetterEntry":
 
 
 async def _show(bus: "Bus", name: str) -> int:
-    from headrace.bus.runtime.dead_letters import key_of
-    from headrace.messages.codec import UnreadableMessage, decode
+    from headrace.bus.runtime.dead_letters import report_of
 
-    entry = await find(bus, name)
-    letter = entry.letter
-    try:
-        message = msgspec.to_builtins(decode(letter.payload, letter.headers), builtin_types=(bytes,))
-    except UnreadableMessage as error:
-        message = f"unreadable: {error}"
-    shown = {
-        "letter": entry.seq,
-        "key": key_of(letter),
-        "time": entry.time,
-        **{name: getattr(letter, name) for name in letter.__struct_fields__ if name != "payload"},
-        "settled": msgspec.to_builtins(entry.settled) if entry.settled is not None else None,
-        "payload_bytes": len(letter.payload),
-        "message": plain(message),
-    }
-    say(json.dumps(shown, indent=2))
+    say(json.dumps(msgspec.to_builtins(report_of(await find(bus, name))), indent=2))
     return 0
-
-
-def plain(value: Any) -> Any:
-    """Builtins that JSON accepts: short printable bytes become text, other bytes their count."""
-    if isinstance(value, dict):
-        return {str(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
-    if isinstance(value, bytes):
-        text = value.decode("utf-8", "replace")
-        return text if len(value) <= SHOWN_BYTES and text.isprintable() | ("\n" in text) else f"<{len(value)} bytes>"
-    return value
 
 
 async def _retry_or_drop(bus: "Bus", args: argparse.Namespace) -> int:

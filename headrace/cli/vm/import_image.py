@@ -1,14 +1,11 @@
 """`headrace vm import`: a container image or a root file system becomes the root of a template."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from headrace.cli.arguments import add_config
-from headrace.launch.output import say
+from headrace.launch.output import say_report
 
 if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
@@ -32,5 +29,5 @@ def import_image(args: argparse.Namespace) -> int:
 
     cache = Path(load(args.config, args.set).environment.cache_dir).absolute()
     base = imported.take(cache, Path(args.path), args.name, args.tag)
-    say(json.dumps(msgspec.to_builtins(base)))
+    say_report(base)
     return 0

@@ -24,6 +24,7 @@ from headrace.rendering.base import Call
 from headrace.tasks import open_suite
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.judging import first
 from tests.support.paths import ROOT
 from tests.support.region_brokers import free_port
 
@@ -68,15 +69,11 @@ async def test_a_trajectory_holds_the_answers_and_the_failures_of_a_server(
     )
     await observer.publish(TASK.at(run=run, lane="train", suite=token("generated/train")), request)
 
-    async def trajectory() -> Trajectory:
-        async for received in observer.follow("HR_TRAJ", TRAJ.at(run=run, group="g1")):
-            if isinstance(received.message, Trajectory):
-                return received.message
-        raise AssertionError("no trajectory")
-
     async with living(Environment, config, await connect("environment", node="n1"), ANY_RUN):
         async with living(Rollout, config, await connect("rollout"), run, "roll-1"):
-            made = await trajectory()
+            made = await first(
+                observer, "HR_TRAJ", TRAJ.at(run=run, group="g1"), lambda found: isinstance(found, Trajectory)
+            )
     (repeat, wrong), (died,), (again,), (slow,), (over,), _ = ([*turn.results] for turn in made.turns)
     assert (repeat.ok, repeat.output) == (True, "ab" * 10 + "\n[40 bytes cut]")
     assert (wrong.ok, wrong.output) == (False, "times: expected integer, got 'many'")

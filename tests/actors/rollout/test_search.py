@@ -27,6 +27,7 @@ from headrace.tasks.local import LocalFiles
 from tests.conftest import Connect
 from tests.support import embedding_model
 from tests.support.actors import living
+from tests.support.judging import first
 
 pytestmark = pytest.mark.anyio
 TOOL = "semantic_search"
@@ -66,18 +67,14 @@ async def test_a_trajectory_holds_the_evidence_of_its_searches(
     )
     await observer.publish(TASK.at(run=run, lane="train", suite=token("generated/train")), request)
 
-    async def trajectory() -> Trajectory:
-        async for received in observer.follow("HR_TRAJ", TRAJ.at(run=run, group="g1")):
-            if isinstance(received.message, Trajectory):
-                return received.message
-        raise AssertionError("no trajectory")
-
     async with living(Environment, config, await connect("environment", node="n1"), ANY_RUN):
         async with (
             living(Search, config, await connect("search"), run),
             living(Rollout, config, await connect("rollout"), run, "roll-1"),
         ):
-            made = await trajectory()
+            made = await first(
+                observer, "HR_TRAJ", TRAJ.at(run=run, group="g1"), lambda found: isinstance(found, Trajectory)
+            )
     before, after = made.turns[0].results[0], made.turns[2].results[0]
     assert before.retrieved is not None and after.retrieved is not None
     assert before.retrieved.mode == "hybrid" and before.retrieved.root != after.retrieved.root
