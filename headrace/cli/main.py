@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from headrace.cli import deploy
 from headrace.cli.bus import declare, permissions
+from headrace.cli.config import explain
 from headrace.cli.feedback import gate, promote, rollback
 from headrace.cli.images import gc as images_gc
 from headrace.cli.images import listing as images_list
@@ -29,7 +30,7 @@ from headrace.cli.measure import bench, judge_card
 from headrace.cli.observe import dashboard, export_metrics, logs, top
 from headrace.cli.policy import from_gguf
 from headrace.cli.replay import dlq, rejudge, replay, retrain
-from headrace.cli.run import actor, audit, chaos, check, down, evaluate, staleness, status, subjects, up, wire
+from headrace.cli.run import actor, audit, chaos, check, down, evaluate, launch, staleness, status, subjects, up, wire
 from headrace.cli.run import export as run_export
 from headrace.cli.tasks import atif, certify, export_suite, from_sdist, import_suite, make, show
 from headrace.cli.trainer import plan
@@ -41,6 +42,7 @@ from headrace.cli.weights import show as weights_show
 COMMANDS: tuple[ModuleType, ...] = (
     up,
     check,
+    launch,
     down,
     dashboard,
     top,
@@ -69,6 +71,7 @@ COMMANDS: tuple[ModuleType, ...] = (
 
 GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
     ("bus", "prepare a broker that headrace did not start", (declare, permissions)),
+    ("config", "where the values of a configuration come from", (explain,)),
     ("policy", "checkpoints of a policy", (from_gguf,)),
     (
         "tasks",

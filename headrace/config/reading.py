@@ -1,8 +1,9 @@
 """From TOML and overrides to a Config, or one sentence: file, line, key, what was expected, what was found."""
 
+import os
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,26 +16,38 @@ from headrace.config.tree import Config
 _PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
 MOVED = {"production.feedback_batch": "feedback.batch", "production.gate_tasks": "gate.tasks"}
 """Keys that have another section now: files and recorded runs that hold the old ones are still read."""
+PREFIX = "HEADRACE_SET_"
+"""Of environment variables that set a key: HEADRACE_SET_SECTION__KEY=value, in capitals."""
 _SHOWN = 60
 """Characters of a wrong value that an error shows."""
 
 
-def parse(text: str, name: str = "config", overrides: Sequence[str] = ()) -> Config:
-    """A Config from TOML text, then ``section.key=value`` overrides. ConfigError names line, key and expectation."""
+def from_environment(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The variables that set keys, each with its override ``section.key=value``, sorted."""
+    found = sorted((name, value) for name, value in environment.items() if name.startswith(PREFIX))
+    return [(name, f"{name.removeprefix(PREFIX).lower().replace('__', '.')}={value}") for name, value in found]
+
+
+def parse(
+    text: str, name: str = "config", overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Config:
+    """A Config from TOML text, then the variables of `environment` that set keys, then ``section.key=value`` overrides.
+    ConfigError names line, key and expectation."""
     try:
         raw: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name} is not valid TOML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{name} is not usable TOML: it is nested too deeply") from None
-    overridden = {_override(raw, entry) for entry in overrides}
+    overridden = {_override(raw, entry, variable): variable for variable, entry in from_environment(environment or {})}
+    overridden |= {_override(raw, entry): "--set" for entry in overrides}
     _move(raw)
 
     def refuse(path: str, what: str) -> ConfigError:
         key = re.sub(r"\[[^\]]*\]", "", path)
         if key in overridden:
-            return ConfigError(f"--set {path}: {what}")
-        line = _line_of(text, path) or _line_of(text, path.rpartition(".")[0])  # an inline table has its own line
+            return ConfigError(f"{overridden[key]} {path}: {what}")
+        line = line_of(text, path) or line_of(text, path.rpartition(".")[0])  # an inline table has its own line
         return ConfigError(f"{name}{f', line {line}' if line else ''}: {path or 'top level'}: {what}")
 
     try:
@@ -93,7 +106,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
-def _line_of(text: str, path: str) -> int:
+def line_of(text: str, path: str) -> int:
     """The line on which a dotted key is written, 0 when it cannot be told."""
     *sections, key = re.sub(r"\[[^\]]*\]", "", path).split(".")
     wanted, current = ".".join(sections), ""
@@ -108,13 +121,14 @@ def _line_of(text: str, path: str) -> int:
     return 0
 
 
-def _override(raw: dict[str, Any], entry: str) -> str:
-    """Set one dotted key and return it; the value is TOML where it parses as such and a plain string otherwise."""
+def _override(raw: dict[str, Any], entry: str, origin: str = "--set") -> str:
+    """Set one dotted key and return it. origin: `--set`, or the environment variable. The value is TOML where it parses
+    as such and a plain string otherwise."""
     path, equals, value = entry.partition("=")
     path = path.strip()
     *sections, key = path.split(".")
     if not equals or not sections or not all((*sections, key)):
-        raise ConfigError(f"--set expected section.key=value, got {entry!r}")
+        raise ConfigError(f"{origin} expected section.key=value, got {entry!r}")
     try:
         table = tomllib.loads(f"x = {value}")
         parsed = table["x"] if len(table) == 1 else value.strip()
@@ -124,7 +138,7 @@ def _override(raw: dict[str, Any], entry: str) -> str:
     for section in sections:
         keys = keys.setdefault(section, {})
         if not isinstance(keys, dict):
-            raise ConfigError(f"--set {path}: expected [{section}] to be a section, got {_shown(keys)}")
+            raise ConfigError(f"{origin} {path}: expected [{section}] to be a section, got {_shown(keys)}")
     keys[key] = parsed
     return path
 
@@ -149,11 +163,13 @@ def _suggestion(path: str) -> str:
     return f"; [{'.'.join(sections) or 'top'}] has {', '.join(names)}" if names and key not in names else ""
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Config:
     """A Config from a TOML file, or from the JSON in which a run keeps what it ran with; an empty path means all
-    defaults. ConfigError."""
+    defaults. environment: whose HEADRACE_SET_ variables count, those of this process by default; they leave a recorded
+    run as it was. ConfigError."""
+    environment = os.environ if environment is None else environment
     if not str(path):
-        return parse("", "defaults", overrides)
+        return parse("", "defaults", overrides, environment)
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
@@ -168,7 +184,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             return msgspec.convert(raw, Config)
         except (msgspec.DecodeError, RecursionError) as error:
             raise ConfigError(f"{file}: {error}") from None
-    return parse(text, str(file), overrides)
+    return parse(text, str(file), overrides, environment)
 
 
 def keys() -> Iterator[tuple[str, str, Any, Any]]:

@@ -94,7 +94,7 @@ async def test_two_nodes_without_a_shared_folder_train_and_balance(tmp_path: Pat
                 continue  # below, when the run has ended
             else:
                 finish(words, first)
-        steps = await until_finished(port, first / "credentials")
+        steps = await until_finished(f"nats://127.0.0.1:{port}", first / "credentials")
         status, ledger = (finish(words, second) for words in commands if words[1] in ("status", "audit"))
         assert "run r1: active" in status and "step 3" in status
     finally:
@@ -119,9 +119,9 @@ async def listens(port: int) -> None:
         return
 
 
-async def until_finished(port: int, credentials: Path) -> int:
+async def until_finished(url: str, credentials: Path) -> int:
     """Wait for the curriculum's last event; the number of steps."""
-    async with await Bus.connect(f"nats://127.0.0.1:{port}", role="operator", credentials=credentials) as bus:
+    async with await Bus.connect(url, role="operator", credentials=credentials) as bus:
         async for received in bus.follow("HR_EVENT", s.EVENT.where(run="r1", actor="curriculum", type="event")):
             if isinstance(received.message, Event) and received.message.kind == "run_finished":
                 break

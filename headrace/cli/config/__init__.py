@@ -1,0 +1,1 @@
+"""`headrace config`: where the values of a configuration come from."""

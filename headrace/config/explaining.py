@@ -1,0 +1,127 @@
+"""One key of the configuration: its value, the layer that set it, its type and range, and what it means.
+
+Layers, the last wins: defaults, the TOML file, the environment (`HEADRACE_SET_SECTION__KEY`), `--set`.
+"""
+
+import ast
+import difflib
+import functools
+import inspect
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.config.base import WORDS, ConfigError
+from headrace.config.reading import MOVED, from_environment, keys, line_of, load
+from headrace.config.tree import Config
+
+
+class Explanation(NamedTuple):
+    """A key with its value and everything that is known about it."""
+
+    key: str
+    value: Any
+    source: str
+    type: str
+    default: Any
+    meaning: str
+
+
+def explain(
+    key: str, path: str = "", overrides: Sequence[str] = (), environment: Mapping[str, str] = os.environ
+) -> Explanation:
+    """Explain `section.key` in a configuration. ConfigError names the nearest key where there is none."""
+    known = {f"{section}.{name}": (kind, default) for section, name, kind, default in keys()}
+    if key not in known:
+        near = difflib.get_close_matches(key, known, 1, 0.0)
+        raise ConfigError(f"there is no key {key!r}; the nearest is {near[0]}")
+    config = load(path, overrides, environment)
+    section, _, name = key.partition(".")
+    kind, default = known[key]
+    return Explanation(
+        key,
+        getattr(getattr(config, section), name),
+        _source(key, path, overrides, environment),
+        described(msgspec.inspect.type_info(kind)),
+        default,
+        _meaning(type(getattr(Config(), section)), name),
+    )
+
+
+def _source(key: str, path: str, overrides: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The highest layer that sets a key."""
+    for entry in reversed(overrides):
+        if entry.partition("=")[0].strip() == key:
+            return f"--set {entry}"
+    for variable, entry in from_environment(environment):
+        if entry.partition("=")[0] == key and not path.endswith(".json"):
+            return f"environment variable {variable}"
+    if path.endswith(".json"):
+        return f"{path}, the recorded configuration of a run"
+    if path:
+        text = Path(path).read_text(encoding="utf-8")
+        raw = tomllib.loads(text)
+        for written in (key, *(old for old, new in MOVED.items() if new == key)):
+            section, _, name = written.partition(".")
+            if name in raw.get(section, {}):
+                line = line_of(text, written) or line_of(text, section)
+                return f"{path}{f', line {line}' if line else ''}" + (f" (as {written})" if written != key else "")
+    return "default"
+
+
+def described(kind: msgspec.inspect.Type) -> str:
+    """A type and its range in words."""
+    match kind:
+        case msgspec.inspect.BoolType():
+            return "true or false"
+        case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
+            word = "integer" if isinstance(kind, msgspec.inspect.IntType) else "number"
+            low = (
+                f"at least {kind.ge:g}" if kind.ge is not None else f"above {kind.gt:g}" if kind.gt is not None else ""
+            )
+            high = (
+                f"at most {kind.le:,}" if kind.le is not None else f"below {kind.lt:,}" if kind.lt is not None else ""
+            )
+            return ", ".join(part for part in (word, low, high) if part)
+        case msgspec.inspect.StrType():
+            return WORDS.get(kind.pattern or "", "text")
+        case msgspec.inspect.LiteralType():
+            return " or ".join(map(repr, kind.values))
+        case msgspec.inspect.VarTupleType() | msgspec.inspect.ListType():
+            return f"list of: {described(kind.item_type)}"
+        case msgspec.inspect.TupleType():
+            return "list of exactly: " + "; ".join(described(item) for item in kind.item_types)
+        case msgspec.inspect.DictType():
+            return f"table of: {described(kind.value_type)}"
+        case msgspec.inspect.UnionType():
+            return ", or ".join(described(item) for item in kind.types)
+        case msgspec.inspect.StructType():
+            return f"table with {', '.join(field.name for field in kind.fields)}"
+        case msgspec.inspect.Metadata():
+            return described(kind.type)
+    return type(kind).__name__.removesuffix("Type").lower()
+
+
+def _meaning(section: type[Any], name: str) -> str:
+    """The text under a key in its section's source, else the name and the text of the section."""
+    return _texts(section).get(name) or f"[{section.__name__}] " + re.sub(r"\s+", " ", section.__doc__ or "")
+
+
+@functools.cache
+def _texts(section: type[Any]) -> dict[str, str]:
+    """The text under each key of a section that has one."""
+    [tree] = ast.parse(inspect.getsource(section)).body
+    assert isinstance(tree, ast.ClassDef)
+    name = ""
+    found: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+        elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            found[name] = re.sub(r"\s+", " ", str(node.value.value))
+    return found

@@ -1,0 +1,147 @@
+"""Makes the files of each host: the run's configuration, the processes, the keys of its own roles and no others."""
+
+import io
+import tarfile
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.actors.registry import ACTORS
+from headrace.bus.broker import credentials
+from headrace.bus.broker.server import CONF
+from headrace.config import Config, ConfigError, load
+from headrace.launch.cluster.file import Cluster, Node, Process, name_of
+
+ORDER = "node.json"
+"""The file that says which processes a host runs."""
+NEEDED = ("curriculum", "environment", "judge", "rollout", "trainer", "weight_sender")
+SINGLE = ("curriculum", "trainer", "weight_sender")
+"""Actors of which a run has one."""
+PUBLIC = f"{credentials.PUBLISHER}.pub"
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """The processes of a host, for its keeper."""
+
+    host: str
+    run: str
+    url: str
+    environment: dict[str, str]
+    processes: tuple[Process, ...]
+
+
+class Plan(NamedTuple):
+    """A host and its files: name to content."""
+
+    host: Node
+    order: Order
+    files: dict[str, bytes]
+
+    @property
+    def broker(self) -> bool:
+        """Whether the host has the run's broker."""
+        return any(process.broker for process in self.order.processes)
+
+    def archive(self) -> bytes:
+        """The files as a tar, readable by their owner alone."""
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w") as tar:
+            for name, content in sorted(self.files.items()):
+                entry = tarfile.TarInfo(name)
+                entry.size, entry.mode = len(content), 0o600
+                tar.addfile(entry, io.BytesIO(content))
+        return out.getvalue()
+
+
+def plan(cluster: Cluster, base: Path) -> list[Plan]:
+    """The plan of every host, the broker's first. base: the folder of the cluster's file. ConfigError.
+
+    Keys that do not exist yet are made in the folder of `[bus] credentials`."""
+    file = base / cluster.run
+    config = load(file)
+    for key, value in (
+        ("run.id", config.run.id),
+        ("bus.url", config.bus.url),
+        ("bus.credentials", config.bus.credentials),
+    ):
+        if not value:
+            raise ConfigError(f"{file}: {key}: the processes of several hosts agree on it; set {key}")
+    _check(cluster, config, file)
+    keys = base / config.bus.credentials
+    if not keys.is_dir():
+        credentials.write(keys)
+    own = Path(credentials.of_run(str(keys), config.run.id))
+    toml = file.read_bytes()
+    plans = [_host(host, config, toml, keys, own) for host in cluster.hosts]
+    return sorted(plans, key=lambda one: not one.broker)
+
+
+def _check(cluster: Cluster, config: Config, file: Path) -> None:
+    """ConfigError for what would start and then wait for ever, or fail on its host."""
+    places: dict[str, list[str]] = {}
+    for host in cluster.hosts:
+        for process in host.processes:
+            for actor in process.actors:
+                kind = actor.partition(":")[0]
+                if kind not in ACTORS:
+                    raise ConfigError(f"host {host.name}: unknown actor {actor!r}; expected one of {', '.join(ACTORS)}")
+                places.setdefault(kind, []).append(host.name)
+            if process.set:
+                load(file, process.set)
+            if process.broker and "," in config.bus.url:
+                raise ConfigError(f"host {host.name}: a broker of one server cannot serve [bus] url with several")
+    for kind in NEEDED:
+        if kind not in places:
+            raise ConfigError(f"no host runs the actor {kind}, and a run needs it; add it to a process")
+    for kind in SINGLE:
+        if len(places[kind]) > 1:
+            raise ConfigError(f"{kind} runs {len(places[kind])} times ({', '.join(places[kind])}); a run has one")
+    if places["weight_sender"] != places["trainer"]:
+        raise ConfigError(
+            f"weight_sender runs on host {places['weight_sender'][0]} and trainer on {places['trainer'][0]}: the "
+            f"sender reads the trainer's folder, so put both on one host"
+        )
+    for name in places["rollout"]:
+        if name not in places.get("weight_receiver", []):
+            raise ConfigError(f"host {name} runs rollout without weight_receiver, so no version reaches it; add it")
+
+
+def _host(host: Node, config: Config, toml: bytes, keys: Path, own: Path) -> Plan:
+    order = Order(
+        host=host.name, run=config.run.id, url=config.bus.url, environment=host.environment, processes=host.processes
+    )
+    files = {ORDER: msgspec.json.encode(order), "run.toml": toml}
+    kinds = {actor.partition(":")[0] for process in host.processes for actor in process.actors}
+    # Both ends of the weight chain sign in with one role.
+    roles = {"weight_sync" if kind.startswith("weight_") else kind for kind in kinds}
+    wanted = [f"{role}.nk" for role in sorted(roles)]
+    if "weight_sender" in kinds:
+        wanted.append(f"{credentials.PUBLISHER}.nk")
+    if any(process.broker for process in host.processes):
+        wanted.append("admin.nk")
+        files["nats.conf"] = CONF.read_bytes()
+        files["credentials/users.conf"] = (keys / "users.conf").read_bytes()
+    for name in (*wanted, PUBLIC):
+        try:
+            files[f"credentials/{name}"] = (own / name).read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"{own / name}: {error.strerror}; host {host.name} needs this key: complete the folder with "
+                f"`python -m headrace.bus.broker.credentials {keys}`"
+            ) from None
+    return Plan(host, order, files)
+
+
+def environment(order: Order, process: Process, inherited: dict[str, str]) -> dict[str, str]:
+    """The environment of a process: the host's, its own above it, and the devices that it may see."""
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    out = settings | inherited | order.environment | process.environment
+    if process.devices:
+        out["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, process.devices))
+    return out
+
+
+def names(order: Order) -> list[str]:
+    """The names of a host's processes."""
+    return [name_of(process) for process in order.processes]

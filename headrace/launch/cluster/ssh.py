@@ -1,0 +1,64 @@
+"""Commands on a host through OpenSSH's client: its answer, or one sentence that says why there is none."""
+
+import asyncio
+import shlex
+import subprocess
+from collections.abc import Awaitable, Callable, Sequence
+
+from headrace.launch.cluster.file import Cluster, Node
+from headrace.launch.runs import RunError
+
+CONNECT_S = 15
+ANSWER_S = 240.0
+"""A start waits for the broker of its host, a stop for the drain of its actors."""
+_LOST = 255
+"""Exit code of ssh itself when it cannot connect."""
+
+
+class HostError(Exception):
+    """A host could not do what it was asked; the text is one sentence without the host's name."""
+
+
+async def call(cluster: Cluster, host: Node, command: str, stdin: bytes = b"") -> str:
+    """Standard output of a shell command on a host. HostError when it cannot be reached or the command fails."""
+    target = f"{host.user}@{host.address}" if host.user else host.address
+    argv = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", *cluster.ssh]
+    argv += ["-p", str(host.port), "--", target, "sh", "-c", shlex.quote(command)]
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+    except FileNotFoundError:
+        raise RunError(
+            "there is no ssh on this machine; install OpenSSH's client (Debian: openssh-client)", 3
+        ) from None
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            out, said = await process.communicate(stdin)
+    except TimeoutError:
+        raise HostError(f"no answer within {ANSWER_S:g} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        lines = [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
+        text = (lines or [f"code {process.returncode} without a word"])[-1].removeprefix("headrace: ")
+        raise HostError(f"ssh cannot reach it: {text}" if process.returncode == _LOST else text)
+    return out.decode("utf-8", "replace")
+
+
+async def everywhere(hosts: Sequence[Node], body: Callable[[Node], Awaitable[str]]) -> dict[str, str]:
+    """The answer of every host by name, asked all at once. RunError with a line per host that failed."""
+
+    async def one(host: Node) -> tuple[Node, str, str]:
+        try:
+            return host, await body(host), ""
+        except HostError as error:
+            return host, "", str(error)
+
+    answers = await asyncio.gather(*(one(host) for host in hosts))
+    failed = [f"host {host.name} ({host.address}:{host.port}): {error}" for host, _, error in answers if error]
+    if failed:
+        raise RunError("\nheadrace: ".join(failed), 3)
+    return {host.name: answer for host, answer, _ in answers}

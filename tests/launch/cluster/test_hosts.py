@@ -1,0 +1,180 @@
+"""`headrace launch` through OpenSSH's server, in two network namespaces whose hosts share no folder."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.launch.test_recipe import SETTINGS, until_finished
+from tests.support.paths import ROOT
+
+SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not Path(SSHD).exists(), reason="needs Debian's openssh-server"),
+    pytest.mark.skipif(not shutil.which("ip") or os.geteuid() != 0, reason="needs ip (iproute2) and root"),
+]
+SERVER = """
+Port 22
+ListenAddress {address}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+"""
+NET = f"10.{64 + os.getpid() % 128}.{os.getpid() // 128 % 256}"
+"""The network of this test's hosts."""
+BRIDGE = f"hrb{os.getpid()}"
+
+
+def sh(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[list[str]]:
+    """The addresses of two hosts with a running sshd. Neither sees the other's folder."""
+    for name in ("key", "host_key"):
+        sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name))
+    Path("/run/sshd").mkdir(exist_ok=True)
+    servers: list[subprocess.Popen[bytes]] = []
+    for number in (1, 2):
+        (tmp_path / f"host{number}").mkdir()
+    with ExitStack() as closing:
+        sh("ip", "link", "add", BRIDGE, "type", "bridge")
+        closing.callback(sh, "ip", "link", "del", BRIDGE)
+        sh("ip", "addr", "add", f"{NET}.254/24", "dev", BRIDGE)
+        sh("ip", "link", "set", BRIDGE, "up")
+        for number in (1, 2):
+            name, address = f"hr{os.getpid()}-{number}", f"{NET}.{number}"
+            sh("ip", "netns", "add", name)
+            closing.callback(sh, "ip", "netns", "del", name)
+            sh("ip", "link", "add", f"{BRIDGE}{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            sh("ip", "link", "set", f"{BRIDGE}{number}", "master", BRIDGE, "up")
+            for words in (("addr", "add", f"{address}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
+                sh("ip", "-n", name, *words)
+            sh("ip", "-n", name, "link", "set", "lo", "up")
+            config = tmp_path / f"sshd{number}"
+            config.write_text(SERVER.format(address=address, folder=tmp_path))
+            # `ip netns exec` gives a mount namespace of its own; the other host's folder and the test's are hidden.
+            hidden = f"mount -t tmpfs none {tmp_path / f'host{3 - number}'} && exec {SSHD} -D -e -f {config}"
+            servers.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", name, "sh", "-c", hidden],
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                )
+            )
+            closing.callback(end, servers[-1])
+            stderr = servers[-1].stderr
+            assert stderr is not None and b"Server listening" in stderr.readline()
+        yield [f"{NET}.1", f"{NET}.2"]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a server with its sessions."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def write(folder: Path, addresses: list[str], python: str = sys.executable) -> None:
+    """run.toml and cluster.toml: training on the first host, sampling and sandboxes on the second."""
+    bus = f'[run]\nid = "r1"\n[bus]\nurl = "nats://{NET}.1:4222"\ncredentials = "{folder}/credentials"\n'
+    (folder / "run.toml").write_text(bus + SETTINGS)
+    options = ["-i", str(folder / "key"), "-o", "UserKnownHostsFile=/dev/null", "-o", "StrictHostKeyChecking=no"]
+    options += ["-o", "LogLevel=ERROR", "-F", "none"]
+    text = f'run = "run.toml"\nssh = {json.dumps(options)}\n'
+    groups = (
+        [["trainer", "weight_sender"], ["curriculum", "evaluator", "dead_letter", "judge"]],
+        [["weight_receiver", "rollout"], ["environment"]],
+    )
+    for number, (address, actors) in enumerate(zip(addresses, groups, strict=True), 1):
+        text += f'[[hosts]]\nname = "h{number}"\naddress = "{address}"\nfolder = "{folder}/host{number}"\n'
+        text += f'python = "{python}"\nenvironment = {{ PYTHONPATH = "{ROOT}" }}\n'
+        for group in actors:
+            text += f"[[hosts.processes]]\nactors = {json.dumps(group)}\n"
+        if number == 1:
+            text += "[[hosts.processes]]\nbroker = true\n"
+        else:
+            text += '[[hosts.processes]]\nname = "server"\ncommand = ["sh", "-c", "echo $MINE; exec sleep 100000"]\n'
+            text += 'environment = { MINE = "set-for-one-process" }\n'
+    (folder / "cluster.toml").write_text(text)
+
+
+def headrace(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-m", "headrace.cli", *words]
+    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True)
+
+
+def left(folder: Path) -> list[str]:
+    """Command lines of processes in the hosts' folders."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.readlink(entry / "cwd").startswith(f"{folder}/host"):
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+async def test_a_launched_run_trains_three_steps_and_balances(hosts: list[str], tmp_path: Path) -> None:
+    write(tmp_path, hosts)
+    try:
+        done = headrace(tmp_path, "launch", "cluster.toml")
+        assert done.returncode == 0, done.stderr
+        assert f"h2: weight_receiver, environment, server; logs in {NET}.2:{tmp_path}/host2/logs/" in done.stdout
+        again = headrace(tmp_path, "launch", "cluster.toml")
+        assert again.returncode == 3 and "a keeper (process" in again.stderr and "stop it first" in again.stderr
+        steps = await until_finished(f"nats://{NET}.1:4222", tmp_path / "credentials")
+        audit = json.loads(headrace(tmp_path, "audit", "--config", "run.toml").stdout)
+        status = headrace(tmp_path, "launch", "cluster.toml", "status")
+        logs = headrace(tmp_path, "launch", "cluster.toml", "logs")
+    finally:
+        stopped = headrace(tmp_path, "launch", "cluster.toml", "stop")
+    assert steps == 3 and audit["balanced"] and audit["trained"] == 24
+    assert status.returncode == 0 and f"h1 ({NET}.1): running" in status.stdout and "  trainer " in status.stdout
+    assert "started again" not in status.stdout
+    assert "h2: set-for-one-process" in logs.stdout
+    assert (tmp_path / "host1/runs/r1/checkpoints").is_dir() and not (tmp_path / "host2/runs/r1/checkpoints").exists()
+    assert stopped.returncode == 0 and "no process of the run is left on 2 hosts" in stopped.stdout, stopped.stderr
+    assert left(tmp_path) == []
+    over = headrace(tmp_path, "launch", "cluster.toml", "status")
+    assert over.returncode == 1 and f"h1 ({NET}.1): stopped" in over.stdout
+
+
+def test_every_host_that_cannot_take_part_is_named_and_nothing_starts(hosts: list[str], tmp_path: Path) -> None:
+    write(tmp_path, [hosts[0], f"{NET}.3"], python="/opt/none/bin/python")
+    done = headrace(tmp_path, "launch", "cluster.toml")
+    first, second = done.stderr.splitlines()
+    assert done.returncode == 3
+    assert (
+        first
+        == f"headrace: host h1 ({NET}.1:22): there is no /opt/none/bin/python; install headrace there, or set python"
+    )
+    assert second.startswith(f"headrace: host h2 ({NET}.3:22): ssh cannot reach it: ")
+    assert left(tmp_path) == []
+
+
+def test_a_host_that_fails_to_start_stops_the_others(hosts: list[str], tmp_path: Path) -> None:
+    write(tmp_path, hosts)
+    file = tmp_path / "cluster.toml"
+    file.write_text(file.read_text().replace('name = "server"', 'name = "server"\ndevices = [7]'))
+    done = headrace(tmp_path, "launch", "cluster.toml")
+    assert done.returncode == 3
+    sentence = "process server wants device 7, and there is no /dev/nvidia7"
+    assert done.stderr == f"headrace: host h2 ({NET}.2:22): {sentence}\n"
+    assert left(tmp_path) == []

@@ -1,0 +1,80 @@
+"""The file of a cluster: each mistake is one sentence, and each host gets its own keys and no others."""
+
+import re
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.bus.broker.permissions import ROLES
+from headrace.cli.main import main
+from headrace.config import ConfigError
+from headrace.launch.cluster.file import read
+from headrace.launch.cluster.plan import Order, Plan, environment, plan
+from tests.support.paths import ROOT
+
+RUN = '[run]\nid = "r1"\n[bus]\nurl = "nats://10.0.0.1:4222"\ncredentials = "credentials"\n'
+TEXT = (ROOT / "deploy" / "hosts" / "cluster.toml").read_text()
+
+
+def plans(folder: Path, text: str = TEXT, run: str = RUN) -> dict[str, Plan]:
+    (folder / "cluster.toml").write_text(text)
+    (folder / "run.toml").write_text(run)
+    return {one.host.name: one for one in plan(read(folder / "cluster.toml"), folder)}
+
+
+def test_each_host_gets_its_processes_and_only_the_keys_of_their_roles(tmp_path: Path) -> None:
+    found = plans(tmp_path)
+    assert list(found) == ["trainer", "sampler"], "the broker's host comes first"
+    with tarfile.open(fileobj=BytesIO(found["sampler"].archive())) as tar:
+        assert {entry.mode for entry in tar} == {0o600}
+        names = set(tar.getnames())
+    keys = {"environment.nk", "rollout.nk", "weight_sync.nk", "weight_publisher.pub"}
+    assert names == {"node.json", "run.toml"} | {f"credentials/{name}" for name in keys}
+    own = {name for name in found["trainer"].files if name.endswith(".nk")}
+    assert {"credentials/admin.nk", "credentials/weight_publisher.nk", "credentials/trainer.nk"} <= own
+    assert "credentials/rollout.nk" not in own
+    assert {Path(name).stem for name in own} - {"weight_publisher"} <= set(ROLES)
+    order = msgspec.json.decode(found["trainer"].files["node.json"], type=Order)
+    trainer = next(process for process in order.processes if "trainer" in process.actors)
+    assert environment(order, trainer, {"NCCL_DEBUG": "INFO"}) == {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "NCCL_DEBUG": "WARN",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ('name = "sampler"', 'name = "trainer"', "host trainer: two hosts have this name"),
+        ("devices = [2, 3]", "devices = [1, 2]", "process rollout-two: device 1 belongs to process rollout-one"),
+        ("devices = [2, 3]", 'devices = ["2"]', "host sampler: processes[2].devices[0]: expected `int`"),
+        ('"rollout:two"', '"rollin"', "host sampler: unknown actor 'rollin'; expected one of curriculum"),
+        ('actors = ["weight_receiver"]', "broker = true", "host trainer has the broker already"),
+        ('["weight_receiver"]', '["search"]', "host sampler runs rollout without weight_receiver"),
+        ('"evaluator", ', '"trainer", ', "trainer runs 2 times"),
+        (', "weight_sender"', "", "no host runs the actor weight_sender"),
+        ('folder = "/srv/headrace"', 'folder = "srv"', "host trainer: folder: expected an absolute path, got 'srv'"),
+        ("rollout.credit=16", "rollout.credits=16", "unknown key; [rollout] has credit"),
+        ("broker = true", 'command = ["x"]', "process without a name: a command needs a name"),
+        ("broker = true", "brokers = true", "host trainer: processes[0]: object contains unknown field `brokers`"),
+    ],
+)
+def test_a_mistake_is_one_sentence(old: str, new: str, sentence: str, tmp_path: Path) -> None:
+    assert old in TEXT
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        plans(tmp_path, TEXT.replace(old, new, 1))
+
+
+def test_a_run_that_its_processes_cannot_find_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for key in ("id", "url", "credentials"):
+        text = "\n".join(line for line in RUN.splitlines() if not line.startswith(key))
+        with pytest.raises(ConfigError, match=key):
+            plans(tmp_path, run=text)
+    assert main(["launch", str(tmp_path / "none.toml")]) == 2
+    assert "there is no such file; start from deploy/hosts/cluster.toml" in capsys.readouterr().err
