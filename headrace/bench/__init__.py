@@ -1,1 +1,1 @@
-"""The benchmark: trials as evaluations, attempts read from the streams, and the report of one policy or of two."""
+"""The benchmark: trials as evaluations, attempts read from the streams, and reports on one policy or on two."""

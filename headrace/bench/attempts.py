@@ -1,7 +1,7 @@
-"""Reads a benchmark's attempts from the streams: each one measured, and those that infrastructure failed.
+"""Reads a benchmark's attempts from the streams: the figures of each one, and those that infrastructure failed.
 
-Nothing here asks the evaluator: ledger, failures, scores and trajectories are folded again, so that a report which is
-made from them later is equal, and so that it can be held against the evaluator's own result.
+It reads ledger, failures, scores and trajectories, and not the evaluator's result. So a report that is made later is
+equal, and it can be compared with the evaluator's result.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one attempt by kind."""
 
     prompt: int = 0
-    """The task and the tools, in front of the first turn of every segment."""
+    """Prompt tokens in front of the first turn of every segment: the task and the tools."""
     observed: int = 0
-    """Results of calls."""
+    """Tokens of the calls' results."""
     acting: int = 0
     """Sampled in turns with calls or text."""
     summary: int = 0
@@ -37,12 +37,12 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sampled(self) -> int:
-        """All that the policy wrote."""
+        """All sampled tokens."""
         return self.acting + self.summary
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """The attempt of one trial that counts."""
+    """The attempt that counts for one trial of a task."""
 
     task: str
     family: str
@@ -65,19 +65,19 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     edits: int
     failed_edits: int
     reads_before_edit: int
-    """Reads and searches before the first edit; of all turns where there is none."""
+    """Reads and searches before the first edit; those of all turns where there is no edit."""
     tested: bool
-    """The tests were run after the last edit."""
+    """Whether the tests ran after the last edit."""
     wall_s: float
-    """From the start of the episode to its trajectory, the time in which it waited for results included."""
+    """Seconds from the start of the episode to its trajectory, waits for results included."""
     call_ms: tuple[float, ...]
     first_edit_turn: int | None
     first_edit_s: float | None
-    """None without an edit, and where the turn log is gone."""
+    """Seconds to the first edit. None without an edit, and where the turn log is deleted."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt that infrastructure failed. It is not one of the policy's."""
+    """An attempt that infrastructure failed. It says nothing about the policy."""
 
     task: str
     trial: int
@@ -86,7 +86,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """All of a benchmark."""
+    """All attempts of a benchmark."""
 
     attempts: tuple[Attempt, ...]
     failures: tuple[Failure, ...]
@@ -103,7 +103,7 @@ class _Slot:
         self.reasons: dict[int, str] = {}
 
     def kept(self) -> tuple[int, Score] | None:
-        """The newest attempt's score: what the evaluator counts."""
+        """The newest attempt's score, which is the one that the evaluator counts."""
         return self.scores.get(max(self.issued))
 
 
@@ -133,7 +133,7 @@ async def measure(bus: Bus, trials: Sequence[EvalRequest]) -> Measured:
 
 
 async def _slots(bus: Bus, request: EvalRequest) -> dict[tuple[str, int], _Slot]:
-    """The slots of one evaluation with what became of their attempts."""
+    """The slots of one evaluation with the results of their attempts."""
     run, prefix = request.run, group_prefix(request.id)
     slots: dict[tuple[str, int], _Slot] = {}
     async for received in bus.history("HR_LEDGER", LEDGER.where(run=run)):

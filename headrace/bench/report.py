@@ -1,4 +1,4 @@
-"""The report of a benchmark, as a pure function of what `attempts.measure` read, and the comparison of two reports."""
+"""The report of a benchmark, as a pure function of `attempts.measure`'s result, and the comparison of two reports."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
@@ -19,7 +19,7 @@ RESAMPLES = 1000
 
 
 class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The middle and the slow end of a distribution; None without values."""
+    """The median and the 95th percentile of a distribution; None without values."""
 
     p50: float | None = None
     p95: float | None = None
@@ -55,7 +55,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int
     """Attempts with a verdict."""
     infra_failures: int
-    """Attempts that infrastructure failed; another attempt may have taken their place."""
+    """Attempts that infrastructure failed; each may have been replaced by another attempt."""
     infra_lost: int
     """Trials that never got a verdict. They count neither as passed nor as failed."""
     pass_1: Interval
@@ -76,7 +76,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     first_edit_s: Quantiles
     first_edit_turn: Quantiles
     sampled_tokens_per_pass: float | None
-    """All sampled tokens by passed attempts: what a solved task costs. None where none passed."""
+    """Sampled tokens of all attempts, divided by the number of passed ones. None where none passed."""
     attempt_s_per_pass: float | None
     silent: float
     """Share of resamples in which the policy, compared with itself, shows no difference."""
@@ -85,7 +85,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Two policies on the same tasks: the second against the first."""
+    """Two policies on the same tasks: the second compared with the first."""
 
     first: str
     second: str
@@ -94,12 +94,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     finding: str
     """``better``, ``worse`` or ``not distinguishable``."""
     sampled_tokens_ratio: float | None
-    """Sampled tokens of an attempt, the second's by the first's."""
+    """Sampled tokens per attempt of the second policy, divided by those of the first."""
     calls_ratio: float | None
 
 
 class NotComparable(Exception):
-    """Two reports have no common tasks; the text says why."""
+    """Two reports cannot be compared; the text gives the reason."""
 
 
 def report(id: str, run: str, policy: str, suite: str, trials: int, measured: Measured) -> Report:
@@ -161,7 +161,7 @@ def report(id: str, run: str, policy: str, suite: str, trials: int, measured: Me
 
 
 def compare(first: Report, second: Report) -> Comparison:
-    """The second policy against the first, task by task. NotComparable when they share no task."""
+    """Compare the second policy with the first, task by task. NotComparable when they share no task."""
     if first.suite != second.suite:
         raise NotComparable(
             f"{first.id} measured {first.suite} and {second.id} measured {second.suite}: the suites differ"
@@ -182,7 +182,7 @@ def compare(first: Report, second: Report) -> Comparison:
 
 
 def quantiles(values: Iterable[float]) -> Quantiles:
-    """Of the values themselves: nothing is interpolated."""
+    """Percentiles that are values of the sample, without interpolation."""
     ordered = sorted(values)
     if not ordered:
         return Quantiles()

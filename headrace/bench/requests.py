@@ -1,4 +1,4 @@
-"""A benchmark as evaluations: one EvalRequest per trial of the suite, and what their results say about each task."""
+"""A benchmark as evaluations: one EvalRequest per trial of the suite, and the pass share of each task."""
 
 from collections.abc import Sequence
 

@@ -124,7 +124,7 @@ class Endpoints:
                 raise
             except Exception:
                 _log.exception("a request failed: %s", request.path)
-                return web.json_response(dialect.error(500, "the server failed; its log says why"), status=500)
+                return web.json_response(dialect.error(500, "the server failed; its log has the reason"), status=500)
 
         return respond
 

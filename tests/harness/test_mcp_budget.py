@@ -56,7 +56,7 @@ async def test_calls_before_a_resume_count(format: str) -> None:
             return [turn.results[0] for turn in episode.turns[:3]]
 
         turns: list[Any] = []
-        wrong, refused = "most: expected integer, got 'many'", "all 2 calls of wiki are used"
+        wrong, refused = "most: expected integer, got 'many'", "the episode has used all 2 calls of wiki"
         assert [result.output for result in await run()] == [wrong, wrong, refused]
         first = turns[:1]
         assert first[0].calls[0].arguments == {"words": "7", "most": "many"}

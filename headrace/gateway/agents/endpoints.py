@@ -59,7 +59,7 @@ class AgentEndpoints:
         self._bus, self._run, self._production = bus, run, production
 
     def routes(self) -> list[web.RouteDef]:
-        """For an aiohttp application."""
+        """The routes for an aiohttp application."""
         agent, run = "/v1/agents/{agent}", "/v1/agents/{agent}/runs/{run}"
         return [
             web.post("/v1/agents", self._guarded(self._create)),
@@ -135,7 +135,9 @@ class AgentEndpoints:
         (agent, run), given = self._found(request, key), await read_json(request, NewRating)
         trajectory = await self._agents.trajectory(agent, run)
         if trajectory is None:
-            raise AgentRefused(409, "run_not_finished", f"only a finished run is rated; this one is {run.state}")
+            raise AgentRefused(
+                409, "run_not_finished", f"expected a finished run, this one is {run.state}: rate it when it has ended"
+            )
         feedback = Feedback(
             tenant=agent.tenant,
             user=agent.user,

@@ -1,8 +1,8 @@
 """The events of a run as server-sent events, straight from the turn log.
 
-An event is one record of HR_TURN and its id is the record's sequence, so a client that lost its connection sends the
-last id that it saw and gets exactly what came after it, from any gateway and after any restart. The end of the run is a
-last event whose id is that of the last record with ``-end`` behind it. Nothing is kept for a stream that nobody reads.
+An event is one record of HR_TURN, and its id is the record's sequence. A client that lost its connection sends the last
+id that it received and gets the events after it, from any gateway and after any restart. The end of the run is a last
+event; its id is that of the last record followed by ``-end``. The gateway stores nothing for a stream.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Events:
 
     async def stream(self, request: web.Request, agent: Agent, run: AgentRun, key: ApiKey) -> web.StreamResponse:
         """Answer with the events after the request's Last-Event-ID. AgentRefused with 400 or 410; ConnectionResetError
-        when the broker is lost under way."""
+        when the broker is lost during the answer."""
         filters = self._agents.filters(agent, run)
         after, ended = await self._after(request.headers.get("Last-Event-ID", ""), filters, run)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -42,7 +42,7 @@ class Events:
         try:
             await self._write(response, agent, run, key, filters, after, ended)
         except BusError as error:
-            # The answer has begun. The client sees a cut and asks again with its last id.
+            # The answer has begun. The client sees a closed connection and asks again with its last id.
             raise ConnectionResetError(f"the message bus is unavailable: {error}") from error
         await response.write_eof()
         return response
@@ -83,7 +83,7 @@ class Events:
         await send(response, event("done", {}))
 
     async def _after(self, last: str, filters: list[str], run: AgentRun) -> tuple[int, bool]:
-        """The sequence after which to begin, and whether the result was seen too."""
+        """The sequence after which to begin, and whether the client has received the result too."""
         match = _ID.fullmatch(last)
         if last and match is None:
             raise AgentRefused(400, "invalid_last_event_id", "Last-Event-ID: expected the id of an event of this run")
@@ -99,7 +99,7 @@ class Events:
         return sequence, seen_end
 
     async def _end(self, agent: str, run: str, key: ApiKey) -> AgentRun:
-        """The run once its end is kept."""
+        """The run, as soon as its end is stored."""
         while True:
             found = next(each for each in self._agents.owned(agent, key).runs if each.id == run)
             if found.state != "RUNNING":

@@ -42,7 +42,7 @@ def guarded(
             raise
         except Exception:
             _log.exception("a request failed: %s", request.path)
-            return _error(500, "internal", "the server failed; its log says why")
+            return _error(500, "internal", "the server failed; its log has the reason")
 
     return respond
 

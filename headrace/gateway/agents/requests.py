@@ -28,7 +28,7 @@ class GitSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class WorkspaceSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where an agent's files come from: at most one of files, tar, bundle and git; image: the machine."""
+    """The source of an agent's files, at most one of files, tar, bundle and git; and the image of its machine."""
 
     files: Annotated[dict[str, str], Meta(max_length=MAX_FILES)] = {}
     """Path to text."""
@@ -42,7 +42,7 @@ class WorkspaceSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Webhook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the end of every run is posted to."""
+    """The address to which the end of every run is posted."""
 
     url: Annotated[str, Meta(pattern=r"^https?://[^\s]+$", max_length=2000)]
     secret: Annotated[str, Meta(min_length=16, max_length=256)]

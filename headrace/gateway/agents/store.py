@@ -1,8 +1,8 @@
-"""Agents: which exist, what they may do now, and what became of their runs.
+"""The agents of a gateway: their records, their permitted actions and the results of their runs.
 
 A run is a session of the gateway like any other (an attempt of the production lane with a ledger of its own); an agent
-is a record in HR_SESSION that lists its runs. Its sandbox is held between runs. Where that is lost, the next run begins
-in a new one with the files of the last finished run, and says so (`restored`).
+is a record in HR_SESSION that lists its runs. Its sandbox is held between runs. If the sandbox is lost, the next run
+begins in a new one with the files of the last finished run, and is marked `restored`.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ from headrace.messages.product import Agent, AgentRun
 from headrace.messages.rollout import AttemptControl, PolicyRef, SlotFailed, Trajectory, TurnSampled, Workspace
 
 KEPT_BYTES = 512 << 10
-"""An agent with more bytes of files is kept without them: its next run needs the sandbox that is held."""
+"""The most bytes of files that an agent's record holds. With more, the next run needs the held sandbox."""
 REPEAT_S = 1.0
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that the gateway is to open as a session."""
+    """A run that the gateway opens as a session."""
 
     group: str
     image: str
@@ -47,7 +47,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 Sessions = Mapping[str, Session]
 """The gateway's sessions by group."""
 Open = Callable[[Order], Awaitable[None]]
-"""Begins a run as a session. BusError."""
+"""Opens a run as a session. BusError."""
 
 
 class Member(NamedTuple):
@@ -85,7 +85,7 @@ class Agents:
         """Tests the files of an agent of a set: exit code and output."""
 
     async def start(self) -> None:
-        """Go on with the agents of the gateway before this one."""
+        """Take over the agents of an earlier gateway."""
         self._kept = await self._bus.kv("HR_SESSION")
         for value, _ in (await self._kept.items(f"{self._run}.session.agent.*.*")).values():
             if isinstance(value, Agent) and value.runs:
@@ -191,7 +191,7 @@ class Agents:
             self._creating.discard(agent.id)
 
     async def cancel(self, agent: Agent, run: AgentRun) -> None:
-        """End a run; repeated until the rollout actor has written its end."""
+        """End a run; the request is repeated until the rollout actor has published the end."""
         if run.state != "RUNNING":
             raise AgentRefused(409, "run_not_cancellable", f"this run has ended: {run.state}")
         if run.id not in self._cancelling:
@@ -209,7 +209,7 @@ class Agents:
         return self._agents[id].runs if id in self._agents else ()
 
     async def archive(self, agent: Agent) -> Agent:
-        """No further runs; the sandbox is given up."""
+        """Archive an agent: no further runs, and its sandbox is released."""
         if agent.runs[-1].state == "RUNNING":
             raise AgentRefused(409, "agent_busy", f"run {agent.runs[-1].id} is under way: wait for it, or cancel it")
         agent = msgspec.structs.replace(agent, archived=True)
@@ -242,7 +242,7 @@ class Agents:
     # Ends
 
     async def _see_through(self, id: str, run: AgentRun) -> None:
-        """Wait for the end of a run and keep it."""
+        """Wait for the end of a run and store it."""
         agent = self._agents[id]
         session = self._sessions.get(self.group(agent, run))
         while session is not None and not session.over and id in self._agents:
@@ -279,7 +279,7 @@ class Agents:
             return replace(run, state="FINISHED", detail=trajectory.outcome, changed=changed)
         if session is not None:
             reason, detail = str(session.result.get("reason", "")), str(session.result.get("detail", ""))
-        else:  # it failed while no gateway was there
+        else:  # the run failed while no gateway was running
             last = await self._bus.last("HR_LEDGER", subjects.FAIL.at(run=self._run, group=self.group(agent, run)))
             failed = last.message if last is not None else None
             reason, detail = (failed.reason, failed.detail) if isinstance(failed, SlotFailed) else ("lost", "")
@@ -303,7 +303,7 @@ class Agents:
 
 
 def told(earlier: list[AgentRun], prompt: str) -> str:
-    """A run's prompt: what was asked in this workspace before, then the request."""
+    """A run's prompt: the earlier requests in this workspace, then the new one."""
     if not earlier:
         return prompt
     lines = [f"- {run.prompt} ({run.state.lower()}; changed: {', '.join(run.changed) or 'nothing'})" for run in earlier]

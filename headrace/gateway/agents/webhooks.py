@@ -19,7 +19,7 @@ TIMEOUT_S = 10.0
 
 
 def allowed(webhook: Webhook | None, hosts: Sequence[str]) -> None:
-    """AgentRefused for a host that the operator did not name: the gateway stands inside the operator's network."""
+    """AgentRefused for a host that the operator did not name, because the gateway is in the operator's network."""
     if webhook is not None and urlsplit(webhook.url).hostname not in hosts:
         named = ", ".join(hosts) or "none"
         raise AgentRefused(
@@ -28,13 +28,13 @@ def allowed(webhook: Webhook | None, hosts: Sequence[str]) -> None:
 
 
 class Webhooks:
-    """Posts, again after errors."""
+    """Posts the ends of runs, and repeats a post after an error."""
 
     def __init__(self, event: Callable[..., Awaitable[None]], waits_s: Sequence[float] = WAITS_S) -> None:
         self._event, self._waits_s = event, waits_s
 
     async def post(self, agent: Agent, run: AgentRun) -> None:
-        """Tell an agent's address the end of a run; an event when it cannot be told."""
+        """Post the end of a run to its agent's address; an event when that fails for good."""
         body = json.dumps({"event": "statusChange", "agent": agent.id, "run": run.id, "status": run.state}).encode()
         signed = hmac.new(agent.webhook_secret.encode(), body, hashlib.sha256).hexdigest()
         headers = {"Content-Type": "application/json", SIGNATURE: f"sha256={signed}"}

@@ -1,7 +1,7 @@
 """The files that a user brings: from a tar, a git bundle or a repository to paths and contents, within bounds.
 
-Nothing of it runs here: git checks out with its hooks, helpers and configuration off, and only https leaves the
-machine, to hosts that the operator named.
+No code of the files runs here: git checks out without hooks, helpers and configuration, and connects only by https, to
+hosts that the operator named.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from headrace.gateway.agents.requests import AgentRefused, WorkspaceSource
 from headrace.gateway.requests import MAX_FILES, safe_path
 
 MOST_BYTES = 6 << 20
-"""Of a workspace's files together: they travel in one message."""
+"""The most bytes of a workspace's files in all, because they are sent in one message."""
 GIT_S = 120.0
 
 
@@ -50,7 +50,7 @@ def _from_tar(data: bytes) -> dict[str, bytes]:
                 if member.isdir() or member.type in (tarfile.XGLTYPE, tarfile.XHDTYPE):
                     continue
                 if not member.isfile():
-                    raise _bad(f"tar: {member.name!r} is a link or a device; a workspace holds files and folders alone")
+                    raise _bad(f"tar: {member.name!r} is a link or a device; expected files and folders alone")
                 total += member.size
                 if total > MOST_BYTES or len(files) >= MAX_FILES:
                     raise _too_large()
@@ -58,7 +58,7 @@ def _from_tar(data: bytes) -> dict[str, bytes]:
                 assert content is not None
                 files[member.name.removeprefix("./")] = content.read()
     except (tarfile.TarError, OSError, EOFError) as error:
-        raise _bad(f"tar: this is no readable tar file: {error}") from None
+        raise _bad(f"tar: expected a tar file in base64: {error}") from None
     return _bounded(files)
 
 

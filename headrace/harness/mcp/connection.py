@@ -1,4 +1,4 @@
-"""A connection to one external MCP server: opened by the first call, opened again after the server has died.
+"""A connection to one external MCP server. The first call opens it, and opens it again after the server has died.
 
 One task owns the client from start to end, because the SDK's cancel scopes belong to the task that opened them; calls
 come from any task of the same event loop.
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from mcp import Client
 
 _STAYS = (-32600, -32601, -32602, -32603)
-"""JSON-RPC errors after which the connection is still good: the server refused one request."""
+"""JSON-RPC errors that refuse one request and leave the connection usable."""
 
 
 class McpError(Exception):
-    """A server cannot be used, or does not answer; the text is one sentence."""
+    """A server cannot be used or does not answer; the text gives the reason in one sentence."""
 
 
 class Settings(Protocol):
@@ -68,7 +68,7 @@ class Offered(msgspec.Struct, frozen=True, kw_only=True):
     schema: dict[str, Any]
     """JSON Schema of the arguments."""
     reads: bool = False
-    """The server says that the tool changes nothing."""
+    """Whether the server declares the tool as read-only."""
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,16 +94,16 @@ class _Session:
             async with Client(target) as client:
                 self.ready.set_result(client)
                 await self.closing.wait()
-        except Exception as error:  # the SDK raises groups of whatever its transports raise
+        except Exception as error:  # the SDK raises groups of its transports' exceptions
             if not self.ready.done():
                 self.ready.set_exception(McpError(reason_of(error)))
         finally:
             if not self.ready.done():  # cancelled: other callers wait for this session, too
-                self.ready.set_exception(McpError("it was ended before it had answered"))
+                self.ready.set_exception(McpError("the session ended before the server answered"))
 
 
 class Connection:
-    """Calls one server. Every failure is an McpError; only cancellation passes."""
+    """Calls one server. Every failure except cancellation is an McpError."""
 
     def __init__(self, name: str, section: Settings, log: Path | None = None) -> None:
         """log: file for the standard error of a command; None drops it."""
@@ -137,7 +137,7 @@ class Connection:
         return Listing(version=str(client.server_info.version if client.server_info else ""), tools=tuple(tools))
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """The answer as text, and whether the call did what was asked. McpError."""
+        """The answer as text, and whether the call succeeded. McpError."""
         from mcp import MCPError
 
         client = await self._client()
@@ -176,7 +176,7 @@ class Connection:
             raise McpError(f"MCP server {self.name} does not start: {error}") from None
 
     def _target(self) -> Any:
-        """The SDK's transport."""
+        """Open the SDK's transport: standard streams or HTTP."""
         from mcp import StdioServerParameters, stdio_client
 
         own = self.section
@@ -193,7 +193,7 @@ class Connection:
         )
 
     def _drop(self, session: _Session | None = None, *, now: bool = False) -> None:
-        """End a session, the present one by default. now: also one that is still being opened."""
+        """End a session, the present one by default. now: end it also while it is being opened."""
         session = session or self._session
         if session is None:
             return
@@ -213,7 +213,7 @@ async def _http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
     from httpx2 import AsyncClient, Timeout
     from mcp.client.streamable_http import streamable_http_client
 
-    # Reading waits for as long as a call may take: the caller has its own limit.
+    # The read timeout is as long as a call may take; the caller has a time limit of its own.
     async with (
         AsyncClient(headers=headers, timeout=Timeout(30.0, read=None)) as http,
         streamable_http_client(url, http_client=http) as streams,
@@ -235,7 +235,7 @@ def _variable(server: str, name: str) -> str:
 
 
 def _text(result: Any) -> str:
-    """Text blocks as they are, other blocks by their kind; the structured result where there is no block."""
+    """The text blocks, and a placeholder for blocks of other kinds; the structured result where there is no block."""
     blocks = [block.text if block.type == "text" else f"[{block.type}, not shown]" for block in result.content]
     if not blocks and result.structured_content is not None:
         return msgspec.json.encode(result.structured_content).decode()

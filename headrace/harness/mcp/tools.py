@@ -1,9 +1,9 @@
 """External MCP servers as tools: `[tasks.mcp.NAME]` declares a server, a task offers its tools as ``NAME/TOOL``.
 
-A server runs beside the rollout actor and never in a sandbox, so it may reach whatever the actor's machine reaches.
-Hence a task has a tool only when it names it (`Task.tools`), or when the operator names it for every task
-(`[tasks] tools`). The listing is stored in the run's folder at the first start: schemas are part of the prompt, so they
-stay the same when the server is updated or down while an actor starts again.
+A server runs on the rollout actor's machine and not in a sandbox, so it can reach everything that this machine reaches.
+Hence a task gets a tool only when the task names it (`Task.tools`), or when the operator names it for every task
+(`[tasks] tools`). The list of tools is stored in the run's folder at the first start. Schemas are part of the prompt,
+so they stay the same when the server is updated, or is down when an actor starts again.
 """
 
 import asyncio
@@ -31,15 +31,15 @@ class McpTool:
     """One tool of a server."""
 
     def __init__(self, connection: Connection, offered: Offered) -> None:
-        """McpError for a schema that no call could be written for."""
+        """McpError for a schema whose arguments a policy cannot write."""
         self._connection, self._offered = connection, offered
         self.schema, self.writes = schema_of(connection.name, offered), not offered.reads
 
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
-        """The server's answer, cut at its budget; a failure of the server is an answer too."""
+        """The server's answer, cut to `result_bytes`; a failure of the server is an answer with an error."""
         own = self._connection.section
         if count_external(self._connection.name, workspace.memory) >= own.calls:
-            return Answer(f"all {own.calls} calls of {self._connection.name} are used", ok=False)
+            return Answer(f"the episode has used all {own.calls} calls of {self._connection.name}", ok=False)
         try:
             typed = typed_arguments(arguments, self._offered.schema.get("properties", {}))
             text, ok = await self._connection.call(self._offered.name, typed)
@@ -60,7 +60,7 @@ class McpServers:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all tools, as tasks name them."""
+        """The names of all tools, as tasks write them."""
         return tuple(self._tools)
 
     async def close(self) -> None:
@@ -135,7 +135,10 @@ def schema_of(server: str, offered: Offered) -> ToolSchema:
     parameters = []
     for name, own in properties.items():
         if not _NAME.fullmatch(name):
-            raise McpError(f"MCP tool {server}/{offered.name}: the argument {name!r} is no name; leave this server out")
+            raise McpError(
+                f"MCP tool {server}/{offered.name}: the argument {name!r} is not a valid name; remove this "
+                f"server from the configuration"
+            )
         about = str(own.get("description", "") or own.get("title", "")) if isinstance(own, dict) else ""
         parameters.append(Parameter(name, about, name in required))
     parameters.sort(key=lambda parameter: not parameter.required)

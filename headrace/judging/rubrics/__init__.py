@@ -1,1 +1,1 @@
-"""Rubric judges: criteria, a model at an OpenAI-compatible endpoint that finds them met or not, and its card."""
+"""Rubric judges: criteria, a model at an OpenAI-compatible endpoint that decides on them, and the judge's card."""

@@ -1,4 +1,4 @@
-"""Answers of judge models by content: a question that was answered before is not asked, and not paid for, again.
+"""A cache of judge models' answers by question, so that no question is asked and paid for twice.
 
 One SQLite file; several processes of a machine may share it.
 """
@@ -19,10 +19,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cache:
-    """The file. Every write is one transaction."""
+    """The cache file. Every write is one transaction."""
 
     def __init__(self, path: Path) -> None:
-        """Make the file unless it is there. OSError, sqlite3.Error."""
+        """Open the file, and create it where it is missing. OSError, sqlite3.Error."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._store = sqlite3.connect(path, timeout=30.0, isolation_level=None)
         self._store.execute("PRAGMA journal_mode = WAL")
@@ -34,7 +34,7 @@ class Cache:
         return msgspec.json.decode(row[0], type=Answer) if row is not None else None
 
     def put(self, key: str, answer: Answer) -> None:
-        """Keep an answer; the first one to a question stays."""
+        """Store an answer; the first answer to a question stays."""
         self._store.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (key, msgspec.json.encode(answer)))
 
     def close(self) -> None:

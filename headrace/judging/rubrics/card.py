@@ -1,8 +1,8 @@
 """The card of a judge: how well its answers agree with labels, per criterion, and whether a criterion may count.
 
-Agreement is Cohen's kappa, because a judge that always says "met" agrees with half of the labels. A criterion counts
-while its kappa is at least `KAPPA` and at most `FLIPS` of its answers change with the order in which the words are
-offered; else its weight is 0. The labels are pairs: two works on one task, of which one meets the statement.
+Agreement is Cohen's kappa, because a judge that always answers "met" agrees with half of the labels. A criterion counts
+when its kappa is at least `KAPPA` and at most `FLIPS` of its answers change with the order in which the words are
+offered; otherwise its weight is 0. The labels are pairs: two works on one task, of which one meets the statement.
 """
 
 import random
@@ -32,7 +32,7 @@ class Label(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
-    """One work, judged."""
+    """The judge's answers about one work."""
 
     label: bool
     votes: tuple[bool, ...]
@@ -59,7 +59,7 @@ class CriterionCard(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     digest: str
-    """Of the statement: another wording is another criterion."""
+    """Hash of the statement: another wording is another criterion."""
     pairs: int
     accuracy: float
     kappa: float
@@ -70,15 +70,15 @@ class CriterionCard(msgspec.Struct, frozen=True, kw_only=True):
     retest: float
     """Share of answers that another seed repeats."""
     length_bias: float
-    """How much more often the longer work of a pair is found to meet the statement than its label says, against the
-    shorter one: 0 without bias, 2 at most."""
+    """Length bias: how much more often than its label the longer work of a pair is judged as met, minus the same
+    number for the shorter work: 0 without bias, at most 2."""
     counts: bool
     reason: str = ""
-    """Why it does not count."""
+    """Why the criterion does not count; empty when it counts."""
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """One judge, all criteria."""
+    """The card of one judge, over all criteria."""
 
     judge: str
     """Model, settings and version of the instructions (`RubricJudge.identity`)."""
@@ -89,19 +89,22 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     cost: float = 0.0
 
     def keeps(self, criterion: Criterion) -> bool:
-        """Whether a criterion counts; one that the card does not know does not."""
+        """Whether a criterion counts; a criterion that is not on the card does not."""
         known = {each.id: each for each in self.criteria}.get(criterion.id)
         return known is not None and known.digest == digest(criterion.text) and known.counts
 
     def require(self, judge: str, criteria: Sequence[Criterion], path: str) -> None:
         """RubricError when the card is about another judge, or lacks a criterion."""
         if self.judge != judge:
-            raise RubricError(f"{path} is the card of {self.judge}, and [judge] asks {judge}: make a card of that one")
+            raise RubricError(
+                f"{path} is the card of {self.judge}, but [judge] uses {judge}: run `headrace judge "
+                f"card` for that judge"
+            )
         known = {each.id: each.digest for each in self.criteria}
         for criterion in criteria:
             if known.get(criterion.id) != digest(criterion.text):
                 raise RubricError(
-                    f"{path} does not know the criterion {criterion.id!r} in its present wording: "
+                    f"{path} has no figures for the criterion {criterion.id!r} in its present wording: "
                     "add labels for it and run `headrace judge card` again"
                 )
 
@@ -132,7 +135,7 @@ def labels(path: str) -> list[Label]:
 
 
 def kappa(items: Sequence[Item]) -> float:
-    """Cohen's kappa between verdicts and labels; 0 where chance alone explains everything."""
+    """Cohen's kappa between verdicts and labels; 0 where agreement by chance is already complete."""
     total = len(items)
     agree = sum(item.verdict == item.label for item in items) / total
     said, true = sum(item.verdict for item in items) / total, sum(item.label for item in items) / total

@@ -1,8 +1,8 @@
 """A client for any endpoint that speaks the OpenAI chat API: one request, structured output, retries, tokens counted.
 
-It is written with aiohttp, which the package needs anyway, and not with the openai package: a judge sends one kind of
-request, its retries must be ours (they end as an infrastructure failure, never as an answer), and servers that only
-imitate the API fail the types of a strict client.
+It uses aiohttp, which the package needs anyway, instead of the openai package. A judge sends one kind of request. Its
+retries end as an infrastructure failure and never as an answer. Servers with incomplete copies of the API fail the type
+checks of a strict client.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ import msgspec
 from headrace.backoff import Backoff
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-"""Statuses that say "not now"."""
+"""HTTP statuses after which a request is repeated."""
 SHOWN = 300
 """Characters of a reply that an error shows."""
 
 
 class EndpointFailed(Exception):
-    """The endpoint gave no usable answer within the time: infrastructure. The text says what it gave last."""
+    """The endpoint gave no usable answer in time, which is an infrastructure failure. The text has its last answer."""
 
 
 class EndpointRefused(Exception):
-    """The endpoint refuses requests of this kind, model or key: the configuration is wrong."""
+    """The endpoint refuses the request, the model or the key: the configuration is wrong."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,8 @@ class Endpoint:
                         except _Again as error:
                             last, after_s = str(error), error.after_s
                         await asyncio.sleep(max(after_s, backoff.next()))
-                        body["seed"] += 1_000_003  # a broken answer must not come back from a cache
+                        # Another seed bypasses caches, which could return the broken answer again.
+                        body["seed"] += 1_000_003
             except TimeoutError:
                 raise EndpointFailed(f"{self.url} gave no usable answer within {self._within_s:g} s: {last}") from None
 

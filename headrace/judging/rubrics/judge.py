@@ -1,4 +1,4 @@
-"""A rubric judge: every criterion by votes of a model, from the cache where the same question was answered before."""
+"""A rubric judge: a model votes on every criterion; answers to known questions come from the cache."""
 
 import asyncio
 from collections.abc import Sequence
@@ -32,10 +32,11 @@ class Usage(msgspec.Struct):
 
 
 class RubricJudge:
-    """One model with the criteria of a configuration."""
+    """A judge model with the criteria of a configuration."""
 
     def __init__(self, section: Section, cache: Path) -> None:
-        """RubricError, EndpointRefused: the configuration cannot be used. cache: unless `rubric_cache` names one."""
+        """cache: the file to use where `rubric_cache` names none. RubricError, EndpointRefused: a wrong
+        configuration."""
         self._section = section
         self.rubric = load(section.rubric) if section.rubric else Rubric(name="", criteria=())
         self.card: Card | None = cards.load(section.rubric_card) if section.rubric_card else None
@@ -101,7 +102,7 @@ class RubricJudge:
         )
 
     async def votes(self, criterion: Criterion, task: str, work: str, usage: Usage) -> Sequence[Answer]:
-        """The votes on one criterion; the order of the words alternates, so that a preference for one place cancels."""
+        """The votes on one criterion; the order of the words alternates, so that a position bias cancels."""
         return await asyncio.gather(
             *(
                 self.answer(criterion.text, task, work, usage, order=vote % 2, seed=vote)

@@ -1,4 +1,4 @@
-"""Makes the card of a judge: asks it about every label as it is used in a run, and twice more for order and retest."""
+"""Makes the card of a judge: asks about every label as in a run, then with the words reversed and with another seed."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from headrace.judging.rubrics.rubric import RubricError
 from headrace.messages.tasks import Criterion
 
 RETEST_SEED = 7919
-"""Of the answer that is compared with the first one: no vote has it."""
+"""Seed of the answer that is compared with the first one; no vote has this seed."""
 
 
 async def measure(judge: RubricJudge, section: Section, labels: Sequence[Label]) -> Card:

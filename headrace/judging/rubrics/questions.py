@@ -1,4 +1,4 @@
-"""The question that a judge model is asked: one criterion about one attempt, and the text that shows the attempt."""
+"""The question to a judge model: one criterion about one attempt, and the text of the attempt."""
 
 import difflib
 import hashlib
@@ -9,9 +9,9 @@ from headrace.judging.candidates import Candidate
 from headrace.messages.tasks import ANSWER
 
 VERSION = "1"
-"""Of the instructions below: another text is another judge."""
+"""Version of the instructions below: another text is another judge."""
 MOST = 40_000
-"""Characters of an attempt that a question shows."""
+"""The most characters of an attempt in a question."""
 WORDS = ("met", "not_met")
 
 INSTRUCTIONS = """\
@@ -23,7 +23,8 @@ show that the statement holds, it is not met. Reply with one JSON object with th
 
 def question(statement: str, task: str, work: str, order: int) -> list[dict[str, str]]:
     """The messages. order: 0 offers "met" first, 1 offers "not_met" first."""
-    tag = "work-" + hashlib.sha256(work.encode("utf-8", "surrogatepass")).hexdigest()[:12]  # no work holds its own hash
+    # No work can contain its own hash, and so none can close the tag.
+    tag = "work-" + hashlib.sha256(work.encode("utf-8", "surrogatepass")).hexdigest()[:12]
     words = WORDS if order == 0 else WORDS[::-1]
     text = (
         f"## Task\n{task}\n\n## Work\n<{tag}>\n{work}\n</{tag}>\n\n## Statement\n{statement}\n\n"

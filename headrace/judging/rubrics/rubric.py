@@ -1,4 +1,4 @@
-"""A rubric: criteria from a TOML file, and the one number that their answers give."""
+"""A rubric: criteria from a TOML file, and the value that follows from their answers."""
 
 import hashlib
 import tomllib
@@ -51,8 +51,8 @@ def check(criteria: Sequence[Criterion], where: str) -> None:
 
 
 def value(scores: Sequence[CriterionScore]) -> float:
-    """The sum of the met criteria's weights, minus that of the met pitfalls, by the weight of all that are no pitfalls;
-    0 where every weight is 0. From -infinity to 1."""
+    """The weights of met criteria minus those of met pitfalls, divided by the weights of all criteria that are no
+    pitfalls; 0 where every weight is 0. At most 1, without a lower bound."""
     whole = sum(score.weight for score in scores if not score.pitfall)
     if not whole:
         return 0.0

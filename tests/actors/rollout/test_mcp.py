@@ -80,7 +80,7 @@ async def test_a_trajectory_holds_the_answers_and_the_failures_of_a_server(
     assert not died.ok and died.output.startswith("MCP server docs: ")
     assert (again.ok, again.output) == (True, "s3")
     assert (slow.ok, slow.output) == (False, "MCP server docs did not answer in 3 s")
-    assert (over.ok, over.output) == (False, "all 5 calls of docs are used")
+    assert (over.ok, over.output) == (False, "the episode has used all 5 calls of docs")
     assert made.outcome == "finished" and not TOOLS.external("docs/repeat")
 
 
