@@ -11,6 +11,7 @@ into the ledger when it starts, and the broker refuses a SlotIssued that does no
 import asyncio
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from headrace.algorithms.staleness import batch_of, first_batch_of
@@ -24,6 +25,7 @@ from headrace.ledger.requests import settings_of
 from headrace.ledger.schedule import Decision, IssueGroup, RetrySlot, Rules, bounds_of, decide, finished
 from headrace.ledger.state import RunState
 from headrace.messages.evaluation import EvalRequest, EvalResult
+from headrace.messages.judging import Certificate, CertifyAsked
 from headrace.messages.ledger import (
     LARGEST_BOUND,
     Admission,
@@ -64,13 +66,17 @@ class Curriculum(Actor):
         suite = open_suite(self.config.tasks.suite, self.config.tasks.dir)
         if refused := refusal(suite, self.config.tasks.train_on_logs):
             raise Unrecoverable(refused)
-        if refused := await asyncio.to_thread(
-            certificates.refusal, suite, self.config.tasks.dir, self.config.tasks.uncertified
-        ):
-            raise Unrecoverable(refused)
         own = self.config.tasks
         await agree(self.bus, self.run, suite_plugins((own.suite,)))
-        self._certified = None if own.uncertified else certificates.AtIssue(suite, own.dir)
+        refused = await asyncio.to_thread(certificates.refusal, suite, own.dir, own.uncertified)
+        if refused and not own.certify:
+            raise Unrecoverable(refused)
+        self._suite = suite
+        self._wanted = await asyncio.to_thread(certificates.wanting, suite, own.dir) if refused else {}
+        """Tasks by hash that the certifier has to examine first."""
+        self._made: dict[str, Certificate] = {}
+        """The certifier's answers by hash."""
+        self._certified: certificates.AtIssue | None = None
         self.tasks = training.TaskOrder(suite.ids(), self.config.run.seed)
         self.state = RunState(self.run)
         self._issuer = Issuer(
@@ -96,6 +102,7 @@ class Curriculum(Actor):
                 EVENT.where(run=self.run, actor="*", type=EvalRequest.type_name),
                 EVENT.where(run=self.run, actor="*", type=EvalResult.type_name),
                 EVENT.where(run=self.run, actor="*", type=BoundAsked.type_name),
+                EVENT.where(run=self.run, actor="*", type=Certificate.type_name),
                 EVENT.where(run=self.run, actor="*", type=WeightsStaged.type_name),
                 EVENT.where(run=self.run, actor="*", type=WeightsSwapped.type_name),
             ),
@@ -132,6 +139,9 @@ class Curriculum(Actor):
             case BoundAsked():
                 self._asked = (received.seq, message)
                 return True
+            case Certificate():
+                self._made[message.task_hash] = message
+                return True
             case WeightsStaged() | WeightsSwapped():
                 self._served = max(self._served, message.version)
                 self._ledger.hear(message, received.time)
@@ -140,6 +150,7 @@ class Curriculum(Actor):
 
     async def _run(self) -> None:
         """The whole run, from version 0 to its last evaluation."""
+        await self._certify()
         if not self.state.groups:
             await self._first_version()
         if self.config.evaluation.before:
@@ -237,6 +248,27 @@ class Curriculum(Actor):
                     await self._close(decision)
                     text = f"{decision.group}: {decision.reason}: {decision.detail}"
                     await self.event("group_dropped", text, "warning", reason=decision.reason)
+
+    async def _certify(self) -> None:
+        """Wait for the certificates that are missing and write them down. Unrecoverable where a task is refused."""
+        own = self.config.tasks
+        for hash, (suite, id) in self._wanted.items():
+            if hash not in self._made:
+                asked = CertifyAsked(run=self.run, task=TaskRef(suite.name, id), task_hash=hash)
+                await self.publish_event(asked, msg_id=f"{self.run}.{hash}.certify")
+        while missing := self._wanted.keys() - self._made.keys():
+            self.status = f"waiting for {len(missing)} certificates"
+            await self.news(self._news)
+        for suite in {suite.name: suite for suite, _ in self._wanted.values()}.values():
+            made = [self._made[hash] for hash, (part, _) in self._wanted.items() if part.name == suite.name]
+            certificates.write(suite, made, Path(own.dir) / "certificates")
+        if self._wanted and (refused := await asyncio.to_thread(certificates.refusal, self._suite, own.dir, False)):
+            raise Unrecoverable(refused)
+        if self._wanted:
+            await self.event(
+                "certified", f"{len(self._wanted)} tasks of {self._suite.name} were examined before the run"
+            )
+        self._certified = None if own.uncertified else certificates.AtIssue(self._suite, own.dir)
 
     async def _examined(self, task: TaskRef) -> None:
         """Unrecoverable for a task that is not the one that was certified. No group of an impossible task is trained

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 ACTORS = {
     "curriculum": "headrace.actors.curriculum:Curriculum",
     "evaluator": "headrace.actors.evaluator:Evaluator",
+    "certifier": "headrace.actors.certifier:Certifier",
     "dead_letter": "headrace.actors.dead_letter:DeadLetter",
     "gateway": "headrace.actors.gateway:Gateway",
     "feedback": "headrace.actors.feedback.actor:Feedback",

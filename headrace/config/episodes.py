@@ -54,6 +54,8 @@ class Tasks(Section, frozen=True, kw_only=True):
     """Train on suites whose verdicts are read from printed lines, which a policy can forge (tasks/trust.py)."""
     uncertified: bool = False
     """Train on suites without certificates, too: made by users, or without a known solution (tasks/certificates)."""
+    certify: bool = False
+    """Tasks without a certificate are examined by the actor `certifier` before the first group is issued."""
     tools: tuple[str, ...] = ()
     """Tools that every task offers besides its own: entry points of `headrace.tools`, module:attribute, or SERVER/TOOL
     of an MCP server."""

@@ -119,6 +119,16 @@ class Certificate(Message, frozen=True, kw_only=True):
     """Parts of the solution or the hidden tests that the agent can read."""
 
 
+@message("certify_asked")
+class CertifyAsked(Message, frozen=True, kw_only=True):
+    """A request to examine a task before it is issued; the answer is its Certificate."""
+
+    run: str
+    task: TaskRef
+    task_hash: str
+    """sha256 of both sides of the task, as the one who asks has it."""
+
+
 class SuiteCertificates(msgspec.Struct, frozen=True, kw_only=True):
     """The certificates of a suite, as they lie in a file."""
 

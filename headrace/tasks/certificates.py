@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.messages.judging import Certificate, SuiteCertificates
 from headrace.messages.tasks import CANARY, Oracle, Task
-from headrace.tasks.base import Suite
+from headrace.tasks.base import Suite, both_sides
 
 BUNDLED = Path(__file__).parent / "generated" / "certificates"
 """The certificates of the generated suites; ``headrace tasks certify --bundled`` writes them."""
@@ -125,6 +125,15 @@ def _changed(suite: Suite, id: str, certificate: Certificate) -> str:
     if task_hash(suite.task(id), suite.oracle(id)) == certificate.task_hash:
         return ""
     return f"task {id} of suite {suite.name} was changed after it was certified"
+
+
+def wanting(suite: Suite, root: str | Path) -> dict[str, tuple[Suite, str]]:
+    """By its hash: every task, with its suite, that has to be examined before the suite may be trained on."""
+    wanted = {}
+    for part, ids in _parts(suite):
+        if refusal(part, root, False):
+            wanted.update({task_hash(*both_sides(part, id)): (part, id) for id in ids})
+    return wanted
 
 
 class AtIssue:

@@ -1,19 +1,25 @@
 """Law 11: no task is trained on whose tests were not examined with its own solution; the opt-in is explicit."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import msgspec
 import pytest
 
+from headrace.actors.certifier import Certifier
 from headrace.actors.curriculum import Curriculum
+from headrace.actors.environment.actor import Environment as EnvironmentActor
 from headrace.bus.errors import Unrecoverable
 from headrace.cli.main import main
 from headrace.config import Config, Environment, Production, Run, Tasks
 from headrace.judging import HostMachines
 from headrace.judging.certifying import certify
 from headrace.launch.checks import actors as checks
+from headrace.messages.sandbox import ANY_RUN
+from headrace.messages.subjects import EVENT
 from headrace.messages.tasks import Grading, Oracle, Task, TaskRef, TestPlan
 from headrace.tasks import Suite, certificates, open_suite
 from headrace.tasks.generated import repositories
@@ -22,6 +28,7 @@ from headrace.tasks.suites import write_suite
 from headrace.vmhost.node.host import Host
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.patience import PATIENCE_S
 from tests.support.playing import report
 
 pytestmark = pytest.mark.anyio
@@ -43,8 +50,9 @@ def messages(folder: Path, answer: str = "2", pattern: str = "2") -> Suite:
     return write_suite("sums", folder / "suites" / "sums", [(task, oracle)], "made by a test")
 
 
-def config(folder: Path, **changes: Any) -> Config:
+def config(folder: Path, environment: Environment | None = None, **changes: Any) -> Config:
     return Config(
+        environment=environment or Environment(),
         run=Run(dir=str(folder)),
         production=Production(enabled=False),
         tasks=Tasks(dir=str(folder / "suites"), suite="sums", heldout="sums", unseen="sums", **changes),
@@ -155,6 +163,39 @@ async def test_the_judge_certifies_a_repository(host: Host) -> None:
             return msgspec.structs.replace(suite.oracle(id), solution={})
 
     assert (await certify(Leaky(), "10000", HostMachines(host), report)).verdict == "uncertifiable"
+
+
+async def test_the_certifier_examines_what_has_no_certificate(connect: Connect, tmp_path: Path) -> None:
+    """Curriculum, certifier and environment over the broker; the certificates are there for the next run, too."""
+    dev, ref = open_suite("generated/dev"), TaskRef("sums", "1")
+    task = msgspec.structs.replace(dev.task("10000"), ref=ref)
+    oracle = msgspec.structs.replace(dev.oracle("10000"), ref=ref)
+    suite = write_suite("sums", tmp_path / "suites" / "sums", [(task, oracle)], "made by a test")
+    own = config(tmp_path, certify=True, environment=Environment(backend="process", max_vms=4))
+    assert any("no process has the actor 'certifier'" in finding.text for finding in checks.check(own))
+    observer, run = await connect("admin"), f"r{token_hex(4)}"
+    async with (
+        living(EnvironmentActor, own, await connect("environment", node="n1"), ANY_RUN),
+        living(Certifier, own, await connect("certifier"), run),
+        living(Curriculum, own, await connect("curriculum"), run),
+        asyncio.timeout(PATIENCE_S),
+    ):
+        async for received in observer.follow("HR_EVENT", EVENT.where(run=run, actor="curriculum", type="event")):
+            if received.message.kind == "certified":
+                break
+    assert not refused(tmp_path)
+    made = certificates.read("sums", tmp_path / "suites")
+    assert made is not None and made.certificates[0].backend == "process"
+    assert made.certificates[0].task_hash == certificates.task_hash(suite.task("1"), suite.oracle("1"))
+
+
+async def test_what_the_certifier_refuses_is_not_issued(connect: Connect, tmp_path: Path) -> None:
+    messages(tmp_path, pattern=".*")
+    own, run = config(tmp_path, certify=True), f"r{token_hex(4)}"
+    async with living(Certifier, own, await connect("certifier"), run):
+        with pytest.raises(Unrecoverable, match="the untouched repository passes"):
+            async with living(Curriculum, own, await connect("curriculum"), run), asyncio.timeout(PATIENCE_S):
+                await asyncio.Event().wait()
 
 
 async def test_certificates_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

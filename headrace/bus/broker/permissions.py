@@ -28,6 +28,8 @@ EVENT_TYPES: dict[str, tuple[str, ...]] = {
     "gate_verdict": ("feedback",),
     "shadow_turn": ("gateway",),
     "bound_asked": ("operator",),
+    "certify_asked": ("curriculum",),
+    "certificate": ("certifier",),
     "tool_log": ("environment",),
 }
 """Message types on HR_EVENT that only these roles may publish; every role may publish the other types."""
@@ -96,6 +98,7 @@ ACTORS = (
     "feedback",
     "scavenger",
     "evaluator",
+    "certifier",
     "dead_letter",
     "search",
 )

@@ -35,8 +35,10 @@ def check(config: Config) -> Iterator[Finding]:
             try_first(suite)
             if key == "tasks.suite" and (refused := refusal(suite, config.tasks.train_on_logs)):
                 yield bad(key, refused)
-            elif key == "tasks.suite" and (
-                refused := certificates.refusal(suite, config.tasks.dir, config.tasks.uncertified)
+            elif (
+                key == "tasks.suite"
+                and not config.tasks.certify
+                and (refused := certificates.refusal(suite, config.tasks.dir, config.tasks.uncertified))
             ):
                 yield bad(key, refused)
         except (UnknownSuite, PluginError) as error:
@@ -56,7 +58,8 @@ def _groups(config: Config, entries: list[str], names: Counter[str]) -> Iterator
     for name in SINGLE:
         if names[name] > 1 and entries.count(name) <= 1:
             yield bad("processes.groups", f"a run has one {name}, got {names[name]}; keep one of them")
-    for name in (*NEEDED, *(PRODUCT if config.production.enabled else ())):
+    asked = ("certifier",) if config.tasks.certify else ()
+    for name in (*NEEDED, *asked, *(PRODUCT if config.production.enabled else ())):
         if not names[name]:
             yield bad("processes.groups", f"no process has the actor {name!r}, which this run needs; add it to a group")
     if config.production.enabled:
