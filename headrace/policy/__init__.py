@@ -1,2 +1,2 @@
-"""The policy: one Qwen3-MoE-compatible model for sampler and trainer, its tokenizer and renderer, its checkpoint files,
-the numerics probe behind exact mode, and the scoring that checks it."""
+"""The policy: one decoder for sampler and trainer, its checkpoint files, the numerics probe of exact mode, and
+scoring."""

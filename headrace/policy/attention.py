@@ -1,7 +1,7 @@
 """Rotary positions and the two ways to attend: over packed sequences, and over a cache.
 
-Both call the block loop of `kernels.block_attention` in exact mode. Ordinary mode takes the fastest way on a CPU: two
-plain products and a softmax over a cache and for short sequences that are trained on, torch's fused attention else.
+Both call the block loop of `kernels.block_attention` in exact mode. Ordinary mode uses the method that is fastest on a
+CPU: two matrix products and a softmax over a cache and for short training sequences, otherwise torch's fused attention.
 """
 
 import torch
@@ -115,7 +115,7 @@ def cached(
 
 
 def context(step: Step, heads: int, group: int) -> Context:
-    """Where the keys of a cached forward lie in the pool, head by head, and which of them each query sees."""
+    """The rows of the pool that hold the keys of a cached forward, by head, and the mask of each query."""
     blocks = step.table.shape[1]
     rows = step.table[:, None, :] * heads + torch.arange(heads, device=step.table.device)[:, None]
     at = torch.arange(blocks * BLOCK, device=step.table.device)

@@ -1,10 +1,11 @@
 """Paged KV cache and the addressing of one cached forward.
 
-Idea: keys and values live in blocks of 64 positions, the unit of the exact attention loop, of prefix sharing and of
-eviction. A sequence is a list of block numbers; the caller decides which sequence owns a block.
+Idea: keys and values are stored in blocks of 64 positions, the unit of the exact attention loop, of prefix sharing and
+of eviction. A sequence is a list of block numbers; the caller decides which sequence owns a block.
 
-Layout: per layer keys and values [blocks, V, 64, D]. Blocks start as zeros and never hold anything but finite
-numbers: a masked position is multiplied by 0, and 0 times NaN would show.
+Layout: per layer keys and values [blocks, V, 64, D]. Blocks start as zeros and always hold finite numbers, because a
+masked position is multiplied by 0 and 0 times NaN is NaN.
+Trade-off: memory grows by `reserve` and is never returned.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ class KVCache:
         return torch.zeros(blocks, *self._shape, dtype=self._dtype, device=self._device)
 
     def reserve(self, blocks: int) -> None:
-        """Have at least that many blocks; content of the present ones stays."""
+        """Grow to at least that many blocks; the present ones keep their content."""
         if blocks > self.blocks:
             more = blocks - self.blocks
             self.keys = [torch.cat((old, self._zeros(more))) for old in self.keys]
@@ -55,7 +56,7 @@ class Context(NamedTuple):
 
 
 class Step:
-    """Where the new tokens of one cached forward stand: sequence b brings lengths[b] tokens from position starts[b] on.
+    """The positions of the new tokens of one cached forward: sequence b has lengths[b] of them from starts[b] on.
 
     tables[b] must hold the blocks of all positions up to and including the new ones.
     """
@@ -74,9 +75,9 @@ class Step:
         self.lengths, self.starts = list(lengths), list(starts)
         self.batch, self.steps = len(lengths), max(lengths)
         self.pages: Paging | None = None
-        """Made by the first layer in exact mode, used by all."""
+        """Paging of exact mode: the first layer makes it, all layers use it."""
         self.context: Context | None = None
-        """The same in ordinary mode."""
+        """Keys of ordinary mode: the first layer makes them, all layers use them."""
         first = torch.tensor(starts, device=device)
         self.dense: Tensor | None = None
         if self.steps == min(lengths):
@@ -107,6 +108,6 @@ class Step:
         return x.view(self.batch, self.steps, *x.shape[1:])
 
     def gather(self, x: Tensor) -> Tensor:
-        """The way back of `spread`."""
+        """The inverse of `spread`."""
         x = x.reshape(self.batch * self.steps, *x.shape[2:])
         return x if self.dense is None else x.index_select(0, self.dense)

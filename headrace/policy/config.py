@@ -20,15 +20,15 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): queries and keys-values pass narrow ranks."""
 
     q_rank: int
-    """0: queries are projected directly."""
+    """Rank of the queries; 0: queries are projected directly."""
     kv_rank: int
     nope_dim: int
-    """Part of a query or key without position."""
+    """Width of the part of a query or key that is not rotated."""
     rope_dim: int
-    """Part that is rotated; the key's is shared by all heads."""
+    """Width of the part that is rotated; all heads share the key's."""
     value_dim: int
     interleaved: bool = True
-    """Rotary pairs are neighbours, not halves."""
+    """Whether rotary pairs are neighbouring elements instead of halves."""
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     normalise_top_k: bool = True
     tied: bool = False
     max_positions: int = 32_768
-    # Fields from here on came later: a config that leaves them alone describes itself as it always did.
+    # Later fields: `described` leaves them out at their defaults, so that older fingerprints stay valid.
     rope: RopeScaling | None = None
     latent: Latent | None = None
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -63,7 +63,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Experts are chosen among those of the best `kept_groups` groups."""
     gate_scale: float = 1.0
     shared_experts: int = 0
-    """Experts that every token passes, as one MLP of that many widths."""
+    """Number of shared experts, which every token uses: one MLP of that many times expert_dim."""
     dense_layers: int = 0
     """Leading layers with a dense MLP instead of a mixture."""
     dense_dim: int = 0
@@ -75,24 +75,29 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool = True
     """Queries and keys are normalised head by head before they are rotated (grouped attention only)."""
     qkv_bias: bool = False
-    """A vector is added to queries, keys and values (grouped attention only)."""
+    """Whether queries, keys and values have a bias (grouped attention only)."""
     out_bias: bool = False
-    """A vector is added to what attention returns to the residual stream (grouped attention only)."""
+    """Whether the output projection of attention has a bias (grouped attention only)."""
     rotary_dim: int = 0
     """Leading part of a query and key that is rotated (grouped attention only); 0 is head_dim."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
-            raise CheckpointError(f"{self.heads} query heads cannot share {self.kv_heads} key-value heads evenly")
+            raise CheckpointError(
+                f"expected query heads in a multiple of {self.kv_heads} key-value heads, got {self.heads}"
+            )
         if self.experts and not 0 < self.top_k <= self.experts:
-            raise CheckpointError(f"top_k {self.top_k} of {self.experts} experts is not possible")
+            raise CheckpointError(f"expected top_k from 1 to the number of experts, {self.experts}, got {self.top_k}")
         turned = self.turned
         if turned > self.head_dim:
             raise CheckpointError(f"rotary_dim {turned} is larger than head_dim {self.head_dim}")
         if turned % 2:
-            raise CheckpointError(f"head_dim {turned} is odd: rotary pairs need an even one")
+            raise CheckpointError(f"expected an even head_dim for rotary pairs, got {turned}")
         if self.experts % self.expert_groups or not 0 < self.kept_groups <= self.expert_groups:
-            raise CheckpointError(f"{self.kept_groups} of {self.expert_groups} groups of {self.experts} experts: no")
+            raise CheckpointError(
+                f"expected kept_groups <= expert_groups, which divide the experts, got "
+                f"{self.kept_groups}, {self.expert_groups} and {self.experts}"
+            )
         if self.experts and self.top_k > self.experts // self.expert_groups * self.kept_groups:
             raise CheckpointError(f"top_k {self.top_k} is more than the experts of {self.kept_groups} groups")
         if self.latent and (self.kv_heads, self.head_dim) != (
@@ -123,12 +128,12 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sparse_layers(self) -> int:
-        """Layers that route."""
+        """The number of layers with a mixture."""
         return self.layers - self.dense_layers if self.experts else 0
 
     @property
     def described(self) -> str:
-        """The config as text, fields that came later left out while they have their default: fingerprints keep."""
+        """The config as text. Later fields are left out at their defaults, so that older fingerprints stay valid."""
         fields = []
         for name in self.__struct_fields__:
             value = getattr(self, name)

@@ -6,8 +6,8 @@ against 2.9 ms in float32), and it repeats keys and values for each query head o
 below each other, so that keys and values are read once.
 
 Trade-off: the scores of a call are in memory, B x H x T x S numbers. `policy.attention` uses this for decoding, where T
-is small, and for training on short sequences. Exact mode never comes here: the order of these sums depends on S.
-Suffixes: B sequences, V key-value heads, G query heads for each of them, T queries, S keys, D head_dim.
+is small, and for training on short sequences. Exact mode does not use it: the order of these sums depends on S.
+Dimensions: B sequences, V key-value heads, G query heads for each of them, T queries, S keys, D head_dim.
 """
 
 from typing import Any

@@ -4,7 +4,7 @@ Idea: keys and values of all heads are one low-rank vector per token; a small pa
 and is shared by all heads. Here the latents are expanded before attention, so that the block loop and the KV cache are
 those of every other model, and exact mode holds for the same reasons.
 
-Trade-off: the cache holds expanded keys and values (heads x (nope + rope) each), not the latent: right, and several
+Trade-off: the cache holds expanded keys and values (heads x (nope + rope) each), not the latent: correct, and several
 times larger than what DeepSeek's own servers keep. Values narrower than keys are padded with zeros, which changes no
 bit of what remains.
 """
@@ -17,7 +17,7 @@ from headrace.kernels import batch_invariant, operators
 from headrace.policy.config import Latent
 
 _EPS = 1e-6
-"""Of the norms inside; the published models fix it, whatever rms_norm_eps says."""
+"""Epsilon of the norms inside. The published models use this constant and not rms_norm_eps."""
 
 
 def parameters(latent: Latent, heads: int, dim: int, dtype: torch.dtype) -> dict[str, nn.Parameter]:

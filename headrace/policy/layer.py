@@ -1,7 +1,7 @@
-"""One decoder layer, of every kind that the policy knows: its parameters, and its effect on a hidden state.
+"""A decoder layer with grouped or latent attention and with a dense MLP or a mixture of experts.
 
 Parameters are fused where that saves products (q, k and v; gate and up; experts as one 3D tensor). A layer is a module
-that is called, so that what hooks on calls works: FSDP gathers its shards, a checkpoint computes it again.
+that is called, so that hooks on calls work: FSDP gathers the shards, activation checkpointing computes it again.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Chosen:
-    """A layer's selection in one forward, int64 [N, k]. Not a list: what hooks on calls copies lists."""
+    """A layer's selection in one forward, int64 [N, k]. It is not a list, because hooks on calls copy lists."""
 
     experts: Tensor | None = None
 
@@ -38,7 +38,7 @@ class Layer(nn.Module):
         self.config, self.sparse = config, config.sparse(index)
         self.rule = Rule(c.scores == "sigmoid", c.expert_groups, c.kept_groups, c.gate_scale)
         self.function = expert_function(config)
-        """Replaced where experts live on other processes."""
+        """Replaced where other processes hold the experts."""
 
         def new(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype))
@@ -69,7 +69,7 @@ class Layer(nn.Module):
             width = c.shared_experts * c.expert_dim
             self.shared_gate_up, self.shared_down = new(2 * width, c.dim), new(c.dim, width)
         if self.sparse and c.scores == "sigmoid":
-            # Balances load by a rule of its own (arXiv 2408.15664), never by the loss's gradient.
+            # A rule balances the load (arXiv 2408.15664); the loss has no gradient here.
             self.correction = nn.Parameter(torch.zeros(c.experts), requires_grad=False)
 
     def forward(

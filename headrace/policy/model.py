@@ -1,4 +1,4 @@
-"""The policy's one definition: a decoder that sampler and trainer share.
+"""The only definition of the policy: a decoder that sampler and trainer share.
 
 The architectures are small variations of it, named in `layout.hugging_face`.
 
@@ -8,7 +8,7 @@ and in exact mode a position's hidden state has the same bits either way.
 
 Layout: `layer.Layer` holds a layer's fused parameters. At the border, `state` and `load_state` speak Hugging Face
 names, one tensor per projection and expert (`names`).
-Suffixes: N tokens (sequences concatenated), D model width, L layers, k experts a token.
+Dimensions: N tokens (sequences concatenated), D model width, L layers, k experts per token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,12 +45,12 @@ class Model(nn.Module):
         self._rotary = attention.Rotary(config.turned, config.rope_theta, config.torch_dtype, config.rope)
         self._scale = config.head_dim**-0.5 * (config.rope.heat if config.latent and config.rope else 1.0)
         self.recompute = False
-        """Keep no activations inside layers; backward computes them again, with the routes of the first time."""
+        """Whether backward computes the activations inside layers again, with the routes of the forward pass."""
         self.served_dtype: torch.dtype | None = None
         """Set by a trainer whose weights are published in fewer bits than they are computed in: see
         `training.served.precision`."""
         self.plausible = 0.0
-        """See `kernels.route.Rule`: when a replayed expert is not believed."""
+        """Share of the weakest live score below which a replayed expert is replaced: `kernels.route.Rule.plausible`."""
         if seed is not None:
             self.reset(seed)
 
@@ -97,7 +97,7 @@ class Model(nn.Module):
         """
         packing = Packing(lengths, ids.device)
         if packing.tokens != len(ids):
-            raise ValueError(f"lengths add up to {packing.tokens}, there are {len(ids)} ids")
+            raise ValueError(f"expected lengths that add up to {len(ids)} ids, got {packing.tokens}")
         exact = self.numerics.exact
 
         def attend(layer: int) -> Attend:
@@ -184,12 +184,14 @@ class Model(nn.Module):
         missing = set(views) - set(tensors)
         if extra or missing:
             first = sorted(extra or missing)[0]
-            raise CheckpointError(f"{len(extra)} tensors too many, {len(missing)} missing; the first is {first}")
+            raise CheckpointError(
+                f"{len(missing)} tensors are missing and {len(extra)} are not of this model; the first is {first}"
+            )
         for name, view in views.items():
             if view.shape != tensors[name].shape:
-                raise CheckpointError(f"{name} is {list(tensors[name].shape)}, the model has {list(view.shape)}")
+                raise CheckpointError(f"{name}: expected shape {list(view.shape)}, got {list(tensors[name].shape)}")
             view.copy_(tensors[name])
 
     def _views(self) -> dict[str, Tensor]:
-        """Hugging Face name -> the part of a parameter that it names."""
+        """The part of a parameter for each Hugging Face name."""
         return names.views(self.config, {name: parameter.data for name, parameter in self.named_parameters()})

@@ -15,14 +15,14 @@ from headrace.messages.base import Array
 
 
 class RoutesMissing(Exception):
-    """Recorded routes were asked for and are not there, or have the wrong shape."""
+    """Recorded routes are needed and missing, or have the wrong shape."""
 
 
 class ExpertFunction(Protocol):
     """`kernels.operators.experts`, or what replaces it: another number format, or experts on other processes."""
 
     def __call__(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, /) -> Tensor:
-        """x [N, D] through its experts [N, k] under gates [N, k] -> [N, D]."""
+        """x [N, D] through its experts [N, k], weighted by gates [N, k] -> [N, D]."""
 
 
 def mixture(
@@ -32,7 +32,7 @@ def mixture(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [N, D] through its k experts -> (out [N, D], experts int64 [N, k]).
 
-    replay: selections int64 [N, k] instead of the live ones, -1 where there is none. pad 1 is the ordinary way.
+    replay: selections int64 [N, k] instead of the live ones, -1 where there is none. pad 1 is ordinary mode.
     correction float32 [E]: see `kernels.route`; sigmoid scores come from a float32 product, as DeepSeek computes them.
     """
     if rule.sigmoid:
@@ -56,11 +56,11 @@ def widen(routed: Tensor, layers: int, k: int) -> Tensor:
 
 
 def from_array(routed: Array | None, layers: int, k: int) -> Tensor:
-    """Routes as a message carries them -> int64 [N, L, k]. RoutesMissing when there are none: no silent default."""
+    """Routes of a message -> int64 [N, L, k]. RoutesMissing when the message has none."""
     if routed is None:
         raise RoutesMissing("the record carries no routed experts; a sampler of a mixture must return them")
     dtype = {"|u1": torch.uint8, "<u2": torch.uint16}.get(routed.dtype)
     if dtype is None:
-        raise RoutesMissing(f"routes of dtype {routed.dtype} are not understood, only |u1 and <u2")
+        raise RoutesMissing(f"expected routes of dtype |u1 or <u2, got {routed.dtype}")
     flat = torch.frombuffer(bytearray(routed.data), dtype=dtype) if routed.data else torch.empty(0, dtype=dtype)
     return widen(flat.view(routed.shape), layers, k)

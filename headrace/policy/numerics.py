@@ -1,4 +1,4 @@
-"""How a model computes on this machine: exact or ordinary, with which row padding, under which fingerprint.
+"""The arithmetic of a model on this machine: exact or ordinary mode, row padding and fingerprint.
 
 The record stands apart from the probe that makes it (`numerics_probe`): the model needs the record, the probe runs the
 model.
@@ -17,4 +17,4 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     """Why exact mode is off; empty when it is on."""
     fingerprint: str
-    """Names the arithmetic: processes with equal fingerprints compute the same bits."""
+    """The name of the arithmetic: processes with equal fingerprints compute the same bits."""

@@ -1,8 +1,8 @@
-"""The probe behind exact mode: does a row keep its bits on this machine whatever the batch?
+"""The probe of exact mode: tests whether a row has the same bits on this machine for every batch.
 
-Idea: exact mode rests on properties of the CPU and its libraries that nobody guarantees. So the probe runs the very
-functions that the model uses, in the model's own shapes, on few rows and on many, and compares bits. It takes the
-smallest row padding that passes; if none passes, it refuses exact mode and names the operation that failed.
+Idea: exact mode needs properties of the CPU and its libraries that no documentation guarantees. So the probe runs the
+functions of the model, in the model's own shapes, on few rows and on many, and compares bits. It takes the smallest row
+padding that passes; if none passes, it refuses exact mode and names the operation that failed.
 
 Operands cancel: they come in pairs whose products are x and -x at random places of the reduction, so that the exact
 sum is 0 and the result is nothing but the rounding of the partial sums. Another order of the sums then changes a fifth
@@ -127,7 +127,7 @@ def _differing_products(operands: list[_Operands], pad: int) -> Iterator[str]:
 
 
 def _elementwise(config: PolicyConfig, generator: torch.Generator) -> str:
-    """Norms, activation, softmax and friends: a row alone against the row in company. The reason, or nothing."""
+    """Norms, activation, softmax and others: a row alone against the same row in a batch. The reason, or nothing."""
     c = config
     x = _draw(generator, c, _MANY, c.dim)
     gate_up = _draw(generator, c, _MANY, 2 * c.expert_dim) * 3

@@ -5,8 +5,8 @@ formulas are those of the papers, in transformers' order of operations, so that 
     linear   positions divided by `factor` (Chen et al., arXiv 2306.15595)
     yarn     high frequencies stay, low ones are divided, a ramp between (Peng et al., arXiv 2309.00071)
     llama3   the same idea by wavelength, with a smooth middle (Llama 3, arXiv 2407.21783)
-Scalings that depend on the length of the sequence (dynamic, longrope) are refused: a position's bits would depend on
-what comes after it.
+Scalings that depend on the length of the sequence (dynamic, longrope) are refused, because with them a position's bits
+depend on the tokens after it.
 """
 
 from __future__ import annotations

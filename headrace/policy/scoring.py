@@ -1,14 +1,15 @@
 """Law 5: score a recorded segment again, with the weights that wrote it, and get the sampler's own bits.
 
-Idea: a swap in flight leaves a KV cache in which each position was written by the version that served at the time.
-Scoring with the newest weights alone would therefore differ from what the sampler saw, by the staleness and not by
-arithmetic. So go through the recorded spans in their order, forward each with the version that its record names over a
-cache carried from span to span, and read off the log-probabilities on the way. In exact mode they equal the sampler's
-bit for bit; whatever else comes out is a mismatch worth an alarm.
+Idea: after a swap in flight, the positions of the KV cache come from different versions. Scoring with the newest
+weights alone would therefore differ from the sampler by staleness, not by arithmetic. So the recorded spans are taken
+in order: each is computed with the version that its record names, over a cache that is kept from span to span, and
+gives the log-probabilities of its tokens. In exact mode they equal the sampler's bit for bit; any difference is a
+mismatch.
 
-A position that was forwarded more than once (a successor on another node starts with an empty cache) counts as its
-first forward for the token that follows it, since that one wrote the token; later forwards only replace its keys and
-values, as they did in the sampler.
+Some positions were computed more than once (a successor on another node starts with an empty cache). The first forward
+of a position gives the log-probability of the next token, because the sampler drew the token from it; later forwards
+only replace keys and values, as they did in the sampler.
+Trade-off: a segment with several versions needs all of their weights.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

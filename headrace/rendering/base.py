@@ -1,8 +1,8 @@
-"""The renderer protocol: how one policy's conversations become token ids, and its ids become tool calls.
+"""The renderer protocol: it converts one policy's conversations to token ids, and sampled ids to tool calls.
 
-A segment's context is a prompt, then turn by turn the sampled ids and a delta. A renderer encodes what comes from
-outside (task, results, summary request) once and never encodes sampled ids again. Everything it returns follows from
-its arguments alone, so a resumed episode rebuilds the same ids.
+A segment's context is a prompt, then turn by turn the sampled ids and a delta. A renderer encodes text from outside
+(task, results, summary request) once and never encodes sampled ids again. Its results depend on its arguments alone, so
+a resumed episode gets the same ids.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Call = tuple[str, dict[str, str]]
 
 
 class RendererError(Exception):
-    """This checkpoint's format cannot be used; the text names what is missing and what to set instead."""
+    """This checkpoint's format cannot be used; the text names the missing part and the setting to change."""
 
 
 class Exchange(Protocol):
@@ -34,7 +34,7 @@ class Exchange(Protocol):
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
-    """An Exchange that was not sampled: of a trace, or of a check."""
+    """An Exchange that was not sampled, of a trace or a check."""
 
     calls: tuple[ToolCall, ...]
     results: tuple[ToolResult, ...]
@@ -51,15 +51,15 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Renderer(Protocol):
-    """The format of one policy: spelling and tokenizer."""
+    """The format of one policy: syntax and tokenizer."""
 
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
     """Sampling ends at any of these ids; the id belongs to the turn."""
     bundle: str
-    """sha256 of the bundle that it was opened from; empty for one that scripts make for themselves."""
+    """sha256 of the renderer's bundle; empty for a renderer of scripted policies without a bundle."""
     detailed_results: bool
-    """Whether results carry the messages of failed tests: the tiny policy was not made on them."""
+    """Whether results contain the messages of failed tests; the tiny policy was not trained on these."""
 
     @property
     def parallel(self) -> bool:
@@ -76,7 +76,7 @@ class Renderer(Protocol):
         """
 
     def parse(self, ids: Sequence[int], *, prompt: Sequence[int] = ()) -> Parsed:
-        """Read a sampled turn. prompt: the ids before it, whose end tells whether thinking was opened already."""
+        """Parse a sampled turn. prompt: the ids before it; its end shows whether the thinking is already open."""
 
     def turn(self, calls: Sequence[Call], thought: str = "", *, before: int = 0) -> list[int]:
         """A turn as the policy should write it, its stop id included: for scripts and traces.

@@ -1,7 +1,7 @@
-"""A run's bundle: made once from the checkpoint's files and the configuration.
+"""Makes a run's bundle, once, from the checkpoint's files and the configuration.
 
-``auto`` resolves here, where a person who starts a run reads the error: terse tags in the tokenizer mean the terse
-format; else the chat template decides, by writing a call that one of the syntaxes must read back.
+``auto`` is resolved here, at the start of a run, where an operator reads the error. Terse tags in the tokenizer select
+the terse format. Otherwise the chat template writes a call, and the syntax that parses this call is selected.
 """
 
 import datetime
@@ -27,7 +27,7 @@ _TEMPLATE = "chat_template.jinja"
 
 
 def terse_bundle(tokenizer_json: str, tools: Sequence[ToolSchema] = schemas.TABLE) -> RendererBundle:
-    """Of a policy that headrace makes itself. tools: all that the run's tasks may offer."""
+    """The bundle of a policy that headrace makes itself. tools: all that the run's tasks may offer."""
     return RendererBundle(renderer="terse", tokenizer_json=tokenizer_json, tools=schemas.functions_json(tools))
 
 
@@ -40,7 +40,7 @@ def checkpoint_bundle(
     tools: Sequence[ToolSchema] = schemas.TABLE,
     system: str = "",
 ) -> RendererBundle:
-    """Of a Hugging Face folder. RendererError says what is missing.
+    """The bundle of a Hugging Face folder. RendererError names the missing part.
 
     renderer, chat_template, template_kwargs: as in ``[policy]``. date: what templates see as today; today by default.
     tools: all that the run's tasks may offer. system: the system's text; empty for `SYSTEM`.
@@ -91,7 +91,7 @@ def _chat_bundle(folder: Path, tokenizer: Tokenizer, tokenizer_json: str, chat_t
 
 
 def _template(folder: Path, settings: Mapping[str, Any], override: str) -> str:
-    """The override, else the folder's own file, else tokenizer_config.json: a text, or a list with one for tools."""
+    """The template in the configured file, the folder's own, or tokenizer_config.json: a text, or one of a list."""
     for file in [Path(override)] if override else [folder / _TEMPLATE]:
         if override or file.exists():
             try:

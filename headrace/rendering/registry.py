@@ -1,4 +1,4 @@
-"""Renderers by name, headrace's own and those from outside, and how a bundle becomes one.
+"""Renderers by name, built-in ones and those from outside, and the renderers of a bundle.
 
 A renderer from outside is a function ``build(bundle, tokenizer, tools) -> Renderer``, named by an entry point of the
 group ``headrace.renderers`` or as ``module:attribute`` in ``[policy] renderer``.
@@ -25,7 +25,7 @@ RENDERERS: Registry[Builder] = Registry(
 
 
 def source_hash(name: str) -> str:
-    """Of a renderer from outside; empty for a built-in. PluginError when there is none of that name."""
+    """Source hash of a renderer from outside; empty for a built-in. PluginError when there is none of that name."""
     plugin = RENDERERS.plugin(name)
     return plugin.source if plugin is not None else ""
 
@@ -36,7 +36,10 @@ class Renderers:
     def __init__(self, bundle: RendererBundle) -> None:
         """RendererError when this node's renderer is not that of the bundle."""
         if bundle.plugin != source_hash(bundle.renderer):
-            raise RendererError(f"this node's source of the renderer {bundle.renderer!r} differs from the run's")
+            raise RendererError(
+                f"this node's source of the renderer {bundle.renderer!r} differs from the run's: "
+                f"install the run's version"
+            )
         self.bundle = bundle
         self._build = RENDERERS.get(bundle.renderer)
         self._tokenizer = Tokenizer.parse(bundle.tokenizer_json)

@@ -1,4 +1,4 @@
-"""The tools as a policy sees them: as tags in the terse format, as JSON Schema in chat formats.
+"""The tools in the prompt of a policy: tags in the terse format, JSON Schema in chat formats.
 
     <search query="mean" glob="*.py"/>
     <edit_file path="kit/core.py" lines="4-5">    return total / count</edit_file>
@@ -71,7 +71,7 @@ class ToolSchema(msgspec.Struct, frozen=True):
         return {"type": "function", "function": function}
 
     def complaint(self, arguments: Mapping[str, str]) -> str:
-        """Why a call with these arguments cannot run; empty when it can."""
+        """The reason for which a call with these arguments cannot run; empty when it can."""
         known = self.parameters
         for argument in arguments:
             if argument not in known:

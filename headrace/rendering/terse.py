@@ -1,8 +1,7 @@
 """The terse format: every tag is one id, there is no system prompt, and each tool has its own tags.
 
-It is the format of a policy that headrace made itself and that was trained on it from its first token. Text that the
-policy wrote stays the ids that it sampled; only what comes from outside (the task, results, a summary request) is
-encoded, once, and appended.
+It is the format of policies that headrace trains from the first token. Sampled ids stay as they are; only text from
+outside (the task, results, a summary request) is encoded, once, and appended.
 """
 
 import re
@@ -48,7 +47,7 @@ def call_pieces(tool: ToolSchema, arguments: dict[str, str]) -> list[Piece]:
 
 
 class Format:
-    """How an episode is spelled, before any tokenizer."""
+    """The text of an episode as pieces, before any tokenizer."""
 
     def __init__(self, tools: Sequence[ToolSchema] = schemas.TABLE) -> None:
         """tools: those that may be called."""

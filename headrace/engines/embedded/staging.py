@@ -151,11 +151,13 @@ class Staging:
         missing = (set(wanted) | scales) - set(known)
         if extra or missing:
             first = sorted(extra or missing)[0]
-            raise WeightError(f"{len(extra)} tensors too many, {len(missing)} missing; the first is {first}")
+            raise WeightError(
+                f"{len(missing)} tensors are missing and {len(extra)} are not of this model; the first is {first}"
+            )
         for name, tensor in wanted.items():
             info = known[name]
             if info.shape != tuple(tensor.shape):
-                raise WeightError(f"{name} is {list(info.shape)}, the model has {list(tensor.shape)}")
+                raise WeightError(f"{name}: expected shape {list(tensor.shape)}, got {list(info.shape)}")
             if info.dtype == _EIGHT_BITS:
                 scale = known[name + SCALE]
                 blocks = (*info.shape[:-1], info.shape[-1] // mxfp8.BLOCK)

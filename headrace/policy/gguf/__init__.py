@@ -1,1 +1,1 @@
-"""GGUF in: a Hugging Face folder made from a quantised file of llama.cpp."""
+"""GGUF import: makes a Hugging Face folder from a quantised file of llama.cpp."""

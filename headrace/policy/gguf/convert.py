@@ -104,7 +104,7 @@ def _config(fields: dict[str, Any], names: set[str]) -> dict[str, Any]:
         value = fields.get(f"{kind}.{key}", default)
         if value is None:
             raise CheckpointError(f"the file has no {kind}.{key}")
-        # float32 in the file: its shortest decimal is the number that was meant (1e-05, not 9.999999747378752e-06)
+        # float32 in the file: the shortest decimal is the original number (1e-05, not 9.999999747378752e-06)
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     if f"{kind}.expert_count" in fields:

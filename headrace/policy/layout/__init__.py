@@ -1,1 +1,1 @@
-"""Hugging Face layout, in and out."""
+"""Reads and writes the Hugging Face layout of checkpoints."""

@@ -33,7 +33,7 @@ def save(
 ) -> None:
     """Write config.json and model.safetensors, or shards of at most `shard_bytes` and their index.
 
-    Files of an earlier save that this one does not name are removed. OSError when the disk won't have it.
+    Files of an earlier save that this one does not name are removed. OSError when the files cannot be written.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Tensors or JSON, by the name's ending; whole or not at all."""
+    """Write tensors or JSON, by the name's ending, under a temporary name first."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         if path.suffix == ".json":

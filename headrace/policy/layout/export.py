@@ -23,7 +23,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
 
     config: PolicyConfig
     tensors: Mapping[str, Tensor]
-    """Under Hugging Face names, float32 or bfloat16."""
+    """Weights under Hugging Face names, float32 or bfloat16."""
     bundle: RendererBundle
     card: str
     """The model card, Markdown."""

@@ -1,9 +1,9 @@
-"""How weights travel when experts are served in eight bits: their bytes and scales, under Hugging Face names.
+"""The published form of weights when experts are served in eight bits: bytes and scales under Hugging Face names.
 
-Idea: inside, an mxfp8 expert is a tensor of the policy's dtype whose numbers all lie on the eight-bit grid, so every
-product works as ever. At the border it becomes what it is worth: `X.weight` in e4m3 and `X.weight_scale` in e8m0 (as
-uint8), 8.25 bits a weight. Quantising numbers that lie on the grid loses nothing, so trainer, file and sampler hold the
-same bytes, and the state hash is over those.
+Idea: in the model, an mxfp8 expert is a tensor of the policy's dtype whose numbers are all representable in mxfp8, so
+products need no change. It is published as `X.weight` in e4m3 and `X.weight_scale` in e8m0 (as uint8), 8.25 bits per
+weight. Quantising representable numbers loses nothing, so trainer, file and sampler hold the same bytes, and the state
+hash is over those.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def pack(config: PolicyConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def unpack(config: PolicyConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The way back; experts that were never quantised are rounded to the grid. CheckpointError without a scale."""
+    """The inverse of `pack`; experts that were never quantised are rounded. CheckpointError without a scale."""
     if config.expert_format != "mxfp8":
         return dict(tensors)
     out: dict[str, Tensor] = {}

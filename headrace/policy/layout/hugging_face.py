@@ -1,4 +1,4 @@
-"""Between a policy's shape and Hugging Face's config.json, for the model types that this model computes.
+"""Converts between a policy's shape and Hugging Face's config.json, for the supported model types.
 
     qwen3          dense, q/k norm (experts 0: the degenerate case)
     qwen3_moe      mixture in every layer, softmax scores
@@ -10,7 +10,7 @@
     deepseek_v3    latent attention, leading dense layers, sigmoid scores with a correction, groups, shared experts;
                    kimi_k2 is the same under another name
 
-A checkpoint that asks for something which this model does not compute is refused by the name of that field.
+A checkpoint with a field that this model does not support is refused; the error names the field.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Hugging Face names for the parts of our fused parameters.
+"""Hugging Face names for the parts of the model's fused parameters.
 
 Layout: fused tensors are cut into views, so that what is written through a name lands in the parameter. The names are
 those of the published checkpoints: one tensor per projection and expert.

@@ -1,6 +1,6 @@
-"""A chat format is tried before it is used: every assumption of the renderer is checked on the template itself.
+"""Checks every assumption of the renderer on a chat template before the template is used.
 
-A format that fails is refused by name. Nothing is guessed and nothing falls back: a run in a format that is slightly
+A format that fails is refused, and the error names it. There is no fallback: a run in a format that is slightly
 wrong would train a policy on it.
 """
 
@@ -64,7 +64,7 @@ def traits(template: ChatTemplate, syntax: Syntax, tools: Sequence[ToolSchema], 
     """The abilities of the template. RendererError when it cannot show a task with tools, or a call with its result."""
 
     def shows(traits: Traits, build: Callable[[Conversation], list[Message]], *words: str) -> str:
-        """Why the rendered messages do not show these words; empty when they do."""
+        """The reason for which the rendered messages do not contain these words; empty when they do."""
         conversation = Conversation(template, syntax, tools, system, traits)
         try:
             text = conversation.render(build(conversation), generation=True)
@@ -110,7 +110,7 @@ def _explains(conversation: Conversation, kind: Kind, build: Build, change: Chan
             rendered = conversation.render(build(conversation, slots, text), generation=True)
             real = conversation.render(build(conversation, _AsItIs(), text), generation=True)
         except TemplateRefused as error:
-            if kind == "thought":  # an empty turn is refused by some; nobody writes one
+            if kind == "thought":  # some templates refuse an empty turn, which does not occur
                 return False
             raise RendererError(f"the chat template does not take a {kind} such as {text!r}: {error}") from None
         if "".join(piece for piece, _ in slots.fill(rendered, {**every, kind: change})) != real:

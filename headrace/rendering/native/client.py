@@ -1,7 +1,7 @@
 """Conversations of agents that run their own tools, in a policy's own chat format.
 
-The law is that of headrace's own episodes: text from a client is encoded once, sampled ids are never encoded again, and
-no text from outside becomes an added token. A segment is `start`, then turn by turn the sampled ids and a `delta`.
+The rules are those of headrace's own episodes: text from a client is encoded once, sampled ids are never encoded again,
+and no text from outside becomes an added token. A segment is `start`, then turn by turn the sampled ids and a `delta`.
 Tool names and schemas stand in the template's own text, so tools that spell an added token are refused.
 """
 
@@ -109,7 +109,7 @@ class ClientRenderer:
                 wire_id = self._format.syntax.wire_id(name, number)
                 content = text_of("result", message.text)
                 written.append({"role": "tool", "tool_call_id": wire_id, "name": name, "content": content})
-            else:  # Templates take a system message at the start alone; later ones are told as the user's words.
+            else:  # Templates accept a system message only at the start; later ones become user messages.
                 written.append({"role": "user", "content": text_of("user", message.text)})
         return written
 
@@ -145,7 +145,7 @@ class ClientRenderer:
         return name
 
     def _refuse_added(self, text: str, place: str) -> None:
-        """Text that stands in the template's own must not spell an added token."""
+        """Check text that becomes part of the prompt's format: UnusableConversation when it spells an added token."""
         token = next((token for token in self._renderer.tokenizer.tags if token and token in text), None)
         if token is not None:
             raise UnusableConversation(f"{place} contains {token!r}, which is a control token of this policy")

@@ -1,4 +1,4 @@
-"""A history as the messages of a chat template, with placeholders for everything that is read from outside.
+"""Converts a history to the messages of a chat template, with placeholders for all text from outside.
 
 Calls are answered by tool messages. A turn without any call of a known tool is answered by a user message: every
 template takes that, while an answer to a call that was never made is refused by some. Names and ids of calls are the
@@ -30,12 +30,12 @@ class Inserter(Protocol):
 
 
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
-    """The abilities of a template."""
+    """The features that a template supports."""
 
     system: bool = True
-    """It takes a system message; else the system text stands before the task."""
+    """It takes a system message; otherwise the system text is put before the task."""
     tools: bool = True
-    """It shows the tools that it is given; else their schemas stand in the system text."""
+    """It shows the tools that it gets; otherwise their schemas are put into the system text."""
     parallel: bool = True
     """It takes several calls in one turn."""
 
@@ -124,7 +124,7 @@ class Conversation:
         return next(iter(self.tools[name].parameters), None) or "x"
 
     def before(self, calls: int) -> list[Message]:
-        """So many earlier turns with one call each."""
+        """That many earlier turns with one call each."""
         name = next(iter(self.tools))
         messages: list[Message] = []
         for index in range(calls):

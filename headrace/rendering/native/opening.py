@@ -1,4 +1,4 @@
-"""From a bundle to the checked renderer of a chat format, and from a template to the name of its syntax."""
+"""Opens the checked renderer of a bundle with a chat format, and detects the syntax of a template."""
 
 from collections.abc import Sequence
 

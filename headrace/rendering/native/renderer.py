@@ -1,8 +1,8 @@
 """The renderer of a checkpoint's own chat format: its template renders, its wire syntax is parsed.
 
-Law: what a template renders for the whole conversation is never compared with or mixed into sampled history. Only the
-text from the last turn's stop on is taken, so sampled ids stay as they were sampled even where the template would
-render that turn in another way (without its thinking, or its JSON in another spelling).
+Sampled history is never replaced by, or compared with, the template's rendering of the whole conversation. Only the
+text from the last turn's stop on is used, so sampled ids stay unchanged even where the template renders that turn
+differently (without its thinking, or with another spelling of its JSON).
 """
 
 import json
@@ -30,7 +30,7 @@ _TAIL = 16
 
 
 class Format(NamedTuple):
-    """A checked chat format, whatever the tools."""
+    """A checked chat format, independent of the tools."""
 
     template: ChatTemplate
     syntax: Syntax
@@ -161,7 +161,7 @@ class NativeRenderer:
         raise RendererError("the chat template shows no thought of a turn with calls")
 
     def _common(self, first: str, second: str) -> int:
-        """How far two texts are the same, in whole added tokens and thinking tags."""
+        """The length of two texts' common start, in whole added tokens and thinking tags."""
         at = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
         at = min(at, len(second))
         if at == len(first):

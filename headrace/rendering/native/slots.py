@@ -1,8 +1,8 @@
-"""Placeholders: a template renders random words, and content takes their places afterwards.
+"""Placeholders: a template renders random words, which are replaced by the content afterwards.
 
-A template sees no content, so no content can change what it renders, and every character of its output is known to be
-the template's own or content. Templates may change content on its way (strip it, write it as JSON); the change that a
-template makes is determined once, with texts that tell the known changes apart, and then applied here instead of by the
+A template gets no content, so content cannot change its output, and every character of the output is known to be the
+template's own or content. Templates may transform content (strip it, write it as JSON). The transformation of a
+template is determined once, with texts that distinguish the known ones, and is then applied here instead of by the
 template.
 """
 

@@ -1,1 +1,1 @@
-"""Tool calls as models write them: one file per wire syntax, each a parser from text to calls."""
+"""Parsers of tool calls: one file per wire syntax, each a parser from text to calls."""

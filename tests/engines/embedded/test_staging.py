@@ -78,13 +78,15 @@ async def test_what_cannot_be_served_as_it_is_is_refused(tmp_path: Path) -> None
     name = "model.layers.0.self_attn.q_proj.weight"
     eight[name], scale = precision.quantise(state[name])
     lonely = snapshot.write(tmp_path / "lonely", eight)
-    with pytest.raises(EngineError, match=f"0 tensors too many, 1 missing; the first is {name}_scale"):
+    with pytest.raises(
+        EngineError, match=f"1 tensors are missing and 0 are not of this model; the first is {name}_scale"
+    ):
         await half.load(1, str(tmp_path / "lonely"), lonely)
     few = snapshot.write(tmp_path / "few", eight | {f"{name}_scale": scale[:, :1]})
     with pytest.raises(EngineError, match="needs a scale of one byte for each 32"):
         await whole.load(1, str(tmp_path / "few"), few)
     cut = snapshot.write(tmp_path / "cut", state | {name: state[name][:-1]})
-    with pytest.raises(EngineError, match="the model has"):
+    with pytest.raises(EngineError, match="expected shape"):
         await whole.load(1, str(tmp_path / "cut"), cut)
     grid = tiny.config(expert_format="mxfp8")
     strict = EmbeddedEngine(grid, tiny.numerics(grid), 4)

