@@ -14,8 +14,8 @@ WAITING = {
     "dual",
 }
 """Kernels whose caller, the trainer on a GPU, is still being written. This list only gets shorter."""
-BY_NAME = re.compile(r"(visit|pytest|action|on)_\w+|create_module|writable|__\w+__")
-"""Methods that ast, pytest, textual, importlib and io call by their names."""
+BY_NAME = re.compile(r"(visit|pytest|action|on)_\w+|create_module|writable|initialize|new_session|__\w+__")
+"""Methods that ast, pytest, textual, importlib, io and acp call by their names."""
 DOTTED, WORD = re.compile(r"[\w.:-]+"), re.compile(r"\w+")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from headrace.cli import deploy
+from headrace.cli import acp, deploy
 from headrace.cli.bus import declare, permissions
 from headrace.cli.config import explain
 from headrace.cli.feedback import gate, promote, rollback
@@ -64,6 +64,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     run_export,
     export_metrics,
     deploy,
+    acp,
     subjects,
     wire,
 )

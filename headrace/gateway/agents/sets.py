@@ -15,7 +15,7 @@ import msgspec
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusTimeout, NoResponders
 from headrace.config import Config
-from headrace.gateway.agents.comparing import changed_paths, file_diffs, overlaps
+from headrace.gateway.agents.comparing import file_diffs, overlaps
 from headrace.gateway.agents.merging import Merged, merge
 from headrace.gateway.agents.requests import AgentRefused, NewAgent
 from headrace.gateway.agents.store import KEPT_BYTES, Agents, Member, idempotent_id
@@ -199,7 +199,3 @@ class AgentSets:
             trajectory = await self._agents.trajectory(agent, run) if agent.image else None
             base = (trajectory.originals if trajectory is not None else {}) | base
         return base
-
-    def changed(self, made: AgentSet, agent: Agent) -> list[str]:
-        """Paths that an agent changed."""
-        return changed_paths(made.files, agent.files)

@@ -1,0 +1,241 @@
+"""The adapter: sessions of an editor are agents, prompts are runs, events are session updates.
+
+The agent works in its sandbox with a copy of the editor's folder. At the end of a prompt its changes are shown as
+diffs, the editor's user is asked once, and accepted ones are merged into the folder three-way: edits that the user made
+meanwhile stay, and conflicts are named and left between markers. Edits in the folder after the first prompt do not
+reach the agent's sandbox.
+"""
+
+import base64
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import acp
+from acp import schema
+
+from headrace import __version__
+from headrace.gateway.acp.api import AgentsApi, ApiError
+from headrace.gateway.acp.folder import FolderTooLarge, read_folder, tar_of, write_changes
+from headrace.gateway.agents.merging import merge
+
+KINDS: dict[str, schema.ToolKind] = {
+    "read_file": "read",
+    "list_files": "search",
+    "search": "search",
+    "keyword_search": "search",
+    "semantic_search": "search",
+    "edit_file": "edit",
+    "write_file": "edit",
+    "terminal": "execute",
+    "run_tests": "execute",
+}
+ACCEPT, REJECT = "accept", "reject"
+
+
+class Session:
+    """A folder of the editor and the agent that works on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.agent = ""
+        """Empty before the first prompt."""
+        self.run = ""
+        """The run under way; empty: none."""
+        self.files: dict[str, bytes] = {}
+        """The agent's workspace after its last run."""
+        self.cancelled = False
+
+
+class Adapter:
+    """An ACP agent over the agents API."""
+
+    def __init__(self, api: AgentsApi) -> None:
+        self._api = api
+        self._sessions: dict[str, Session] = {}
+
+    def on_connect(self, conn: acp.Client) -> None:
+        """Keep the editor's side of the connection."""
+        self._editor = conn
+
+    async def initialize(
+        self,
+        protocol_version: int,
+        client_capabilities: schema.ClientCapabilities | None = None,
+        client_info: schema.Implementation | None = None,
+        **kwargs: Any,
+    ) -> acp.InitializeResponse:
+        """Agree on the version."""
+        return acp.InitializeResponse(
+            protocol_version=min(protocol_version, acp.PROTOCOL_VERSION),
+            agent_capabilities=schema.AgentCapabilities(
+                prompt_capabilities=schema.PromptCapabilities(embedded_context=True)
+            ),
+            agent_info=schema.Implementation(name="headrace", version=__version__),
+        )
+
+    async def new_session(
+        self,
+        cwd: str,
+        additional_directories: list[str] | None = None,
+        mcp_servers: Any = None,
+        **kwargs: Any,
+    ) -> acp.NewSessionResponse:
+        """A session on a folder; its agent is made with the first prompt."""
+        folder = Path(cwd)
+        if not folder.is_absolute() or not folder.is_dir():
+            raise acp.RequestError.invalid_params({"cwd": f"expected the absolute path of a folder, got {cwd!r}"})
+        id = secrets.token_hex(8)
+        self._sessions[id] = Session(folder)
+        return acp.NewSessionResponse(session_id=id)
+
+    async def prompt(self, session_id: str, prompt: Sequence[Any], **kwargs: Any) -> acp.PromptResponse:
+        """Run the prompt to its end, with updates on the way."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise acp.RequestError.invalid_params({"sessionId": "there is no such session"})
+        session.cancelled = False
+        try:
+            await self._begin(session, _text(prompt))
+            result = await self._follow(session_id, session)
+            if result.get("status") == "FINISHED":
+                await self._offer(session_id, session, result)
+        except (ApiError, FolderTooLarge, ValueError) as error:
+            raise acp.RequestError.internal_error({"details": str(error)}) from None
+        finally:
+            session.run = ""
+        if result.get("status") == "CANCELLED":
+            return acp.PromptResponse(stop_reason="cancelled")
+        if result.get("status") != "FINISHED":
+            await self._say(session_id, f"The run failed: {result.get('detail')}")
+            return acp.PromptResponse(stop_reason="refusal")
+        limits = {"max_turns": "max_turn_requests", "max_tokens": "max_tokens", "context": "max_tokens"}
+        reason: Any = limits.get(str(result.get("detail")), "end_turn")
+        return acp.PromptResponse(stop_reason=reason)
+
+    async def cancel(self, session_id: str, **kwargs: Any) -> None:
+        """Cancel the session's run; the prompt answers ``cancelled``."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.cancelled = True
+            if session.run:
+                await self._cancel(session)
+
+    async def _cancel(self, session: Session) -> None:
+        try:
+            await self._api.call("POST", f"/v1/agents/{session.agent}/runs/{session.run}/cancel")
+        except ApiError:
+            if (await self._api.call("GET", f"/v1/agents/{session.agent}/runs/{session.run}"))["status"] == "RUNNING":
+                raise  # otherwise it ended before it was cancelled
+
+    async def _begin(self, session: Session, text: str) -> None:
+        if session.agent:
+            run = await self._api.call("POST", f"/v1/agents/{session.agent}/runs", {"prompt": text})
+        else:
+            session.files = await read_folder(session.folder)
+            workspace = {"tar": base64.b64encode(tar_of(session.files)).decode()} if session.files else {}
+            made = await self._api.call("POST", "/v1/agents", {"prompt": text, "workspace": workspace})
+            session.agent, run = made["agent"]["id"], made["run"]
+        session.run = run["id"]
+        if session.cancelled:  # between the prompt and its run
+            await self._cancel(session)
+
+    async def _follow(self, id: str, session: Session) -> dict[str, Any]:
+        """Send updates until the run ends; its result."""
+        result: dict[str, Any] = {}
+        async for event in self._api.events(session.agent, session.run):
+            calls = event.data.get("toolCalls", ())
+            if event.name == "turn":
+                for call in calls:
+                    await self._begun(id, f"{session.run}/{event.data['attempt']}/{call['callId']}", call)
+            elif event.name == "results":
+                for done in calls:
+                    await self._editor.session_update(
+                        session_id=id,
+                        update=acp.update_tool_call(
+                            f"{session.run}/{event.data['attempt']}/{done['callId']}",
+                            status="completed" if done["ok"] else "failed",
+                            content=[acp.tool_content(acp.text_block(done["result"]))],
+                        ),
+                    )
+            elif event.name == "result":
+                result = event.data
+        return result
+
+    async def _begun(self, id: str, call_id: str, call: dict[str, Any]) -> None:
+        arguments = call["args"]
+        if call["name"] == "finish":
+            if arguments.get("message"):
+                await self._say(id, arguments["message"])
+            return
+        what = arguments.get("path") or arguments.get("command") or ""
+        update = acp.start_tool_call(
+            call_id,
+            f"{call['name']} {what}".strip()[:200],
+            kind=KINDS.get(call["name"], "other"),
+            status="failed" if call["error"] else "in_progress",
+            raw_input=arguments,
+        )
+        await self._editor.session_update(session_id=id, update=update)
+
+    async def _say(self, id: str, text: str) -> None:
+        await self._editor.session_update(session_id=id, update=acp.update_agent_message_text(text))
+
+    async def _offer(self, id: str, session: Session, result: dict[str, Any]) -> None:
+        """Show the changes, ask, and merge accepted ones into the folder."""
+        after = dict(session.files)
+        for path in result["changed"]:
+            data = await self._api.content(session.agent, path)
+            if data is None:
+                after.pop(path, None)
+            else:
+                after[path] = data
+        base, session.files = session.files, after
+        changed = [path for path in result["changed"] if base.get(path) != after.get(path)]
+        if not changed:
+            return
+        diffs: list[Any] = [
+            acp.tool_diff_content(
+                str(session.folder / path), after.get(path, b"").decode("utf-8", "replace"),
+                base[path].decode("utf-8", "replace") if path in base else None,
+            )
+            for path in changed
+        ]  # fmt: skip
+        call_id = f"{session.run}/changes"
+        title = f"Change {len(changed)} file{'s' if len(changed) > 1 else ''}"
+        start = acp.start_tool_call(call_id, title, kind="edit", status="pending", content=diffs)
+        await self._editor.session_update(session_id=id, update=start)
+        answer = await self._editor.request_permission(
+            session_id=id,
+            tool_call=schema.ToolCallUpdate(tool_call_id=call_id, title=title, content=diffs),
+            options=[
+                schema.PermissionOption(option_id=ACCEPT, name="Accept", kind="allow_once"),
+                schema.PermissionOption(option_id=REJECT, name="Reject", kind="reject_once"),
+            ],
+        )
+        accepted = getattr(answer.outcome, "option_id", "") == ACCEPT
+        if accepted:
+            merged = await merge(base, await read_folder(session.folder), after, session.agent)
+            write_changes(session.folder, merged.changed, merged.deleted)
+            for conflict in merged.conflicts:
+                where = f" lines {conflict['firstLine']}-{conflict['lastLine']}" if "firstLine" in conflict else ""
+                await self._say(id, f"Conflict ({conflict['kind']}): {conflict['path']}{where}\n")
+        status: Any = "completed" if accepted else "failed"
+        await self._editor.session_update(session_id=id, update=acp.update_tool_call(call_id, status=status))
+
+
+def _text(blocks: Sequence[Any]) -> str:
+    """A prompt's text: its text blocks, embedded texts under their names, links as their addresses."""
+    parts = []
+    for block in blocks:
+        resource = getattr(block, "resource", None)
+        if getattr(block, "text", None):
+            parts.append(block.text)
+        elif getattr(resource, "text", None):
+            parts.append(f"{resource.uri}:\n{resource.text}")  # type: ignore[union-attr]
+        elif getattr(block, "uri", None):
+            parts.append(str(block.uri))
+        else:
+            raise ValueError(f"expected text, a link or an embedded text, got a block of type {block.type}")
+    return "\n".join(parts)

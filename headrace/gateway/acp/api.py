@@ -1,0 +1,107 @@
+"""The agents API as its client sees it: requests, and the events of a run across lost connections."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import aiohttp
+
+RECONNECT_S = 1.0
+RECONNECTS = 30
+"""Connections without a new event before a stream is given up."""
+
+
+class ApiError(Exception):
+    """The gateway refused a request, or cannot be reached."""
+
+
+class RunEvent(NamedTuple):
+    """One event of a run's stream."""
+
+    name: str
+    data: dict[str, Any]
+
+
+class AgentsApi:
+    """Calls of one gateway with one key."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._url, self._headers = url.rstrip("/"), {"x-api-key": key}
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> "AgentsApi":
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
+        self._http = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    @property
+    def _open(self) -> aiohttp.ClientSession:
+        assert self._http is not None, "use it as a context manager"
+        return self._http
+
+    async def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON of an answer. ApiError."""
+        try:
+            async with self._open.request(method, self._url + path, json=body) as answer:
+                text = await answer.text()
+                if answer.status >= 300:
+                    raise ApiError(f"{method} {path}: {answer.status}: {_message(text)}")
+                found: dict[str, Any] = json.loads(text)
+                return found
+        except (aiohttp.ClientError, OSError) as error:
+            raise ApiError(f"{self._url} cannot be reached: {error}") from None
+
+    async def content(self, agent: str, path: str) -> bytes | None:
+        """A file of an agent's workspace; None where it has none. ApiError."""
+        url = f"{self._url}/v1/agents/{agent}/artifacts/{quote(path)}"
+        try:
+            async with self._open.get(url) as answer:
+                if answer.status == 404:
+                    return None
+                if answer.status >= 300:
+                    raise ApiError(f"GET {path}: {answer.status}: {_message(await answer.text())}")
+                return await answer.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise ApiError(f"{self._url} cannot be reached: {error}") from None
+
+    async def events(self, agent: str, run: str) -> AsyncIterator[RunEvent]:
+        """The events of a run to its end, each once; a lost connection is resumed after the last one. ApiError."""
+        last, lost = "", 0
+        url = f"{self._url}/v1/agents/{agent}/runs/{run}/stream"
+        while True:
+            headers = {"Last-Event-ID": last} if last else {}
+            try:
+                async with self._open.get(url, headers=headers) as answer:
+                    if answer.status >= 300:
+                        raise ApiError(f"the stream of {run}: {answer.status}: {_message(await answer.text())}")
+                    fields: dict[str, str] = {}
+                    async for line in answer.content:
+                        text = line.decode().rstrip("\n")
+                        if text and not text.startswith(":"):
+                            name, _, value = text.partition(": ")
+                            fields[name] = value
+                        elif fields and not text:
+                            last, lost = fields.get("id", last), 0
+                            event = RunEvent(fields["event"], json.loads(fields["data"]))
+                            fields = {}
+                            yield event
+                            if event.name == "done":
+                                return
+            except (aiohttp.ClientError, OSError) as error:
+                lost += 1
+                if lost > RECONNECTS:
+                    raise ApiError(f"the stream of {run} was lost {lost} times: {error}") from None
+            await asyncio.sleep(RECONNECT_S)
+
+
+def _message(text: str) -> str:
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return text[:300]

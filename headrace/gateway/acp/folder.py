@@ -1,0 +1,78 @@
+"""An editor's folder: its files as a workspace for an agent, and an agent's changes back into it."""
+
+import asyncio
+import io
+import os
+import subprocess
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace.gateway.agents.workspace import MOST_BYTES
+from headrace.gateway.requests import MAX_FILES
+
+SKIPPED = frozenset({".git", "node_modules", "__pycache__", ".venv"})
+"""Folders that are left out where there is no git to say what belongs to the project."""
+
+
+class FolderTooLarge(Exception):
+    """The folder does not fit into a workspace."""
+
+
+async def read_folder(folder: Path) -> dict[str, bytes]:
+    """Path to content: what git tracks or would track; all files where there is no repository. FolderTooLarge."""
+    return await asyncio.to_thread(_read, folder)
+
+
+def _read(folder: Path) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    total = 0
+    for path in _paths(folder):
+        file = folder / path
+        if file.is_symlink() or not file.is_file():
+            continue
+        total += file.stat().st_size
+        if total > MOST_BYTES or len(files) == MAX_FILES:
+            text = f"{folder} has more than {MAX_FILES} files or {MOST_BYTES >> 20} MiB: list the rest in .gitignore"
+            raise FolderTooLarge(text)
+        files[path] = file.read_bytes()
+    return files
+
+
+def _paths(folder: Path) -> list[str]:
+    try:
+        argv = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        done = subprocess.run(argv, cwd=folder, capture_output=True)
+    except FileNotFoundError:
+        done = None
+    if done is not None and not done.returncode:
+        return sorted({path for path in os.fsdecode(done.stdout).split("\0") if path})
+    found = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(set(folders) - SKIPPED)
+        found += [(Path(root) / name).relative_to(folder).as_posix() for name in sorted(names)]
+    return found
+
+
+def tar_of(files: Mapping[str, bytes]) -> bytes:
+    """A compressed tar of files."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as archive:
+        for path, data in files.items():
+            member = tarfile.TarInfo(path)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return stream.getvalue()
+
+
+def write_changes(folder: Path, changed: Mapping[str, bytes], deleted: tuple[str, ...]) -> None:
+    """Write an agent's changes. Every path lies in the folder, links included; ValueError otherwise."""
+    root = folder.resolve()
+    for path in (*changed, *deleted):
+        if not (root / path).parent.resolve().is_relative_to(root) or (root / path).is_symlink():
+            raise ValueError(f"{path} leads out of {folder}")
+    for path in deleted:
+        (root / path).unlink(missing_ok=True)
+    for path, data in changed.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(data)

@@ -1,0 +1,116 @@
+"""`headrace acp` as an editor starts it: the protocol's own client, a real subprocess, a gateway with its actors."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.actors.environment.actor import Environment
+from headrace.actors.rollout import policies
+from headrace.actors.rollout.actor import Rollout
+from headrace.config import Environment as Section
+from headrace.gateway.split import Split
+from headrace.messages.rollout import PolicyRef
+from headrace.rendering.base import Call
+from headrace.vmhost.node import host
+from tests.conftest import Connect
+from tests.gateway.test_agents import Product
+from tests.support.actors import living
+from tests.support.paths import ROOT
+
+acp = pytest.importorskip("acp", reason="the extra `acp` is not installed")
+
+pytestmark = pytest.mark.anyio
+
+EDIT: list[list[Call]] = [
+    [("edit_file", {"path": "app.py", "lines": "2", "text": "two"}), ("terminal", {"command": "cat app.py"})],
+    [("finish", {"message": "I mended it."})],
+]
+WAIT: list[list[Call]] = [[("terminal", {"command": "echo > started; sleep 600"})], [("finish", {})]]
+
+
+class Editor:
+    """The client side: keeps every update and accepts every change."""
+
+    def __init__(self) -> None:
+        self.updates: list[Any] = []
+        self.news = asyncio.Event()
+        self.on_ask: Any = None
+
+    async def session_update(self, session_id: str, update: Any, **kwargs: Any) -> None:
+        self.updates.append(update)
+        self.news.set()
+
+    async def request_permission(self, session_id: str, tool_call: Any, options: Any, **kwargs: Any) -> Any:
+        self.on_ask()
+        allow = next(option.option_id for option in options if option.kind == "allow_once")
+        return acp.RequestPermissionResponse(outcome=acp.schema.AllowedOutcome(outcome="selected", option_id=allow))
+
+    async def until(self, kind: str, count: int) -> list[Any]:
+        """So many updates of a kind: the answer to a prompt may be read before the updates that were sent before it."""
+        while len(self.kinds(kind)) < count:
+            self.news.clear()
+            await self.news.wait()
+        return self.kinds(kind)
+
+    def kinds(self, kind: str) -> list[Any]:
+        return [update for update in self.updates if update.session_update == kind]
+
+
+async def test_an_editor_prompts_gets_updates_merges_the_diff_and_cancels(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Users' sandboxes need an isolating backend; machines would make this minutes longer.
+    monkeypatch.setattr(host, "demands", lambda request: set(request.requires))
+    scripts = iter((EDIT, WAIT))
+    monkeypatch.setattr(policies, "script", lambda *_: next(scripts))
+    monkeypatch.setattr(Split, "policy", lambda *_: PolicyRef(kind="scripted", name="idle"))
+
+    product = Product(connect, tmp_path, "acp")
+    product.config = msgspec.structs.replace(product.config, environment=Section(backend="process", lease_s=30.0))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "app.py").write_text("1\n2\n3\n4\n5\n6\n")
+    editor = Editor()
+
+    def edit_meanwhile() -> None:
+        (folder / "app.py").write_text("1\n2\n3\n4\n5\nsix\n")
+
+    editor.on_ask = edit_meanwhile
+    env = {**os.environ, "HEADRACE_API_KEY": product.key, "PYTHONPATH": str(ROOT)}
+    try:
+        await product.open()
+        command = (sys.executable, "-m", "headrace.cli", "acp", "--url", product.url)
+        async with (
+            asyncio.timeout(300),
+            living(Environment, product.config, await connect("environment"), product.run),
+            living(Rollout, product.config, await connect("rollout"), product.run, "product"),
+            acp.spawn_agent_process(editor, *command, env=env) as (agent, _),
+        ):
+            opened = await agent.initialize(protocol_version=acp.PROTOCOL_VERSION)
+            assert opened.protocol_version == acp.PROTOCOL_VERSION and opened.agent_info.name == "headrace"
+            session = (await agent.new_session(cwd=str(folder), mcp_servers=[])).session_id
+            ended = await agent.prompt(session_id=session, prompt=[acp.text_block("mend app.py")])
+            assert ended.stop_reason == "end_turn"
+            assert [update.content.text for update in await editor.until("agent_message_chunk", 1)] == ["I mended it."]
+            edit, look, change = await editor.until("tool_call", 3)
+            assert (edit.kind, look.kind, change.kind) == ("edit", "execute", "edit")
+            assert change.content[0].new_text == "1\ntwo\n3\n4\n5\n6\n" and change.content[0].old_text[2] == "2"
+            done = {update.tool_call_id: update for update in await editor.until("tool_call_update", 3)}
+            assert "two" in done[look.tool_call_id].content[0].content.text
+            assert done[change.tool_call_id].status == "completed"
+            assert (folder / "app.py").read_text() == "1\ntwo\n3\n4\n5\nsix\n", "the user's own edit stays"
+
+            editor.updates.clear()
+            waiting = asyncio.create_task(agent.prompt(session_id=session, prompt=[acp.text_block("wait")]))
+            await editor.until("tool_call", 1)
+            await agent.cancel(session_id=session)
+            assert (await waiting).stop_reason == "cancelled"
+            with pytest.raises(acp.RequestError):
+                await agent.prompt(session_id="none", prompt=[acp.text_block("x")])
+    finally:
+        await product.gateway.shut(1.0)
