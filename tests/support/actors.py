@@ -20,6 +20,7 @@ async def living(cls: type[A], config: Config, bus: Bus, run: str, id: str = "")
         async with asyncio.timeout(None) as alive:
             actor.failed.add_done_callback(lambda _: alive.reschedule(0))
             await actor.start()
+            actor.started = True
             yield actor
     except TimeoutError:
         if not alive.expired():

@@ -46,6 +46,8 @@ class Actor:
         self.log: Any = logging.get(actor=self.name(), id=id, run=run)
         self.failed = asyncio.get_running_loop().create_future()
         """Holds the error that ended the actor, for its supervisor."""
+        self.started = False
+        """Whether `start` has returned."""
         self._utilization = Utilization()
         self._consumers: list[Consumer] = []
         self._subscriptions: list[Any] = []
@@ -294,21 +296,23 @@ class Actor:
     def _on_full(self, text: str) -> None:
         self.log.warning("stream_full", text=text)
 
+    async def _end_by(self, step: Awaitable[None], doing: str, seconds: float | None = None) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await step
+        except Exception as error:
+            # Behind a start that failed, parts are missing that it never made. The failure itself is told already.
+            if self.started or not isinstance(error, AttributeError):
+                await self._report(error, doing)
+
     async def shut(self, timeout: float, stop_timeout: float = 10.0) -> None:
         """End an actor, for its supervisor: stop pulling, drain, let handlers finish for `timeout`, then `stop`."""
         await asyncio.gather(*(consumer.halt() for consumer in self._consumers), return_exceptions=True)
         for subscription in self._subscriptions:
             await self.bus.connection.unsubscribe(subscription)
-        try:
-            await self.drain()
-        except Exception as error:
-            await self._report(error, "draining")
+        await self._end_by(self.drain(), "draining")
         await asyncio.gather(*(consumer.stop(timeout) for consumer in self._consumers), return_exceptions=True)
-        try:
-            async with asyncio.timeout(max(timeout, stop_timeout)):
-                await self.stop()
-        except Exception as error:
-            await self._report(error, "stopping")
+        await self._end_by(self.stop(), "stopping", max(timeout, stop_timeout))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -157,6 +157,7 @@ class Supervisor:
             await asyncio.wait({started, *ends}, return_when=asyncio.FIRST_COMPLETED)
             if started.done():
                 started.result()
+                actor.started = True
                 if not actor.failed.done():
                     life.state = "running"
                     await actor.event("started", f"process {os.getpid()} on {actor.bus.node}", pid=os.getpid())

@@ -44,6 +44,13 @@ class NeverStarts(Actor):
         raise RuntimeError("cannot start")
 
 
+class HalfMade(NeverStarts):
+    async def drain(self) -> None:
+        self.part.clear()  # type: ignore[attr-defined]
+
+    stop = drain
+
+
 def supervisor(server: Server, run: str, **options: float) -> Supervisor:
     return Supervisor(Config(), run, url=server.url, credentials=server.credentials, **options)  # type: ignore[arg-type]
 
@@ -80,6 +87,22 @@ async def test_too_many_failures_end_the_process_with_a_code(server: Server, con
         if kind == "actor_gave_up":
             break
     assert kinds.count("actor_failed") == 2
+
+
+async def test_parts_that_a_failed_start_never_made_are_no_failures_of_their_own(
+    server: Server, connect: Connect
+) -> None:
+    """They hid the reason behind "object has no attribute"."""
+    run = f"r{token_hex(4)}"
+    life = supervisor(server, run, restarts=1)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await life.run([(HalfMade, "j4")]) == EXIT_GAVE_UP
+        kinds = []
+        async for kind in events(connect, run):
+            kinds.append(kind)
+            if kind == "actor_gave_up":
+                break
+    assert "handler_failed" not in kinds and "actor_failed" in kinds
 
 
 async def test_beats_presence_and_ping(server: Server, connect: Connect) -> None:
