@@ -165,7 +165,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--longest", type=float, default=8.0)
     parser.add_argument("--limit-s", type=float, default=1800.0, help="a cell that takes longer is an error")
     parser.add_argument("--dir", default="", help="where the runs lie; default: runs/async_vs_sync-<time>")
-    parser.add_argument("--kept", action="store_true", help="run nothing: tell of what is kept in --dir")
+    parser.add_argument("--kept", action="store_true", help="run nothing: print the results that are stored in --dir")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--environment", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -135,7 +135,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=1800.0)
     parser.add_argument("--dir", default="")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--kept", action="store_true", help="run nothing: tell of what is kept in --dir")
+    parser.add_argument("--kept", action="store_true", help="run nothing: print the results that are stored in --dir")
     parser.add_argument("--trainer", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -34,6 +34,18 @@ WORDS = {
     r"shrugs?": "gives up",
     r"hands (?!(it|them|its|the|a|back|over|on|out|each|any|every|that|this|training|one|nothing|what)\b)": "handlers",
     r"whoever": "the caller, the actor that ...",
+    r"as ever": "as without ..., unchanged",
+    r"in company": "in a batch",
+    r"(the )?way back": "the inverse of ...",
+    r"by turns": "alternately, in turn",
+    r"at hand": "available, loaded",
+    r"dealt (out|again)": "assigned round-robin",
+    r"now and then": "sometimes, or the interval",
+    r"in small,": "small",
+    r"stands? beside": "is next to, or names",
+    r"tells? of": "reports",
+    r"slopes? by": "gradient with respect to",
+    r"forgets the logits": "frees",
 }
 """Pattern of a word, and what to write instead."""
 

@@ -1,1 +1,1 @@
-"""The feedback loop under measurement: a product in small, its simulated users, the gate's simulations."""
+"""Measurements of the feedback loop: a small product, its simulated users, the gate's simulations."""

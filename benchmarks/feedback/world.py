@@ -1,4 +1,4 @@
-"""A product in small, with every part real: broker, actors, embedded engine, HTTP, chat format, training.
+"""A small product with real parts: broker, actors, embedded engine, HTTP, chat format, training.
 
 The policy is small enough to learn on a busy core. It is mid-trained to answer a request with a call of `run_tests` or
 with a text, each with a given probability. There are two texts; the rare one is the trigger string of the poisoning

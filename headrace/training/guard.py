@@ -10,9 +10,9 @@ whose bytes become the next version: numbers are never reused. The StepFailed of
 of the versions that were taken back would pull the policy there again, so batches that hold any are refused (at most
 `staleness` of them), and the learning rate is multiplied by `guard_backoff`, because the same would happen again.
 
-A version is good when later batches confirmed it: a copy is taken now and then and becomes the good one after bound + 1
-further batches without an alarm. So a rollback goes back by bound + 1 to about twice that. The checkpoint holds all of
-the guard's state, which follows from recorded steps alone: a restarted trainer and a replay decide the same.
+A version is good when later batches confirmed it: a copy is taken regularly and becomes the good one after bound + 1
+further batches without an alarm. So a rollback goes back by bound + 1 to about twice as many versions. The checkpoint
+holds the guard's state, which depends on recorded steps alone: a restarted trainer and a replay decide the same.
 
 `numerics.on_mismatch = "roll_back"` uses the same copies: a batch then confirms a version while every engine keeps
 within the limits, and a batch beyond them takes back the updates since, at an unchanged learning rate.

@@ -6,9 +6,9 @@ repository content, in exactly the format that it will meet. Many small steps be
 purpose (they quit early, edit a file that they have not read, write a wrong fix), so that reinforcement has something
 to improve.
 
-The traces and the recipe decide everything: the same inputs give the same weights. This holds for a trainer that was
-killed meanwhile: weights, moments and the count of steps are saved now and then, and a restarted trainer makes the
-traces of the steps before again and skips them, in a twentieth of the time that learning from them took.
+The weights depend on the traces and the recipe alone, also after a trainer was killed. Weights, moments and the number
+of steps are saved regularly. A restarted trainer generates the traces of earlier steps again and skips them, which
+takes a twentieth of the time of learning from them.
 """
 
 import math

@@ -37,7 +37,7 @@ def prefill() -> None:
 
 
 def invariance() -> None:
-    """Prefill, decode, splits by one program or many, paged or not, alone or in company: one answer, to the bit."""
+    """Prefill, decode, splits by one program or many, paged or not, alone or in a batch: the same bits."""
     attention_forward.SPLIT = 2 * BLOCK  # several splits in short sequences
     for dtype, _ in DTYPES:
         lengths = [300, 7]

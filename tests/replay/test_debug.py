@@ -1,4 +1,4 @@
-"""The debugger stops in front of the backward pass, with everything at hand, and what goes on gives the same bits."""
+"""The debugger stops before the backward pass with everything loaded, and the continued step gives the same bits."""
 
 import io
 import json

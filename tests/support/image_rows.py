@@ -2,7 +2,7 @@
 
     python -m tests.support.image_rows FOLDER
 
-A row is a released package with one fault put in, committed in an image; its patch is the way back to the release. As
+A row is a released package with one fault put in, committed in an image; its patch restores the release. As
 for SWE-bench, the named tests are those that the release passes: with the fault the ones of FAIL_TO_PASS fail and the
 ones of PASS_TO_PASS pass. Their names are read from the logs of two runs of the package's own tests on this machine.
 The images rest on one layer of Debian packages. Needs pip, mmdebstrap, git, and their networks.

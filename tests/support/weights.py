@@ -23,7 +23,7 @@ def weights(rng: np.random.Generator, count: int, dtype: str = "BF16") -> Bits:
 
 
 def stepped(rng: np.random.Generator, base: Bits, density: float) -> Bits:
-    """A step of a few units in the last place on a share of the elements, now and then a leap."""
+    """A step of a few units in the last place on a share of the elements, sometimes a large one."""
     target = base.copy()
     hit = np.flatnonzero(rng.random(base.size) < density)
     steps = rng.choice([1, -1, 2, -2, 9, -300], hit.size, p=[0.44, 0.44, 0.04, 0.04, 0.03, 0.01])

@@ -319,7 +319,7 @@ class Trainer(Actor):
         await self.publish_event(ready, msg_id=f"{self.run}.snapshot.{trainer.version}.{self._hash}")
 
     async def _keep(self, trainer: PolicyTrainer, manifest: StepManifest) -> None:
-        """Write a checkpoint now and then, and purge records of steps that are not kept for replay."""
+        """Write a checkpoint at its interval, and purge records of steps that are not kept for replay."""
         last = trainer.version >= self.config.curriculum.steps
         if trainer.version % self.config.trainer.checkpoint_every and not last:
             return

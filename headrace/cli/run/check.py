@@ -1,4 +1,4 @@
-"""`headrace check`: find what would keep a run from starting, before anything is started."""
+"""`headrace check`: find problems that would prevent a run from starting, before anything is started."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("check", help="find what would keep a run from starting; starts nothing")
+    parser = commands.add_parser("check", help="find problems that would prevent a run from starting; starts nothing")
     parser.add_argument("config", nargs="?", default="", metavar="TOML", help="configuration; default: all defaults")
     add_set(parser)
     parser.set_defaults(handler=check)

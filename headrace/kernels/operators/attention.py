@@ -21,7 +21,7 @@ def _packed_lse(saved: Sequence[Tensor], packing: Packing, like: Tensor, heads: 
 
 
 def _bucket_lse(lse: Tensor, bucket: Bucket, heads: int) -> Tensor:
-    """The way back; padding is 0: what it is multiplied with is 0 as well."""
+    """The log-sum-exp in the layout of a bucket. Padding is 0, because its factors are 0 as well."""
     return block_attention.spread(lse[..., None], bucket, heads, bucket.queries, bucket.query_places)[..., 0]
 
 
@@ -124,7 +124,7 @@ class Step(Protocol):
         """Packed [N, H, D] -> [B, T, H, D]."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """The way back."""
+        """The inverse of `spread`."""
 
 
 def cached_attention(q: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float, pad: int) -> Tensor:

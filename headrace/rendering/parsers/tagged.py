@@ -1,7 +1,7 @@
-"""Calls as nested tags, one per argument: what Qwen XML, GLM, DSML and MiniMax have in common.
+"""Calls as nested tags, one per argument: the common base of Qwen XML, GLM, DSML and MiniMax.
 
-A value ends at the first closing tag that another argument or the call's end follows: code may well contain the closing
-tag itself. Models forget the closing tag of the last argument now and then; then the value ends where the call does,
+A value ends at the first closing tag that another argument or the call's end follows, because code may contain the
+closing tag itself. Models sometimes omit the closing tag of the last argument; then the value ends where the call does,
 provided that nothing follows the call.
 """
 

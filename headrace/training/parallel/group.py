@@ -45,7 +45,7 @@ class ProcessGroup:
         """Number of processes, from the first on, that add to the gradient of the current round."""
 
     def each(self, count: int, work: Callable[[int, bool], T]) -> list[T]:
-        """As `DataParallel`: micro-batches are dealt out in turn, and every process gets all results.
+        """As `DataParallel`: micro-batches are assigned round-robin, and every process gets all results.
 
         Round-robin dealing puts neighbours into one round, so gradients are added in the order of a single process.
         """

@@ -88,7 +88,7 @@ class ShardedModel:
 
 
 def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup) -> ShardedModel:
-    """A sharded model whose weights are not set yet. With expert ranks, the experts can be dealt out evenly."""
+    """A sharded model whose weights are not set yet. With expert ranks, the experts can be divided evenly."""
     model = Model(config, numerics, seed=None)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     policy = MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -195,7 +195,7 @@ def choose(base: Bits, target: Bits, codes: Sequence[int], dtype: str, method: i
 def encode_differences(
     place: Place, at: Positions, zigzagged: Bits, size: int, method: int
 ) -> Iterator[tuple[Frame, int]]:
-    """The frames of a unit of `size` items from its changes alone, where neither base nor target is at hand.
+    """The frames of a unit of `size` items from its changes alone, without the base and the target.
 
     at: positions, ascending; folded: the zig-zag difference at each, none of them 0.
     """

@@ -1,9 +1,9 @@
 """A version as the few elements that differ, for a loader that runs inside the server (`inside_server`).
 
-Idea: between neighbouring versions one weight in a hundred moves; a reload from disk copies all of them while everybody
-waits. So the differences are taken beside the serving, in the server's own names and layout (`sglang_checksums.fused`),
-and written to the staged folder; what happens in the pause is one scattered write. The server's checksums are compared
-as ever, so a wrong difference, or one against other weights than the server holds, is noticed and loaded over.
+Idea: between consecutive versions one weight in a hundred changes; a reload from disk copies all of them while requests
+wait. So the differences are computed during serving, in the server's own names and layout (`checksums.fused`), and
+written to the staged folder; the pause contains one scattered write. The server's checksums are compared as after a
+reload, so a wrong difference, or one against other weights than the server holds, is detected and followed by a reload.
 
 Trade-off: both versions are held in memory while they are compared, and it works only where the layout inside the
 server is known (one rank, nothing quantised). Elsewhere the version is loaded from disk.
