@@ -50,6 +50,11 @@ class Judge(Actor):
         two-token groups of the production lane are not read."""
         self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
         self._rewarder, self._rubrics = self._open_reward(), self._open_rubrics()
+        if unknown := sorted({*self.config.judge.severities} - {*rules.SEVERITY}):
+            text = (
+                f"[judge] severities names {', '.join(unknown)}, and headrace has no such rule; a suite may bring one"
+            )
+            await self.event("severity_of_no_rule", text, "warning")
         await agree(self.bus, self.run, (*self._rewarder.plugins, *self._suite_plugins()))
         suite = lru_cache(64)(partial(open_suite, root=self.config.tasks.dir))
         # The slots of a group arrive one after another.

@@ -140,6 +140,18 @@ async def test_our_own_failure_is_no_verdict(
     assert [r async for r in observer.history("HR_SCORE", SCORE.where(run="j4"))] == []
 
 
+async def test_a_severity_of_a_rule_that_does_not_exist_is_told(
+    connect: Connect, tmp_path: Path, observer: Bus
+) -> None:
+    """Before, a misspelt rule kept its severity in silence."""
+    severities = JudgeSection(severities={"mispelt": "zero", "machine_touched": "note"})
+    async with living(Judge, config(tmp_path, judge=severities), await connect("judge"), "j6"):
+        where = EVENT.where(run="j6", actor="judge", type="event")
+        events = [received.message async for received in observer.history("HR_EVENT", where)]
+    [told] = [event for event in events if isinstance(event, Event) and event.kind == "severity_of_no_rule"]
+    assert "mispelt" in told.text and "machine_touched" not in told.text
+
+
 async def test_a_trajectory_of_an_unknown_task_is_a_dead_letter(
     connect: Connect, tmp_path: Path, observer: Bus
 ) -> None:
