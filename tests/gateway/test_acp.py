@@ -14,6 +14,8 @@ from headrace.actors.rollout import policies
 from headrace.actors.rollout.actor import Rollout
 from headrace.config import Environment as Section
 from headrace.gateway.split import Split
+from headrace.messages import subjects
+from headrace.messages.product import Feedback
 from headrace.messages.rollout import PolicyRef
 from headrace.rendering.base import Call
 from headrace.vmhost.node import host
@@ -104,6 +106,10 @@ async def test_an_editor_prompts_gets_updates_merges_the_diff_and_cancels(
             assert "two" in done[look.tool_call_id].content[0].content.text
             assert done[change.tool_call_id].status == "completed"
             assert (folder / "app.py").read_text() == "1\ntwo\n3\n4\n5\nsix\n", "the user's own edit stays"
+
+            rating = await product.admin.last("HR_FEEDBACK", subjects.FEEDBACK.where())
+            assert rating is not None and isinstance(rating.message, Feedback)
+            assert (rating.message.signal, rating.message.thumb) == ("diff", "up"), "the accepted diff is a signal"
 
             editor.updates.clear()
             waiting = asyncio.create_task(agent.prompt(session_id=session, prompt=[acp.text_block("wait")]))

@@ -157,6 +157,9 @@ async def test_runs_follow_each_other_in_one_workspace(product: Product) -> None
     rating = await product.admin.last("HR_FEEDBACK", subjects.FEEDBACK.where())
     assert status == 202 and rating is not None and isinstance(rating.message, Feedback)
     assert (rating.message.tenant, rating.message.trajectory) == ("acme", first.trajectory)
+    where = f"/v1/agents/{agent}/runs/{run}/feedback"
+    assert (await product.call("POST", where, {"diff": "rejected"}))[1]["thumb"] == "down"
+    assert (await product.call("POST", where, {"diff": "rejected", "thumb": "up"}))[0] == 400
     assert (await product.call("POST", f"/v1/agents/{agent}/archive"))[1]["status"] == "ARCHIVED"
     assert (await product.call("POST", f"/v1/agents/{agent}/runs", {"prompt": "x"}))[1]["error"]["code"] == (
         "agent_archived"

@@ -159,6 +159,9 @@ class Feedback(Actor):
         if earlier is not None and earlier.fate == "closed":
             return "late", "its session has a place in a batch already"
         if earlier is not None and earlier is not rating and not earlier.fate:
+            thumbed = earlier.feedback is not None and earlier.feedback.signal == "thumb"
+            if feedback.signal == "diff" and thumbed:
+                return "superseded", f"record {earlier.seq} is the user's thumb on this session"
             await self._settle(earlier, "superseded", f"rated again by record {rating.seq}")
         own = self.config.feedback
         recent = self.book.counted(feedback.user, rating.time - own.window_s, rating.seq)

@@ -214,13 +214,20 @@ class Adapter:
                 schema.PermissionOption(option_id=REJECT, name="Reject", kind="reject_once"),
             ],
         )
-        accepted = getattr(answer.outcome, "option_id", "") == ACCEPT
+        chosen = getattr(answer.outcome, "option_id", "")
+        accepted = chosen == ACCEPT
         if accepted:
             merged = await merge(base, await read_folder(session.folder), after, session.agent)
             write_changes(session.folder, merged.changed, merged.deleted)
             for conflict in merged.conflicts:
                 where = f" lines {conflict['firstLine']}-{conflict['lastLine']}" if "firstLine" in conflict else ""
                 await self._say(id, f"Conflict ({conflict['kind']}): {conflict['path']}{where}\n")
+        if chosen in (ACCEPT, REJECT):  # a dialog that was closed is no judgement
+            where = f"/v1/agents/{session.agent}/runs/{session.run}/feedback"
+            try:
+                await self._api.call("POST", where, {"diff": "accepted" if accepted else "rejected"})
+            except ApiError as error:  # the change is made all the same
+                await self._say(id, f"The gateway did not take the rating: {error}\n")
         status: Any = "completed" if accepted else "failed"
         await self._editor.session_update(session_id=id, update=acp.update_tool_call(call_id, status=status))
 

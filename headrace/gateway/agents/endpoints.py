@@ -8,7 +8,7 @@
     GET  /v1/agents/ID/runs/RID              one run
     GET  /v1/agents/ID/runs/RID/stream       server-sent events; resume with Last-Event-ID
     POST /v1/agents/ID/runs/RID/cancel       202
-    POST /v1/agents/ID/runs/RID/feedback     {thumb, comment?} of a finished run -> 202
+    POST /v1/agents/ID/runs/RID/feedback     {thumb | diff, comment?} of a finished run -> 202
     POST /v1/agents/ID/archive               no further runs; the sandbox is released
     GET  /v1/agents/ID/usage                 turns and tokens, per run and in all
     GET  /v1/agents/ID/artifacts             paths that differ from what the user brought
@@ -18,7 +18,7 @@
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 from aiohttp import web
 
@@ -138,18 +138,20 @@ class AgentEndpoints:
             raise AgentRefused(
                 409, "run_not_finished", f"expected a finished run, this one is {run.state}: rate it when it has ended"
             )
+        thumb: Literal["up", "down"] = "up" if given.up else "down"
         feedback = Feedback(
             tenant=agent.tenant,
             user=agent.user,
             run=self._run,
             trajectory=trajectory.id,
-            thumb=given.thumb,
+            thumb=thumb,
+            signal="thumb" if given.thumb else "diff",
             training_allowed=agent.training_allowed and key.training,
             comment=given.comment,
         )
         where = subjects.FEEDBACK.at(tenant=subjects.token(agent.tenant), user=agent.user)
-        await self._bus.publish(where, feedback, msg_id=f"thumb.{trajectory.id}.{given.thumb}")
-        return web.json_response({"id": run.id, "thumb": given.thumb}, status=202)
+        await self._bus.publish(where, feedback, msg_id=f"{feedback.signal}.{trajectory.id}.{thumb}")
+        return web.json_response({"id": run.id, "signal": feedback.signal, "thumb": thumb}, status=202)
 
     async def _archive(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         agent = self._agents.owned(request.match_info["agent"], key)

@@ -88,5 +88,16 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
 class NewRating(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/agents/ID/runs/RID/feedback."""
 
-    thumb: Literal["up", "down"]
+    thumb: Literal["up", "down"] | None = None
+    diff: Literal["accepted", "rejected"] | None = None
+    """The user accepted or rejected the changes that were shown; nothing is sent where nothing was shown."""
     comment: Text = ""
+
+    def __post_init__(self) -> None:
+        if (self.thumb is None) == (self.diff is None):
+            raise ValueError("expected one of thumb (up, down) and diff (accepted, rejected)")
+
+    @property
+    def up(self) -> bool:
+        """Whether the judgement is good."""
+        return self.thumb == "up" or self.diff == "accepted"

@@ -25,7 +25,7 @@ def gate_key(run: str) -> str:
 
 @message("feedback")
 class Feedback(Message, frozen=True, kw_only=True):
-    """A user's thumb up or down on one production trajectory."""
+    """A user's judgement of one production trajectory."""
 
     tenant: str
     user: str
@@ -33,6 +33,8 @@ class Feedback(Message, frozen=True, kw_only=True):
     run: str
     trajectory: str
     thumb: Literal["up", "down"]
+    signal: Literal["thumb", "diff"] = "thumb"
+    """``diff``: the user accepted (up) or rejected (down) the changes that were shown; a thumb counts before it."""
     training_allowed: bool = False
     comment: str = ""
     untrainable: str = ""

@@ -163,6 +163,7 @@ async def test_every_rating_ends_once_and_the_rest_becomes_batches(product: Prod
         first = await product.session(BASE)
         await product.rate(first, "down")
         await product.rate(first, "up")
+        await product.rate(first, "down", signal="diff")
         await product.rate(await product.session(BASE), training_allowed=False)
         await product.rate(await product.session(BASE), untrainable="greedy")
         await product.rate("ab12.000000000000-0-0")
@@ -172,17 +173,17 @@ async def test_every_rating_ends_once_and_the_rest_becomes_batches(product: Prod
         await product.rate(first, "down")
         for _ in range(3):
             await product.rate(await product.session(BASE))
-        while len(actor.book.ratings) < 11:
+        while len(actor.book.ratings) < 12:
             await asyncio.sleep(0.01)
         async with actor._one_at_a_time:
             ends = actor.book.ends({product.branch: actor.branch.state})
     assert ends == {
-        "superseded": 1, "opted_out": 1, "discarded": 1, "unattributed": 1, "late": 2, "capped": 1, "pending": 4,
+        "superseded": 2, "opted_out": 1, "discarded": 1, "unattributed": 1, "late": 2, "capped": 1, "pending": 4,
     }  # fmt: skip
     bus = await connect("replay")
     closings = [r.message async for r in bus.history("HR_SCORE", subjects.CLOSE.where(run=product.branch))]
     rewards = [each.slots[0].reward for each in closings if isinstance(each, GroupClosed)]
-    assert rewards[:2] == [1.0, 0.0], "the last thumb counts"
+    assert rewards[:2] == [1.0, 0.0], "the last thumb counts, and no diff after it"
     copied = await bus.last("HR_TRAJ", subjects.TRAJ.at(run=product.branch, group=first.rsplit("-", 2)[0]))
     assert copied is not None and copied.message.oldest_version == 0, "the promoted version is the branch's version 0"
 
