@@ -10,9 +10,9 @@ into the ledger when it starts, and the broker refuses a SlotIssued that does no
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from headrace.algorithms.staleness import batch_of, first_batch_of
 from headrace.bus.errors import BusError, Unrecoverable
@@ -154,12 +154,13 @@ class Curriculum(Actor):
         if not self.state.groups:
             await self._first_version()
         if self.config.evaluation.before:
-            await self._evaluate("before", 0)
+            await self._ask(training.evaluations(self.config, self.run, "before", 0))
         await self.event("phase", "reinforcement learning")
         open_slots = [slot for group in self.state.open.values() for slot in group.slots.values()]
         await self._issuer.request([attempt.issued for slot in open_slots for attempt in slot.live])
         while True:
             await self._set_bound()
+            await self._measure_served()
             await self._decide()
             await self._report_problems()
             if finished(self.state, self.rules):
@@ -167,10 +168,11 @@ class Curriculum(Actor):
             await self._wait()
         await self.event("phase", "final evaluation")
         if self.config.evaluation.after:
-            await self._evaluate("after", self.state.steps)
-        while not all(self._evaluations.get(id) for id in self._own_evaluations()):
-            await self._wait()
+            await self._ask(training.evaluations(self.config, self.run, "after", self.state.steps))
         while self._served < self.state.steps:  # the end of the run also ends the weight sender
+            await self._wait()
+        await self._measure_served()
+        while not all(self._evaluations.get(id) for id in self._own_evaluations()):
             await self._wait()
         self.status = "finished"
         await self.event("run_finished", f"{self.state.steps} steps", steps=self.state.steps, groups=self.state.issued)
@@ -312,11 +314,17 @@ class Curriculum(Actor):
         own = self.config.evaluation
         before = list(training.evaluations(self.config, self.run, "before", 0)) if own.before else []
         after = list(training.evaluations(self.config, self.run, "after", 0)) if own.after else []
-        return [request.id for request in (*before, *after)]
+        during = training.evaluation_ids(self.config, self.state.steps)
+        asked = [id for id in during if id in self._evaluations]
+        return [*(request.id for request in (*before, *after)), *asked]
 
-    async def _evaluate(self, when: Literal["before", "after"], version: int) -> None:
+    async def _measure_served(self) -> None:
+        """Ask for the evaluations that are due while training goes on. Nothing waits for them before the end."""
+        await self._ask(training.evaluations_during(self.config, self.run, self.state.steps, self._served))
+
+    async def _ask(self, evaluations: Iterable[EvalRequest]) -> None:
         """Ask for the evaluations that were not asked for before."""
-        for ask in training.evaluations(self.config, self.run, when, version):
+        for ask in evaluations:
             if ask.id not in self._evaluations:
                 await self.publish_event(ask, msg_id=f"{self.run}.{ask.id}")
                 self._evaluations.setdefault(ask.id, False)

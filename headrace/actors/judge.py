@@ -24,6 +24,7 @@ from headrace.judging.rubrics.judge import RubricError, RubricJudge
 from headrace.judging.scoring import RewardBroken, Rewarder, RewardError, score_of
 from headrace.judging.verdicts import Verdict
 from headrace.ledger.seeds import seed_of
+from headrace.ledger.training import suites_during
 from headrace.messages.judging import Score
 from headrace.messages.ledger import GroupClosed, GroupDropped
 from headrace.messages.plugins import Plugin
@@ -95,7 +96,7 @@ class Judge(Actor):
     def _suite_plugins(self) -> tuple[Plugin, ...]:
         tasks = self.config.tasks
         try:
-            return suite_plugins((tasks.suite, tasks.heldout, tasks.unseen))
+            return suite_plugins((tasks.suite, tasks.heldout, tasks.unseen, *suites_during(self.config)))
         except UnknownSuite as error:
             raise Unrecoverable(f"UnknownSuite: {error}") from error
 

@@ -161,7 +161,7 @@ class Judge(Section, frozen=True, kw_only=True):
 
 
 class Evaluation(Section, frozen=True, kw_only=True):
-    """Held-out tasks, before and after."""
+    """Measurements of the policy: before training, while it goes on, and after it."""
 
     heldout_tasks: Count = 200
     unseen_tasks: Count = 48
@@ -169,6 +169,13 @@ class Evaluation(Section, frozen=True, kw_only=True):
     before_greedy: bool = False
     """Measure greedily before training too, not only at temperature 1."""
     after: bool = True
+    every: Count = 0
+    """Measure after every so many steps while training goes on; 0 turns it off."""
+    every_suites: tuple[str, ...] = ()
+    """Suites of these measurements; empty: [tasks] heldout."""
+    every_tasks: Positive = 32
+    """Tasks of each of them, from the suite's first."""
+    every_temperature: Amount = 1.0
 
 
 class Production(Section, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import msgspec
 from headrace.dashboard import errors, transcripts
 from headrace.dashboard.charts import bars, busy_strips, line_chart
 from headrace.dashboard.records import Records
-from headrace.dashboard.report import Report
+from headrace.dashboard.report import Report, curve_of
 from headrace.dashboard.watch import Watch
 
 STYLE = """
@@ -94,7 +94,7 @@ def headline(report: Report) -> str:
 
 
 def curves(watch: Watch) -> str:
-    """Pass rate, staleness, mismatch and gradient norm over the steps."""
+    """Pass rate, staleness, mismatch and gradient norm over the steps, and the measured suites over the versions."""
     steps = watch.steps
     if not steps:
         return "<p>The run took no step.</p>"
@@ -102,8 +102,12 @@ def curves(watch: Watch) -> str:
         (float(step.step), sum(other.pass_rate for other in steps[max(0, index - 4) : index + 1]) / min(index + 1, 5))
         for index, step in enumerate(steps)
     ]
+    measured: dict[str, list[tuple[float, float]]] = {}
+    for point in curve_of(watch.evaluations):
+        measured.setdefault(point.suite, []).append((point.version, point.rate))
     return "".join(
         [
+            line_chart("Pass rate of evaluations while training goes on", measured, "version"),
             line_chart(
                 "Pass rate of training episodes",
                 {"each step": [(step.step, step.pass_rate) for step in steps], "mean of five": smooth},

@@ -14,6 +14,7 @@ from headrace.config import Config
 from headrace.dashboard import errors
 from headrace.dashboard.records import Records
 from headrace.dashboard.watch import Watch
+from headrace.ledger.training import DURING
 from headrace.messages.evaluation import EvalResult
 from headrace.messages.training import EngineMismatch, StepDone
 from headrace.replay.audit import AuditReport
@@ -60,6 +61,15 @@ class ProductLane(msgspec.Struct, frozen=True, kw_only=True):
     thumbs: int
 
 
+class CurvePoint(msgspec.Struct, frozen=True):
+    """An evaluation while training went on."""
+
+    suite: str
+    version: int
+    rate: float
+    tasks: int
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Durations in seconds, CPU in milliseconds or seconds as the name says, rates from 0 to 1."""
 
@@ -84,7 +94,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     heldout_after_greedy: float | None
     unseen_templates: UnseenTemplates
     families: dict[str, dict[str, tuple[int, int]]]
-    """Reason of an evaluation to its families: (passed, tasks)."""
+    """Reason of an evaluation before or after training to its families: (passed, tasks)."""
+    curve: tuple[CurvePoint, ...]
+    """Pass rates while training went on, by suite and version."""
     steps: int
     failed_steps: int
     episodes: int
@@ -175,7 +187,8 @@ def build(
             after_t1=rate_of(results, "unseen_after_t1"),
             after_greedy=rate_of(results, "unseen_after_greedy"),
         ),
-        families={result.reason: result.families for result in results},
+        families={result.reason: result.families for result in results if not is_during(result)},
+        curve=curve_of(results),
         steps=len(steps),
         failed_steps=len(watch.failed_steps),
         episodes=records.episodes,
@@ -242,6 +255,22 @@ def worst_engines(steps: Sequence[StepDone]) -> list[EngineMismatch]:
         if key not in worst or not engine.k3 <= worst[key].k3:
             worst[key] = engine
     return [worst[key] for key in sorted(worst)]
+
+
+def is_during(result: EvalResult) -> bool:
+    """Whether it was measured while training went on."""
+    return result.reason.startswith(f"{DURING}_")
+
+
+def curve_of(results: Sequence[EvalResult]) -> tuple[CurvePoint, ...]:
+    """The evaluations while training went on, by suite and version."""
+    points = [CurvePoint(each.suite, each.version, round(each.rate, 4), each.tasks) for each in results]
+    return tuple(
+        sorted(
+            (point for point, each in zip(points, results, strict=True) if is_during(each)),
+            key=lambda point: (point.suite, point.version),
+        )
+    )
 
 
 def rate_of(results: Sequence[EvalResult], reason: str) -> float | None:

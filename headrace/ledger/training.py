@@ -78,6 +78,49 @@ def slots_of(config: Config, run: str, decision: IssueGroup | RetrySlot, task: T
     ]
 
 
+DURING = "during"
+"""First part of the reason of an evaluation while training goes on; a suite's name follows."""
+
+
+def suites_during(config: Config) -> tuple[str, ...]:
+    """The suites that are measured while training goes on; empty when nothing is."""
+    return (config.evaluation.every_suites or (config.tasks.heldout,)) if config.evaluation.every else ()
+
+
+def evaluation_ids(config: Config, steps: int) -> list[str]:
+    """The id of every evaluation that is due after some of the first `steps` steps, in order."""
+    due = range(config.evaluation.every, steps + 1, config.evaluation.every) if config.evaluation.every else ()
+    return [f"step-{step}-{suite.replace('/', '-')}" for step in due for suite in suites_during(config)]
+
+
+def evaluations_during(config: Config, run: str, steps: int, served: int) -> Iterator[EvalRequest]:
+    """The evaluations of the newest multiple of `every` steps, once its version or a newer one is served.
+
+    steps: steps done. served: the newest version that is served, which is the one measured: the sender skips versions
+    when steps are short. A multiple that training passed before its version was served is not measured, because it
+    would measure the same version again.
+    """
+    own = config.evaluation
+    due = steps // own.every * own.every if own.every else 0
+    if not 0 < due <= served:
+        return
+    settings = settings_of(config, own.every_temperature)
+    ids = evaluation_ids(config, due)[-len(suites_during(config)) :]
+    for id, suite in zip(ids, suites_during(config), strict=True):
+        yield EvalRequest(
+            id=id,
+            run=run,
+            suite=suite,
+            tasks=own.every_tasks,
+            policy=PolicyRef("pinned", served),
+            sampling=settings.sampling,
+            limits=settings.limits,
+            isolation=settings.isolation,
+            reason=f"{DURING}_{suite}",
+            seed=config.run.seed,
+        )
+
+
 def evaluations(config: Config, run: str, when: Literal["before", "after"], version: int) -> Iterator[EvalRequest]:
     """The configured evaluations of one version, before or after training."""
     sizes = config.evaluation

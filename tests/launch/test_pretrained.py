@@ -12,7 +12,7 @@ from headrace.config import load
 from headrace.rendering.bundle import checkpoint_bundle
 from headrace.rendering.registry import Renderers
 from headrace.rendering.schemas import TABLE
-from tests.launch.test_up import FEW, HEADRACE, up
+from tests.launch.test_up import FEW, HEADRACE, command, up
 from tests.policy.gguf.test_convert import written
 from tests.support.paths import ROOT
 
@@ -118,6 +118,9 @@ async def test_a_gguf_file_becomes_a_policy_that_takes_a_step(checkpoint: Path, 
         "curriculum.staleness": 0,
         "limits.max_turns": 1,
         "limits.context_tokens": 512,
+        "evaluation.every": 1,
+        "evaluation.every_tasks": 2,
+        "evaluation.every_suites": ["generated/dev"],
     }
     async with up(tmp_path, *HEADRACE, "up", str(DEMO), **tiny) as run:
         code, said = await run.end(500.0)
@@ -126,3 +129,7 @@ async def test_a_gguf_file_becomes_a_policy_that_takes_a_step(checkpoint: Path, 
     assert report["ledger"]["balanced"] and report["steps"] == 1
     assert report["max_abs_dlp"] == 0.0  # float32 products of bfloat16 numbers: the sampler had the trainer's weights
     assert report["engines"][0]["tokens"] > 0
+    assert [(point["suite"], point["version"], point["tasks"]) for point in report["curve"]] == [
+        ("generated/dev", 1, 2)
+    ]
+    assert "of 2 tasks of generated/dev" in command(tmp_path, "status", "latest").stdout

@@ -33,6 +33,7 @@ from headrace.harness.mcp.connection import McpError
 from headrace.harness.mcp.tools import open_servers
 from headrace.harness.tools.registry import TOOLS
 from headrace.harness.tools.toolbox import tools_of, with_search, with_tools
+from headrace.ledger.training import suites_during
 from headrace.messages.base import Message
 from headrace.messages.ledger import Admission, admission_key
 from headrace.messages.plugins import Plugin
@@ -98,7 +99,8 @@ class Rollout(Actor):
             self._plugins = plugins(
                 (ENGINES, (self.config.engine.kind,)), (RENDERERS, () if renderer == "auto" else (renderer,))
             )
-            used = (*tools, *self._plugins, *suite_plugins((tasks.suite, tasks.heldout, tasks.unseen)))
+            suites = (tasks.suite, tasks.heldout, tasks.unseen, *suites_during(self.config))
+            used = (*tools, *self._plugins, *suite_plugins(suites))
         except (PluginError, UnknownSuite) as error:
             raise Unrecoverable(f"{type(error).__name__}: {error}") from error
         self._searcher = SearchClient(self.bus, self.run) if offers_search(self.config) else None

@@ -22,9 +22,11 @@ def add(commands: "Commands") -> None:
 def status(args: argparse.Namespace) -> int:
     """Print a line per fact."""
     from headrace.cli.weights import regions
+    from headrace.dashboard.report import curve_of
     from headrace.launch.output import say
     from headrace.launch.session import looped, run_of
     from headrace.messages import subjects
+    from headrace.messages.evaluation import EvalResult
     from headrace.messages.training import StepDone
 
     async def body() -> int:
@@ -36,6 +38,9 @@ def status(args: argparse.Namespace) -> int:
             if last is not None and isinstance(last.message, StepDone):
                 done = last.message
                 say(f"step {done.step + 1}, version {done.version}, pass rate {done.pass_rate:.2f}, k1 {done.k1:+.4f}")
+            events = run.bus.history("HR_EVENT", subjects.EVENT.where(run=run.id, type=EvalResult.type_name))
+            for point in curve_of([entry.message async for entry in events if isinstance(entry.message, EvalResult)]):
+                say(f"version {point.version} passes {point.rate:.2f} of {point.tasks} tasks of {point.suite}")
             for line in regions.summary(await regions.look(run.bus, run.id)):
                 say(line)
             for beat in beats:

@@ -2,6 +2,7 @@
 
 import math
 
+from headrace.ledger.training import DURING
 from headrace.messages.base import Message
 from headrace.messages.evaluation import EvalResult
 from headrace.messages.training import StepDone
@@ -13,11 +14,16 @@ _OF_STEPS = (
 
 
 def figures(message: Message, steps: int) -> tuple[int, dict[str, float]] | None:
-    """(step, name to finite value) of a record; None for one without figures. steps: steps done so far."""
+    """(step, name to finite value) of a record; None for one without figures. steps: steps done so far.
+
+    Evaluations while training goes on form a curve over versions, so their step is the version.
+    """
     if isinstance(message, StepDone):
         values = {f"train/{name}": float(getattr(message, name)) for name in _OF_STEPS}
         return message.step, {name: value for name, value in values.items() if math.isfinite(value)}
     if isinstance(message, EvalResult):
         name = message.reason or message.id
+        if name.startswith(f"{DURING}_"):
+            name, steps = message.suite, message.version
         return steps, {f"eval/{name}/rate": message.rate, f"eval/{name}/infra_failures": float(message.infra_failures)}
     return None

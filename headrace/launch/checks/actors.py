@@ -29,7 +29,8 @@ def check(config: Config) -> Iterator[Finding]:
         "tasks.heldout": config.tasks.heldout,
         "tasks.unseen": config.tasks.unseen,
     }
-    for key, name in wanted.items():
+    measured = (("evaluation.every_suites", name) for name in config.evaluation.every_suites)
+    for key, name in (*wanted.items(), *measured):
         try:
             suite = open_suite(name, config.tasks.dir)
             try_first(suite)

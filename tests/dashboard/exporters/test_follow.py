@@ -90,6 +90,22 @@ def test_values_that_are_not_finite_are_left_out() -> None:
     assert "train/max_abs_dlp" not in found[1] and found[1]["train/staleness_bound"] == 1.0
 
 
+def test_evaluations_while_training_goes_on_are_a_curve_over_versions() -> None:
+    result = EvalResult(
+        id="step-4-generated-dev",
+        run="r1",
+        suite="generated/dev",
+        policy=PolicyRef("pinned", 5),
+        version=5,
+        tasks=4,
+        passed=1,
+        rate=0.25,
+        infra_failures=0,
+        reason="during_generated/dev",
+    )
+    assert figures(result, 9) == (5, {"eval/generated/dev/rate": 0.25, "eval/generated/dev/infra_failures": 0.0})
+
+
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
     with pytest.raises(BusError, match=r"pip install 'headrace\[tensorboard\]'"):
