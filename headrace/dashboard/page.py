@@ -1,5 +1,6 @@
 """report.html: the report of a run on one page that needs no script and no network."""
 
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -102,9 +103,11 @@ def curves(watch: Watch) -> str:
         (float(step.step), sum(other.pass_rate for other in steps[max(0, index - 4) : index + 1]) / min(index + 1, 5))
         for index, step in enumerate(steps)
     ]
-    measured: dict[str, list[tuple[float, float]]] = {}
-    for point in curve_of(watch.evaluations):
-        measured.setdefault(point.suite, []).append((point.version, point.rate))
+    points = curve_of(watch.evaluations)
+    measured: dict[str, Sequence[tuple[float, float]]] = {
+        suite: [(point.version, point.rate) for point in points if point.suite == suite]
+        for suite in sorted({point.suite for point in points})
+    }
     return "".join(
         [
             line_chart("Pass rate of evaluations while training goes on", measured, "version"),
