@@ -10,7 +10,6 @@ from tests.support.paths import ROOT
 CALLERS = ("headrace", "benchmarks", "examples")
 WAITING = {
     "log_softmax_backward",
-    "log_softmax_backward_triton",
     "dual",
 }
 """Kernels whose caller, the trainer on a GPU, is still being written. This list only gets shorter."""

@@ -124,7 +124,9 @@ def packed_attention_backward_triton(
         sizes: dict[str, Any] = {"BM": ROWS, "BK": BLOCK, "BD": max(16, dispatch.power_of_two(d)), "num_warps": 8}
         sizes["WIDE"] = dispatch.INTERPRETED
         blocks = torch.tensor(listed, dtype=torch.int32, device=q.device)
-        _keys_kernel[(len(listed), heads)](q, k, v, grad, lse, delta, g_k, g_v, blocks, heads, group, d, scale, **sizes)
+        _keys_kernel[(len(listed), heads)](
+            q, k, v, grad, lse, delta, g_k, g_v, blocks, heads, group, d, scale, num_stages=2, **sizes
+        )
         pairs = [(start, length, 0, start) for start, length in zip(starts, lengths, strict=True)]
         work = tiles(pairs, group, q.device)
         _queries_kernel[(len(work), heads)](q, k, v, grad, lse, delta, g_q, work, heads, group, d, scale, **sizes)

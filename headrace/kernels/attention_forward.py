@@ -184,7 +184,7 @@ def _attend(
     if not len(work):
         return out, lse
     sizes: dict[str, Any] = {"BM": ROWS, "BD": max(16, dispatch.power_of_two(d))}
-    options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
     walk = sizes | options | {"PAGED": table is not None, "BK": BLOCK, "SPLIT": SPLIT, "WIDE": dispatch.INTERPRETED}
     pages = work if table is None else table
     if not split:

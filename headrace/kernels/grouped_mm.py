@@ -40,7 +40,7 @@ class Mx(NamedTuple):
 Operand = Tensor | Mx
 Ends = Sequence[int] | Tensor
 """Where each expert's rows end; as int64 [E] on the device, so that nothing waits for it, multiples of `TILE`."""
-TILE, WIDTH = 32, 64
+TILE, WIDTH = 64, 128
 """Rows and columns of a tile. Under skewed routing most experts have few rows."""
 
 
@@ -84,7 +84,7 @@ def grouped_wgrad(g: Tensor, x: Operand, ends: Sequence[int], dtype: torch.dtype
 
 @jit
 def _widen(x, scale, rows, cols, width, live, MX: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile [rows, cols] of an operand [., width] as float32; 0 outside of `live`."""
+    """A tile [rows, cols] of an operand [., width] as numbers; 0 outside of `live`."""
     if MX:
         byte = tl.load(x + rows * width + cols, mask=live, other=0).to(tl.int32)
         size, mantissa = (byte >> 3) & 15, byte & 7
@@ -94,7 +94,7 @@ def _widen(x, scale, rows, cols, width, live, MX: tl.constexpr):  # type: ignore
         e = tl.load(scale + rows * (width // 32) + cols // 32, mask=live, other=127).to(tl.int32)
         out = number * (e << 23).to(tl.float32, bitcast=True)
     else:
-        out = tl.load(x + rows * width + cols, mask=live, other=0.0).to(tl.float32)
+        out = tl.load(x + rows * width + cols, mask=live, other=0.0)
     return out
 
 
@@ -120,7 +120,9 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
             b = _widen(w, ws, expert * n + along[:, None], cols[None, :], k, inside, W)
         else:
             b = _widen(w, ws, expert * n + cols[None, :], along[:, None], k, inside, W)
-        if not WIDE:
+        if WIDE:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        else:
             a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)  # exact: e4m3 times a power of two, or bfloat16 already
         total = tl.dot(a, b, total, input_precision="ieee")
     place = out + rows[:, None] * wide + cols[None, :]
@@ -143,7 +145,7 @@ def _wgrad_kernel(  # type: ignore[no-untyped-def]
         a = tl.load(g + rows[None, :] * n + ns[:, None], mask=(rows < end)[None, :] & (ns < n)[:, None], other=0.0)
         b = _widen(x, xs, rows[:, None], ks[None, :], k, (rows < end)[:, None] & (ks < k)[None, :], X)
         if WIDE:
-            a = a.to(tl.float32)
+            a, b = a.to(tl.float32), b.to(tl.float32)
         else:
             a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
         total = tl.dot(a, b, total, input_precision="ieee")
@@ -182,7 +184,22 @@ def _launch(a: Operand, w: Operand, ends: Ends, dtype: torch.dtype, back: bool) 
     if len(tiles):
         full = dispatch.INTERPRETED or torch.float32 in (x.dtype, v.dtype)
         _rows_kernel[(len(tiles), dispatch.tiles(wide, WIDTH))](
-            x, xs, v, vs, out, tiles, n, k, X=quantised, W=rough, BACK=back, WIDE=full, BM=TILE, BN=WIDTH, BK=64
+            x,
+            xs,
+            v,
+            vs,
+            out,
+            tiles,
+            n,
+            k,
+            X=quantised,
+            W=rough,
+            BACK=back,
+            WIDE=full,
+            BM=TILE,
+            BN=WIDTH,
+            BK=64,
+            num_warps=8 if quantised or rough else 4,
         )
     return out
 
@@ -208,7 +225,7 @@ def grouped_wgrad_triton(g: Tensor, x: Operand, ends: Ends, dtype: torch.dtype =
     else:
         bounds = torch.tensor([0, *ends], dtype=torch.int32, device=g.device)
     full = dispatch.INTERPRETED or torch.float32 in (g.dtype, data.dtype)
-    _wgrad_kernel[(len(ends), dispatch.tiles(n, 64), dispatch.tiles(k, 64))](
-        g, data, scale, out, bounds, n, k, X=quantised, WIDE=full, BM=32, BN=64, BK=64
+    _wgrad_kernel[(len(ends), dispatch.tiles(n, 64), dispatch.tiles(k, WIDTH))](
+        g, data, scale, out, bounds, n, k, X=quantised, WIDE=full, BM=64, BN=64, BK=WIDTH, num_warps=4
     )
     return out

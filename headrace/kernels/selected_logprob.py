@@ -176,9 +176,21 @@ def selected_logprob_triton(
     heat = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device)
     heat = torch.where(heat == 0, torch.ones_like(heat), heat).expand(rows).contiguous()
     out = [torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(3)]
-    grid = (dispatch.tiles(rows, 32),)
+    grid = (dispatch.tiles(rows, 128),)
     _selected_kernel[grid](
-        hidden, weight, targets, heat, *out, rows, *weight.shape, BM=32, BV=128, BD=64, WIDE=dispatch.INTERPRETED
+        hidden,
+        weight,
+        targets,
+        heat,
+        *out,
+        rows,
+        *weight.shape,
+        BM=128,
+        BV=128,
+        BD=64,
+        WIDE=dispatch.INTERPRETED,
+        num_warps=8,
+        num_stages=4,
     )
     return out[0], out[1], out[2]
 
@@ -226,10 +238,10 @@ def selected_logprob_backward_triton(
     for first in range(0, v, SLICE):
         count = min(SLICE, v - first)
         slopes = hidden.new_empty(m, count)
-        grid = (dispatch.tiles(m, 32), dispatch.tiles(count, 128))
+        grid = (dispatch.tiles(m, 128), dispatch.tiles(count, 128))
         _slope_kernel[grid](
             hidden, weight, targets, heat, lse, grad.contiguous(), slopes, m, v, d, first, count,
-            BM=32, BV=128, BD=64, WIDE=dispatch.INTERPRETED,
+            BM=128, BV=128, BD=64, WIDE=dispatch.INTERPRETED, num_warps=8, num_stages=4,
         )  # fmt: skip
         part = weight[first : first + count]
         g_hidden += torch.mm(slopes, part)

@@ -1,0 +1,208 @@
+"""Compiles every Triton kernel for GPUs that are not there: registers, spills, shared memory, tensor-core instruction.
+
+    python -m benchmarks.ahead_of_time [--write] [launcher ...]
+
+Each launcher of `headrace/kernels` runs on CPU tensors in sizes of a real model, with the launch replaced by a
+compilation for sm_90 (H100, H200) and sm_100 (B200); nothing is executed and no speed is measured. The output is JSON;
+--write replaces benchmarks/results/kernels_ahead_of_time.json, which `tests/kernels/test_ahead_of_time.py` compares.
+Needs Triton (the extra `kernels`) with the ptxas and cuobjdump that its wheel brings.
+"""
+
+import argparse
+import datetime
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULT = Path(__file__).parent / "results" / "kernels_ahead_of_time.json"
+ARCHITECTURES = (90, 100)
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+Row = dict[Any, Any]
+
+
+def launchers() -> dict[str, Callable[[], Any]]:
+    """A name for each launch of a kernel. Import of the kernels is here: they look for a GPU when they are imported."""
+    torch.cuda.is_available = lambda: True
+    from headrace.kernels import (
+        attention_backward,
+        attention_forward,
+        batch_invariant,
+        delta,
+        grouped_mm,
+        log_softmax,
+        mxfp8,
+        permute,
+        route_topk,
+        selected_logprob,
+    )
+    from headrace.kernels.route import Rule
+
+    half, single = torch.bfloat16, torch.float32
+
+    def new(*shape: int, dtype: torch.dtype = half) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype)
+
+    q, k, v = new(256, 32, 128), new(256, 8, 128), new(256, 8, 128)
+    table, pool = torch.zeros(4, 4, dtype=torch.int64), new(16, 8, 64, 128)
+    hidden, head = new(512, 2048), new(8192, 2048)
+    ids, lse = torch.zeros(512, dtype=torch.int64), new(512, dtype=single)
+    experts, ends = 8, [64 * (e + 1) for e in range(8)]
+    rows, weights = new(512, 2048), new(experts, 2048, 2048)
+    mx = grouped_mm.Mx(torch.zeros(512, 2048, dtype=torch.uint8), torch.zeros(512, 64, dtype=torch.uint8))
+    mw = grouped_mm.Mx(torch.zeros(8, 2048, 2048, dtype=torch.uint8), torch.zeros(8, 2048, 64, dtype=torch.uint8))
+    slots, gates = torch.zeros(4096, dtype=torch.int64), new(512, 8, dtype=single)
+    choice, logits = torch.zeros(512, 8, dtype=torch.int64), new(512, 128)
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    at = torch.zeros(16, dtype=torch.int64)
+    wide = new(16, 32768, dtype=single)
+    limited = Rule(sigmoid=True, groups=8, kept=4)
+    return {
+        "matmul": lambda: batch_invariant.linear_triton(new(512, 4096), new(4096, 4096)),
+        "rms_norm": lambda: batch_invariant.rms_norm_triton(new(16, 4096), new(4096), 1e-6),
+        "attention, packed": lambda: attention_forward.packed_attention_triton(q, k, v, [256], 0.1),
+        "attention, cached": lambda: attention_forward.cached_attention_triton(
+            new(4, 1, 32, 128), pool, pool, table, [200] * 4, 0.1
+        ),
+        "attention, backward": lambda: attention_backward.packed_attention_backward_triton(
+            q, q, k, v, q, new(256, 32, dtype=single), [256], 0.1
+        ),
+        "log_softmax": lambda: log_softmax.log_softmax_triton(new(16, 32768)),
+        "log_softmax, backward": lambda: log_softmax.log_softmax_backward_triton(wide, wide),
+        "selected_logprob": lambda: selected_logprob.selected_logprob_triton(hidden, head, ids, 1.0),
+        "selected_logprob, backward": lambda: selected_logprob.selected_logprob_backward_triton(
+            lse, hidden, head[:1024], ids, 1.0, lse
+        ),
+        "route": lambda: route_topk.route_triton(logits, 8, True, choice),
+        "route, groups": lambda: route_topk.route_triton(new(512, 256), 8, True, None, limited, new(256, dtype=single)),
+        "route, backward": lambda: route_topk.route_backward_triton(gates, logits, choice, True),
+        "plan": lambda: permute.plan_triton(choice, 128, 64),
+        "permute": lambda: permute.permute_triton(hidden, slots),
+        "unpermute": lambda: permute.unpermute_triton(new(4096, 2048), slots, gates),
+        "unpermute, backward": lambda: permute.unpermute_backward_triton(hidden, new(4096, 2048), slots, gates),
+        "quantise": lambda: mxfp8.quantise_triton(hidden),
+        "quantise, columns": lambda: mxfp8.quantise_columns_triton(hidden),
+        "quantise, both": lambda: mxfp8.dual_triton(hidden),
+        "grouped": lambda: grouped_mm.grouped_mm_triton(rows, weights, ends, half),
+        "grouped, dgrad": lambda: grouped_mm.grouped_dgrad_triton(rows, weights, ends, half),
+        "grouped, wgrad": lambda: grouped_mm.grouped_wgrad_triton(rows, rows, ends, half),
+        "grouped mxfp8": lambda: grouped_mm.grouped_mm_triton(mx, mw, ends, half),
+        "grouped mxfp8, dgrad": lambda: grouped_mm.grouped_dgrad_triton(rows, mw, ends, half),
+        "grouped mxfp8, wgrad": lambda: grouped_mm.grouped_wgrad_triton(rows, mx, ends, half),
+        "delta, encode": lambda: delta.changes_triton(bits, bits),
+        "delta, apply": lambda: delta.apply_triton(bits, at, at.int()),
+    }
+
+
+def _described(kernel: Any, args: tuple[Any, ...], options: Row) -> tuple[Row, Row, Row]:
+    """What `triton.compile` wants of a launch: types, constants, multiples of 16."""
+    named = dict(zip(kernel.arg_names, args, strict=False)) | {n: options[n] for n in kernel.arg_names if n in options}
+    types: Row = {}
+    constants: Row = {}
+    multiples: Row = {}
+    for place, name in enumerate(kernel.arg_names):
+        value = named[name]
+        if kernel.params[place].is_constexpr or (type(value) is int and value == 1):
+            types[name], constants[(place,)] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            types[name] = _POINTERS[value.dtype]
+        else:
+            types[name] = "fp32" if isinstance(value, float) else "i32" if -(2**31) <= value < 2**31 else "i64"
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            multiples[(place,)] = [["tt.divisibility", 16]]
+    return types, constants, multiples
+
+
+def _measured(compiled: Any) -> Row:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+).*?STACK:(\d+)", usage.stdout + usage.stderr)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says neither registers nor stack: {usage.stdout}{usage.stderr}")
+    code = compiled.asm["ptx"]
+    known = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma.sync": "mma.sync"}
+    return {
+        "registers": int(found[1]),
+        "spilled_bytes": int(found[2]),
+        "shared_bytes": compiled.metadata.shared,
+        "tensor_core": "+".join(name for name, text in known.items() if text in code),
+    }
+
+
+def compiled(names: list[str]) -> list[Row]:
+    """A row for each kernel and architecture that the named launchers launch; all of them when there are none."""
+    every = launchers()
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import JITFunction
+
+    compile_: Any = triton.compile
+    jit: Any = JITFunction
+    rows: list[Row] = []
+    current = ""
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        types, constants, multiples = _described(self, args, options)
+        chosen = {name: options[name] for name in _OPTIONS if name in options}
+        for architecture in ARCHITECTURES:
+            source = ASTSource(self, types, constants, multiples)
+            out = compile_(source, target=GPUTarget("cuda", architecture, 32), options=chosen)
+            head = {"launcher": current, "kernel": self.__name__, "sm": architecture}
+            row = head | _measured(out)
+            if row not in rows:
+                rows.append(row)
+
+    before, jit.run = jit.run, run
+    try:
+        for current in names or every:
+            every[current]()
+    finally:
+        jit.run = before
+    return rows
+
+
+def main() -> None:
+    """Read the arguments, compile, print or write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ahead_of_time")
+    parser.add_argument("names", nargs="*", metavar="launcher")
+    parser.add_argument("--write", action="store_true", help="replace the committed table")
+    args = parser.parse_args()
+    rows = compiled(args.names)
+    found = {
+        "command": "python -m benchmarks.ahead_of_time --write",
+        "date": datetime.date.today().isoformat(),
+        "versions": {name: version(name) for name in ("torch", "triton")},
+        "note": "compiled without a GPU; nothing was executed",
+        "kernels": rows,
+    }
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    text = json.dumps(found | {"kernels": []}, indent=2).replace('"kernels": []', f'"kernels": [\n{lines}\n  ]')
+    if args.write:
+        RESULT.write_text(text + "\n", encoding="utf-8")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The committed table of what every Triton kernel compiles to for sm_90 and sm_100, without a GPU."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+from benchmarks.ahead_of_time import ARCHITECTURES, RESULT
+from tests.support.paths import ROOT
+
+TENSOR_CORE = {90: "wgmma", 100: "tcgen05"}
+PRODUCTS = {
+    "_matmul_kernel",
+    "_whole_kernel",
+    "_split_kernel",
+    "_keys_kernel",
+    "_queries_kernel",
+    "_selected_kernel",
+    "_slope_kernel",
+    "_rows_kernel",
+    "_wgrad_kernel",
+}
+"""Kernels that multiply matrices."""
+
+
+def table() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
+    return found
+
+
+def test_no_kernel_spills_and_products_use_the_newest_tensor_core_instruction() -> None:
+    rows = table()["kernels"]
+    assert {row["sm"] for row in rows} == set(ARCHITECTURES) and {row["kernel"] for row in rows} > PRODUCTS
+    for row in rows:
+        assert row["spilled_bytes"] == 0, row
+        assert row["tensor_core"] == (TENSOR_CORE[row["sm"]] if row["kernel"] in PRODUCTS else ""), row
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton (the extra `kernels`) is not installed")
+@pytest.mark.parametrize("names", [["unpermute"], pytest.param([], marks=pytest.mark.slow)], ids=["quick", "all"])
+def test_kernels_compile_to_what_the_table_says(names: list[str]) -> None:
+    committed = table()
+    if committed["versions"]["triton"] != version("triton"):
+        pytest.skip(f"the table is of triton {committed['versions']['triton']}, installed is {version('triton')}")
+    # A process of its own: kernels look for a GPU when they are imported, and the program tells them that there is one.
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.ahead_of_time", *names],
+        cwd=ROOT,
+        env={key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    wanted = [row for row in committed["kernels"] if not names or row["launcher"] in names]
+    assert wanted and json.loads(done.stdout)["kernels"] == wanted
