@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from headrace.cli import acp, deploy
-from headrace.cli.bus import declare, permissions
+from headrace.cli.bus import backup, declare, permissions, restore
 from headrace.cli.config import explain
 from headrace.cli.feedback import gate, promote, rollback
 from headrace.cli.images import gc as images_gc
@@ -71,7 +71,11 @@ COMMANDS: tuple[ModuleType, ...] = (
 """Commands in the order in which `--help` lists them."""
 
 GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
-    ("bus", "prepare a broker that headrace did not start", (declare, permissions)),
+    (
+        "bus",
+        "prepare a broker that headrace did not start; back streams up and restore them",
+        (declare, backup, restore, permissions),
+    ),
     ("config", "where the values of a configuration come from", (explain,)),
     ("policy", "checkpoints of a policy", (from_gguf,)),
     (

@@ -49,7 +49,7 @@ def explain(
         _source(key, path, overrides, environment),
         described(msgspec.inspect.type_info(kind)),
         default,
-        _meaning(type(getattr(Config(), section)), name),
+        _meaning(section, name),
     )
 
 
@@ -107,15 +107,16 @@ def described(kind: msgspec.inspect.Type) -> str:
     return type(kind).__name__.removesuffix("Type").lower()
 
 
-def _meaning(section: type[Any], name: str) -> str:
+def _meaning(section: str, name: str) -> str:
     """The text under a key in its section's source, else the name and the text of the section."""
-    return _texts(section).get(name) or f"[{section.__name__}] " + re.sub(r"\s+", " ", section.__doc__ or "")
+    kind = type(getattr(Config(), section))
+    return _texts(section).get(name) or f"[{section}] " + re.sub(r"\s+", " ", kind.__doc__ or "")
 
 
 @functools.cache
-def _texts(section: type[Any]) -> dict[str, str]:
+def _texts(section: str) -> dict[str, str]:
     """The text under each key of a section that has one."""
-    [tree] = ast.parse(inspect.getsource(section)).body
+    [tree] = ast.parse(inspect.getsource(type(getattr(Config(), section)))).body
     assert isinstance(tree, ast.ClassDef)
     name = ""
     found: dict[str, str] = {}
