@@ -23,7 +23,7 @@ class Measured:
 
 @dataclass
 class Records:
-    """The records of a run, counted where only their number matters."""
+    """The records of a run; some kinds are only counted."""
 
     episodes: int = 0
     tool_calls: int = 0

@@ -25,7 +25,7 @@ class Moments(msgspec.Struct, frozen=True, kw_only=True):
 
     started: float
     ready: float
-    """Image, templates and broker are there; the actors start."""
+    """Image, templates and broker are ready; the actors start."""
     shutdown: float
     """The run is finished; the actors end."""
 
@@ -78,7 +78,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     backend: str | None
     """Backends of the sandboxes."""
     isolated: bool
-    """All of them declare that their sandboxes are isolated."""
+    """Whether all backends declare that their sandboxes are isolated."""
     isolation: str
     cpu_ms_per_episode: float | None
     """CPU of the virtual machines, the judge's included."""
@@ -112,7 +112,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     mismatch_alarms: int
     staleness_max: int | None
     delta_ratio_mean: float | None
-    """Raw over wire bytes of the deltas that changed something."""
+    """Raw bytes divided by wire bytes, over the deltas with a change."""
     delta_note: str
     trainer_busy: float
     rollout_busy: float
@@ -153,8 +153,8 @@ def build(
     now = time.time()
     final_evaluation = watch.phase_started.get("final evaluation", moments.shutdown)
     issued = records.first_issue or watch.phase_started.get("reinforcement learning", moments.shutdown)
-    # A version with unchanged bytes (a refused step, a batch without advantage) ships nothing and would dominate the
-    # mean.
+    # A version with unchanged bytes (a refused step, a batch without advantage) has an empty delta, which would
+    # dominate the mean.
     ratios = [delta.raw_bytes / delta.wire_bytes for delta in records.deltas if delta.changed and delta.wire_bytes]
     vm_cpu_ms = watch.metric("environment", "vm_cpu_ms")
     fault_share = 100 * (1 - config.mid_training.quality)

@@ -48,7 +48,7 @@ def staleness_p99(step: StepDone) -> int:
 
 
 def zero_advantage(group: GroupClosed) -> bool:
-    """Whether all attempts of a group have one reward, so that it teaches nothing."""
+    """Whether all attempts of a group have the same reward, so that the group has no gradient."""
     return len({slot.reward for slot in group.slots}) < 2
 
 

@@ -15,10 +15,10 @@ class Suite(Protocol):
 
     @property
     def name(self) -> str:
-        """As `open_suite` knows it."""
+        """The suite's name for `open_suite`."""
 
     def ids(self) -> Sequence[str]:
-        """All task ids in order; may be far too many to list."""
+        """All task ids in order, as a sequence that may be too long for a list."""
 
     def task(self, id: str) -> Task:
         """The agent's side. UnknownSuite when the id is not of this suite."""

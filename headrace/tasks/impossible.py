@@ -21,7 +21,7 @@ NAME = "test_again"
 
 
 class CanarySuite:
-    """The tasks of another suite made impossible, under its name behind `CANARY`."""
+    """The tasks of another suite with an impossible test each; its name is `CANARY` and the other suite's name."""
 
     def __init__(self, inner: Suite) -> None:
         self.name = f"{CANARY}{inner.name}"

@@ -1,4 +1,4 @@
-"""Whether a task's files still hold text that its solution adds: in another file, in byte code, in an archive, in git.
+"""Finds text that a task's solution adds in the task's files: in other files, byte code, archives or git.
 
 A short text occurs twice by chance, so a block counts from `_LINES` code lines on, and counts as leaked where a file
 holds half of its windows of that many lines.
@@ -21,15 +21,15 @@ _COMPILED = (".pyc", ".pyo", ".so", ".pyd")
 
 
 def added(before: bytes, after: bytes) -> list[str]:
-    """The blocks of lines that `after` has and `before` has not."""
+    """The blocks of lines that are in `after` and not in `before`."""
     old, new = (data.decode("utf-8", "replace").splitlines() for data in (before, after))
     blocks = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     return ["\n".join(new[a:b]) for kind, _, _, a, b in blocks if kind != "equal" and b > a]
 
 
 def remains(files: Mapping[str, bytes], texts: list[str], names: tuple[str, ...] = ()) -> Iterator[str]:
-    """Where parts of these texts stand, in sentences. names: of functions and classes; compiled files that hold one of
-    them count as the deleted code."""
+    """A sentence for each file with parts of these texts. names: of functions and classes; compiled files that hold one
+    of them count as the deleted code."""
     wanted = set[str]()
     for text in texts:
         wanted |= _windows(text)
@@ -68,4 +68,4 @@ def _contents(path: str, content: bytes) -> Iterator[tuple[str, bytes]]:
                     if file is not None:
                         yield f"{path}:{member.name}", file.read()
     except (zlib.error, zipfile.BadZipFile, tarfile.TarError, OSError, EOFError, RuntimeError):
-        return  # not what its name says: nothing can be read from it either
+        return  # its content does not match its name, so it cannot be read and leaks nothing

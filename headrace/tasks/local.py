@@ -1,7 +1,7 @@
-"""A sandbox that is a dictionary: for making traces fast, and for nothing else, because it runs code in this process.
+"""A sandbox over a dictionary of files. It runs code in this process, so it serves only to make traces fast.
 
-It gives what a real sandbox gives for the same files (a test compares them), so that a policy learns on traces the very
-texts that it will read in a VM. Only generated code may run here: it has no loops without an end and does nothing.
+Its results equal those of a real sandbox for the same files (a test compares them), so a policy learns from traces the
+texts that it reads in a VM later. Only generated code may run here: it has no endless loops and no side effects.
 """
 
 import builtins

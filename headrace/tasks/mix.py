@@ -1,7 +1,7 @@
 """A suite of suites: ``mix/generated/train*3+sums*1`` holds three tasks of the first for each of the second.
 
-The order is a fixed pattern: at every place each suite has had its share, up to one task. A short suite starts again
-while a longer one goes on; the mix ends once every suite was seen whole.
+The order is a fixed pattern: in every prefix each suite has its share, up to one task. A suite that has ended starts
+again; the mix ends when every suite was used completely.
 """
 
 import re
@@ -36,7 +36,7 @@ class _Ids(Sequence[str]):
     def __init__(self, ids: Sequence[Sequence[str]], weights: Sequence[int]) -> None:
         self._ids, self._weights = ids, weights
         self._pattern: list[tuple[int, int]] = []
-        """Of one period: which suite, and how many of its tasks came before in the period."""
+        """One period: for each place the suite, and the number of its tasks that precede it in the period."""
         had = [0] * len(weights)
         total = sum(weights)
         for place in range(1, total + 1):

@@ -1,8 +1,8 @@
 """The host's bounded parser of the values that sealed tests of a candidate observed.
 
-The guest's half (vmhost/guest/testing/observing.py) writes each value as tagged JSON. Nothing that arrives here can be
-trusted: the candidate shares the process that writes it. The parser therefore accepts exactly what the guest's half
-writes, within bounds on depth, digits and hashed items, and answers everything else with ValueError. Python's other
+The guest's half (vmhost/guest/testing/observing.py) writes each value as tagged JSON. The input is untrusted, because
+the candidate shares the process that writes it. The parser therefore accepts exactly the format of the guest's half,
+within bounds on depth, digits and hashed items, and raises ValueError for everything else. Python's other
 errors (overflow, recursion, unhashable keys) cannot leave it.
 
 Trade-off: a set or dict of more than `HASHED` items is refused, because a forged one may hold keys that all collide and
@@ -14,11 +14,11 @@ import re
 from typing import Any
 
 DEPTH = 40
-"""Levels of nesting; the guest's half writes no more."""
+"""The most levels of nesting; the guest's half never writes more."""
 HASHED = 4096
-"""Items of one set or dict."""
+"""The most items of one set or dict."""
 DIGITS = 1 << 14
-"""Hexadecimal digits of an integer."""
+"""The most hexadecimal digits of an integer."""
 
 _INTEGER = re.compile(r"-?0x[0-9a-f]+")
 

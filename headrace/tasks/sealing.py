@@ -1,17 +1,16 @@
-"""Sealing hidden tests: the literals that they compare with stay on the host.
+"""Seals hidden tests: the literals with which they compare stay on the host.
 
 ``assert area(2, 3) == 6`` becomes ``__observe__(0, (area(2, 3)))``, and 6 goes into the oracle's answers
 (`guest/testing/observing.py` has the other half). A candidate that patches the runner, forges its report or reads the
 tests finds calls without results; to be counted as passed it must report the right values in the right order.
 
-Sealed are ``assert`` and ``assertEqual`` of a value with a literal, either way round. Of two computed values both are
-handed out; what the right code computes there is recorded when a task is made, and is the answer like any literal. Only
-where it came out differently in different processes the two are compared with each other, and a forger of reports can
-make both up. Everything else (`raises`, truth alone) stays an assertion inside the process, which the
-candidate can forge. Lines keep their numbers, so failures point where they did.
+Sealed are ``assert`` and ``assertEqual`` of a value with a literal, in either order. Of two computed values both are
+reported; the value that the right code computes is recorded when the task is made, and serves as the literal. Where
+that value differs between processes, the two reported values are compared with each other, and a candidate that forges
+its report can invent both. Everything else (`raises`, truth alone) stays an assertion inside the process, which the
+candidate can forge. Line numbers stay the same, so failures name the right lines.
 
-Trade-off: a repair that is right and computes another pair of equal values than the code did fails where the pair was
-recorded.
+Trade-off: a right repair that computes another pair of equal values than the recorded one fails.
 """
 
 import ast
@@ -27,7 +26,7 @@ Answers = dict[str, tuple[tuple[int, str], ...]]
 """Test id to what it observes, in order: the number of the comparison, and the source of the value that it must see, a
 literal or a recorded one; empty where it observes two that must be equal."""
 LARGEST = 1 << 16
-"""Characters of a value that is recorded."""
+"""The most characters of a recorded value."""
 ALLOWANCE = LIMIT * 3 // 4
 """Characters that all comparisons of a run may see: a run of a candidate may see more than the right one did."""
 

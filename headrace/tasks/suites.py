@@ -71,7 +71,7 @@ class GeneratedSuite:
         return repositories.first_of_each(self._kind)
 
     def make(self, id: str) -> repositories.Made:
-        """Task, oracle and what only trace making may know."""
+        """Task, oracle, and the facts that only the generator of traces uses."""
         if id not in self._ids:
             raise UnknownSuite(f"{self.name} has no task {id!r}")
         return repositories.make(self._kind, int(id))

@@ -1,7 +1,7 @@
-"""Suites whose verdicts rest on printed lines are not trained on unless the configuration says so.
+"""Refuses to train on suites whose verdicts come from printed lines, unless the configuration allows it.
 
-A candidate that prints ``PASSED a.py::test`` is believed by every parser of logs. Evaluation may use such suites; a
-policy in training learns to print that line.
+Every parser of logs accepts ``PASSED a.py::test`` from a candidate. Evaluation may use such suites; a policy in
+training would learn to print that line.
 """
 
 from typing import Literal

@@ -32,5 +32,5 @@ class WorkspaceSuite:
         )
 
     def oracle(self, id: str) -> Oracle:
-        """There is none: users judge."""
+        """UnknownSuite: users rate these tasks."""
         raise UnknownSuite(f"the suite {WORKSPACE} has no oracles: its tasks are rated by users")

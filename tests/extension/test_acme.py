@@ -29,7 +29,7 @@ from headrace.harness.loop import run_episode
 from headrace.harness.scripted import ScriptedEngine, script
 from headrace.harness.tools.registry import TOOLS, schemas_of
 from headrace.judging import Candidate, HostMachines, Options, examine
-from headrace.judging.scoring import Rewarder, score_of
+from headrace.judging.scoring import Rewarder, score_of, scored_again
 from headrace.messages.judging import Score
 from headrace.messages.operations import Event
 from headrace.messages.plugins import Plugin
@@ -121,6 +121,14 @@ async def test_an_episode_with_a_plugin_in_each_seam(host: Host) -> None:
     score = score_of(candidate, 7, verdict, reward, by=rewarder, wall_s=0.0)
     assert (score.verdict, score.reward) == ("passed", 0.75)
     assert [(plugin.seam, plugin.name) for plugin in score.plugins] == [("rewards", "half"), ("suites", "acme")]
+    again = scored_again(
+        score,
+        candidate.trajectory,
+        verdict,
+        1.0,
+        Rewarder("shaped", {"length_penalty": 0.0, "length_k": 0.01, "length_q": 0.5}, 5.0),
+    )
+    assert [(plugin.seam, plugin.name) for plugin in again.plugins] == [("suites", "acme")]
 
     advantages = ADVANTAGES.get("best_of")([reward, 0.0])
     assert advantages == [1.0, 0.0]
