@@ -77,7 +77,7 @@ def main() -> int:
     for name, command in parts(args).items():
         kept = args.folder / f"{name}.json"
         earlier = json.loads(kept.read_text()) if kept.exists() and not args.again else {}
-        if earlier.get("command") == command[1:]:
+        if earlier.get("command") == list(command[1:]):
             print(f"{name}: kept from {kept}", file=sys.stderr)
             reports[name] = earlier["report"]
             continue
