@@ -59,10 +59,13 @@ def table() -> str:
 
 
 def _structs(module: ModuleType) -> list[type[msgspec.Struct]]:
+    """The structs that a module defines, or the modules of a package."""
     return [
         value
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__
+        if isinstance(value, type)
+        and issubclass(value, msgspec.Struct)
+        and f"{value.__module__}.".startswith(f"{module.__name__}.")
     ]
 
 
