@@ -10,6 +10,7 @@ and goes to `--out`; the command exits 1 unless all targets of all parts are met
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -72,6 +73,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "chaos.json")
     parser.add_argument("--again", action="store_true", help="measure the parts again that an earlier call finished")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the part under way is ended, too
     args.folder.mkdir(parents=True, exist_ok=True)
     reports: dict[str, Any] = {}
     for name, command in parts(args).items():
