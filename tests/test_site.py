@@ -1,0 +1,29 @@
+"""The site of docs/: every page is in its navigation and in llms.txt, and MkDocs builds it without a warning."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_every_page_is_in_the_navigation_and_in_llms_txt() -> None:
+    assert sorted(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)) == PAGES
+    linked = re.findall(r"\]\(([\w/.-]+)\)", (ROOT / "llms.txt").read_text())
+    assert sorted(name.removeprefix("docs/") for name in linked if name.startswith("docs/")) == PAGES
+    assert all((ROOT / name).is_file() for name in linked)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="needs pip install 'headrace[docs]'")
+def test_mkdocs_builds_the_site_without_a_warning(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path / "site")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "runbooks" / "index.html").is_file()
