@@ -100,7 +100,7 @@ async def test_a_purge_ends_the_stream_of_a_run_with_a_last_event(product: Produ
         async with http.get(f"{product.url}/v1/agents/{agent}/runs/{run}/stream") as answer:
             while b"event: results" not in (read := await answer.content.readuntil(b"\n\n")):
                 assert b"event: done" not in read
-            user = product.gateway.agents._agents[agent].user
+            user = product.gateway.agents._agents._agents[agent].user
             await product.gateway.agents.forget(user)
             product.gateway.sessions[f"{user}.{run}"].on_failure("purged")
             rest = await answer.content.read()

@@ -214,8 +214,9 @@ async def test_every_request_ends_and_nothing_is_left(
         living(Gateway, config, await connect("gateway"), run) as gateway,
     ):
         gateway.split.promoted = PolicyRef("scripted", name="oracle")
-        gateway.agents._split = Split()
-        gateway.agents._split.promoted = PolicyRef("scripted", name="edit-tests")  # users' tasks have no solution
+        gateway.agents._agents._split = Split()
+        # Users' tasks have no solution.
+        gateway.agents._agents._split.promoted = PolicyRef("scripted", name="edit-tests")
         product = Product(server, config, run, gateway, operator)
         durable = (await consumers(admin))[True] | {f"HR_TASK rollout-{run}-{lane}" for lane in LANES}
         ephemeral = (await consumers(admin))[False]

@@ -216,10 +216,10 @@ async def test_a_watch_goes_on(broker: Broker) -> None:
 async def test_actors_live_through_it(broker: Broker) -> None:
     class Judge(Actor):
         role = "judge"
-        started = 0
+        starts = 0
 
         async def start(self) -> None:
-            type(self).started += 1
+            type(self).starts += 1
 
     run = f"r{token_hex(4)}"
     life = Supervisor(Config(), run, url=broker.server.url, credentials=broker.server.credentials)
@@ -235,5 +235,5 @@ async def test_actors_live_through_it(broker: Broker) -> None:
             break
     life.stop()
     assert await asyncio.wait_for(task, PATIENCE_S) == 0
-    assert Judge.started == 1
+    assert Judge.starts == 1
     await operator.close()
