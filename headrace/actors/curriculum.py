@@ -232,7 +232,8 @@ class Curriculum(Actor):
                 case IssueGroup():
                     group = self.state.groups.get(decision.group)
                     task = group.first.task if group else training.task(self.config, self.tasks, decision.number)
-                    await self._examined(task)
+                    if group is None:  # the first slot of a group that is known was issued after its examination
+                        await self._examined(task)
                     await self._issue(training.slots_of(self.config, self.run, decision, task, decision.index))
                 case RetrySlot():
                     first = self.state.groups[decision.group].first
