@@ -328,10 +328,10 @@ def test_routes_are_of_the_layers_that_route() -> None:
         ({"scoring_func": "softmax"}, "scoring_func"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
-        ({"topk_group": 9}, "9 of 4 groups"),
+        ({"topk_group": 9}, "got 9, 4 and 8"),
         ({"num_experts_per_tok": 5}, "top_k 5 is more than the experts of 2 groups"),
         ({"v_head_dim": 40}, "value_dim 40"),
-        ({"qk_rope_head_dim": 7}, "odd"),
+        ({"qk_rope_head_dim": 7}, "even head_dim.*got 7"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(changes: dict[str, Any], text: str) -> None:

@@ -132,7 +132,12 @@ def test_the_policy_section_makes_the_tiny_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"), [({"heads": 3, "kv_heads": 2}, "evenly"), ({"top_k": 9}, "top_k 9"), ({"head_dim": 31}, "odd")]
+    ("changes", "text"),
+    [
+        ({"heads": 3, "kv_heads": 2}, "a multiple of 2 key-value heads, got 3"),
+        ({"top_k": 9}, "8, got 9"),
+        ({"head_dim": 31}, "even head_dim.*got 31"),
+    ],
 )
 def test_impossible_shapes_are_refused(changes: Mapping[str, Any], text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
