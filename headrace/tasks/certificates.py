@@ -114,7 +114,9 @@ def refusal(suite: Suite, root: str | Path, uncertified: bool) -> str:
                 f"{len(bad)} of {len(ids)} tasks of suite {part.name} are not certified, such as {bad[0].task.task} "
                 f"({bad[0].verdict}: {why}); remove them from the suite, or {OPT_IN}"
             )
-        for id in ids:
+        # A generated suite follows from its templates: one task shows another generator or sealing, and each task of
+        # the sample is compared before a task of its template is issued (`AtIssue`).
+        for id in ids[:1] if made.source else ids:
             if changed := _changed(part, id, known[id]):
                 return f"{changed}; {make}"
     return ""

@@ -105,7 +105,9 @@ async def go_on(names: list[str], connect: Connect, folder: Path, seeds: range, 
     run = f"r{token_hex(4)}"
     admin = await connect("admin")
     machines = c.Environment(backend="process", warm=0)
-    config = msgspec.structs.replace(CONFIG, run=c.Run(dir=str(folder)), environment=machines)
+    # Without a measurement before training: 248 episodes are not what this test is about.
+    measured = c.Evaluation(before=False)
+    config = msgspec.structs.replace(CONFIG, run=c.Run(dir=str(folder)), environment=machines, evaluation=measured)
     await pollute(admin, run, seeds[0], every)
     for subject in (s.EVENT.at(run=run, actor="environment", type="event"), s.FAIL.at(run=run, group="a.b")):
         await admin.publish_raw(subject, ZEROS, {"Hr-Type": "slot_failed/1"})
