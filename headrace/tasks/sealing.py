@@ -15,7 +15,7 @@ Trade-off: a right repair that computes another pair of equal values than the re
 
 import ast
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from headrace.messages.sandbox import TestOutcome
@@ -85,18 +85,10 @@ def _comparison(node: ast.stmt) -> _Comparison | None:
     return _Comparison((value,), ast.unparse(literal))
 
 
-def _asserts(tree: ast.AST) -> int:
-    def one(node: ast.AST) -> bool:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            return node.func.attr.startswith("assert") or node.func.attr == "raises"
-        return isinstance(node, ast.Assert)
-
-    return sum(map(one, ast.walk(tree)))
-
-
-def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
-    return iter(sorted(found, key=lambda node: (node.lineno, node.col_offset)))
+def _asserts(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr.startswith("assert") or node.func.attr == "raises"
+    return isinstance(node, ast.Assert)
 
 
 def seal(files: Mapping[str, bytes], leave: Collection[int] = ()) -> Sealed:
@@ -114,15 +106,17 @@ def seal(files: Mapping[str, bytes], leave: Collection[int] = ()) -> Sealed:
             tree = None
         if tree is None:
             continue
-        comparisons += _asserts(tree)
+        inside = _enclosing(tree)  # the one walk over the tree: every task is sealed whenever it is made
+        comparisons += sum(map(_asserts, inside))
         source = files[path]
         starts = [0]
         for line in source.splitlines(keepends=True):
             starts.append(starts[-1] + len(line))
         cuts: list[tuple[int, int, bytes]] = []
         numbers: dict[ast.stmt, int] = {}
-        inside = _enclosing(tree)
-        for node in _statements(tree):
+        within: Counter[ast.AST] = Counter()
+        statements = [node for node in inside if isinstance(node, ast.stmt)]
+        for node in sorted(statements, key=lambda node: (node.lineno, node.col_offset)):
             found = _comparison(node)
             if found is None:
                 continue
@@ -133,7 +127,8 @@ def seal(files: Mapping[str, bytes], leave: Collection[int] = ()) -> Sealed:
                 cuts.append((begin, end, b"__observe__(%d, (%s%s))" % (number, value, lines)))
                 literals[number] = found.literal
                 numbers[node] = number
-                places[number] = path, inside[node]
+                places[number] = path, inside[node].functions
+                within[inside[node].top] += 1
             number += 1
         for begin, end, text in reversed(cuts):
             source = source[:begin] + text + source[end:]
@@ -142,20 +137,31 @@ def seal(files: Mapping[str, bytes], leave: Collection[int] = ()) -> Sealed:
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 straight = tuple(numbers[part] for part in node.body if part in numbers)
-                if straight and len(straight) == sum(part in numbers for part in _statements(node)):
+                if straight and len(straight) == within[node]:
                     functions[f"{path}::{node.name}"] = straight
     return Sealed(sealed, literals, functions, comparisons, places)
 
 
-def _enclosing(tree: ast.AST) -> dict[ast.AST, frozenset[str]]:
-    """The functions around every node."""
-    around: dict[ast.AST, frozenset[str]] = {tree: frozenset()}
-    waiting = [tree]
+class _Around(NamedTuple):
+    """The functions around a node, and its statement of the module."""
+
+    functions: frozenset[str]
+    top: ast.AST
+    """The statement of the module that it belongs to; the module for itself."""
+
+
+def _enclosing(tree: ast.Module) -> dict[ast.AST, _Around]:
+    """Every node of a module, with what stands around it."""
+    around: dict[ast.AST, _Around] = {tree: _Around(frozenset(), tree)}
+    waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
-        named = {node.name} if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else set[str]()
+        functions, top = around[node]
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions |= {node.name}
+        inner = _Around(functions, top)
         for child in ast.iter_child_nodes(node):
-            around[child] = around[node] | named
+            around[child] = inner if node is not tree else _Around(functions, child)
             waiting.append(child)
     return around
 
