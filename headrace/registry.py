@@ -15,7 +15,7 @@ Trade-off: libraries that a plugin imports are not hashed; their versions belong
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -90,6 +90,11 @@ def plugins(*used: tuple["Registry[Any]", Sequence[str]]) -> tuple[Plugin, ...]:
     """The plugins among the used names of several seams, in their order; built-ins are left out."""
     found = [registry.plugin(name) for registry, names in used for name in dict.fromkeys(names)]
     return tuple(plugin for plugin in found if plugin is not None)
+
+
+def merged(*parts: Iterable[Plugin]) -> tuple[Plugin, ...]:
+    """The plugins of several parts, in their order, each once. Two sources of one name both stay."""
+    return tuple(dict.fromkeys(plugin for part in parts for plugin in part))
 
 
 def differing(recorded: Sequence[Plugin], here: Sequence[Plugin]) -> str:

@@ -23,9 +23,11 @@ from headrace.judging.candidates import Candidate
 from headrace.judging.examination import Options, Report, examine
 from headrace.judging.machines import Machines
 from headrace.messages.judging import Certificate
+from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import PolicyRef, Sampling, Trajectory
 from headrace.messages.sandbox import Isolation
 from headrace.messages.tasks import ANSWER, Oracle, Task
+from headrace.registry import merged
 from headrace.tasks import leaks as scan
 from headrace.tasks.base import Suite
 from headrace.tasks.certificates import task_hash
@@ -75,6 +77,7 @@ async def certify(
     tried = len(drawn) - equivalent
     made = msgspec.structs.replace(
         made,
+        plugins=merged(made.plugins, exam.plugins),
         gold_runs=GOLD_RUNS,
         gold_passed=gold.count("passed"),
         noop=noop,
@@ -124,6 +127,8 @@ class _Exam:
         self._task, self._oracle, self._machines, self._report = task, oracle, machines, report
         self._isolation: Isolation = isolation
         self._count = 0
+        self.plugins: tuple[Plugin, ...] = ()
+        """Sandbox backends of the examinations that come from outside of headrace."""
 
     async def decision(self, files: Mapping[str, bytes], deleted: tuple[str, ...] = ()) -> str:
         """The judge's decision on these changes."""
@@ -148,6 +153,7 @@ class _Exam:
         )
         candidate = Candidate(trajectory=trajectory, task=self._task, oracle=self._oracle)
         verdict = await examine(candidate, self._machines, self._report, Options())
+        self.plugins = merged(self.plugins, verdict.plugins)
         return verdict.decision
 
 

@@ -27,6 +27,7 @@ from headrace.judging.machines import Machines, S
 from headrace.judging.outcomes import RefusedOutput
 from headrace.judging.rules import Severity
 from headrace.judging.verdicts import Examination, Verdict, conclude, passes
+from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import (
     Acquire,
     CheckIntegrity,
@@ -74,7 +75,9 @@ async def examine(candidate: Candidate, machines: Machines[S], report: Report, o
     Raises SandboxLost (Superseded when another judge works on the same candidate) or NoCapacity where our own parts
     failed `TRIES` times, and whatever the machines' own transport raises. Nothing that a candidate sends raises.
     """
-    return await _Examiner(candidate, machines, report, options).verdict()
+    examiner = _Examiner(candidate, machines, report, options)
+    verdict = await examiner.verdict()
+    return msgspec.structs.replace(verdict, plugins=tuple(examiner.plugins))
 
 
 class _CandidateDied(Exception):
@@ -90,6 +93,8 @@ class _Examiner:
 
     def __init__(self, candidate: Candidate, machines: Machines[Any], report: Report, options: Options) -> None:
         self.candidate, self.machines, self.report, self.options = candidate, machines, report, options
+        self.plugins: dict[Plugin, None] = {}
+        """Backends from outside of headrace that made its sandboxes, in their order."""
         self.where = {"group": candidate.trajectory.group, "slot": candidate.trajectory.slot}
 
     async def verdict(self) -> Verdict:
@@ -208,6 +213,7 @@ class _Examiner:
             files=files,
         )
         sandbox = await self.machines.acquire(request)
+        self.plugins.update(dict.fromkeys(sandbox.plugins))
         try:
             if self.candidate.task.image:
                 await self._apply(sandbox, f"{trajectory.id}-apply{number}")

@@ -2,9 +2,19 @@
 
 from typing import Protocol, TypeVar
 
+from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import Acquire, Sandbox
 
-S = TypeVar("S", bound=Sandbox)
+
+class Examined(Sandbox, Protocol):
+    """A sandbox that tells which backend from outside of headrace made it."""
+
+    @property
+    def plugins(self) -> tuple[Plugin, ...]:
+        """That backend; empty for headrace's own."""
+
+
+S = TypeVar("S", bound=Examined)
 
 
 class Machines(Protocol[S]):
@@ -17,7 +27,7 @@ class Machines(Protocol[S]):
         """Release it; returns at once."""
 
 
-class Named(Sandbox, Protocol):
+class Named(Examined, Protocol):
     """A sandbox of a host."""
 
     @property

@@ -21,7 +21,7 @@ from headrace.judging.verdicts import Verdict
 from headrace.messages.judging import Score
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import Trajectory
-from headrace.registry import plugins
+from headrace.registry import merged, plugins
 from headrace.tasks.suites import suite_plugins
 
 IN_A_ROW = 3
@@ -140,11 +140,12 @@ def score_of(
         rubric=verdict.rubric,
         again=verdict.again,
         reason=verdict.reason or reason,
-        plugins=(
-            *by.plugins,
-            *suite_plugins((trajectory.task.suite,)),
-            *checkers.used(candidate.oracle),
-            *trajectory.plugins,
+        plugins=merged(
+            by.plugins,
+            suite_plugins((trajectory.task.suite,)),
+            checkers.used(candidate.oracle),
+            trajectory.plugins,
+            verdict.plugins,
         ),
         oldest_version=trajectory.oldest_version,
         sampled_tokens=sum(len(turn.ids) for turn in trajectory.turns),
@@ -167,5 +168,10 @@ def scored_again(old: Score, trajectory: Trajectory, verdict: Verdict, reward: f
         reason=verdict.reason,
         parts={} if verdict.reason else by.parts(trajectory, verdict, reward),
         rubric=verdict.rubric,
-        plugins=(*by.plugins, *(plugin for plugin in old.plugins if plugin.seam != "rewards")),
+        plugins=merged(
+            by.plugins,
+            [plugin for plugin in old.plugins if plugin.seam not in {"rewards", "sandboxes"}],
+            trajectory.plugins,
+            verdict.plugins,
+        ),
     )

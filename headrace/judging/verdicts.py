@@ -12,6 +12,7 @@ import msgspec
 from headrace.judging import rules
 from headrace.judging.rules import Severity
 from headrace.messages.judging import RubricScore, Score
+from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import TestOutcome
 from headrace.messages.tasks import Oracle
 
@@ -52,6 +53,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Of a rubric judge, beside the tests; it decides nothing here."""
     reason: str = ""
     """Why the reward is 0 whatever the tests say: refused output, or a fault of the judge."""
+    plugins: tuple[Plugin, ...] = ()
+    """Sandbox backends of its examinations that come from outside of headrace."""
 
     @property
     def passed(self) -> bool:

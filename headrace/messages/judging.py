@@ -74,8 +74,8 @@ class Score(Message, frozen=True, kw_only=True):
     """Why the reward is 0 where the tests do not tell: ``refused_output``, ``judge_fault`` or ``reward_error``, a colon
     and one sentence."""
     plugins: tuple[Plugin, ...] = ()
-    """Every part from outside of headrace on which the reward rests: the reward, the suite, the checker, and those of
-    the Trajectory."""
+    """Every part from outside of headrace on which the reward rests: the reward, the suite, the checker, the judge's
+    sandbox backend, and those of the Trajectory."""
     oldest_version: Version = -1
     sampled_tokens: Count = 0
     turns: Count = 0
@@ -92,7 +92,7 @@ class Certificate(Message, frozen=True, kw_only=True):
     """sha256 of both sides of the task."""
     judge_version: str
     plugins: tuple[Plugin, ...] = ()
-    """The suite's source and checker, where they come from outside: name, version and source hash."""
+    """The suite's source, checker and sandbox backend, where they come from outside: name, version and source hash."""
     backend: str = ""
     """The sandbox backend of the examinations."""
     verdict: Literal["certified", "refused", "uncertifiable"]

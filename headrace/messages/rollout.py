@@ -247,7 +247,8 @@ class Trajectory(Message, frozen=True, kw_only=True):
     rollout: str = ""
     """Id of the rollout actor that finished the attempt."""
     plugins: tuple[Plugin, ...] = ()
-    """Tools, engine and renderer from outside of headrace: name, version and source hash. The Score repeats them."""
+    """Tools, engine, renderer and sandbox backend from outside of headrace: name, version and source hash. The Score
+    repeats them."""
 
     @property
     def oldest_version(self) -> int:

@@ -33,7 +33,9 @@ class StepManifest(Message, frozen=True, kw_only=True):
     fingerprint: str
     objective: dict[str, float | int | str | bool] = {}
     plugins: tuple[Plugin, ...] = ()
-    """Advantages and losses from outside of headrace; a node with another source hash refuses the step."""
+    """Every part from outside of headrace on which the step rests: its advantage and loss, and those that its Scores
+    and Trajectories name. A node where the advantage or the loss has another source hash refuses the step; a trainer
+    refuses a batch that names another source than the run's record in HR_STATE."""
 
 
 class EngineMismatch(msgspec.Struct, frozen=True, kw_only=True):

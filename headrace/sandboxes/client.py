@@ -76,6 +76,8 @@ class RemoteSandbox:
         self.id, self.node, self.backend = acquired.sandbox, acquired.node, acquired.backend
         self.capabilities = frozenset(acquired.capabilities)
         """Names of what its backend can do (vmhost/backend.py)."""
+        self.plugins = acquired.plugins
+        """Its backend, where that comes from outside of headrace."""
         self.fresh = acquired.epoch == 1
         """Whether it had no owner before."""
         self.renewed = time.monotonic()

@@ -158,7 +158,9 @@ class PolicyTrainer:
         """
         if manifest.version != self.state.version:
             raise ValueError(f"the manifest updates version {manifest.version}, this is {self.state.version}")
-        if why := differing(manifest.plugins, plugins_of(self.config.algorithm)):
+        # The parts behind the batch's records need not be on this node: the step reads what they recorded.
+        executed = [plugin for plugin in manifest.plugins if plugin.seam in STEP_SEAMS]
+        if why := differing(executed, plugins_of(self.config.algorithm)):
             raise TrainerError(why)
         self.state.model.recompute = self.config.numerics.recompute
         self.state.model.plausible = self.config.numerics.replay_plausible
@@ -305,6 +307,10 @@ def check_memory(config: Config, policy: PolicyConfig, available: int) -> None:
 def optimizer_settings(algorithm: Algorithm) -> OptimizerSettings:
     """AdamW's settings of a recipe."""
     return OptimizerSettings((algorithm.beta1, algorithm.beta2), algorithm.weight_decay)
+
+
+STEP_SEAMS = (ADVANTAGES.seam, LOSSES.seam)
+"""The seams whose parts a step executes."""
 
 
 def plugins_of(algorithm: Algorithm) -> tuple[Plugin, ...]:

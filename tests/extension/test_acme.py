@@ -28,7 +28,7 @@ from headrace.config import Algorithm, Environment, Production, Tasks
 from headrace.harness.loop import run_episode
 from headrace.harness.scripted import ScriptedEngine, script
 from headrace.harness.tools.registry import TOOLS, schemas_of
-from headrace.judging import Candidate, HostMachines, Options, examine
+from headrace.judging import Candidate, HostMachines, Options, certifying, examine
 from headrace.judging.scoring import Rewarder, score_of, scored_again
 from headrace.messages.judging import Score
 from headrace.messages.operations import Event
@@ -120,7 +120,8 @@ async def test_an_episode_with_a_plugin_in_each_seam(host: Host) -> None:
     reward = await rewarder.reward(candidate.trajectory, verdict)
     score = score_of(candidate, 7, verdict, reward, by=rewarder, wall_s=0.0)
     assert (score.verdict, score.reward) == ("passed", 0.75)
-    assert [(plugin.seam, plugin.name) for plugin in score.plugins] == [("rewards", "half"), ("suites", "acme")]
+    behind = [("suites", "acme"), ("sandboxes", "acme")]
+    assert [(plugin.seam, plugin.name) for plugin in score.plugins] == [("rewards", "half"), *behind]
     again = scored_again(
         score,
         candidate.trajectory,
@@ -128,7 +129,7 @@ async def test_an_episode_with_a_plugin_in_each_seam(host: Host) -> None:
         1.0,
         Rewarder("shaped", {"length_penalty": 0.0, "length_k": 0.01, "length_q": 0.5}, 5.0),
     )
-    assert [(plugin.seam, plugin.name) for plugin in again.plugins] == [("suites", "acme")]
+    assert [(plugin.seam, plugin.name) for plugin in again.plugins] == behind
 
     advantages = ADVANTAGES.get("best_of")([reward, 0.0])
     assert advantages == [1.0, 0.0]
@@ -188,9 +189,22 @@ async def test_a_score_of_a_run_names_every_plugin(connect: Connect, tmp_path: P
         await observer.publish(TASK.at(run="acme4", lane="eval", suite=token(request.task.suite)), request)
         score = await first(observer, "HR_SCORE", SCORE.where(run="acme4"), lambda found: isinstance(found, Score))
     assert (score.verdict, score.reward) == ("passed", 1.0)
-    names = [("rewards", "half"), ("suites", "acme"), ("tools", "count-lines")]
+    names = [("rewards", "half"), ("suites", "acme"), ("tools", "count-lines"), ("sandboxes", "acme")]
     assert [(plugin.seam, plugin.name, plugin.version) for plugin in score.plugins] == [
         (*name, "1.5") for name in names
+    ]
+
+
+async def test_a_certificate_names_the_sandbox_backend(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def report(*event: object, **data: object) -> None: ...
+
+    monkeypatch.setattr(certifying, "GOLD_RUNS", 1)
+    monkeypatch.setattr(certifying, "MUTANTS", 0)
+    made = await certifying.certify(open_suite("acme/3"), "1", HostMachines(host), report, backend=host.backend)
+    assert (made.verdict, made.gold_passed) == ("certified", 1)
+    assert [(plugin.seam, plugin.name, plugin.version) for plugin in made.plugins] == [
+        ("suites", "acme", "1.5"),
+        ("sandboxes", "acme", "1.5"),
     ]
 
 

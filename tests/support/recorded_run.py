@@ -12,6 +12,7 @@ from headrace.actors.trainer.actor import Trainer
 from headrace.bus.connection import Bus
 from headrace.config import Config
 from headrace.messages.ledger import ClosedSlot, GroupClosed, StalenessBound
+from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import Trajectory, Turn
 from headrace.messages.subjects import CLOSE, EVENT, SCORE, STEP, TRAJ
 from headrace.messages.training import SnapshotReady, StepDone, StepFailed, StepManifest
@@ -45,6 +46,8 @@ class RunFeeder:
         (self.folder / "tokenizer.json").write_text(world.TOKENIZER)
         self.models: dict[int, Model] = {}
         self.hashes: dict[int, str] = {}
+        self.plugins: tuple[Plugin, ...] = ()
+        """Those that its Scores name."""
 
     async def version(self, number: int) -> SnapshotReady:
         """Wait for a version and load it."""
@@ -76,7 +79,7 @@ class RunFeeder:
             if spoilt:
                 made = without_logprobs(made)
             seq = await self.bus.publish(TRAJ.at(run=self.run, group=name), made)
-            score = msgspec.structs.replace(world.score(made), run=self.run, trajectory_seq=seq)
+            score = msgspec.structs.replace(world.score(made), run=self.run, trajectory_seq=seq, plugins=self.plugins)
             where = SCORE.at(run=self.run, judge="j1", group=name)
             score_seq = await self.bus.publish(where, score)
             slots.append(

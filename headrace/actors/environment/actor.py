@@ -153,6 +153,7 @@ class Environment(Actor):
             epoch=lease.epoch,
             backend=self._host.backend,
             capabilities=self._host.capabilities.names(),
+            plugins=self._host.plugins,
         )
 
     async def _call(self, call: SandboxCall) -> SandboxReply:

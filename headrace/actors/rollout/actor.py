@@ -119,7 +119,7 @@ class Rollout(Actor):
         self._cancelled: set[asyncio.Task[Trajectory | None]] = set()
         self._handing_back: set[asyncio.Task[Trajectory | None]] = set()
         self._pulls: dict[Lane, Consumer] = {}
-        self._clients = ClientTurns(self.bus, self.id, self._policies.serving_clients)
+        self._clients = ClientTurns(self.bus, self.id, self._policies.serving_clients, self._plugins)
         self._commands = WorkspaceCommands(self._sandboxes, self.config.environment.lease_s, self._task)
         self._answering: list[Any] = []
         self._tokens = self._episodes = 0

@@ -19,6 +19,7 @@ from headrace.bus.errors import WrongSequence
 from headrace.engines.base import Engine, EngineError, Sample, SampleRequest
 from headrace.messages.base import Array
 from headrace.messages.operations import Ack
+from headrace.messages.plugins import Plugin
 from headrace.messages.product import ClientCall, ClientSessionEnd, ClientTurn, ClientTurnDone, ClientUsage
 from headrace.messages.rollout import PolicyRef, Sampling, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.subjects import TRAJ
@@ -52,8 +53,9 @@ class _Session:
 class ClientTurns:
     """The sessions of clients that this rollout actor has answered lately."""
 
-    def __init__(self, bus: Bus, rollout: str, serve: Serve) -> None:
-        self._bus, self._rollout, self._serve = bus, rollout, serve
+    def __init__(self, bus: Bus, rollout: str, serve: Serve, plugins: tuple[Plugin, ...]) -> None:
+        """plugins: the engine and the renderer of this actor, where they come from outside of headrace."""
+        self._bus, self._rollout, self._serve, self._plugins = bus, rollout, serve, plugins
         self._sessions: dict[str, _Session] = {}
 
     async def turn(self, request: ClientTurn) -> ClientTurnDone:
@@ -161,6 +163,7 @@ class ClientTurns:
                 diff={},
                 fingerprint=serving.engine.fingerprint,
                 rollout=self._rollout,
+                plugins=self._plugins,
             )
         subject = TRAJ.at(run=request.run, group=request.group)
         await self._bus.publish(subject, trajectory, msg_id=f"{request.run}.{id}")

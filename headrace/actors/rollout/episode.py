@@ -185,7 +185,7 @@ class Episode:
             fingerprint=self._fingerprint,
             rollout=self._rollout,
             since=started,
-            plugins=self._plugins,
+            plugins=(*self._plugins, *sandbox.plugins),
         )
         trajectory = msgspec.structs.replace(
             trajectory,

@@ -28,8 +28,10 @@ from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
 from headrace.bus.runtime.tracing import Link
 from headrace.messages.ledger import Fence, GroupClosed, StalenessBound
+from headrace.messages.plugins import Plugin
 from headrace.messages.subjects import CLOSE, STEP
 from headrace.messages.training import BatchGroup, SnapshotReady, StepDone, StepFailed, StepManifest
+from headrace.registry import merged
 from headrace.replay.fetching import Records, fetch
 from headrace.replay.recipe import under
 from headrace.training import opening
@@ -72,6 +74,7 @@ class Trainer(Actor):
         except TrainerError as error:
             raise Unrecoverable(f"TrainerError: {error}") from error
         await agree(self.bus, self.run, used)
+        self._agreed = set(used)
         own = self.config.curriculum
         self.folder = Path(self.config.run.dir) / self.run
         self.groups_per_step = own.groups_per_step
@@ -182,7 +185,7 @@ class Trainer(Actor):
         fetched = await fetch(self.bus, manifest.groups)
         if manifest.base_hash != self._hash:
             window = StalenessWindow.as_in(manifest)
-            seq, manifest = await self._announce(trainer, manifest.incarnation + 1, manifest.groups, window)
+            seq, manifest = await self._announce(trainer, manifest.incarnation + 1, manifest.groups, window, fetched)
             known = None
         result = await self._take(trainer, manifest, fetched)
         if known is not None and known.state_hash != result.state_hash:
@@ -195,6 +198,7 @@ class Trainer(Actor):
                 trainer.numerics.fingerprint,
                 StalenessWindow.as_in(manifest),
                 manifest.incarnation + 1,
+                await self._plugins_behind(fetched),
             )
             renewed = records.manifest(self.config, self.run, plan)
             seq = await self._write(renewed)
@@ -249,10 +253,11 @@ class Trainer(Actor):
         """Publish the manifest of a batch, take its step, publish the outcome and the version."""
         k = self._step
         window = StalenessWindow.of(self._bounds, k) if self._bounds is not None else None
-        seq, manifest = await self._announce(trainer, 0, tuple(ready.group for ready in batch), window)
         trajectories = {seq: record for ready in batch for seq, record in ready.records[0].items()}
         scores = {seq: record for ready in batch for seq, record in ready.records[1].items()}
-        result = await self._take(trainer, manifest, (trajectories, scores))
+        fetched = trajectories, scores
+        seq, manifest = await self._announce(trainer, 0, tuple(ready.group for ready in batch), window, fetched)
+        result = await self._take(trainer, manifest, fetched)
         record = records.outcome(self.config, manifest, seq, result, waited)
         await self._write(record)
         self._hash, self._step = result.state_hash, k + 1
@@ -273,13 +278,30 @@ class Trainer(Actor):
         incarnation: int,
         groups: Sequence[BatchGroup],
         window: StalenessWindow | None,
+        fetched: Records,
     ) -> tuple[int, StepManifest]:
         """Write the manifest of the next step; its sequence."""
         plan = records.StepPlan(
-            trainer.version, self._hash, tuple(groups), trainer.numerics.fingerprint, window, incarnation
+            trainer.version,
+            self._hash,
+            tuple(groups),
+            trainer.numerics.fingerprint,
+            window,
+            incarnation,
+            await self._plugins_behind(fetched),
         )
         manifest = records.manifest(self.config, self.run, plan)
         return await self._write(manifest), manifest
+
+    async def _plugins_behind(self, fetched: Records) -> tuple[Plugin, ...]:
+        """The plugins that a batch's records name. Unrecoverable where one has another source than in the run."""
+        trajectories, scores = fetched
+        used = merged(
+            *(trajectory.plugins for trajectory in trajectories.values()), *(score.plugins for score in scores.values())
+        )
+        await agree(self.bus, self.run, [plugin for plugin in used if plugin not in self._agreed])
+        self._agreed.update(used)
+        return used
 
     async def _write(self, record: StepManifest | StepDone | StepFailed) -> int:
         """Publish on top of the last record of the run's steps, or not at all."""

@@ -10,7 +10,9 @@ from headrace.algorithms.staleness import Bounds
 from headrace.config import Config
 from headrace.ledger.seeds import seed_of
 from headrace.messages.ledger import GroupClosed
+from headrace.messages.plugins import Plugin
 from headrace.messages.training import BatchGroup, StepDone, StepFailed, StepFigures, StepManifest
+from headrace.registry import merged
 from headrace.replay import reproduce
 from headrace.replay.recipe import recipe
 from headrace.training.outcome import StepOutcome
@@ -73,6 +75,8 @@ class StepPlan(NamedTuple):
     window: StalenessWindow | None = None
     """None: as configured."""
     incarnation: int = 0
+    plugins: tuple[Plugin, ...] = ()
+    """Those that the batch's records name."""
 
 
 def manifest(config: Config, run: str, plan: StepPlan) -> StepManifest:
@@ -88,7 +92,7 @@ def manifest(config: Config, run: str, plan: StepPlan) -> StepManifest:
         code=code(),
         fingerprint=plan.fingerprint,
         objective=recipe(config) | (plan.window.words() if plan.window is not None else {}),
-        plugins=plugins_of(config.algorithm),
+        plugins=merged(plugins_of(config.algorithm), plan.plugins),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from headrace.messages.base import Message, message
+from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox.operations import Change, Op
 
 Role = Literal["rollout", "judge"]
@@ -150,6 +151,8 @@ class Acquired(Message, frozen=True, kw_only=True):
     backend: str
     capabilities: tuple[str, ...] = ()
     """Names of what the backend can do (vmhost/backend.py)."""
+    plugins: tuple[Plugin, ...] = ()
+    """The backend, where it comes from outside of headrace."""
 
 
 @message("sandbox_call")

@@ -12,9 +12,10 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from headrace.config import Environment
+from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import Acquire, GroupKey, NoCapacity, Op, OpResult, SandboxKey, SandboxLost
 from headrace.vmhost.backend import Backend, Capabilities, Machine, OnEvent, demands
-from headrace.vmhost.backends.registry import backend_class
+from headrace.vmhost.backends.registry import backend_class, plugins_of
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images.packages import FLAVOURS
@@ -37,6 +38,7 @@ class Host:
     def __init__(self, environment: Environment, backend: Backend, on_event: OnEvent) -> None:
         self._environment = environment
         self._backend = backend
+        self._plugins = plugins_of(environment.backend)
         self._event = on_event
         self._pool = Pool(environment, backend)
         self._sandboxes: dict[str, tuple[VmSandbox, PooledMachine]] = {}
@@ -52,6 +54,11 @@ class Host:
         report = on_event or _log_event
         backend = await backend_class(environment.backend).open(environment, report)
         return cls(environment, backend, report)
+
+    @property
+    def plugins(self) -> tuple[Plugin, ...]:
+        """The backend, where it comes from outside of headrace."""
+        return self._plugins
 
     @property
     def backend(self) -> str:
@@ -118,6 +125,7 @@ class Host:
         slot = slot_assignment.choose(request, pooled.unused, pooled.slots) if from_slot is None else from_slot
         pooled.unused.discard(slot)
         sandbox = VmSandbox(secrets.token_hex(8), SandboxKey.of(request), self.backend, slot, request.workdir)
+        sandbox.plugins = self._plugins
         pooled.live.add(sandbox.id)
         self._sandboxes[sandbox.id] = sandbox, pooled
         self._keys[sandbox.key] = sandbox.id

@@ -5,6 +5,7 @@ import time
 from collections import OrderedDict
 from typing import Any
 
+from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import (
     Acquire,
     CheckIntegrity,
@@ -35,6 +36,8 @@ class VmSandbox:
         self.key = key
         self.slot = slot
         self.backend = backend
+        self.plugins: tuple[Plugin, ...] = ()
+        """The backend, where it comes from outside of headrace."""
         self._channel: Channel | None = None
         self._gate: Gate | None = None
         self._answers: OrderedDict[str, asyncio.Task[OpResult]] = OrderedDict()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from headrace.actors.gateway import Gateway
 from headrace.actors.rollout.actor import Rollout
 from headrace.bus.connection import Bus
 from headrace.bus.payloads import renderer_bundles
-from headrace.config import Config, Policy, Production, Run
+from headrace.config import Config, Engine, Policy, Production, Run
 from headrace.gateway.keys import ApiKeys
 from headrace.messages.product import Feedback
 from headrace.messages.rollout import Span, Trajectory, Turn
@@ -166,6 +167,23 @@ async def test_a_session_is_sampled_recorded_and_rated(
             break
     else:
         raise AssertionError("no feedback")
+
+
+async def test_a_session_of_a_client_names_the_plugins_that_sampled_it(
+    connect: Connect, client: Client, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer = await connect("admin")
+    (tmp_path / "my_client_engine.py").write_text("from headrace.engines.embedded.part import open_engine\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "my_client_engine:open_engine"
+    settings = msgspec.structs.replace(config(tmp_path), engine=Engine(kind=name))
+    async with living(Rollout, settings, await connect("rollout", node="n1"), run, "product"):
+        await client.turn()
+        group = client.session
+        async with client.http.delete(f"{client.url}/v1/client/sessions/{group}") as answer:
+            assert answer.status == 200
+    end = await trajectory_of(observer, run, group)
+    assert [(plugin.seam, plugin.name, len(plugin.source)) for plugin in end.plugins] == [("engines", name, 64)]
 
 
 async def test_another_rollout_actor_goes_on(connect: Connect, client: Client, run: str, tmp_path: Path) -> None:

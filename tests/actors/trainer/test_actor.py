@@ -11,8 +11,9 @@ import torch
 from headrace.actors.trainer import initial_policy
 from headrace.actors.trainer.actor import Trainer
 from headrace.bus.connection import Bus
-from headrace.bus.errors import MessageGone, WrongSequence
+from headrace.bus.errors import MessageGone, Unrecoverable, WrongSequence
 from headrace.bus.payloads import renderer_bundles
+from headrace.messages.plugins import Plugin
 from headrace.messages.subjects import CLOSE, EVENT, STEP
 from headrace.messages.training import StepDone, StepFailed, StepManifest
 from headrace.rendering.tokenizer import Tokenizer
@@ -65,6 +66,29 @@ async def test_batches_become_versions_in_the_order_of_closings(connect: Connect
     assert all(r.trained_slots == GROUP * PER_STEP for r in done)
     assert snapshot.file_hash(last.path) == last.state_hash == done[-1].state_hash
     assert [path.name[:9] for path in sorted((feeder.folder / "snapshots").iterdir())] == ["v00000002", "v00000003"]
+
+
+async def test_a_manifest_names_the_plugins_of_its_records_and_another_source_is_refused(
+    connect: Connect, tmp_path: Path
+) -> None:
+    feeder = RunFeeder(await connect(), new_run(), tmp_path)
+    reward = Plugin(seam="rewards", name="mine:half", source="a" * 64)  # no module of this node: the step needs none
+    feeder.plugins = (reward,)
+    trainer = Trainer(config(tmp_path), await connect("trainer"), feeder.run, "t-1")
+    await trainer.start()
+    try:
+        await feeder.batch(0)
+        await feeder.version(1)
+        manifest, done = await feeder.steps()
+        assert isinstance(manifest, StepManifest) and manifest.plugins == (reward,)
+        assert isinstance(done, StepDone)
+        feeder.plugins = (msgspec.structs.replace(reward, source="b" * 64),)
+        await feeder.batch(1)
+        error = await trainer.failed
+    finally:
+        await trainer.shut(1.0)
+    assert isinstance(error, Unrecoverable) and "mine:half has source hash bbbbbbbbbbbb" in str(error)
+    assert len(await feeder.steps()) == 2, "no manifest of the refused batch"
 
 
 @pytest.mark.parametrize("killed_after", [1, 2, 3])
