@@ -5,8 +5,8 @@ sandbox is ever weaker than its task expects.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, ClassVar, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import msgspec
 
@@ -95,6 +95,25 @@ class Machine(Protocol):
 
 
 MakeMachine = Callable[[], Awaitable[Machine]]
+
+
+class Requirement(msgspec.Struct, frozen=True):
+    """One requirement of a backend, and whether this machine meets it."""
+
+    key: str
+    """The key of the [environment] section that states it; empty for the section itself."""
+    met: bool
+    text: str
+    """One sentence. When the requirement is not met: what is wrong, what was expected, what to do."""
+
+
+@runtime_checkable
+class Demanding(Protocol):
+    """A backend that declares what it needs of a machine; a backend without this method needs nothing."""
+
+    @classmethod
+    def requirements(cls, environment: Environment) -> Iterator[Requirement]:
+        """The needs of the backend on this machine; `headrace check` calls this without a backend."""
 
 
 class Backend(Protocol):

@@ -8,11 +8,9 @@ from pathlib import Path
 from headrace.config import Config
 from headrace.launch.checks.finding import Finding, bad, good
 from headrace.launch.supervision.down import supervisor_of
-from headrace.vmhost.backends.container.backend import unavailable
-from headrace.vmhost.backends.registry import capabilities
+from headrace.vmhost.backend import Demanding
+from headrace.vmhost.backends.registry import backend_class
 from headrace.vmhost.errors import VmhostError
-from headrace.vmhost.node.doctor import doctor
-from headrace.vmhost.qemu.process import no_kvm
 
 
 def check(config: Config) -> Iterator[Finding]:
@@ -20,23 +18,15 @@ def check(config: Config) -> Iterator[Finding]:
     yield _folder(Path(config.run.dir), config.run.min_free_mb)
     section = config.environment
     try:
-        backend = capabilities(section.backend)
+        backend = backend_class(section.backend)
     except VmhostError as error:
         yield bad("environment.backend", str(error))
         return
-    if section.backend == "container":
-        why = unavailable()
-        text = "backend = container: sandboxes share this machine's kernel"
-        yield bad("environment", f"{text}, and cannot be made: {why}") if why else good("environment", text)
-        return
-    if not backend.isolated:
-        yield good("environment", f"backend = {section.backend}: sandboxes are plain processes and NOT isolated")
-    if not backend.kernel_private:
-        return
-    if section.accel == "kvm" and (reason := no_kvm()):
-        yield bad("environment.accel", f"{reason}; set environment.accel to auto or tcg, or give this user /dev/kvm")
-    for finding in doctor(section):
-        yield Finding("environment", finding.good, finding.text)
+    if isinstance(backend, Demanding):
+        for need in backend.requirements(section):
+            yield Finding(f"environment.{need.key}" if need.key else "environment", need.met, need.text)
+    elif not backend.capabilities.isolated:
+        yield good("environment", f"backend = {section.backend}: its sandboxes are NOT isolated")
 
 
 def _folder(root: Path, need_mb: int) -> Finding:

@@ -13,13 +13,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
 from headrace.vmhost import agent_files, cgroups
-from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent
+from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent, Requirement
 from headrace.vmhost.cgroups import Group
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
@@ -86,6 +87,13 @@ class ProcessBackend:
 
     name = "process"
     capabilities: ClassVar[Capabilities] = Capabilities(network_list=True)
+
+    @classmethod
+    def requirements(cls, environment: Environment) -> Iterator[Requirement]:
+        """Nothing; the sentence warns of what this backend does not do."""
+        text = f"backend = {environment.backend}: sandboxes are plain processes and NOT isolated"
+        if not cls.capabilities.isolated:
+            yield Requirement("", True, text)
 
     def __init__(self, slots: int) -> None:
         """slots: sandboxes of a machine in group isolation."""

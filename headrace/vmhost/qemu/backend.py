@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -10,15 +11,17 @@ from typing import Any, ClassVar, NamedTuple, TextIO
 from headrace.backoff import Backoff
 from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
-from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent
+from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent, Requirement
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import base
 from headrace.vmhost.node import capacity
 from headrace.vmhost.node.capacity import OVERHEAD_MB
+from headrace.vmhost.node.doctor import doctor
 from headrace.vmhost.node.prewarming import MEMORY_S, Demand
 from headrace.vmhost.qemu import snapshot
 from headrace.vmhost.qemu.clone import Clone
 from headrace.vmhost.qemu.memory import Memory
+from headrace.vmhost.qemu.process import no_kvm
 from headrace.vmhost.qemu.snapshot import Snapshot
 from headrace.vmhost.templates.template import Template
 
@@ -53,6 +56,15 @@ class CloneBackend:
         bounded=True,
         kernel_private=True,
     )
+
+    @classmethod
+    def requirements(cls, environment: Environment) -> Iterator[Requirement]:
+        """QEMU, its accelerator, memory, disk and rights, as `headrace vm doctor` prints them."""
+        if environment.accel == "kvm" and (reason := no_kvm()):
+            text = f"{reason}; set environment.accel to auto or tcg, or give this user /dev/kvm"
+            yield Requirement("accel", False, text)
+        for finding in doctor(environment):
+            yield Requirement("", finding.good, finding.text)
 
     def __init__(self, environment: Environment, templates: dict[str, Template], on_event: OnEvent) -> None:
         self.slots = environment.slots_per_vm

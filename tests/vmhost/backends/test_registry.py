@@ -1,12 +1,16 @@
 """Backends by name, their capabilities, and requests that demand more than a backend has."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.config import Environment
+from headrace.config import Config, Environment, Run
+from headrace.launch.checks import machine
+from headrace.launch.checks.finding import bad
 from headrace.messages.sandbox import Acquire
-from headrace.vmhost.backend import Capabilities, demands
+from headrace.vmhost.backend import Capabilities, Requirement, demands
 from headrace.vmhost.backends.process import ProcessBackend
 from headrace.vmhost.backends.registry import backend_class, capabilities
 from headrace.vmhost.errors import VmhostError
@@ -21,6 +25,14 @@ class IsolatedProcesses(ProcessBackend):
 
     name = "outside"
     capabilities = Capabilities(isolated=True, network_list=True)
+
+
+class Needy(IsolatedProcesses):
+    """A backend that declares what it needs of a machine."""
+
+    @classmethod
+    def requirements(cls, environment: Environment) -> Iterator[Requirement]:
+        yield Requirement("cache_dir", False, f"{environment.cache_dir} lacks the kernel of this backend")
 
 
 def request(**changes: Any) -> Acquire:
@@ -46,6 +58,14 @@ def test_a_request_demands_what_its_fields_need() -> None:
     assert demands(request()) == set()
     wanted = request(lane="production", hostname="box", network=("a:1",), requires=("upper_diff",))
     assert demands(wanted) == {"isolated", "hostname", "network_list", "upper_diff"}
+
+
+def test_check_prints_what_a_backend_needs_of_the_machine(tmp_path: Path) -> None:
+    section = Environment(backend=f"{__name__}:Needy", cache_dir="here")
+    findings = list(machine.check(Config(run=Run(dir=str(tmp_path)), environment=section)))
+    assert findings[1:] == [bad("environment.cache_dir", "here lacks the kernel of this backend")]
+    plain = Config(run=Run(dir=str(tmp_path)), environment=Environment(backend="process"))
+    assert [each.good for each in machine.check(plain)][1:] == [True]
 
 
 async def test_a_host_refuses_what_its_backend_lacks_by_name() -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NoReturn
 from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
 from headrace.vmhost import cgroups
-from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent
+from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent, Requirement
 from headrace.vmhost.cgroups import Group
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
@@ -112,6 +112,13 @@ class ContainerBackend:
     name = "container"
     capabilities: ClassVar[Capabilities] = Capabilities(upper_diff=True, bounded=True)
     slots = 1
+
+    @classmethod
+    def requirements(cls, environment: Environment) -> Iterator[Requirement]:
+        """The rights and kernel features that a container needs."""
+        text = "backend = container: sandboxes share this machine's kernel"
+        why = unavailable()
+        yield Requirement("", not why, f"{text}, and cannot be made: {why}" if why else text)
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
