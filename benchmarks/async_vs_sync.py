@@ -43,7 +43,7 @@ from benchmarks.cells import Cell, Seen, beside, prepare, settings, whole_run
 from benchmarks.conditions import finish
 from benchmarks.grid_figures import balance, compared, evaluated, pair, speculated, spread, summary
 from headrace.actors.environment.actor import Environment
-from headrace.actors.environment.leases import Refused, Unknown
+from headrace.actors.environment.leases import OwnershipRefused, Unknown
 from headrace.bus.runtime.actor import Actor
 from headrace.ledger.seeds import seed_of
 from headrace.messages.evaluation import EvalRequest
@@ -77,7 +77,7 @@ class Waiting(Environment):
         if self.median > 0.0:
             try:
                 request = self._leases.authorise(call.sandbox, call.secret, call.epoch).request
-            except (Unknown, Refused):
+            except (Unknown, OwnershipRefused):
                 return await super()._call(call)
             if request.role == "rollout":
                 key = (request.group, request.slot)

@@ -31,7 +31,7 @@ from headrace.config import Policy
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.engines.embedded.jobs import Job
-from headrace.engines.embedded.staging import Weights
+from headrace.engines.embedded.staging import LoadedWeights
 from headrace.messages.rollout import PolicyRef, Sampling
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import hugging_face
@@ -63,7 +63,7 @@ class Watch:
             draw(logits, jobs)
             self._step(jobs)
 
-        def flipped(weights: Weights) -> Swap:
+        def flipped(weights: LoadedWeights) -> Swap:
             swap: Swap = flip(weights)
             self._flipped = True
             return swap

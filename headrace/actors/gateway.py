@@ -32,7 +32,7 @@ from headrace.bus.runtime.actor import Actor
 from headrace.gateway.agents.opening import open_agents
 from headrace.gateway.agents.store import Order
 from headrace.gateway.endpoints import Endpoints
-from headrace.gateway.http import Listener, Refused, answer, read_json, wait_seconds
+from headrace.gateway.http import HttpRefused, Listener, answer, read_json, wait_seconds
 from headrace.gateway.keys import ApiKeys, key_file
 from headrace.gateway.requests import NewFeedback, NewSession
 from headrace.gateway.serving import ClientServing
@@ -161,7 +161,7 @@ class Gateway(Actor):
     def _session(self, request: web.Request) -> Session:
         session = self.sessions.get(request.match_info["session"])
         if session is None:
-            raise Refused(404, "there is no such session")
+            raise HttpRefused(404, "there is no such session")
         return session
 
     async def _create(self, request: web.Request) -> web.Response:
@@ -171,7 +171,7 @@ class Gateway(Actor):
         try:
             self._suite(task.suite).task(task.task)
         except UnknownSuite as error:
-            raise Refused(404, str(error)) from None
+            raise HttpRefused(404, str(error)) from None
         group = f"{self.keys.hash(self.config.production.tenant, asked.user)}.{secrets.token_hex(6)}"
         await self._begin(
             group,
@@ -226,7 +226,7 @@ class Gateway(Actor):
         """Record a user's judgement of a finished session."""
         session, given = self._session(request), await read_json(request, NewFeedback)
         if session.state != "finished":
-            raise Refused(400, f"feedback needs a finished session; this one is {session.state}")
+            raise HttpRefused(400, f"feedback needs a finished session; this one is {session.state}")
         user = session.request.group.partition(".")[0]
         feedback = Feedback(
             tenant=self.config.production.tenant,
@@ -246,7 +246,7 @@ class Gateway(Actor):
         try:
             user = self.keys.hash(self.config.production.tenant, request.match_info["user"])
         except UnicodeEncodeError:
-            raise Refused(400, "the user's name is not valid UTF-8") from None
+            raise HttpRefused(400, "the user's name is not valid UTF-8") from None
         for group in [group for group in self.sessions if group.startswith(f"{user}.")]:
             session = self.sessions.pop(group)
             if not session.over:
@@ -257,7 +257,7 @@ class Gateway(Actor):
         subject = subjects.RPC.at(service="feedback", method="purge")
         done = await self.bus.request(subject, PurgeUser(user=user), timeout=30.0)
         if not isinstance(done, Ack) or not done.ok:
-            raise Refused(503, getattr(done, "detail", "the feedback actor did not purge the user"))
+            raise HttpRefused(503, getattr(done, "detail", "the feedback actor did not purge the user"))
         return answer({"purged": done.detail})
 
     async def _health(self, request: web.Request) -> web.Response:

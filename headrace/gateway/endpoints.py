@@ -26,7 +26,7 @@ from headrace.gateway.dialects.base import Dialect, Unusable, string
 from headrace.gateway.dialects.chat import ChatCompletions
 from headrace.gateway.dialects.messages import Messages
 from headrace.gateway.dialects.responses import Responses
-from headrace.gateway.http import Refused, read_body, send
+from headrace.gateway.http import HttpRefused, read_body, send
 from headrace.gateway.keys import ApiKey, ApiKeys
 from headrace.gateway.limits import RateLimit, retry_after
 
@@ -59,7 +59,7 @@ class Sampler(Protocol):
     """The source of turns behind the endpoints."""
 
     def begin(self, request: ModelRequest, caller: Caller) -> "Begun":
-        """The session that a turn belongs to, and the turn to be awaited. Refused when no turn can be sampled."""
+        """The session that a turn belongs to, and the turn to be awaited. HttpRefused when no turn can be sampled."""
 
     async def count(self, request: ModelRequest) -> int:
         """Tokens of the prompt."""
@@ -68,10 +68,10 @@ class Sampler(Protocol):
         """Names that a request may give."""
 
     async def rate(self, session: str, key: ApiKey, thumb: Thumb, comment: str) -> None:
-        """End a session and rate it. Refused when the key's tenant has no such session."""
+        """End a session and rate it. HttpRefused when the key's tenant has no such session."""
 
     async def close(self, session: str, key: ApiKey) -> None:
-        """End a session without a rating. Refused when the key's tenant has no such session."""
+        """End a session without a rating. HttpRefused when the key's tenant has no such session."""
 
 
 class Endpoints:
@@ -92,17 +92,17 @@ class Endpoints:
         ]
 
     def admit(self, request: web.Request) -> ApiKey:
-        """The request's key. Refused with 401 or 429."""
+        """The request's key. HttpRefused with 401 or 429."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         token = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not token:
-            raise Refused(401, "no API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`")
+            raise HttpRefused(401, "no API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`")
         key = self._keys.find(token)
         if key is None:
-            raise Refused(401, "this API key is unknown or revoked")
+            raise HttpRefused(401, "this API key is unknown or revoked")
         wait = self._limits.take(key.id, key.requests_per_minute)
         if wait > 0:
-            raise Refused(429, f"more than {key.requests_per_minute} requests a minute with this key", wait)
+            raise HttpRefused(429, f"more than {key.requests_per_minute} requests a minute with this key", wait)
         return key
 
     def _guarded(
@@ -115,7 +115,7 @@ class Endpoints:
                 return await handler(request)
             except Unusable as error:
                 return web.json_response(dialect.error(400, str(error), error.field), status=400)
-            except Refused as error:
+            except HttpRefused as error:
                 headers = {"Retry-After": retry_after(error.retry_s)} if error.retry_s else None
                 return web.json_response(dialect.error(error.status, str(error)), status=error.status, headers=headers)
             except web.HTTPException as error:
@@ -159,7 +159,7 @@ class Endpoints:
             try:
                 for event in dialect.events(turn.result(), asked):
                     await send(response, event)
-            except Refused as error:
+            except HttpRefused as error:
                 data = json.dumps(dialect.error(error.status, str(error)))
                 await send(response, f"event: error\ndata: {data}\n\n".encode())
             await response.write_eof()

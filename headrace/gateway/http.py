@@ -38,7 +38,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Report = Callable[[Exception, str], Awaitable[None]]
 
 
-class Refused(Exception):
+class HttpRefused(Exception):
     """The request cannot be served; the text says why and what to send instead.
 
     retry_s: seconds after which the same request may be served; 0 when it never is.
@@ -64,36 +64,36 @@ async def send(response: web.StreamResponse, data: bytes) -> None:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body. Refused with 400, 408 or 413."""
+    """The whole body. HttpRefused with 400, 408 or 413."""
     try:
         async with asyncio.timeout(BODY_S):
             return await request.read()
     except TimeoutError:
-        raise Refused(408, f"the body did not arrive within {BODY_S:g} s") from None
+        raise HttpRefused(408, f"the body did not arrive within {BODY_S:g} s") from None
     except web.HTTPRequestEntityTooLarge:
-        raise Refused(413, f"the body is larger than {MAX_BODY} bytes") from None
+        raise HttpRefused(413, f"the body is larger than {MAX_BODY} bytes") from None
     except (ConnectionError, web.RequestPayloadError):
-        raise Refused(400, "the connection was closed before the body was complete") from None
+        raise HttpRefused(400, "the connection was closed before the body was complete") from None
 
 
 async def read_json(request: web.Request, type: type[T]) -> T:
-    """The body as a struct. Refused with 400, 408 or 413."""
+    """The body as a struct. HttpRefused with 400, 408 or 413."""
     body = await read_body(request)
     try:
         return msgspec.json.decode(body, type=type)
     except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError) as error:
-        raise Refused(400, f"the body is not the expected JSON object: {error}") from None
+        raise HttpRefused(400, f"the body is not the expected JSON object: {error}") from None
 
 
 def wait_seconds(request: web.Request) -> float:
-    """The query parameter `wait`, 0 without one, at most `MAX_WAIT_S`. Refused with 400."""
+    """The query parameter `wait`, 0 without one, at most `MAX_WAIT_S`. HttpRefused with 400."""
     text = request.query.get("wait", "0")
     try:
         seconds = float(text or "0")
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise Refused(400, f"wait: expected a number of seconds from 0 to {MAX_WAIT_S:g}, got {text!a}")
+        raise HttpRefused(400, f"wait: expected a number of seconds from 0 to {MAX_WAIT_S:g}, got {text!a}")
     return min(seconds, MAX_WAIT_S)
 
 
@@ -107,7 +107,7 @@ def guarded(handler: Handler, report: Report) -> Handler:
         try:
             work = asyncio.ensure_future(handler(request))
             return await (work if request.method == "GET" else asyncio.shield(work))
-        except Refused as error:
+        except HttpRefused as error:
             return answer({"error": str(error)}, error.status)
         except BusError as error:
             return answer({"error": f"the message bus is unavailable, try again: {error}"}, 503)
@@ -198,7 +198,7 @@ class Listener:
     """One HTTP port: `start`, then `stop`."""
 
     def __init__(self, routes: list[web.RouteDef], report: Report) -> None:
-        """report: gets what the handlers raise beyond Refused and BusError."""
+        """report: gets what the handlers raise beyond HttpRefused and BusError."""
         self.connections: Connections | None = None
         self._routes, self._report = routes, report
         self._sweeper: asyncio.Task[None] | None = None

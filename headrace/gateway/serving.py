@@ -18,7 +18,7 @@ from headrace.config import Config
 from headrace.gateway.client_sessions import ClientSessions
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.endpoints import Begun, Caller, Thumb
-from headrace.gateway.http import Refused
+from headrace.gateway.http import HttpRefused
 from headrace.gateway.keys import ApiKey
 from headrace.gateway.shadows import Shadows
 from headrace.gateway.split import Split
@@ -132,24 +132,24 @@ class ClientServing:
         return (await self._ask(turn)).usage.prompt
 
     async def _ask(self, turn: ClientTurn) -> ClientTurnDone:
-        """Refused where there is no turn."""
+        """HttpRefused where there is no turn."""
         subject = subjects.RPC.at(service="rollout", method=f"turn-{subjects.token(self._run)}")
         try:
             owner = turn.group.partition(".")[0]
             answer = await self._bus.request(subject, turn, timeout=self._config.production.turn_s, owner=owner)
         except NoResponders:
-            raise Refused(503, "no rollout actor serves the production lane now", 5.0) from None
+            raise HttpRefused(503, "no rollout actor serves the production lane now", 5.0) from None
         except BusTimeout:
-            raise Refused(504, f"no turn within {self._config.production.turn_s:g} s", 5.0) from None
+            raise HttpRefused(504, f"no turn within {self._config.production.turn_s:g} s", 5.0) from None
         except BusError as error:
-            raise Refused(503, str(error), 5.0) from None
+            raise HttpRefused(503, str(error), 5.0) from None
         if isinstance(answer, ClientTurnDone):
             if answer.refused:
-                raise Refused(400, answer.refused)
+                raise HttpRefused(400, answer.refused)
             if answer.failed:
-                raise Refused(503, answer.failed, 5.0)
+                raise HttpRefused(503, answer.failed, 5.0)
             return answer
-        raise Refused(500, answer.detail if isinstance(answer, Ack) else f"unexpected answer {answer.type_name}")
+        raise HttpRefused(500, answer.detail if isinstance(answer, Ack) else f"unexpected answer {answer.type_name}")
 
     async def _keep(self, session: ClientSession) -> None:
         await self._state.put(self._key_of(session.group), session)
@@ -159,7 +159,7 @@ class ClientServing:
         record = self._owned(session, key)
         trajectory = await self._end(record)
         if not trajectory:
-            raise Refused(409, "no turn of this session was sampled, so there is nothing to rate")
+            raise HttpRefused(409, "no turn of this session was sampled, so there is nothing to rate")
         user = session.partition(".")[0]
         feedback = Feedback(
             tenant=record.tenant,
@@ -181,11 +181,11 @@ class ClientServing:
     def _owned(self, group: str, key: ApiKey) -> ClientSession:
         session = self._sessions.get(group)
         if session is None or session.tenant != key.tenant:
-            raise Refused(404, "there is no such open session; a session is rated once, while it is open")
+            raise HttpRefused(404, "there is no such open session; a session is rated once, while it is open")
         return session
 
     async def _end(self, session: ClientSession) -> str:
-        """Turn a session into a Trajectory; the trajectory's id, empty when no turn was sampled. Refused."""
+        """Turn a session into a Trajectory; the trajectory's id, empty when no turn was sampled. HttpRefused."""
         group = session.group
         async with self._locks.setdefault(group, asyncio.Lock()):
             end = ClientSessionEnd(
@@ -200,9 +200,9 @@ class ClientServing:
             try:
                 answer = await self._bus.request(subject, end, timeout=30.0)
             except BusError as error:
-                raise Refused(503, f"the session could not be ended: {error}", 5.0) from None
+                raise HttpRefused(503, f"the session could not be ended: {error}", 5.0) from None
             if not isinstance(answer, Ack) or not answer.ok:
-                raise Refused(503, f"the session could not be ended: {getattr(answer, 'detail', answer)}", 5.0)
+                raise HttpRefused(503, f"the session could not be ended: {getattr(answer, 'detail', answer)}", 5.0)
             await self._state.delete(self._key_of(group))
             self._sessions.close(group)
         self._locks.pop(group, None)
@@ -214,7 +214,7 @@ class ClientServing:
         for session in self._sessions.idle(self._config.production.idle_s):
             try:
                 await self._end(session)
-            except Refused as error:
+            except HttpRefused as error:
                 await self._event("client_session_open", str(error), "warning", session=session.group)
                 return
 

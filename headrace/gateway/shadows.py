@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from headrace.bus.connection import Bus
-from headrace.gateway.http import Refused
+from headrace.gateway.http import HttpRefused
 from headrace.messages.product import ClientTurn, ClientTurnDone, ShadowTurn
 from headrace.messages.rollout import PolicyRef
 from headrace.messages.subjects import EVENT, token
@@ -40,7 +40,7 @@ class Shadows:
         try:
             done = await self._ask(shadow)
             result = ShadowTurn(run=self._run, policy=candidate, ok=True, sampled=done.usage.sampled)
-        except Refused as error:
+        except HttpRefused as error:
             result = ShadowTurn(run=self._run, policy=candidate, ok=False, detail=str(error))
         where = EVENT.at(run=token(self._run), actor="gateway", type=ShadowTurn.type_name)
         await self._bus.publish(where, result)

@@ -8,7 +8,7 @@ from headrace.judging.outcomes import RefusedOutput, read
 from headrace.judging.verdicts import COMMAND, Examination, passes
 from headrace.messages.sandbox import OpResult, TestOutcome
 from headrace.messages.tasks import Oracle
-from headrace.tasks.sealing import settle
+from headrace.tasks.sealing import compare_answers
 
 LARGEST = 8 << 20
 """Bytes of a log or reward file that are read."""
@@ -30,7 +30,7 @@ def examined(
         tests = (TestOutcome(COMMAND, "failed" if bad else "passed", result.error[:500]),)
     elif grading.parser:
         tests = parsed(oracle, result, written)
-    tests = settle(tests, oracle.answers)
+    tests = compare_answers(tests, oracle.answers)
     return Examination(ok=passes(oracle, tests, value), tests=tests, value=value, touched=touched, alone=alone)
 
 

@@ -278,7 +278,9 @@ def _first(values: object) -> object:
     return values[0]
 
 
-def settle(tests: Sequence[TestOutcome], answers: Mapping[str, Sequence[tuple[int, str]]]) -> tuple[TestOutcome, ...]:
+def compare_answers(
+    tests: Sequence[TestOutcome], answers: Mapping[str, Sequence[tuple[int, str]]]
+) -> tuple[TestOutcome, ...]:
     """The outcomes with the sealed comparisons made: a test that reported a pass and saw something else has failed."""
     settled = []
     for test in tests:

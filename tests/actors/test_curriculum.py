@@ -23,7 +23,7 @@ from headrace.messages.weights import WeightsSwapped
 from headrace.replay.audit import prove
 from tests.conftest import Connect
 from tests.support.actors import living
-from tests.support.counterpart import Counterpart
+from tests.support.fake_workers import FakeWorkers
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
@@ -42,9 +42,9 @@ def new_run() -> str:
 
 
 @asynccontextmanager
-async def world(connect: Connect, run: str, bound: int = 1) -> AsyncIterator[Counterpart]:
+async def world(connect: Connect, run: str, bound: int = 1) -> AsyncIterator[FakeWorkers]:
     """A counterpart with a queue of requests and a served version 0."""
-    other = Counterpart(await connect(), run, groups_per_step=2, bound=bound)
+    other = FakeWorkers(await connect(), run, groups_per_step=2, bound=bound)
     await other.start()
     await other.serve(0)
     yield other

@@ -18,15 +18,15 @@ from headrace.messages.subjects import DLQ, EVENT, LEDGER
 from tests.conftest import Connect
 from tests.support import records as r
 from tests.support.actors import living
-from tests.support.counterpart import Counterpart
+from tests.support.fake_workers import FakeWorkers
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
 
 @contextlib.asynccontextmanager
-async def world(connect: Connect) -> AsyncIterator[Counterpart]:
-    other = Counterpart(await connect(), f"r{token_hex(4)}", groups_per_step=1)
+async def world(connect: Connect) -> AsyncIterator[FakeWorkers]:
+    other = FakeWorkers(await connect(), f"r{token_hex(4)}", groups_per_step=1)
     await other.start()
     yield other
     await other.stop()
@@ -100,7 +100,7 @@ async def test_our_own_failures_are_tried_again_and_never_count_against_the_poli
     assert (result.tasks, result.passed, result.rate, result.infra_failures) == (3, 2, 1.0, 1)
 
 
-async def lose(other: Counterpart, request: RolloutRequest) -> None:
+async def lose(other: FakeWorkers, request: RolloutRequest) -> None:
     """Nobody could fill it: a dead letter is all that is left."""
     letter = r.letter(f"{other.run}.{request.trajectory}")
     await other.bus.publish(DLQ.at(stream="hr_task", consumer="rollout"), letter)

@@ -16,7 +16,7 @@ from headrace.messages.rollout import PolicyRef, RolloutRequest
 from headrace.messages.subjects import EVENT
 from tests.conftest import Connect
 from tests.support.actors import living
-from tests.support.counterpart import Counterpart
+from tests.support.fake_workers import FakeWorkers
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +26,7 @@ TASKS, TRIALS = 10, 3
 async def measured(connect: Connect, unlucky: str, good: int) -> tuple[Report, list[EvalResult]]:
     """Three trials of ten tasks: the first `good` pass always, the next in the first trial only. One attempt at
     `unlucky` fails in trial 0, and all of them in trial 1."""
-    other = Counterpart(await connect(), f"r{token_hex(4)}", groups_per_step=1)
+    other = FakeWorkers(await connect(), f"r{token_hex(4)}", groups_per_step=1)
     await other.start()
 
     async def answer(request: RolloutRequest) -> None:

@@ -22,7 +22,7 @@ from headrace.messages.rollout import RolloutRequest
 from headrace.replay.audit import prove
 from tests.conftest import Connect
 from tests.support.actors import living
-from tests.support.counterpart import Counterpart
+from tests.support.fake_workers import FakeWorkers
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.weight_runs import WeightRun, within
@@ -53,7 +53,7 @@ async def train(connect: Connect, run: str) -> None:
         curriculum=c.Curriculum(group_size=3, groups_per_step=2, steps=3, attempts=2),
         evaluation=c.Evaluation(before=False, after=False),
     )
-    other = Counterpart(await connect(), run, groups_per_step=2)
+    other = FakeWorkers(await connect(), run, groups_per_step=2)
 
     async def answer(request: RolloutRequest) -> None:
         if request.group == "g000001" or (request.group == "g000003" and request.slot == 0):

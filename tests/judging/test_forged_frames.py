@@ -14,7 +14,7 @@ from headrace.judging.verdicts import all_passed
 from headrace.messages import sandbox, tasks
 from headrace.messages.codec import encode
 from headrace.messages.sandbox import OpResult, RunTests, SandboxLost, SandboxReply
-from headrace.tasks.sealing import settle
+from headrace.tasks.sealing import compare_answers
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.guest.frames import Garbage, pack
 from headrace.vmhost.guest.testing.observing import LIMIT
@@ -31,7 +31,7 @@ def judged(header: dict[str, Any], bodies: list[bytes]) -> bool:
     result = to_result(header, bodies, 1.0)
     payload, _ = encode(SandboxReply(result=result))
     assert payload
-    tests = settle(read(result), ANSWERS)
+    tests = compare_answers(read(result), ANSWERS)
     return all_passed(tests, EXPECTED)
 
 

@@ -19,7 +19,7 @@ from headrace.messages.rollout import RolloutRequest
 from headrace.messages.subjects import EVENT
 from headrace.replay.audit import audit, prove
 from tests.conftest import Connect
-from tests.support.counterpart import Counterpart
+from tests.support.fake_workers import FakeWorkers
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +33,7 @@ def config(bound: int, on_stale: Literal["wait", "drop"]) -> c.Config:
     )
 
 
-class FaultyCounterpart(Counterpart):
+class FaultyWorkers(FakeWorkers):
     """Answers in any order; every eighth attempt fails, and some engines lag behind as far as they may."""
 
     def __init__(self, bus: Bus, run: str, bound: int, seed: int) -> None:
@@ -66,7 +66,7 @@ async def test_the_books_balance_while_curricula_are_killed(
     connect: Connect, bound: int, on_stale: Literal["wait", "drop"]
 ) -> None:
     run = f"r{token_hex(4)}"
-    counterpart = FaultyCounterpart(await connect(), run, bound, seed=bound)
+    counterpart = FaultyWorkers(await connect(), run, bound, seed=bound)
     await counterpart.start()
     await counterpart.serve(0)
     outsider = await connect("operator")

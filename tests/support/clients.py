@@ -11,7 +11,7 @@ from aiohttp import web
 
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.endpoints import Begun, Caller, Endpoints, Thumb
-from headrace.gateway.http import Refused
+from headrace.gateway.http import HttpRefused
 from headrace.gateway.keys import ApiKey, ApiKeys
 from headrace.messages.product import ClientCall, ClientUsage
 
@@ -56,7 +56,7 @@ class ScriptedSampler:
         self.rated.append((session, thumb, comment))
 
     async def close(self, session: str, key: ApiKey) -> None:
-        raise Refused(404, "there is no such open session")
+        raise HttpRefused(404, "there is no such open session")
 
 
 class Served(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.messages import sandbox
 from headrace.tasks.observations import decode
-from headrace.tasks.sealing import ALLOWANCE, equal, known, pairs, recorded, seal, settle, too_much, unequal
+from headrace.tasks.sealing import ALLOWANCE, compare_answers, equal, known, pairs, recorded, seal, too_much, unequal
 from headrace.vmhost.guest.testing.observing import LIMIT, Observations, encode
 
 SOURCE = """from x import f
@@ -101,7 +101,7 @@ def test_only_who_knows_the_values_passes() -> None:
     sealed = seal(FILES)
     answers = known(sealed)
     good = outcome(ran(sealed.files, "test_one", f=right))
-    assert settle([good], answers) == (good,)  # 5.0 == 5 here as there
+    assert compare_answers([good], answers) == (good,)  # 5.0 == 5 here as there
     assert recorded(sealed, [good]) == answers and unequal(sealed, [good]) == frozenset()
     for seen in (
         ran(sealed.files, "test_one", f=lambda n: 5),
@@ -111,11 +111,11 @@ def test_only_who_knows_the_values_passes() -> None:
         [*good.observed, good.observed[0]],
         ["forged", good.observed[1]],
     ):
-        (settled,) = settle([outcome(seen)], answers)
+        (settled,) = compare_answers([outcome(seen)], answers)
         assert settled.outcome == "failed" and settled.message.startswith("comparison ")
-        assert settle([settled], answers) == (settled,)
+        assert compare_answers([settled], answers) == (settled,)
     failed = sandbox.TestOutcome("test_x.py::test_one", "error", "in set-up")
-    assert settle([failed], answers) == (failed,)
+    assert compare_answers([failed], answers) == (failed,)
 
 
 def test_an_object_that_equals_everything_equals_nothing_here() -> None:
@@ -145,11 +145,11 @@ def test_two_computed_values_get_those_of_the_right_code() -> None:
     told = recorded(sealed, [first], [first], [first])
     assert told["test_x.py::test_one"] == ((0, "5"), (1, "[1, (2, 'ü')]"), (2, "0"))
     assert (pairs(sealed, told), pairs(sealed, known(sealed))) == ((1, 1), (0, 1))
-    assert settle([first], told) == (first,)
+    assert compare_answers([first], told) == (first,)
     forged = outcome([*first.observed[:2], encode(2, (1, 1))])
-    assert settle([forged], known(sealed)) == (forged,)
+    assert compare_answers([forged], known(sealed)) == (forged,)
     for values in ((1, 1), (0, 1), (1, 0), (), (None,)):
-        (settled,) = settle([outcome([*first.observed[:2], encode(2, values)])], told)
+        (settled,) = compare_answers([outcome([*first.observed[:2], encode(2, values)])], told)
         assert settled.outcome == "failed" and settled.message.startswith("comparison 3 of 3")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from headrace.actors.environment.leases import Lease, Leases, Refused, Unknown
+from headrace.actors.environment.leases import Lease, Leases, OwnershipRefused, Unknown
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
 from headrace.messages.base import Message
@@ -162,7 +162,7 @@ class Environment(Actor):
             lease = self._leases.authorise(call.sandbox, call.secret, call.epoch)
         except Unknown as error:
             return SandboxReply(failure="lost", detail=str(error))
-        except Refused as error:
+        except OwnershipRefused as error:
             return SandboxReply(failure="refused", detail=str(error))
         lease.running += 1
         started = time.perf_counter()
@@ -190,7 +190,7 @@ class Environment(Actor):
             self._leases.authorise(request.sandbox, request.secret, request.epoch).renew(request.lease_s)
         except Unknown as error:
             return Ack(ok=False, detail=f"lost: {error}")
-        except Refused as error:
+        except OwnershipRefused as error:
             return Ack(ok=False, detail=f"refused: {error}")
         return Ack()
 
@@ -200,7 +200,7 @@ class Environment(Actor):
             lease = self._leases.authorise(request.sandbox, request.secret, request.epoch)
         except Unknown:
             return Ack()
-        except Refused as error:
+        except OwnershipRefused as error:
             return Ack(ok=False, detail=f"refused: {error}")
         if self._leases.drop(lease):
             self._host.release(lease.sandbox.id)
@@ -217,14 +217,14 @@ class Environment(Actor):
             lease = self._leases.authorise(request.sandbox, request.secret, request.epoch)
             source = SandboxKey.of(lease.request)
             if any(SandboxKey.of(copy)[:3] != source[:3] for copy in request.into):
-                raise Refused("a fork must have its sandbox's run, lane and role")
+                raise OwnershipRefused("a fork must have its sandbox's run, lane and role")
             lease.running += 1
             try:
                 sandboxes = await self._host.fork(lease.sandbox.id, request.into)
             finally:
                 lease.running -= 1
                 lease.renew()
-        except (Unknown, Refused, NoCapacity, VmhostError, SandboxLost) as error:
+        except (Unknown, OwnershipRefused, NoCapacity, VmhostError, SandboxLost) as error:
             return _failure(error)
         pairs = zip(request.into, sandboxes, strict=True)
         replies = [self._hand_over(copy, sandbox) for copy, sandbox in pairs]
@@ -240,7 +240,7 @@ class Environment(Actor):
             finally:
                 lease.running -= 1
                 lease.renew()
-        except (Unknown, Refused, VmhostError, SandboxLost) as error:
+        except (Unknown, OwnershipRefused, VmhostError, SandboxLost) as error:
             return _failure(error)
 
     async def _restore(self, request: Restore) -> Acquired | SandboxReply:

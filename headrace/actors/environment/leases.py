@@ -13,7 +13,7 @@ from headrace.messages.sandbox import Acquire, SandboxKey
 from headrace.vmhost.node.host import VmSandbox
 
 
-class Refused(Exception):
+class OwnershipRefused(Exception):
     """The secret or the epoch is not the current owner's."""
 
 
@@ -48,9 +48,9 @@ class Lease:
         self.expires = time.monotonic() + self.lease_s
 
     def check(self, secret: str, epoch: int) -> None:
-        """Refused unless both are the current owner's."""
+        """OwnershipRefused unless both are the current owner's."""
         if epoch != self.epoch or not hmac.compare_digest(secret, self.secret):
-            raise Refused(f"epoch {epoch} is not the current owner's")
+            raise OwnershipRefused(f"epoch {epoch} is not the current owner's")
 
 
 class Leases:
@@ -81,7 +81,7 @@ class Leases:
         return True
 
     def authorise(self, sandbox: str, secret: str, epoch: int) -> Lease:
-        """The lease of a call, after checking its secret and epoch. Unknown, Refused."""
+        """The lease of a call, after checking its secret and epoch. Unknown, OwnershipRefused."""
         lease = self._by_id.get(sandbox)
         if lease is None:
             raise Unknown(f"this node has no sandbox {sandbox}")

@@ -63,7 +63,7 @@ class NoEnvironment(Exception):
     """No environment node has answered for too long."""
 
 
-class NoRoom(Exception):
+class NoFreeNode(Exception):
     """Every environment node has been full for too long."""
 
 
@@ -75,7 +75,7 @@ REASONS: tuple[tuple[type[Exception], str], ...] = (
     (NoPolicy, "no_policy"),
     (TreeTooLarge, "tree_too_large"),
     (NoEnvironment, "no_environment"),
-    (NoRoom, "no_capacity"),
+    (NoFreeNode, "no_capacity"),
 )
 
 
@@ -337,7 +337,7 @@ class Rollout(Actor):
                 f"node_wait_s): start one with `headrace actor environment --run {self.run}`"
             )
         elif again.waited_s >= waits.room_wait_s:
-            why = NoRoom(
+            why = NoFreeNode(
                 f"no environment node had capacity for {again.waited_s:.0f} s ([rollout] room_wait_s): add a node, "
                 "raise [environment] max_vms or lower [rollout] credit"
             )

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from headrace.engines.base import EngineError, Sample, SampleRequest, Swap, check_request
 from headrace.engines.embedded.jobs import Job
-from headrace.engines.embedded.staging import Shell, Staging, Weights, read_ahead
+from headrace.engines.embedded.staging import LoadedWeights, Shell, Staging, read_ahead
 from headrace.engines.embedded.worker import Worker
 from headrace.policy.config import PolicyConfig
 from headrace.policy.numerics import Numerics
@@ -128,7 +128,7 @@ class EmbeddedEngine:
         self._worker.post(run)
         return await asyncio.wrap_future(future)
 
-    async def _stage(self, version: int, path: str, state_hash: str) -> Weights:
+    async def _stage(self, version: int, path: str, state_hash: str) -> LoadedWeights:
         have = [weights for weights in (self._worker.latest, *self._worker.pinned.values()) if weights is not None]
         for weights in have:
             if (weights.version, weights.state_hash) == (version, state_hash):

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 from headrace.engines.base import EngineError, Sample, SampleRequest
 from headrace.engines.embedded.cache import Session
-from headrace.engines.embedded.staging import Weights
+from headrace.engines.embedded.staging import LoadedWeights
 from headrace.kernels.block_attention import BLOCK
 from headrace.messages.base import Array
 from headrace.messages.rollout import Span
@@ -22,7 +22,7 @@ class Job:
         """Tokens known so far: the request's, then the sampled ones."""
         self.given = len(self.context)
         self.logprobs: list[float] = []
-        self.pinned: Weights | None = None
+        self.pinned: LoadedWeights | None = None
         """Held from the moment the request came, so that it outlives an unpin."""
         self.session = Session("")
         self.report = 0

@@ -62,7 +62,7 @@ class Shell:
         """The same memory."""
 
 
-class Weights:
+class LoadedWeights:
     """One verified set of weights."""
 
     def __init__(self, version: int, state_hash: str, shell: Shell) -> None:
@@ -88,7 +88,7 @@ class Staging:
 
     def __init__(self, shell: Shell, version: int, path: str, state_hash: str) -> None:
         self.shell, self.version = shell, version
-        self.future: Future[Weights] = Future()
+        self.future: Future[LoadedWeights] = Future()
         self.future.set_running_or_notify_cancel()
         self._path, self._wanted = path, state_hash
         self._pieces = self._fill()
@@ -107,7 +107,7 @@ class Staging:
         except Exception as error:
             self.future.set_exception(error)
         else:
-            self.future.set_result(Weights(self.version, self._wanted, self.shell))
+            self.future.set_result(LoadedWeights(self.version, self._wanted, self.shell))
         return True
 
     def fail(self, error: EngineError) -> None:

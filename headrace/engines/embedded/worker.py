@@ -23,7 +23,7 @@ from headrace.engines.base import EngineError, Swap
 from headrace.engines.embedded.cache import BlockStore, Session, chain_key
 from headrace.engines.embedded.jobs import Job, evened
 from headrace.engines.embedded.sampling import draw, uniform
-from headrace.engines.embedded.staging import SHARE, SLICE_S, Shell, Staging, Weights
+from headrace.engines.embedded.staging import SHARE, SLICE_S, LoadedWeights, Shell, Staging
 from headrace.kernels.block_attention import BLOCK
 from headrace.policy.cache import KVCache
 from headrace.policy.config import PolicyConfig
@@ -37,8 +37,8 @@ class Worker(threading.Thread):
         self.config, self.max_batch, self.threads, self.prefill_tokens = config, max_batch, threads, prefill_tokens
         self.row = config.sparse_layers * config.top_k * (1 if config.routed_dtype == "|u1" else 2)
         """Bytes of routes per position."""
-        self.latest: Weights | None = None
-        self.pinned: dict[int, Weights] = {}
+        self.latest: LoadedWeights | None = None
+        self.pinned: dict[int, LoadedWeights] = {}
         self.staging: deque[Staging] = deque()
         self.spare: deque[Shell] = deque(maxlen=1)
         """A model that is no longer served, for the next staging."""
@@ -98,7 +98,7 @@ class Worker(threading.Thread):
             job.fail(f"session {name} was closed")
         self.store.drop(self.sessions.pop(name))
 
-    def flip(self, weights: Weights) -> Swap:
+    def flip(self, weights: LoadedWeights) -> Swap:
         """Serve other weights from the next step on."""
         began = time.perf_counter()
         before, self.latest = self.latest, weights
@@ -109,7 +109,7 @@ class Worker(threading.Thread):
         pause = (time.perf_counter() - began) * 1e3
         return Swap(version=weights.version, state_hash=weights.state_hash, pause_ms=pause)
 
-    def pin(self, weights: Weights) -> None:
+    def pin(self, weights: LoadedWeights) -> None:
         """Keep weights for requests that name their version."""
         self.pinned[weights.version] = weights
 
@@ -172,7 +172,7 @@ class Worker(threading.Thread):
                 return
             command()
 
-    def _weights(self, job: Job) -> Weights:
+    def _weights(self, job: Job) -> LoadedWeights:
         weights = job.pinned or self.latest
         assert weights is not None
         return weights
@@ -184,7 +184,7 @@ class Worker(threading.Thread):
         if self.staging[0].advance(time.perf_counter() + slice_s):
             self.staging.popleft()
 
-    def _used(self, weights: Weights) -> bool:
+    def _used(self, weights: LoadedWeights) -> bool:
         served = (self.latest, *self.pinned.values(), *(job.pinned for job in (*self.waiting, *self.running)))
         return any(other is weights for other in served)
 
@@ -213,7 +213,7 @@ class Worker(threading.Thread):
             promised += job.missing_blocks
             self._begin(job, weights)
 
-    def _begin(self, job: Job, weights: Weights) -> None:
+    def _begin(self, job: Job, weights: LoadedWeights) -> None:
         """Match what is cached and let the request run."""
         session = job.session
         self._tick += 1
@@ -261,7 +261,7 @@ class Worker(threading.Thread):
                     self.store.drop(job.session)
                     job.fail(f"the forward pass failed: {error!r}", error)
 
-    def _serve(self, weights: Weights, jobs: list[Job]) -> None:
+    def _serve(self, weights: LoadedWeights, jobs: list[Job]) -> None:
         decoding = [job for job in jobs if job.left == 1]
         budget, chunks = self.prefill_tokens, []
         for job in jobs:
@@ -273,7 +273,7 @@ class Worker(threading.Thread):
         if decoding:
             self._forward(weights, decoding, [1] * len(decoding))
 
-    def _forward(self, weights: Weights, jobs: list[Job], lengths: list[int]) -> None:
+    def _forward(self, weights: LoadedWeights, jobs: list[Job], lengths: list[int]) -> None:
         """Forward the next lengths[i] known tokens of each job; those with nothing left to forward draw one."""
         starts = [len(job.session.ids) for job in jobs]
         parts = [job.context[at : at + n] for job, at, n in zip(jobs, starts, lengths, strict=True)]

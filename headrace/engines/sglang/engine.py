@@ -30,7 +30,7 @@ from headrace.engines.sglang.load import Admission
 from headrace.engines.sglang.metrics import PRIORITY, Requests, outside
 from headrace.engines.sglang.reply import Attempt, body, read
 from headrace.engines.sglang.server import Server
-from headrace.engines.sglang.weights.lock import Weights
+from headrace.engines.sglang.weights.lock import VersionFile
 from headrace.engines.sglang.weights.staging import Stage
 from headrace.engines.sglang.weights.swap import Swapper
 from headrace.policy.config import PolicyConfig
@@ -291,7 +291,7 @@ class SglangEngine:
             attempt = read(reply, prompt=len(turn.ids), start=start, config=self._config, stops=request.stop_ids)
             return self._take(turn, attempt, start, weights), late
 
-    def _take(self, turn: Turn, attempt: Attempt, start: int, weights: Weights) -> str:
+    def _take(self, turn: Turn, attempt: Attempt, start: int, weights: VersionFile) -> str:
         """Add an attempt to its turn, unless it was computed with other weights than its prefix."""
         self.counts["cached"] += attempt.cached
         self.counts["retracted"] += attempt.retractions

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headrace.engines.base import Sample, SampleRequest
 from headrace.engines.sglang.reply import Attempt
-from headrace.engines.sglang.weights.lock import Weights
+from headrace.engines.sglang.weights.lock import VersionFile
 from headrace.messages.base import Array
 from headrace.messages.rollout import Span
 from headrace.policy.config import PolicyConfig
@@ -58,7 +58,7 @@ class Turn:
             return len(known.ids) - 1
         return 0
 
-    def add(self, attempt: Attempt, start: int, weights: Weights, version_of: dict[str, int]) -> None:
+    def add(self, attempt: Attempt, start: int, weights: VersionFile, version_of: dict[str, int]) -> None:
         """Append an attempt that was sent with routes from `start` on; its first token is of `weights`."""
         if not attempt.ids:
             return

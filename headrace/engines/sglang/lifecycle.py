@@ -14,7 +14,7 @@ from headrace.engines.base import EngineError, SampleRequest
 from headrace.engines.sglang.compatibility import IncompatibleServer, Terms, terms
 from headrace.engines.sglang.http import Reply, ServerError, Wire
 from headrace.engines.sglang.server import Server
-from headrace.engines.sglang.weights.lock import Gate, NotServed, Weights
+from headrace.engines.sglang.weights.lock import Gate, NotServed, VersionFile
 from headrace.engines.sglang.weights.sparse import FOLDER, LOADER
 from headrace.engines.sglang.weights.swap import Swapper
 from headrace.policy.config import PolicyConfig
@@ -44,27 +44,27 @@ class Life:
         """What `latest` means now."""
         self.versions: dict[str, int] = {}
         """Version by label, of all weights ever named here."""
-        self._latest: Weights | None = None
-        self._held: Weights | None = None
+        self._latest: VersionFile | None = None
+        self._held: VersionFile | None = None
         """The weights that the server is known to hold, to return to."""
-        self._pinned: dict[int, Weights] = {}
+        self._pinned: dict[int, VersionFile] = {}
         self._strange = False
         self._mixed: Counter[str] = Counter()
         """By label, how often requests of these weights went on under others."""
 
-    def salt(self, weights: Weights) -> str:
+    def salt(self, weights: VersionFile) -> str:
         """Of prefix-cache keys: what went on under other weights left its keys and values under the old salt, so
         the weights come back, as a pinned version, with a salt that nobody had."""
         count = self._mixed[weights.label]
         return f"{weights.label}.{count}" if count else weights.label
 
-    def name(self, version: int, path: str, state_hash: str) -> Weights:
+    def name(self, version: int, path: str, state_hash: str) -> VersionFile:
         """Remember a version's label."""
-        weights = Weights(version, path, state_hash)
+        weights = VersionFile(version, path, state_hash)
         self.versions[weights.label] = version
         return weights
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: VersionFile) -> None:
         """Make it `latest`. EngineError when it was refused: the old one is."""
         async with self._loading:
             before, current = self._latest, self.gate.serving == self._latest
@@ -79,7 +79,7 @@ class Life:
                 raise
             self.version = weights.version
 
-    def pin(self, weights: Weights) -> None:
+    def pin(self, weights: VersionFile) -> None:
         """Keep a version for requests that name it."""
         self._pinned[weights.version] = weights
 
@@ -87,7 +87,7 @@ class Life:
         """Forget it."""
         self._pinned.pop(version, None)
 
-    def wanted(self, request: SampleRequest) -> Weights:
+    def wanted(self, request: SampleRequest) -> VersionFile:
         """The weights that a request asks for. EngineError when this engine does not have them."""
         if request.policy.kind == "pinned":
             pinned = self._pinned.get(request.policy.version)
@@ -123,7 +123,7 @@ class Life:
                 f"sparse = true needs --custom-weight-loader {LOADER}, and {FOLDER} on the server's PYTHONPATH"
             )
 
-    async def _change(self, weights: Weights) -> None:
+    async def _change(self, weights: VersionFile) -> None:
         """Have the server serve `weights`, whatever state it is in."""
         try:
             found = await self._up(weights)
@@ -144,7 +144,7 @@ class Life:
                 self._held = None  # for example cancelled: the next request checks the server's state
             raise
 
-    async def _up(self, weights: Weights) -> Terms:
+    async def _up(self, weights: VersionFile) -> Terms:
         """Have a server that answers and is fit, started on the staged `weights` if it is ours and down."""
         while True:
             fresh = self._server is not None and not self._server.alive

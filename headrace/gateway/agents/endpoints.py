@@ -54,7 +54,7 @@ class AgentEndpoints:
         run: str,
         production: Production,
     ) -> None:
-        """admit: the key of a request, or Refused."""
+        """admit: the key of a request, or HttpRefused."""
         self._agents, self._sets, self._events, self._admit = agents, sets, events, admit
         self._bus, self._run, self._production = bus, run, production
 

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from headrace.bus.errors import BusError
 from headrace.gateway.agents.requests import AgentRefused
-from headrace.gateway.http import Refused
+from headrace.gateway.http import HttpRefused
 from headrace.gateway.keys import ApiKey
 from headrace.gateway.limits import retry_after
 
@@ -27,12 +27,12 @@ Handler = Callable[[web.Request, ApiKey], Awaitable[web.StreamResponse]]
 def guarded(
     admit: Callable[[web.Request], ApiKey], handler: Handler
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """The handler behind the check of its key. admit: the key of a request, or Refused."""
+    """The handler behind the check of its key. admit: the key of a request, or HttpRefused."""
 
     async def respond(request: web.Request) -> web.StreamResponse:
         try:
             return await handler(request, admit(request))
-        except Refused as error:
+        except HttpRefused as error:
             code = error.code if isinstance(error, AgentRefused) else CODES.get(error.status, "error")
             headers = {"Retry-After": retry_after(error.retry_s)} if error.retry_s else None
             return _error(error.status, code, str(error), headers)

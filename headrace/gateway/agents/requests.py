@@ -5,14 +5,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from headrace.gateway.http import Refused
+from headrace.gateway.http import HttpRefused
 from headrace.gateway.requests import MAX_FILES
 
 Prompt = Annotated[str, Meta(min_length=1, max_length=65536)]
 Text = Annotated[str, Meta(max_length=2000)]
 
 
-class AgentRefused(Refused):
+class AgentRefused(HttpRefused):
     """A refusal with the code that the agents API gives it."""
 
     def __init__(self, status: int, code: str, text: str) -> None:

@@ -32,7 +32,7 @@ class SetEndpoints:
     """Routes of sets of agents."""
 
     def __init__(self, sets: AgentSets, admit: Callable[[web.Request], ApiKey], production: Production) -> None:
-        """admit: the key of a request, or Refused."""
+        """admit: the key of a request, or HttpRefused."""
         self._sets, self._admit, self._production = sets, admit, production
 
     def routes(self) -> list[web.RouteDef]:

@@ -95,7 +95,7 @@ class Lab:
     async def judge(self, files: dict[str, bytes], exam: Exam, lane: int = 0) -> OpResult:
         """The exam over a repository, with the outcomes that the judge would see."""
         result = await self.run(files | exam.sealed, exam.plan, lane)
-        return msgspec.structs.replace(result, tests=sealing.settle(result.tests, exam.answers))
+        return msgspec.structs.replace(result, tests=sealing.compare_answers(result.tests, exam.answers))
 
 
 def passed(result: OpResult) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from headrace.vmhost.images import imported, packages, store
 from headrace.vmhost.qemu import probe, process
 from headrace.vmhost.qemu.process import Hardware
 from headrace.vmhost.templates import task_templates, template
-from headrace.vmhost.templates.template import Refused, Template
+from headrace.vmhost.templates.template import Template, UnusableTemplate
 from headrace.vmhost.templates.validation import verify
 
 DEBIAN_MB = 768
@@ -146,7 +146,7 @@ def _one(wanted: Plan, parts: Parts) -> Template:
         try:
             loaded = template.load(folder, key)
             return msgspec.structs.replace(loaded, image=wanted.root, attached=wanted.root is not None)
-        except Refused as refused:
+        except UnusableTemplate as refused:
             say(f"template {wanted.name}: refused, made again: {refused}")
     if wanted.recipe is not None:
         below = _one(wanted.below, parts)

@@ -129,7 +129,7 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
         return self.manifest.push_mb or SIZE_MB.get(self.manifest.name, IMAGE_MB)
 
 
-class Refused(Exception):
+class UnusableTemplate(Exception):
     """A template on disk cannot be used; it is built again."""
 
 
@@ -175,24 +175,24 @@ def key(name: str, base: Path, version: str, hardware: Hardware, slots: int) -> 
 
 
 def load(folder: Path, expected: str) -> Template:
-    """A template from disk. Refused when its parts, its files or the host's clock rate differ from the manifest's."""
+    """A template from disk. UnusableTemplate when parts, files or the host's clock rate differ from the manifest's."""
     try:
         manifest = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=Manifest)
         ram, state, stamp = folder / "ram", folder / "state", _stamp(folder)
         if manifest.format != FORMAT or manifest.key != expected:
-            raise Refused("it was built from other parts")
+            raise UnusableTemplate("it was built from other parts")
         if ram.stat().st_size != manifest.ram_bytes or hash_of(ram) != manifest.ram_hash:
-            raise Refused("its memory image was changed")
+            raise UnusableTemplate("its memory image was changed")
         if hash_of(state) != manifest.state_hash:
-            raise Refused("its device state was changed")
+            raise UnusableTemplate("its device state was changed")
         if hash_of(folder / "fixed") != manifest.fixed_hash:
-            raise Refused("its list of fixed pages was changed")
+            raise UnusableTemplate("its list of fixed pages was changed")
     except (OSError, msgspec.DecodeError) as error:
-        raise Refused(f"it cannot be read: {error}") from None
+        raise UnusableTemplate(f"it cannot be read: {error}") from None
     if manifest.hardware.accel == "tcg":
         rate = process.tsc_khz()
         if abs(rate - manifest.tsc_khz) > 1e-3 * rate:
-            raise Refused(f"the host's clock counts {rate} kHz and the template's {manifest.tsc_khz}")
+            raise UnusableTemplate(f"the host's clock counts {rate} kHz and the template's {manifest.tsc_khz}")
     return Template(folder=folder, manifest=manifest, stamp=stamp)
 
 

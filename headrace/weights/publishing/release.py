@@ -69,7 +69,7 @@ async def store(sink: Sink, pieces: Iterator[Piece], run: str, version: int, *, 
     out: list[ChunkInfo] = []
     numbers: dict[int, int] = {}
 
-    async def settle() -> None:
+    async def finish_first() -> None:
         shard, seq, data, task = storing[0]
         out.append(describe(data, shard, seq, await task))
         storing.popleft()
@@ -77,14 +77,14 @@ async def store(sink: Sink, pieces: Iterator[Piece], run: str, version: int, *, 
     try:
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             if len(storing) == AHEAD:
-                await settle()
+                await finish_first()
             shard, data = piece
             seq = numbers.get(shard, first)
             numbers[shard] = seq + 1
             task = asyncio.ensure_future(_store(sink, run, version, shard, seq, data))
             storing.append((shard, seq, data, task))
         while storing:
-            await settle()
+            await finish_first()
     finally:
         for *_, task in storing:
             task.cancel()

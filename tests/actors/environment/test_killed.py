@@ -22,7 +22,7 @@ from headrace.messages.sandbox import Acquire, Exec, ReadFile, SandboxLost
 from headrace.sandboxes.client import Sandboxes
 from tests.conftest import Connect
 from tests.support.actors import living
-from tests.support.counterpart import Counterpart
+from tests.support.fake_workers import FakeWorkers
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 
@@ -67,7 +67,7 @@ def machines(process: subprocess.Popen[bytes]) -> list[int]:
     return found
 
 
-class Hands(Counterpart):
+class SandboxUsers(FakeWorkers):
     """Does about sandboxes what a rollout does: acquires, calls, and fails the slot when the sandbox is lost."""
 
     def __init__(self, bus: Bus, run: str, sandboxes: Sandboxes) -> None:
@@ -106,7 +106,7 @@ async def test_no_machine_outlives_its_actor_and_every_slot_comes_again(
     run = f"r{token_hex(4)}"
     recipe = c.Curriculum(group_size=SIZE, groups_per_step=PER_STEP, staleness=BOUND, steps=3)
     config = c.Config(curriculum=recipe, evaluation=c.Evaluation(before=False, after=False))
-    handlers = Hands(await connect(), run, Sandboxes(await connect("rollout"), 60.0))
+    handlers = SandboxUsers(await connect(), run, Sandboxes(await connect("rollout"), 60.0))
     async with living(Curriculum, config, await connect("curriculum"), run) as curriculum:
         async with node(server, tmp_path, run) as process:
             await handlers.start()

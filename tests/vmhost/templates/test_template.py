@@ -73,27 +73,27 @@ def test_a_good_template_is_taken(made: template.Template, copy: Path) -> None:
 @pytest.mark.vm
 def test_damaged_templates_are_refused(made: template.Template, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = made.manifest.key
-    with pytest.raises(template.Refused, match="other parts"):
+    with pytest.raises(template.UnusableTemplate, match="other parts"):
         template.load(copy, "0" * 16)
     state = (copy / "state").read_bytes()
     (copy / "state").write_bytes(state[:-1] + bytes([state[-1] ^ 1]))
-    with pytest.raises(template.Refused, match="device state was changed"):
+    with pytest.raises(template.UnusableTemplate, match="device state was changed"):
         template.load(copy, key)
     (copy / "state").write_bytes(state)
     (copy / "fixed").write_bytes(b"")
-    with pytest.raises(template.Refused, match="list of fixed pages was changed"):
+    with pytest.raises(template.UnusableTemplate, match="list of fixed pages was changed"):
         template.load(copy, key)
     shutil.copyfile(made.folder / "fixed", copy / "fixed")
     monkeypatch.setattr(process, "tsc_khz", lambda: made.manifest.tsc_khz * 2)
     if made.manifest.hardware.accel == "tcg":
-        with pytest.raises(template.Refused, match="clock"):
+        with pytest.raises(template.UnusableTemplate, match="clock"):
             template.load(copy, key)
     (copy / "ram").unlink()
     (copy / "ram").write_bytes(b"\0" * 4096)
-    with pytest.raises(template.Refused, match="memory image was changed"):
+    with pytest.raises(template.UnusableTemplate, match="memory image was changed"):
         template.load(copy, key)
     (copy / "manifest.json").write_text("{}")
-    with pytest.raises(template.Refused, match="cannot be read"):
+    with pytest.raises(template.UnusableTemplate, match="cannot be read"):
         template.load(copy, key)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from headrace.engines.base import EngineError
 
 
-class Weights(NamedTuple):
+class VersionFile(NamedTuple):
     """A verified version and its file."""
 
     version: int
@@ -31,7 +31,7 @@ class Weights(NamedTuple):
         return f"{self.version}-{self.state_hash[:16]}"
 
 
-Change = Callable[[Weights], Awaitable[None]]
+Change = Callable[[VersionFile], Awaitable[None]]
 
 
 class NotServed(EngineError):
@@ -48,11 +48,11 @@ class Gate:
         self._news = asyncio.Condition()
         self._closed = False
         self.inside = 0
-        self.serving: Weights | None = None
+        self.serving: VersionFile | None = None
         """None before the first version, and while nobody knows what the server serves."""
 
     @asynccontextmanager
-    async def enter(self, wanted: Callable[[], Weights]) -> AsyncIterator[Weights]:
+    async def enter(self, wanted: Callable[[], VersionFile]) -> AsyncIterator[VersionFile]:
         """Inside, the server serves what `wanted` says, or a newer version that replaces it under way."""
         while True:
             async with self._news:
@@ -69,7 +69,7 @@ class Gate:
             async with self._news:
                 self._news.notify_all()
 
-    async def turn_to(self, wanted: Callable[[], Weights]) -> None:
+    async def turn_to(self, wanted: Callable[[], VersionFile]) -> None:
         """Serve what `wanted` says once nobody is inside."""
         async with self._changing:
             if self.serving is not None and self.serving.label == wanted().label:
@@ -78,13 +78,13 @@ class Gate:
                 await self.empty()
                 await self._make(wanted())
 
-    async def replace(self, weights: Weights) -> None:
+    async def replace(self, weights: VersionFile) -> None:
         """Serve a newer version of the set in use, with those inside going on."""
         async with self._changing:
             async with self.closed():
                 await self._make(weights)
 
-    async def _make(self, weights: Weights) -> None:
+    async def _make(self, weights: VersionFile) -> None:
         """Change, and know afterwards what serves: the new, the old after a refusal, else nobody can tell."""
         before, done = self.serving, False
         try:

@@ -27,7 +27,7 @@ from headrace.engines.sglang.compatibility import Terms
 from headrace.engines.sglang.http import ServerError, Wire
 from headrace.engines.sglang.weights import checksums
 from headrace.engines.sglang.weights import sparse as sglang_sparse
-from headrace.engines.sglang.weights.lock import NotServed, Weights
+from headrace.engines.sglang.weights.lock import NotServed, VersionFile
 from headrace.engines.sglang.weights.staging import Stage
 from headrace.policy.config import PolicyConfig
 
@@ -61,17 +61,17 @@ class Swapper:
         """Where the staged checkpoint lies."""
         return self._stage.folder
 
-    async def ready(self, weights: Weights) -> None:
+    async def ready(self, weights: VersionFile) -> None:
         """Have the folder hold a version. EngineError when its file is not that version."""
         await asyncio.to_thread(self._stage.put, *weights)
 
-    async def holds(self, weights: Weights, terms: Terms) -> bool:
+    async def holds(self, weights: VersionFile, terms: Terms) -> bool:
         """Whether the server serves exactly this already: it was just started from the staged folder."""
         info = await self._wire.get("/model_info")
         return info.get("weight_version") == weights.label and not await self._difference(weights, terms)
 
     async def change(
-        self, weights: Weights, before: Weights | None, terms: Terms, take_back: Callable[[], Awaitable[None]]
+        self, weights: VersionFile, before: VersionFile | None, terms: Terms, take_back: Callable[[], Awaitable[None]]
     ) -> None:
         """Serve `weights` instead of `before`. take_back: called right before the pause.
 
@@ -87,7 +87,7 @@ class Swapper:
             raise
 
     async def _change(
-        self, weights: Weights, before: Weights | None, terms: Terms, take_back: Callable[[], Awaitable[None]]
+        self, weights: VersionFile, before: VersionFile | None, terms: Terms, take_back: Callable[[], Awaitable[None]]
     ) -> None:
         began = time.perf_counter()
         try:
@@ -119,7 +119,7 @@ class Swapper:
         finally:
             self.pause_ms = (time.perf_counter() - began) * 1e3
 
-    async def _go_back(self, before: Weights | None, terms: Terms, error: EngineError) -> None:
+    async def _go_back(self, before: VersionFile | None, terms: Terms, error: EngineError) -> None:
         """Load the old version in full. NotServed when that can't be done: the server stays paused."""
         if before is None or (isinstance(error, ServerError) and error.kind == "gone"):
             raise NotServed(
@@ -140,14 +140,14 @@ class Swapper:
         await self._wire.post("/continue_generation", {"torch_empty_cache": False})
         self.paused = False
 
-    async def _differences(self, before: Weights | None, terms: Terms) -> int:
+    async def _differences(self, before: VersionFile | None, terms: Terms) -> int:
         """Write what differs from `before` for the loader inside the server; bytes, 0 when there is nothing of use."""
         if not self.sparse or not terms.loader or before is None or not Path(before.path).exists():
             return 0
         what = self._changes, Path(before.path), self._stage.model, self._config, terms.dtype
         return await asyncio.to_thread(sglang_sparse.write, *what)
 
-    async def _apply(self, weights: Weights, wanted: dict[str, str] | None) -> bool:
+    async def _apply(self, weights: VersionFile, wanted: dict[str, str] | None) -> bool:
         """Have the loader write the differences; whether the server then serves exactly that version."""
         try:
             await self._wire.post("/begin_weight_update", {})
@@ -170,7 +170,7 @@ class Swapper:
             self._changes.unlink(missing_ok=True)
         return True
 
-    async def _load(self, weights: Weights, wanted: dict[str, str] | None) -> None:
+    async def _load(self, weights: VersionFile, wanted: dict[str, str] | None) -> None:
         body = {
             "model_path": str(self._stage.folder),
             "weight_version": weights.label,
@@ -183,7 +183,7 @@ class Swapper:
             raise EngineError(f"the server could not load version {weights.version}: {answer.get('message')}")
         await self._check(weights, wanted)
 
-    async def _check(self, weights: Weights, wanted: dict[str, str] | None) -> None:
+    async def _check(self, weights: VersionFile, wanted: dict[str, str] | None) -> None:
         """EngineError unless the server says that it serves the version, and its checksums say so too."""
         served = (await self._wire.get("/model_info")).get("weight_version")
         if served != weights.label:
@@ -192,12 +192,12 @@ class Swapper:
         if wanted is not None and (wrong := checksums.difference(wanted, await self._checksums())):
             raise EngineError(f"version {weights.version}: {wrong}")
 
-    async def _difference(self, weights: Weights, terms: Terms) -> str:
+    async def _difference(self, weights: VersionFile, terms: Terms) -> str:
         wanted = await self._wanted(weights, terms)
         self.checked = wanted is not None
         return "" if wanted is None else checksums.difference(wanted, await self._checksums())
 
-    async def _wanted(self, weights: Weights, terms: Terms) -> dict[str, str] | None:
+    async def _wanted(self, weights: VersionFile, terms: Terms) -> dict[str, str] | None:
         """The checksums of the staged version; None where the server's function is not known here."""
         if terms.device != "cpu" or terms.tp_size != 1 or not checksums.known(self._config):
             return None

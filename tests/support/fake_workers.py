@@ -16,13 +16,13 @@ from tests.support import records
 from tests.support.patience import PATIENCE_S
 
 
-class Hands(Actor):
+class FakeRollout(Actor):
     """Pulls requests as a rollout does."""
 
     role = "admin"
 
 
-class Counterpart:
+class FakeWorkers:
     """Requests come into `requests` or go to `answer`; with `train`, a step is taken whenever a batch is there."""
 
     def __init__(self, bus: Bus, run: str, *, groups_per_step: int, bound: int = 1, lanes: str = "*") -> None:
@@ -34,25 +34,25 @@ class Counterpart:
         self.closings: list[tuple[int, GroupClosed]] = []
         self._lanes = lanes
         self._changed = asyncio.Condition()
-        self._hands = Hands(Config(), bus, run, "hands")
+        self._rollout = FakeRollout(Config(), bus, run, "fake-rollout")
         self._passed = 0
 
     async def start(self) -> None:
         """Pull, and follow the closings."""
-        await self._hands.consume(
+        await self._rollout.consume(
             TASK,
             self._handle,
             durable=f"rollout-{self.run}-any",
             filter=TASK.where(run=self.run),
             credit=64,
         )
-        self._hands.spawn(self._follow(), "closings")
+        self._rollout.spawn(self._follow(), "closings")
 
     async def stop(self) -> None:
         """Let go; what failed in here fails the test."""
-        await self._hands.shut(1)
-        if self._hands.failed.done():
-            raise self._hands.failed.result()
+        await self._rollout.shut(1)
+        if self._rollout.failed.done():
+            raise self._rollout.failed.result()
 
     async def serve(self, version: int) -> None:
         """An engine serves a version."""
