@@ -1,4 +1,4 @@
-"""Documents say what is so: the map lists every module, the README every command it shows."""
+"""Documents say what is so: the map lists every module, every file that a page names exists."""
 
 import importlib.util
 import re
@@ -7,7 +7,6 @@ from types import ModuleType
 
 import pytest
 
-from headrace.cli.main import parser
 from tests.support.paths import ROOT
 
 
@@ -25,14 +24,6 @@ def test_the_list_of_modules_is_current() -> None:
     assert modules.page() == modules.PAGE.read_text(), "run `make docs`"
 
 
-def test_commands_in_the_readme_parse() -> None:
-    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
-    shown = [line.split("#")[0].split() for line in text.splitlines() if re.match(r"\s+headrace [a-z]", line)]
-    assert len(shown) > 5
-    for words in shown:
-        parser().parse_args(words[1:])
-
-
 def test_files_that_documents_name_exist() -> None:
     folders = ("", "headrace", "tests", "docs")
     generated = {"modules.md"}  # its paths are relative to each folder
@@ -44,12 +35,6 @@ def test_files_that_documents_name_exist() -> None:
         named += re.findall(r"`([\w-]+/[\w/.-]+\.(?:py|md|toml|mjs|jinja))`", text)
         for name in named:
             assert any((ROOT / folder / name).exists() for folder in folders), f"{page.name} names {name}"
-
-
-def test_make_targets_in_the_readme_exist() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for target in re.findall(r"`?make ([a-z-]+)", (ROOT / "README.md").read_text()):
-        assert target in targets
 
 
 def test_forbidden_words_stay_out_of_clean_files(capsys: pytest.CaptureFixture[str]) -> None:
