@@ -256,6 +256,7 @@ def test_what_this_machine_cannot_do_is_refused_at_once(
             ({"bus.port": port}, 4, f"port {port} on 127.0.0.1 is taken", None),
             ({"production.port": port, "production.enabled": True}, 4, "another [production] port", None),
             ({"bus.url": "nats://127.0.0.1:1"}, 4, "no broker answers at nats://127.0.0.1:1", None),
+            ({"bus.credentials": "keys"}, 4, "bus.credentials is set and bus.url names no broker", None),
             ({"run.min_free_mb": 1 << 30}, 3, "free some space first", None),
             ({"environment.backend": "qemu"}, 3, "qemu-system-x86_64 is not installed: apt-get install", tmp_path),
             ({"environment.backend": "qemu", "environment.memory_mb": 1 << 20}, 3, "free memory", None),

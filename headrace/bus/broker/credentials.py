@@ -60,6 +60,14 @@ def of_run(credentials: str, run: str) -> str:
     return str(folder / run)
 
 
+def unused(credentials: str) -> str:
+    """The error for `[bus] credentials` without `[bus] url`."""
+    return (
+        "bus.credentials is set and bus.url names no broker (`headrace up` makes keys for the broker that it starts): "
+        f"set bus.url to the broker of {credentials}, or remove bus.credentials"
+    )
+
+
 def write(folder: Path) -> Path:
     """Make or complete a folder: existing seeds stay valid, ``users.conf`` is written anew. Returns the folder.
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from headrace.bus.broker.credentials import unused
 from headrace.bus.broker.server import find_binary, refuse_busy_port
 from headrace.bus.errors import BusError
 from headrace.config import Config
@@ -27,6 +28,8 @@ async def check(config: Config) -> AsyncIterator[Finding]:
             yield good("bus", "nats-server is installed and its port is free")
         except BusError as error:
             yield bad("bus", str(error))
+        if section.credentials:
+            yield bad("bus.credentials", unused(section.credentials))
     if config.dashboard.enabled:
         try:
             refuse_busy_port(config.dashboard.host, config.dashboard.port, "[dashboard] port")

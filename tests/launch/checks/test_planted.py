@@ -134,6 +134,12 @@ PLANTED: dict[str, tuple[Plant, int, str, str]] = {
         "there is no folder",
         "python -m headrace.bus.broker.credentials",
     ),
+    "keys without a broker": (
+        lambda *_: {"bus.credentials": "keys"},
+        1,
+        "bus.credentials is set and bus.url names no broker",
+        "set bus.url to the broker of keys, or remove bus.credentials",
+    ),
     "no collector": (
         lambda *_: {"bus.otlp_endpoint": "http://127.0.0.1:1"},
         1,
