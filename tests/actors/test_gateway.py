@@ -2,11 +2,9 @@
 
 import asyncio
 import io
-import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -14,81 +12,26 @@ from yarl import URL
 
 from headrace.actors import gateway
 from headrace.actors.feedback.actor import Feedback
-from headrace.actors.gateway import Gateway
 from headrace.bus.connection import Bus
 from headrace.bus.nats import ordered_reader
-from headrace.config import Config, Production, Run
 from headrace.gateway.http import MAX_BODY
 from headrace.launch import users
 from headrace.messages import subjects
-from headrace.messages.codec import encode
-from headrace.messages.operations import DeadLetter
-from headrace.messages.rollout import RolloutRequest, SlotFailed, Trajectory
+from headrace.messages.rollout import RolloutRequest, SlotFailed
 from headrace.messages.weights import WeightsSwapped
+from tests.support.gateway import OpenGateway
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 Connect = Callable[..., Awaitable[Bus]]
 
 
-class Product:
-    """A gateway whose requests the test answers in place of a rollout actor."""
-
-    def __init__(self, connect: Connect, folder: Path, run: str) -> None:
-        self.connect, self.folder, self.run = connect, folder, run
-        self.config = Config(run=Run(dir=str(folder)), production=Production(training_allowed=True))
-
-    async def open(self) -> "Product":
-        (self.folder / self.run).mkdir(parents=True, exist_ok=True)
-        self.gateway = Gateway(self.config, await self.connect("gateway"), self.run, "gateway-1")
-        await self.gateway.start()
-        self.rollout = await self.connect("rollout")
-        self.reader = await self.connect("operator")
-        self.url = json.loads((self.folder / self.run / "gateway.json").read_text())["url"]
-        return self
-
-    async def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        async with aiohttp.ClientSession() as http, http.request(method, self.url + path, json=body) as answer:
-            return answer.status, await answer.json()
-
-    async def request(self) -> RolloutRequest:
-        """The newest request of the production lane."""
-        admin = await self.connect("admin")
-        found = await admin.last("HR_TASK", subjects.TASK.where(run=self.run, lane="production"))
-        assert found is not None and isinstance(found.message, RolloutRequest)
-        return found.message
-
-    async def fail(self, request: RolloutRequest) -> None:
-        """Publish as a rollout actor does when the sandbox is lost."""
-        failed = SlotFailed(
-            run=self.run,
-            lane="production",
-            group=request.group,
-            slot=0,
-            attempt=request.attempt,
-            reason="sandbox_lost",
-        )
-        await self.rollout.publish(subjects.FAIL.at(run=self.run, group=request.group), failed)
+class Product(OpenGateway):
+    """A gateway for users without keys."""
 
     async def answer(self, request: RolloutRequest, diff: bytes = b"fixed\n") -> None:
         """Publish as a rollout actor would."""
-        trajectory = Trajectory(
-            run=self.run,
-            lane="production",
-            group=request.group,
-            slot=0,
-            attempt=request.attempt,
-            id=request.trajectory,
-            task=request.task,
-            family="",
-            seed=0,
-            policy=request.policy,
-            sampling=request.sampling,
-            outcome="finished",
-            turns=(),
-            diff={"kit/core.py": diff},
-        )
-        await self.rollout.publish(subjects.TRAJ.at(run=self.run, group=request.group), trajectory)
+        await self.finish(request, {"kit/core.py": diff})
 
 
 @pytest.fixture
@@ -202,12 +145,12 @@ async def test_a_thumb_becomes_a_rating_in_the_ledger_and_a_purge_removes_the_us
                 await asyncio.sleep(0.01)
         (rating,) = feedback.book.ratings.values()
         assert rating.feedback is not None and rating.feedback.thumb == "up"
-        assert [r async for r in product.reader.history("HR_SCORE", subjects.SCORE.where(run=product.run))] == []
+        assert [r async for r in product.admin.history("HR_SCORE", subjects.SCORE.where(run=product.run))] == []
 
         status, _ = await product.call("DELETE", "/v1/users/ada")
         assert status == 200
         where = subjects.TRAJ.where(run=product.run)
-        assert [r async for r in product.reader.history("HR_TRAJ", where)] == []
+        assert [r async for r in product.admin.history("HR_TRAJ", where)] == []
         user = request.group.partition(".")[0]
         assert [r async for r in admin.history("HR_FEEDBACK", f"hr.feedback.*.{user}")] == []
         assert feedback.book.ends({}) == {"purged": 1}
@@ -260,7 +203,7 @@ async def test_malformed_input_is_a_bad_request_and_never_an_internal_error(prod
             assert answer.status in (400, 503), "this test runs no feedback actor"
         async with http.post(product.url + "/v1/sessions", data=io.BytesIO(b"x" * (MAX_BODY + 1))) as answer:
             assert (answer.status, "larger than" in (await answer.json())["error"]) == (413, True)
-    assert await kinds(product.reader, product.run) == {"listening"}, "no handler failed"
+    assert await kinds(product.admin, product.run) == {"listening"}, "no handler failed"
 
 
 async def kinds(bus: Bus, run: str) -> set[str]:
@@ -273,20 +216,7 @@ async def test_a_dead_letter_of_a_request_ends_its_session(product: Product, con
     _, opened = await product.call("POST", "/v1/sessions", ASK)
     request = await product.request()
     waiting = asyncio.create_task(product.call("GET", f"/v1/sessions/{opened['session']}?wait=30"))
-    payload, headers = encode(request)
-    letter = DeadLetter(
-        stream="HR_TASK",
-        consumer=f"rollout-{product.run}-production",
-        stream_seq=1,
-        subject="",
-        type="rollout_request",
-        reason="unknown task",
-        deliveries=1,
-        headers=headers,
-        payload=payload,
-    )
-    bus = await connect("dead_letter")
-    await bus.publish(subjects.DLQ.at(stream="hr_task", consumer="rollout"), letter)
+    await product.dead_letter(request)
     _, view = await waiting
     assert (view["state"], view["result"]["reason"], view["result"]["detail"]) == (
         "failed",
@@ -321,7 +251,7 @@ async def test_a_restarted_gateway_issues_no_attempt_twice(product: Product) -> 
     _, view = await product.call("GET", f"/v1/sessions/{opened['session']}?wait=30")
     assert view["state"] == "finished"
     where = subjects.LEDGER.at(run=product.run, group=first.group)
-    issued = [received.message.attempt async for received in product.reader.history("HR_LEDGER", where)]
+    issued = [received.message.attempt async for received in product.admin.history("HR_LEDGER", where)]
     assert issued == [0, 1, 2]
 
 

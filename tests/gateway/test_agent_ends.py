@@ -6,21 +6,10 @@ import aiohttp
 import pytest
 
 from headrace.actors import gateway
-from headrace.messages import subjects
-from headrace.messages.codec import encode
-from headrace.messages.operations import DeadLetter
-from headrace.messages.rollout import RolloutRequest, SlotFailed
 from tests.gateway.test_agents import Product, cut_stream, product
 
 pytestmark = pytest.mark.anyio
 __all__ = ["product"]
-
-
-async def fail(product: Product, request: RolloutRequest, reason: str) -> None:
-    failed = SlotFailed(
-        run=product.run, lane="production", group=request.group, slot=0, attempt=request.attempt, reason=reason
-    )
-    await product.rollout.publish(subjects.FAIL.at(run=product.run, group=request.group), failed)
 
 
 async def test_a_run_whose_attempts_all_fail_ends_with_the_reason_and_the_agent_goes_on(product: Product) -> None:
@@ -31,7 +20,7 @@ async def test_a_run_whose_attempts_all_fail_ends_with_the_reason_and_the_agent_
     for attempt in range(product.config.curriculum.attempts):
         while (request := await product.asked(run)).attempt < attempt:
             await asyncio.sleep(0.01)
-        await fail(product, request, "no_environment")
+        await product.fail(request, "no_environment")
     ended = await product.ended(agent, run)
     assert (ended["status"], ended["detail"]) == ("ERROR", "no_environment")
     assert [name for name, _ in await streaming] == ["result", "done"]
@@ -43,20 +32,7 @@ async def test_a_request_that_nobody_can_handle_and_one_that_takes_too_long_end_
 ) -> None:
     _, made = await product.call("POST", "/v1/agents", {"prompt": "x"})
     agent, run = made["agent"]["id"], made["run"]["id"]
-    payload, headers = encode(await product.asked(run))
-    letter = DeadLetter(
-        stream="HR_TASK",
-        consumer=f"rollout-{product.run}-production",
-        stream_seq=1,
-        subject="",
-        type="rollout_request",
-        reason="unknown task",
-        deliveries=5,
-        headers=headers,
-        payload=payload,
-    )
-    bus = await product.connect("dead_letter")
-    await bus.publish(subjects.DLQ.at(stream="hr_task", consumer="rollout"), letter)
+    await product.dead_letter(await product.asked(run))
     assert (await product.ended(agent, run))["detail"] == "dead_letter: unknown task"
     _, second = await product.call("POST", f"/v1/agents/{agent}/runs", {"prompt": "y"})
     monkeypatch.setattr(gateway, "SESSION_S", -1.0)
@@ -71,7 +47,7 @@ async def test_a_run_that_failed_while_no_gateway_ran_has_its_end_at_the_next_on
     agent, run = made["agent"]["id"], made["run"]["id"]
     request = await product.asked(run)
     await product.gateway.shut(1.0)
-    await fail(product, request, "cancelled")
+    await product.fail(request, "cancelled")
     await product.open()
     assert (await product.ended(agent, run))["status"] == "CANCELLED"
 
@@ -84,7 +60,7 @@ async def test_however_often_a_run_is_cancelled_one_task_repeats_it_and_ends_wit
         assert (await product.call("POST", f"/v1/agents/{agent}/runs/{run}/cancel"))[0] == 202
     repeating = [task for task in product.gateway._tasks if f"cancel {run}" in task.get_name()]
     assert len(repeating) == 1
-    await fail(product, request, "cancelled")
+    await product.fail(request, "cancelled")
     await product.ended(agent, run)
     assert (await product.call("POST", f"/v1/agents/{agent}/runs", {"prompt": "y"}))[0] == 201
     await asyncio.wait(repeating)  # the next run is no reason to go on

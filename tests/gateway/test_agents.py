@@ -17,8 +17,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from headrace.actors.gateway import Gateway
-from headrace.config import Config, Production, Run
 from headrace.gateway.keys import ApiKeys, key_file
 from headrace.messages import subjects
 from headrace.messages.base import Array
@@ -29,45 +27,37 @@ from headrace.messages.rollout import (
     SlotFailed,
     ToolCall,
     ToolResult,
-    Trajectory,
     Turn,
     TurnDone,
     TurnSampled,
 )
 from tests.conftest import Connect
+from tests.support.gateway import OpenGateway
 
 pytestmark = pytest.mark.anyio
 
 
-class Product:
-    """A gateway, a tenant with a key, and the records of a rollout actor."""
+class Product(OpenGateway):
+    """A gateway, and a tenant with a key."""
 
     def __init__(self, connect: Connect, folder: Path, run: str) -> None:
-        self.connect, self.folder, self.run = connect, folder, run
-        production = Production(webhook_hosts=("127.0.0.1",), training_allowed=True)
-        self.config = Config(run=Run(dir=str(folder)), production=production)
+        super().__init__(connect, folder, run, webhook_hosts=("127.0.0.1",))
         self.key = ApiKeys(key_file(self.config)).add("acme", training=True)
 
-    async def open(self) -> "Product":
-        (self.folder / self.run).mkdir(parents=True, exist_ok=True)
-        self.gateway = Gateway(self.config, await self.connect("gateway"), self.run, "gateway-1")
-        await self.gateway.start()
-        self.rollout, self.admin = await self.connect("rollout"), await self.connect("admin")
-        self.url = json.loads((self.folder / self.run / "gateway.json").read_text())["url"]
-        return self
+    @property
+    def key(self) -> str:
+        """The key of every call."""
+        return self.headers["x-api-key"]
 
-    async def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        sent = {"x-api-key": self.key, **{name.replace("_", "-"): value for name, value in headers.items()}}
-        async with aiohttp.ClientSession() as http:
-            async with http.request(method, self.url + path, json=body, headers=sent) as answer:
-                return answer.status, await answer.json()
+    @key.setter
+    def key(self, key: str) -> None:
+        self.headers["x-api-key"] = key
 
     async def asked(self, run: str) -> RolloutRequest:
         """The newest request, which is one of this run."""
-        found = await self.admin.last("HR_TASK", subjects.TASK.where(run=self.run, lane="production"))
-        assert found is not None and isinstance(found.message, RolloutRequest)
-        assert found.message.group.endswith(f".{run}")
-        return found.message
+        request = await self.request()
+        assert request.group.endswith(f".{run}")
+        return request
 
     async def turn(self, request: RolloutRequest, index: int, output: str = "ok", sandbox: str = "s1") -> None:
         """One turn with one call and its result."""
@@ -87,26 +77,6 @@ class Product:
         await self.rollout.publish(
             where, TurnDone(run=self.run, trajectory=request.trajectory, index=index, results=results)
         )
-
-    async def finish(self, request: RolloutRequest, diff: dict[str, bytes], deleted: tuple[str, ...] = ()) -> None:
-        trajectory = Trajectory(
-            run=self.run,
-            lane="production",
-            group=request.group,
-            slot=0,
-            attempt=request.attempt,
-            id=request.trajectory,
-            task=request.task,
-            family="agent",
-            seed=0,
-            policy=request.policy,
-            sampling=request.sampling,
-            outcome="finished",
-            turns=(),
-            diff=diff,
-            deleted=deleted,
-        )
-        await self.rollout.publish(subjects.TRAJ.at(run=self.run, group=request.group), trajectory)
 
     async def ended(self, agent: str, run: str) -> dict[str, Any]:
         while (view := (await self.call("GET", f"/v1/agents/{agent}/runs/{run}"))[1])["status"] == "RUNNING":
