@@ -20,6 +20,17 @@ def test_every_page_is_in_the_navigation_and_in_llms_txt() -> None:
     assert all((ROOT / name).is_file() for name in linked)
 
 
+def test_every_line_of_the_comparison_has_a_source() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    known = dict(re.findall(r"^\[([\w-]+)\]: (https://\S+)$", page, re.MULTILINE))
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not re.match(r"\| (what|subject) \|", line)]
+    assert len(rows) > 25
+    used = set(re.findall(r"\]\[([\w-]+)\]", page))
+    assert used == set(known)
+    for row in rows:
+        assert re.search(r"\]\[[\w-]+\]|\]\([\w-]+\.md\)|benchmarks/results/\w+\.json", row), row
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="needs pip install 'headrace[docs]'")
 def test_mkdocs_builds_the_site_without_a_warning(tmp_path: Path) -> None:
