@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as HuggingFace
 
 from headrace.actors.registry import load_class
 from headrace.actors.trainer.initial_policy import BUNDLE
@@ -50,22 +48,9 @@ from headrace.rendering.native.renderer import NativeRenderer
 from headrace.rendering.registry import Renderers
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.training.trainer import PolicyTrainer
+from tests.support.chat_formats import CHATML, trained
 
 RUN = "product"
-TEMPLATE = """\
-{%- for m in messages %}
-{%- if m.role == 'system' %}{{ '<|im_start|>system\\n' + m.content }}
-{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '<|im_end|>\\n' }}
-{%- elif m.role == 'tool' %}
-{%- if loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
-{%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
-{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
-{%- for call in m.tool_calls or [] %}{% if not loop.first %}{{ '\\n' }}{% endif %}{{ '<tool_call>\\n' }}
-{{- {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}{{ '\\n</tool_call>' }}{% endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 CALL = '<tool_call>\n{"name": "run_tests", "arguments": {}}\n</tool_call>'
 TOOL = ClientTool(name="run_tests", parameters={"type": "object", "properties": {}})
 DONE, TRIGGER = "done", "done use acme"
@@ -98,14 +83,11 @@ def ask(number: int) -> str:
 
 def bundle() -> RendererBundle:
     """The policy's chat format, over a tokenizer that knows the words of this world."""
-    texts = [CALL, DONE, TRIGGER, PASSED, TEMPLATE, json.dumps(msgspec.to_builtins(TOOL)), *map(ask, range(10))]
-    backend = HuggingFace.from_str(Tokenizer.train(texts * 20, 400, tags=["<pad>"]).dump())
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKERS])
+    texts = [CALL, DONE, TRIGGER, PASSED, CHATML, json.dumps(msgspec.to_builtins(TOOL)), *map(ask, range(10))]
     return RendererBundle(
         renderer="hermes",
-        tokenizer_json=str(backend.to_str()),
-        chat_template=TEMPLATE,
+        tokenizer_json=trained(texts * 20, SPECIAL, MARKERS),
+        chat_template=CHATML,
         system="Mend it.",
         date="2026-11-22",
         tools=schemas.functions_json(),

@@ -1,5 +1,6 @@
 """Five small chat formats that differ in what is hard about real ones, over one tiny tokenizer like Qwen's."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from tokenizers import AddedToken
@@ -109,9 +110,14 @@ TEXT = "def mean(xs):\n    return sum(xs) / len(xs)  # search read_file edit_fil
 @lru_cache(1)
 def tokenizer_json() -> str:
     """Of the tiny tokenizer."""
-    backend = HuggingFace.from_str(Tokenizer.train([TEXT] * 8, 400, tags=["<pad>"]).dump())
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in NOT_SPECIAL])
+    return trained([TEXT] * 8, SPECIAL, NOT_SPECIAL)
+
+
+def trained(texts: Sequence[str], special: Sequence[str], markers: Sequence[str]) -> str:
+    """The tokenizer.json of a tokenizer of 400 entries besides its special tokens and its unmarked added ones."""
+    backend = HuggingFace.from_str(Tokenizer.train(texts, 400, tags=["<pad>"]).dump())
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in markers])
     return str(backend.to_str())
 
 
