@@ -1,1 +1,1 @@
-"""Run state folded from the ledger, scheduling, and what is issued: the decisions of curriculum and evaluator."""
+"""The decisions of curriculum and evaluator: run state folded from the ledger, scheduling, issued attempts."""

@@ -1,4 +1,4 @@
-"""Dropped slots by the length of their episodes: dropping mostly long episodes would train a policy to be short.
+"""Dropped slots by the length of their episodes: a policy whose long episodes are dropped learns to be short.
 
 Asynchronous training finishes short episodes first. If the dropped episodes are longer than the kept ones, the policy
 is trained on a biased sample, and a total such as "1 % dropped" hides it. So slots are put into buckets of equal size
@@ -18,7 +18,8 @@ BUCKETS = 4
 
 
 class Fate(msgspec.Struct, frozen=True):
-    """A slot: the length of its episode (None while unknown), and the reason of its drop (empty when it was kept)."""
+    """A slot: the length of its episode in sampled tokens and seconds (None while unknown), and the reason of its drop
+    (empty when it was kept)."""
 
     tokens: float | None
     wall_s: float | None
@@ -34,7 +35,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DropsByLength(msgspec.Struct, frozen=True, kw_only=True):
-    """Slots of the train lane in buckets of about equal size, by sampled tokens and by seconds."""
+    """Slots of the train lane in buckets of about equal size, by sampled tokens and by seconds of wall time."""
 
     tokens: tuple[Bucket, ...] = ()
     wall_s: tuple[Bucket, ...] = ()
@@ -50,7 +51,7 @@ def edges(lengths: Sequence[float], buckets: int = BUCKETS) -> list[float]:
 
 
 def bucketed(pairs: Sequence[tuple[float, str]], buckets: int = BUCKETS) -> Iterator[Bucket]:
-    """Put (length, reason) pairs into buckets."""
+    """(length, reason) pairs as buckets, shortest first. A slot with an empty reason was not dropped."""
     lower = float("-inf")
     for upper in edges([length for length, _ in pairs], buckets):
         members = [reason for length, reason in pairs if lower < length <= upper]
@@ -60,7 +61,7 @@ def bucketed(pairs: Sequence[tuple[float, str]], buckets: int = BUCKETS) -> Iter
 
 
 def by_length(fates: Sequence[Fate], buckets: int = BUCKETS) -> DropsByLength:
-    """The report over some slots."""
+    """The report over some slots; its buckets are ascending by length."""
     unknown = Counter(fate.reason for fate in fates if fate.reason and fate.tokens is None)
     return DropsByLength(
         tokens=tuple(bucketed([(f.tokens, f.reason) for f in fates if f.tokens is not None], buckets)),

@@ -16,7 +16,7 @@ from headrace.messages.subjects import token
 from headrace.messages.tasks import TaskRef
 
 GROUP = 8
-"""Tasks per group."""
+"""Largest number of tasks of a group."""
 ATTEMPTS = 3
 """Attempts of a slot before it counts as an infrastructure failure."""
 
@@ -73,7 +73,7 @@ class Evaluation:
                     yield last.issued
 
     def rollout_request(self, issued: SlotIssued) -> RolloutRequest:
-        """The request of a recorded attempt."""
+        """The RolloutRequest of a recorded attempt, the same one at every call."""
         asked = self.request
         settings = RequestSettings(
             sampling=asked.sampling, limits=asked.limits, isolation=asked.isolation, policy=asked.policy
@@ -94,8 +94,8 @@ class Evaluation:
                 if last.score is None:
                     infra += 1
                     continue
-                good, all_ = families.get(last.score.family, (0, 0))
-                families[last.score.family] = (good + last.score.passed, all_ + 1)
+                family_passed, family_scored = families.get(last.score.family, (0, 0))
+                families[last.score.family] = (family_passed + last.score.passed, family_scored + 1)
                 passed += last.score.passed
                 passes[tasks[slot]] = last.score.passed
                 if self.request.policy.kind == "latest":

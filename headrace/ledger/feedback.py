@@ -1,8 +1,8 @@
 """The ledger of feedback: every rating from its record to its end, as a fold over the streams.
 
 Conservation: received = trained + late + capped + opted out + unattributed + superseded + purged + discarded + pending,
-at every moment. A rating ends by a FeedbackSettled, by its user's purge, or with the step of the batch in which the
-branch trains on it. The feedback actor decides by this ledger and the audit proves it; both use this module.
+at every moment. A rating ends with a FeedbackSettled, with its user's purge, or with the step of the batch in which the
+branch trains on it. The feedback actor decides from this ledger and the audit verifies it; both use this module.
 """
 
 from collections import Counter
@@ -22,15 +22,15 @@ ENDS = ("trained", "late", "capped", "opted_out", "unattributed", "superseded", 
 
 @dataclass(slots=True)
 class Rating:
-    """A rating whose record is in the stream, or was before its user was purged."""
+    """A rating whose record is in the stream, or was there until its user's ratings were purged."""
 
     seq: int
     feedback: Feedback | None
     """None when its record is deleted."""
     time: float
-    """Seconds since the epoch; 0 for a deleted one."""
+    """Seconds since the epoch at which its record was stored; 0 for a deleted record."""
     fate: str = ""
-    """Empty while it waits for a batch; ``closed`` from the moment when it has a place in one."""
+    """Empty while it waits for a batch; ``closed`` once it has a place in a batch; otherwise one of `ENDS`."""
     branch: str = ""
     group: str = ""
     purged: bool = False
@@ -56,7 +56,7 @@ class FeedbackBook:
         """Ratings that have not ended and have no place in a batch, oldest first."""
         self.by_user: dict[str, list[Rating]] = {}
         self.denied: dict[str, float] = {}
-        """Users whose ratings up to that moment are never trained on."""
+        """User to the time of the user's newest purge: ratings up to that time are never trained on."""
         self.problems: list[str] = []
 
     def apply(self, message: Message, seq: int, time: float = 0.0) -> bool:
@@ -71,11 +71,11 @@ class FeedbackBook:
         return False
 
     def _received(self, feedback: Feedback, seq: int, time: float) -> bool:
-        known = self.ratings.get(seq)
-        if known is not None:
-            if known.feedback is None and not known.purged:  # its end was read first
-                known.feedback, known.time = feedback, time
-                self.by_user.setdefault(feedback.user, []).append(known)
+        rating = self.ratings.get(seq)
+        if rating is not None:
+            if rating.feedback is None and not rating.purged:  # its end was read before its record
+                rating.feedback, rating.time = feedback, time
+                self.by_user.setdefault(feedback.user, []).append(rating)
             return False
         rating = self.ratings[seq] = self.waiting[seq] = Rating(seq, feedback, time)
         self.by_user.setdefault(feedback.user, []).append(rating)
@@ -110,14 +110,15 @@ class FeedbackBook:
         return (rating for rating in self.by_user.get(user, ()) if rating.feedback is not None)
 
     def counted(self, user: str, since: float, up_to: int) -> int:
-        """Ratings of a user since a moment that wait or have a place in a batch, before the one with sequence up_to."""
+        """Number of a user's ratings that wait or have a place in a batch, stored since `since` (seconds since the
+        epoch) and before sequence `up_to`."""
         return sum(
             rating.fate in ("", "closed") and rating.time >= since and rating.seq < up_to
             for rating in self.of_user(user)
         )
 
     def end(self, rating: Rating, branches: Mapping[str, RunState]) -> str:
-        """Under which of `ENDS` a rating is counted."""
+        """The entry of `ENDS` under which a rating is counted."""
         if rating.fate == "closed":
             branch = branches.get(rating.branch)
             group = branch.groups.get(rating.group) if branch is not None else None
@@ -129,11 +130,12 @@ class FeedbackBook:
         return rating.fate or "pending"
 
     def ends(self, branches: Mapping[str, RunState]) -> Counter[str]:
-        """Ratings by their end. branches: ledger, closings and steps of the runs that train on them."""
+        """Number of ratings by their end. branches: run state of the branch runs that train on them, by run."""
         return Counter(self.end(rating, branches) for rating in self.ratings.values())
 
     def groups(self) -> set[tuple[str, str]]:
-        """(branch, group) of every rating that has a place, or may have one by now."""
+        """(branch, group) of every rating with a place in a batch; branch is empty for ratings that still waited
+        here."""
         closed = {(rating.branch, rating.group) for rating in self.ratings.values() if rating.fate == "closed"}
         waiting = (rating.feedback for rating in self.waiting.values())
         return closed | {("", feedback.trajectory.rsplit("-", 2)[0]) for feedback in waiting if feedback is not None}
@@ -142,21 +144,22 @@ class FeedbackBook:
 def examine(
     book: FeedbackBook, branches: Mapping[str, RunState], later: FeedbackBook
 ) -> tuple[FeedbackReport, list[str]]:
-    """The report, and every fault in words.
+    """The report, and a text for every contradiction.
 
-    branches: ledger, closings and steps of the branch runs, read after `book`. later: the same ledger, read after them.
+    branches: run state of the branch runs, by run, read after `book`. later: the same ledger as `book`, read after
+    them.
     """
     wrong = [f"feedback: {problem}" for problem in book.problems]
     ends = book.ends(branches)
     unknown = set(ends) - set(ENDS)
     if unknown:
-        wrong.append(f"feedback: ratings ended as {sorted(unknown)}, which is no end")
+        wrong.append(f"feedback: ratings ended as {sorted(unknown)}; expected one of {', '.join(ENDS)}")
     closed = Counter((rating.branch, rating.group) for rating in book.ratings.values() if rating.fate == "closed")
     for (name, group), times in closed.items():
         if times > 1:
             wrong.append(f"feedback: {times} ratings have the place of {group} in {name}")
-        known = branches[name].groups.get(group)
-        if known is None or not known.closings:
+        state_group = branches[name].groups.get(group)
+        if state_group is None or not state_group.closings:
             wrong.append(f"feedback: {group} should have a place in {name} and has none")
     named = later.groups()
     for name, branch in branches.items():

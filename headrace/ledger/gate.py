@@ -1,4 +1,4 @@
-"""The gate between a candidate and the users, as pure functions over its GateState.
+"""The gate that a candidate version passes before it serves users, as pure functions over its GateState.
 
 candidate -> benchmark -> shadow -> canary stages -> promoted; or held (nothing shows that it is better, or the numbers
 do not come), or rolled back (users get worse answers). The benchmark decides on paired tasks; ratings of users are a
@@ -23,7 +23,7 @@ RUNNING: tuple[Stage, ...] = ("benchmark", "shadow", "canary")
 
 
 class GateLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line that `headrace gate` prints: one verdict, or the present state of the gate."""
+    """A line that `headrace gate` prints: one verdict, or the current state of the gate."""
 
     verdict: GateVerdict | None = None
     now: GateState | None = None
@@ -37,7 +37,8 @@ class Move(NamedTuple):
 
 
 def begin(run: str, candidate: PolicyRef, promoted: PolicyRef, rules: Gate, now: float, seen_seq: int) -> Move:
-    """A new candidate. seen_seq: ratings up to this one belong to the time before it."""
+    """The first state of a candidate. now: seconds since the epoch, as in all functions here. seen_seq: sequence of the
+    newest rating from before the candidate."""
     state = GateState(run=run, stage="benchmark", candidate=candidate, promoted=promoted, since=now, seen_seq=seen_seq)
     move = _to(state, "benchmark", "a new version", now)
     return move if rules.tasks else _after_benchmark(move.state, rules, now, "no benchmark is configured")
@@ -46,18 +47,18 @@ def begin(run: str, candidate: PolicyRef, promoted: PolicyRef, rules: Gate, now:
 def measured(
     state: GateState, candidate: Mapping[str, float], promoted: Mapping[str, float], rules: Gate, now: float
 ) -> Move | None:
-    """The end of the benchmark, by the share of trials of each task that each version passed; tasks that infrastructure
-    failed are left out."""
+    """The state after the benchmark; None when no benchmark is running. candidate, promoted: task to the share of its
+    trials that the version passed, 0 to 1, without tasks that failed in the infrastructure."""
     if state.stage != "benchmark":
         return None
-    found = paired_difference(promoted, candidate, rules.alpha)  # each side of the interval has half of alpha
-    figures = PairedFigures(tasks=found.tasks, won=found.won, lost=found.lost, lower=found.low)
+    paired = paired_difference(promoted, candidate, rules.alpha)  # each side of the interval has half of alpha
+    figures = PairedFigures(tasks=paired.tasks, won=paired.won, lost=paired.lost, lower=paired.low)
     state = msgspec.structs.replace(state, benchmark=figures)
-    if not found.tasks:
+    if not paired.tasks:
         return _to(state, "held", "no task was measured on both versions", now)
-    text = f"lower bound {found.low:+.3f} over {found.tasks} tasks, {found.won} won, {found.lost} lost"
-    if found.low <= rules.margin:
-        detectable = f"a difference of {found.detectable:.3f} is found with probability 0.8"
+    text = f"lower bound {paired.low:+.3f} over {paired.tasks} tasks, {paired.won} won, {paired.lost} lost"
+    if paired.low <= rules.margin:
+        detectable = f"a difference of {paired.detectable:.3f} is found with probability 0.8"
         return _to(state, "held", f"{text}: not above the margin of {rules.margin:+.3f}; {detectable}", now)
     return _after_benchmark(state, rules, now, text)
 
@@ -77,7 +78,7 @@ def shadowed(state: GateState, ok: bool, rules: Gate, now: float) -> Move | Gate
 
 
 def rated(state: GateState, policy: PolicyRef, up: bool, seq: int, rules: Gate, now: float) -> Move | GateState:
-    """The state after a user's rating of a session of some policy."""
+    """The state after a user's rating of a session that `policy` served; unchanged for a rating that does not count."""
     if state.stage != "canary" or seq <= state.seen_seq:
         return state
     state = msgspec.structs.replace(state, seen_seq=seq)
@@ -99,19 +100,20 @@ def rated(state: GateState, policy: PolicyRef, up: bool, seq: int, rules: Gate, 
 
 
 def overdue(state: GateState, rules: Gate, now: float) -> Move | None:
-    """Hold the candidate back when its stage has not ended in time: there are too few numbers to decide."""
+    """The held candidate, when its stage has not ended within `stage_s`; None before. It has too few ratings or trials
+    for a decision."""
     if state.stage in RUNNING and now - state.since > rules.stage_s:
         return _to(state, "held", f"{state.stage} has not ended within {rules.stage_s:g} s", now)
     return None
 
 
 def ended(state: GateState, stage: Stage, reason: str, now: float) -> Move:
-    """An operator's decision."""
+    """The state after an operator's decision."""
     return _to(state, stage, reason, now)
 
 
 def harm(state: GateState) -> float:
-    """The always-valid p-value of harm in this stage."""
+    """The always-valid p-value, 0 to 1, of the hypothesis that users rate the candidate no worse in this stage."""
     return always_valid_p(state.control.up, state.control.sessions, state.treated.up, state.treated.sessions)
 
 
@@ -131,7 +133,7 @@ def _after_benchmark(state: GateState, rules: Gate, now: float, why: str) -> Mov
 
 
 def _canary(state: GateState, rules: Gate, now: float, why: str) -> Move:
-    """The next canary stage; without any, the promotion."""
+    """The next canary stage; the promotion where the configuration has no canary stages."""
     step = state.step + 1 if state.stage == "canary" else 0
     if not rules.canary:
         return _to(state, "promoted", why, now, share=1.0)

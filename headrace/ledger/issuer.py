@@ -1,4 +1,4 @@
-"""Issuing attempts: the ledger record first, then the request, so that no request is ever forgotten or counted twice.
+"""Issues attempts: the ledger record first, then the request, so that no request is lost or counted twice.
 
 Two actors may believe that they issue for the same run, for example a curriculum that was paused and its successor. An
 issuer with a fence writes a Fence record when it starts, and every SlotIssued names that record as the last one of its
@@ -31,14 +31,16 @@ class Issuer:
         self._fence: tuple[str, int] | None = None
 
     async def fence(self, group: str, actor: str, id: str) -> Fence:
-        """Refuse all earlier issuers from now on. group: the name that stands for a group in the fence's subject."""
+        """Write a Fence, after which the broker refuses the records of all earlier issuers. group: the name that takes
+        a group's place in the fence's subject."""
         record = Fence(run=self._state.run, actor=actor, id=id)
         subject = LEDGER.at(run=self._state.run, group=group)
         self._fence = subject, await self._bus.publish(subject, record)
         return record
 
     async def issue(self, slots: Sequence[SlotIssued]) -> None:
-        """Write the attempts down, then publish their requests. WrongSequence: another issuer has taken over."""
+        """Write the attempts' records, then publish their requests. WrongSequence when another issuer has taken
+        over."""
         seqs = await asyncio.gather(*(self._write(issued) for issued in slots))
         for issued, seq in zip(slots, seqs, strict=True):
             self._state.apply(issued, seq)

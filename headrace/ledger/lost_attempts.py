@@ -1,4 +1,4 @@
-"""Which attempt a dead letter ends: without it the attempt would stay open for ever.
+"""Finds the attempt that a dead letter ends. Without this the attempt would never end.
 
 A RolloutRequest that no rollout could handle, and a Trajectory that the judge could not handle, leave their slot
 without an outcome. The dead letter carries the message, so the attempt is known from it. Where the payload cannot be

@@ -1,13 +1,13 @@
 """The curriculum's next decisions, as a pure function of the run state.
 
-It issues groups while there is credit, issues failed slots again, closes finished groups, and drops groups that can no
-longer be trained on. A decision depends on recorded facts alone, so a successor that rebuilds the state from the
-streams makes the same decisions as the curriculum that was killed.
+The curriculum issues groups while there is credit, issues failed slots again, closes finished groups, and drops groups
+that can no longer be trained on. A decision depends on recorded facts alone, so a successor that rebuilds the state
+from the streams makes the same decisions as the curriculum that was killed.
 
 The order of closings decides the batches, and a token's staleness is its batch minus its version. Among the finished
 groups the one with the oldest token closes first, and only if every other open group can still be placed in time
 (earliest deadline first, `algorithms.staleness.may_close`). An open group without a verdict counts with its
-`min_version`, the oldest version that may have sampled it. At most one batch beyond the current one is filled, so that
+`min_version`, the oldest version that may have sampled it. At most one batch after the current one is filled, so that
 a group that finishes in the meantime can still be placed before younger ones.
 """
 
@@ -38,20 +38,20 @@ class Rules(NamedTuple):
     speculate: int = 0
     """Number of last running slots of a group that get a speculative attempt."""
     replace_flat: int = 0
-    """Groups with equal rewards that are dropped instead of closed, at most, for each batch that has begun."""
+    """Largest number of groups with equal rewards that are dropped instead of closed, per batch that has begun."""
 
     @classmethod
-    def of(cls, own: Curriculum) -> "Rules":
-        """The rules of a run's configuration."""
+    def of(cls, section: Curriculum) -> "Rules":
+        """The rules of a run's `[curriculum]` section."""
         return cls(
-            own.group_size,
-            own.groups_per_step,
-            own.staleness,
-            own.steps,
-            own.attempts,
-            own.on_stale,
-            own.speculate,
-            own.replace_flat,
+            section.group_size,
+            section.groups_per_step,
+            section.staleness,
+            section.steps,
+            section.attempts,
+            section.on_stale,
+            section.speculate,
+            section.replace_flat,
         )
 
 
@@ -61,7 +61,7 @@ class IssueGroup:
 
     group: str
     number: int
-    """Ordinal of the group in its run, dropped ones counted: the position in the task order."""
+    """Ordinal of the group in its run, dropped groups included: its position in the task order."""
     index: int
     min_version: int
     slots: tuple[int, ...]
@@ -89,12 +89,12 @@ def group_name(number: int) -> str:
 
 
 def finished(state: RunState, rules: Rules) -> bool:
-    """Whether the run has taken its steps and nothing is open any more."""
+    """Whether the run has taken its steps and no group is open."""
     return state.steps >= rules.steps and not state.open
 
 
 def decide(state: RunState, rules: Rules) -> list[Decision]:
-    """The next decisions. The caller applies them before it asks again; none means to wait for the next record."""
+    """The next decisions. The caller applies them before it calls again; an empty list means: wait for a record."""
     if state.steps >= rules.steps:
         return [_drop(group, "cancelled", "the run has taken its steps") for group in state.open.values()]
     retries = _retries(state, rules)
@@ -119,13 +119,13 @@ def _drop(group: Group, reason: _Reason, detail: str) -> GroupDropped:
 
 
 def bounds_of(state: RunState, rules: Rules) -> Bounds:
-    """The bound of every batch: as the run's closings say, else as configured."""
+    """The bound of every batch: from the run's StalenessBound records, or the configured one when there are none."""
     return state.bounds or Bounds.constant(rules.bound)
 
 
 def _retries(state: RunState, rules: Rules) -> list[Decision]:
-    """Failed slots that have attempts left. A batch that is already over needs no tokens: the new attempt starts from
-    the oldest version that the next place can take."""
+    """A new attempt for every failed slot that has attempts left. Its tokens cannot be in a batch that is over, so it
+    samples from the oldest version that the next place can take, or a newer one."""
     floor = _floor(state, rules)
     return [
         RetrySlot(group.name, number, slot.last.number + 1, max(group.first.min_version, floor), slot.last.failed)
@@ -171,18 +171,18 @@ def _doubtful(slot: Slot) -> bool:
 
 
 def _caught(group: Group) -> int:
-    """Attempts at an impossible task that the judge calls cheating."""
+    """Number of slots of an unsolvable task whose attempt the judge calls cheating."""
     scores = [slot.kept.score for slot in group.slots.values() if slot.scored]
     return sum(score is not None and score.verdict == "cheating" for score in scores)
 
 
 def _survivors(group: Group) -> list[ClosedSlot]:
-    found = []
+    survivors = []
     for number, slot in sorted(group.slots.items()):
         attempt = slot.kept
         if attempt.score is not None:
             oldest = attempt.score.oldest_version
-            found.append(
+            survivors.append(
                 ClosedSlot(
                     slot=number,
                     attempt=attempt.number,
@@ -192,11 +192,11 @@ def _survivors(group: Group) -> list[ClosedSlot]:
                     oldest_version=oldest if oldest >= 0 else group.first.min_version,
                 )
             )
-    return found
+    return survivors
 
 
 def oldest_of(group: Group, rules: Rules) -> int:
-    """Version of the group's oldest token: known when it is finished, else the oldest that may have sampled it."""
+    """Version of the group's oldest token; for an unfinished group the oldest version that may have sampled one."""
     if _done(group, rules):
         return min((slot.oldest_version for slot in _survivors(group)), default=group.first.min_version)
     return group.first.min_version
@@ -229,8 +229,8 @@ def _close(state: RunState, rules: Rules) -> Decision | None:
     others = [version for version, group in [*ready, *waiting] if group is not first]
     if staleness.may_close(oldest, others, place, per_step, bounds):
         return _closing(first, rules)
-    everyone = [*ready, *waiting]
-    too_late = _too_late([version for version, _ in everyone], place, per_step, bounds)
+    all_open = [*ready, *waiting]
+    too_late = _too_late([version for version, _ in all_open], place, per_step, bounds)
     if too_late is None:
         needed = state.steps == staleness.batch_of(place, per_step) and len(ready) >= per_step - place % per_step
         if rules.on_stale == "wait" or not needed:
@@ -245,13 +245,15 @@ def _close(state: RunState, rules: Rules) -> Decision | None:
 
 
 def _flat(group: Group) -> bool:
-    """Equal rewards give no advantage."""
+    """Whether all rewards are equal: they then give no advantage."""
     return len({slot.reward for slot in _survivors(group)}) == 1
 
 
 def _too_late(versions: Iterable[int], place: int, per_step: int, bounds: Bounds) -> int | None:
-    """Earliest deadline first from a place on: the version of the first group that would be too late, None without
-    one."""
+    """The version of the first group that would be too late; None when all are in time.
+
+    Groups with these versions are placed earliest deadline first, from `place` on.
+    """
     for at, version in enumerate(sorted(versions), place):
         if bounds.last_batch(version) < staleness.batch_of(at, per_step):
             return version
@@ -273,7 +275,7 @@ def _closing(group: Group, rules: Rules) -> GroupClosed:
 
 
 def _next_group(state: RunState, rules: Rules) -> IssueGroup | None:
-    """First a group whose issue a crash interrupted, then a new one while credit and the run's length allow it."""
+    """A group whose issue a crash interrupted; otherwise a new group, while credit and the run's length allow one."""
     for group in state.open.values():
         missing = tuple(slot for slot in range(group.first.group_size) if slot not in group.slots)
         if missing:

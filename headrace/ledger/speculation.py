@@ -6,7 +6,7 @@ shorter episodes than it produces and, where short episodes fail or pass more of
 attempt runs to its end and is judged too, so the bias is measured: the means of the kept attempts against those of the
 first attempts, over the same slots.
 
-Trade-off: the work of the slower attempt pays for this measure. Speculation is off by default.
+Trade-off: the slower attempt runs to its end for this measurement alone. Speculation is off by default.
 """
 
 import statistics
@@ -36,11 +36,12 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """Slots whose attempts both have a verdict; the means are over them."""
     kept: Means | None = None
     first: Means | None = None
-    """The attempts that would have counted without speculation."""
+    """Means of the attempts that would have counted without speculation."""
 
 
 def speculation(groups: Iterable[Group], walls: Mapping[int, float | None]) -> Speculation | None:
-    """The report over some groups. walls: trajectory sequence to seconds."""
+    """The report over some groups; None when no slot has a speculative attempt. walls: trajectory sequence to seconds
+    of wall time."""
     slots = [slot for group in groups for slot in group.slots.values() if len(slot.live) > 1]
     if not slots:
         return None
@@ -48,12 +49,12 @@ def speculation(groups: Iterable[Group], walls: Mapping[int, float | None]) -> S
 
     def means(which: int) -> Means | None:
         scores = [(slot.kept if which else slot.live[0]).score for slot in pairs]
-        known = [score for score in scores if score is not None]
-        seconds = [wall for score in known if (wall := walls.get(score.trajectory_seq)) is not None]
+        judged = [score for score in scores if score is not None]
+        seconds = [wall for score in judged if (wall := walls.get(score.trajectory_seq)) is not None]
         return Means(
-            sampled_tokens=round(statistics.fmean(score.sampled_tokens for score in known), 2),
-            wall_s=round(statistics.fmean(seconds), 3) if len(seconds) == len(known) else None,
-            reward=round(statistics.fmean(score.reward for score in known), 4),
+            sampled_tokens=round(statistics.fmean(score.sampled_tokens for score in judged), 2),
+            wall_s=round(statistics.fmean(seconds), 3) if len(seconds) == len(judged) else None,
+            reward=round(statistics.fmean(score.reward for score in judged), 4),
         )
 
     return Speculation(

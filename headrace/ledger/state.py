@@ -32,13 +32,13 @@ class Attempt:
 
     @property
     def number(self) -> int:
-        """0 for the first."""
+        """Ordinal of the attempt at its slot; 0 for the first."""
         return self.issued.attempt
 
 
 @dataclass(slots=True)
 class Slot:
-    """A place in a group. Its last attempt counts, and with speculative attempts also those still running."""
+    """A place in a group. Its newest attempt counts; after a speculative attempt, the first of the two to be scored."""
 
     attempts: list[Attempt] = field(default_factory=list)
 
@@ -49,7 +49,8 @@ class Slot:
 
     @property
     def live(self) -> list[Attempt]:
-        """The attempts of which one counts. A later attempt ends the earlier ones, unless it is speculative."""
+        """The attempts that may count, oldest first. A new attempt replaces the earlier ones, unless it is
+        speculative."""
         at = len(self.attempts) - 1
         while at > 0 and self.attempts[at].issued.speculative:
             at -= 1
@@ -80,24 +81,24 @@ class Group:
     first: SlotIssued
     slots: dict[int, Slot] = field(default_factory=dict)
     closings: list[tuple[int, GroupClosed]] = field(default_factory=list)
-    """(sequence, record); an honest run has at most one."""
+    """(sequence, record); more than one is a fault that the audit reports."""
     dropped: GroupDropped | None = None
     steps: list[int] = field(default_factory=list)
-    """Steps whose outcome names the group; an honest run has at most one."""
+    """Steps whose outcome names the group; more than one is a fault that the audit reports."""
 
     @property
     def closed(self) -> GroupClosed | None:
-        """The record that closed the group."""
+        """The record that closed the group; None while it is not closed."""
         return self.closings[0][1] if self.closings else None
 
     @property
     def open(self) -> bool:
-        """Neither closed nor dropped."""
+        """Whether the group is neither closed nor dropped."""
         return not self.closings and self.dropped is None
 
     @property
     def retired(self) -> bool:
-        """Gives its credit back: its batch's step is over, or it was dropped."""
+        """Whether the group's credit is free again: the step of its batch is over, or the group was dropped."""
         return self.dropped is not None or bool(self.steps)
 
     def attempts(self) -> Iterator[tuple[int, Attempt]]:
@@ -120,7 +121,7 @@ class RunState:
         self.manifests: dict[int, StepManifest] = {}
         """By stream sequence."""
         self.outcomes: dict[int, Outcome] = {}
-        """Step to its outcome; of several incarnations the highest."""
+        """Step to its outcome; where several incarnations of the trainer took it, the highest one's."""
         self.scores: dict[int, Score] = {}
         """By stream sequence."""
         self.close_seq = 0
@@ -134,12 +135,12 @@ class RunState:
         """Groups that were dropped because their rewards were equal."""
         self.dropped = 0
         self.retired = 0
-        """Groups of the train lane, as credit counts them."""
+        """Retired groups of the train lane; `algorithms.staleness.credit` compares them with `issued`."""
         self.problems: list[str] = []
 
     @property
     def index(self) -> int:
-        """Number of the next group of the train lane, dropped ones not counted."""
+        """Index of the next group of the train lane, without dropped groups."""
         return self.issued - self.dropped
 
     @property
@@ -148,7 +149,7 @@ class RunState:
         return max(self.outcomes, default=-1) + 1
 
     def problem(self, text: str) -> None:
-        """Keep a contradiction."""
+        """Record a contradiction for the audit."""
         self.problems.append(text)
 
     def apply(self, message: Message, seq: int) -> bool:
@@ -173,7 +174,7 @@ class RunState:
         return False
 
     def fail(self, group: str, slot: int, attempt: int, reason: str) -> bool:
-        """Note that an attempt ended without a verdict. True when that was not known."""
+        """Record that an attempt ended without a verdict. True when this changed the state."""
         found = self.attempt(group, slot, attempt)
         if found is None or found.failed:
             return False
@@ -181,7 +182,7 @@ class RunState:
         return True
 
     def attempt(self, group: str, slot: int, attempt: int) -> Attempt | None:
-        """An attempt that was issued."""
+        """An issued attempt; None when the ledger has none with these numbers."""
         place = self.groups.get(group)
         found = place.slots.get(slot) if place is not None else None
         return next((a for a in found.attempts if a.number == attempt), None) if found is not None else None

@@ -1,7 +1,7 @@
 """From trajectories to versions: batches, the step, mid-training, re-scoring, checkpoints.
 
-What an actor needs is one class, `headrace.training.trainer.PolicyTrainer`; every call blocks, so run them in one
-worker thread and let the event loop beat meanwhile:
+An actor needs one class, `headrace.training.trainer.PolicyTrainer`. Every call blocks, so an actor makes the calls in
+one worker thread and its event loop stays free for heartbeats:
 
     trainer = PolicyTrainer.prepare(config, folder, tokenizer_json=text, traces=lambda: ..., progress=callback)
         resumes from <folder>/checkpoint.safetensors, or makes version 0 (mid-training calls `progress` from the

@@ -1,4 +1,4 @@
-"""Trajectories and scores into a batch: one sequence per segment, token for token as it was sampled.
+"""Builds a batch from trajectories and scores: one sequence per segment, token for token as it was sampled.
 
 The idea: a segment's context is the concatenation of its turns' (prompt_ids, ids); nothing is tokenised again. The last
 sampled token of a segment was never forwarded, so the inputs of a segment of n tokens are its first n - 1, and the
@@ -6,8 +6,8 @@ routed rows and the spans cover the same positions. Only sampled tokens have a l
 reward of a trajectory reaches every token that it sampled, in all its segments (self-summarisation as in Composer 2).
 
 A token's version is that of the span that forwarded the position before it, in the turn that sampled it. When a
-trajectory moves to an engine that lacks its KV cache, that engine forwards the whole context again. The first forward
-of a position wrote the token after it, so the routes of that forward are replayed.
+trajectory moves to an engine that lacks its KV cache, that engine forwards the whole context again. The token after a
+position was sampled from the position's first forward, so the routes of the first forward are replayed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ _DTYPES = {"|u1": torch.uint8, "<u2": torch.uint16, "<i4": torch.int32, "<i8": t
 
 
 class BatchError(ValueError):
-    """A record cannot be trained on; the text names the trajectory and what is wrong with it."""
+    """A record cannot be trained on; the text names the trajectory and the fault."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class Segment:
     behaviour: Tensor
     """float32 [M]: the sampler's log-probabilities."""
     versions: Tensor
-    """int64 [M]: the version that wrote each."""
+    """int64 [M]: the version that sampled each."""
     routed: Tensor | None
     """int64 [N, layers, top_k], rows of -1 where no record exists; None for a dense policy."""
     spans: tuple[Span, ...]
-    """Every forward in the order of the record, cut to the N inputs; re-scoring repeats them."""
+    """The spans of every forward, in the order of the record, cut to the N inputs; re-scoring repeats them."""
     advantage: float
     temperature: float
     index: int = 0
-    """Its index among the segments of the batch."""
+    """Index among the segments of the batch."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Batch:
         return sum(self.rewards) / self.trajectories
 
     def versions(self) -> list[int]:
-        """The version of every sampled token."""
+        """The version of every sampled token, in the order of the segments."""
         return [version for segment in self.segments for version in segment.versions.tolist()]
 
 
@@ -92,9 +92,9 @@ def build(
 ) -> Batch:
     """The batch of a manifest. `trajectories` and `scores` are keyed by stream sequence.
 
-    advantage: from the rewards of a group to those of its slots, as in `algorithms.registry`. by_class: it gets the
-    rewards of all rollouts of a task class in the batch instead (`class_advantages`).
-    BatchError when a record is missing, belongs to another slot, or contradicts itself.
+    advantage: the function from a group's rewards to its slots' advantages, as in `algorithms.registry`. by_class: it
+    gets the rewards of all rollouts of a task class in the batch instead (`class_advantages`). BatchError when a record
+    is missing, belongs to another slot, or contradicts itself.
     """
     segments: list[Segment] = []
     rewards: list[float] = []
@@ -130,7 +130,7 @@ def build(
 
 
 def tensor(array: Array) -> Tensor:
-    """A message's array as a tensor of its own dtype."""
+    """A copy of a message's array as a tensor of its dtype, on the CPU."""
     if not array.data:
         return torch.empty(array.shape, dtype=_DTYPES[array.dtype])
     return torch.frombuffer(bytearray(array.data), dtype=_DTYPES[array.dtype]).reshape(array.shape)
@@ -191,7 +191,8 @@ def _versions(trajectory: Trajectory, turn: Turn, start: int, end: int) -> list[
 
 
 def _routed(trajectory: Trajectory, turns: Sequence[Turn], covered: int) -> Tensor | None:
-    """Routed rows of positions 0..covered-1; of several forwards of a position the first counts."""
+    """int64 [covered, layers, top_k]: routes of positions 0..covered-1, -1 where none was recorded; None without any.
+    Where a position was forwarded several times, the first forward counts."""
     rows: Tensor | None = None
     for turn in turns:
         if turn.routed is None or not turn.spans:
@@ -209,7 +210,7 @@ def _routed(trajectory: Trajectory, turns: Sequence[Turn], covered: int) -> Tens
 
 
 def _spans(turns: Sequence[Turn], covered: int) -> list[Span]:
-    """Spans of all turns in record order; adjacent spans of one version become one."""
+    """Spans of all turns in record order, cut to `covered` positions; adjacent spans of one version become one."""
     spans: list[Span] = []
     for span in (span for turn in turns for span in turn.spans if span.start < covered):
         if spans and spans[-1].version == span.version and spans[-1].end == span.start:

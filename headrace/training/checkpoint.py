@@ -1,7 +1,7 @@
-"""The trainer's checkpoint: one safetensors file, whole or not at all.
+"""The trainer's checkpoint: one safetensors file, written atomically.
 
-The idea: masters, moments, counters and the kept versions are everything that the next step depends on besides its
-manifest, so a trainer that loads them goes on bit-equal to one that was never killed. The file gets its name only
+The idea: besides its manifest, the next step depends on masters, moments, counters and the kept versions alone. So a
+trainer that loads them continues with the same bits as one that was never killed. The file gets its name only
 after its bytes are on the disk (fsync, rename, fsync of the folder); a kill at any moment leaves the previous one.
 
 Layout: ``master.*``, ``exp_avg.*``, ``exp_avg_sq.*`` by parameter name, ``kept.<version>.*`` by published name, and the
@@ -48,7 +48,7 @@ def save(
     position: Mapping[str, int | str] | None = None,
     guard: Guard | None = None,
 ) -> None:
-    """Write the state atomically and durably. OSError when the disk is full: the old file stays."""
+    """Write the state atomically and durably. OSError when the disk is full; the previous file then stays."""
     tensors = state.tensors()
     for version, weights in (kept or {}).items():
         tensors.update({f"kept.{version}.{name}": value for name, value in weights.items()})
@@ -66,7 +66,7 @@ def save(
 def facts(
     state: TrainerState, kept: Sequence[int], position: Mapping[str, int | str], guard: Guard | None
 ) -> dict[str, str]:
-    """The metadata of a checkpoint, but for its hash."""
+    """The metadata of a checkpoint, without its hash."""
     about = {
         "format": str(FORMAT),
         "version": str(state.version),
@@ -80,7 +80,8 @@ def facts(
 
 
 def load(path: str | Path, state: TrainerState) -> CheckpointContents:
-    """Restore a state in place. FileNotFoundError when there is none, CheckpointError when it is broken or foreign."""
+    """Restore `state` in place. FileNotFoundError without a file; CheckpointError when it is damaged or of another
+    model."""
     file = snapshot.Snapshot(path)
     check(path, file.metadata, file.state_hash())
     tensors = snapshot.read(path)
@@ -88,11 +89,11 @@ def load(path: str | Path, state: TrainerState) -> CheckpointContents:
         state.restore(tensors, version=int(file.metadata["version"]), step=int(file.metadata["step"]))
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{path} is of another model: {error}") from None
-    found = contents(file.metadata, tensors, lambda _, value: value.clone())
+    mapped = contents(file.metadata, tensors, lambda _, value: value.clone())
     copies = {
-        version: {name: value.clone() for name, value in weights.items()} for version, weights in found.kept.items()
+        version: {name: value.clone() for name, value in weights.items()} for version, weights in mapped.kept.items()
     }
-    return CheckpointContents(copies, found.position, found.guard)
+    return CheckpointContents(copies, mapped.position, mapped.guard)
 
 
 def check(path: str | Path, about: Mapping[str, str], digest: str) -> None:
@@ -100,13 +101,15 @@ def check(path: str | Path, about: Mapping[str, str], digest: str) -> None:
     if about.get("format") != str(FORMAT):
         raise CheckpointError(f"{path} is not a trainer checkpoint of format {FORMAT}")
     if digest != about["hash"]:
-        raise CheckpointError(f"{path} does not have the bits that were written")
+        raise CheckpointError(
+            f"{path} is damaged: its bits give hash {digest}, expected {about['hash']}; remove the file"
+        )
 
 
 def contents(
-    about: Mapping[str, str], tensors: Mapping[str, Tensor], own: Callable[[str, Tensor], Tensor]
+    about: Mapping[str, str], tensors: Mapping[str, Tensor], copy: Callable[[str, Tensor], Tensor]
 ) -> CheckpointContents:
-    """The contents of a file besides the state. Kept versions lie in the file; own: copies a tensor of the guard."""
+    """The contents of a file besides the state. Tensors of kept versions stay mapped; copy: copies a guard's tensor."""
     kept: dict[int, dict[str, Tensor]] = {}
     for version in json.loads(about["kept"]):
         head = f"kept.{version}."
@@ -114,7 +117,7 @@ def contents(
     guard = None
     if "guard" in about:
         copies = {
-            name.removeprefix("guard."): own(name, value)
+            name.removeprefix("guard."): copy(name, value)
             for name, value in tensors.items()
             if name.startswith("guard.")
         }

@@ -1,10 +1,10 @@
-"""The gradient of a batch, or of a part of it, and the figures that come with it.
+"""The gradient of a batch, or of a part of it, and the sums that a step reports with it.
 
-Micro-batches are packed and summed in a fixed order, nothing is drawn at random, and routes are replayed from the
+Micro-batches are packed and summed in a fixed order, nothing is random, and routes are replayed from the
 sampler (R3, arXiv 2510.11370: the selection is forced, the gate is recomputed, so the gradient still reaches the
 router). After each micro-batch the state adds its gradient to float32 sums, whatever the dtype of the weights.
 
-Sums stay on the device until the batch's end: one read by the host per part instead of three per micro-batch.
+Sums stay on the device until the end of the part: the host waits for the device once, not three times per micro-batch.
 """
 
 import itertools
@@ -30,9 +30,9 @@ class Recipe(NamedTuple):
 
     algorithm: Algorithm
     micro_tokens: int
-    """Inputs of a micro-batch, at most, unless one segment has more."""
+    """Largest number of inputs of a micro-batch; a longer segment is a micro-batch of its own."""
     bound: int = 0
-    """Staleness that no token may exceed (Law 2)."""
+    """Largest staleness of a token, in versions (Law 2)."""
 
 
 class Helpers(NamedTuple):
@@ -48,9 +48,9 @@ class Part(NamedTuple):
 
     segments: Sequence[Segment]
     parts: int = 1
-    """Into how many updates the batch is split."""
+    """Number of updates that the batch is split into."""
     proximal: Mapping[int, Tensor] | None = None
-    """As `proximal_logprobs` returns; None while the model still is as it was before the step."""
+    """As `proximal_logprobs` returns them; None when the batch is one update, which needs no proximal policy."""
 
 
 class Gradient(NamedTuple):
@@ -66,7 +66,7 @@ class Gradient(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """As `Gradient`, of one micro-batch, on the device: 0-dim tensors."""
+    """As `Gradient`, for one micro-batch and on the device: sums are 0-dim tensors."""
 
     loss: Tensor
     trainer: Tensor
@@ -76,12 +76,13 @@ class _Sums(NamedTuple):
 
 
 def computed(batch: Batch, algorithm: Algorithm) -> list[Segment]:
-    """Segments that have a gradient."""
+    """Segments that have a gradient: those with an advantage, or all of them with a KL term."""
     return [s for s in batch.segments if s.advantage != 0.0 or algorithm.kl_weight > 0.0]
 
 
 def minibatches(segments: Sequence[Segment], parts: int) -> list[list[Segment]]:
-    """Segments of each update: whole trajectories in their order, of nearly equal number; one update if none is."""
+    """Segments of each update: whole trajectories in their order, in about equal numbers; without any, one empty
+    update."""
     names = list(dict.fromkeys(segment.trajectory for segment in segments))
     cuts = [len(names) * part // parts for part in range(parts + 1)]
     members = [set(names[start:end]) for start, end in itertools.pairwise(cuts) if end > start]
@@ -92,7 +93,7 @@ def minibatches(segments: Sequence[Segment], parts: int) -> list[list[Segment]]:
 def proximal_logprobs(
     model: Model, segments: Sequence[Segment], micro_tokens: int, data_parallel: DataParallel = SINGLE_PROCESS
 ) -> dict[int, Tensor]:
-    """The trainer's own log-probabilities float32 [M] (CPU) of some segments before the step, by `Segment.index`."""
+    """The trainer's log-probabilities of some segments before the step: `Segment.index` to float32 [M] on the CPU."""
     check_routes(model, segments)
     members = list(micro_batches(segments, micro_tokens))
 
@@ -109,7 +110,7 @@ def proximal_logprobs(
 def accumulate(
     state: TrainerState, batch: Batch, recipe: Recipe, part: Part | None = None, helpers: Helpers | None = None
 ) -> Gradient:
-    """The gradient of a batch's loss, or of one part of it, into the state."""
+    """Add the gradient of a batch's loss, or of one part of it, to the state. RoutesMissing as `check_routes`."""
     helpers = helpers or Helpers()
     part = part or Part(computed(batch, recipe.algorithm))
     objective = _objective(recipe.algorithm, batch, part.parts)
@@ -146,7 +147,7 @@ def _objective(algorithm: Algorithm, batch: Batch, parts: int) -> Objective:
 def _backward(
     model: Model, micro: MicroBatch, objective: Objective, proximal: Mapping[int, Tensor] | None, other: Model | None
 ) -> _Sums:
-    """One micro-batch's gradient into the model."""
+    """Add one micro-batch's gradient to the model's. other: the reference policy of the KL term."""
     logp, entropy = forward(model, micro)
     reference = None
     if objective.kl_weight > 0.0 and other is not None:
@@ -163,7 +164,7 @@ def _backward(
 
 
 def _total(parts: Sequence[_Sums]) -> Gradient:
-    """The sums of all micro-batches, in their order, read by the host once."""
+    """The sums of all micro-batches in their order, copied to the CPU at once."""
     if not parts:
         return Gradient(0.0, torch.empty(0), torch.empty(0), 0.0, 0)
     columns = [torch.stack([getattr(sums, name).double() for sums in parts]) for name in ("loss", "entropy", "clipped")]

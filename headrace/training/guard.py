@@ -1,13 +1,13 @@
-"""Reasons to refuse an update, and the guard that takes several updates back.
+"""Refusal of single updates, and the guard, which rolls several updates back.
 
-Refusal: a refused step costs one batch, a corrupted policy costs the run. The check comes before the update, so the old
-bytes are still there.
+Refusal: a refused step costs one batch, a corrupted policy costs the run. The check runs before the update, so nothing
+has to be undone.
 
 The guard: with stale samples at a high learning rate the tiny policy collapsed within ten steps, and k1, the distance
 of the trainer from the samplers, rose first. So k1 above its limit raises the alarm: at once when reward or entropy
 agree, else when it stays there for `guard_patience` steps. Weights and optimizer then go back to the last good version,
 whose bytes become the next version: numbers are never reused. The StepFailed of that step names it (`restored`). Tokens
-of the versions that were taken back would pull the policy there again, so batches that hold any are refused (at most
+of the versions that were rolled back would move the policy there again, so batches that hold any are refused (at most
 `staleness` of them), and the learning rate is multiplied by `guard_backoff`, because the same would happen again.
 
 A version is good when later batches confirmed it: a copy is taken regularly and becomes the good one after bound + 1
@@ -32,7 +32,7 @@ from headrace.config import Algorithm
 from headrace.training.state import TrainerState
 
 WINDOW = 8
-"""Calm steps that reward and entropy are compared with."""
+"""Number of steps without an alarm whose mean reward and entropy a new step is compared with."""
 
 
 def refusal(
@@ -53,7 +53,7 @@ def refusal(
 
 
 class BatchMetrics(NamedTuple):
-    """The figures of one batch before its update: nats per token, mean reward, nats per token."""
+    """The figures of one batch before its update: k1 and entropy in nats per token, and the mean reward."""
 
     k1: float
     reward: float
@@ -61,16 +61,17 @@ class BatchMetrics(NamedTuple):
 
 
 def alarm(now: BatchMetrics, calm: Iterable[BatchMetrics], over: int, algorithm: Algorithm) -> str:
-    """Why these metrics mean that the policy collapses; empty when they do not. over: steps before above the limit."""
+    """The reason for an alarm; empty without one. calm: steps to compare with; over: steps in a row already above the
+    limit."""
     if now.k1 <= algorithm.guard_k1:
         return ""
     said = f"k1 {now.k1:.3g} is above {algorithm.guard_k1:g}"
-    known = list(calm)
-    if known:
-        reward = statistics.fmean(reading.reward for reading in known)
+    earlier = list(calm)
+    if earlier:
+        reward = statistics.fmean(reading.reward for reading in earlier)
         if now.reward < algorithm.guard_reward * reward:
             return f"{said} and the reward fell from {reward:.3g} to {now.reward:.3g}"
-        entropy = statistics.fmean(reading.entropy for reading in known)
+        entropy = statistics.fmean(reading.entropy for reading in earlier)
         if not entropy / algorithm.guard_entropy <= now.entropy <= entropy * algorithm.guard_entropy:
             return f"{said} and the entropy went from {entropy:.3g} to {now.entropy:.3g}"
     return f"{said} for {over + 1} steps" if over + 1 >= algorithm.guard_patience else ""
@@ -90,12 +91,12 @@ class StateSnapshot:
         return cls(state.version, state.step, {name: value.clone() for name, value in state.tensors().items()})
 
     def restore(self, state: TrainerState) -> None:
-        """Weights and optimizer as they were; the version number stays where it is."""
+        """Put weights and optimizer back; the state's version number does not change."""
         state.restore(self.tensors, version=state.version, step=self.step)
 
 
 class Guard:
-    """One run's watch. Does nothing while `algorithm.guard_k1` is 0 and `numerics.on_mismatch` is not roll_back."""
+    """The guard of one run. Unused while `algorithm.guard_k1` is 0 and `numerics.on_mismatch` is not roll_back."""
 
     def __init__(self) -> None:
         self.calm: list[BatchMetrics] = []
@@ -106,17 +107,18 @@ class Guard:
         self.good: StateSnapshot | None = None
         self.candidate: StateSnapshot | None = None
         self.discarded: list[tuple[int, int]] = []
-        """Versions that were taken back, first and last."""
+        """(first, last) of each range of versions that were rolled back."""
 
     def refuses(self, versions: Iterable[int]) -> str:
-        """Why a batch may not be trained on: it holds tokens of a version that was taken back."""
+        """The reason to refuse a batch whose tokens have these versions: one of them was rolled back. Empty
+        otherwise."""
         for version in sorted(set(versions)):
             if any(first <= version <= last for first, last in self.discarded):
                 return f"version {version} wrote a token and was taken back"
         return ""
 
     def look(self, state: TrainerState, now: BatchMetrics, algorithm: Algorithm, bound: int) -> str:
-        """Judge the state that is about to be updated. Returns why it must be rolled back, or an empty text."""
+        """Check the state before its update. Returns the reason for a rollback, or an empty text."""
         why = alarm(now, self.calm, self.over, algorithm)
         if why:
             return why
@@ -129,16 +131,16 @@ class Guard:
         return ""
 
     def keep(self, state: TrainerState, bound: int) -> None:
-        """A batch confirms the state that is about to be updated: copy it, or make the held copy the good one."""
+        """A batch confirms the state before its update: copy it, or make the held copy the good one."""
         if self.candidate is None:
             self.candidate = StateSnapshot.of(state)
         elif state.version - self.candidate.version > bound:
             self.good, self.candidate = self.candidate, StateSnapshot.of(state)
 
     def roll_back(self, state: TrainerState, algorithm: Algorithm, *, slower: bool = True) -> int:
-        """Put the last good version's bytes and optimizer in place; its number, -1 when there is none yet.
+        """Restore the last good version's bytes and optimizer. Returns its number, -1 when there is none yet.
 
-        slower: the updates themselves went wrong, so the learning rate falls.
+        slower: also lower the learning rate, because the updates caused the collapse.
         """
         self.over, self.calm, self.candidate = 0, [], None
         if slower:
@@ -153,7 +155,7 @@ class Guard:
         return restored
 
     def dump(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """For the checkpoint: what JSON can hold, and tensors by flat name."""
+        """The guard for a checkpoint: values that JSON can hold, and tensors by flat name."""
         about: dict[str, Any] = {
             "calm": [list(reading) for reading in self.calm],
             "over": self.over,

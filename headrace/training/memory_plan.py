@@ -1,4 +1,4 @@
-"""Bytes that a trainer needs per device, by cause, in closed form: nothing is allocated and torch is not imported.
+"""Bytes that a trainer needs per device, by cause, computed from formulas: no allocation, no import of torch.
 
 The idea: parameters are counted from the policy's shape; activations are the tensors that one layer's autograd graph
 saves, written down term by term (`activation_bytes`). A test compares both with the model on the meta device. The
@@ -22,7 +22,7 @@ _CHUNK = 1024
 
 
 class Layout(NamedTuple):
-    """How the work is spread and what is kept."""
+    """The division of the work over devices, and the copies that are held."""
 
     devices: int = 1
     """Devices that share parameters, masters, moments and gradients (FSDP)."""
@@ -31,13 +31,13 @@ class Layout(NamedTuple):
     tokens: int = 8192
     """Inputs of a micro-batch, or of the longest sequence if that is longer."""
     recompute: bool = False
-    """Only the inputs of layers are kept; backward computes the rest of one layer at a time again."""
+    """Only the inputs of layers are kept; backward recomputes the other activations, one layer at a time."""
     moment_bytes: int = 4
     """Bytes of one of AdamW's two moments: 4, 2 or 1."""
     offload: bool = False
     """Masters and moments are in the host's memory."""
     versions: int = 1
-    """Earlier versions that re-scoring may rebuild: the staleness bound."""
+    """Largest number of earlier versions that re-scoring rebuilds: the staleness bound."""
     reference: bool = False
     """A reference policy for the KL term."""
     rounded: bool = False
@@ -55,7 +55,7 @@ class MemoryPlan(NamedTuple):
     gradients: int
     """Of one micro-batch, and their float32 sums."""
     gathered: int
-    """Layers that several devices put together for one forward or backward pass."""
+    """Layers that are gathered from all devices for a forward or backward pass."""
     activations: int
     head: int
     versions: int
@@ -81,7 +81,7 @@ class Parameters(NamedTuple):
 
 
 def parameters(config: PolicyConfig) -> Parameters:
-    """Elements of a policy, as `policy.model.Model` has them."""
+    """Numbers of elements of the parameters of `policy.model.Model`."""
     layers = [_layer(config, index) for index in range(config.layers)]
     outside = config.vocab * config.dim * (1 if config.tied else 2) + config.dim
     frozen = config.experts * config.sparse_layers if config.scores == "sigmoid" else 0
@@ -141,7 +141,7 @@ def activation_bytes(config: PolicyConfig, sparse: bool) -> int:
 
 
 def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
-    """The plan of one device. ValueError for a layout that is not possible."""
+    """The plan of one device. ValueError when `layout.context` does not divide the devices or the key-value heads."""
     if layout.devices % layout.context:
         raise ValueError(f"context parallelism of {layout.context} does not divide {layout.devices} devices")
     if config.kv_heads % layout.context:
@@ -155,11 +155,11 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     mastered = -(-count.experts // layout.devices) if same and config.expert_format == "mxfp8" else trained
     masters = 0 if same and config.expert_format != "mxfp8" else 4 * mastered
     moments = 2 * layout.moment_bytes * trained
-    kept = [activation_bytes(config, config.sparse(index)) for index in range(config.layers)]
+    per_layer = [activation_bytes(config, config.sparse(index)) for index in range(config.layers)]
     tokens = -(-layout.tokens // layout.context)
-    activations = tokens * sum(kept)
+    activations = tokens * sum(per_layer)
     if layout.recompute:
-        activations = tokens * (config.layers * config.dim * size + max(kept, default=0))
+        activations = tokens * (config.layers * config.dim * size + max(per_layer, default=0))
     head = min(tokens, _CHUNK) * config.vocab * 4 * 3 + 4 * config.vocab * config.dim + tokens * config.dim * size * 3
     gathered = 0
     if layout.devices > 1:  # two layers ahead and one's gradient, and the embedding and the head
@@ -179,9 +179,9 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
 
 
 def fitting(config: PolicyConfig, layout: Layout, available: int, spare: float = 0.2) -> Layout | None:
-    """The layout with the fewest measures whose plan leaves `spare` of the available bytes free; None when none does.
+    """The cheapest layout whose plan leaves the share `spare` of the available bytes free; None when none does.
 
-    Measures in order of their cost: recompute, context parallelism, smaller moments, offloading.
+    Tried in order of their cost: recompute, context parallelism, smaller moments, offloading.
     """
     degrees = [n for n in range(1, layout.devices + 1) if layout.devices % n == 0 and config.kv_heads % n == 0]
     for offload in (False, True):

@@ -1,8 +1,8 @@
 """Micro-batches: some segments of a batch as the tensors that one forward pass takes, on the model's device.
 
-The idea: a batch stays on the CPU, whatever the device, because it comes from messages. Each micro-batch is put
-together there and moved once, so neither the forward nor the backward pass mixes devices. Segments are packed by token
-budget, and one micro-batch has one temperature.
+The idea: a batch comes from messages and stays on the CPU, whatever the device. Each micro-batch is assembled there and
+moved once, so neither the forward nor the backward pass mixes devices. Segments are packed by token budget, and all
+segments of a micro-batch have the same temperature.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -76,9 +76,10 @@ def device_of(model: Model) -> torch.device:
 
 
 def check_routes(model: Model, segments: Iterable[Segment]) -> None:
-    """RoutesMissing when a segment of a mixture has no record of its routes: live routes would not be the sampler's.
+    """RoutesMissing when a segment of a mixture has no recorded routes: routes computed here may differ from the
+    sampler's.
 
-    Call it for a whole batch: when several processes train, all of them must refuse it, also those that get other
+    Call it for a whole batch: when several processes train, all of them must refuse it, including those that get other
     segments.
     """
     bare = [segment.trajectory for segment in segments if segment.routed is None]

@@ -1,14 +1,14 @@
-"""Mid-training: next-token prediction on traces of tool use, before any reinforcement.
+"""Mid-training: next-token prediction on traces of tool use, before reinforcement learning.
 
-The idea: a randomly initialised policy finds no reward, so it first learns from traces that scripts make against real
-repository content, in exactly the format that it will meet. Many small steps beat few large ones here: with batches of
-4,096 tokens nothing was learned from 1.5 M tokens, with 1,024 the same tokens were enough. Traces are imperfect on
+The idea: a randomly initialised policy finds no reward, so it first learns from traces that scripts produce on real
+repository content, in exactly the format of its later episodes. Small batches are better here: with batches of 4,096
+tokens nothing was learned from 1.5 M tokens, with 1,024 the same tokens were enough. Traces are imperfect on
 purpose (they quit early, edit a file that they have not read, write a wrong fix), so that reinforcement has something
 to improve.
 
 The weights depend on the traces and the recipe alone, also after a trainer was killed. Weights, moments and the number
 of steps are saved regularly. A restarted trainer generates the traces of earlier steps again and skips them, which
-takes a twentieth of the time of learning from them.
+takes a twentieth of the time that learning from them took.
 """
 
 import math
@@ -31,11 +31,11 @@ __all__ = ["MidTrainingFailed", "Progress", "Trace", "batches", "learning_rate",
 
 
 KEEP_S = 20.0
-"""Seconds between two checkpoints, at least."""
+"""Smallest number of seconds between two checkpoints."""
 KEEP_SHARE = 0.05
-"""Share of the time that checkpoints may take: those of a larger model are written less often."""
+"""Largest share of the time that checkpoints take: those of a larger model are written less often."""
 REPORT_S = 5.0
-"""Seconds after which progress is reported, whatever the number of steps."""
+"""Seconds after which progress is reported, even before `every` steps."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Progress:
 
 
 class MidTrainingFailed(Exception):
-    """The loss or the gradient is not finite, at a step that the text names; or the saved file is of another recipe."""
+    """The loss or the gradient of a step is not finite, or the saved file is of another recipe; the text says which."""
 
 
 def learning_rate(recipe: MidTraining, done: float) -> float:
@@ -80,7 +80,7 @@ def run(
     every: int = 50,
     kept: Path | None = None,
 ) -> int:
-    """Train `model` in place until `recipe.tokens` were read; returns the steps taken.
+    """Train `model` in place on `recipe.tokens` tokens, or until `traces` end; returns the number of steps.
 
     `progress` is called every `every` steps or REPORT_S and at the end, from this thread. `kept` is a file to continue
     from, if it exists, and to write every KEEP_S or more (KEEP_SHARE); `traces` begin with the first one in either
@@ -125,14 +125,14 @@ def run(
 
 
 def _resume(kept: Path, state: TrainerState, recipe: MidTraining) -> int:
-    """Restore the saved file; the number of tokens that were read before it."""
+    """Restore the saved file, if there is one. Returns the number of tokens that were read before it was written."""
     try:
-        found = checkpoint.load(kept, state)
+        saved = checkpoint.load(kept, state)
     except FileNotFoundError:
         return 0
-    if found.position["recipe"] != _words(recipe):
+    if saved.position["recipe"] != _words(recipe):
         raise MidTrainingFailed(f"{kept} was begun under another [mid_training]: go back to that, or remove the file")
-    return int(found.position["tokens"])
+    return int(saved.position["tokens"])
 
 
 def _words(recipe: MidTraining) -> str:

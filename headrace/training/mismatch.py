@@ -1,4 +1,4 @@
-"""The mismatch of each engine, measured on the same weights (Law 5): the first signal of a broken run.
+"""The mismatch of each engine, measured on the same weights (Law 5): the earliest sign that a run is broken.
 
 The idea: k1 and k3 over a batch mix rounding with learning, because the policy has moved since it sampled. Here a
 sample of trajectories is scored again, span by span, with the weights that wrote them. A sampled token depends on the
@@ -31,7 +31,7 @@ from headrace.training.batch import Batch, Segment
 
 
 class TooFar(Exception):
-    """An engine exceeds a limit at which the step is refused; the text says which limit and by how much."""
+    """An engine exceeds a limit at which the step is refused; the text names the engine, the figure and the limit."""
 
 
 class Rescored(NamedTuple):
@@ -49,7 +49,7 @@ class Measured(NamedTuple):
     """In order of engine and fingerprint."""
 
     def alarm(self, limits: Numerics) -> str:
-        """The limits that are exceeded and the foreign fingerprints, in words; empty when there are none."""
+        """A text that names the exceeded limits and other fingerprints; empty when there are none."""
         return "; ".join(text for text in (above(self.engines, limits), strangers(self.engines)) if text)
 
 
@@ -80,7 +80,7 @@ def measure(
     chosen = drawn(batch, sample, seed)
     parts: dict[tuple[str, str], list[Compared]] = {}
     for name in dict.fromkeys(segment.trajectory for segment in batch.segments):
-        parts.setdefault(origin[name], [])  # an engine of which no trajectory was drawn is still named
+        parts.setdefault(origin[name], [])  # engines without a drawn trajectory are reported too
     for segment in batch.segments:
         if segment.trajectory in chosen:
             parts[origin[segment.trajectory]].append(compare(models, segment))
@@ -92,7 +92,7 @@ def measure(
 
 
 def drawn(batch: Batch, sample: int, seed: int) -> set[str]:
-    """The trajectories of a batch that are scored again: up to `sample`, chosen by `seed`."""
+    """The ids of the trajectories that are scored again: `sample` of the batch, or all of them, chosen by `seed`."""
     names = list(dict.fromkeys(segment.trajectory for segment in batch.segments))
     return set(random.Random(f"rescore-{seed}").sample(names, min(sample, len(names))))
 
@@ -100,7 +100,7 @@ def drawn(batch: Batch, sample: int, seed: int) -> set[str]:
 def compare(models: Mapping[int, Model], segment: Segment) -> Compared:
     """One segment's sampled tokens, by trainer and by sampler, and how many of their routes differ.
 
-    In exact mode the routes are computed live, which proves them; elsewhere the recorded ones are replayed.
+    In exact mode the routes are computed live, which checks the record; elsewhere the recorded routes are replayed.
     """
     exact = models[max(models)].numerics.exact
     ids = torch.cat([segment.ids, segment.targets[-1:]])
@@ -151,7 +151,7 @@ def answer(measured: Measured, limits: Numerics, algorithm: Algorithm) -> Algori
 
 
 def above(engines: Sequence[EngineMismatch], limits: Numerics) -> str:
-    """The first engine and figure above a limit, in words; empty when all keep within. A NaN is above every limit."""
+    """A text about the first figure of an engine above a limit; empty when there is none. NaN is above every limit."""
     for engine in engines:
         for name in ("max_abs_dlp", "k3", "differ", "flips"):
             value, limit = getattr(engine, name), getattr(limits, f"limit_{name}")
@@ -161,7 +161,7 @@ def above(engines: Sequence[EngineMismatch], limits: Numerics) -> str:
 
 
 def strangers(engines: Sequence[EngineMismatch]) -> str:
-    """The engines whose fingerprint is not the trainer's, in words; empty when there are none."""
+    """A text that names the engines with another fingerprint than the trainer's; empty when there are none."""
     other = [f"{engine.engine or 'unnamed'} ({engine.fingerprint or 'none'})" for engine in engines]
     named = [text for text, engine in zip(other, engines, strict=True) if not engine.same_fingerprint]
     return f"other numerics fingerprint than the trainer's: {', '.join(named)}" if named else ""

@@ -17,11 +17,12 @@ def prepare(
     progress: Callable[[Progress], None] = lambda _: None,
     base: Path | None = None,
 ) -> PolicyTrainer:
-    """As `PolicyTrainer.prepare`. `GroupError` when a rank cannot start. Close it when it is not needed any more."""
+    """As `PolicyTrainer.prepare`, in one process or in several. GroupError when a rank cannot start. The caller closes
+    the trainer."""
     if config.trainer.ranks == 1:
         return PolicyTrainer.prepare(
             config, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base
         )
-    from headrace.training.parallel.trainer import open_ranks  # a second of imports that one process does not need
+    from headrace.training.parallel.trainer import open_ranks  # its imports take a second, and one process needs none
 
     return open_ranks(config, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base)

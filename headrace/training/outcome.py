@@ -5,16 +5,16 @@ from headrace.training.state import TrainerState
 
 
 class StepOutcome(StepFigures, frozen=True, kw_only=True):
-    """`failed` is empty for an update that was made; otherwise `version` has the old bytes, or restored ones.
+    """`failed` is empty after an update. Otherwise `version` has the bytes of the version before it, or restored ones.
 
-    k1, k3, entropy and clipped are over the tokens that were computed, those of groups with an advantage.
+    k1, k3, entropy and clipped are means over `computed_tokens`: the tokens of groups with an advantage.
     """
 
     failed: str = ""
     """The reason, in snake_case."""
     detail: str = ""
     restored: int = -1
-    """The earlier version whose bytes and optimizer these are, after a rollback; -1 when there was none."""
+    """After a rollback, the earlier version whose bytes and optimizer were restored; -1 without a rollback."""
     computed_tokens: int = 0
 
 

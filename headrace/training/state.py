@@ -1,9 +1,9 @@
-"""The trainer's state: the model in the dtype that engines serve, float32 master weights, the optimizer, the counters.
+"""The trainer's state: the model in the dtype that engines serve, float32 master weights, optimizer and counters.
 
 The idea: the forward pass runs on exactly the bytes that are published, so the trainer's log-probabilities are those of
-the sampler. The optimizer works on float32 masters, which are rounded into the model after each update; where the
-model is float32 itself, the masters are its own parameters and nothing is copied. Gradients of several micro-batches
-are added in float32 too: in bfloat16 the sum of 16 is off by 5e-3.
+the sampler. The optimizer updates float32 masters, which are rounded into the model after each update; where the model
+is float32 itself, the masters are its parameters and nothing is copied. Gradients of micro-batches are added in float32
+too: in bfloat16 the sum of 16 has a relative error of 5e-3.
 
 All tensors are on the model's device.
 """
@@ -22,30 +22,30 @@ from headrace.weights.state import state_hash
 
 
 class TrainerState:
-    """Model, masters, optimizer, version and step. `version` is that of the model's current bytes."""
+    """Model, masters, optimizer, version and step. `version` is the version of the model's current bytes."""
 
     def __init__(self, model: Model, *, version: int = 0, settings: OptimizerSettings | None = None) -> None:
         """A fresh optimizer over the model's weights."""
         self.model = model
         self.version = version
         self.step = 0
-        """Updates made by this optimizer; failed steps count as versions, not here."""
+        """Number of updates by this optimizer. A failed step makes a version but no update."""
         self.log: Log | None = None
-        """With a list, every write to the served weights appends its undo entry here (`versions`)."""
+        """Every write to the served weights appends its undo entry here (`served.versions`); None records nothing."""
         self.master = self._masters()
         if model.served_dtype is not None:
-            for name, parameter in model.named_parameters():  # frozen ones too: they are published as well
+            for name, parameter in model.named_parameters():  # frozen parameters are published too
                 precision.cast_into(model, name, parameter, self.master.get(name, parameter).detach())
         self._sums: dict[str, Tensor] = {}
-        """float32 gradients of the micro-batches so far, of parameters with another dtype."""
+        """float32 sums of the micro-batches' gradients, for parameters with another dtype."""
         self.optimizer = AdamW(self.master.values(), settings or OptimizerSettings())
 
     def parameters(self) -> dict[str, Tensor]:
-        """The weights that this process holds, by our names; masters among them where a master is what is served."""
+        """The weights that this process holds, by `Model`'s names. A float32 parameter may be its own master."""
         return dict(self.model.named_parameters())
 
     def _masters(self) -> dict[str, Tensor]:
-        """float32, of every parameter that is trained."""
+        """The float32 master of every trained parameter, by name."""
         return {
             name: precision.master_of(self.model, name, parameter)
             for name, parameter in self.model.named_parameters()
@@ -53,7 +53,7 @@ class TrainerState:
         }
 
     def served(self, name: str, parameter: Tensor) -> Tensor:
-        """A parameter as it is served; it may share its memory."""
+        """A parameter's values as they are served; the result may share the parameter's memory."""
         return parameter.detach()
 
     def configure(self, settings: OptimizerSettings) -> None:
@@ -69,14 +69,14 @@ class TrainerState:
         return state_hash(self.published())
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Discard the gradients."""
         self.model.zero_grad(set_to_none=True)
         self._sums.clear()
 
     def collect_gradients(self) -> None:
-        """Add the model's gradients to the float32 sums, after each micro-batch.
+        """After each micro-batch: add the model's gradients to the float32 sums.
 
-        float32 parameters keep theirs: torch adds them in float32 already.
+        float32 parameters are left out: torch adds their gradients in float32 already.
         """
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None or parameter.dtype == torch.float32:
@@ -132,7 +132,8 @@ class TrainerState:
             self.log.append((name, entry))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that an update depends on, by flat name: for checkpoints."""
+        """The tensors that an update depends on, by flat name: masters, moments and frozen parameters, for
+        checkpoints."""
         out: dict[str, Tensor] = {}
         for name, master in self.master.items():
             out[f"master.{name}"] = master.detach()

@@ -1,4 +1,4 @@
-"""One step: a batch in, one version out, the same bits every time.
+"""One step: makes a version from a batch, with the same bits at every repetition.
 
 The idea: a step is a pure function of the trainer's state, the batch of a manifest and the recipe (`gradient` computes
 the gradient). Groups without an advantage have no gradient: they are not computed, but they count in the divisor, the
@@ -6,9 +6,9 @@ figures and the ledger.
 
 A batch may be split into several updates (`minibatches`), in the order of its trajectories. The proximal policy of the
 decoupled objective is then the trainer's own log-probabilities from before the first of them. All or nothing: when one
-update is refused, the ones before it are undone.
+update is refused, the updates before it are undone.
 
-Trade-off: one pass over each batch (single epoch, as Composer 2 does it). More passes would need a clipped ratio.
+Trade-off: one pass over each batch (a single epoch, as in Composer 2). More passes would need a clipped ratio.
 """
 
 import time
@@ -50,11 +50,11 @@ class _Update(NamedTuple):
 def take(
     state: TrainerState, batch: Batch, recipe: Recipe, guard: Guard | None = None, helpers: Helpers | None = None
 ) -> StepOutcome:
-    """Train on a batch: version k becomes k + 1. A refused update becomes k + 1 too, with the old bytes.
+    """Train on a batch: version k becomes k + 1. A refused update also makes version k + 1, with the bytes of k.
 
-    A batch with a token older than `recipe.bound` is refused (Law 2). guard: the run's watch, which may put an earlier
-    version's bytes in place. With `helpers.data_parallel` every process calls this with the same arguments, and all get
-    the same outcome. Nothing is written outside of `state` and `guard`.
+    A batch with a token older than `recipe.bound` versions is refused (Law 2). guard: the run's guard, which may
+    restore an earlier version's bytes. With `helpers.data_parallel` every process calls this with the same arguments,
+    and all get the same outcome. Nothing is written outside of `state` and `guard`.
     """
     started = time.perf_counter()
     ages = histogram(state.version, batch.versions())
@@ -106,8 +106,8 @@ class _Step:
         self.rate = learning_rate(recipe.algorithm, state.step) * (watch.factor if watch is not None else 1.0)
 
     def run(self) -> tuple[list[_Update], Mismatch]:
-        """All updates, or none (the last one then has the reason); and the mismatch of the model from before the
-        step."""
+        """Make all updates, or none: the last one then has the reason. Also returns the mismatch between samplers and
+        the model from before the step."""
         algorithm = self.recipe.algorithm
         parts = minibatches(self.segments, algorithm.minibatches)
         proximal: dict[int, Tensor] | None = None
@@ -122,25 +122,25 @@ class _Step:
             gradient = accumulate(
                 self.state, self.batch, self.recipe, Part(segments, len(parts), proximal), self.helpers
             )
-            own = mismatch(gradient.trainer, gradient.sampler)
+            part_mismatch = mismatch(gradient.trainer, gradient.sampler)
             first = not updates
             if first:
-                before = own if proximal is None else _mismatch_before(self.segments, proximal)
-            update = self._judge(gradient, own, before if first else None)
+                before = part_mismatch if proximal is None else _mismatch_before(self.segments, proximal)
+            update = self._judge(gradient, part_mismatch, before if first else None)
             updates.append(update)
             if update.reason:
                 self.state.zero_grad()
                 if not first and undo is not None:
                     undo.restore(self.state)
                 break
-            if own.tokens:
+            if part_mismatch.tokens:
                 norm = update.norm
                 self.state.apply(self.rate, min(1.0, algorithm.grad_clip / norm) if norm > 0.0 else 1.0)
         return updates, before
 
     def _judge(self, gradient: Gradient, own: Mismatch, before: Mismatch | None) -> _Update:
-        """An update, with the reason for which it is refused. before: the gradient of the batch, for the first
-        update."""
+        """The update of a gradient, with the reason when it is refused. own: the mismatch of its part; before: the
+        mismatch of the batch before the step, given for the first update alone."""
         algorithm, norm = self.recipe.algorithm, self.state.gradient_norm()
         k1 = (before or own).k1
         limits = {"max_gradient_norm": algorithm.max_grad_norm, "max_k1": algorithm.max_k1}
@@ -157,6 +157,6 @@ class _Step:
 
 
 def _mismatch_before(segments: Sequence[Segment], proximal: Mapping[int, Tensor]) -> Mismatch:
-    """Samplers against the model from before the step."""
+    """The mismatch between the samplers and the model from before the step."""
     trainer = torch.cat([proximal[segment.index] for segment in segments])
     return mismatch(trainer, torch.cat([segment.behaviour for segment in segments]))

@@ -1,11 +1,11 @@
-"""One run's trainer without the bus: prepared or resumed, stepped, published. `actors.trainer` drives it.
+"""One run's trainer without the bus: it prepares or resumes, takes steps and publishes. `actors.trainer` calls it.
 
 Folder of a run's trainer:
     checkpoint.safetensors   the newest durable state, replaced atomically
     mid-training.safetensors the same for mid-training, while it runs
     policy/                  config.json and tokenizer.json of the run, written once
-This module knows no streams: manifests and records come in, outcomes and files go out, and `position` is a mapping that
-the caller finds again after a crash. All calls block and belong into one worker thread.
+This module knows no streams: it takes manifests and records and returns outcomes and files. `position` is a mapping
+that the caller saves and gets back after a crash. All calls block; make them in one worker thread.
 """
 
 import copy
@@ -67,9 +67,10 @@ class PolicyTrainer:
         self.reference: Model | None = None
         """Version 0, held only while `algorithm.kl_weight` > 0."""
         self.guard = Guard()
-        """Watches for a collapse while `algorithm.guard_k1` > 0, or for engines over a limit; see `guarded`."""
+        """Detects a collapse while `algorithm.guard_k1` > 0, and rolls back when engines exceed a limit; see
+        `guarded`."""
         self.position: Mapping[str, int | str] = {}
-        """The argument of the last `save`: where in the streams the trainer stood."""
+        """The argument of the last `save`: the trainer's position in the streams."""
         self.resumed = False
         self.data_parallel: DataParallel = SINGLE_PROCESS
 
@@ -84,18 +85,20 @@ class PolicyTrainer:
         progress: Callable[[Progress], None] = lambda _: None,
         base: Path | None = None,
     ) -> "PolicyTrainer":
-        """Resume from the folder's checkpoint, or make version 0: a new policy or a Hugging Face one, mid-trained.
+        """Resume from the folder's checkpoint, or make version 0: a new or a Hugging Face policy, after mid-training.
 
-        tokenizer_json: the run's tokenizer.json, kept beside config.json; a resumed run must bring the same text.
-        base: a snapshot file that is version 0 as it is, in place of a new or a mid-trained policy.
-        traces: called when there is mid-training to do. TrainerError, CheckpointError or MidTrainingFailed say why not.
+        tokenizer_json: the text of the run's tokenizer.json; a resumed run must pass the same text.
+        base: a snapshot file with the bytes of version 0, instead of a new or a mid-trained policy.
+        traces: called when mid-training is configured. Raises TrainerError, CheckpointError or MidTrainingFailed.
         """
         torch.set_num_threads(config.trainer.threads)
         device = device_named(config.trainer.device)
         policy = cls.prepare_files(config, folder, tokenizer_json=tokenizer_json)
         numerics = probe(policy, exact=config.engine.exact)
         if config.engine.exact and not numerics.exact:
-            raise TrainerError(f"exact mode was asked for and this machine cannot keep it: {numerics.reason}")
+            raise TrainerError(
+                f"[engine] exact = true, but this machine has no exact mode: {numerics.reason}; set it to false"
+            )
         settings = optimizer_settings(config.algorithm)
         file = folder / "checkpoint.safetensors"
         if file.exists():
@@ -121,7 +124,7 @@ class PolicyTrainer:
 
     @staticmethod
     def prepare_files(config: Config, folder: Path, *, tokenizer_json: str) -> PolicyConfig:
-        """Check what `prepare` needs, and write the run's config.json and tokenizer.json. TrainerError."""
+        """Check plugins, device and memory, and write the run's config.json and tokenizer.json. TrainerError."""
         plugins_of(config.algorithm)
         policy = _policy(config, folder, tokenizer_json)
         device = device_named(config.trainer.device)
@@ -131,11 +134,12 @@ class PolicyTrainer:
 
     @property
     def lost(self) -> str:
-        """Why another process of this trainer has ended; empty while all live, or when there is no other."""
+        """The reason for which another process of this trainer has ended; empty while all run, or without other
+        processes."""
         return ""
 
     def close(self) -> None:
-        """Release resources outside of this process: none here; the other processes in a group."""
+        """Release resources outside of this process: nothing here; in a group the other processes."""
 
     @property
     def version(self) -> int:
@@ -150,15 +154,16 @@ class PolicyTrainer:
     def step(
         self, manifest: StepManifest, trajectories: Mapping[int, Trajectory], scores: Mapping[int, Score]
     ) -> StepOutcome:
-        """Take the step of a manifest; records are keyed by stream sequence. A pure function of state and arguments.
+        """Take the step of a manifest; records are keyed by stream sequence. The result depends on state and arguments
+        alone.
 
-        A batch that cannot be trained on gives an outcome with `failed`; the version still moves on, with the old
-        bytes. ValueError when the manifest is of another version: the caller is out of step. TrainerError when a plugin
+        A batch that cannot be trained on gives an outcome with `failed`; the version still grows by one, with the old
+        bytes. ValueError when the manifest updates another version than the current one. TrainerError when a plugin
         here differs from the manifest's (Law 4).
         """
         if manifest.version != self.state.version:
             raise ValueError(f"the manifest updates version {manifest.version}, this is {self.state.version}")
-        # The parts behind the batch's records need not be on this node: the step reads what they recorded.
+        # Plugins that produced the batch's records need not be on this node: the step only reads the records.
         executed = [plugin for plugin in manifest.plugins if plugin.seam in STEP_SEAMS]
         if why := differing(executed, plugins_of(self.config.algorithm)):
             raise TrainerError(why)
@@ -230,7 +235,8 @@ class PolicyTrainer:
         return msgspec.structs.replace(refuse(self.state, "mismatch_over_limit", f"{said}; {where}"), restored=restored)
 
     def publish(self, path: Path) -> str:
-        """Write the served bytes as one safetensors file, whole or not at all; returns their state hash."""
+        """Write the served bytes as one safetensors file, atomically; returns their state hash. OSError on a full
+        disk."""
         return snapshot.write(path, self.state.published())
 
     def save(self, position: Mapping[str, int | str]) -> None:
@@ -249,7 +255,8 @@ class PolicyTrainer:
             self.reference = copy.deepcopy(self.state.model)
 
     def _load(self, file: Path) -> None:
-        """Take over a checkpoint: state, kept versions, reference, guard, position."""
+        """Restore state, kept versions, reference, guard and position from a checkpoint. CheckpointError,
+        TrainerError."""
         contents = checkpoint.load(file, self.state)
         self.state.log = []
         self.versions = Versions(self.state.model, self.state.version)
@@ -285,21 +292,21 @@ def device_named(name: str) -> torch.device:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free bytes of a device; of the CPU, what the kernel says may be allocated without swapping."""
+    """Free bytes of a device; for the CPU, the kernel's estimate of the memory that is available without swapping."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
-    raise TrainerError("/proc/meminfo does not say MemAvailable")
+    raise TrainerError("expected a line MemAvailable in /proc/meminfo, there is none; a Linux kernel >= 3.14 is needed")
 
 
 def check_memory(config: Config, policy: PolicyConfig, available: int) -> None:
     """TrainerError when the memory plan of this trainer is larger than the available bytes."""
-    found = memory_plan.plan(policy, memory_plan.layout_of(config))
-    if found.total > available:
+    needed = memory_plan.plan(policy, memory_plan.layout_of(config))
+    if needed.total > available:
         raise TrainerError(
-            f"the trainer needs {found.total / memory_plan.GIB:.1f} GiB and its device has "
+            f"the trainer needs {needed.total / memory_plan.GIB:.1f} GiB and its device has "
             f"{available / memory_plan.GIB:.1f} GiB free; `headrace trainer plan` shows the causes and what would fit"
         )
 
@@ -310,7 +317,7 @@ def optimizer_settings(algorithm: Algorithm) -> OptimizerSettings:
 
 
 STEP_SEAMS = (ADVANTAGES.seam, LOSSES.seam)
-"""The seams whose parts a step executes."""
+"""The seams whose plugins a step executes."""
 
 
 def plugins_of(algorithm: Algorithm) -> tuple[Plugin, ...]:
@@ -322,14 +329,14 @@ def plugins_of(algorithm: Algorithm) -> tuple[Plugin, ...]:
 
 
 def _served(config: Config, model: Model) -> Model:
-    """The model, holding numbers of the published precision from now on where that is narrower than its own."""
+    """The model, set to hold values of the published precision where that is narrower than its dtype."""
     if config.weights.precision == "bf16" and model.config.dtype == "float32":
         model.served_dtype = torch.bfloat16
     return model
 
 
 def _freeze(model: Model, patterns: Sequence[str]) -> Model:
-    """The model, with the named parameters kept as they are. TrainerError for a pattern that names none, or for all."""
+    """The model with the named parameters frozen. TrainerError when a pattern matches none, or when all are frozen."""
     names = [name for name, _ in model.named_parameters()]
     for pattern in patterns:
         matching = fnmatch.filter(names, pattern)
@@ -345,11 +352,14 @@ def _freeze(model: Model, patterns: Sequence[str]) -> Model:
 
 
 def _policy(config: Config, folder: Path, tokenizer_json: str) -> PolicyConfig:
-    """The run's policy config, written with its tokenizer on the first start and compared on later ones."""
+    """The run's policy config. The first start writes it with the tokenizer; later starts compare them.
+    TrainerError."""
     policy = hugging_face.from_section(config.policy)
     size = len(Tokenizer.parse(tokenizer_json))
     if size > policy.vocab:
-        raise TrainerError(f"the tokenizer has {size} ids, the policy's vocabulary only {policy.vocab}")
+        raise TrainerError(
+            f"the tokenizer has {size} ids, expected at most [policy] vocab = {policy.vocab}; raise vocab"
+        )
     wanted = {
         "config.json": json.dumps(hugging_face.as_json(policy), indent=2) + "\n",
         "tokenizer.json": tokenizer_json,

@@ -85,7 +85,7 @@ def test_what_was_kept_under_another_recipe_or_damaged_is_refused(
     with pytest.raises(MidTrainingFailed, match=r"another \[mid_training\]"):
         run(model(), texts(), RECIPE, kept=kept)
     kept.write_bytes(kept.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match="does not have the bits"):
+    with pytest.raises(CheckpointError, match="is damaged: its bits give hash"):
         run(model(), texts(), RECIPE, kept=kept)
 
 

@@ -3,13 +3,13 @@
 Idea: each process of an expert group owns an equal run of experts. A layer's rows are sorted by owner, sent, multiplied
 there by the function that a single process uses, and sent back; gates and the sum over slots stay where the rows came
 from. Sending changes only the order of rows, and a row's bits do not depend on the rows beside it: in exact mode the
-forward pass has the bits of one process.
+forward pass gives the same bits as on one process.
 
 With several expert groups a run of experts is cut once more: each process stores float32 masters of its part, the parts
 are cast and gathered from the other groups before they are multiplied, and gradients are added in the order of ranks.
 
 Trade-off: an expert's weight gradient is one product over the rows of all processes instead of a sum over
-micro-batches: the same number, rounded otherwise.
+micro-batches: the same value up to rounding.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """The shards [e, ...] of one run of experts, cast and put together; gradients are summed in the order of ranks."""
+    """Gathers the shards [e, ...] of one run of experts in `dtype`; gradients are summed in the order of ranks."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
@@ -65,7 +65,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _OnGrid(torch.autograd.Function):
-    """Weights rounded to the grid on which they are served; the gradient passes straight through."""
+    """Rounds weights to the grid on which they are served; the gradient passes unchanged (straight-through)."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, cast: Any) -> Tensor:
@@ -78,7 +78,7 @@ class _OnGrid(torch.autograd.Function):
 
 
 class OnGrid:
-    """`moe.ExpertFunction` whose weights are rounded where they are used, because masters are what is stored."""
+    """`moe.ExpertFunction` that rounds its weights at every call, because the stored parameters are masters."""
 
     def __init__(self, function: ExpertFunction, cast: Any) -> None:
         self.function, self.cast = function, cast
@@ -101,11 +101,12 @@ class ExpertParallel:
     def __init__(
         self, group: dist.ProcessGroup, copies: dist.ProcessGroup, function: ExpertFunction, dtype: torch.dtype
     ) -> None:
-        """group: the processes that own a copy of the experts; copies: those that share this one's run of them."""
+        """group: the processes that together own one copy of the experts; copies: the processes that share the same
+        run."""
         self.group, self.copies, self.function, self.dtype = group, copies, function, dtype
 
     def __call__(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, /) -> Tensor:
-        """As `expert_mlp`; gate_up and down are this process's float32 shards."""
+        """As `moe.ExpertFunction`; gate_up and down are this process's float32 shards."""
         own_up: Tensor = _Gathered.apply(gate_up, self.dtype, self.copies)  # type: ignore[no-untyped-call]
         own_down: Tensor = _Gathered.apply(down, self.dtype, self.copies)  # type: ignore[no-untyped-call]
         k = experts.shape[1]

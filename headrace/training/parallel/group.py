@@ -1,8 +1,8 @@
-"""The processes that train one policy together: membership, the orders of the first one to the others, shared results.
+"""The processes that train one policy together: membership, orders of the first process, shared results.
 
 The idea: every process holds a `ShardedTrainer` and calls the same methods with the same arguments, so all of them take
-the same decisions from the same numbers. The first one, the actor's, sends each call to the others before it makes it.
-Orders, figures and hashes travel over gloo; on CUDA devices shards and gradients travel over NCCL.
+the same decisions from the same numbers. The first process, the actor's, sends each call to the others before it makes
+it. Orders, figures and hashes travel over gloo; on CUDA devices shards and gradients travel over NCCL.
 
 A process that dies resets its connections, so every collective that waits for it raises in the others. `GroupError` in
 the first process means that its group has ended and that the trainer must be opened again.
@@ -24,12 +24,12 @@ from headrace.training.parallel.interface import GroupError
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=30)
-"""Time limit of a collective: a process waits for the next order as long as a batch takes. A dead process is noticed at
-once."""
+"""Time limit of a collective: a process may wait for the next order for as long as a batch takes. A dead process is
+noticed at once."""
 
 
 class ProcessGroup:
-    """The processes of one trainer: a `step.DataParallel`."""
+    """The processes of one trainer: an `interface.DataParallel`."""
 
     def __init__(self, device: torch.device, expert_ranks: int = 1) -> None:
         """Call it in every process after `join`. expert_ranks: processes that share one copy of the experts."""
@@ -47,7 +47,7 @@ class ProcessGroup:
     def each(self, count: int, work: Callable[[int, bool], T]) -> list[T]:
         """As `DataParallel`: micro-batches are assigned round-robin, and every process gets all results.
 
-        Round-robin dealing puts neighbours into one round, so gradients are added in the order of a single process.
+        One round holds consecutive micro-batches, so gradients are added in the order of a single process.
         """
         mine: dict[int, Any] = {}
         for first in range(0, count, self.size):
@@ -57,8 +57,8 @@ class ProcessGroup:
                 mine[at] = _on_cpu(work(at, True))
             else:  # a collective waits for all processes
                 work(0, False)
-        found = {at: value for part in self.gathered(mine) for at, value in part.items()}
-        return [found[at] for at in range(count)]
+        results = {at: value for part in self.gathered(mine) for at, value in part.items()}
+        return [results[at] for at in range(count)]
 
     def gathered(self, value: T) -> list[T]:
         """One value of every process, in the order of ranks."""
@@ -81,7 +81,8 @@ class ProcessGroup:
         return pickle.loads(data.numpy().tobytes())
 
     def exchange(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """parts: uint8 [n] for each rank; sizes: bytes that each rank has for this one. The received bytes, by rank."""
+        """Send uint8 parts [n] to each rank; sizes: number of bytes from each rank. Returns the received bytes, by
+        rank."""
         got = torch.empty(sum(sizes), dtype=torch.uint8)
         dist.all_to_all_single(got, torch.cat(parts), sizes, [len(part) for part in parts])
         return list(torch.split(got, sizes))
@@ -97,10 +98,12 @@ def _on_cpu(value: Any) -> Any:
 
 
 def join(device: torch.device, rank: int, size: int, store: Any = None) -> None:
-    """Become a process of the group, all together. store: the first process's own; the others take torchrun's
-    environment variables."""
+    """Join the group; returns when all `size` processes have joined. store: in the first process, its own store; the
+    others pass None and use torchrun's environment variables. GroupError when this process is in a group already."""
     if dist.is_initialized():
-        raise GroupError("this process trains in a group already; run one trainer with ranks in a process")
+        raise GroupError(
+            "this process is in a trainer's group already; expected at most one trainer with ranks per process"
+        )
     backend = "cpu:gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if store is None:
         dist.init_process_group(backend, timeout=PATIENCE)
@@ -110,9 +113,9 @@ def join(device: torch.device, rank: int, size: int, store: Any = None) -> None:
 
 
 def leave() -> None:
-    """Leave the group, with no sharded model in any name.
+    """Leave the group. The caller must hold no sharded model any more.
 
-    Gloo's threads let go of tensors late; one that is left until the interpreter ends aborts the process (PyTorch
+    Gloo's threads free tensors late; a tensor that is still alive when the interpreter ends aborts the process (PyTorch
     #179291, #190489).
     """
     gc.collect()

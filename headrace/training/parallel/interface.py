@@ -1,4 +1,4 @@
-"""The processes that compute a batch: one, or several that share its micro-batches (`group.ProcessGroup`)."""
+"""The interface to the processes that compute a batch: one, or several (`group.ProcessGroup`)."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -14,10 +14,11 @@ class DataParallel(Protocol):
     """The processes that train on one batch together."""
 
     def each(self, count: int, work: Callable[[int, bool], T]) -> list[T]:
-        """The results of `work` for each of 0 .. count - 1, in this order, in every process.
+        """`work(index, contributes)` for each index from 0 to count - 1; every process returns all results, in this
+        order.
 
-        False as the second argument: take part in the collectives without a contribution to the gradient, because other
-        processes still have work.
+        With contributes False a process only takes part in the collectives and adds nothing to the gradient, because
+        other processes still have work.
         """
 
 

@@ -1,4 +1,4 @@
-"""The part of the published tensors that a process holds: Hugging Face names and rows of fused parameters.
+"""The part of the published tensors that a process holds, computed from its rows of fused parameters.
 
 Every published tensor is one contiguous run of a fused parameter, and a process holds one contiguous run of each
 parameter, so its part of a tensor is their intersection: nothing has to be gathered before it is written or read.
@@ -32,7 +32,8 @@ class Place(NamedTuple):
 
 
 def places(config: PolicyConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
-    """Hugging Face name -> its place, of every tensor before experts are packed."""
+    """The place of every published tensor, by Hugging Face name, before experts are packed. shapes: whole
+    parameters."""
     whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     by_id = {id(tensor): name for name, tensor in whole.items()}
     out: dict[str, Place] = {}
@@ -64,7 +65,7 @@ def packed(config: PolicyConfig, name: str) -> bool:
 
 
 class Part(NamedTuple):
-    """A process's part of one tensor: `items` elements from `start` of the tensor, from `own` of its own rows."""
+    """A process's part of one tensor: `items` elements, at `start` of the flat tensor and at `own` of its flat rows."""
 
     name: str
     parameter: str
@@ -74,7 +75,7 @@ class Part(NamedTuple):
 
 
 def parts(config: PolicyConfig, sharded: ShardedModel) -> list[Part]:
-    """Every part that this process holds, in the order of names; replicated parameters lie whole in each."""
+    """Every part that this process holds, in the order of names; every process holds replicated parameters whole."""
     out: list[Part] = []
     for name, place in sorted(places(config, sharded.shapes).items()):
         local = sharded.local[place.parameter]
@@ -94,7 +95,7 @@ def runs(
     out: list[Run] = []
     for part in parts(config, sharded):
         if sharded.local[part.parameter].numel() == torch.Size(sharded.shapes[part.parameter]).numel() and rank:
-            continue  # replicated: the first process has it too
+            continue  # replicated: the first process writes it
         if not packed(config, part.name):
             out.append(Run(part.name, part.start, part.items, _plain(reads[part.parameter], part.own)))
             continue
@@ -124,7 +125,7 @@ def _packed(
 
 
 def take(config: PolicyConfig, sharded: ShardedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This process's rows, in the policy's dtype, of published tensors that lie in a mapped file."""
+    """This process's rows of published tensors in a mapped file: by parameter, in the policy's dtype, on its device."""
     out = {
         name: torch.empty(local.shape, dtype=local.dtype if name.endswith(".correction") else config.torch_dtype)
         for name, local in sharded.local.items()

@@ -1,4 +1,4 @@
-"""One process of a trainer's group, any but the first: `python -m headrace.training.parallel.rank`.
+"""A process of a trainer's group other than the first: `python -m headrace.training.parallel.rank`.
 
 It needs torchrun's environment variables, and the configuration as the first line of its standard input (`ranks`).
 """
@@ -17,13 +17,13 @@ from headrace.training.parallel.trainer import joined
 
 
 def _end_with_parent() -> None:
-    """The other end of standard input is the first process; a collective that waits for it may wait for long."""
+    """Exit when standard input closes: the first process has ended, and a collective might wait for it for days."""
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)
 
 
 def main() -> None:
-    """Join the group, make the calls of the first process, leave."""
+    """Join the group, repeat the calls of the first process, leave."""
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as pipe:
         line = pipe.readline()
     if not line:
@@ -37,7 +37,7 @@ def main() -> None:
         last = f"{type(error).__name__}: {error}".replace("\n", " ")
         sys.stderr.write(f"{traceback.format_exc()}{last}\n")  # the actor quotes the last line
         sys.stderr.flush()
-        os._exit(2)  # threads of gloo would abort an ordinary end
+        os._exit(2)  # after an ordinary exit the threads of gloo would abort the process
     del trainer
     group.leave()
     sys.stderr.flush()

@@ -1,9 +1,9 @@
-"""The other processes of a trainer's group: started by the first one, watched, and ended with it.
+"""Starts the other processes of a trainer's group, watches them, and ends them with the first process.
 
 Each is `python -m headrace.training.parallel.rank` with torchrun's environment variables (RANK, LOCAL_RANK, WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT). Its standard input is a pipe from the first process: the configuration comes through it, and
-its end means that the first process is gone. So no process outlives the actor, however that ends. When one of them
-ends, a thread kills the rest: the first process then leaves the collective that it waits in with an error.
+its end means that the first process is gone. So no process outlives the actor, however the actor ends. When one of them
+ends, a thread kills the rest: the collective in which the first process waits then raises an error.
 """
 
 import os
@@ -24,9 +24,9 @@ from headrace.config import Config
 from headrace.training.parallel import group
 
 STOP_S = 20.0
-"""Seconds that a process gets to end after the order to stop."""
+"""Seconds that a process may take to end after the order to stop."""
 GRACE_S = 5.0
-"""After a broken connection, seconds to wait for the end of a process that explains it."""
+"""Seconds to wait after a broken connection until a process ends, because that end is the cause to report."""
 _TAIL = 400
 
 
@@ -38,15 +38,15 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Ranks:
-    """All processes of a group but the first, on this machine."""
+    """All processes of a group except the first, on this machine."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        """Start them. They join the group as soon as they are up."""
+        """Start the processes. Each joins the group once it has started."""
         size = config.trainer.ranks
         self.store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=group.PATIENCE)
         hello = msgspec.json.encode(Hello(config, str(folder.resolve()))) + b"\n"
         self.why = ""
-        """The first process that ended, and how; empty while all live."""
+        """A text about the first process that ended, and its exit; empty while all run."""
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self._logs = [tempfile.TemporaryFile() for _ in range(1, size)]
@@ -101,7 +101,7 @@ class Ranks:
             process.kill()
 
     def end(self) -> str:
-        """End the group at once. Why it ended, where one of its processes was the cause."""
+        """Kill the group. Returns the text about the process that ended first; empty when none did."""
         self._ending.wait(GRACE_S)
         with self._lock:
             self._ending.set()
@@ -112,7 +112,7 @@ class Ranks:
         return self.why
 
     def stop(self, tell: Callable[[], None]) -> None:
-        """End it in order. tell: sends the order to stop."""
+        """End the group after the order to stop, which `tell` sends; kill processes that take longer than STOP_S."""
         with self._lock:
             ended = self._ending.is_set()
             self._ending.set()
@@ -140,5 +140,5 @@ class Ranks:
 
 
 def device_of(device: torch.device, rank: int) -> torch.device:
-    """The device of a rank on this machine: one CUDA device each."""
+    """The device of a rank on this machine: a CUDA device of its own, or the CPU."""
     return torch.device("cuda", rank) if device.type == "cuda" else device

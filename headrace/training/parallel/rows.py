@@ -1,4 +1,4 @@
-"""Files and hashes of tensors whose rows lie in several processes; no process holds a whole tensor.
+"""Writes and hashes tensors whose rows are in several processes; no process holds a whole tensor.
 
 The idea: each process writes its own rows into one preallocated file and hashes the blocks that it holds whole. Bytes
 of a block that two processes share go to the first of them, which hashes it. The hash is that of `weights.state`, so a
@@ -19,7 +19,7 @@ from headrace.weights import snapshot, state
 from headrace.weights.state import BLOCK, HASH_BYTES, Bits
 
 ROUND_BYTES = 64 << 20
-"""Bytes that travel in one exchange, about."""
+"""Approximate number of bytes of one exchange."""
 
 
 class Run(NamedTuple):
@@ -29,11 +29,11 @@ class Run(NamedTuple):
     start: int
     items: int
     read: Callable[[int, int], Bits]
-    """Bits of `count` elements from a start within the run; of 8-byte types two items each."""
+    """(start, count) to the bits of `count` elements from `start` of the run; 8-byte types have two items each."""
 
 
 class _Shared(NamedTuple):
-    """A part of a block that its hash's owner does not hold."""
+    """A part of a block that is not in the process that hashes the block: rank `source` sends it to rank `owner`."""
 
     block: int
     tensor: int
@@ -44,7 +44,8 @@ class _Shared(NamedTuple):
 
 
 def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: ProcessGroup) -> bytes:
-    """The hashes of all blocks in order, in every process; all must call it."""
+    """The hashes of all blocks in order, 16 bytes each, in every process. All processes must call this. WeightError
+    when no process holds a block."""
     own = {run.name: run for run in runs}
     table = world.gathered([(run.name, run.start, run.items) for run in runs])
     spans: list[dict[str, tuple[int, int]]] = [{name: (start, count) for name, start, count in part} for part in table]
@@ -83,7 +84,7 @@ def hashes(described: Sequence[TensorInfo], runs: Sequence[Run], world: ProcessG
 
 
 def _rounds(waiting: Sequence[_Shared], described: Sequence[TensorInfo]) -> Iterator[list[_Shared]]:
-    """Cut into exchanges of bounded size, the same in every process."""
+    """The parts in exchanges of about ROUND_BYTES, the same in every process."""
     held: list[_Shared] = []
     size = 0
     for shared in waiting:
@@ -126,7 +127,7 @@ def _pass_on(
 
 
 def file_hashes(file: snapshot.Snapshot, world: ProcessGroup) -> bytes:
-    """The hashes of all blocks of a file that every process can read; each reads its share."""
+    """The hashes of all blocks of a file that every process can read, 16 bytes each; each process reads its share."""
     found: dict[int, bytes] = {}
     number = 0
     for info in file.tensors:
@@ -142,8 +143,8 @@ def file_hashes(file: snapshot.Snapshot, world: ProcessGroup) -> bytes:
 def write(
     path: Path, described: Sequence[TensorInfo], about: Mapping[str, str], runs: Sequence[Run], world: ProcessGroup
 ) -> None:
-    """One safetensors file from the rows of all processes, whole or not at all; all must call it. OSError in every
-    process when one of them cannot write."""
+    """Write one safetensors file from the rows of all processes, atomically. All processes must call this. OSError in
+    every process when one of them cannot write."""
     error = ""
     draft: snapshot.Draft | None = None
     if world.rank == 0:

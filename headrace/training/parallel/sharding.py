@@ -1,4 +1,4 @@
-"""A model cut into shards: FSDP2 over float32 masters, experts by owner where that is asked for.
+"""A model in shards: FSDP2 over float32 masters; with `[trainer] expert_ranks`, each expert has an owner.
 
 The idea: the optimizer's float32 masters are the shards themselves. They are cast to the policy's dtype when a layer is
 gathered, so the forward pass multiplies the very bits that are published, and gradients arrive in float32. PyTorch
@@ -6,8 +6,8 @@ FSDP2: `torch.distributed.fsdp.fully_shard` (SimpleFSDP, arXiv 2411.00284, descr
 
 A reduce-scatter adds in an order of its own, which depends on the number of processes. Here each process gets the parts
 of its shard from all others and adds them to the sum so far in the order of the micro-batches: the order of a single
-process. So any number of ranks gives the gradients of one, bit for bit. Trade-off: all parts of a round wait
-in memory until the last.
+process. So any number of ranks gives the gradients of one, bit for bit. Trade-off: all parts of a round stay in memory
+until the last one has arrived.
 """
 
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ def _buffer(size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class OrderedSum:
-    """FSDP's reduce-scatter for one module: what it writes is the sum over all micro-batches so far."""
+    """FSDP's reduce-scatter for one module: it writes the sum over all micro-batches so far."""
 
     def __init__(self, world: ProcessGroup) -> None:
         self.world = world
         self.total: Tensor | None = None
         self.allocate = _buffer
-        """FSDP asks for its buffers here."""
+        """The function with which FSDP allocates its buffers."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -64,17 +64,17 @@ class ShardedModel:
 
     model: Model
     parameters: dict[str, nn.Parameter]
-    """As FSDP keeps them; their `grad` is this process's part."""
+    """FSDP's parameters, by name; `grad` is this process's part of the gradient."""
     local: dict[str, Tensor]
-    """This process's rows of every parameter: float32, but frozen ones in their own dtype."""
+    """This process's rows of every parameter: float32; frozen parameters in their own dtype."""
     first: dict[str, int]
-    """Index of the first of these rows."""
+    """Index of the first of these rows in the whole parameter."""
     shapes: dict[str, tuple[int, ...]]
-    """Of the whole parameters."""
+    """Shapes of the whole parameters."""
     sums: tuple[OrderedSum, ...]
 
     def reshard(self) -> None:
-        """Free gathered weights: the next forward pass gathers what the shards hold then."""
+        """Free gathered weights, so that the next forward pass gathers them from the shards again."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -88,7 +88,8 @@ class ShardedModel:
 
 
 def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup) -> ShardedModel:
-    """A sharded model whose weights are not set yet. With expert ranks, the experts can be divided evenly."""
+    """A sharded model with unset weights. With expert ranks the caller makes sure that `world.size` divides the
+    experts."""
     model = Model(config, numerics, seed=None)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     policy = MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -133,7 +134,7 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup) -> Shar
 
 
 def _cut(module: nn.Module, world: ProcessGroup, policy: MixedPrecisionPolicy, owned: set[nn.Parameter]) -> FSDPModule:
-    """Shard the parameters that no inner module has. Empty memory in float32 takes the place of unset weights."""
+    """Shard the parameters that no inner module has sharded. Unset weights become uninitialised float32 memory."""
     ignored = owned & set(module.parameters())
     for parameter in module.parameters():
         if not parameter.requires_grad:

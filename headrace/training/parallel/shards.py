@@ -1,12 +1,13 @@
-"""Mid-training's gradient from several processes of one machine: more cores without more threads.
+"""Mid-training's gradient on several processes of one machine, each with one torch thread.
 
-The idea: two torch threads on small matrices gain a third at best, and when another process needs a core they wait for
-each other spinning: fifty times slower was measured. Processes do not spin. A helper maps the memory in which the
-parent's parameters lie and adds its gradient into memory that both map, so nothing is copied; a batch's share goes
-through a pipe, a few kilobytes. The parent adds the helpers' gradients in their order.
+The idea: two torch threads on small matrices gain a third at best, and when another process needs a core they spin
+while they wait for each other: a slowdown by a factor of fifty was measured. Processes do not spin. A helper maps the
+memory of the parent's parameters and adds its gradient to memory that both map, so nothing is copied; its share of a
+batch, a few kilobytes, comes through a pipe. The parent adds the helpers' gradients in a fixed order.
 
-The shares are part of the recipe: which process computes a share changes no bit, so the parent replaces a helper that
-dies. A helper ends when its standard input does; it cannot outlive its parent.
+The number of shares is part of the recipe. It makes no difference to the bits which process computes a share, so the
+parent computes the share of a helper that died. A helper ends when its standard input closes, so it does not outlive
+its parent.
 
 Layout of the shared file (memfd): all parameters, then one gradient of all parameters per helper, each at a multiple of
 64 bytes.
@@ -31,11 +32,12 @@ from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
 
 LEAD = 0.85
-"""The parent's share of a batch against an equal one: it makes the traces and takes the optimizer's step besides."""
+"""The parent's share of a batch as a fraction of an equal share: the parent also generates traces and runs the
+optimizer."""
 
 
 class Text(Protocol):
-    """A sequence with a loss weight per token; the weight of the first one is never used."""
+    """A sequence with a loss weight per token; the first token is never a target, so its weight is not used."""
 
     @property
     def ids(self) -> Sequence[int]:
@@ -43,7 +45,7 @@ class Text(Protocol):
 
     @property
     def weights(self) -> Sequence[float]:
-        """As many as ids."""
+        """Loss weights, one per id."""
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
@@ -67,7 +69,7 @@ class _Hello(msgspec.Struct, frozen=True):
 
 
 def shares(texts: Sequence[Text], count: int) -> list[Share]:
-    """Cut a batch into `count` shares of about equal work, in order; late ones may be empty."""
+    """Cut a batch into `count` shares of about equal work, in order; the last shares may be empty."""
     divisor = sum(weight for text in texts for weight in text.weights[1:])
     total = sum(len(text.ids) for text in texts)
     lead = LEAD / count if count > 1 else 1.0
@@ -85,13 +87,14 @@ def shares(texts: Sequence[Text], count: int) -> list[Share]:
 
 
 def backward(model: Model, share: Share) -> float:
-    """Add the gradient of a share's part of the weighted mean negative log-likelihood; returns that part."""
+    """Add a share's gradient to the model. Returns its part of the batch's weighted mean negative log-likelihood, in
+    nats."""
     if not share.lengths:
         return 0.0
     device = model.embedding.device
     flat, weights = torch.tensor(share.ids, device=device), torch.tensor(share.weights, device=device)
     inside = torch.ones(len(flat), dtype=torch.bool, device=device)
-    inside[torch.tensor(share.lengths, device=device).cumsum(0) - 1] = False  # the last token of each is no input
+    inside[torch.tensor(share.lengths, device=device).cumsum(0) - 1] = False  # a sequence's last token is only a target
     targets, weights = flat[1:][inside[:-1]], weights[1:][inside[:-1]]
     hidden = model(flat[inside], [length - 1 for length in share.lengths])
     wanted = weights > 0
@@ -134,7 +137,7 @@ class _Helper:
         self.alive = self.send(msgspec.msgpack.encode(_Hello(model.config, model.numerics, fd, number, frozen)))
 
     def send(self, frame: bytes) -> bool:
-        """Whether it was taken."""
+        """Write a frame to the helper. False when the helper has ended."""
         assert self._process.stdin is not None
         try:
             _write(self._process.stdin, frame)
@@ -143,13 +146,13 @@ class _Helper:
         return True
 
     def loss(self) -> float | None:
-        """The answer to a share; None when the helper is gone."""
+        """The helper's loss for its share; None when the helper has ended."""
         assert self._process.stdout is not None
         frame = _read(self._process.stdout)
         return None if frame is None else float(msgspec.msgpack.decode(frame, type=float))
 
     def close(self) -> None:
-        """End it."""
+        """End the helper; kill it after 5 s."""
         for pipe in (self._process.stdin, self._process.stdout):
             with suppress(OSError):
                 assert pipe is not None
@@ -162,15 +165,15 @@ class _Helper:
 
 
 class Shards:
-    """`with Shards(model, 2) as shards: loss = shards.backward(texts)` leaves the batch's gradient in the model."""
+    """`with Shards(model, 2) as shards: loss = shards.backward(texts)` adds the batch's gradient to the model's."""
 
     def __init__(self, model: Model, processes: int) -> None:
-        """processes: this one and its helpers; 1 starts none."""
+        """processes: number of processes including this one; 1 starts no helper."""
         self._model = model
         self._processes = processes
         self._helpers: list[_Helper] = []
         self.lost = 0
-        """Helpers that died; their shares are computed here."""
+        """Number of helpers that died; this process computes their shares."""
 
     def __enter__(self) -> Self:
         if self._processes > 1:
@@ -191,11 +194,12 @@ class Shards:
             helper.close()
         if self._helpers:
             for parameter in self._model.parameters():
-                parameter.data = parameter.data.clone()  # the shared memory goes with its last view
+                parameter.data = parameter.data.clone()  # the shared memory is freed with its last view
         self._helpers = []
 
     def backward(self, texts: Sequence[Text], meanwhile: Callable[[], None] = lambda: None) -> float:
-        """The batch's weighted mean loss, its gradient in the model. `meanwhile` runs while helpers still compute."""
+        """Add the batch's gradient to the model's; returns its weighted mean loss, in nats. `meanwhile` runs while
+        helpers compute."""
         parts = shares(texts, self._processes)
         for helper, part in zip(self._helpers, parts[1:], strict=True):
             if helper.alive and not helper.send(msgspec.msgpack.encode(part)):
@@ -203,10 +207,10 @@ class Shards:
         loss = backward(self._model, parts[0])
         meanwhile()
         for helper, part in zip(self._helpers, parts[1:], strict=True):
-            found = helper.loss() if helper.alive else None
-            if found is None and helper.alive:
+            answer = helper.loss() if helper.alive else None
+            if answer is None and helper.alive:
                 self._lose(helper)
-            loss += self._alone(helper, part) if found is None else found
+            loss += self._alone(helper, part) if answer is None else answer
             for parameter, gradient in zip(self._model.parameters(), helper.gradients, strict=True):
                 if not parameter.requires_grad:
                     continue
@@ -221,13 +225,16 @@ class Shards:
         self.lost += 1
 
     def _alone(self, helper: _Helper, part: Share) -> float:
-        """Do a dead helper's work as it would have, into its memory."""
-        own = [parameter.grad for parameter in self._model.parameters()]
+        """Compute a dead helper's share here and write the gradient into the helper's memory, as the helper would
+        have."""
+        parent_gradients = [parameter.grad for parameter in self._model.parameters()]
         self._model.zero_grad(set_to_none=True)
         loss = backward(self._model, part)
-        for parameter, gradient, kept in zip(self._model.parameters(), helper.gradients, own, strict=True):
+        for parameter, gradient, before in zip(
+            self._model.parameters(), helper.gradients, parent_gradients, strict=True
+        ):
             gradient.zero_() if parameter.grad is None else gradient.copy_(parameter.grad)
-            parameter.grad = kept
+            parameter.grad = before
         return loss
 
 
@@ -237,7 +244,7 @@ def _write(pipe: IO[bytes], frame: bytes) -> None:
 
 
 def _read(pipe: IO[bytes]) -> bytes | None:
-    """One frame, None at the end."""
+    """One frame; None at the end of the pipe."""
     head = pipe.read(4)
     if len(head) < 4:
         return None
@@ -247,7 +254,7 @@ def _read(pipe: IO[bytes]) -> bytes | None:
 
 
 def serve(inbox: IO[bytes], outbox: IO[bytes]) -> None:
-    """A helper's life: parameters are the parent's memory, gradients are added into shared memory."""
+    """The loop of a helper: compute shares until `inbox` closes. Parameters and gradients are in shared memory."""
     torch.set_num_threads(1)
     first = _read(inbox)
     if first is None:

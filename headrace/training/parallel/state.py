@@ -1,4 +1,4 @@
-"""The part of a trainer's state that one of several processes owns: its rows of masters, moments and gradients."""
+"""The part of a trainer's state that a process of a group holds: its rows of masters, moments and gradients."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ from headrace.weights.state import root
 
 
 class ShardedState(TrainerState):
-    """`TrainerState` over shards. Methods that every process must call: gradient_norm, and hash after a change."""
+    """`TrainerState` over shards. Every process must call `gradient_norm`, and `hash` after a change."""
 
     def __init__(
         self, sharded: ShardedModel, world: ProcessGroup, *, version: int = 0, settings: OptimizerSettings | None = None
@@ -26,11 +26,11 @@ class ShardedState(TrainerState):
         self.sharded, self.world = sharded, world
         self._hash = ""
         self.block_hashes = b""
-        """Of the published blocks, as the last `hash` found them."""
+        """Hashes of the published blocks, 16 bytes each, computed by the last `hash`."""
         super().__init__(sharded.model, version=version, settings=settings)
 
     def parameters(self) -> dict[str, Tensor]:
-        """This process's rows; masters are what is stored."""
+        """This process's rows, by parameter; they are the masters."""
         return dict(self.sharded.local)
 
     def _masters(self) -> dict[str, Tensor]:
@@ -42,12 +42,12 @@ class ShardedState(TrainerState):
         return as_served(self.model.config, name, parameter.detach())
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Discard the gradients."""
         self.sharded.forget_sums()
         self._sums.clear()
 
     def collect_gradients(self) -> None:
-        """Take the sums over all micro-batches so far, after each round of them."""
+        """After each round of micro-batches: take over FSDP's sums over all micro-batches so far."""
         for name, parameter in self.sharded.parameters.items():
             if parameter.grad is not None and hasattr(parameter.grad, "to_local"):
                 self._sums[name] = parameter.grad.to_local()
@@ -69,7 +69,7 @@ class ShardedState(TrainerState):
 
     @torch.no_grad()
     def apply(self, learning_rate: float, scale: float = 1.0) -> None:
-        """As TrainerState, on this process's rows."""
+        """As TrainerState, for this process's rows."""
         self.sharded.reshard()
         super().apply(learning_rate, scale)
         self._hash = ""
@@ -82,7 +82,7 @@ class ShardedState(TrainerState):
         self._hash = ""
 
     def published(self) -> dict[str, Tensor]:
-        """Not available: no process holds whole tensors. TypeError."""
+        """Raises TypeError: no process holds whole tensors."""
         raise TypeError("a sharded state has no whole tensors; write it with parallel.rows and read the file")
 
     def runs(self, source: Mapping[str, Tensor] | None = None) -> list[rows.Run]:
@@ -96,7 +96,7 @@ class ShardedState(TrainerState):
         return lambda start, count: as_served(config, name, flat[start : start + count])
 
     def hash(self) -> str:
-        """State hash of the published bytes, kept until they change."""
+        """State hash of the published bytes, cached until they change."""
         if not self._hash:
             described = published.infos(self.model.config, self.sharded.shapes)
             self.block_hashes = rows.hashes(described, self.runs(), self.world)
@@ -120,7 +120,7 @@ def on_grid(config: PolicyConfig, name: str) -> bool:
 
 
 def as_served(config: PolicyConfig, name: str, values: Tensor) -> Tensor:
-    """Values of a parameter, whole blocks of them, rounded as they are served; frozen ones stay as they are."""
+    """Values of a parameter (whole blocks) rounded as they are served; corrections of routers are not rounded."""
     if name.rsplit(".", 1)[-1] == "correction":
         return values
     served = values.to(config.torch_dtype)

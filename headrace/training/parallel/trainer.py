@@ -1,13 +1,13 @@
-"""A run's trainer on several processes: the one class that all of them hold.
+"""A run's trainer on several processes: the class that each of them holds.
 
-The first process belongs to the actor. Its calls of step, give_up, publish and save go to the others as orders (`take`,
-`give_up`, `publish`, `save`, `stop`), with the same arguments, before it makes them itself; re-scoring is part of a
-step. Version 0 is made by the first process alone, as without ranks, and written as a checkpoint; every process then
-reads its own rows of it. A checkpoint does not depend on the number of processes that wrote it, so any number of them
-can read it.
+The first process is the actor's. It sends each call of step, give_up, publish, save and close to the others as an order
+(`take`, `give_up`, `publish`, `save`, `stop`) with the same arguments, and then makes the call itself; re-scoring is
+part of a step. The first process alone makes version 0, as without ranks, and writes it as a checkpoint; every process
+then reads its own rows of it. A checkpoint does not depend on the number of processes that wrote it, so any number of
+them can read it.
 
-A process that ends, or raises where the others do not, ends the group: `GroupError`. The files are whole then, and a
-new trainer goes on from the checkpoint.
+A process that ends, or raises where the others do not, ends the group with `GroupError`. The files are complete then,
+and a new trainer continues from the checkpoint.
 """
 
 import gc
@@ -48,7 +48,7 @@ class Order(NamedTuple):
 
 
 class ShardedTrainer(PolicyTrainer):
-    """As `PolicyTrainer`, of which this process holds a part."""
+    """A `PolicyTrainer` of whose state this process holds a part."""
 
     def __init__(self, config: Config, folder: Path, state: ShardedState, numerics: Numerics) -> None:
         """Use `open_ranks`, or `joined` in the other processes."""
@@ -58,16 +58,16 @@ class ShardedTrainer(PolicyTrainer):
         self.data_parallel = state.world
         self.versions: ShardedVersions = ShardedVersions(state)
         self.others: ranks.Ranks | None = None
-        """In the first process: the processes of the others."""
+        """In the first process: the other processes; None in those."""
         self._reference: sharding.ShardedModel | None = None
 
     def _tell(self, kind: str, *arguments: Any) -> None:
-        """From the first process: the others make the same call."""
+        """In the first process: send the call to the others. In the others: nothing."""
         if self.world.rank == 0:
             self._guarded(lambda: self.world.tell(Order(kind, arguments)))
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
-        """Turn the failure of a collective into an error that names the process which has ended."""
+        """Run `work`; raise GroupError, which names the process that has ended, when a collective fails."""
         try:
             return work()
         except (OSError, ValueError, TrainerError):
@@ -76,7 +76,7 @@ class ShardedTrainer(PolicyTrainer):
             self._end(error)
 
     def _end(self, error: Exception) -> None:
-        """End the group. GroupError with the cause."""
+        """End the group and raise GroupError with the cause."""
         others, self.others = self.others, None
         why = others.end() if others is not None else ""
         raise GroupError(why or f"{type(error).__name__}: {error}") from error
@@ -93,7 +93,7 @@ class ShardedTrainer(PolicyTrainer):
         try:
             return super().step(manifest, trajectories, scores)
         except TrainerError:
-            raise  # another plugin than the manifest's: every process compares the same hashes before anything else
+            raise  # a plugin differs from the manifest's: every process compares the hashes first, so all of them raise
         except Exception as error:
             if self.world.rank == 0:
                 self._end(error)
@@ -105,7 +105,8 @@ class ShardedTrainer(PolicyTrainer):
         return super().give_up(reason, detail)
 
     def publish(self, path: Path) -> str:
-        """Write the served bytes as one file, each process its own rows; returns their state hash."""
+        """Write the served bytes as one file, each process its own rows. Returns their state hash. OSError as
+        `rows.write`."""
         self._tell("publish", path)
 
         def work() -> str:
@@ -118,7 +119,7 @@ class ShardedTrainer(PolicyTrainer):
         return digest
 
     def save(self, position: Mapping[str, int | str]) -> None:
-        """Replace the checkpoint durably, each process its own rows."""
+        """Replace the checkpoint durably, each process its own rows. OSError as `rows.write`."""
         self._tell("save", dict(position))
         self._guarded(lambda: self._save(position))
 
@@ -150,7 +151,7 @@ class ShardedTrainer(PolicyTrainer):
         self.position = dict(position)
 
     def _whole(self, name: str, parameter: str, tensor: Tensor) -> tuple[TensorInfo, list[rows.Run]]:
-        """A tensor of the checkpoint as a whole, and this process's rows of it."""
+        """The description of a whole tensor of the checkpoint, and this process's rows of it."""
         sharded = self.sharded.sharded
         shape = sharded.shapes[parameter]
         (info,) = state.infos({name: torch.empty(shape, dtype=tensor.dtype, device="meta")})
@@ -168,7 +169,7 @@ class ShardedTrainer(PolicyTrainer):
         return info, [run]
 
     def _load(self, file: Path) -> None:
-        """Take over a checkpoint: this process reads its own rows."""
+        """Restore the trainer from a checkpoint; this process reads its own rows. CheckpointError, TrainerError."""
         own = self.sharded
         mapped = snapshot.Snapshot(file)
         checkpoint.check(file, mapped.metadata, state.root(mapped.tensors, rows.file_hashes(mapped, self.world)))
@@ -214,7 +215,7 @@ class ShardedTrainer(PolicyTrainer):
         return whole[first : first + len(local)].to(local.device, copy=True)
 
     def obey(self) -> None:
-        """In every process but the first: make the calls that the first one makes, until it says stop."""
+        """In every process except the first: repeat the calls of the first process until it sends `stop`."""
         while True:
             order: Order = self.world.hear()
             if order.kind == "stop":
@@ -254,7 +255,7 @@ def _own_state(name: str) -> bool:
 
 
 def _parameter(name: str, shapes: Mapping[str, Any]) -> str:
-    """The parameter that a tensor of a checkpoint belongs to: the longest one that ends its name."""
+    """The parameter of a checkpoint's tensor: the longest parameter name that the tensor's name ends with."""
     parts = name.split(".")
     for start in range(1, len(parts)):
         if (rest := ".".join(parts[start:])) in shapes:
@@ -290,7 +291,8 @@ def open_ranks(
     progress: Callable[[Progress], None] = lambda _: None,
     base: Path | None = None,
 ) -> ShardedTrainer:
-    """As `PolicyTrainer.prepare`, in the first of `[trainer] ranks` processes; it starts the others."""
+    """As `PolicyTrainer.prepare`, in the first of `[trainer] ranks` processes; starts the others. GroupError when one
+    ends."""
     resumed = (folder / "checkpoint.safetensors").exists()
     policy = PolicyTrainer.prepare_files(config, folder, tokenizer_json=tokenizer_json)
     own = config.trainer

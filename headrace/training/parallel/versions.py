@@ -1,8 +1,8 @@
-"""Earlier versions of sharded weights: this process's rows of them, put into the one sharded model when asked for.
+"""Earlier versions of sharded weights: this process's rows, written into the one sharded model on demand.
 
 A sharded model cannot be copied, and there is no memory for a second one. So a version is rebuilt in place: its served
-rows become the shards until another version is asked for, or until `release` puts the masters back. Rows on the dtype's
-grid keep their bits when they are widened to float32 and rounded again.
+rows are the shards until another version is requested, or until `release` restores the masters. Served rows keep their
+bits when they are converted to float32 and rounded again.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,14 +16,14 @@ from headrace.training.served.versions import Log, Versions, change
 
 
 class ShardedVersions(Versions):
-    """As `Versions`; every process asks for the same versions in the same order."""
+    """As `Versions`; every process must request the same versions in the same order."""
 
     def __init__(self, state: ShardedState) -> None:
-        """The current weights of a state, which change in place."""
+        """state: holds the current weights, which change in place."""
         super().__init__(state.model, state.version)
         self._state = state
         self._masters: dict[str, Tensor] = {}
-        """Copies of the shards while another version lies in them."""
+        """Copies of the masters while the shards hold another version."""
         self._there = state.version
         self._rows: dict[int, dict[str, Tensor]] = {}
 
@@ -36,13 +36,14 @@ class ShardedVersions(Versions):
             raise KeyError(version)
         if version not in self._rows:
             later = min(v for v in (*self._logs, self._current) if v > version)
-            found = {name: rows.clone() for name, rows in self.rows(later).items()}
-            take_back(found, self._logs[version])
-            self._rows[version] = found
+            rebuilt = {name: rows.clone() for name, rows in self.rows(later).items()}
+            take_back(rebuilt, self._logs[version])
+            self._rows[version] = rebuilt
         return self._rows[version]
 
     def restore(self, version: int, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Take an older version in, from a checkpoint: its served rows, and those of the next newer kept one."""
+        """Add an older version from a checkpoint. before: its served rows; after: those of the next newer kept
+        version."""
         entries = ((name, change(before[name], after[name])) for name in before)
         self._logs[version] = [(name, entry) for name, entry in entries if entry is not None]
 
@@ -78,7 +79,7 @@ class ShardedVersions(Versions):
         self._there = version
 
     def release(self) -> None:
-        """Put the current weights back and free the memory of the others."""
+        """Restore the current weights and free the memory of other versions."""
         self._put_back()
         self._rows.clear()
 

@@ -1,1 +1,1 @@
-"""The served weights: how masters become them, and the earlier versions of them."""
+"""The served weights: rounding of the masters to them, and their earlier versions."""

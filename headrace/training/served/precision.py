@@ -1,9 +1,9 @@
-"""How float32 masters become the weights that are served: plain rounding, or the eight-bit grid for experts.
+"""Conversion of float32 masters to the served weights: rounding to the dtype, or the eight-bit grid for experts.
 
 The idea: the optimizer never sees a rounded number. After each update every master is cast into the model, and the
-model holds exactly what engines get. The table of what is cast where is in `kernels.mxfp8`. With `Model.served_dtype`
-= bfloat16 a float32 model holds numbers that bfloat16 has: products are float32's, published bytes and deltas
-bfloat16's.
+model holds exactly the values that engines get. `kernels.mxfp8` has the table of casts. With `Model.served_dtype` =
+bfloat16 a float32 model holds values that bfloat16 can represent: products are computed in float32, and bytes and
+deltas are published in bfloat16.
 """
 
 import torch
@@ -14,14 +14,14 @@ from headrace.policy.model import Model
 
 
 def quantised(model: Model, name: str) -> bool:
-    """Whether a parameter, by our name, is one that lives on the eight-bit grid."""
+    """Whether a parameter, by `Model`'s name, is served on the eight-bit grid."""
     if model.config.expert_format != "mxfp8":
         return False
     return name.rsplit(".", 1)[-1] in ("gate_up", "down") and model.get_parameter(name).dim() == 3
 
 
 def master_of(model: Model, name: str, parameter: nn.Parameter) -> Tensor:
-    """The float32 master of a parameter: the parameter itself where it is float32 and served as it is."""
+    """The float32 master of a parameter: the parameter itself where it is float32 and served without rounding."""
     if parameter.dtype == torch.float32 and not quantised(model, name) and model.served_dtype is None:
         return parameter
     return parameter.detach().float().clone()
@@ -31,13 +31,13 @@ def master_of(model: Model, name: str, parameter: nn.Parameter) -> Tensor:
 def cast_into(model: Model, name: str, parameter: nn.Parameter, master: Tensor) -> None:
     """Write a master into the model as it is served."""
     if quantised(model, name):
-        # Of a shard, its own rows: shards are cut between experts, blocks lie within a row.
+        # A shard can be rounded alone: shards are cut between experts, and a block is within a row.
         _local(parameter).copy_(operators.rounded(_local(master).to(parameter.dtype)))
     else:
         parameter.copy_(master if model.served_dtype is None else master.to(model.served_dtype))
 
 
 def _local(x: Tensor) -> Tensor:
-    """This process's part of a tensor that several share; any other tensor itself."""
+    """This process's part of a sharded tensor; any other tensor unchanged."""
     part: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return part

@@ -1,10 +1,10 @@
 """Earlier versions of the served weights, kept as the differences from one version to the next.
 
-The idea: the trainer scores sampled tokens again with the versions that wrote them (Law 5), so it needs the last
-`bound` of them. A copy of the model for each would cost as much memory as the model; instead the state logs every write
-to the served weights as an undo entry: the positions that changed and the values before. In bfloat16 at the learning
-rates of reinforcement learning about one weight in a hundred changes. A version is rebuilt from the current weights by
-undoing the entries since, newest first, when it is asked for, and freed after the measurement.
+The idea: the trainer scores sampled tokens again with the versions that sampled them (Law 5), so it needs the last
+`bound` versions. A copy of the model for each would need as much memory as the model. Instead the state logs every
+write to the served weights as an undo entry: the positions that changed and the values before. In bfloat16 at the
+learning rates of reinforcement learning about one weight in a hundred changes. A requested version is rebuilt from a
+copy of the current weights by undoing the entries since, newest first, and is freed after the measurement.
 
 Trade-off: float32 weights all change with every update, so their entries are whole tensors and save nothing.
 """
@@ -19,7 +19,8 @@ from torch import Tensor
 from headrace.policy.model import Model
 
 _SPARSE = 1 / 4
-"""Above this share of changed elements the whole tensor is kept: a position takes up to four times an element."""
+"""Above this share of changed elements the whole tensor is stored: a position is up to four times as large as an
+element."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -69,22 +70,24 @@ class Versions(Mapping[int, Model]):
         """model: the current weights, which change in place; version: their number."""
         self._model, self._current = model, version
         self._logs: dict[int, Log] = {}
-        """By version: the writes that made the next kept version of it."""
+        """Version to the writes that led from it to the next kept version."""
         self._rebuilt: dict[int, Model] = {}
 
     def advance(self, version: int, log: Log) -> None:
-        """The current weights are `version` now; log: the writes since the version before."""
+        """Record that the current weights are `version`. log: the writes since the version before. Frees rebuilt
+        versions."""
         self.release()
         self._logs[self._current] = log
         self._current = version
 
     def restore(self, version: int, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Add an older version from a checkpoint: its parameters, and those of the next newer kept one."""
+        """Add an older version from a checkpoint. before: its parameters; after: those of the next newer kept
+        version."""
         entries = ((name, change(before[name].detach(), after[name].detach())) for name in before)
         self._logs[version] = [(name, entry) for name, entry in entries if entry is not None]
 
     def keep(self, oldest: int) -> None:
-        """Forget the versions before `oldest`."""
+        """Discard the versions before `oldest`."""
         self._logs = {version: log for version, log in self._logs.items() if version >= oldest}
 
     def release(self) -> None:
