@@ -2,18 +2,27 @@
 
 The broker's advisories and the copies of rejected work are in streams, so this actor misses nothing while it is down.
 The dead-letter queue belongs to the broker, not to a run: several dead-letter actors share one consumer.
+
+A request that no rollout actor pulls gets no advisory. When the run has had no live rollout actor for `[rollout]
+rollout_wait_s`, its waiting requests become dead letters too, so that their issuers see an end.
 """
 
+import time
 from typing import ClassVar
 
 import msgspec
 
+from headrace.bus.errors import BusError
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime import ack_waits, dead_letters
 from headrace.bus.runtime.actor import Actor
-from headrace.messages.operations import Advisory, Rejected
+from headrace.messages import operations
+from headrace.messages.operations import Advisory, Heartbeat, Rejected
 from headrace.messages.subjects import ADVISORY, EVENT
 from headrace.replay import reproduce
+
+LOOK_S = 30.0
+"""Seconds from one look at the live rollout actors to the next."""
 
 
 class DeadLetter(Actor):
@@ -42,11 +51,33 @@ class DeadLetter(Actor):
             ack_wait=ack_waits.DEAD_LETTER_S,
             max_deliver=-1,
         )
+        self._presence = await self.bus.kv("HR_PRESENCE")
+        self._pulled_at = time.time()  # as long as nothing else is known, a rollout actor was alive until now
+        wait_s = self.config.rollout.rollout_wait_s
+        self.every(min(LOOK_S, wait_s / 4), self._end_unpulled, "requests that no rollout actor pulls")
+
+    async def _end_unpulled(self) -> None:
+        """Make dead letters of the run's requests once it has had no live rollout actor for `rollout_wait_s`."""
+        try:
+            beats = [message for message, _ in (await self._presence.items("rollout.>")).values()]
+        except BusError:
+            return  # the next call tries again
+        if any(isinstance(beat, Heartbeat) and beat.run in ("", self.run) for beat in beats):
+            self._pulled_at = time.time()
+            return
+        wait_s = self.config.rollout.rollout_wait_s
+        if time.time() - self._pulled_at < wait_s:
+            return
+        async for stored in dead_letters.queued(self.bus, self.run):
+            if time.time() - stored.time >= wait_s:
+                await self._store(dead_letters.unpulled(self.run, stored, wait_s))
 
     async def _on_notice(self, received: Received[Advisory | Rejected]) -> None:
         letter = await dead_letters.dead_letter_from(self.bus, received)
-        if letter is None:
-            return
+        if letter is not None:
+            await self._store(letter)
+
+    async def _store(self, letter: operations.DeadLetter) -> None:
         letter = msgspec.structs.replace(letter, command=reproduce.letter(self.config, self.run, letter))
         seq = await dead_letters.publish(self.bus, letter)
         self.written += 1

@@ -117,6 +117,9 @@ class Rollout(Section, frozen=True, kw_only=True):
     """How long an attempt waits while no environment node answers at all: then it fails with no_environment."""
     room_wait_s: Duration = 21_600.0
     """How long an attempt waits while every environment node is full: then it fails with no_capacity."""
+    rollout_wait_s: Duration = 21_600.0
+    """How long requests wait while the run has no live rollout actor at all: then they become dead letters, and their
+    attempts fail with dead_letter."""
     version_wait_s: Duration = 21_600.0
     """How long an attempt waits for a policy version: the first one comes after mid-training. Then it fails with
     no_policy."""

@@ -13,9 +13,10 @@ from headrace.bus.errors import MessageGone, Reject
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
+from headrace.config import Rollout as RolloutSection
 from headrace.ledger import lost_attempts
 from headrace.messages.codec import decode
-from headrace.messages.operations import Advisory, DeadLetter, Rejected
+from headrace.messages.operations import Advisory, DeadLetter, Heartbeat, Rejected
 from headrace.messages.rollout import RolloutRequest, Trajectory
 from headrace.messages.subjects import DLQ, TASK, TRAJ
 from tests.conftest import Connect
@@ -202,3 +203,33 @@ async def test_a_stream_that_is_kept_keeps_the_message(connect: Connect) -> None
     assert "not a readable trajectory" in found.reason
     assert lost_attempts.lost_attempt(found) == lost_attempts.LostAttempt(records.RUN, "g000004", 1, 0)
     assert (await admin.get("HR_TRAJ", seq)).data == b"\xc1"
+
+
+async def test_requests_end_when_no_rollout_actor_is_alive(connect: Connect) -> None:
+    """A live one, also of no particular run, keeps them in the queue; another run's does not."""
+    admin, settings = await connect(), Config(rollout=RolloutSection(rollout_wait_s=0.4))
+    rollout = await connect("rollout")
+    presence = await rollout.kv("HR_PRESENCE")
+
+    async def beat(run: str) -> None:
+        alive = Heartbeat(actor="rollout", id="r", node="n", pid=1, state="running", run=run)
+        await presence.put("rollout.r", alive)
+
+    seq = await ask(admin, "g000011")
+    await beat(records.RUN)
+    looks = asyncio.Semaphore(0)
+
+    class Counting(DeadLetterActor):
+        async def _end_unpulled(self) -> None:
+            await super()._end_unpulled()
+            looks.release()
+
+    async with living(Counting, settings, await connect("dead_letter"), records.RUN):
+        for _ in range(8):  # twice as long as the limit
+            await soon(looks.acquire())
+        assert not await empty(admin, seq)
+        await beat("another")
+        found = await soon(letter(admin, "g000011"))
+    assert f"no rollout actor of run {records.RUN} was alive for 0.4 s" in found.reason
+    assert lost_attempts.lost_attempt(found) == lost_attempts.LostAttempt(records.RUN, "g000011", 1, 0)
+    assert await empty(admin, seq)

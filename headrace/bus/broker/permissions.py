@@ -56,7 +56,7 @@ KV_READERS: dict[str, tuple[str, ...]] = {
     ),
     "HR_SESSION": ("gateway",),
     "HR_LEASE": ("scavenger", "rollout", "dashboard", "operator"),
-    "HR_PRESENCE": ("curriculum", "dashboard", "operator"),
+    "HR_PRESENCE": ("curriculum", "dead_letter", "dashboard", "operator"),
 }
 """Bucket to the roles that may read it. A broker cannot fence single keys of a bucket, so users' prompts have a bucket
 of their own."""

@@ -9,6 +9,7 @@ it is a separate record (`DeadLetterSettled`). Dead letters are kept, because th
 """
 
 import re
+from collections.abc import AsyncIterator
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from headrace.bus.connection import MAX_INLINE, Bus
 from headrace.bus.errors import BusError, MessageGone, Reject
 from headrace.bus.nats import ordered_reader
+from headrace.bus.nats.ordered_reader import Stored
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime import tracing
 from headrace.messages import subjects as s
@@ -151,6 +153,32 @@ def _letter(
         payload=payload,
         trace=context.trace_id if context else "",
     )
+
+
+async def queued(bus: Bus, run: str) -> AsyncIterator[Stored]:
+    """The requests of a run that are in HR_TASK, oldest first, also those that a consumer has taken."""
+    seq = 1
+    while True:
+        request = {"seq": seq, "next_by_subj": s.TASK.where(run=run)}
+        try:
+            stored = await ordered_reader.from_leader(bus.connection, "HR_TASK", request)
+        except MessageGone:
+            return
+        yield stored
+        seq = stored.seq + 1
+
+
+def unpulled(run: str, stored: Stored, wait_s: float) -> DeadLetter:
+    """The letter for a request of HR_TASK while no rollout actor is alive."""
+    consumer = f"rollout-{run}-{stored.subject.split('.')[3]}"
+    reason = (
+        f"no rollout actor of run {run} was alive for {wait_s:g} s ([rollout] rollout_wait_s): start one with "
+        f"`headrace actor rollout --run {run}`"
+    )
+    given_up = Advisory(
+        kind="max_deliver", stream="HR_TASK", consumer=consumer, stream_seq=stored.seq, deliveries=0, reason=reason
+    )
+    return _letter("HR_TASK", consumer, given_up, stored.headers, stored.data, subject=stored.subject)
 
 
 async def publish(bus: Bus, letter: DeadLetter) -> int:
