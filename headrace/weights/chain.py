@@ -1,8 +1,9 @@
-"""The chain of versions in the stream: finding a path to a version, and building the version along it. Receivers, a
-sender that lost its base, auditors and late joiners share this module.
+"""The chain of versions in the stream: finds the cheapest path to a version and builds the version along it.
 
-The idea: a head record names its manifest by stream sequence and a manifest names its base's, so the path back needs no
-search and never meets a manifest that no head committed. Versions are graph nodes; deltas, squashed deltas and full
+Receivers, a sender that lost its base, auditors and late joiners use this module.
+
+The idea: a head record names its manifest by stream sequence, and a manifest names that of its base. So every manifest
+on a path was committed by a head. Versions are graph nodes; deltas, squashed deltas and full
 snapshots are edges weighted by bytes. The path to a version is the shortest one from a local file or from nothing
 (Dijkstra from the version backwards, reading only the manifests on the way). The deltas are then applied forward into
 one staged file.
@@ -32,12 +33,12 @@ from headrace.weights.state import WeightError
 
 STREAM = "HR_WEIGHTS"
 AHEAD = 8
-"""Chunks asked for before they are needed."""
+"""Number of chunks that are requested before they are needed."""
 TRIES = 3
 """Attempts to fetch a chunk that does not match its manifest."""
 
 Find = Callable[[int, str], Path | None]
-"""(version, state hash) to the file of exactly that state, or None."""
+"""(version, state hash) to the path of a file with exactly that state, or None."""
 
 
 class Stored(Protocol):
@@ -70,14 +71,15 @@ class StreamSource(Protocol):
 
 
 class BuildPlan(msgspec.Struct, frozen=True):
-    """How a version is built: apply `manifests` in order to `base`; None when the first is a full snapshot."""
+    """The way to build a version: apply `manifests` in order to `base`, which is None when the first is a full
+    snapshot."""
 
     manifests: tuple[WeightManifest, ...]
     base: Path | None
     shards: frozenset[int] | None = None
     """The shards that are built; None means all."""
     squashed: int = 0
-    """How many of the manifests are squashes."""
+    """Number of squashes among the manifests."""
 
     @property
     def wire_bytes(self) -> int:
@@ -112,8 +114,8 @@ async def head(source: StreamSource, run: str) -> tuple[int, WeightHead] | None:
 
 
 async def manifest(source: StreamSource, run: str, seq: int, trust: Trust | None = None) -> WeightManifest:
-    """The manifest at a sequence. BrokenVersion when something else lies there, Untrusted when it is not signed as it
-    should be, LookupError when it is gone.
+    """The manifest at a sequence. BrokenVersion for another message, Untrusted for a bad signature, LookupError when
+    it is gone.
     """
     stored = await source.get(STREAM, seq)
     try:
@@ -140,7 +142,7 @@ async def squashes(source: StreamSource, run: str, trust: Trust | None = None) -
 
 
 class _Place(NamedTuple):
-    """A version on the path back: its distance, and the manifests that lead from it to the wanted version."""
+    """A version on a path: its distance in bytes, and the manifests that lead from it to the requested version."""
 
     far: int
     order: int
@@ -164,14 +166,15 @@ async def plan(
     """The cheapest path to a committed version. BrokenVersion when the chain is broken, Untrusted when it is not
     signed.
 
-    trust: whose manifests are followed; None follows all. shards: build only these. squashed: also use squashed deltas.
+    trust: the publishers whose manifests are followed; None: all. shards: build only these; None: all. squashed: also
+    use squashed deltas.
     """
     signing.check(trust, commit)
     try:
         return await _search(source, commit, find, trust, shards, squashed, deep=False)
     except LookupError:
-        # Its base is collected. A full snapshot that was published beside it later, which its own head does not name,
-        # can replace it.
+        # The base is collected. A full snapshot of this version may have been published after its head, which then does
+        # not name it.
         try:
             return await _search(source, commit, find, trust, shards, squashed, deep=True)
         except LookupError as error:
@@ -258,7 +261,8 @@ def _agree(at: _Place, found: WeightManifest) -> None:
 
 
 async def chunk(source: StreamSource, of: WeightManifest, info: ChunkInfo) -> bytes:
-    """The bytes of a chunk as stored; `StagedFile.add` checks them against the manifest."""
+    """The bytes of a chunk as stored; `StagedFile.add` checks them against the manifest. LookupError when it is gone,
+    DamagedChunk when the message is not a chunk."""
     stored = await source.get(STREAM, info.stream_seq)
     try:
         found = stored.message
@@ -274,9 +278,9 @@ async def build(
 ) -> str:
     """Fetch, apply, verify, and leave the file at `path`; returns its state hash.
 
-    A chunk that does not match is fetched again, `TRIES` times in all, and `on_damage` is told each time. Decoding runs
-    in a thread: the event loop stays free. DamagedChunk or BrokenVersion say why there is no file; a cancellation
-    leaves none.
+    A chunk that does not match is fetched up to `TRIES` times, and `on_damage` gets a text each time. Decoding runs in
+    a thread, so the event loop stays free. DamagedChunk or BrokenVersion when the file cannot be built; a cancellation
+    leaves no file.
     """
     last = way.manifests[-1]
     upcoming = way.chunks()
@@ -320,10 +324,10 @@ async def obtain(
     trust: Trust | None = None,
     shards: frozenset[int] | None = None,
 ) -> BuildPlan:
-    """Build a committed version at `path` the cheapest way; from the full snapshot when the local base or a squash is
-    broken, or when a planned record was collected meanwhile. BrokenVersion when nothing is left to build it from.
+    """Build a committed version at `path` along the cheapest path, and return the plan that worked.
 
-    Returns the plan that worked.
+    When the local base or a squash is broken, or a planned record was collected meanwhile, the version is built from
+    its full snapshot. BrokenVersion when that fails too.
     """
     way = await plan(source, commit, find, trust=trust, shards=shards)
     try:

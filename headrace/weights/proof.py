@@ -1,8 +1,8 @@
-"""Proving a chain from the stream alone: every signature, parent, chunk and block, version by version.
+"""Proves a chain from the stream alone: checks every signature, parent, chunk and block, version by version.
 
 The idea: an auditor needs only the stream and the publisher's public key. Versions are built one after the other in one
-folder, each from the one before as its delta says, and every block of every version is hashed. Full snapshots are built
-separately and must give the state of the version that they belong to.
+folder, each from the version before by its delta, and every block of every version is hashed. Full snapshots are built
+separately and must have the state hash of their version.
 """
 
 import tempfile
@@ -19,7 +19,7 @@ from headrace.weights.state import WeightError
 
 
 class Proof(msgspec.Struct, kw_only=True):
-    """The counts of a proof. `faults` is empty when everything holds."""
+    """The counts of a proof. `faults` is empty when every check passed."""
 
     versions: int = 0
     full_snapshots: int = 0
@@ -27,7 +27,7 @@ class Proof(msgspec.Struct, kw_only=True):
     chunks: int = 0
     wire_bytes: int = 0
     collected: int = 0
-    """Versions that are no longer in the stream."""
+    """Number of versions that are no longer in the stream."""
     first: int = -1
     newest: int = -1
     state_hash: str = ""
@@ -36,7 +36,7 @@ class Proof(msgspec.Struct, kw_only=True):
 
 
 async def prove(source: chain.StreamSource, run: str, trust: Trust | None = None) -> Proof:
-    """Build every version of a run and check it."""
+    """Build and check every version of a run. trust: the publishers whose signatures are required; None checks none."""
     proof = Proof(faults=[])
     book = heads.Heads(run, trust)
     with tempfile.TemporaryDirectory(prefix="headrace-verify-") as text:
@@ -71,7 +71,7 @@ class _Walk:
         self.full_snapshots: set[int] = set()
 
     async def version(self, head: WeightHead) -> None:
-        """Check one committed version. LookupError when it is gone, WeightError says what does not hold."""
+        """Check one committed version. LookupError when it is gone, WeightError when a check fails."""
         found = await chain.manifest(self.source, self.run, head.manifest_seq, self.trust)
         if (found.version, found.state_hash) != (head.version, head.state_hash):
             raise BrokenVersion(f"the head of version {head.version} names a manifest of version {found.version}")
@@ -79,7 +79,7 @@ class _Walk:
         if found.base_version >= 0 and self.before is not None and self.before.state_hash == found.base_hash:
             if signing.digest(self.before) != found.parent:
                 raise BrokenVersion(
-                    f"version {found.version} names another parent than the manifest of {self.before.version}"
+                    f"version {found.version} names another parent than the manifest of version {self.before.version}"
                 )
             await chain.build(self.source, chain.BuildPlan((found,), self.file), path)
         else:
@@ -111,6 +111,6 @@ class _Walk:
         self.proof.wire_bytes += full.wire_bytes
 
     async def chunks(self, manifest: WeightManifest) -> None:
-        """Check the chunks of a manifest without building it."""
+        """Compare the chunks of a manifest with their hashes, without building the version."""
         for info in manifest.chunks:
             check_chunk(manifest, info, await chain.chunk(self.source, manifest, info))

@@ -36,7 +36,7 @@ def _changed(found: WeightManifest) -> str:
 
 
 async def log(source: chain.StreamSource, run: str) -> str:
-    """A line per committed version: when, from which base, how much changed, bytes, ratio, speed, state."""
+    """A line per committed version: time, base, share of changed elements, bytes, compression ratio, state hash."""
     lines = [f"{'version':>7}  {'committed':19}  {'from':>7}  {'changed':>8}  {'wire':>10}  {'ratio':>7}  state"]
     async for stored in source.history(chain.STREAM, subjects.WEIGHT_HEAD.at(run=run)):
         commit: WeightHead = stored.message
@@ -56,7 +56,7 @@ async def log(source: chain.StreamSource, run: str) -> str:
 
 
 async def commit_of(source: chain.StreamSource, run: str, version: int) -> WeightHead:
-    """The head record of a version, the newest for -1. WeightError when it was never committed."""
+    """The head record of a version; -1 means the newest. WeightError when it was never committed."""
     found: WeightHead | None = None
     async for _, commit in chain.heads(source, run):
         if version in (-1, commit.version):
@@ -67,7 +67,8 @@ async def commit_of(source: chain.StreamSource, run: str, version: int) -> Weigh
 
 
 async def show(source: chain.StreamSource, run: str, version: int = -1) -> str:
-    """One version in full: its manifest, and the path by which a node without any file would build it."""
+    """The manifest of a version, and the path along which a node without any file would build it. -1: the newest.
+    WeightError for a version that was never committed."""
     commit = await commit_of(source, run, version)
     found = await chain.manifest(source, run, commit.manifest_seq)
     way = await chain.plan(source, commit)
@@ -95,10 +96,10 @@ async def show(source: chain.StreamSource, run: str, version: int = -1) -> str:
 async def verify(
     source: chain.StreamSource, run: str, version: int = -1, *, trust: Trust | None = None
 ) -> tuple[bool, str]:
-    """Build a version from its full snapshot, as a node without any file would, and check every chunk, block, parent
-    and the state; with `trust` also every signature.
+    """Build a version (-1: the newest) from its full snapshot, as a node without any file would, and check every chunk,
+    block, parent and the state hash; with `trust` also every signature.
 
-    True and a sentence when everything holds; False and the first fault otherwise.
+    Returns True and a sentence when every check passed, otherwise False and the first fault.
     """
     try:
         commit = await commit_of(source, run, version)
@@ -107,7 +108,10 @@ async def verify(
         while current.base_version >= 0 and current.version > way.manifests[0].version:
             before = await chain.manifest(source, run, current.base_seq)
             if digest(before) != current.parent:
-                return False, f"version {current.version} names another parent than the manifest of {before.version}"
+                return (
+                    False,
+                    f"version {current.version} has another parent than the manifest of version {before.version}",
+                )
             current = before
         with tempfile.TemporaryDirectory(prefix="headrace-verify-") as folder:
             path = Path(folder) / "v.safetensors"
@@ -124,7 +128,8 @@ async def verify(
 
 
 async def verify_all(source: chain.StreamSource, run: str, trust: Trust | None = None) -> tuple[bool, str]:
-    """The whole chain, hashed again from the stream. True and a sentence, or False and every fault, one a line."""
+    """Build and hash the whole chain from the stream. Returns True and a sentence, or False and every fault, one per
+    line."""
     found = await proof.prove(source, run, trust)
     if found.faults:
         return False, "\n".join(found.faults)
@@ -140,8 +145,10 @@ async def verify_all(source: chain.StreamSource, run: str, trust: Trust | None =
 
 
 def diff(before: Snapshot, after: Snapshot, *, lines: int = 20) -> str:
-    """The differences of two files: per tensor the share of elements, and the largest step in units of the last place
-    (of the bit patterns); and the bytes of a delta between them in each codec.
+    """The differences of two files, as text. lines: largest number of tensors to list.
+
+    Per tensor the share of changed elements and the largest change in units in the last place (of the bit patterns);
+    then the bytes of a delta between the files in each codec.
     """
     if before.tensors != after.tensors:
         theirs = {info.name for info in before.tensors} ^ {info.name for info in after.tensors}

@@ -1,11 +1,11 @@
-"""Shards of a version: the tensors that travel together, so that encoders share the work and a rank fetches its own
-part.
+"""Shards of a version: groups of tensors that are encoded and fetched together, so that threads share the encoding and
+a rank fetches only its own part.
 
 The idea: a shard is a part of the tensor list that is fixed before anything is encoded. Chunks, units and streams never
 cross it, so the bytes of a version depend on the number of shards and not on how many encoders made them or in which
 order; a receiver that needs some tensors fetches only the chunks of their shards.
 
-Neighbours by name stay together (a layer's experts, a rank's part); the cuts are where the bytes are even.
+Tensors with neighbouring names stay together (a layer's experts, a rank's part), and shards have about equal bytes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,14 +17,14 @@ from headrace.weights.state import HASH_BYTES, WeightError
 
 
 def assign(tensors: Sequence[TensorInfo], count: int) -> tuple[TensorInfo, ...]:
-    """The tensors, in their order, each with its shard, 0 to count - 1. WeightError for less than one shard."""
+    """The tensors, in their order, each with its shard number, 0 to count - 1. WeightError for a count below 1."""
     if count < 1:
         raise WeightError(f"expected at least one shard, got {count}")
     total, before = max(1, sum(map(state.nbytes, tensors))), 0
     out = []
     for info in tensors:
         size = state.nbytes(info)
-        # The middle of a tensor decides, so that a large one is not moved to the next shard because of its end.
+        # A tensor's middle decides its shard; its end would move a large tensor to the next one.
         out.append(
             TensorInfo(info.name, info.dtype, info.shape, min(count - 1, (2 * before + size) * count // (2 * total)))
         )
@@ -33,12 +33,12 @@ def assign(tensors: Sequence[TensorInfo], count: int) -> tuple[TensorInfo, ...]:
 
 
 def plain(tensors: Iterable[TensorInfo]) -> tuple[TensorInfo, ...]:
-    """The tensors without their shards, as a snapshot file names them."""
+    """The tensors without their shard numbers, as a snapshot file describes them."""
     return tuple(TensorInfo(info.name, info.dtype, info.shape) for info in tensors)
 
 
 def holding(tensors: Iterable[TensorInfo], patterns: Sequence[str]) -> frozenset[int] | None:
-    """The shards that hold tensors whose names match a pattern such as ``model.layers.3.*``; None means all.
+    """The shards of tensors whose names match a pattern such as ``model.layers.3.*``; None (all) without patterns.
 
     WeightError when no tensor matches.
     """
@@ -51,7 +51,7 @@ def holding(tensors: Iterable[TensorInfo], patterns: Sequence[str]) -> frozenset
 
 
 def chosen(tensors: Iterable[TensorInfo], shards: frozenset[int] | None) -> tuple[TensorInfo, ...]:
-    """The tensors of these shards, without their shards."""
+    """The tensors of these shards (None: all), without their shard numbers."""
     return plain(info for info in tensors if shards is None or info.shard in shards)
 
 

@@ -1,14 +1,14 @@
 """Signatures of published versions: Ed25519 on manifests, heads and squashed deltas.
 
-The idea: any role that may write the stream could publish weights, and another party owns a region's mirror. So the
-sender signs the records that commit a version, with a key that lies on its node alone, and a receiver refuses a record
-that it cannot verify. A manifest names its chunks by sha256 and its state by hash, so one signature covers every byte.
-A head names the sequence of the head before it: stored again at another place, it does not fit.
+The idea: any role that may write the stream could publish weights, and a region's mirror may belong to another party.
+So the sender signs the records that commit a version with a key that is on its node alone, and a receiver refuses a
+record that it cannot verify. A manifest names its chunks by sha256 and its state by hash, so one signature covers every
+byte. A head names the sequence of the head before it, so a head that is stored again later is not valid.
 
 A signature covers the message type, run, version, state root, and the sha256 of the canonical bytes: the message as
-msgpack under its wire names, without its signature, and without fields that were added after the first edition while
-they hold their defaults. So a field that is added later changes no old signature, and an old reader refuses a message
-with a field that it does not know.
+msgpack under its wire names, without its signature, and without fields that were added after the first release while
+they hold their defaults. So a field that is added later invalidates no old signature, and an old reader refuses a
+message with a field that it does not know.
 
 Keys are NKEYs (headrace/nkeys.py). Ed25519: RFC 8032.
 """
@@ -35,7 +35,7 @@ S = TypeVar("S", WeightManifest, WeightHead, WeightSquash)
 
 
 class Untrusted(WeightError):
-    """A manifest, head or squashed delta without a signature by a publisher that this node knows."""
+    """A manifest, head or squashed delta without a valid signature of a publisher that this node knows."""
 
 
 class Signer(Protocol):
@@ -50,7 +50,7 @@ class Signer(Protocol):
 
 
 def canonical(message: Signed) -> bytes:
-    """The bytes of a message that are signed and hashed: the same for every edition of the reader."""
+    """The bytes of a message that are signed and hashed: the same in every release."""
     fields = {}
     for field in msgspec.structs.fields(message):
         value = getattr(message, field.name)
@@ -60,7 +60,7 @@ def canonical(message: Signed) -> bytes:
 
 
 def digest(manifest: WeightManifest) -> str:
-    """sha256 of a manifest, 64 hex digits: the next manifest names it as its parent."""
+    """sha256 of a manifest, 64 hex digits. The next manifest names it as its parent."""
     return hashlib.sha256(canonical(manifest)).hexdigest()
 
 
@@ -80,7 +80,7 @@ def sealed(message: S, signer: Signer | None) -> S:
 
 
 def public_key(text: str) -> VerifyKey:
-    """A user's public NKEY. WeightError when it is none."""
+    """The key of a user's public NKEY. WeightError when the text is not one."""
     try:
         return VerifyKey(nkeys.public_bytes(text))
     except ValueError:
@@ -102,7 +102,8 @@ class Trust:
 
     @classmethod
     def load(cls, credentials: str | Path | None, keys: Iterable[str] = (), *, unsigned: bool = False) -> "Trust":
-        """The configured keys, or where there are none those of `PUBLIC_FILE` in the credentials folder."""
+        """The configured keys; without any, those of `PUBLIC_FILE` in the credentials folder. WeightError as
+        `__init__`."""
         names = tuple(keys)
         if not names and credentials:
             folder = Path(credentials)
@@ -114,7 +115,7 @@ class Trust:
         return cls(names, unsigned=unsigned)
 
     def check(self, message: Signed) -> None:
-        """Untrusted, with the setting to change, unless a known key signed exactly this message."""
+        """Verify the signature of a message. Untrusted, with the setting to change, when no known key signed it."""
         what = f"the {message.type_name.removeprefix('weight_')} of version {message.version} of run {message.run}"
         if not message.signature:
             if self._unsigned:
@@ -138,6 +139,6 @@ class Trust:
 
 
 def check(trust: Trust | None, message: Signed) -> None:
-    """`trust.check`, or nothing where the caller asked for no check."""
+    """`trust.check`; no check when `trust` is None."""
     if trust is not None:
         trust.check(message)

@@ -1,11 +1,11 @@
 """Snapshot files: the published weights of one version as one safetensors file, which readers map into memory.
 
-The idea: a version is written once and gets its final name only when it is whole (temporary name, fsync, rename); after
-that it never changes. Trainer and sender, receiver and engine share it by mapping, so weights are not copied through
-the bus on one node.
+The idea: a version is written once and gets its final name only when it is complete (temporary name, fsync, rename);
+after that it never changes. Trainer and sender, receiver and engine map the same file, so on one node no weights are
+copied through the bus.
 
 Layout: plain safetensors, so any other tool reads it. Tensors are ordered by falling item size, then by name, which
-keeps every one aligned. The metadata holds the state hash as ``state_hash``: a hint for people that no code trusts.
+keeps every tensor aligned. The metadata has the state hash as ``state_hash`` for people to read; no code trusts it.
 """
 
 import itertools
@@ -30,7 +30,7 @@ _serial = itertools.count()
 
 
 def _header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The file's head (length word included) and each tensor's offset from the start of the file."""
+    """The file's header with its length word, and each tensor's offset from the start of the file, in bytes."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offsets: dict[str, int] = {}
     at = 0
@@ -46,7 +46,8 @@ def _header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> tuple
 
 
 class Rows:
-    """A file of preallocated tensors that several processes write, each its own rows. With `Draft` one makes it."""
+    """A file of preallocated tensors that several processes write, each its own rows. A `Draft` in one process creates
+    it."""
 
     def __init__(self, path: Path, tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> None:
         """Open the temporary file of a draft with the same tensors and metadata."""
@@ -55,7 +56,7 @@ class Rows:
         self._file = open(path, "rb+", buffering=0)  # closed by _discard
 
     def fileno(self) -> int:
-        """Of the open file, for fsync."""
+        """The descriptor of the open file, for fsync."""
         return self._file.fileno()
 
     def _put(self, data: bytes | memoryview, at: int) -> None:
@@ -64,7 +65,7 @@ class Rows:
             data, at = data[done:], at + done
 
     def write(self, tensor: int, start: int, part: Bits) -> None:
-        """Put bits of the tensor with that index at item `start` of its flat view."""
+        """Write bits of the tensor with index `tensor` at item `start` of its flat view."""
         if part.size:
             self._put(part.view(np.uint8).data, self._at[tensor] + start * part.itemsize)
 
@@ -79,14 +80,14 @@ class Rows:
 
 
 class Draft(Rows):
-    """A snapshot file in the making: tensors are written into a temporary file that `commit` gives its name.
+    """A snapshot file that is being written: tensors go into a temporary file, and `commit` gives it its name.
 
-    Without `commit` (after an error or a cancellation) the temporary file is removed: an incomplete version never has a
-    name. Written with pwrite, not through a mapping: page faults on a fresh file cost twice the time (measured).
+    Without `commit` (after an error or a cancellation) the temporary file is removed, so an incomplete version never
+    has a name. It uses pwrite and no mapping: page faults on a new file take twice the time (measured).
     """
 
     def __init__(self, path: str | Path, tensors: Sequence[TensorInfo], metadata: Mapping[str, str] | None = None):
-        """Reserve disk space for `tensors` beside `path`. OSError when the disk has none."""
+        """Reserve disk space for `tensors` in the folder of `path`. OSError when the disk is full."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.{next(_serial)}.part")
@@ -95,7 +96,7 @@ class Draft(Rows):
         size = len(head) + sum(state.nbytes(info) for info in tensors)
         self._file = open(self.temporary, "wb+", buffering=0)  # closed by _discard
         try:
-            # Reserve the blocks now: a full disk is an error here, not in the middle of the file.
+            # Reserve the blocks now, so that a full disk is an error here and not in the middle of the file.
             os.posix_fallocate(self._file.fileno(), 0, size)
             self._put(head, 0)
         except OSError:
@@ -103,12 +104,15 @@ class Draft(Rows):
             raise
 
     def read(self, tensor: int, start: int, into: Bits) -> None:
-        """Read bits back that were written before."""
+        """Read written bits of tensor `tensor` from item `start` into an array. WeightError when the file is too
+        short."""
         view, at = into.view(np.uint8).data, self._at[tensor] + start * into.itemsize
         while len(view):
             done = os.preadv(self._file.fileno(), [view], at)
             if not done:
-                raise WeightError(f"{self.temporary.name} ends early")
+                raise WeightError(
+                    f"{self.temporary.name} ends before tensor {tensor}, item {start}: it was truncated meanwhile"
+                )
             view, at = view[done:], at + done
 
     def commit(self, *, durable: bool = True) -> None:
@@ -130,7 +134,7 @@ class Draft(Rows):
 
 
 class Snapshot:
-    """A snapshot file, mapped: what is in it, and its bits. Views keep the mapping alive after the file is deleted."""
+    """A mapped snapshot file. Views of its bits keep the mapping alive after the file is deleted."""
 
     def __init__(self, path: str | Path):
         """Map a file. WeightError when it is not a whole safetensors file; OSError when it cannot be opened."""
@@ -143,7 +147,7 @@ class Snapshot:
         self.tensors, self._offsets, self.metadata = _parse(self._map, self.path)
 
     def array(self, info: TensorInfo) -> Bits:
-        """Flat bit view of one tensor."""
+        """The flat bit view (u1, u2 or u4) of one tensor."""
         kind = state.unsigned(info.dtype)
         count = state.nbytes(info) // kind.itemsize
         if not count:
@@ -157,18 +161,20 @@ class Snapshot:
         return [self.array(info) for info in self.tensors]
 
     def hashes(self) -> bytes:
-        """16 bytes per block, of the bits that are in the file now."""
+        """The block hashes of the file's present bits, 16 bytes each."""
         return state.block_hashes(self.tensors, self.arrays())
 
     def state_hash(self) -> str:
-        """The state hash of the bits that are in the file now."""
+        """The state hash of the file's present bits."""
         return state.root(self.tensors, self.hashes())
 
 
 def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorInfo, ...], dict[str, int], dict[str, str]]:
     length = int.from_bytes(data[:8], "little")
     if length > min(_MAX_HEADER, len(data) - 8):
-        raise WeightError(f"{path} is not a safetensors file: its header would be {length} bytes")
+        raise WeightError(
+            f"{path} is not a safetensors file: it states a header of {length} bytes, more than can be there"
+        )
     try:
         entries: dict[str, Any] = json.loads(data[8 : 8 + length])
         metadata = dict(entries.pop("__metadata__", {}))
@@ -178,7 +184,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorInfo, ...], dict[st
             info = TensorInfo(name, entry["dtype"], tuple(entry["shape"]))
             start, end = entry["data_offsets"]
             if end - start != state.nbytes(info) or start < 0 or 8 + length + end > len(data):
-                raise WeightError(f"{path}: tensor {name!r} does not lie whole inside the file")
+                raise WeightError(f"{path}: tensor {name!r} is not completely inside the file")
             tensors.append(info)
             offsets[name] = 8 + length + start
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -187,7 +193,7 @@ def _parse(data: mmap.mmap, path: Path) -> tuple[tuple[TensorInfo, ...], dict[st
 
 
 def write(path: str | Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write named tensors as one file, whole or not at all; returns their state hash. OSError on a full disk."""
+    """Write named tensors as one file, atomically. Returns their state hash. OSError on a full disk."""
     described = state.infos(tensors)
     arrays = state.state_bits(tensors)
     digest = state.root(described, state.block_hashes(described, arrays))
@@ -199,7 +205,8 @@ def write(path: str | Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def read(path: str | Path) -> dict[str, Tensor]:
-    """Named tensors that lie in the mapped file: nothing is read until it is used, writes stay private."""
+    """The tensors of a file, by name, in mapped memory: pages are read at first use, and writes stay in this
+    process."""
     file = Snapshot(path)
     out: dict[str, Tensor] = {}
     for info in file.tensors:
@@ -211,5 +218,5 @@ def read(path: str | Path) -> dict[str, Tensor]:
 
 
 def file_hash(path: str | Path) -> str:
-    """The state hash of a file's tensors, taken from its bits."""
+    """The state hash of a file, computed from its bits. WeightError as `Snapshot`."""
     return Snapshot(path).state_hash()

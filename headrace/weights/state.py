@@ -1,8 +1,8 @@
 """The identity of a set of weights: one hash over the exact bits of every tensor.
 
 The idea: cut each tensor into blocks of at most 4 Mi elements, hash the raw bits of each block, and hash the list of
-block hashes together with names, dtypes and shapes. A receiver checks block by block while it decodes, names the block
-that is broken, and still ends with a single hash to compare with the trainer's.
+block hashes together with names, dtypes and shapes. A receiver checks each block while it decodes, can name a broken
+block, and still compares a single hash with the trainer's.
 
 Why xxh3-128 and not a cryptographic hash: it reads 33 GB/s on one core, sixteen times as fast as sha256, and it guards
 against corruption. Chunks on the wire carry sha256 as well; they are a hundredth of the size.
@@ -24,7 +24,7 @@ from torch import Tensor
 from headrace.messages.weights import TensorInfo
 
 BLOCK = 4 << 20
-"""Elements of a block, at most."""
+"""Largest number of elements of a block."""
 HASH_BYTES = 16
 
 Bits = NDArray[np.unsignedinteger]
@@ -56,7 +56,7 @@ _UNSIGNED: dict[int, np.dtype[np.unsignedinteger]] = {
 
 
 class WeightError(Exception):
-    """Weights that cannot be read, or are not what they claim to be; the text says which and why."""
+    """Weights cannot be read, or do not match their hashes or description; the text names them and the reason."""
 
 
 def itemsize(dtype: str) -> int:
@@ -119,12 +119,13 @@ def blocks(info: TensorInfo) -> Iterator[tuple[int, int]]:
 
 
 def block_count(info: TensorInfo) -> int:
-    """How many blocks a tensor has, whatever size it claims."""
+    """Number of blocks of a tensor, computed without `blocks`, because an untrusted shape may be huge."""
     return -(-(nbytes(info) // unsigned(info.dtype).itemsize) // BLOCK)
 
 
 class Part(NamedTuple):
-    """A block as a part of a unit: its index in the whole state, its tensor, and the items of that tensor it covers."""
+    """A block as a part of a unit: its index in the whole state, the index of its tensor, and the items that it
+    covers."""
 
     block: int
     tensor: int
@@ -133,7 +134,8 @@ class Part(NamedTuple):
 
 
 def units(tensors: Sequence[TensorInfo]) -> list[tuple[Part, ...]]:
-    """The runs of blocks that are coded together: of one dtype and shard, in order, of at most `BLOCK` items together.
+    """The runs of blocks that are coded together: of one dtype and shard, in order, with at most `BLOCK` items in
+    total.
 
     A large block is a unit of its own; the many small tensors of a model share streams, and so the tables of the
     entropy coder.
@@ -154,12 +156,12 @@ def units(tensors: Sequence[TensorInfo]) -> list[tuple[Part, ...]]:
 
 
 def unit_hash(unit: Sequence[Part], hashes: bytes | bytearray) -> bytes:
-    """16 bytes that stand for the unit's blocks in a state with these block hashes."""
+    """The hash of a unit, 16 bytes, in a state with these block hashes."""
     return joint_hash(bytes(hashes[p.block * HASH_BYTES : (p.block + 1) * HASH_BYTES]) for p in unit)
 
 
 def joint_hash(hashes: Iterable[bytes]) -> bytes:
-    """16 bytes that stand for blocks with these hashes."""
+    """The hash, 16 bytes, of blocks with these hashes."""
     return xxhash.xxh3_128_digest(b"".join(hashes))
 
 
@@ -178,7 +180,7 @@ def block_hashes(tensors: Sequence[TensorInfo], arrays: Iterable[Bits]) -> bytes
 
 
 def copied(source: Bits, into: Bits, piece_bytes: int) -> Generator[None, None, bytes]:
-    """Copy a tensor's bits piece by piece, a yield after each; returns the block hashes of what was written."""
+    """Copy a tensor's bits piece by piece and yield after each; returns the block hashes of the copy."""
     step, hashes = max(1, piece_bytes // into.itemsize), bytearray()
     for start in range(0, source.size, BLOCK):
         end, digest = min(start + BLOCK, source.size), xxhash.xxh3_128()

@@ -1,18 +1,18 @@
-"""Units to frames and back: the choice of a unit's code, and how its frames are applied.
+"""Encodes units as frames and applies frames: chooses the code of each unit.
 
-The idea: per unit (`state.units`: a block, or a run of small ones), count the changes and take the code that makes it
-smallest. An unchanged unit has no frame and costs nothing. Up to one change in twenty the sparse code (`sparse`) is
-always smallest, or `context`, for links that cost more than cores; where changes lie in clumps ``difference`` is run as
-well, and for small units every code. Above that each code is tried on a sample of the unit, drawn across the range from
-its quietest to its busiest parts. Codes with close estimates are all run, and the smallest result is taken: a wrong
-estimate costs little. Dense codes work on byte planes, because exponents repeat and mantissas do not: ``difference``
-codes the zig-zag difference of all elements, ``full`` the new bits themselves and needs no base.
+The idea: for each unit (`state.units`: a block, or a run of small ones) count the changes and take the code with the
+fewest bytes. An unchanged unit has no frame. Up to one change in twenty a sparse code is smallest: ``ulp_delta``, or
+``context_delta`` for links that cost more than cores. Where changes lie close together ``difference`` is tried as well,
+and for small units every code. With more changes each code is tried on a sample of the unit, from its parts with the
+fewest changes to those with the most. Codes with close estimates are all run, and the smallest result is taken, so a
+wrong estimate costs little. Dense codes work on byte planes, because exponents repeat and mantissas do not:
+``difference`` codes the zig-zag difference of all elements, ``full`` codes the new bits and needs no base.
 
-Layout: a frame is a msgspec array of header and streams (`Frame`). Dense units and very full sparse ones are cut into
-several frames, so that every frame fits a chunk and every chunk can be read alone. A frame names the unit's hash
-before and after: one that was spliced in from another version is refused before it is applied. Nothing is pickled.
+Layout: a frame is a msgspec array of header and streams (`Frame`). Dense units and sparse ones with many changes are
+cut into several frames, so that every frame fits a chunk and every chunk can be read alone. A frame names the unit's
+hash before and after, so a frame of another version is refused before it is applied. Nothing is pickled.
 
-Differences may be applied in place; from a separate base, a frame that is applied twice does no harm.
+Frames may be applied in place. With a separate base, applying a frame twice gives the same result as once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ NAMES = {FULL: "full", SPARSE: "ulp_delta", DIFFERENCE: "difference", CONTEXT: "
 
 
 class Recipe(NamedTuple):
-    """How sparse changes are coded, and the compression of all streams."""
+    """The code of sparse changes, and the compression of all streams."""
 
     sparse: int
     method: int
@@ -46,23 +46,23 @@ CODECS = {
 
 _ALWAYS_SPARSE = 0.05
 _FRAME_BYTES = 800 << 10
-"""A sparse frame's streams before compression, at most, apart from escapes; they add 16 KiB at most."""
+"""Largest number of bytes of a sparse frame's streams before compression, without escapes, which add up to 16 KiB."""
 _DENSE_BYTES = 256 << 10
-"""A dense frame's share of the unit."""
+"""Bytes of the unit that a dense frame covers."""
 _TINY = 1 << 18
 """Elements of a unit that is too small for an estimate: every code is tried."""
 _EVERY, _LOOK = 3200, 32
 _NOWHERE, _NOTHING = np.empty(0, np.int64), np.empty(0, np.uint8)
 _SAMPLES, _SAMPLE = 16, 16384
-"""Parts of a unit that are tried, and elements of each."""
+"""Number of parts of a unit in the sample, and elements of each."""
 _CONTEXT_GAIN = 0.6
-"""The smallest share of a sparse code's bytes that the context delta reaches."""
+"""Size of a context delta as a fraction of the ULP delta's, in the best case."""
 _CLOSE = 1.03
-"""Codes whose estimates lie within this factor of the smallest are run to the end."""
+"""Codes whose estimates are within this factor of the smallest are run on the whole unit."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A piece of one unit. Positions count items of its blocks, laid one after the other."""
+    """A piece of one unit. Positions count items through its blocks, one after the other."""
 
     unit: int
     """Index into `state.units` of the manifest's tensors."""
@@ -83,12 +83,12 @@ _decoder = msgspec.msgpack.Decoder(Frame)
 
 
 def to_bytes(frame: Frame) -> bytes:
-    """A frame as it travels."""
+    """A frame as bytes."""
     return _encoder.encode(frame)
 
 
 def from_bytes(data: bytes) -> Frame:
-    """A frame as it came. WeightError when it is none."""
+    """The frame of these bytes. WeightError when they are not a frame."""
     try:
         return _decoder.decode(data)
     except msgspec.DecodeError as error:
@@ -96,7 +96,7 @@ def from_bytes(data: bytes) -> Frame:
 
 
 class Place(NamedTuple):
-    """Which unit is coded, its dtype, and its hashes before (empty when there is no base) and after."""
+    """A unit's index, its dtype, and its hashes before (empty without a base) and after."""
 
     unit: int
     dtype: str
@@ -109,8 +109,8 @@ def encode(
 ) -> Iterator[tuple[Frame, int]]:
     """The frames of a unit, each with the number of elements that it changes.
 
-    base, target: the bits of the unit's blocks before and after; base None makes a full snapshot's frames. Blocks are
-    compared where they lie; only a dense unit of several is copied together.
+    base, target: the bits of the unit's blocks before and after; with base None the frames are a full snapshot's.
+    Blocks are compared without a copy; only a dense unit of several blocks is copied into one array.
     """
     if base is None:
         yield from _dense(place, FULL, None, _joined(target), recipe.method)
@@ -119,23 +119,23 @@ def encode(
     codes: tuple[int, ...] = (SPARSE,)
     if recipe.sparse == CONTEXT and place.dtype in context_delta.EXPONENTS:
         codes = (CONTEXT, SPARSE)
-    found: tuple[Positions, Bits, Bits] | None = None
+    changes: tuple[Positions, Bits, Bits] | None = None
     if size <= _TINY or not _looks_dense(base, target):
-        found = _changes(base, target)
-        if not found[0].size:
+        changes = _changes(base, target)
+        if not changes[0].size:
             return
-    dense = found is None or found[0].size > _ALWAYS_SPARSE * size
-    if dense or size <= _TINY or (found and _clumped(found[0])):
+    dense = changes is None or changes[0].size > _ALWAYS_SPARSE * size
+    if dense or size <= _TINY or (changes and _clumped(changes[0])):
         base, target = [_joined(base)], [_joined(target)]
         codes = (*codes, DIFFERENCE, FULL) if dense or size <= _TINY else (*codes, DIFFERENCE)
         if dense and size > _TINY:
             codes = choose(base[0], target[0], codes, place.dtype, recipe.method)
     olds, news = base, target
-    if found is None and not {SPARSE, CONTEXT}.isdisjoint(codes):
-        found = _changes(olds, news)
-    at, zigzagged = (
-        (found[0], ulp_delta.zigzag_difference(found[1], found[2])) if found is not None else (_NOWHERE, _NOTHING)
-    )
+    if changes is None and not {SPARSE, CONTEXT}.isdisjoint(codes):
+        changes = _changes(olds, news)
+    at, zigzagged = (_NOWHERE, _NOTHING)
+    if changes is not None:
+        at, zigzagged = changes[0], ulp_delta.zigzag_difference(changes[1], changes[2])
 
     def run(code: int) -> Iterator[tuple[Frame, int]]:
         if code in (SPARSE, CONTEXT):
@@ -149,7 +149,7 @@ def encode(
 
 
 def _looks_dense(base: Sequence[Bits], target: Sequence[Bits]) -> bool:
-    """Whether a quarter of a unit has changed, estimated from one element in a hundred: positions may not be needed."""
+    """Whether more than a quarter of a unit changed, estimated from one element in a hundred."""
     seen = looked = 0
     for old, new in zip(base, target, strict=True):
         rows = old.size // _EVERY
@@ -159,15 +159,15 @@ def _looks_dense(base: Sequence[Bits], target: Sequence[Bits]) -> bool:
 
 
 def _clumped(at: Positions) -> bool:
-    """Whether a quarter of the changes lie where every second element changed."""
+    """Whether more than a quarter of the changes lie where every second element changed."""
     near = np.diff(at[::32]) < 64
     return bool(np.count_nonzero(near) * 4 > near.size)
 
 
 def choose(base: Bits, target: Bits, codes: Sequence[int], dtype: str, method: int) -> tuple[int, ...]:
-    """The codes that may make a unit smallest, by an estimate: those whose estimate is close to the best one's.
+    """The codes whose estimated size is close to the smallest estimate.
 
-    Parts are ranked by how many changes they hold, and every sixteenth of that order gives one to the sample; a unit
+    Parts are ranked by their number of changes, and the sample takes `_SAMPLES` parts evenly from that order; a unit
     that is not larger than the sample is tried whole.
     """
     parts = np.arange(-(-target.size // _SAMPLE))
@@ -175,7 +175,7 @@ def choose(base: Bits, target: Bits, codes: Sequence[int], dtype: str, method: i
         counts = np.add.reduceat(base != target, parts * _SAMPLE, dtype=np.int64)
         order = np.argsort(counts, kind="stable")
         parts = order[(np.arange(_SAMPLES) * 2 + 1) * parts.size // (2 * _SAMPLES)]
-    sizes = {code: 0 for code in codes if code != CONTEXT}  # its classes need more changes than a part has
+    sizes = {code: 0 for code in codes if code != CONTEXT}  # a part has too few changes for the classes of CONTEXT
     for first in (parts * _SAMPLE).tolist():
         old, new = base[first : first + _SAMPLE], target[first : first + _SAMPLE]
         where, before, after = ulp_delta.changes(old, new)
@@ -187,7 +187,7 @@ def choose(base: Bits, target: Bits, codes: Sequence[int], dtype: str, method: i
                 streams = tuple(pack(plane, method) for plane in planes(content).reshape(content.itemsize, -1))
             sizes[code] += sum(len(stream.data) for stream in streams)
     limit = _CLOSE * min(sizes.values())
-    # The saving by exponents is known only after a trial: try it whenever it might be enough.
+    # The size of CONTEXT is known only after a full run: run it whenever it might be smallest.
     hopeful = [CONTEXT] if CONTEXT in codes and _CONTEXT_GAIN * sizes[SPARSE] <= limit else []
     return (*hopeful, *(code for code in sizes if sizes[code] <= limit))
 
@@ -195,9 +195,9 @@ def choose(base: Bits, target: Bits, codes: Sequence[int], dtype: str, method: i
 def encode_differences(
     place: Place, at: Positions, zigzagged: Bits, size: int, method: int
 ) -> Iterator[tuple[Frame, int]]:
-    """The frames of a unit of `size` items from its changes alone, without the base and the target.
+    """The frames of a unit of `size` items from its changes alone, without base and target, as `encode` yields them.
 
-    at: positions, ascending; folded: the zig-zag difference at each, none of them 0.
+    at: positions, ascending; zigzagged: the zig-zag difference at each, none of them 0.
     """
     if not at.size:
         return
@@ -216,9 +216,9 @@ def _bytes_of(frames: Sequence[tuple[Frame, int]]) -> int:
 
 
 def differences(frame: Frame, kind: np.dtype[np.unsignedinteger]) -> tuple[Positions, Bits]:
-    """Positions in the unit and differences (new - old mod 2^w) of a frame that needs no base to be read.
+    """Positions in the unit and differences (new - old mod 2^w) of a frame that can be read without the base.
 
-    WeightError for one that does (full, context_delta), or that is damaged.
+    WeightError for other codes (full, context_delta) and for damaged frames.
     """
     if frame.codec == SPARSE and len(frame.streams) == 3:
         at, zigzagged = _read_sparse(frame, kind)
@@ -236,7 +236,7 @@ def _joined(parts: Sequence[Bits]) -> Bits:
 
 
 def _changes(base: Sequence[Bits], target: Sequence[Bits]) -> tuple[Positions, Bits, Bits]:
-    """Changes of a unit, positions counted through its blocks."""
+    """Positions, old bits and new bits of a unit's changes; positions count through its blocks."""
     if len(target) == 1:
         return ulp_delta.changes(base[0], target[0])
     found, offset = [], 0
@@ -293,7 +293,7 @@ def _dense_frames(place: Place, codec: int, content: Bits, method: int) -> Itera
 
 
 def _plane_frame(place: Place, start: int, codec: int, content: Bits, method: int) -> Frame:
-    # A stream per plane: a plane of noise is stored and does not spoil the table of the next one.
+    # A stream per plane: an incompressible plane is stored and has no effect on the entropy table of the others.
     streams = tuple(pack(plane, method) for plane in planes(content).reshape(content.itemsize, -1))
     return _frame(place, start, content.size, codec, content.size, streams)
 
@@ -312,15 +312,15 @@ def _frame(place: Place, start: int, count: int, codec: int, items: int, streams
 
 
 def apply(frame: Frame, base: Bits | None, target: Bits, dtype: str) -> None:
-    """Write what a frame changes into `target`, reading the old bits from `base`, which may be the same array.
+    """Write a frame's changes into `target`. The old bits are read from `base`, which may be the same array.
 
-    base, target: the unit's bits, of one length; dtype as safetensors spells it. A sparse frame writes the changed
-    elements alone, so the rest of `target` has to hold the base's bits already. WeightError for a frame that does not
-    fit, or whose streams do not open; `target` then may hold a part of it.
+    base, target: the unit's bits, of equal length; dtype: in safetensors' spelling. A sparse frame writes the changed
+    elements alone, so the rest of `target` must hold the base's bits already. WeightError for a frame that does not
+    fit or whose streams are damaged; `target` may then hold a part of it.
     """
     start, end = frame.start, frame.start + frame.count
     if not 0 <= start < end <= target.size:
-        raise WeightError(f"a frame of elements {start} to {end} in a unit of {target.size}")
+        raise WeightError(f"a frame covers elements {start} to {end}, but its unit has {target.size}")
     part = target[start:end]
     if frame.codec == SPARSE and len(frame.streams) == 3:
         at, zigzagged = _read_sparse(frame, target.dtype)
@@ -345,14 +345,16 @@ def _read_sparse(frame: Frame, kind: np.dtype[np.unsignedinteger]) -> tuple[Posi
     gaps = unpack(frame.streams[0], frame.items + frame.count // ulp_delta.ESCAPE + 1)
     at = ulp_delta.positions_of(gaps)
     if at.size != frame.items or at[-1] >= frame.count:
-        raise WeightError(f"gaps name {at.size} positions where {frame.items} below {frame.count} were promised")
+        raise WeightError(
+            f"a frame's gaps give {at.size} positions, expected {frame.items} positions below {frame.count}"
+        )
     return at, ulp_delta.unpack_values(frame.streams[1], frame.streams[2], frame.items, kind)
 
 
 def _read_dense(frame: Frame, kind: np.dtype[np.unsignedinteger]) -> Bits:
     content = np.concatenate([unpack(stream, frame.count) for stream in frame.streams])
     if content.size != frame.count * kind.itemsize:
-        raise WeightError(f"{content.size} bytes for {frame.count} elements of {kind.itemsize} bytes")
+        raise WeightError(f"a frame has {content.size} bytes, expected {frame.count} elements of {kind.itemsize} bytes")
     return unplanes(content, kind)
 
 

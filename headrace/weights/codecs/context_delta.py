@@ -1,20 +1,19 @@
-"""D10: the sparse delta for thin links. As `sparse`, without the information that the exponents already give.
+"""D10: the context delta, for slow links. As `ulp_delta`, but positions and values are coded per class of exponents.
 
 The idea: a step of one size moves a small weight by many units in the last place and a large one rarely by one, so the
 chance of a change is about |step| / ULP(w): it doubles with every exponent downwards. The receiver has the old weights,
-so it knows the exponents. Elements are sorted into classes of like exponents; within a class, changes are as good as
-evenly strewn, and their gaps, counted in elements of that class alone, cost close to their entropy. Values too are
-coded per class: one unit nearly always in the high ones, many in the low.
+so it knows the exponents. Elements are divided into classes of similar exponents. Within a class changes are spread
+almost evenly, so their gaps, counted in elements of that class alone, need close to their entropy. Values are coded per
+class too: with high exponents nearly all are one unit, with low exponents many are larger.
 
 Why ranks by bit counts: the rank of an element within its class is the number of class members before it. A class as a
 bit vector (packbits), its words' bit counts and their running sum give the rank of any position, and back, without a
-loop in Python and without sorting: numpy needs one pass of compare, pack, count per class.
+loop in Python and without sorting: numpy needs one pass of compare, pack and count per class.
 
 Layout of the streams: bounds (two bytes per class: lowest and highest exponent), then per class gaps and values as in
-`sparse`, then the exceptions of all classes. The idea comes from a measurement of the bits per symbol in this
-repository.
+`ulp_delta`, then the exceptions of all classes.
 
-Trade-off: a pass per class costs most of the speed of `sparse`; the gain is a quarter to a third of the bytes.
+Trade-off: a pass per class takes most of the speed of `ulp_delta`; the gain is a quarter to a third of the bytes.
 """
 
 import numpy as np
@@ -32,7 +31,7 @@ EXPONENTS: dict[str, tuple[int, int]] = {
     "F8_E4M3": (3, 0x0F),
     "F8_E5M2": (2, 0x1F),
 }
-"""Where the exponent lies: shift and mask. Other dtypes have none and are not coded this way."""
+"""dtype to (shift, mask) of its exponent field. Other dtypes have no exponent and are not coded this way."""
 MOST_CLASSES = 24
 LEAST_CHANGES = 160
 """A class with fewer changes costs more in tables than it saves."""
@@ -43,7 +42,7 @@ for _byte in range(256):
 
 
 def exponents(bits: Bits, dtype: str) -> Bytes:
-    """Exponent fields, one byte per element."""
+    """Exponent fields, uint8, one per element of the flat `bits`."""
     shift, mask = EXPONENTS[dtype]
     out = (bits >> shift).astype(np.uint8)
     if mask != 0xFF:
@@ -60,19 +59,19 @@ class _Members:
         self.words: NDArray[np.uint64] = np.zeros(-(-packed.size // 8), np.uint64)
         self.words.view(np.uint8)[: packed.size] = packed
         self.ends = np.cumsum(np.bitwise_count(self.words), dtype=np.int64)
-        """Members up to and with each word."""
+        """Number of members up to and including each word."""
 
     def rank(self, at: Positions) -> Positions:
-        """How many members lie before each of these members."""
+        """The number of members before each of these members."""
         words = self.words[at >> 6]
         below = words & ((np.uint64(1) << (at & 63).astype(np.uint64)) - np.uint64(1))
         ranks: Positions = self.ends[at >> 6] - np.bitwise_count(words) + np.bitwise_count(below)
         return ranks
 
     def select(self, ranks: Positions) -> Positions:
-        """The members of these ranks, ascending. WeightError when the class has not that many."""
+        """The positions of the members of these ranks, ascending. WeightError when the class has fewer members."""
         if ranks.size and (not self.ends.size or ranks[-1] >= self.ends[-1]):
-            raise WeightError("a gap leads out of its class")
+            raise WeightError("a gap points behind the last member of its class: the frame is damaged")
         at = np.searchsorted(self.ends, ranks, side="right")
         words = self.words[at]
         left = (ranks - self.ends[at] + np.bitwise_count(words)).astype(np.uint8)
@@ -87,7 +86,8 @@ class _Members:
 
 
 def classes(changed: Bytes) -> list[tuple[int, int]]:
-    """Ranges of exponents (lowest, highest) such that each holds enough of the changes, ascending."""
+    """Ranges of exponents (lowest, highest), ascending, each with enough changes to pay for its tables. changed: the
+    exponents of the changed elements."""
     counts = np.bincount(changed, minlength=256)
     least = max(LEAST_CHANGES, changed.size // MOST_CLASSES)
     out: list[tuple[int, int]] = []

@@ -1,8 +1,8 @@
-"""One compressed byte stream of a frame, and how to open one from an untrusted source.
+"""The compressed byte streams of a frame, which are decompressed safely from an untrusted source.
 
-zstd level 1 is the default: its Huffman stage takes a third off gaps and differences that have no repeats to match,
-and it runs on a hundredth of the weights, so its speed hardly counts. lz4 has no entropy stage and is there for links
-that are faster than the cores. A stream that does not shrink is stored as it is.
+zstd level 1 is the default: its Huffman stage saves a third of gaps and differences, which have no repeats to match. It
+runs on a hundredth of the weights, so its speed matters little. lz4 has no entropy stage; it is for links that are
+faster than the cores. A stream that does not shrink is stored uncompressed.
 """
 
 import threading
@@ -30,7 +30,7 @@ class Stream(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Contexts(threading.local):
-    """zstd contexts may not be shared between threads and are expensive to make."""
+    """zstd contexts per thread: threads may not share them, and they are expensive to create."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=1)
@@ -55,24 +55,24 @@ def pack(array: np.ndarray, method: int) -> Stream:
 def unpack(stream: Stream, limit: int) -> Bytes:
     """The bytes of a stream. WeightError when it is damaged or claims more than `limit` bytes."""
     if not 0 <= stream.size <= limit:
-        raise WeightError(f"a stream claims {stream.size} bytes where at most {limit} can be")
+        raise WeightError(f"a stream claims {stream.size} bytes, expected at most {limit}")
     if stream.kind == RAW:
         data = stream.data
     elif stream.kind == ZSTD:
         try:
-            # The frame's own size is what the library allocates: check it before, not after.
+            # The library allocates the size that the frame states: check it before decompression.
             if zstandard.frame_content_size(stream.data) != stream.size:
-                raise WeightError("a zstd stream is not of the size that its frame says")
+                raise WeightError(f"a zstd stream states another size than the {stream.size} bytes of its frame")
             data = _contexts.decompressor.decompress(stream.data)
         except zstandard.ZstdError as error:
-            raise WeightError(f"a zstd stream does not open: {error}") from None
+            raise WeightError(f"a zstd stream cannot be decompressed: {error}") from None
     elif stream.kind == LZ4:
         try:
             data = lz4.block.decompress(stream.data, uncompressed_size=stream.size)
         except (lz4.block.LZ4BlockError, ValueError, OverflowError) as error:
-            raise WeightError(f"an lz4 stream does not open: {error}") from None
+            raise WeightError(f"an lz4 stream cannot be decompressed: {error}") from None
     else:
-        raise WeightError(f"a stream is of unknown kind {stream.kind}")
+        raise WeightError(f"a stream has kind {stream.kind}, expected {RAW}, {ZSTD} or {LZ4}")
     if len(data) != stream.size:
-        raise WeightError(f"a stream opened to {len(data)} bytes where {stream.size} were promised")
+        raise WeightError(f"a stream has {len(data)} bytes after decompression, expected {stream.size}")
     return np.frombuffer(data, np.uint8)

@@ -6,14 +6,14 @@ difference of the two bit patterns as unsigned numbers modulo 2^w, zig-zag folde
 patterns are treated as integers, so the code is exact for every pattern: NaN payloads, minus zero, a changed sign,
 denormals. An entropy coder (zstd's Huffman stage) then brings a change to about nine bits in bf16.
 
-Why a 255 escape instead of a wider type: gaps are geometric, one long gap would cost a whole tensor its byte width
-(PULSE, slime and arc_v3 have that cliff). Gap 255 * q + r is q bytes of 255 and then r < 255.
+Why the escape 255 and not a wider type: gaps have a geometric distribution, and one long gap would widen all gaps of a
+tensor (as in PULSE, slime and arc_v3). Gap 255 * q + r is q bytes of 255 and then r < 255.
 
 Layout of the streams: gaps (u1, escapes included), values (u1, one per change; 255 says "see exceptions" unless the
 weights are themselves bytes), exceptions (byte planes of the zig-zag numbers that do not fit, low plane first).
 
-Trade-off: gaps ignore that small weights change more often, as the exponent tells; using it saves another third of the
-size at half of the speed and is a codec of its own (`context_delta`).
+Trade-off: gaps do not use that small weights change more often, which the exponents show; using it saves another third
+of the size at half of the speed, in a codec of its own (`context_delta`).
 """
 
 import numpy as np
@@ -27,10 +27,10 @@ ESCAPE = 255
 
 
 def changes(base: Bits, target: Bits) -> tuple[Positions, Bits, Bits]:
-    """Positions that differ, ascending, with the old and the new bits there; equal lengths are the caller's care.
+    """Positions that differ, ascending, with the old and the new bits there. Both arrays must have the same length.
 
-    Compares eight bytes at a time first: at one change in a hundred, 96 words of a hundred need no second look.
-    Above one word in three that no longer pays (measured), and elements are compared one by one.
+    Eight bytes are compared at a time first: at one change in a hundred, 96 of a hundred words are equal.
+    With more than one changed word in three this is slower (measured), and elements are compared one by one.
     """
     shift = 3 - base.itemsize.bit_length() + 1
     lanes = 1 << shift
@@ -56,20 +56,20 @@ def zigzag_difference(old: Bits, new: Bits) -> Bits:
 
 
 def zigzag(differences: Bits) -> Bits:
-    """Differences mod 2^w, zig-zag."""
+    """Zig-zag numbers of differences mod 2^w."""
     signed = differences.view(f"<i{differences.itemsize}")
     zigzagged: Bits = ((signed << 1) ^ (signed >> (differences.itemsize * 8 - 1))).view(differences.dtype)
     return zigzagged
 
 
 def unzigzag(zigzagged: Bits) -> Bits:
-    """The difference mod 2^w that `zigzag_difference` was given."""
+    """Differences mod 2^w of zig-zag numbers: the inverse of `zigzag`."""
     out: Bits = (zigzagged >> 1) ^ np.negative(zigzagged & 1)
     return out
 
 
 def gaps_of(at: Positions) -> Bytes:
-    """Ascending positions as gap bytes, counted from -1."""
+    """Ascending positions as gap bytes: numbers of unchanged elements before each change, with escapes."""
     if not at.size:
         return np.empty(0, np.uint8)
     gaps = np.empty(at.size, np.int64)
@@ -89,7 +89,7 @@ def gaps_of(at: Positions) -> Bytes:
 
 
 def positions_of(gaps: Bytes) -> Positions:
-    """Positions from gap bytes."""
+    """Ascending positions of gap bytes: the inverse of `gaps_of`."""
     ends = gaps != ESCAPE
     at = np.cumsum(gaps + ends, dtype=np.int64)
     at -= 1
@@ -97,7 +97,7 @@ def positions_of(gaps: Bytes) -> Positions:
 
 
 def small(zigzagged: Bits) -> Bytes:
-    """Zig-zag numbers as one byte each; 255 where they do not fit, unless they are bytes themselves."""
+    """Zig-zag numbers as one byte each; 255 marks an exception, except where the weights are bytes themselves."""
     if zigzagged.itemsize == 1:
         return zigzagged.astype(np.uint8, copy=False)
     out = zigzagged.astype(np.uint8)
@@ -106,25 +106,25 @@ def small(zigzagged: Bits) -> Bytes:
 
 
 def pack_values(zigzagged: Bits, method: int) -> tuple[Stream, Stream]:
-    """Values and exceptions of zig-zag numbers."""
+    """The streams of values and of exceptions of zig-zag numbers."""
     wide = zigzagged[zigzagged >= ESCAPE] if zigzagged.itemsize > 1 else zigzagged[:0]
     return pack(small(zigzagged), method), pack(planes(wide), method)
 
 
 def unpack_values(values: Stream, exceptions: Stream, items: int, kind: np.dtype[np.unsignedinteger]) -> Bits:
     """`items` zig-zag numbers. WeightError when the streams do not hold exactly that many."""
-    found = unpack(values, items)
-    if found.size != items:
-        raise WeightError(f"{found.size} values for {items} changes")
-    return widen(found, exceptions, kind)
+    small_numbers = unpack(values, items)
+    if small_numbers.size != items:
+        raise WeightError(f"a frame has {small_numbers.size} values, expected one for each of {items} changes")
+    return widen(small_numbers, exceptions, kind)
 
 
-def widen(found: Bytes, exceptions: Stream, kind: np.dtype[np.unsignedinteger]) -> Bits:
-    """Zig-zag numbers from their bytes and the exceptions in the same order."""
+def widen(numbers: Bytes, exceptions: Stream, kind: np.dtype[np.unsignedinteger]) -> Bits:
+    """Zig-zag numbers, in dtype `kind`, from their bytes and from the exceptions in the same order."""
     if kind.itemsize == 1:
-        return found
-    zigzagged = found.astype(kind)
-    wide = np.flatnonzero(found == ESCAPE)
+        return numbers
+    zigzagged = numbers.astype(kind)
+    wide = np.flatnonzero(numbers == ESCAPE)
     rest = unplanes(unpack(exceptions, wide.size * kind.itemsize), kind)
     if rest.size != wide.size:
         raise WeightError(f"{rest.size} exceptions for {wide.size} escapes")
@@ -133,15 +133,15 @@ def widen(found: Bytes, exceptions: Stream, kind: np.dtype[np.unsignedinteger]) 
 
 
 def planes(array: Bits) -> Bytes:
-    """Byte planes of an array, the lowest byte of every element first: similar bytes become neighbours."""
+    """Byte planes of an array, lowest byte first: all first bytes, then all second bytes, and so on."""
     if array.itemsize == 1:
         return array.astype(np.uint8, copy=False)
     return np.ascontiguousarray(array.view(np.uint8).reshape(-1, array.itemsize).T).reshape(-1)
 
 
 def unplanes(data: Bytes, kind: np.dtype[np.unsignedinteger]) -> Bits:
-    """The array whose byte planes these are."""
+    """The array of these byte planes: the inverse of `planes`. WeightError when the planes are incomplete."""
     if data.size % kind.itemsize:
-        raise WeightError(f"{data.size} bytes are no planes of {kind.itemsize}-byte elements")
+        raise WeightError(f"{data.size} bytes are not a multiple of the element size {kind.itemsize}")
     out: Bits = np.ascontiguousarray(data.reshape(kind.itemsize, -1).T).reshape(-1).view(kind)
     return out

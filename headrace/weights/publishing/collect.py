@@ -1,17 +1,15 @@
-"""Garbage collection of HR_WEIGHTS: versions that no joiner can need any more are removed.
+"""Garbage collection of HR_WEIGHTS: removes the versions that no joiner needs.
 
-The idea: a joiner starts at the newest full snapshot, or, where deltas are cheaper, at the file that it has. So the
-newest few chains (a full snapshot and the deltas after it) stay whole, and with them every version that an evaluation
-or a promotion has pinned, with every version that it is built from. Older versions are removed one by one, oldest
-first, so that the rest is always a whole tail. Head records and squash records stay: they are small, and they are the
-chain's log.
+The idea: a joiner starts at the newest full snapshot or, where deltas are cheaper, at the file that it has. So the
+newest few chains (a full snapshot and the deltas after it) stay complete, together with every version that an
+evaluation or a promotion has pinned and every version that a pinned one is built from. Older versions are removed one
+by one, oldest first. Head records and squash records stay: they are small, and they are the chain's log.
 
-A joiner reads the newest head and plans with the manifests that it names. A concurrent collection removes only versions
-that are at least one whole chain behind; a joiner that planned for an older one finds a message gone and plans again.
+A joiner reads the newest head and plans with the manifests on its path. A concurrent collection removes only versions
+that are at least one whole chain behind; a joiner whose plan needs a removed message plans again.
 
-`[weights] collect_chains` lets the trainer, the only role that may purge, do this whenever a full snapshot was
-published. Steps are replayed from checkpoints and need no chain. Blobs are never removed, because no version refers to
-one.
+`[weights] collect_chains` makes the trainer, the only role that may purge, collect whenever a full snapshot was
+published. Steps are replayed from checkpoints and need no chain. Blobs stay, because no version refers to a blob.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -26,11 +24,11 @@ from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
 
 LEAST = 2
-"""Smallest number of chains that stay: the one that new joiners use, and the one before it, which current joiners may
+"""Smallest number of chains to keep: the one that new joiners use, and the one before it, which current joiners may
 use."""
 
 Purge = Callable[[str], Awaitable[int]]
-"""Remove all messages of HR_WEIGHTS on a filter; how many."""
+"""Removes all messages of HR_WEIGHTS on a subject filter; returns their number."""
 
 
 class StreamSource(chain.StreamSource, Protocol):
@@ -41,7 +39,7 @@ class StreamSource(chain.StreamSource, Protocol):
 
 
 async def pinned(source: chain.StreamSource, run: str) -> set[int]:
-    """Versions that a promotion or an open evaluation names."""
+    """The versions that the newest promotion or an open evaluation names."""
     asked: dict[str, int] = {}
     kinds = (EvalRequest.type_name, EvalResult.type_name, Promotion.type_name)
     async for stored in source.history("HR_EVENT", *(subjects.EVENT.where(run=run, type=kind) for kind in kinds)):
@@ -58,9 +56,9 @@ async def pinned(source: chain.StreamSource, run: str) -> set[int]:
 async def follow(
     source: StreamSource, purge: Purge, run: str, *, chains: int, trust: Trust | None = None
 ) -> AsyncIterator[dict[int, int]]:
-    """Collect at the start and whenever heads name another full snapshot, for ever; yields what was removed each time.
+    """Collect at the start and whenever heads name another full snapshot, without end.
 
-    At that moment a chain falls behind the newest `chains`; until then there is nothing new to collect.
+    Yields version to number of removed messages, once per collection that removed any.
     """
     where = subjects.WEIGHT_HEAD.at(run=run)
     last = await source.last(chain.STREAM, where)
@@ -89,13 +87,16 @@ async def collect(
     trust: Trust | None = None,
     done: set[int] | None = None,
 ) -> dict[int, int]:
-    """Remove the versions that no newest `chains` chains and no pin needs. Version to number of messages removed.
+    """Remove the versions that neither the newest `chains` chains nor a pin needs. Version to number of messages
+    removed.
 
-    done: versions known to be gone, which are not asked for again; it grows. WeightError for fewer than `LEAST` chains.
+    done: versions that are gone and need no purge; this function adds to it. WeightError for fewer than `LEAST` chains.
     """
     done = set() if done is None else done
     if chains < LEAST:
-        raise WeightError(f"at least {LEAST} chains stay, not {chains}: joiners may still read the last but one")
+        raise WeightError(
+            f"expected at least {LEAST} chains to keep, got {chains}: joiners may still read the last but one"
+        )
     commits: list[WeightHead] = []
     async for _, head in heads.counting(source, heads.Heads(run, trust)):
         commits.append(head)
@@ -105,7 +106,7 @@ async def collect(
     floor = full_snapshots[-chains]
     kept = await _pinned(source, commits, frozenset(pins), trust)
     out: dict[int, int] = {}
-    # Numbers between committed ones may hold chunks of a sender that died.
+    # A sender that died may have left chunks of a version that no head committed.
     for version in range(min(head.version for head in commits), floor):
         if version not in kept and version not in done:
             gone = await purge(subjects.WEIGHT_CHUNK.where(run=run, version=version, shard="*"))
@@ -119,7 +120,7 @@ async def collect(
 async def _pinned(
     source: chain.StreamSource, commits: list[WeightHead], pins: frozenset[int], trust: Trust | None
 ) -> set[int]:
-    """The versions that pinned ones are built from. A pinned version that cannot be built any more keeps none."""
+    """The pinned versions and those that they are built from. A pinned version that cannot be built keeps none."""
     kept: set[int] = set()
     for head in commits:
         if head.version in pins:

@@ -1,12 +1,12 @@
-"""Encoding of one version: chunks from two mapped snapshots, unit by unit, and the manifest that commits them.
+"""Encodes one version from two mapped snapshots: its chunks, unit by unit, and its manifest.
 
-The idea: chunks come out as a generator, so that a sender publishes the first while the next is made, and memory stays
-at a unit. Encoding is deterministic: the same two snapshots give the same chunks, so the successor of a sender
-that died publishes them again and the stream drops the duplicates.
+The idea: a generator yields the chunks, so a sender publishes the first while the next is encoded, and memory holds one
+unit. Encoding is deterministic: the same two snapshots give the same chunks, so the successor of a sender that died
+publishes them again and the stream drops the duplicates.
 
-Shards (`shards`) are encoded apart, each into chunks of its own, by as many threads as there are workers: comparing,
-hashing and compressing leave the interpreter's lock. Or by processes, one `ShardEncoding` each, anywhere the two files
-can be mapped: `Encoding.adopt` takes what they found. The bytes are the same.
+Each shard (`shards`) is encoded separately into chunks of its own, by as many threads as there are workers: comparing,
+hashing and compressing release the interpreter's lock. Processes that can map both files may encode shards too, one
+`ShardEncoding` each; `Encoding.adopt` takes their figures. The bytes are the same.
 """
 
 import hashlib
@@ -27,17 +27,17 @@ from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import Bits, WeightError
 
 Piece = tuple[int, bytes]
-"""A shard and a chunk of it."""
+"""(shard, chunk)."""
 
 
 class Figures(msgspec.Struct, kw_only=True):
-    """The figures of one shard. `seconds`: processor time of comparing, coding and hashing."""
+    """The figures of one shard. `seconds`: processor time for comparing, coding and hashing."""
 
     changed: int = 0
     wire_bytes: int = 0
     seconds: float = 0.0
     hashes: dict[int, bytes] = {}
-    """Block index to the hash of the block as it is now."""
+    """Block index to the hash of the block in the target."""
 
 
 class ShardEncoding:
@@ -53,7 +53,8 @@ class ShardEncoding:
         name: str = "d8-zstd",
         base_hashes: bytes = b"",
     ):
-        """The shard `shard` of `count`. base_hashes: the base's block hashes where they are known already."""
+        """The shard `shard` of `count`. name: a key of `CODECS`. base_hashes: the base's block hashes; computed when
+        empty."""
         self.shard = shard
         self._target, self._base = target, base
         self.tensors = shards.assign(target.tensors, count)
@@ -62,7 +63,7 @@ class ShardEncoding:
         self.figures = Figures()
 
     def chunks(self) -> Iterator[bytes]:
-        """The chunks in order. Afterwards `figures` are final."""
+        """The chunks in order. `figures` are complete after the last one."""
         packer, figures = Packer(), Figures(hashes={})
         self.figures = figures
         since = time.thread_time()
@@ -115,13 +116,13 @@ class Encoding:
         shards: int = 1,
         workers: int = 1,
     ):
-        """shards: parts that are encoded and fetched apart; workers: threads that encode them.
+        """name: a key of `CODECS`. base_hashes: the base's block hashes; computed when empty. shards: number of parts
+        that are encoded and fetched separately. workers: number of threads that encode them.
 
-        `base_hashes` are the base's block hashes where they are known already; otherwise they are taken.
         WeightError for an unknown codec, and when base and target do not hold the same tensors.
         """
         if name not in CODECS:
-            raise WeightError(f"unknown codec {name!r}; known: {', '.join(CODECS)}")
+            raise WeightError(f"unknown codec {name!r}; expected one of {', '.join(CODECS)}")
         if base is not None and base.tensors != target.tensors:
             raise WeightError(
                 f"{target.path.name} does not hold the tensors of {base.path.name}: there is no delta between them"
@@ -137,7 +138,8 @@ class Encoding:
         self.raw_bytes = sum(state.nbytes(info) for info in self.tensors)
 
     def pieces(self) -> Iterator[Piece]:
-        """(shard, chunk), a shard's in order. Afterwards the figures and `block_hashes` are final."""
+        """(shard, chunk); the chunks of each shard in order. Figures and `block_hashes` are complete after the last
+        one."""
         if self._workers > 1 and len(self.parts) > 1:
             yield from _parallel(self.parts, self._workers)
             return
@@ -150,9 +152,9 @@ class Encoding:
         for _, chunk in self.pieces():
             yield chunk
 
-    def adopt(self, found: Sequence[Figures]) -> None:
+    def adopt(self, shard_figures: Sequence[Figures]) -> None:
         """Take the figures of shards that other processes encoded, in the order of shards."""
-        for part, figures in zip(self.parts, found, strict=True):
+        for part, figures in zip(self.parts, shard_figures, strict=True):
             part.figures = figures
 
     @property
@@ -167,18 +169,18 @@ class Encoding:
 
     @property
     def seconds(self) -> float:
-        """Processor time of comparing, coding and hashing."""
+        """Processor time for comparing, coding and hashing."""
         return sum(part.figures.seconds for part in self.parts)
 
     @property
     def block_hashes(self) -> bytes:
-        """16 bytes per block, once `pieces` has run."""
-        found = {block: hash for part in self.parts for block, hash in part.figures.hashes.items()}
-        return b"".join(found[block] for block in sorted(found))
+        """The target's block hashes, 16 bytes each, after `pieces` has run."""
+        hashes = {block: hash for part in self.parts for block, hash in part.figures.hashes.items()}
+        return b"".join(hashes[block] for block in sorted(hashes))
 
     @property
     def state_hash(self) -> str:
-        """The target's state hash, once `pieces` has run."""
+        """The target's state hash, after `pieces` has run."""
         return state.root(self.tensors, self.block_hashes)
 
     def manifest(
@@ -194,9 +196,10 @@ class Encoding:
         precision: str = "",
         source_hash: str = "",
     ) -> WeightManifest:
-        """The manifest, once all chunks lie in the stream. `base` is None for a full snapshot."""
+        """The manifest, for chunks that are in the stream. base: None for a full snapshot. WeightError when the
+        encoding has a base and `base` is None, or the reverse."""
         if (base is None) != (self.base is None):
-            raise WeightError("a delta's manifest names its base, a full snapshot's none")
+            raise WeightError("expected the manifest of the base for a delta, and no base for a full snapshot")
         return WeightManifest(
             run=run,
             version=version,
@@ -221,7 +224,8 @@ class Encoding:
 
 
 def _parallel(parts: Sequence[ShardEncoding], workers: int) -> Iterator[Piece]:
-    """The pieces of all shards as their encoders make them; closing the generator ends the encoders."""
+    """The pieces of all shards in the order in which their threads finish them; closing the generator ends the
+    threads."""
     made: queue.Queue[Piece | BaseException | None] = queue.Queue(2 * workers)
     waiting: queue.SimpleQueue[ShardEncoding] = queue.SimpleQueue()
     for part in parts:
@@ -248,7 +252,7 @@ def _parallel(parts: Sequence[ShardEncoding], workers: int) -> Iterator[Piece]:
                     if ended.is_set():
                         return
             put(None)
-        except BaseException as error:  # it is raised again where the pieces are read
+        except BaseException as error:  # the generator raises it again
             put(error)
 
     threads = [threading.Thread(target=work, daemon=True, name=f"encoder {n}") for n in range(min(workers, len(parts)))]
@@ -257,13 +261,13 @@ def _parallel(parts: Sequence[ShardEncoding], workers: int) -> Iterator[Piece]:
     try:
         running = len(threads)
         while running:
-            found = made.get()
-            if found is None:
+            piece = made.get()
+            if piece is None:
                 running -= 1
-            elif isinstance(found, BaseException):
-                raise found
+            elif isinstance(piece, BaseException):
+                raise piece
             else:
-                yield found
+                yield piece
     finally:
         ended.set()
         for thread in threads:
@@ -271,7 +275,7 @@ def _parallel(parts: Sequence[ShardEncoding], workers: int) -> Iterator[Piece]:
 
 
 def describe(data: bytes, shard: int, seq: int, stream_seq: int) -> ChunkInfo:
-    """The entry of a manifest about a chunk that lies in the stream at `stream_seq`."""
+    """A manifest's entry for a chunk that the stream holds at sequence `stream_seq`."""
     return ChunkInfo(
         shard=shard, seq=seq, stream_seq=stream_seq, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()
     )

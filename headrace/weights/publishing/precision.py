@@ -1,8 +1,8 @@
-"""Published precision: the trainer's weights become, once and at the sender, the bytes that engines serve.
+"""Published precision: the sender rounds the trainer's weights once to the bytes that all engines serve.
 
-The idea: a sender that publishes bf16 and lets every receiver quantise sends bytes that no engine serves, and two
-receivers that round differently serve two models. So the sender rounds, the delta is taken between rounded versions (in
-MXFP8 ten times fewer bytes change than in bf16: measured), and the state hash is that of the served bytes.
+The idea: if every receiver quantised for itself, two receivers that round differently would serve two models, and the
+published bytes would not be the served ones. So the sender rounds, deltas are between rounded versions (in MXFP8 ten
+times fewer bytes change than in bf16: measured), and the state hash is that of the served bytes.
 
 - ``bf16``: every floating tensor rounded to nearest, ties to even.
 - ``mxfp8``: OCP microscaling (OCP MX specification 1.0): e4m3 elements in blocks of 32 along the last dimension, one
@@ -10,8 +10,8 @@ MXFP8 ten times fewer bytes change than in bf16: measured), and the state hash i
   embedded engine reads them back. Embeddings, output head, routers, norms and tensors without whole blocks stay bf16.
 
 Under ``bf16`` a float32 trainer holds rounded weights itself (`training.served.precision`), so the rounding here
-changes no number. Trade-off of ``mxfp8``: the trainer's own file is not what is served, so exact mode then measures the
-rounding.
+changes no number. Trade-off of ``mxfp8``: the trainer's own weights are not the served ones, so re-scoring measures the
+rounding too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,9 +32,10 @@ KEPT = ("*embed*", "*norm*", "*lm_head*", "*.mlp.gate.weight", "*router*")
 
 
 def publish(source: str | Path, path: str | Path, precision: str) -> str:
-    """Write a snapshot file of `source`'s weights in that precision; its state hash. WeightError for an unknown one."""
+    """Write the weights of the file `source` in a precision to `path`. Returns the state hash of the new file.
+    WeightError for another precision than bf16 and mxfp8."""
     if precision not in (BF16, MXFP8):
-        raise WeightError(f"unknown precision {precision!r}; known: {AS_TRAINED}, {BF16}, {MXFP8}")
+        raise WeightError(f"cannot round to precision {precision!r}; expected {BF16} or {MXFP8}")
     return snapshot.write(path, dict(_served(snapshot.read(source), precision)))
 
 
@@ -57,7 +58,7 @@ def blocks_of(name: str, tensor: Tensor) -> bool:
 
 
 def quantise(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., K] floating -> (elements e4m3 [..., K], scales uint8 [..., K / 32]).
+    """A floating tensor [..., K] as (elements e4m3 [..., K], scales uint8 [..., K / 32]).
 
     value = element * 2^(scale - 127). A block that holds NaN or infinity has scale 255, which means NaN.
     """
@@ -65,7 +66,7 @@ def quantise(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def restore(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights that published tensors stand for: blocks become bf16, exactly (above 2^-133)."""
+    """The weights of published tensors, by name: blocks become bf16, exactly for values above 2^-133."""
     out = {}
     for name, tensor in tensors.items():
         scales = tensors.get(name + SCALE)

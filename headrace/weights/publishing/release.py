@@ -1,11 +1,11 @@
 """Publishes a version: chunks, then the manifest, then the head record with an expected sequence.
 
 The idea: receivers act on head records alone, so a sender that dies before the head leaves nothing visible. The head is
-written against the sequence of the head before it; a sender that missed another's commit is refused there, and no chain
-names its chunks and its manifest. Manifest and head are signed.
+written with the sequence of the head before it as the expected one; the broker refuses the head of a sender that missed
+another sender's commit, and no head refers to its chunks and manifest. Manifest and head are signed.
 
-Chunk ids are made from content, so a sender that starts again after a crash stores no chunk twice within the stream's
-de-duplication window.
+Chunk ids are hashes of the content, so a sender that starts again after a crash stores no chunk twice within the
+stream's de-duplication window.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from headrace.weights.signing import Signer, sealed
 from headrace.weights.state import WeightError
 
 AHEAD = 8
-"""Chunks on their way to the broker at once."""
+"""Number of chunks that are sent to the broker at once."""
 FULL_AFTER_BYTES = 4.0
-"""A new full snapshot is due when the deltas since the last one hold this many times its bytes."""
+"""A new full snapshot is due when the deltas since the last one have more than this many times its bytes."""
 
 
 class Sink(Protocol):
@@ -34,7 +34,7 @@ class Sink(Protocol):
     def publish(
         self, subject: str, message: Message, *, msg_id: str | None = None, expect: int | None = None
     ) -> Awaitable[int]:
-        """Store a message; its sequence. Raises when `expect` is not the subject's last sequence."""
+        """Store a message and return its sequence. Raises when `expect` is not the subject's last sequence."""
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +49,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The source of a version, where that is not the trainer's file as it is."""
+    """The precision of a version and the state hash of the trainer's file; empty when that file is published
+    unchanged."""
 
     precision: str = ""
     source_hash: str = ""
@@ -59,12 +60,12 @@ _AS_IT_IS = Origin()
 
 
 async def upload(sink: Sink, encoding: Encoding, run: str, version: int, *, first: int = 0) -> list[ChunkInfo]:
-    """Encode in a thread and store the chunks as they come out; each shard's are numbered from `first`."""
+    """Encode in a thread and store the chunks as they are encoded. first: number of each shard's first chunk."""
     return await store(sink, encoding.pieces(), run, version, first=first)
 
 
 async def store(sink: Sink, pieces: Iterator[Piece], run: str, version: int, *, first: int = 0) -> list[ChunkInfo]:
-    """Store (shard, chunk) pairs, several at once; what a manifest says about them, ordered by shard and number."""
+    """Store (shard, chunk) pairs, several at once. Returns their manifest entries, ordered by shard and number."""
     storing: deque[tuple[int, int, bytes, asyncio.Task[int]]] = deque()
     out: list[ChunkInfo] = []
     numbers: dict[int, int] = {}
@@ -111,10 +112,11 @@ async def release(
     origin: Origin = _AS_IT_IS,
     after: int = 0,
 ) -> Commit:
-    """Publish a version after `before`: as a delta when the encoding has a base (which is `before`'s state), else as an
-    full snapshot. WeightError when the bits are not what the trainer announced: then nothing was committed.
+    """Publish a version after `before`: a delta when the encoding has a base (the state of `before`), otherwise a full
+    snapshot. WeightError, and no commit, when the file has another state hash than the trainer announced.
 
-    after: without a `before`, the sequence of the last record on the head's subject, should there be one.
+    rate: the learning rate of the step. after: the sequence of the last record on the head's subject, used when
+    `before` is None.
     """
     chunks = await upload(sink, encoding, run, version)
     if encoding.state_hash != state_hash:
@@ -162,8 +164,8 @@ async def release(
 
 
 def full_snapshot_due(commit: Commit, every: int) -> bool:
-    """Whether a full snapshot for this version should follow it: by age in versions, or by the bytes of deltas
-    since."""
+    """Whether this version needs a full snapshot: the last one is `every` versions old, or too many bytes of deltas
+    were published since."""
     age = commit.head.version - commit.head.full_version
     return age >= every or (age > 0 and commit.since_full > FULL_AFTER_BYTES * commit.full_bytes > 0)
 
@@ -171,18 +173,20 @@ def full_snapshot_due(commit: Commit, every: int) -> bool:
 async def add_full_snapshot(sink: Sink, encoding: Encoding, commit: Commit, *, signer: Signer | None = None) -> Commit:
     """Store a full snapshot of the committed version beside its delta; the next head names it.
 
-    It comes after the head, so receivers that are up to date never wait for it. A sender that dies before the next head
-    leaves an unused snapshot, and the next one publishes it again.
+    It follows the head, so receivers that are up to date do not wait for it. When the sender dies before the next head,
+    the snapshot stays unused and the next sender publishes another. WeightError when the encoding has another state.
     """
     run, version = commit.head.run, commit.head.version
     chunks = await upload(sink, encoding, run, version, first=len(commit.manifest.chunks))
     if encoding.state_hash != commit.head.state_hash:
-        raise WeightError(f"the full snapshot of version {version} does not have its state")
+        raise WeightError(
+            f"the full snapshot of version {version} has state {encoding.state_hash}, expected {commit.head.state_hash}"
+        )
     made = commit.manifest
     manifest = encoding.manifest(
         run, version, chunks, base=None, step=version, precision=made.precision, source_hash=made.source_hash
     )
     seq = await sink.publish(subjects.WEIGHT_MANIFEST.at(run=run, version=version), sealed(manifest, signer))
-    # Signed again: a node that builds this version from the held head checks it like any other.
+    # Signed again, because a node that builds this version from the kept head verifies its signature.
     head = sealed(msgspec.structs.replace(commit.head, full_version=version, full_seq=seq), signer)
     return msgspec.structs.replace(commit, head=head, since_full=0, full_bytes=manifest.wire_bytes)

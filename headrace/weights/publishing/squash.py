@@ -1,14 +1,15 @@
-"""Squashing: several deltas become one, so that a receiver that lags reads each changed weight once.
+"""Squashing: combines several deltas into one, so that a receiver that lags reads each changed weight once.
 
-The idea: a difference modulo 2^w is added to the one before it, and the sum is the difference of both steps. So deltas
-compose without the weights: merge the positions, add the differences, drop the zeros. A weight that changes up and down
-by one unit costs one symbol instead of eight: eight steps of a model of 0.9 M parameters squash to 0.40 of their bytes
+The idea: the differences modulo 2^w of two steps add up to the difference over both. So deltas compose without the
+weights: merge the positions, add the differences, drop the zeros. A weight that changes in each of eight steps costs at
+most one symbol instead of eight: eight steps of a model of 0.9 M parameters squash to 0.40 of their bytes
 (`python -m benchmarks.weight_squash --size 1m`). The work grows with the changes, not with the weights, so any node
 that reads the stream can do it.
 
-Published are the chunks, then a delta's manifest from the older version straight to the newer one, then a
-`WeightSquash` record that names it; all signed like any other. Its hashes are the chain's own, so a receiver checks
-every block of a file that it builds from a squashed delta, and takes the longer path when one is broken.
+The chunks are published first, then the manifest of a delta from the older version to the newer one, then a
+`WeightSquash` record that names the manifest; manifest and record are signed. The hashes are the chain's own, so a
+receiver checks every block of a file that it builds from a squashed delta, and takes the longer path when one is
+broken.
 
 Trade-off: codes that need the base to be read (`full`, `context_delta`) do not compose. Then both versions are built
 and compared.
@@ -38,7 +39,7 @@ from headrace.weights.state import Bits, WeightError
 
 
 class NotComposable(WeightError):
-    """These deltas cannot be composed without the weights that they change."""
+    """These deltas cannot be composed without the weights."""
 
 
 async def span(
@@ -46,12 +47,12 @@ async def span(
 ) -> list[WeightManifest]:
     """The manifests of the last `count` deltas up to a commit, oldest first; fewer where a full snapshot comes
     before."""
-    found: list[WeightManifest] = []
+    deltas: list[WeightManifest] = []
     current = await chain.manifest(source, commit.run, commit.manifest_seq, trust)
-    while current.base_version >= 0 and len(found) < count:
-        found.append(current)
+    while current.base_version >= 0 and len(deltas) < count:
+        deltas.append(current)
         current = await chain.manifest(source, commit.run, current.base_seq, trust)
-    return found[::-1]
+    return deltas[::-1]
 
 
 async def publish(
@@ -64,10 +65,10 @@ async def publish(
     signer: Signer | None = None,
     trust: Trust | None = None,
 ) -> WeightSquash:
-    """Squash the last `count` deltas up to a commit and store the result. BrokenVersion when there are not even two."""
+    """Squash the last `count` deltas up to a commit and store the result. BrokenVersion for fewer than two deltas."""
     deltas = await span(bus, commit, count, trust)
     if len(deltas) < 2:
-        raise BrokenVersion(f"version {commit.version} follows {len(deltas)} deltas: there is nothing to squash")
+        raise BrokenVersion(f"version {commit.version} follows {len(deltas)} deltas; expected at least 2 to squash")
     first, last = deltas[0], deltas[-1]
     base = await chain.manifest(bus, commit.run, first.base_seq, trust)
     begin = len(last.chunks)
@@ -121,7 +122,7 @@ async def publish(
 
 
 def _commit_of(manifest: WeightManifest, seq: int, later: WeightHead) -> WeightHead:
-    """A stand-in for the head record of an intermediate version; it is never published."""
+    """A head record for an intermediate version, to plan with; it is not published."""
     return WeightHead(
         run=manifest.run,
         version=manifest.version,
@@ -135,14 +136,14 @@ def _commit_of(manifest: WeightManifest, seq: int, later: WeightHead) -> WeightH
 async def compose(
     source: chain.StreamSource, deltas: Sequence[WeightManifest], base: WeightManifest, name: str = "d8-zstd"
 ) -> tuple[list[Piece], tuple[int, int]]:
-    """The chunks of the sum of deltas, as (shard, chunk), and how many elements change and bytes they take.
+    """The chunks of the sum of deltas as (shard, chunk), the number of changed elements, and the bytes of the chunks.
 
     base: the manifest of the version that the first delta is based on. NotComposable when a frame does not compose,
     BrokenVersion when a chunk is not what its manifest names.
     """
     last = deltas[-1]
     if CODECS[name].sparse != codec.SPARSE or any(delta.tensors != base.tensors for delta in deltas):
-        raise NotComposable("a context delta needs the base's exponents, and other tensors need another state")
+        raise NotComposable(f"expected a d8 codec and deltas over the same tensors to compose, got codec {name}")
     units = state.units(last.tensors)
     pieces: list[Piece] = []
     changed = 0
@@ -171,7 +172,7 @@ async def compose(
 
 
 class _Reader:
-    """The frames of one delta's shard, unit by unit in order, as they come out of the stream."""
+    """Reads the frames of one delta's shard from the stream, in the order of units."""
 
     def __init__(self, source: chain.StreamSource, of: WeightManifest, shard: int):
         self._frames = self._read(source, of, shard)
@@ -188,7 +189,7 @@ class _Reader:
                     yield frame
 
     async def take(self, unit: int) -> list[Frame]:
-        """The frames of that unit; of none when it did not change. Units are asked for in ascending order."""
+        """The frames of a unit; empty when it did not change. Call it with ascending units."""
         out = []
         while not self._ended:
             if self._next is None:
@@ -205,14 +206,14 @@ class _Reader:
 def _squashed(
     place: Place, found: Sequence[Frame], kind: np.dtype[np.unsignedinteger], size: int, method: int
 ) -> list[tuple[bytes, int]]:
-    """The frames of the sum of a unit's frames, as they travel, and how many elements each changes."""
+    """The encoded frames of the sum of a unit's frames, each with the number of elements that it changes."""
     at, differences = _sum(found, kind)
     summed = codec.encode_differences(place, at, ulp_delta.zigzag(differences), size, method)
     return [(codec.to_bytes(frame), items) for frame, items in summed]
 
 
 def _sum(found: Sequence[Frame], kind: np.dtype[np.unsignedinteger]) -> tuple[Positions, Bits]:
-    """Positions, ascending, and the sum of all differences there, without zeros."""
+    """Ascending positions and the sum of all differences at each, without zeros. NotComposable."""
     try:
         parts = [codec.differences(frame, kind) for frame in found]
     except WeightError as error:

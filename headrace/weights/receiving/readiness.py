@@ -1,10 +1,10 @@
-"""The readiness ledger: which replica runs which version since when, and what every node holds ready.
+"""The readiness ledger: the version that each replica serves, and the newest version that each node has staged.
 
 The idea: receivers and rollout actors publish WeightsStaged and WeightsSwapped on HR_EVENT, and the stream stamps the
 time. The ledger is computed from these messages alone, so curriculum, trainer and operators agree, no second record can
 disagree with the first, and earlier moments can be queried too. A replica's region is that of its node.
 
-Trade-off: a replica that died keeps its last version here; a caller that needs the living ones reads HR_PRESENCE and
+Trade-off: a replica that died keeps its last version here; a caller that needs the live replicas reads HR_PRESENCE and
 passes their names.
 """
 
@@ -21,7 +21,7 @@ STREAM = "HR_EVENT"
 
 
 class Stored(Protocol):
-    """A message as it lies in a stream."""
+    """A message in a stream."""
 
     @property
     def message(self) -> Any:
@@ -55,7 +55,7 @@ class NodeCopy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine and what it serves as `latest`."""
+    """An engine and the version that it serves as `latest`."""
 
     replica: str
     node: str
@@ -69,7 +69,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadinessLedger:
-    """The state after the messages so far; `hear` takes them in their order."""
+    """The state after the messages so far; `hear` gets them in stream order."""
 
     def __init__(self) -> None:
         self.copies: dict[str, NodeCopy] = {}
@@ -77,7 +77,7 @@ class ReadinessLedger:
         self._swaps: dict[str, tuple[WeightsSwapped, float]] = {}
 
     def hear(self, message: Message, time: float) -> bool:
-        """Apply one message, stored at `time`; whether the ledger changed."""
+        """Apply one message, stored at `time` (seconds since the epoch). True when the ledger changed."""
         if isinstance(message, WeightsStaged):
             known = self.copies.get(message.node)
             # An evaluation may pin an old version, which is then staged again; the node still holds the newer one.
@@ -120,7 +120,7 @@ class ReadinessLedger:
         return sorted(out, key=lambda replica: (replica.region, replica.replica))
 
     def oldest(self, alive: Container[str] | None = None) -> int | None:
-        """The oldest version that is served; of the replicas in `alive`, where it is given. None without replicas."""
+        """The oldest version that a replica serves, among those in `alive` when it is given. None without replicas."""
         return min((r.version for r in self.replicas() if alive is None or r.replica in alive), default=None)
 
     def regions(self) -> list[str]:
@@ -129,8 +129,8 @@ class ReadinessLedger:
 
 
 class Laggards:
-    """Replicas that have served an older version than required for too long; each is reported once until it catches
-    up."""
+    """Finds replicas that have served an older version than required for `patience_s` seconds. Each is reported once
+    until it catches up."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -138,7 +138,8 @@ class Laggards:
         self._told: set[str] = set()
 
     def overdue(self, ledger: ReadinessLedger, alive: Container[str], wanted: int, now: float) -> list[Replica]:
-        """The replicas in `alive` to report now; wanted: the version required of them; now: seconds."""
+        """The replicas to report now, of those in `alive`. wanted: the required version; now: seconds on any one
+        clock."""
         behind = [one for one in ledger.replicas() if one.version < wanted and one.replica in alive]
         self._since = {one.replica: self._since.get(one.replica, now) for one in behind}
         self._told.intersection_update(self._since)
@@ -165,7 +166,7 @@ async def read(source: StreamSource, run: str) -> ReadinessLedger:
 
 
 async def follow(source: StreamSource, run: str) -> AsyncIterator[ReadinessLedger]:
-    """The same ledger after every change, from the first message on, without an end."""
+    """Yields the ledger after every change, from the first message on, without end. It is one object."""
     ledger = ReadinessLedger()
     async for stored in source.follow(STREAM, *_filters(run)):
         if ledger.hear(stored.message, stored.time):

@@ -1,13 +1,13 @@
-"""Staging: a version that is built beside the one that is served, and the checks that it must pass.
+"""Staging: builds a version in a file while another one is served, and verifies it.
 
-The idea: one unit (a block, or a run of small ones) at a time is open in a buffer that stays in the processor's cache:
-copied from the base, changed by its frames, hashed, written into a temporary snapshot file. Later manifests of a chain
+The idea: one unit (a block, or a run of small ones) at a time is in a buffer that fits the processor's cache: copied
+from the base, changed by its frames, hashed, and written into a temporary snapshot file. Later manifests of a chain
 read it back from there. The file gets the version's name only when every block's hash equals the manifest's, so a
 partial file never has a version's name.
 
-Checks: a chunk's sha256 before it is opened; a frame's place, and the block hashes that it names, before it is applied;
-every block of the last version after that. Intermediate versions of a chain are not hashed: an error in one of them
-shows in the last.
+Checks: a chunk's sha256 before it is decoded; a frame's unit, and the unit hashes that it names, before it is applied;
+then every block of the last version. Intermediate versions of a chain are not hashed: an error in one of them also
+changes the last.
 
 A node that needs some shards builds a file of only their tensors from only their chunks; every block in it is checked
 against the same manifest.
@@ -33,7 +33,7 @@ from headrace.weights.state import HASH_BYTES, Bits, Part, WeightError
 
 
 class DamagedChunk(WeightError):
-    """A chunk differs from its manifest: fetching it again may help."""
+    """A chunk differs from its manifest; another attempt to fetch it may succeed."""
 
 
 class BrokenVersion(WeightError):
@@ -41,19 +41,20 @@ class BrokenVersion(WeightError):
 
 
 def check_manifest(manifest: WeightManifest) -> None:
-    """BrokenVersion when a manifest contradicts itself."""
+    """Check a manifest for contradictions. BrokenVersion."""
     if any(side < 0 for info in manifest.tensors for side in info.shape):
         raise BrokenVersion(f"the manifest of version {manifest.version} has a tensor of negative size")
     if len(manifest.block_hashes) != sum(map(state.block_count, manifest.tensors)) * HASH_BYTES:
         raise BrokenVersion(
-            f"the manifest of version {manifest.version} has hashes for other blocks than its tensors have"
+            f"the manifest of version {manifest.version} has another number of block hashes than its tensors have "
+            f"blocks"
         )
     if state.root(manifest.tensors, manifest.block_hashes) != manifest.state_hash:
         raise BrokenVersion(f"the block hashes of version {manifest.version} do not give its state hash")
 
 
 def check_chunk(manifest: WeightManifest, info: ChunkInfo, data: bytes) -> None:
-    """DamagedChunk when a chunk is not the one that the manifest names."""
+    """Compare a chunk with its entry in the manifest. DamagedChunk."""
     found = hashlib.sha256(data).hexdigest()
     if found != info.sha256:
         raise DamagedChunk(
@@ -63,7 +64,7 @@ def check_chunk(manifest: WeightManifest, info: ChunkInfo, data: bytes) -> None:
 
 
 class StagedFile:
-    """Builds one file by applying manifests in chain order; `finish` verifies and gives it its name."""
+    """Builds one file by applying manifests in chain order. `finish` verifies it and gives it its name."""
 
     def __init__(
         self, path: str | Path, first: WeightManifest, base: Snapshot | None, shards: frozenset[int] | None = None
@@ -86,7 +87,7 @@ class StagedFile:
         self._units = state.units(first.tensors)
         here = [index for index, info in enumerate(first.tensors) if shards is None or info.shard in shards]
         self._at = {tensor: place for place, tensor in enumerate(here)}
-        """Index of a tensor in the version to its index in the file; what is not here belongs to other shards."""
+        """Index of a tensor in the version to its index in the file; tensors of other shards are missing."""
         self._mine = [unit[0].tensor in self._at for unit in self._units]
         self._written = [False] * len(self._units)
         self._verified = [False] * len(self._units)
@@ -95,7 +96,7 @@ class StagedFile:
         sizes = (sum(part.items for part in unit) * self._kind(unit[0]).itemsize for unit in self._units)
         self._buffer = np.empty(max(sizes, default=0), np.uint8)
         self._hashes = b""
-        """Block hashes that the state has by the last manifest; empty before the first delta."""
+        """Block hashes of the manifest before the current one; empty for the first manifest."""
         self._done: set[tuple[int, int]] = set()
         self._last = True
 
@@ -103,7 +104,7 @@ class StagedFile:
         return state.unsigned(self._manifest.tensors[part.tensor].dtype)
 
     def begin(self, manifest: WeightManifest) -> None:
-        """Go on to the next manifest of the chain. BrokenVersion when it does not follow from the one before."""
+        """Start to apply the next manifest of the chain. BrokenVersion when it is not a delta to the one before."""
         before = self._manifest
         if manifest is before:
             return
@@ -120,7 +121,7 @@ class StagedFile:
         return self._shards is None or info.shard in self._shards
 
     def add(self, info: ChunkInfo, data: bytes, *, last: bool = True) -> None:
-        """Apply a chunk of the current manifest. One that is there already is skipped.
+        """Apply a chunk of the current manifest. A chunk that was applied before is skipped.
 
         last: this manifest is the chain's last, so units are verified as they are written.
         DamagedChunk when the chunk is not what the manifest names; BrokenVersion when its frames do not fit.
@@ -198,7 +199,8 @@ class StagedFile:
         return self._manifest.block_hashes[part.block * HASH_BYTES : (part.block + 1) * HASH_BYTES]
 
     def _verify(self, index: int) -> None:
-        """A unit as it will be in the file: one from the base that nothing touched is written on the way."""
+        """Compare the blocks of a unit with the manifest. A unit without frames is also copied from the base into the
+        file."""
         self._load(index)
         self._open = -1
         for part, view in self._parts(index):
@@ -217,13 +219,14 @@ class StagedFile:
             raise BrokenVersion(f"version {self._manifest.version} lacks chunks {missing[:8]}")
 
     def finish(self) -> str:
-        """Verify every block, give the file its name, return the state hash. BrokenVersion leaves no file."""
+        """Verify every block, give the file its name, return its state hash. BrokenVersion when a block is wrong: then
+        there is no file."""
         self._complete()
         self._close()
         for index, verified in enumerate(self._verified):
             if self._mine[index] and not verified:
                 self._verify(index)
-        # Not durable on purpose: a file that a power loss damaged is found by its hash and built again from the chain.
+        # No fsync: a file that a power loss damaged does not have its hash after the restart and is built again.
         self._draft.commit(durable=False)
         return sharding.state_hash(self._manifest, self._shards)
 

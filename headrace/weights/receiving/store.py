@@ -1,4 +1,4 @@
-"""The versions that a node holds as files: verified when they are written and again after a restart.
+"""The versions that a node holds as files. Files are verified when they are written and again after a restart.
 
 One folder, one writer: ``<version>.safetensors`` per version. A file whose bits do not give the recorded hash does not
 count as held.
@@ -22,7 +22,7 @@ class SnapshotStore:
         self._hashes: dict[int, str] = {}
 
     def scan(self) -> dict[int, str]:
-        """Hash every file after a start and remove half-written and unreadable ones. Version to state hash."""
+        """Hash every file after a start, and remove partial and unreadable ones. Returns version to state hash."""
         self._hashes = {}
         self.folder.mkdir(parents=True, exist_ok=True)
         for part in self.folder.glob(".*.part"):
@@ -50,10 +50,10 @@ class SnapshotStore:
         return self.path(version)
 
     def take(self, source: str | Path, version: int) -> Path:
-        """Link another owner's file under this store's name, so that the owner may delete its own; copy across file
-        systems.
+        """Link a file of another owner into this store, so that the owner may delete its own link; on another file
+        system the file is copied.
 
-        The caller verifies it and then calls `put`. FileNotFoundError when the source is gone.
+        The caller verifies the file and then calls `put`. FileNotFoundError when the source is gone.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.path(version)
@@ -67,7 +67,7 @@ class SnapshotStore:
             shutil.copyfile(source, part)
         self._hashes.pop(version, None)
         os.replace(part, path)
-        # POSIX: replacing a name by another link to the same file does nothing and leaves both.
+        # By POSIX, os.replace does nothing when both names are links to the same file: both names stay.
         part.unlink(missing_ok=True)
         return path
 
@@ -82,7 +82,7 @@ class SnapshotStore:
             self.path(version).unlink(missing_ok=True)
 
     def keep(self, newest: int, pinned: Iterable[int] = ()) -> list[int]:
-        """Remove all but the `newest` highest versions and the pinned ones; returns what was removed."""
+        """Remove all versions but the `newest` highest and the pinned ones. Returns the removed versions."""
         held = self.versions()
         stay = set(held[max(0, len(held) - newest) :]) | set(pinned)
         gone = [version for version in held if version not in stay]

@@ -39,7 +39,7 @@ def test_ranks_and_selection_are_each_others_inverse() -> None:
             inside = np.flatnonzero((fields >= low) & (fields <= high))
             assert np.array_equal(members.rank(inside), np.arange(inside.size))
             assert np.array_equal(members.select(np.arange(inside.size)), inside)
-            with pytest.raises(WeightError, match="out of its class"):
+            with pytest.raises(WeightError, match="behind the last member"):
                 members.select(np.array([inside.size]))
 
 
