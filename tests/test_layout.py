@@ -39,7 +39,7 @@ MAY: dict[str, set[str]] = {
 }
 _LIBRARIES = set(MAY)
 MAY["actors"] = _LIBRARIES
-MAY["dashboard"] = {"bench", "bus", "messages", "config", "ledger", "metrics", "replay"}
+MAY["dashboard"] = {"bench", "bus", "messages", "config", "ledger", "metrics", "replay", "weights"}
 MAY["launch"] = {
     "bench",
     "actors",
@@ -68,6 +68,7 @@ REGISTRY_IMPORTS = {"messages"}
 PARTS: dict[tuple[str, str], set[str]] = {
     ("launch", "engines"): {"registry"},
     ("harness", "engines"): {"base"},
+    ("dashboard", "weights"): {"receiving"},
     ("judging", "vmhost"): {"guest", "images"},
     ("judging", "sandboxes"): {"calls"},
     ("tasks", "vmhost"): {"guest", "agent_files"},

@@ -19,6 +19,7 @@ from headrace.config import Config
 from headrace.dashboard.live import history
 from headrace.dashboard.live.access import Access
 from headrace.dashboard.live.attempt import NoSuchAttempt, Originals, describe, find
+from headrace.dashboard.live.panels import PANELS
 
 STATIC = Path(__file__).with_name("static")
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
@@ -82,6 +83,7 @@ class LivePage:
         app.router.add_get("/config.json", self._settings)
         app.router.add_get("/api/history", self._history)
         app.router.add_get("/api/trajectory/{seq:[0-9]{1,15}}", self._trajectory)
+        app.router.add_get(f"/api/panel/{{name:{'|'.join(PANELS)}}}", self._panel)
         app.router.add_get("/{name:[A-Za-z.]*}", self._static)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -135,6 +137,13 @@ class LivePage:
         users = self._users(request)
         found = await history.records(self.bus, self.run, users=users)
         return web.json_response({"records": found, "users": users})
+
+    async def _panel(self, request: web.Request) -> web.StreamResponse:
+        after = request.query.get("after", "0")
+        if not (after.isascii() and after.isdigit() and len(after) < 16):
+            return web.Response(status=400, text="expected after=<sequence>")
+        found = await PANELS[request.match_info["name"]](self.bus, self.run, int(after))
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
 
     async def _trajectory(self, request: web.Request) -> web.StreamResponse:
         seq = int(request.match_info["seq"])

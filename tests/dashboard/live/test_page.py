@@ -25,9 +25,11 @@ from headrace.messages import subjects as s
 from headrace.messages.base import Array
 from headrace.messages.judging import Score
 from headrace.messages.operations import Event
+from headrace.messages.product import CapacityLease, GateVerdict, lease_key
 from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import StepDone
+from headrace.messages.weights import WeightsStaged, WeightsSwapped
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
@@ -202,6 +204,39 @@ async def test_an_attempt_opens_by_its_link(site: Site, browser: webdriver.Chrom
     )
     calls = browser.find_elements("css selector", ".calls > .call")
     assert len(calls) == 2 and calls[0].location["y"] == calls[1].location["y"]  # parallel calls are side by side
+
+
+async def test_four_views_show_what_the_page_s_process_reads(site: Site, browser: webdriver.Chrome) -> None:
+    staged = WeightsStaged(run=RUN, node="n1", region="eu", version=3, path="v3", state_hash="0" * 32, stage_s=0.25)
+    swapped = WeightsSwapped(run=RUN, rollout="r1", node="n1", version=2, state_hash="0" * 32, pause_ms=1.5)
+    verdict = GateVerdict(
+        run=RUN,
+        candidate=PolicyRef("pinned", 3),
+        promoted=PolicyRef("pinned", 1),
+        stage="shadow",
+        reason="no <b>harm</b>",
+    )
+    lent = Event(actor="scavenger", id="s", run=RUN, kind="lent", text="r1: no load for 30 s")
+    async with await admin(site) as bus:
+        for actor, kind, record in (
+            ("weight_sync", "weights_staged", staged),
+            ("rollout", "weights_swapped", swapped),
+            ("feedback", "gate_verdict", verdict),
+            ("scavenger", "event", lent),
+        ):
+            await bus.publish(s.EVENT.at(run=RUN, actor=actor, type=kind), record)
+        lease = CapacityLease(rollout="r1", lanes=("train", "production"), reason="no load for 30 s", since=1.0)
+        await (await bus.kv("HR_LEASE")).create(lease_key(RUN, "r1"), lease)
+    for view, texts in {
+        "regions": ("eu", "holds the file", "0.25 s", "r1 gone", "1.5 ms"),
+        "feedback": ("Gate: idle", "version 3", "no <b>harm</b>", "No feedback actor"),
+        "scavenger": ("production", "no load for 30 s", "r1: no load for 30 s", "No gateway has reported"),
+        "behaviour": ("Attempts of the train lane: 1.", "Calls of a turn", "Reads before the first edit"),
+    }.items():
+        await asyncio.to_thread(browser.get, f"{site.address.url}#/{view}")
+        await shows(browser, *texts)
+    assert len(browser.find_elements("css selector", "#behaviour canvas")) == 4
+    assert browser.execute_script("return headrace.state.fault ?? ''") == ""
 
 
 async def test_the_page_comes_back_after_the_broker_was_killed(site: Site, browser: webdriver.Chrome) -> None:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from secrets import token_hex
 
 import aiohttp
+import msgspec
 import pytest
 
 from headrace.bus.broker import permissions
@@ -14,8 +15,9 @@ from headrace.config import Config
 from headrace.dashboard.live.access import Access
 from headrace.dashboard.live.server import STATIC, Address, LivePage
 from headrace.messages import subjects as s
+from headrace.messages.base import Array
 from headrace.messages.operations import DeadLetter
-from headrace.messages.rollout import PolicyRef, Sampling, Trajectory
+from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolResult, Trajectory, Turn
 from headrace.messages.tasks import TaskRef
 from tests.conftest import Connect
 from tests.support.paths import ROOT
@@ -132,6 +134,62 @@ async def test_users_records_need_a_token(page: tuple[LivePage, Address, Bus]) -
         assert subject not in letters["without"] and subject in letters["with"]
         missing = await http.get("/api/trajectory/999999")
         assert missing.status == 404 and "keep_steps" in await missing.text()
+
+
+def call(name: str, number: int) -> ToolCall:
+    return ToolCall(id=f"c{number}", name=name, arguments={})
+
+
+@pytest.mark.anyio
+async def test_behaviour_is_of_the_train_lane_and_goes_on_after_a_sequence(
+    page: tuple[LivePage, Address, Bus],
+) -> None:
+    live, address, bus = page
+    names = ("read_file", "search", "lint", "edit", "read_file", "run_tests", "lint")
+    turn = Turn(
+        index=0,
+        segment=0,
+        prompt_ids=Array.of([1], "<i4"),
+        ids=Array.of([2], "<i4"),
+        logprobs=Array.of([-0.5], "<f4"),
+        spans=(Span(0, 2, 0),),
+        calls=tuple(call(name, number) for number, name in enumerate(names)),
+        results=(
+            ToolResult(call_id="c2", ok=True, output="a.py:1: undefined name x"),
+            ToolResult(call_id="c6", ok=True, output="no problems"),
+        ),
+    )
+    made = Trajectory(
+        run=live.run,
+        lane="train",
+        group="g1",
+        slot=0,
+        attempt=0,
+        id="g1-0-0",
+        task=TaskRef("generated/train", "x"),
+        family="f",
+        seed=1,
+        policy=PolicyRef(),
+        sampling=Sampling(),
+        outcome="finished",
+        turns=(turn,),
+        diff={},
+    )
+    first = await bus.publish(s.TRAJ.at(run=live.run, group="g1"), made)
+    user = msgspec.structs.replace(made, lane="production", group="0123abcd.s1", id="0123abcd.s1-0-0")
+    await bus.publish(s.TRAJ.at(run=live.run, group=user.group), user)
+    async with aiohttp.ClientSession(address.url) as http:
+        found = await (await http.get("/api/panel/behaviour")).json()
+        assert found["attempts"] == [
+            {"group": "g1", "turns": 1, "calls": 7, "reads": 2, "tests": 1, "lint": True},
+        ]
+        assert found["last"] > first
+        later = await (await http.get(f"/api/panel/behaviour?after={found['last']}")).json()
+        assert later["attempts"] == []
+        assert (await http.get("/api/panel/behaviour?after=-1")).status == 400
+        assert (await http.get("/api/panel/users")).status == 404
+        regions = await (await http.get("/api/panel/regions")).json()
+        assert regions == {"newest": -1, "nodes": [], "replicas": []}
 
 
 @pytest.mark.anyio

@@ -4,16 +4,21 @@ import { html, put } from "./html.js";
 import { apply, state, touch, version } from "./state.js";
 import { SILENT_S, header } from "./views/header.js";
 import { actors } from "./views/actors.js";
+import { behaviour } from "./views/behaviour.js";
+import { feedback } from "./views/feedback.js";
 import { groups } from "./views/groups.js";
 import { ledger } from "./views/ledger.js";
 import { letters } from "./views/letters.js";
 import { overview } from "./views/overview.js";
+import { regions } from "./views/regions.js";
+import { scavenger } from "./views/scavenger.js";
 import { trajectories } from "./views/trajectories.js";
 import { trajectory } from "./views/trajectory.js";
 
 const VIEWS = {
   overview: ["Overview", overview], actors: ["Actors", actors], groups: ["Groups", groups],
-  trajectories: ["Trajectories", trajectories], ledger: ["Ledger", ledger], letters: ["Dead letters", letters],
+  trajectories: ["Trajectories", trajectories], behaviour: ["Behaviour", behaviour],
+  ledger: ["Ledger", ledger], letters: ["Dead letters", letters], regions: ["Regions", regions], feedback: ["Feedback", feedback], scavenger: ["Scavenger", scavenger],
 };
 const node = (id) => document.getElementById(id);
 const token = new URLSearchParams(location.search).get("token");
