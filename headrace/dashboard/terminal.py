@@ -89,7 +89,9 @@ class Top(App[None]):
         return sorted(found, key=lambda row: row[column], reverse=name == "busy")
 
     def draw(self) -> None:
-        """Show what is known now."""
+        """Show what is known now. Nothing once the widgets are removed: the timer fires also while the app ends."""
+        if not self.query("#detail"):
+            return
         last = self.run_watch.steps[-1] if self.run_watch.steps else None
         staleness = f"staleness {last.staleness_max}/{last.staleness_bound}" if last else "no step yet"
         note = f"  {self._draining}" if self._draining else ""

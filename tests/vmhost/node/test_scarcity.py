@@ -18,6 +18,7 @@ from headrace.vmhost.node.capacity import OVERHEAD_MB, RESERVE_MB
 from headrace.vmhost.node.host import Host, VmSandbox
 from headrace.vmhost.templates import task_templates
 from tests.support.paths import ROOT
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.vm
 
@@ -107,7 +108,7 @@ def test_a_burst_gets_what_fits_and_no_more(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def text(sandbox: VmSandbox, script: str) -> str:
-    done = await sandbox.call(Exec(argv=("sh", "-c", f"({script}) 2>&1"), timeout_s=60.0))
+    done = await sandbox.call(Exec(argv=("sh", "-c", f"({script}) 2>&1"), timeout_s=PATIENCE_S))
     return done.stdout.strip()
 
 
