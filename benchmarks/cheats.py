@@ -31,7 +31,7 @@ from headrace.judging.verdicts import all_passed, decide
 from headrace.messages.sandbox import Acquire, CheckIntegrity, Exec, GroupKey, PullTree, Role, RunTests, SandboxLost
 from headrace.messages.tasks import Oracle
 from headrace.tasks.generated.repositories import Made, make
-from headrace.tasks.sealing import known, recorded, seal, settle
+from headrace.tasks.sealing import compare_answers, known, recorded, seal
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.node.host import Host, VmSandbox
 
@@ -288,7 +288,7 @@ class CheatHost:
         async with self.sandbox("judge", repository(self.made.task, oracle, changed, deleted)) as held:
             result = await held.call(RunTests(plan=oracle.tests))
             looked = await held.call(CheckIntegrity())
-        tests = settle(result.tests, oracle.answers)
+        tests = compare_answers(result.tests, oracle.answers)
         found = rules.suspicions(self.made.task, oracle, changed, touched)
         found += tuple(f"machine_touched:{what}" for what in looked.tampered)
         return decide(all_passed(tests, oracle.expected), found), found

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+import transformers
 
 from headrace.actors.environment.actor import Environment
 from headrace.actors.rollout.actor import Rollout
@@ -45,14 +45,15 @@ SIZES: dict[str, Any] = {
 
 
 def _llama() -> Any:
-    return LlamaForCausalLM(LlamaConfig(**SIZES))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
 
 
 @pytest.fixture(params=["qwen3", "llama"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A tiny untrained model as transformers writes it, with a ChatML template."""
     torch.manual_seed(1)
-    made: Any = Qwen3ForCausalLM(Qwen3Config(**SIZES)) if request.param == "qwen3" else _llama()
+    qwen3 = request.param == "qwen3"
+    made: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)) if qwen3 else _llama()
     folder = tmp_path / "checkpoint"
     made.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(chat_formats.tokenizer_json(), encoding="utf-8")

@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -84,6 +83,8 @@ def test_systemd_accepts_the_units_and_finds_them_hardened(config: Any, tmp_path
 
 
 def test_kubernetes_accepts_the_manifests_and_no_pod_is_privileged(config: Any) -> None:
+    import kubernetes_validate  # takes seconds, which every worker would spend while it collects
+
     text = kubernetes.files(config, TOML, CONF.read_text(), "headrace:1")["headrace.yaml"]
     objects = list(yaml.safe_load_all(text))
     for each in objects:
