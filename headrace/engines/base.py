@@ -1,7 +1,8 @@
 """The engine protocol: token ids in, token ids out, with everything the trainer needs to score them again.
 
-An engine keeps a weight set per policy in use. A new version is staged beside the served one and flipped between two
-decode steps; requests in flight go on, and their spans say which version forwarded which position.
+An engine holds the weights of every policy in use. A new version is staged while the old one serves, and becomes
+`latest` between two decode steps. Requests in flight continue; their spans name the version that forwarded each
+position.
 """
 
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -13,10 +14,10 @@ from headrace.messages.rollout import Lane, PolicyRef, Sampling, Span
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation. `ids` is the whole context so far, token for token; the engine finds the cached prefix itself.
+    """One generation. `ids` is the whole context so far, token for token; the engine looks up the cached prefix.
 
-    session: trajectory and segment, under which KV is kept between turns until `close`.
-    sampled ids end at a stop id (included) or after `sampling.max_turn_tokens`.
+    session: trajectory and segment; the engine keeps its keys and values between turns until `close`.
+    Sampled ids end with a stop id, which is included, or after `sampling.max_turn_tokens`.
     """
 
     session: str
@@ -25,25 +26,29 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     stop_ids: tuple[int, ...]
     seed: int
-    """With the position, decides every draw: a repeat under the same weights gives the same ids, whatever the batch."""
+    """Seed and position determine every draw: a repetition with the same weights gives the same ids in any batch."""
     lane: Lane = "train"
-    """The lane of the request: where capacity is short, production goes first."""
+    """The lane of the request: when capacity is short, production goes first."""
 
 
 def check_request(request: SampleRequest, vocab: int, longest: int) -> None:
-    """Refuse a request that no engine can answer. longest: positions of a context with its turn. EngineError."""
+    """EngineError for a request that no engine can answer. longest: largest number of positions of a context and its
+    turn."""
     if not request.ids:
-        raise EngineError("a context of no tokens cannot be continued")
+        raise EngineError("the context has no tokens; expected at least one")
     for what, ids in (("token", request.ids), ("stop", request.stop_ids)):
         if ids and not 0 <= min(ids) <= max(ids) < vocab:
             bad = next(id for id in ids if not 0 <= id < vocab)
-            raise EngineError(f"{what} id {bad} is outside the vocabulary of {vocab}")
+            raise EngineError(f"{what} id {bad} is outside the vocabulary of {vocab}; expected 0 to {vocab - 1}")
     if request.sampling.max_turn_tokens < 1:
-        raise EngineError(f"max_turn_tokens {request.sampling.max_turn_tokens} leaves nothing to draw")
+        raise EngineError(f"expected max_turn_tokens >= 1, got {request.sampling.max_turn_tokens}")
     if not 0 <= request.sampling.temperature < float("inf"):
-        raise EngineError(f"temperature {request.sampling.temperature} is not a number from 0 on")
+        raise EngineError(f"expected a finite temperature >= 0, got {request.sampling.temperature}")
     if len(request.ids) + request.sampling.max_turn_tokens > longest:
-        raise EngineError(f"a context of {len(request.ids)} and its turn go beyond {longest} positions")
+        raise EngineError(
+            f"a context of {len(request.ids)} tokens and a turn of {request.sampling.max_turn_tokens} "
+            f"exceed {longest} positions"
+        )
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,16 +56,16 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Under the sampling that was used, one per id, rounded to float32."""
+    """Log-probability of each id under the sampling that was used, rounded to float32."""
     routed: Array | None
-    """[positions forwarded in this call, layers, top_k]; None for a dense model."""
+    """Routed experts [positions forwarded in this call, sparse layers, top_k]; None for a dense model."""
     spans: tuple[Span, ...]
-    """Absolute positions forwarded in this call, contiguous, by version."""
+    """The positions that this call forwarded, contiguous and counted from the start of the context, by version."""
     stop: Literal["stop", "length", "abort"]
 
 
 class Swap(msgspec.Struct, frozen=True, kw_only=True):
-    """A completed flip: pause is the time in which no decode step could run."""
+    """A completed switch to a version. pause_ms: milliseconds in which no decode step could run."""
 
     version: int
     state_hash: str
@@ -68,11 +73,11 @@ class Swap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineError(Exception):
-    """The engine could not sample: infrastructure, never the policy's failure."""
+    """The engine could not sample. This is an infrastructure failure and says nothing about the policy."""
 
 
 class UnusableEngine(Exception):
-    """This machine cannot run the configured engine, or not with these settings: the actor gives up."""
+    """This machine cannot run the configured engine with these settings; the actor ends with this text."""
 
 
 class Engine(Protocol):
@@ -80,34 +85,34 @@ class Engine(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Numerics fingerprint: equal fingerprints promise equal bits."""
+        """Numerics fingerprint: engines with equal fingerprints compute equal bits."""
 
     @property
     def version(self) -> int:
         """The version that `latest` means now; -1 before the first load."""
 
     async def load(self, version: int, path: str, state_hash: str) -> Swap:
-        """Stage a checkpoint file (safetensors), verify its state hash, and make it `latest` between two decode steps.
-        EngineError when the hash differs: the old version goes on."""
+        """Stage a safetensors file, verify its state hash, and make it `latest` between two decode steps. EngineError
+        when the hash differs; the old version then stays `latest`."""
 
     async def pin(self, version: int, path: str, state_hash: str) -> None:
-        """Keep a version beside `latest` for requests that name it."""
+        """Hold a version besides `latest` for requests that name it. EngineError as in `load`."""
 
     async def unpin(self, version: int) -> None:
-        """Forget a pinned version once no request names it."""
+        """Release a pinned version; requests that run with it end with it."""
 
     async def sample(self, request: SampleRequest) -> Sample:
-        """Draw one generation. EngineError when it cannot be done at all."""
+        """Sample one generation. EngineError when the engine cannot answer the request."""
 
     async def close(self, session: str) -> None:
-        """Forget the session's KV."""
+        """Free the session's keys and values."""
 
     async def stop(self) -> None:
         """End the engine; requests in flight get EngineError."""
 
 
 class OutsideLoad(Protocol):
-    """Requests of other clients: those that run, wait, and are done since the server's start."""
+    """Requests of other clients: running, waiting, and finished since the server's start."""
 
     running: int
     queued: int
@@ -116,10 +121,11 @@ class OutsideLoad(Protocol):
 
 @runtime_checkable
 class ServerEngine(Protocol):
-    """An engine whose requests run in a server of its own, which other clients may use too."""
+    """An engine whose requests run in a separate server, which other clients may use too."""
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges of the server, for reports."""
 
     async def outside(self) -> OutsideLoad | None:
-        """The load that other clients put on the server. EngineError when it cannot be told."""
+        """The load of other clients on the server; None when it cannot be told apart. EngineError when there is no
+        answer."""

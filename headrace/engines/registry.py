@@ -19,20 +19,20 @@ from headrace.registry import Registry
 
 
 class EngineSetup(NamedTuple):
-    """Everything that an engine is opened from."""
+    """The arguments with which an engine is opened."""
 
     section: EngineSection
     policy: PolicyConfig
     run: Path
     """The run's folder on this node, for logs and for the tokenizer."""
     id: str
-    """The rollout actor."""
+    """The id of the rollout actor."""
     tokenizer: Callable[[], Awaitable[Path | None]]
     """The run's tokenizer.json, written into the run's folder; None in a run of scripted policies. EngineError."""
 
 
 OpenEngine = Callable[[EngineSetup], Awaitable[Engine]]
-"""UnusableEngine when this machine cannot run the engine, EngineError when it may be tried again."""
+"""Opens an engine. UnusableEngine when this machine cannot run it; EngineError when another attempt may succeed."""
 
 
 Problem = tuple[str, str]
@@ -57,7 +57,8 @@ class Demanding(Protocol):
         """Keys of the section that this engine cannot use together: a run is refused before it starts."""
 
     def requirements(self, section: EngineSection) -> Iterator[Requirement]:
-        """The needs of the engine on this machine; `headrace check` calls this without an engine."""
+        """The requirements of the engine and whether this machine meets them; `headrace check` opens no engine for
+        this."""
 
 
 ENGINES: Registry[OpenEngine] = Registry(
@@ -71,6 +72,6 @@ ENGINES: Registry[OpenEngine] = Registry(
 
 
 def demands(section: EngineSection) -> Demanding | None:
-    """The part of the section's engine, if it declares what it needs; a plain function does not. PluginError."""
+    """The part of the section's engine if it declares requirements, otherwise None. PluginError for an unknown kind."""
     part = ENGINES.get(section.kind)
     return part if isinstance(part, Demanding) else None

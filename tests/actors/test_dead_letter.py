@@ -152,7 +152,7 @@ async def test_the_next_actor_writes_what_a_killed_one_held(connect: Connect) ->
 
 
 async def test_a_message_that_ran_out_of_deliveries_leaves_the_queue(connect: Connect) -> None:
-    """Nobody rejected it: its hands died. The broker alone says so, and would keep it for ever."""
+    """Nobody rejected it: its consumer died. Only the broker reports it, and would keep the message without end."""
     admin = await connect()
     seq = await ask(admin, "g000003")
     bus = await connect("rollout")

@@ -1,13 +1,13 @@
-"""Ownership of KV blocks: sessions, and prefixes that sessions share.
+"""Ownership of KV-cache blocks: sessions, and prefixes that several sessions use.
 
-Idea: the unit is the block of 64 positions that exact attention walks anyway. A full block is indexed under a hash of
-its tokens, of everything before it, and of the weights that wrote it; a new session whose context starts alike takes
-the same blocks. Because keys name the weights, a swap needs no flush: old prefixes are not found any more.
+Idea: the unit is the block of 64 positions of exact attention. A full block is indexed under a hash of its tokens, of
+all tokens before it, and of the weights that wrote it; a new session with the same start of its context uses the same
+blocks. Because keys name the weights, a swap needs no flush: new lookups do not match old prefixes.
 
-Beside keys and values a block's record keeps what the trainer needs of its positions (routed experts), so reuse loses
-nothing. A shared block is never written again: only a session's last, partial block is, and that one is always its own.
+Besides keys and values a block's record has the routed experts of its positions, so the trainer gets them for reused
+blocks too. Shared blocks are never written: a session writes only its last, partial block, which no other session uses.
 
-Trade-off: reuse across sessions is whole blocks only; within a session it is exact to the position.
+Trade-off: sessions share whole blocks only; within a session reuse is exact to the position.
 """
 
 import hashlib
@@ -27,25 +27,25 @@ class Session:
         self.name = name
         self.busy = False
         self.used = 0
-        """Tick of last use, for eviction."""
+        """Counter value of the last use; eviction starts with the smallest."""
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything forwarded; the blocks must have been released."""
+        """Start anew without positions; the caller has released the blocks."""
         self.ids: list[int] = []
-        """Tokens at positions 0..n-1 that were forwarded."""
+        """The forwarded tokens, at positions 0..n-1."""
         self.blocks: list[int] = []
         self.routed = bytearray()
         self.spans: list[Span] = []
         self.calls: list[int] = []
-        """Context lengths, sampled tokens included, at which finished calls ended: what has been reported so far."""
+        """Context lengths, sampled tokens included, at the end of finished calls; earlier positions were reported."""
         self.pure: bytes | None = None
-        """Key of the weights that wrote every position; None when there is none or several."""
+        """Key of the weights that wrote all positions; None without positions, or when several versions wrote them."""
         self.chain: list[bytes] = []
-        """Key of each full block, as long as all before it is pure."""
+        """Key of each full block, as far as one version wrote all positions."""
 
     def note(self, ids: Sequence[int], version: int, weights: bytes, routed: bytes) -> None:
-        """Positions were forwarded by `version`."""
+        """Record that `version` forwarded these tokens. weights: key of the weights; routed: bytes of their routes."""
         start = len(self.ids)
         if not start:
             self.pure = weights
@@ -60,14 +60,14 @@ class Session:
             self.spans.append(Span(start, end, version))
 
     def cut(self, length: int, row: int) -> None:
-        """Forget positions from `length` on; the store releases the blocks. row: bytes of routes per position."""
+        """Remove the positions from `length` on; the store releases the blocks. row: bytes of routes per position."""
         del self.ids[length:]
         del self.routed[length * row :]
         self.spans = [Span(s.start, min(s.end, length), s.version) for s in self.spans if s.start < length]
         del self.chain[length // BLOCK :]
 
     def report_from(self, context: Sequence[int]) -> int:
-        """First position that a call with this context has to report: all that no earlier, still valid call did."""
+        """First position that a call with this context must report; valid earlier calls reported the ones before it."""
         while self.calls and (self.calls[-1] > len(context) or self.calls[-1] - 1 > len(self.ids)):
             self.calls.pop()
         return self.calls[-1] - 1 if self.calls else 0
@@ -88,10 +88,10 @@ def chain_key(weights: bytes, parent: bytes, ids: Sequence[int]) -> bytes:
 
 
 class BlockStore:
-    """Blocks by reference count; a block with no reference and no index entry is free."""
+    """Blocks with reference counts; an index entry is a reference too. A block without references is free."""
 
     def __init__(self, cache: KVCache, limit: int) -> None:
-        """limit: blocks at most; the pool grows up to it by doubling."""
+        """limit: largest number of blocks; the pool doubles until it has that many."""
         self.cache, self.limit = cache, limit
         self.free = list(range(cache.blocks - 1, -1, -1))
         self.references: dict[int, int] = {}
@@ -102,11 +102,11 @@ class BlockStore:
 
     @property
     def available(self) -> int:
-        """Blocks that can be had without taking any from a session."""
+        """Number of blocks that `take` can return without evicting a session."""
         return len(self.free) + (self.limit - self.cache.blocks) + self._idle
 
     def take(self) -> int:
-        """A block to write to. IndexError when there is none: callers reserve before they start."""
+        """A block to write to. IndexError when there is none; callers check `available` first."""
         if not self.free and self.cache.blocks < self.limit:
             old = self.cache.blocks
             self.cache.reserve(min(self.limit, max(16, 2 * old)))
@@ -118,7 +118,7 @@ class BlockStore:
         return block
 
     def release(self, blocks: Collection[int]) -> None:
-        """Give references back."""
+        """Remove one reference of each block."""
         for block in blocks:
             self.references[block] -= 1
             if self.references[block] == 1 and block in self._indexed:
@@ -140,18 +140,19 @@ class BlockStore:
         self.release((block,))
 
     def _evict(self) -> None:
-        """Drop the index entry that was not used for longest and that no session holds."""
+        """Remove the least recently used index entry whose block no session holds."""
         for key, prefix in self.index.items():
             if self.references[prefix.block] == 1:
                 return self._forget(key)
 
     def keep_only(self, weights: Collection[bytes]) -> None:
-        """Drop prefixes written by weights that are not served any more."""
+        """Remove the prefixes that other weights than these wrote. weights: keys."""
         for key in [key for key, prefix in self.index.items() if prefix.weights not in weights]:
             self._forget(key)
 
     def offer(self, session: Session, version: int, weights: bytes, row: int) -> None:
-        """Index the session's blocks that became full, where one set of weights wrote all before them."""
+        """Index the session's new full blocks, if one version wrote all its positions. row: bytes of routes per
+        position."""
         if session.pure is None:
             return
         while len(session.chain) < len(session.ids) // BLOCK:
@@ -167,8 +168,8 @@ class BlockStore:
                 self.index[key] = Prefix(block, version, weights, routed)
 
     def adopt(self, session: Session, context: Sequence[int], weights: bytes) -> None:
-        """Give a fresh session the indexed blocks with which its context starts; its last position is never among
-        them, since it must be forwarded to sample from."""
+        """Give a new session the indexed blocks that match the start of its context. The context's last position is
+        never among them, because it must be forwarded to sample the next token."""
         parent = b""
         for at in range(0, (len(context) - 1) // BLOCK * BLOCK, BLOCK):
             ids = context[at : at + BLOCK]
@@ -184,8 +185,8 @@ class BlockStore:
             parent = key
 
     def trim(self, session: Session, length: int, row: int) -> None:
-        """Cut a session back to `length` positions, or to the last whole block before it where the block that would be
-        written next is shared."""
+        """Cut a session to `length` positions. Where the block at `length` is shared, cut to the end of the whole
+        blocks before it, because shared blocks are not written."""
         if length >= len(session.ids):
             return
         if length % BLOCK and self.references[session.blocks[length // BLOCK]] > 1:
@@ -198,6 +199,6 @@ class BlockStore:
             session.clear()
 
     def drop(self, session: Session) -> None:
-        """Take all blocks from a session; it starts anew at its next call."""
+        """Release all blocks of a session; its next call forwards the whole context."""
         self.release(session.blocks)
         session.clear()

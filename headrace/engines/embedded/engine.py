@@ -1,9 +1,9 @@
-"""The embedded engine: the project's own model, sampled in one worker thread beside the event loop.
+"""The embedded engine: the trainer's model, sampled in a worker thread of this process.
 
-Idea: what makes exact mode possible is that sampler and trainer run the same functions; so the default engine is the
-trainer's model with a paged cache and continuous batching around it. All computing happens in `worker`; this class
-turns awaited calls into commands for it. Staging a version (copying, hashing) happens in slices between its steps
-(`staging`): decoding goes on, and the flip itself is one assignment between two steps.
+Idea: exact mode is possible because sampler and trainer run the same functions. So the default engine is the trainer's
+model with a paged cache and continuous batching. `worker` does all computation; this class turns awaited calls into
+commands for it. A version is staged (copied and hashed) in slices between the worker's steps (`staging`), so decoding
+continues, and the switch to it is one assignment between two steps.
 """
 
 import asyncio
@@ -35,8 +35,9 @@ class EmbeddedEngine:
         prefill_tokens: int = 2048,
         cache_blocks: int = 4096,
     ) -> None:
-        """max_batch: requests decoded at once. threads: torch threads of the worker. prefill_tokens: context tokens
-        forwarded per round at most. cache_blocks: KV blocks of 64 positions at most, made as needed."""
+        """max_batch: largest number of requests that are decoded together. threads: torch threads of the worker.
+        prefill_tokens: largest number of context tokens that a step forwards. cache_blocks: largest number of KV blocks
+        of 64 positions; they are allocated on demand."""
         self._config, self._numerics = config, numerics
         self._worker = Worker(config, max_batch, threads, prefill_tokens, cache_blocks)
         self._worker.start()
@@ -49,7 +50,7 @@ class EmbeddedEngine:
 
     @property
     def exact(self) -> bool:
-        """Whether log-probabilities are bit-equal to the trainer's."""
+        """Whether log-probabilities have the bits that the trainer computes."""
         return self._numerics.exact
 
     @property
@@ -59,7 +60,7 @@ class EmbeddedEngine:
         return -1 if latest is None else latest.version
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start (tokens sampled, forwarded, reused; steps; evicted sessions) and what runs now."""
+        """Counters since the start (tokens sampled, forwarded, reused; steps; evicted sessions) and present gauges."""
         worker = self._worker
         now = {
             "running": len(worker.running),
@@ -72,26 +73,27 @@ class EmbeddedEngine:
     async def load(self, version: int, path: str, state_hash: str) -> Swap:
         """Stage a file, verify its state hash, and serve it as `latest` from the next step on.
 
-        EngineError when it cannot be read or its hash differs: the old version goes on.
+        EngineError when it cannot be read or its hash differs; the old version then stays `latest`.
         """
         async with self._loading:
             weights = await self._stage(version, path, state_hash)
             return await self._ask(lambda: self._worker.flip(weights))
 
     async def pin(self, version: int, path: str, state_hash: str) -> None:
-        """Keep a version beside `latest` for requests that name it. EngineError as in `load`."""
+        """Hold a version besides `latest` for requests that name it. EngineError as in `load`."""
         async with self._loading:
             weights = await self._stage(version, path, state_hash)
             await self._ask(lambda: self._worker.pin(weights))
 
     async def unpin(self, version: int) -> None:
-        """Forget a pinned version; requests that run with it end with it."""
+        """Release a pinned version; requests that run with it end with it."""
         await self._ask(lambda: self._worker.unpin(version))
 
     async def sample(self, request: SampleRequest) -> Sample:
-        """Draw one generation. Cancelling the task drops the request and leaves its session as it was.
+        """Sample one generation. When the task is cancelled, the request ends and its session stays usable.
 
-        EngineError: no such weights, an id outside the vocabulary, no capacity for the context, a busy session, a stop.
+        EngineError for missing weights, an id outside the vocabulary, a context that does not fit, a busy session, or a
+        stopped engine.
         """
         check_request(request, self._config.vocab, self._config.max_positions)
         future: Future[Sample] = Future()
@@ -100,12 +102,12 @@ class EmbeddedEngine:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            with contextlib.suppress(EngineError):  # a stopped engine has dropped it already
+            with contextlib.suppress(EngineError):  # a stopped engine has no requests
                 self._worker.post(lambda: self._worker.abort(job))
             raise
 
     async def close(self, session: str) -> None:
-        """Forget the session's KV; unknown sessions are fine."""
+        """Free the session's keys and values; an unknown session is ignored."""
         await self._ask(lambda: self._worker.close(session))
 
     async def stop(self) -> None:
@@ -115,9 +117,9 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._worker.join)
 
     async def _ask(self, command: Callable[[], T]) -> T:
-        """Run a command in the worker between two steps and bring back what it returns."""
+        """Run a command in the worker between two steps and return its result."""
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # an awaiting task that is cancelled does not undo the command
+        future.set_running_or_notify_cancel()  # cancelling the awaiting task does not cancel the command
 
         def run() -> None:
             try:
@@ -129,8 +131,8 @@ class EmbeddedEngine:
         return await asyncio.wrap_future(future)
 
     async def _stage(self, version: int, path: str, state_hash: str) -> LoadedWeights:
-        have = [weights for weights in (self._worker.latest, *self._worker.pinned.values()) if weights is not None]
-        for weights in have:
+        loaded = [weights for weights in (self._worker.latest, *self._worker.pinned.values()) if weights is not None]
+        for weights in loaded:
             if (weights.version, weights.state_hash) == (version, state_hash):
                 return weights
         await asyncio.to_thread(read_ahead, path)

@@ -1,4 +1,4 @@
-"""Requests of the embedded engine's worker, from their arrival to their sample."""
+"""Requests of the embedded engine's worker."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,13 +13,13 @@ from headrace.policy.config import PolicyConfig
 
 
 class Job:
-    """One request on its way."""
+    """One request, from its arrival to its sample."""
 
     def __init__(self, request: SampleRequest, future: "Future[Sample]") -> None:
         self.request, self.future = request, future
-        future.set_running_or_notify_cancel()  # from here on only the worker answers it
+        future.set_running_or_notify_cancel()  # from now on only the worker sets the result
         self.context = list(request.ids)
-        """Tokens known so far: the request's, then the sampled ones."""
+        """The request's tokens, then the sampled ones."""
         self.given = len(self.context)
         self.logprobs: list[float] = []
         self.pinned: LoadedWeights | None = None
@@ -31,21 +31,21 @@ class Job:
 
     @property
     def left(self) -> int:
-        """Known tokens that were not forwarded yet."""
+        """Number of tokens of the context that were not forwarded yet."""
         return len(self.context) - len(self.session.ids)
 
     @property
     def most_blocks(self) -> int:
-        """Blocks that the request can come to need; its last token is never forwarded in its own call."""
+        """Largest number of blocks that the request may need; its call never forwards its last sampled token."""
         return (self.given + self.request.sampling.max_turn_tokens - 1 + BLOCK - 1) // BLOCK
 
     @property
     def missing_blocks(self) -> int:
-        """Those that its session does not have yet."""
+        """Number of these blocks that its session does not have yet."""
         return self.most_blocks - len(self.session.blocks)
 
     def answer(self, stop: str, config: PolicyConfig, row: int) -> None:
-        """Set the sample. row: bytes of routes per position."""
+        """Set the sample as the result. row: bytes of routes per position."""
         session, start = self.session, self.report
         end = len(session.ids)
         routed = None
@@ -63,7 +63,7 @@ class Job:
         )
 
     def fail(self, text: str, cause: BaseException | None = None) -> None:
-        """Answer with an error, unless there is an answer."""
+        """Set an EngineError as the result, unless there is a result already."""
         error = EngineError(text)
         error.__cause__ = cause
         if not self.future.done():
@@ -71,7 +71,7 @@ class Job:
 
 
 def evened(jobs: Sequence[tuple[Job, int]]) -> list[list[tuple[Job, int]]]:
-    """Jobs with the tokens they bring, in batches in which padding to the longest at most triples the work."""
+    """Jobs with their numbers of tokens, in batches in which padding to the longest at most triples the work."""
     batches: list[list[tuple[Job, int]]] = []
     tokens = longest = 0
     for job, count in sorted(jobs, key=lambda pair: -pair[1]):

@@ -1,4 +1,4 @@
-"""From the [engine] section to an embedded engine: probe this machine's numerics, then build it."""
+"""Opens an embedded engine from the [engine] section: probes this machine's numerics, then builds the engine."""
 
 import asyncio
 
@@ -14,14 +14,16 @@ from headrace.policy.numerics_probe import probe
 
 
 async def open_engine(setup: EngineSetup) -> EmbeddedEngine:
-    """An engine in this process. UnusableEngine when exact mode is asked for and this machine has none."""
-    found = await asyncio.to_thread(_probe, setup.policy, setup.section)
-    if setup.section.exact and not found.exact:
-        raise UnusableEngine(f"exact mode can't be had on this machine: {found.reason}")
-    return EmbeddedEngine(setup.policy, found, setup.section.max_batch, setup.section.threads)
+    """An engine in this process. UnusableEngine when exact mode is configured and this machine has none."""
+    numerics = await asyncio.to_thread(_probe, setup.policy, setup.section)
+    if setup.section.exact and not numerics.exact:
+        raise UnusableEngine(
+            f"[engine] exact = true, but this machine has no exact mode: {numerics.reason}; set it to false"
+        )
+    return EmbeddedEngine(setup.policy, numerics, setup.section.max_batch, setup.section.threads)
 
 
 def _probe(policy: PolicyConfig, section: EngineSection) -> Numerics:
-    """Under the threads that the engine will have: they are part of the arithmetic."""
+    """Probe with the engine's number of threads, because results may depend on it."""
     torch.set_num_threads(section.threads)
     return probe(policy, exact=section.exact)

@@ -1,4 +1,4 @@
-"""The embedded engine as a part of the seam ``headrace.engines``: torch is imported when an engine is opened."""
+"""The embedded engine as a part of the seam ``headrace.engines``. It imports torch only when an engine is opened."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 async def open_engine(setup: EngineSetup) -> "EmbeddedEngine":
-    """An engine in this process. UnusableEngine when exact mode is asked for and this machine has none."""
+    """An engine in this process. UnusableEngine when exact mode is configured and this machine has none."""
     from headrace.engines.embedded.open import open_engine
 
     return await open_engine(setup)

@@ -1,8 +1,8 @@
-"""Drawing tokens so that a repeat gives the same ids, whatever else is in the batch.
+"""Draws tokens so that a repetition gives the same ids in any batch.
 
-Idea: each draw has its own uniform number, a hash of the request's seed and of the token's absolute position; no
-generator is shared, so nothing depends on who was sampled before. The token is found by inverse distribution function:
-cumulative weights in float64, ascending by id, first one to reach uniform x total. Every operation works row by row.
+Idea: each draw has its own uniform number, a hash of the request's seed and of the token's absolute position. No
+generator is shared, so a draw does not depend on earlier ones. The token comes from the inverse distribution function:
+cumulative weights in float64, ascending by id, the first that reaches uniform x total. Every operation works per row.
 """
 
 import torch
@@ -14,14 +14,14 @@ _MASK = (1 << 64) - 1
 
 
 def _mix(x: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea & Flood 2014): every input bit moves every output bit."""
+    """SplitMix64's finaliser (Steele, Lea & Flood 2014): every output bit depends on every input bit."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
     return x ^ (x >> 31)
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number inside (0, 1), decided by seed and position alone."""
+    """A number inside (0, 1) that depends on seed and position alone."""
     word = _mix((_mix(seed & _MASK) + (position + 1) * 0x9E3779B97F4A7C15) & _MASK)
     return ((word >> 11) + 0.5) / (1 << 53)
 

@@ -1,4 +1,4 @@
-"""Staging in the embedded engine: a file becomes a model piece by piece, between two decode steps.
+"""Staging in the embedded engine: loads a file into a model piece by piece, between two decode steps.
 
 Idea: a thread that builds the next model beside the decoding one costs it dearly, because both need the interpreter's
 lock for every small operation: 1 ms of Python in the second thread made steps of 1.4 ms into steps of 4. So the
@@ -36,19 +36,20 @@ from headrace.weights.snapshot import Snapshot
 from headrace.weights.state import Bits, WeightError
 
 SLICE_S = 2.5e-4
-"""Staging between two steps, at least; what is left of a piece comes on top."""
+"""Smallest number of seconds of staging between two steps; the last piece may exceed it."""
 SHARE = 0.1
-"""Staging after a long step: this share of it."""
+"""Staging after a long step, as a share of the step's time."""
 PIECE_BYTES = 1 << 18
-"""Copied and hashed at a time: some 40 microseconds."""
+"""Bytes that are copied and hashed at a time, in about 40 microseconds."""
 _READ_BYTES = 1 << 20
 _WIDER = {("BF16", torch.float32), ("F16", torch.float32)}
-"""Published as, computed in: where each number has its exact equal."""
+"""(published dtype, computed dtype) of exact conversions."""
 _EIGHT_BITS = "F8_E4M3"
 
 
 class Shell:
-    """A model to be filled, and its tensors under their published names: made once, filled again and again."""
+    """A model without set weights, and its tensors under their published names. It is filled with one version after
+    another."""
 
     def __init__(self, config: PolicyConfig, numerics: Numerics) -> None:
         self.config = config
@@ -57,9 +58,9 @@ class Shell:
         self.tensors: dict[str, Tensor] = names.views(config, own)
         apart = [name for name, view in self.tensors.items() if not view.is_contiguous() or view.device.type != "cpu"]
         if apart:
-            raise EngineError(f"{apart[0]} does not lie in one piece in this machine's memory: it cannot be staged")
+            raise EngineError(f"{apart[0]} is not contiguous in this machine's memory: it cannot be staged")
         self.bits: dict[str, Bits] = {name: state.bits(view) for name, view in self.tensors.items()}
-        """The same memory."""
+        """The bit views of the same memory."""
 
 
 class LoadedWeights:
@@ -84,7 +85,7 @@ def read_ahead(path: str) -> None:
 
 
 class Staging:
-    """One version on its way into a shell. `future` gets the weights, or EngineError."""
+    """Fills a shell with one version. `future` gets the weights, or EngineError."""
 
     def __init__(self, shell: Shell, version: int, path: str, state_hash: str) -> None:
         self.shell, self.version = shell, version
@@ -94,7 +95,7 @@ class Staging:
         self._pieces = self._fill()
 
     def advance(self, until: float) -> bool:
-        """Go on until that moment (`time.perf_counter`); whether it is over."""
+        """Continue until a time on the clock `time.perf_counter`. True when staging has ended."""
         try:
             for _ in self._pieces:
                 if time.perf_counter() >= until:
@@ -111,7 +112,7 @@ class Staging:
         return True
 
     def fail(self, error: EngineError) -> None:
-        """Give up."""
+        """End with an error."""
         self._pieces.close()
         self.future.set_exception(error)
 
@@ -122,7 +123,7 @@ class Staging:
         known = {info.name: info for info in file.tensors}
         hashes = bytearray()
         copies: dict[str, Bits] = {}
-        """Tensors that are served in other bits than they were published in, until they are written."""
+        """Copies of tensors that are converted before they are served, until their conversion."""
         for info in file.tensors:
             source = file.array(info)
             if info.name in self.shell.bits and _same(info, self.shell.tensors[info.name]):
@@ -132,7 +133,7 @@ class Staging:
             hashes += yield from state.copied(source, copy, PIECE_BYTES)
             name = info.name.removesuffix(SCALE)
             if info.dtype == _EIGHT_BITS:
-                copies[info.name] = copy  # its scales come next, in the order of names
+                copies[info.name] = copy  # in the order of names its scales follow
             elif name in copies:
                 yield from self._widen_blocks(known[name], copies.pop(name), copy)
             elif info.name in self.shell.tensors:
@@ -144,7 +145,7 @@ class Staging:
             )
 
     def _check(self, tensors: tuple[TensorInfo, ...]) -> None:
-        """WeightError unless these are exactly what the model needs, in bits that it can serve."""
+        """WeightError unless these are the model's tensors, in shapes and dtypes that it can serve exactly."""
         wanted, known = self.shell.tensors, {info.name: info for info in tensors}
         scales = {info.name + SCALE for info in tensors if info.dtype == _EIGHT_BITS}
         extra = set(known) - set(wanted) - scales - ({"lm_head.weight"} if self.shell.config.tied else set())
@@ -162,7 +163,7 @@ class Staging:
                 scale = known[name + SCALE]
                 blocks = (*info.shape[:-1], info.shape[-1] // mxfp8.BLOCK)
                 if scale.shape != blocks or state.itemsize(scale.dtype) != 1 or info.shape[-1] % mxfp8.BLOCK:
-                    raise WeightError(f"{name} needs a scale of one byte for each {mxfp8.BLOCK} of its elements")
+                    raise WeightError(f"{name}: expected one scale of one byte per {mxfp8.BLOCK} elements")
                 continue
             coarse = self.shell.config.expert_format if formats.is_expert(name) else ""
             if coarse or (not _same(info, tensor) and (info.dtype, tensor.dtype) not in _WIDER):

@@ -1,12 +1,13 @@
-"""The thread in which the embedded engine computes: admission, chunked prefill, decode, flips between two steps.
+"""The embedded engine's worker thread: admission, chunked prefill, decoding, and switches of weights between steps.
 
-Idea: one thread owns model, cache and sessions, so none of them needs a lock. Others post commands; the worker runs
-them between two steps, which is the only moment at which weights change. Each step admits what fits, forwards at most
-`prefill_tokens` of waiting context, and then one token for every request that is decoding, per set of weights.
+Idea: one thread owns model, cache and sessions, so none of them needs a lock. Other threads post commands; the worker
+runs them between two steps, and weights change at no other time. Before each step the worker admits the requests that
+fit. A step forwards, per set of weights, at most `prefill_tokens` of new context and one token of every request that is
+decoding.
 
-Admission reserves all blocks that a request can come to need, so a running request never meets a full cache.
+Admission reserves all blocks that a request may need, so a running request always gets its blocks.
 
-After each step comes a slice of staging when a version is on its way (`staging`).
+After each step follows a slice of staging when a version is being staged (`staging`).
 """
 
 import math
@@ -30,7 +31,7 @@ from headrace.policy.config import PolicyConfig
 
 
 class Worker(threading.Thread):
-    """Owns everything that computes. Other threads reach it through `post` alone."""
+    """Owns model, cache and sessions. Other threads may call `post` alone."""
 
     def __init__(self, config: PolicyConfig, max_batch: int, threads: int, prefill_tokens: int, limit: int) -> None:
         super().__init__(name="headrace-engine", daemon=True)
@@ -53,7 +54,7 @@ class Worker(threading.Thread):
         self._tick = 0
 
     def post(self, command: Callable[[], None]) -> None:
-        """Have a command run in this thread between two steps. EngineError when the thread has ended."""
+        """Run a command in the worker thread between two steps. EngineError when the thread has ended."""
         with self._lock:
             if self._closed:
                 raise EngineError("the engine was stopped")
@@ -62,7 +63,7 @@ class Worker(threading.Thread):
     # Commands: these run in the thread.
 
     def add(self, job: Job) -> None:
-        """Take a request in, or fail it at once."""
+        """Queue a request, or fail it at once."""
         request = job.request
         if request.policy.kind == "pinned":
             job.pinned = self.pinned.get(request.policy.version)
@@ -71,7 +72,7 @@ class Worker(threading.Thread):
         elif request.policy.kind != "latest":
             return job.fail(f"an embedded engine has no {request.policy.kind} policy")
         elif self.latest is None:
-            return job.fail("no weights were loaded yet")
+            return job.fail("the engine has no weights yet; load a version first")
         if job.most_blocks > self.store.limit:
             return job.fail(f"the request may need {job.most_blocks} KV blocks, the cache has {self.store.limit}")
         session = self.sessions.setdefault(request.session, Session(request.session))
@@ -82,7 +83,7 @@ class Worker(threading.Thread):
         self.waiting.append(job)
 
     def abort(self, job: Job) -> None:
-        """Take a request out; what it forwarded stays usable."""
+        """Remove a request; its session keeps the forwarded positions."""
         for jobs in (self.waiting, self.running):
             if job in jobs:
                 jobs.remove(job)
@@ -99,27 +100,27 @@ class Worker(threading.Thread):
         self.store.drop(self.sessions.pop(name))
 
     def flip(self, weights: LoadedWeights) -> Swap:
-        """Serve other weights from the next step on."""
+        """Make weights `latest` from the next step on."""
         began = time.perf_counter()
         before, self.latest = self.latest, weights
         self._keep_served()
-        # Only here a model becomes spare: who takes one holds the engine's lock, and so does who flips.
+        # A model becomes spare only here; `EmbeddedEngine` holds its lock while it calls this or takes the spare model.
         if before is not None and not self._used(before):
             self.spare.append(before.shell)
         pause = (time.perf_counter() - began) * 1e3
         return Swap(version=weights.version, state_hash=weights.state_hash, pause_ms=pause)
 
     def pin(self, weights: LoadedWeights) -> None:
-        """Keep weights for requests that name their version."""
+        """Hold weights for requests that name their version."""
         self.pinned[weights.version] = weights
 
     def unpin(self, version: int) -> None:
-        """Forget a pinned version; requests that run with it keep it until they end."""
+        """Release a pinned version; requests that run with it keep it until they end."""
         self.pinned.pop(version, None)
         self._keep_served()
 
     def stage(self, staging: Staging) -> None:
-        """Fill a model from a file, a slice between two steps."""
+        """Queue a staging, which runs in slices between two steps."""
         self.staging.append(staging)
 
     def end(self) -> None:
@@ -129,7 +130,7 @@ class Worker(threading.Thread):
     # The loop.
 
     def run(self) -> None:
-        """Run commands, admit requests, forward, until told to end."""
+        """Run commands, admit requests and forward, until `end` was called."""
         torch.set_num_threads(self.threads)
         cause: BaseException | None = None
         try:
@@ -178,8 +179,8 @@ class Worker(threading.Thread):
         return weights
 
     def _stage_on(self, step_s: float) -> None:
-        """A slice of staging after a step that took `step_s`; without requests in flight, a slice of any length that
-        lets commands in."""
+        """Run a slice of staging after a step that took `step_s` seconds. Without requests in flight the slice is
+        longer, but short enough for commands."""
         slice_s = max(SLICE_S, SHARE * step_s) if self.running else 20 * SLICE_S
         if self.staging[0].advance(time.perf_counter() + slice_s):
             self.staging.popleft()
@@ -206,7 +207,7 @@ class Worker(threading.Thread):
             if not session.ids and job.given > BLOCK:
                 key = chain_key(weights.key, b"", job.context[:BLOCK])
                 if key in leading and key not in self.store.index:
-                    continue  # another request computes this very prefix now: take it from there in the next round
+                    continue  # another request computes this prefix now: reuse it in a later step
                 leading.add(key)
             if not self._reserve(job, promised):
                 return
@@ -214,7 +215,7 @@ class Worker(threading.Thread):
             self._begin(job, weights)
 
     def _begin(self, job: Job, weights: LoadedWeights) -> None:
-        """Match what is cached and let the request run."""
+        """Reuse the cached start of the context and let the request run."""
         session = job.session
         self._tick += 1
         session.used = self._tick
@@ -253,7 +254,7 @@ class Worker(threading.Thread):
         for jobs in groups.values():
             try:
                 self._serve(self._weights(jobs[0]), jobs)
-            except Exception as error:  # every request gets an answer: the caller gets the cause
+            except Exception as error:  # every request gets an answer, with the cause
                 for job in jobs:
                     if job in self.running:
                         self.running.remove(job)
@@ -274,7 +275,7 @@ class Worker(threading.Thread):
             self._forward(weights, decoding, [1] * len(decoding))
 
     def _forward(self, weights: LoadedWeights, jobs: list[Job], lengths: list[int]) -> None:
-        """Forward the next lengths[i] known tokens of each job; those with nothing left to forward draw one."""
+        """Forward the next lengths[i] tokens of each job's context; then draw a token for each job with none left."""
         starts = [len(job.session.ids) for job in jobs]
         parts = [job.context[at : at + n] for job, at, n in zip(jobs, starts, lengths, strict=True)]
         for job, at, n in zip(jobs, starts, lengths, strict=True):
@@ -302,7 +303,7 @@ class Worker(threading.Thread):
             self._draw(weights.model.logits(last), ready)
 
     def _bytes(self, recorder: list[Tensor]) -> bytes:
-        """Routes of one forward, C order [N, L, k], in the dtype in which they travel."""
+        """Routes of one forward pass as bytes: [N, sparse layers, top_k] in C order, in the config's `routed_dtype`."""
         if not recorder:
             return b""
         stacked = torch.stack(recorder, 1)

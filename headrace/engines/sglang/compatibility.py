@@ -1,7 +1,7 @@
-"""Checks of a server before it is used: its reply at /server_info is compared once, and refused in one sentence.
+"""Checks the reply of a server's /server_info before the server is used, and refuses an incompatible server.
 
-SGLang changes its endpoints between releases; this client was measured against the versions named here and says so,
-where guessing would show as a wrong number much later.
+SGLang changes its endpoints between releases. This client was measured with the releases in `VERSIONS` and refuses
+others, because a difference in them would show as a wrong number much later.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ ARITHMETIC = (
     "enable_deterministic_inference",
     "rl_on_policy_target",
 )
-"""Settings that decide the bits, as far as the server reports them."""
+"""The reported settings that determine the bits of the server's results."""
 
 
 class IncompatibleServer(UnusableEngine):
-    """A server that this client cannot use; the sentence says what to change."""
+    """A server that this client cannot use; the text says what to change."""
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,22 +45,22 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     tp_size: int
     context: int
-    """Positions of prompt and reply together; 0 when it does not say."""
+    """Largest number of positions of prompt and reply together; 0 when the server does not report it."""
     deterministic: bool
     priorities: bool
     """Requests are scheduled and counted by priority."""
     loader: bool
-    """It has our loader; asked for a loader that it has not, it ends."""
+    """Whether the server has headrace's loader; a request for an unknown loader would end the server."""
     fingerprint: str
-    """Never equal to the trainer's: two programs compute one model."""
+    """Never equal to the trainer's, because another program computes the model."""
 
 
 def terms(info: Mapping[str, Any], config: PolicyConfig) -> Terms:
-    """Check the reply of GET /server_info. IncompatibleServer says what to do."""
+    """The settings in a reply of GET /server_info. IncompatibleServer when this client cannot use the server."""
     version = str(info.get("version", "unknown"))
     if version not in VERSIONS:
         raise IncompatibleServer(
-            f"this is SGLang {version}; headrace was measured with {', '.join(VERSIONS)}: install that one "
+            f"the server is SGLang {version}, expected {' or '.join(VERSIONS)}: install that one "
             "(deploy/sglang/requirements.txt), or run `make test-sglang` on yours and add it to VERSIONS"
         )
     if info.get("frontend") != "python":
@@ -69,7 +69,7 @@ def terms(info: Mapping[str, Any], config: PolicyConfig) -> Terms:
             "it without SGLANG_RUST_SERVER"
         )
     if config.experts and not info.get("enable_return_routed_experts"):
-        raise IncompatibleServer("a mixture needs its routes: start the server with --enable-return-routed-experts")
+        raise IncompatibleServer("a mixture needs routed experts: start the server with --enable-return-routed-experts")
     if info.get("incremental_streaming_output"):
         raise IncompatibleServer(
             "start the server without --incremental-streaming-output: each event must hold the whole reply"

@@ -1,17 +1,17 @@
 """The production engine: `engines.base.Engine` over one SGLang server, by HTTP.
 
-Idea: the server keeps the KV cache and computes; this class keeps the engine's guarantees. Ids are sent and received
-as they are, and no text is tokenised. A turn is one or more attempts (`generation`). An attempt is one request: it is
-admitted (`load`), takes the weight lock (`weights.lock`), and its reply is decoded and checked (`reply`). The salt of
-its prefix-cache key names the version that serves. Weights change under running requests (`weights.swap`).
+Idea: the server keeps the KV cache and computes; this class keeps the guarantees of `engines.base.Engine`. Token ids
+are sent and received, and no text is tokenised. A turn is one or more attempts (`generation`). An attempt is one
+request: it is admitted (`load`), takes the weight lock (`weights.lock`), and its reply is decoded and checked
+(`reply`). The salt of its prefix-cache key names the version that serves. Weights change while requests run
+(`weights.swap`).
 
-An id outside the vocabulary is refused here: it would end the whole server, and the broker's redelivery would end the
-next one.
+An id outside the vocabulary is refused here: it would end the server, and a redelivery would end the next one.
 
-The loss of a server costs time alone. An attempt that broke off is sent again once the server is back with the version
-that it had; a turn under which the server died twice is an EngineError.
+The loss of a server costs only time. An interrupted attempt is sent again once a server serves the same version again;
+a turn during which the server ended twice is an EngineError.
 
-Trade-off: draws are the server's own. A repeat gives other ids, unless it runs with deterministic inference.
+Trade-off: the server draws the tokens. A repetition gives other ids, unless it runs with deterministic inference.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ from headrace.engines.sglang.weights.swap import Swapper
 from headrace.policy.config import PolicyConfig
 
 DEATHS = 2
-"""Servers that one turn may survive."""
+"""A turn is given up when the server has ended this many times during it."""
 IDLE_LEGS = 8
-"""Attempts without a token after which a turn is given up."""
+"""Number of consecutive attempts without a token after which a turn is given up."""
 GRACE_S = 5.0
-"""How long an aborted request may take to return its tokens so far."""
+"""Seconds in which an aborted request must return its tokens."""
 
 
 class InFlight:
@@ -48,17 +48,17 @@ class InFlight:
 
     def __init__(self) -> None:
         self.rid = uuid.uuid4().hex
-        """Of fixed length: the server aborts every request whose id begins with the one that it is given."""
+        """Of fixed length, because the server aborts every request whose id begins with the given one."""
         self.started = False
-        """A token came: the prompt was forwarded."""
+        """Whether a token has arrived, so that the prompt was forwarded."""
 
     def heard(self, reply: Reply) -> None:
-        """Called with every event of the stream."""
+        """Called with the reply so far, at every event of the stream."""
         self.started = self.started or bool(reply.get("output_ids"))
 
 
 class SglangEngine:
-    """One server, started here or attached to."""
+    """The engine of one server, which it starts, or which runs already."""
 
     def __init__(
         self,
@@ -74,14 +74,16 @@ class SglangEngine:
         deadline_s: float = 600.0,
         start_s: float = 600.0,
     ) -> None:
-        """folder: in tmpfs, for the checkpoint that the server loads. url: of a server that runs; else give `server`.
+        """folder: a folder in tmpfs, for the checkpoint that the server loads. url: address of a running server;
+        otherwise `server` is the one to start.
 
-        swap: change weights under running requests, or take them back and send them again. sparse: give the server only
-        what differs, by the loader that it was started with (`sglang_sparse`). deadline_s: for a turn; it
-        is aborted then and comes back with what it has. start_s: for a server to come up.
+        swap: change weights while requests run, or abort the requests first and send them again. sparse: send the
+        server only changed elements, through the loader that it was started with (`weights.sparse`). deadline_s:
+        seconds after which a turn is aborted and returns its tokens so far. start_s: seconds in which a server must
+        answer. EngineError unless exactly one of `url` and `server` is given.
         """
         if bool(url) == (server is not None):
-            raise EngineError("give the url of a server that runs, or a server to start: one of both")
+            raise EngineError("expected either the url of a running server or a server to start")
         self._config, self._server, self._mode = config, server, swap
         self._deadline_s = deadline_s
         self._wire = Wire(server.url if server is not None else url)
@@ -108,7 +110,7 @@ class SglangEngine:
 
     @property
     def fingerprint(self) -> str:
-        """Names the server's arithmetic as far as it tells; never the trainer's."""
+        """A hash of the server's reported arithmetic settings; never equal to the trainer's fingerprint."""
         return self._life.terms.fingerprint if self._life.terms is not None else self._fingerprint
 
     @property
@@ -117,7 +119,7 @@ class SglangEngine:
         return self._life.version
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, the server's last load figures, and the last change of weights."""
+        """Counters since the start, the server's last load figures, and figures of the last change of weights."""
         load, swapper = self._admission.load, self._swapper
         return self.counts | {
             "running": load.running,
@@ -137,7 +139,8 @@ class SglangEngine:
         }
 
     async def health(self) -> Literal["serving", "paused", "down"]:
-        """`paused` while weights change: the server's own /health says 503 then, and must not be believed."""
+        """The server's state. `paused` while weights change: its own /health answers 503 then although it is
+        healthy."""
         if self._swapper.paused:
             return "paused"
         try:
@@ -147,14 +150,15 @@ class SglangEngine:
         return "serving"
 
     async def outside(self) -> Requests | None:
-        """The requests that the server handles for other clients than headrace; None when it cannot tell them apart.
-        ServerError: no answer now, or it was started without --enable-metrics."""
+        """The server's requests of clients other than headrace; None when the server cannot tell them apart.
+        ServerError when it does not answer, or was started without --enable-metrics."""
         if self._life.terms is None or not self._life.terms.priorities:
             return None
         return outside(await self._wire.text("/metrics", 5.0))
 
     async def attach(self) -> None:
-        """Check a server that runs already, before anything depends on it. IncompatibleServer, EngineError."""
+        """Check a running server before its first use; nothing for a server to start. IncompatibleServer,
+        EngineError."""
         if self._server is not None:
             return
         try:
@@ -164,7 +168,8 @@ class SglangEngine:
             raise
 
     async def load(self, version: int, path: str, state_hash: str) -> Swap:
-        """Serve a version as `latest`; requests in flight go on. EngineError: refused, the old one serves on."""
+        """Serve a version as `latest`; requests in flight continue. EngineError when it is refused; the old one
+        stays."""
         self._alive()
         await self._life.load(self._life.name(version, path, state_hash))
         self._fingerprint = self.fingerprint
@@ -172,18 +177,19 @@ class SglangEngine:
         return Swap(version=version, state_hash=state_hash, pause_ms=self._swapper.pause_ms)
 
     async def pin(self, version: int, path: str, state_hash: str) -> None:
-        """Keep a version for requests that name it; the server turns to it when they come."""
+        """Hold a version for requests that name it; the server loads it when such a request arrives."""
         self._alive()
         self._life.pin(self._life.name(version, path, state_hash))
 
     async def unpin(self, version: int) -> None:
-        """Forget a pinned version."""
+        """Release a pinned version."""
         self._life.unpin(version)
 
     async def sample(self, request: SampleRequest) -> Sample:
-        """Draw one generation. Cancelling the task frees the request on the server too.
+        """Sample one generation. When the task is cancelled, the request is aborted on the server too.
 
-        Past the deadline it ends with stop `abort` and what there is. EngineError: refused, or no server can do it.
+        After the deadline it ends with stop `abort` and the tokens so far. EngineError when the request is refused or
+        no server can answer it.
         """
         self._alive()
         self._check(request)
@@ -198,11 +204,11 @@ class SglangEngine:
         return turn.sample(finish)
 
     async def close(self, session: str) -> None:
-        """Forget what was reported of a session; the server's cache forgets by itself."""
+        """Forget which positions of a session were reported; the server evicts its cache by itself."""
         self._sessions.pop(session, None)
 
     async def stop(self) -> None:
-        """End the engine; a server of our own ends with it."""
+        """End the engine, and the server if this engine started it."""
         self._stopped = True
         for task in (self._watch, self._keeper):
             if task is not None:
@@ -214,36 +220,36 @@ class SglangEngine:
             await self._server.stop()
         await asyncio.to_thread(self._stage.remove)
 
-    # Inside.
+    # Internal methods.
 
     def _alive(self) -> None:
         if self._stopped:
             raise EngineError("the engine was stopped")
 
     def _keep(self) -> None:
-        """Watch a server of our own; a call costs nothing while it is watched."""
+        """Watch a server that this engine started. Does nothing while it is watched already."""
         if self._server is not None and (self._keeper is None or self._keeper.done()):
             self._keeper = asyncio.create_task(self._bring_back(self._server))
 
     async def _bring_back(self, server: Server) -> None:
-        """Start the server again as soon as it ends, without waiting for the next turn. When that fails, the next turn
-        reports why."""
+        """Start the server again as soon as it ends, before the next turn needs it. When that fails, the next turn
+        raises the reason."""
         with contextlib.suppress(EngineError):
             while (process := server.process) is not None:
                 await process.wait()
-                if server.process is process:  # nobody was faster
+                if server.process is process:  # a turn has not restarted it yet
                     self._life.lost()
                     await self._life.restore()
 
     def _check(self, request: SampleRequest) -> None:
-        """Refuse requests that a server would refuse, or that would end it."""
+        """EngineError for requests that a server would refuse, or that would end it."""
         longest = self._config.max_positions
         if self._life.terms is not None and self._life.terms.context:
             longest = min(longest, self._life.terms.context)
         check_request(request, self._config.vocab, longest)
 
     async def _draw(self, turn: Turn, deadline: float) -> str:
-        """Attempts until the turn has ended; how it ended."""
+        """Make attempts until the turn has ended. Returns the finish reason."""
         deaths = idle = 0
         while turn.left > 0:
             self._alive()
@@ -256,7 +262,7 @@ class SglangEngine:
                 deaths += 1
                 self.counts["lost"] += 1
                 if deaths >= DEATHS:
-                    raise EngineError(f"the server died {deaths} times under one turn: {error}") from error
+                    raise EngineError(f"the server ended {deaths} times during one turn: {error}") from error
                 continue
             if late or finish in ("stop", "length"):
                 return finish
@@ -266,7 +272,7 @@ class SglangEngine:
         return "length"
 
     async def _leg(self, turn: Turn, deadline: float) -> tuple[str, bool]:
-        """One request; returns how it ended, and whether the deadline ended it."""
+        """Make one attempt. Returns its finish reason, and whether the deadline ended it."""
         request = turn.request
         place = self._admission.place(first=request.lane == "production")
         async with place, self._life.gate.enter(lambda: self._life.wanted(request)) as weights:
@@ -292,13 +298,16 @@ class SglangEngine:
             return self._take(turn, attempt, start, weights), late
 
     def _take(self, turn: Turn, attempt: Attempt, start: int, weights: VersionFile) -> str:
-        """Add an attempt to its turn, unless it was computed with other weights than its prefix."""
+        """Add an attempt to its turn, unless it was computed with other weights than its prefix. Returns its finish
+        reason."""
         self.counts["cached"] += attempt.cached
         self.counts["retracted"] += attempt.retractions
         strange = [stretch.label for stretch in attempt.stretches if stretch.label not in self._life.versions]
         if strange:
             self._life.lost(strange=True)
-            raise EngineError(f"the server served {strange[0]!r}, which nobody here loaded; it is loaded anew")
+            raise EngineError(
+                f"the server serves {strange[0]!r}, which this engine did not load; it loads its own version again"
+            )
         if attempt.stretches and attempt.stretches[0].label != weights.label:
             # It waited inside the server while weights changed: its prompt may mix both versions' keys and values.
             self.counts["redrawn"] += 1
@@ -307,7 +316,7 @@ class SglangEngine:
         return attempt.finish
 
     async def _send(self, asked: Reply, flight: InFlight, deadline: float) -> tuple[Reply, bool]:
-        """The reply, and whether it had to be cut short. ServerError."""
+        """The reply, and whether it was aborted at the deadline. ServerError."""
         work = asyncio.create_task(self._wire.generate(asked, flight.heard))
         try:
             left = deadline - asyncio.get_running_loop().time()
@@ -318,18 +327,19 @@ class SglangEngine:
             await asyncio.wait({work}, timeout=GRACE_S)
             if not work.done():
                 raise ServerError(
-                    "late", f"a turn was not done after {self._deadline_s:.0f} s, nor could it be aborted"
+                    "late",
+                    f"a turn took more than {self._deadline_s:.0f} s ([engine] deadline_s) and could not be aborted",
                 )
             return work.result(), True
         finally:
             if not work.done():
-                self._abort(flight.rid)  # a broken connection alone is noticed seconds later
+                self._abort(flight.rid)  # the server notices a closed connection only seconds later
                 work.cancel()
                 with contextlib.suppress(asyncio.CancelledError, EngineError):
                     await work
 
     def _abort(self, rid: str) -> "asyncio.Task[Reply]":
-        """Tell the server to give a request up; it answers nothing."""
+        """Tell the server to abort a request."""
         task = asyncio.create_task(self._wire.post("/abort_request", {"rid": rid}, GRACE_S))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
@@ -337,7 +347,8 @@ class SglangEngine:
         return task
 
     async def _take_back(self) -> None:
-        """Before a pause: requests that nobody began to compute, or all of them; they are sent again afterwards."""
+        """Before a pause, abort the requests without a token, or all of them. Their turns send them again
+        afterwards."""
         rids: Sequence[str] = [f.rid for f in self._in_flight.values() if self._mode == "abort" or not f.started]
         self.counts["taken_back"] += len(rids)
         await asyncio.gather(*(self._abort(rid) for rid in rids), return_exceptions=True)

@@ -1,13 +1,13 @@
-"""A turn while it is generated: its attempts are joined into one sample.
+"""A turn that is being generated: joins its attempts into one sample.
 
-Idea: a turn may need several requests, because one was taken back for a swap, aborted by the server, or lost with it.
+Idea: a turn may need several requests, because one was aborted for a swap or by the server, or lost with the server.
 Tokens of earlier attempts are kept: the next attempt's context is the turn's context and those tokens, and it reports
-routes from where the last one ended. Spans count positions that were forwarded: the token at position i was written by
-the version that forwarded i - 1.
+routes from the position where the last attempt ended. Spans count forwarded positions: the token at position i was
+sampled by the version that forwarded position i - 1.
 
-Between turns a session remembers how far it was reported and under which weights. While these serve, the next turn asks
-for new rows only and finds its prefix cached. After a swap the prefix belongs to other weights: the whole context is
-forwarded again under the new salt, and reported again.
+Between turns a session records the positions that were reported, and their weights. While these weights serve, the next
+turn requests only new routes, and its prefix is cached. After a swap the prefix belongs to other weights: the whole
+context is forwarded again under the new salt, and reported again.
 """
 
 from typing import NamedTuple
@@ -24,16 +24,16 @@ from headrace.policy.config import PolicyConfig
 
 
 class Session(NamedTuple):
-    """The part of a session whose routes were reported."""
+    """The positions of a session whose routes were reported."""
 
     ids: tuple[int, ...]
-    """Context and sampled tokens of its last turn; all but the last one have rows."""
+    """Context and sampled tokens of its last turn; all positions but the last one have routes."""
     label: str
-    """The weights that forwarded all of it; empty when several did."""
+    """The label of the weights that forwarded all positions; empty when several versions did."""
 
 
 class Turn:
-    """One request of the harness on its way."""
+    """One request of the harness, from its first attempt to its sample."""
 
     def __init__(self, request: SampleRequest, session: Session | None, config: PolicyConfig) -> None:
         self.request, self._session, self._config = request, session, config
@@ -46,20 +46,21 @@ class Turn:
 
     @property
     def left(self) -> int:
-        """Tokens that may still be drawn."""
+        """Number of tokens that may still be sampled."""
         return self.request.sampling.max_turn_tokens - len(self.logprobs)
 
     def start(self, label: str) -> int:
-        """First position whose routes the next attempt must report, under the weights of that label."""
+        """First position whose routes the next attempt must report, when the weights with this label serve."""
         if self._reported is not None:
             return self._reported
-        known = self._session
-        if known is not None and known.label == label and known.ids == self.request.ids[: len(known.ids)]:
-            return len(known.ids) - 1
+        session = self._session
+        if session is not None and session.label == label and session.ids == self.request.ids[: len(session.ids)]:
+            return len(session.ids) - 1
         return 0
 
     def add(self, attempt: Attempt, start: int, weights: VersionFile, version_of: dict[str, int]) -> None:
-        """Append an attempt that was sent with routes from `start` on; its first token is of `weights`."""
+        """Append an attempt that reports routes from position `start` on and whose first token was sampled by
+        `weights`."""
         if not attempt.ids:
             return
         prompt = len(self.ids)
@@ -82,7 +83,7 @@ class Turn:
             self._spans.append(Span(start, end, version))
 
     def sample(self, finish: str) -> Sample:
-        """All attempts as one sample; with finish `abort` whatever there is."""
+        """All attempts as one sample. finish: the reason for which the last one ended."""
         routed = None
         if self._config.experts and self._rows:
             rows = np.concatenate(self._rows)
@@ -96,7 +97,7 @@ class Turn:
         )
 
     def session(self) -> Session | None:
-        """The state for the next turn; unchanged when nothing was sampled."""
+        """The session for the next turn; unchanged when no token was sampled."""
         if not self.logprobs:
             return self._session
         only = next(iter(self._labels)) if len(self._labels) == 1 else ""

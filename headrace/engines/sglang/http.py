@@ -1,11 +1,12 @@
-"""HTTP to one SGLang server: JSON requests, streamed generations, and one typed error for all that can go wrong.
+"""HTTP to one SGLang server: JSON requests, streamed generations, and one typed error for every failure.
 
-Idea: the server says "no" in three shapes (`{"error": "..."}`, `{"error": {"message": ...}}`, `{"object": "error",
-"message": ...}`), a fourth way inside a stream that began with 200, and a fifth by dying. Callers need to know one
-thing: was it refused (the same request would be refused again), is the server gone, late, or not making sense.
+Idea: the server reports errors in three formats (`{"error": "..."}`, `{"error": {"message": ...}}`, `{"object":
+"error", "message": ...}`), also inside a stream that began with status 200, and it may end without any. Callers need
+only one fact, the kind of the failure: refused (the same request would be refused again), gone, late, or garbled.
 
-Streams are cut into events here and not by the client's line reader: routed experts make lines of megabytes. Without
-`--incremental-streaming-output` every event holds all that came before, so the last one is the whole reply.
+This module splits streams into events, because the HTTP client's line reader has a limit and routed experts make lines
+of megabytes. Without `--incremental-streaming-output` every event repeats all earlier content, so the last one is the
+whole reply.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,8 +27,8 @@ BUFFER = 1 << 20
 class ServerError(EngineError):
     """A request that the server did not answer as expected.
 
-    kind: `refused` (it said no, `status` is its HTTP code), `gone` (no connection, or it broke off), `late` (no answer
-    in time), `garbled` (an answer that can't be used).
+    kind: `refused` (an error reply; `status` is its HTTP code), `gone` (no connection, or an interrupted one), `late`
+    (no answer in time), `garbled` (an answer that cannot be used).
     """
 
     def __init__(self, kind: Kind, text: str, status: int = 0) -> None:
@@ -37,23 +38,23 @@ class ServerError(EngineError):
 
 
 def reason(body: bytes) -> str:
-    """The server's own words in an error body of any of its shapes."""
+    """The server's message in an error body of any of its formats."""
     try:
-        found = msgspec.json.decode(body)
+        reply = msgspec.json.decode(body)
     except msgspec.DecodeError:
         return body[:300].decode(errors="replace").strip() or "no reason given"
     for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and key in found:
-            inner = found[key]
+        if isinstance(reply, dict) and key in reply:
+            inner = reply[key]
             return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
-    return str(found)
+    return str(reply)
 
 
 class Wire:
-    """One server's address. `close` ends its connections."""
+    """The HTTP client of one server. `close` ends its connections."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
-        """url such as http://127.0.0.1:30000; api_key: for servers started with one."""
+        """url: such as http://127.0.0.1:30000. api_key: needed where the server was started with one."""
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
@@ -72,24 +73,24 @@ class Wire:
         return self._session
 
     async def get(self, path: str, timeout_s: float = 30.0) -> Reply:
-        """A JSON object. ServerError otherwise."""
+        """GET a JSON object. ServerError when there is none within `timeout_s` seconds."""
         return await self._ask("GET", path, None, timeout_s)
 
     async def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 30.0) -> Reply:
-        """A JSON object, empty when the server answers without one. ServerError otherwise."""
+        """POST JSON and return the JSON object of the reply, empty when it has none. ServerError otherwise."""
         return await self._ask("POST", path, body, timeout_s)
 
     async def text(self, path: str, timeout_s: float = 30.0) -> str:
-        """A page of plain text. ServerError otherwise."""
+        """GET a page of plain text. ServerError otherwise."""
         return (await self._read("GET", path, None, timeout_s)).decode(errors="replace")
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Reply:
         data = await self._read(method, path, body, timeout_s)
         try:
-            found = msgspec.json.decode(data) if data.strip() else {}
+            reply = msgspec.json.decode(data) if data.strip() else {}
         except msgspec.DecodeError:
-            found = {}  # plain words, such as those of /flush_cache
-        return found if isinstance(found, dict) else {"list": found}
+            reply = {}  # plain text, such as the reply of /flush_cache
+        return reply if isinstance(reply, dict) else {"list": reply}
 
     async def _read(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> bytes:
         limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
@@ -99,15 +100,16 @@ class Wire:
         except TimeoutError:
             raise ServerError("late", f"{self.url}{path} did not answer within {timeout_s:.0f} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerError("gone", f"{self.url} is not there: {error or type(error).__name__}") from None
+            raise ServerError("gone", f"{self.url} cannot be reached: {error or type(error).__name__}") from None
         if answer.status != 200:
             raise ServerError("refused", f"{self.url}{path} refused: {reason(data)}", answer.status)
         return data
 
     async def generate(self, body: Mapping[str, Any], on_event: Callable[[Reply], None]) -> Reply:
-        """Stream POST /generate; `on_event` sees each reply so far, the last is returned. ServerError otherwise.
+        """POST /generate as a stream. `on_event` gets the reply so far at each event; the last one is returned.
+        ServerError.
 
-        No time limit here: a paused server holds a request for as long as it likes.
+        There is no time limit here: a paused server may hold a request for any time.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         asked = {**body, "stream": True}
@@ -131,27 +133,27 @@ class Wire:
                             last = found
                             on_event(found)
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerError("gone", f"{self.url} broke off: {error or type(error).__name__}") from None
+            raise ServerError("gone", f"{self.url} broke the connection: {error or type(error).__name__}") from None
         if not done or last is None:
-            raise ServerError("gone", f"{self.url} broke off in the middle of a reply")
+            raise ServerError("gone", f"{self.url} broke the connection in the middle of a reply")
         return last
 
     def _event(self, event: bytes) -> Reply | None:
-        """The reply in one event; None at the end of the stream."""
+        """The reply in one event; None at the end of the stream. ServerError for an error or for invalid JSON."""
         data = event.strip().removeprefix(b"data:").strip()
         if data == b"[DONE]":
             return None
         try:
             found = msgspec.json.decode(data)
         except msgspec.DecodeError as error:
-            raise ServerError("garbled", f"{self.url}/generate sent an event that is no JSON: {error}") from None
+            raise ServerError("garbled", f"{self.url}/generate sent an event that is not JSON: {error}") from None
         if not isinstance(found, dict) or "error" in found or found.get("object") == "error":
             code = found.get("code", 0) if isinstance(found, dict) else 0
             raise ServerError("refused", f"{self.url}/generate refused: {reason(data)}", code if code else 400)
         return found
 
     async def close(self) -> None:
-        """End all connections, for good."""
+        """End all connections; later calls get ServerError."""
         self._closed = True
         if self._session is not None:
             await self._session.close()

@@ -1,9 +1,9 @@
-"""The life of a server as its engine sees it: up and fit, serving a known version, lost, back again.
+"""The states of a server: started and checked, serving a known version, lost, restored.
 
-Idea: there is one question, "does the server serve what this request wants", and one way to make it so (`_change`):
-have a server that answers, started if it is ours and down; see whether it holds the version already; else stage it and
-change it. First load, next version, pinned version, a server that was killed: all of them take this way, with the gate
-closed. A request that finds the server gone only reports it; the next request brings it back, or `restore` does.
+Idea: one method (`_change`) makes the server serve the weights of a request: it waits for a server that answers, starts
+it if this engine owns it and it has ended, checks whether it holds the version already, and otherwise stages and loads
+the version. First load, next version, pinned version and a killed server all use this method, with the gate closed. A
+request whose server is gone only reports that; the next request or `restore` brings the server back.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ POLL_S = 0.25
 
 
 class Life:
-    """The known weights, the wanted ones, and the server that serves them."""
+    """The state of one server, and the versions that it serves or should serve."""
 
     def __init__(
         self,
@@ -34,38 +34,38 @@ class Life:
         start_s: float,
         take_back: Callable[[], Awaitable[None]],
     ) -> None:
-        """start_s: for a server to come up. take_back: what happens to requests in flight right before a pause."""
+        """start_s: seconds in which a server must answer. take_back: called right before a pause, aborts requests."""
         self._config, self._wire, self._swapper, self._server = config, wire, swapper, server
         self._start_s, self._take_back = start_s, take_back
         self._loading = asyncio.Lock()
         self.gate = Gate(self._change)
         self.terms: Terms | None = None
         self.version = -1
-        """What `latest` means now."""
+        """The version of `latest`; -1 before the first load."""
         self.versions: dict[str, int] = {}
-        """Version by label, of all weights ever named here."""
+        """Label to version, for all weights that were ever named here."""
         self._latest: VersionFile | None = None
         self._held: VersionFile | None = None
-        """The weights that the server is known to hold, to return to."""
+        """The weights that the server is known to hold; None when that is not known."""
         self._pinned: dict[int, VersionFile] = {}
         self._strange = False
         self._mixed: Counter[str] = Counter()
-        """By label, how often requests of these weights went on under others."""
+        """Label to the number of times that requests of these weights continued with other weights."""
 
     def salt(self, weights: VersionFile) -> str:
-        """Of prefix-cache keys: what went on under other weights left its keys and values under the old salt, so
-        the weights come back, as a pinned version, with a salt that nobody had."""
+        """The salt of prefix-cache keys for these weights. Requests that continued with other weights left keys and
+        values under the old salt, so the same weights get a new salt when they are loaded again."""
         count = self._mixed[weights.label]
         return f"{weights.label}.{count}" if count else weights.label
 
     def name(self, version: int, path: str, state_hash: str) -> VersionFile:
-        """Remember a version's label."""
+        """The weights of a version; records their label."""
         weights = VersionFile(version, path, state_hash)
         self.versions[weights.label] = version
         return weights
 
     async def load(self, weights: VersionFile) -> None:
-        """Make it `latest`. EngineError when it was refused: the old one is."""
+        """Make weights `latest`. EngineError when they are refused; the old ones then stay `latest`."""
         async with self._loading:
             before, current = self._latest, self.gate.serving == self._latest
             self._latest = weights
@@ -80,15 +80,15 @@ class Life:
             self.version = weights.version
 
     def pin(self, weights: VersionFile) -> None:
-        """Keep a version for requests that name it."""
+        """Hold a version for requests that name it."""
         self._pinned[weights.version] = weights
 
     def unpin(self, version: int) -> None:
-        """Forget it."""
+        """Release a pinned version."""
         self._pinned.pop(version, None)
 
     def wanted(self, request: SampleRequest) -> VersionFile:
-        """The weights that a request asks for. EngineError when this engine does not have them."""
+        """The weights that a request names. EngineError when this engine does not have them."""
         if request.policy.kind == "pinned":
             pinned = self._pinned.get(request.policy.version)
             if pinned is None:
@@ -97,26 +97,27 @@ class Life:
         if request.policy.kind != "latest":
             raise EngineError(f"an SGLang server has no {request.policy.kind} policy")
         if self._latest is None:
-            raise EngineError("no weights were loaded yet")
+            raise EngineError("the engine has no weights yet; load a version first")
         return self._latest
 
     def lost(self, *, strange: bool = False) -> None:
-        """The server is gone, or serves what nobody here loaded (strange): the next to enter sees to it.
+        """Record that the server is gone, or serves weights that this engine did not load (strange). The next request
+        that enters restores it.
 
-        What a strange one says of itself at /model_info is not believed: after a failed update it differs from what its
+        The /model_info of a strange server is not used: after a failed update it may differ from the weights that its
         scheduler computes with.
         """
         self.gate.serving = self._held = self.terms = None
         self._strange = strange
 
     async def restore(self) -> None:
-        """Have the server serve `latest` again. EngineError when it can't."""
+        """Make the server serve `latest` again. EngineError when it cannot."""
         latest = self._latest
         if latest is not None:
             await self.gate.turn_to(lambda: self._latest or latest)
 
     async def attach(self) -> None:
-        """Check a server that runs already. IncompatibleServer, EngineError."""
+        """Check a running server. IncompatibleServer, EngineError."""
         self.terms = terms(await self._answer(), self._config)
         if self._swapper.sparse and not self.terms.loader:
             raise IncompatibleServer(
@@ -124,7 +125,7 @@ class Life:
             )
 
     async def _change(self, weights: VersionFile) -> None:
-        """Have the server serve `weights`, whatever state it is in."""
+        """Make the server serve `weights`, in whatever state it is. NotServed, EngineError."""
         try:
             found = await self._up(weights)
             if self._held is None:
@@ -141,11 +142,12 @@ class Life:
             raise NotServed(f"no server could be made to serve version {weights.version}: {error}") from error
         except BaseException as error:
             if isinstance(error, NotServed) or not isinstance(error, EngineError):
-                self._held = None  # for example cancelled: the next request checks the server's state
+                self._held = None  # for example after a cancellation: the next request checks the server's state
             raise
 
     async def _up(self, weights: VersionFile) -> Terms:
-        """Have a server that answers and is fit, started on the staged `weights` if it is ours and down."""
+        """Wait for a server that answers and passes the checks. A server of this engine that has ended is started with
+        the staged `weights`. NotServed, ServerError, IncompatibleServer."""
         while True:
             fresh = self._server is not None and not self._server.alive
             if self._server is not None and fresh:
@@ -159,11 +161,12 @@ class Life:
                 except NotServed:
                     if fresh:
                         raise
-                    continue  # it was ending during the check
+                    continue  # it ended during the check: start it again
             return self.terms
 
     async def _answer(self) -> Reply:
-        """/server_info as soon as there is one. NotServed: our process ended. ServerError: none came in time."""
+        """The first reply of /server_info. NotServed when this engine's server ended; ServerError after `start_s`
+        seconds."""
         end = asyncio.get_running_loop().time() + self._start_s
         while True:
             try:
@@ -173,5 +176,7 @@ class Life:
                     why = f"{self._server.reason()} (log: {self._server.log})"
                     raise NotServed(f"the SGLang server ended: {why}") from None
                 if asyncio.get_running_loop().time() > end:
-                    raise ServerError("gone", f"no server came up in {self._start_s:.0f} s: {error}") from None
+                    raise ServerError(
+                        "gone", f"no server answered within {self._start_s:.0f} s ([engine] start_s): {error}"
+                    ) from None
             await asyncio.sleep(POLL_S)

@@ -1,11 +1,11 @@
-"""Back-pressure: how many requests a server is given at once, from its own load figures.
+"""Back-pressure: limits the number of requests inside a server, by the server's load figures.
 
-Idea: a request that waits inside the server is worth nothing there, and it is wrong after a swap: it would be computed
-with other weights than its prefix cache key says. So requests wait here. While any is inside, /v1/loads is read; the
-allowance falls by what the server has waiting, and grows by half when it has nothing waiting and memory to spare.
+Idea: a request gains nothing from waiting inside the server, and after a swap it would be computed with other weights
+than its prefix-cache key names. So requests wait here. While any request is inside, /v1/loads is read: the allowance
+falls by the number of requests that wait in the server, and grows by half when none waits and memory is free.
 
-Production goes first and has the whole allowance to itself: however many training requests are inside, they take none
-of its places. The server retracts training requests for it by priority (`metrics`).
+Production goes first and has the whole allowance: training requests inside do not count against it. The server retracts
+training requests by priority when production needs the memory (`metrics`).
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from headrace.engines.base import EngineError
 
 EVERY_S = 0.5
 FULL = 0.95
-"""Share of KV memory in use above which nothing is added."""
+"""Share of KV memory in use from which the allowance does not grow."""
 
 
 class Load(NamedTuple):
@@ -26,13 +26,13 @@ class Load(NamedTuple):
     running: int = 0
     waiting: int = 0
     usage: float = 0.0
-    """Share of its KV memory in use: the fullest rank's."""
+    """Largest share of KV memory in use on any rank."""
     tokens_per_s: float = 0.0
     hit_rate: float = 0.0
 
 
 def load_of(reply: Mapping[str, Any]) -> Load:
-    """From the reply of GET /v1/loads."""
+    """The figures in the reply of GET /v1/loads."""
     ranks = [rank for rank in reply.get("loads", ()) if isinstance(rank, Mapping)]
 
     def figures(key: str) -> list[float]:
@@ -48,28 +48,28 @@ def load_of(reply: Mapping[str, Any]) -> Load:
 
 
 def allowance(now: int, most: int, load: Load) -> int:
-    """The next allowance: 1 to `most`."""
+    """The next allowance, from 1 to `most`. now: the present one."""
     if load.waiting:
         return max(1, load.running, now - load.waiting) if load.usage < FULL else max(1, now - load.waiting)
     return now if load.usage >= FULL else min(most, now + max(1, now // 2))
 
 
 class Admission:
-    """Admission of requests. `watch` runs for as long as the engine lives."""
+    """Admits requests up to the allowance. `watch` runs until the engine ends."""
 
     def __init__(self, most: int, ask: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
-        """most: requests at once at best. ask: GET /v1/loads; EngineError when the server does not answer."""
+        """most: largest allowance. ask: GET /v1/loads; EngineError when the server does not answer."""
         self.most = self.allowed = most
         self.load = Load()
         self.inside = self.waiting = 0
         self._first = self._first_waiting = 0
-        """Those of them with priority."""
+        """The numbers of requests inside and waiting that have priority."""
         self._ask = ask
         self._news = asyncio.Condition()
 
     @asynccontextmanager
     async def place(self, first: bool = False) -> AsyncIterator[None]:
-        """Wait for a place and hold it. first: with priority over requests without it, and not counted among them."""
+        """Wait for a place and hold it. first: the request has priority, and other requests do not count against it."""
         async with self._news:
             self.waiting += 1
             self._first_waiting += first
@@ -95,7 +95,7 @@ class Admission:
         return self.inside < self.allowed and not self._first_waiting
 
     async def watch(self, every_s: float = EVERY_S) -> None:
-        """Read the server's figures while any request is inside."""
+        """Read the server's figures every `every_s` seconds while any request is inside."""
         while True:
             async with self._news:
                 await self._news.wait_for(lambda: self.inside > 0)
@@ -103,11 +103,11 @@ class Admission:
             await asyncio.sleep(every_s)
 
     async def look(self) -> None:
-        """Read the figures once, and adjust."""
+        """Read the figures once and adjust the allowance."""
         try:
             self.load = load_of(await self._ask())
         except EngineError:
-            return  # a server that is gone or paused says so to those inside
+            return  # the requests inside report a server that is gone
         async with self._news:
             self.allowed = allowance(self.allowed, self.most, self.load)
             self._news.notify_all()

@@ -1,4 +1,4 @@
-"""From the [engine] section to an engine: attach to the server at `url`, or start one with `python`."""
+"""Opens an engine from the [engine] section: attaches to the server at `url`, or starts one with `python`."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from headrace.policy.config import PolicyConfig
 
 
 async def open_engine(setup: EngineSetup) -> SglangEngine:
-    """The engine of a rollout actor, attached where its server runs already. UnusableEngine, EngineError."""
+    """The engine of a rollout actor. A running server is checked. UnusableEngine, EngineError."""
     await setup.tokenizer()  # the server loads a checkpoint folder, tokenizer included
     engine = opened(setup.section, setup.policy, setup.run, setup.id)
     await engine.attach()
@@ -20,11 +20,9 @@ async def open_engine(setup: EngineSetup) -> SglangEngine:
 
 
 def opened(section: EngineSection, policy: PolicyConfig, run: Path, id: str) -> SglangEngine:
-    """The engine of the rollout actor `id`; nothing is started before its first version.
+    """The engine of the rollout actor `id`; a server is started with its first version.
 
-    IncompatibleServer says what to change in the configuration.
-
-    run: the run's folder, for the tokenizer and the server's log.
+    run: the run's folder, for the tokenizer and the server's log. IncompatibleServer names the key to change.
     """
     for key, text in problems(section):
         raise IncompatibleServer(f"engine.{key}: {text}")

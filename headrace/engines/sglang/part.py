@@ -1,6 +1,6 @@
-"""SGLang as a part of the seam ``headrace.engines``: its requirements, and how it is opened.
+"""SGLang as a part of the seam ``headrace.engines``: opens the engine and declares its requirements.
 
-The client is imported when an engine is opened, so that `headrace check` stays without torch.
+The client is imported only when an engine is opened, so that `headrace check` does not import torch.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Sglang:
-    """Opens an engine on a server that runs, or on one that it starts."""
+    """Opens an engine on a running server, or on a server that the engine starts."""
 
     async def __call__(self, setup: EngineSetup) -> "SglangEngine":
-        """The engine of a rollout actor, attached where its server runs already. UnusableEngine, EngineError."""
+        """The engine of a rollout actor. A running server is checked. UnusableEngine, EngineError."""
         from headrace.engines.sglang.open import open_engine
 
         return await open_engine(setup)

@@ -1,15 +1,16 @@
-"""From a reply of /generate to what the trainer needs: ids, log-probabilities, routed experts, versions.
+"""Reads ids, log-probabilities, routed experts and versions, which the trainer needs, from a reply of /generate.
 
-Everything is checked here, because later code cannot tell: a misspelled request key is ignored by
-the server in silence, so a reply without routed experts means that they were never asked for, or never recorded.
+Everything is checked here, because later code cannot detect errors: the server ignores a misspelled request key without
+an error, so a reply without routed experts means that they were not requested or not recorded.
 
-Routes come as base64 of little-endian int32 [rows, all layers, top_k], 2,048 bytes a token for a large model; they
-leave without the dense layers and as one byte an expert (two above 255 experts), headrace's compact form. The server's
-log-probabilities are those of the whole distribution at the request's temperature (of temperature 1 for greedy draws),
-which is what was sampled from as long as nothing truncates it; `sampling_params` sees to that.
+The server sends routes as base64 of little-endian int32 [rows, all layers, top_k], 2,048 bytes per token for a large
+model. They are converted to headrace's compact form, without the dense layers and with one byte per expert (two above
+255 experts). The server's log-probabilities are those of the whole distribution at the request's temperature
+(temperature 1 for greedy draws). That is the sampled distribution as long as nothing truncates it, and `body` sets
+every parameter that could.
 
 Trap: memory pressure makes the server retract a request and forward it again. When weights changed in between, the
-routes it then reports are the new weights' for tokens that the old ones wrote. Such rows are marked as not recorded.
+server reports routes of the new weights for tokens that the old weights sampled. Such rows are marked as not recorded.
 """
 
 import base64
@@ -27,11 +28,11 @@ from headrace.engines.sglang.http import ServerError
 from headrace.policy.config import PolicyConfig
 
 STREAM_INTERVAL = 64
-"""Tokens per event: the first token comes at once, and each event repeats all before it."""
+"""Tokens between two events of the stream. The first token is sent at once; each event repeats all earlier tokens."""
 
 
 class Stretch(NamedTuple):
-    """Sampled tokens start..end-1 of an attempt were written by the weights of that label."""
+    """The weights with this label sampled the tokens start..end-1 of an attempt."""
 
     label: str
     start: int
@@ -39,12 +40,13 @@ class Stretch(NamedTuple):
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One request's share of a turn."""
+    """The reply to one request of a turn."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     rows: NDArray[np.unsignedinteger] | None
-    """[positions forwarded from `start` on, sparse layers, top_k]; None for a dense model or without any token."""
+    """Routed experts [positions forwarded from `start` on, sparse layers, top_k]; None for a dense model or without
+    tokens."""
     stretches: tuple[Stretch, ...]
     finish: Literal["stop", "length", "abort"]
     cached: int
@@ -63,10 +65,11 @@ def body(
     seeded: bool,
     priority: int | None = None,
 ) -> dict[str, Any]:
-    """The JSON of POST /generate. ids: the context; left: tokens still to draw; start: first row of routes wanted;
-    salt: whose prefixes it may share; priority: among the server's requests, where it knows such a thing.
+    """The JSON of POST /generate. ids: the context; left: largest number of tokens to sample; start: first position
+    whose routes are requested; salt: of the prefix-cache keys; sparse: request routes; seeded: send the seed; priority:
+    None for a server without priority scheduling.
 
-    Every value that changes the distribution is spelled out, so that no default of a server or a model creeps in.
+    Every value that changes the distribution is set, so that no default of a server or a model applies.
     """
     sampling: dict[str, Any] = {
         "max_new_tokens": left,
@@ -101,7 +104,7 @@ def body(
 def read(reply: Mapping[str, Any], *, prompt: int, start: int, config: PolicyConfig, stops: Sequence[int]) -> Attempt:
     """The attempt in a finished reply to `prompt` context tokens with routes from `start` on.
 
-    ServerError of kind `garbled` says what is missing or contradicts itself.
+    ServerError of kind `garbled` when the reply is incomplete or contradicts itself.
     """
     try:
         meta = reply["meta_info"]
@@ -117,19 +120,20 @@ def read(reply: Mapping[str, Any], *, prompt: int, start: int, config: PolicyCon
     except (KeyError, TypeError) as error:
         raise _garbled(f"the reply lacks {error}") from None
     if finish not in ("stop", "length", "abort"):
-        raise _garbled(f"finish_reason {finish!r} is unknown")
+        raise _garbled(f"expected finish_reason stop, length or abort, got {finish!r}")
     if any(not isinstance(token, int) or not 0 <= token < config.vocab for token in ids):
         raise _garbled(f"a sampled id is outside the vocabulary of {config.vocab}: the server serves another model")
     if [pair[1] for pair in pairs] != list(ids):
-        raise _garbled(f"{len(pairs)} log-probabilities came for {len(ids)} ids, or for others")
+        raise _garbled(f"the {len(pairs)} log-probabilities are not those of the {len(ids)} sampled ids")
     if any(pair[0] is None or not math.isfinite(pair[0]) for pair in pairs):
-        raise _garbled("a log-probability is not finite: the weights give logits that are not")
+        raise _garbled("a log-probability is not finite: the weights give logits that are not finite")
     covered = [index for stretch in stretches for index in range(stretch.start, stretch.end)]
     if covered != list(range(len(ids))):
         raise _garbled(f"weight_versions do not cover the {len(ids)} sampled tokens")
     if finish == "stop" and (not ids or ids[-1] not in stops):
         raise _garbled(
-            f"the server stopped at an end of its own ({ending.get('matched')}); serve the model without eos_token_id"
+            f"the server stopped at a token that is no stop id ({ending.get('matched')}); serve the model without "
+            f"eos_token_id"
         )
     retractions = int(meta.get("num_retractions") or 0)
     rows = None
@@ -149,7 +153,7 @@ def read(reply: Mapping[str, Any], *, prompt: int, start: int, config: PolicyCon
 
 
 def _rows(meta: Mapping[str, Any], count: int, config: PolicyConfig) -> NDArray[np.unsignedinteger]:
-    """Routes in compact form [count, sparse layers, top_k]; the dtype's largest value means none."""
+    """Routes in compact form [count, sparse layers, top_k]; the dtype's largest value means not recorded."""
     coded = meta.get("routed_experts")
     if not coded:
         raise _garbled(

@@ -1,4 +1,4 @@
-"""The requirements of the SGLang engine: keys that go together, a supported release, a staging folder. No torch."""
+"""The requirements of the SGLang engine: consistent keys, a supported release, a staging folder. Imports no torch."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ ANSWER_S = 1.0
 
 
 def problems(section: EngineSection) -> Iterator[Problem]:
-    """Keys that contradict each other with this engine."""
+    """Each key of the section that this engine cannot use as it is, with the reason."""
     if bool(section.url) == bool(section.python):
         yield "kind", "expected either engine.url (a running server) or engine.python (to start one) for sglang"
     if section.exact:
@@ -22,7 +22,7 @@ def problems(section: EngineSection) -> Iterator[Problem]:
 
 
 def requirements(section: EngineSection) -> Iterator[Requirement]:
-    """A supported release, installed or running, and the folder that holds checkpoints for it."""
+    """Checks for a supported release, installed or running, and for the folder that holds checkpoints."""
     if section.python:
         yield _installed(section)
     elif section.url:

@@ -1,7 +1,7 @@
-"""A server process of our own: started from its own virtual environment, watched, ended with all it started.
+"""A server process of this engine: starts it from its own virtual environment and ends it with its children.
 
-SGLang runs as three processes in a session of their own; a signal to that session ends all of them, and it gets SIGTERM
-when this process dies. To attach to a server that another program runs, leave [engine] python empty and give its url.
+SGLang runs as three processes in a session of their own. A signal to that session ends all of them; the server gets
+SIGTERM when this process dies. To use a server that another program runs, leave [engine] python empty and set url.
 """
 
 import asyncio
@@ -32,11 +32,12 @@ CPU = (
 
 
 NO_DUMPS = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0", "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0"}
-"""Unless told, a server whose scheduler died stays for 65 s to be looked at; nobody looks, and turns wait."""
+"""By default a server whose scheduler died stays for 65 s to write dumps, while turns wait; this disables the dumps."""
 
 
 def arguments() -> list[str]:
-    """For tests and benchmarks: those of HEADRACE_SGLANG_ARGS, which a machine with a GPU sets, else `CPU`."""
+    """The server's arguments in tests and benchmarks: HEADRACE_SGLANG_ARGS where it is set (on a machine with a GPU),
+    else `CPU`."""
     return shlex.split(os.environ["HEADRACE_SGLANG_ARGS"]) if "HEADRACE_SGLANG_ARGS" in os.environ else list(CPU)
 
 
@@ -51,8 +52,8 @@ class Server:
     """One SGLang server as a child process."""
 
     def __init__(self, python: str, port: int, args: Sequence[str], log: Path, *, sparse: bool = False) -> None:
-        """python: the interpreter of the environment that has SGLang. args: as SGLang's launch_server takes them.
-        sparse: give it the loader that applies differences."""
+        """python: the interpreter of the environment with SGLang. args: arguments of SGLang's launch_server. log: the
+        file for its output. sparse: give the server the loader that applies changed elements."""
         self._sparse = sparse
         self.python, self.port, self.args, self.log = python, port, list(args), log
         self.process: asyncio.subprocess.Process | None = None
@@ -60,7 +61,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The address of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -69,15 +70,16 @@ class Server:
         return self.process is not None and self.process.returncode is None
 
     async def start(self, model: Path, label: str) -> None:
-        """Start it on a checkpoint folder; `label` is the weight version that it will report. Returns at once."""
+        """Start the server with a checkpoint folder; it will report `label` as its weight version. Does not wait until
+        it answers. EngineError when it cannot be started."""
         await self.stop()
         argv = [self.python, "-m", "sglang.launch_server", "--model-path", str(model), "--weight-version", label]
         argv += ["--host", "127.0.0.1", "--port", str(self.port), *ALWAYS, *self.args]
         env = NO_DUMPS | os.environ
         if "cpu" in self.args:
-            # One thread unless told: on cores that others use, threads that spin for each other cost most of the time.
+            # One thread by default: on cores that other processes use, threads would spend most of the time spinning.
             env = {"OMP_NUM_THREADS": "1"} | env | {"SGLANG_USE_CPU_ENGINE": "1"}
-        # Its interpreter is another one, with packages of its own.
+        # The server's interpreter has its own packages; this process's paths must not apply to it.
         env = {key: value for key, value in env.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
         if self._sparse:
             env["PYTHONPATH"] = str(FOLDER)
@@ -101,16 +103,16 @@ class Server:
         self.starts += 1
 
     def reason(self) -> str:
-        """The end of its log."""
+        """The last error in the server's log, or its last line."""
         try:
             lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         except OSError:
             lines = []
         errors = [line for line in lines[-200:] if "Error" in line]
-        return (errors or lines or ["it said nothing"])[-1]
+        return (errors or lines or ["its log is empty"])[-1]
 
     async def stop(self) -> None:
-        """End its whole session."""
+        """End all processes of the server: SIGTERM, then SIGKILL after 5 s."""
         process, self.process = self.process, None
         if process is None:
             return

@@ -223,10 +223,10 @@ async def test_closing_a_session_ends_its_request(engine: EmbeddedEngine) -> Non
         ({"ids": (1, 320)}, "token id 320 is outside the vocabulary of 320"),
         ({"ids": (-1,)}, "token id -1 is outside"),
         ({"ids": ()}, "no tokens"),
-        ({"tokens": 0}, "leaves nothing to draw"),
-        ({"temperature": -1.0}, "temperature -1.0"),
-        ({"temperature": math.nan}, "temperature nan"),
-        ({"tokens": 40_000}, "beyond 32768 positions"),
+        ({"tokens": 0}, "expected max_turn_tokens >= 1"),
+        ({"temperature": -1.0}, "temperature >= 0, got -1.0"),
+        ({"temperature": math.nan}, "temperature >= 0, got nan"),
+        ({"tokens": 40_000}, "exceed 32768 positions"),
         ({"policy": PolicyRef("pinned", 9)}, "version 9 is not pinned"),
         ({"policy": PolicyRef("scripted", name="oracle")}, "no scripted policy"),
     ],
@@ -240,7 +240,7 @@ async def test_what_cannot_be_sampled_is_refused(engine: EmbeddedEngine, changes
 async def test_nothing_loaded_nothing_sampled(versions: Versions) -> None:
     engine = versions.engine(cache_blocks=2)
     assert engine.version == -1
-    with pytest.raises(EngineError, match="no weights were loaded yet"):
+    with pytest.raises(EngineError, match="the engine has no weights yet"):
         await engine.sample(request())
     await versions.load(engine, 0)
     with pytest.raises(EngineError, match="may need 4 KV blocks, the cache has 2"):

@@ -83,7 +83,7 @@ async def test_what_cannot_be_served_as_it_is_is_refused(tmp_path: Path) -> None
     ):
         await half.load(1, str(tmp_path / "lonely"), lonely)
     few = snapshot.write(tmp_path / "few", eight | {f"{name}_scale": scale[:, :1]})
-    with pytest.raises(EngineError, match="needs a scale of one byte for each 32"):
+    with pytest.raises(EngineError, match="expected one scale of one byte per 32"):
         await whole.load(1, str(tmp_path / "few"), few)
     cut = snapshot.write(tmp_path / "cut", state | {name: state[name][:-1]})
     with pytest.raises(EngineError, match="expected shape"):

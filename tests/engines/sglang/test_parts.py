@@ -123,7 +123,7 @@ async def test_a_stream_is_cut_into_events_of_any_size(text: bytes, cut: int, ki
 
 async def test_nobody_there_is_gone_and_silence_is_late() -> None:
     wire = Wire("http://127.0.0.1:9")
-    with pytest.raises(ServerError, match="is not there") as caught:
+    with pytest.raises(ServerError, match="cannot be reached") as caught:
         await wire.get("/model_info")
     assert caught.value.kind == "gone"
     await wire.close()
@@ -175,14 +175,17 @@ def test_a_reply_becomes_ids_logprobs_rows_and_stretches() -> None:
         ({"routed_experts": None}, "no routed_experts"),
         ({"routed_experts": "AAAA"}, "not base64 of int32"),
         ({"routed_experts": base64.b64encode(np.full(12, 8, "<i4").tobytes()).decode()}, "the model has 8"),
-        ({"output_token_logprobs": [[-0.5, 7, None]]}, "1 log-probabilities came for 3 ids"),
-        ({"output_token_logprobs": [[-0.5, 7, None], [-1.5, 1, None], [-0.1, 9, None]]}, "or for others"),
+        ({"output_token_logprobs": [[-0.5, 7, None]]}, "the 1 log-probabilities are not those of the 3 sampled ids"),
+        (
+            {"output_token_logprobs": [[-0.5, 7, None], [-1.5, 1, None], [-0.1, 9, None]]},
+            "the 3 log-prob",
+        ),
         ({"output_token_logprobs": [[None, 7, None], [-1.5, 8, None], [-0.1, 9, None]]}, "not finite"),
         ({"weight_versions": [{"version": "a", "start": 0, "end": 2}]}, "do not cover"),
         ({"weight_versions": None}, "do not cover"),
         ({"finish_reason": None}, "lacks"),
-        ({"finish_reason": {"type": "tired"}}, "unknown"),
-        ({"finish_reason": {"type": "stop", "matched": 9}}, "an end of its own"),
+        ({"finish_reason": {"type": "tired"}}, "expected finish_reason"),
+        ({"finish_reason": {"type": "stop", "matched": 9}}, "a token that is no stop id"),
     ],
 )
 def test_what_contradicts_itself_is_refused_at_the_door(changes: dict[str, Any], words: str) -> None:
@@ -194,7 +197,7 @@ def test_what_contradicts_itself_is_refused_at_the_door(changes: dict[str, Any],
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": "0.5.15"}, "this is SGLang 0.5.15.*install that one"),
+        ({"version": "0.5.15"}, "the server is SGLang 0.5.15.*install that one"),
         ({"frontend": "rust"}, "SGLANG_RUST_SERVER"),
         ({"enable_return_routed_experts": False}, "--enable-return-routed-experts"),
         ({"incremental_streaming_output": True}, "--incremental-streaming-output"),

@@ -189,7 +189,7 @@ async def test_a_delta_applied_beside_the_server_ends_in_the_trainers_checksums(
     print(f"{how}: {stats['sparse_bytes']:.0f} of {manifest.raw_bytes} bytes, pause {stats['pause_ms']:.0f} ms")
     assert (stats["sparse_bytes"] > 0) == (how == "sparse"), "what went wrong was loaded from disk"
     served = await engine._swapper._checksums()
-    for tensors, words in ((after, ""), (state, "tensors are not the version's")):
+    for tensors, words in ((after, ""), (state, "tensors in the server differ from the version's")):
         wanted = {name: checksums.digest(tensor) for name, tensor in checksums.fused(tensors, versions.config).items()}
         found = checksums.difference(wanted, served)
         assert words in found and bool(found) == bool(words)

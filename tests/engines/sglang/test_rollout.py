@@ -81,7 +81,7 @@ async def test_a_rollout_actor_follows_staged_versions_on_a_server(
     ("changes", "info", "words"),
     [
         ({"exact": True}, {}, "engine.exact: expected false"),
-        ({}, {"version": "0.4.1"}, "this is SGLang 0.4.1"),
+        ({}, {"version": "0.4.1"}, "the server is SGLang 0.4.1"),
         ({"url": ""}, {}, "engine.kind: expected either engine.url"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Weights of an SGLang server: staging, swapping, checking."""
+"""Weights of an SGLang server: staging, swaps, checksums."""

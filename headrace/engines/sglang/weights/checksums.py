@@ -1,9 +1,9 @@
-"""The checksums that a server must report, computed from a file whose state hash was verified.
+"""Computes the checksums that a server must report from a file whose state hash was verified.
 
-Idea: /weights_checker hashes the bits that the server computes with, under its fused names. So fuse the file's tensors
-the same way (query, key and value; gate and up of all experts; the vocabulary padded to 64 rows), hash them the same
-way, and compare: equality proves that what serves is the version that the trainer published, through any number of
-updates in place.
+Idea: /weights_checker hashes the bits that the server computes with, under its fused names. This module fuses the
+file's tensors in the same way (query, key and value; gate and up of all experts; the vocabulary padded to a multiple of
+64 rows), hashes them with the same function, and compares. Equality proves that the server serves the version that the
+trainer published, after any number of updates in place.
 
 On the CPU the server's hash of a tensor is the first eight bytes of SHA-256 over its bits. On a GPU it is another
 function, and with tensor parallelism each rank holds a part; neither is computed here (docs/sglang.md).
@@ -24,7 +24,7 @@ VOCAB_PAD = 64
 
 
 def known(config: PolicyConfig) -> bool:
-    """Whether the server's layout of such a model is known here: Qwen3, dense or all layers a mixture."""
+    """Whether the server's layout of this model is known here: Qwen3, with all layers dense or all layers a mixture."""
     return (
         config.model_type == ""
         and config.latent is None
@@ -33,13 +33,13 @@ def known(config: PolicyConfig) -> bool:
 
 
 def expected(path: str | Path, config: PolicyConfig, dtype: str) -> dict[str, str]:
-    """Fused name -> 16 hex digits, of a snapshot file as a server on the CPU holds it in `dtype`."""
+    """The checksums (16 hex digits) by fused name, of a snapshot file that a server on the CPU holds in `dtype`."""
     kind = getattr(torch, dtype)
     return {name: digest(tensor.to(kind)) for name, tensor in fused(snapshot.read(path), config).items()}
 
 
 def fused(tensors: Mapping[str, Tensor], config: PolicyConfig) -> dict[str, Tensor]:
-    """Hugging Face tensors under the names and in the layout of SGLang's Qwen3 models, one rank."""
+    """Hugging Face tensors under the names and in the layout of SGLang's Qwen3 models on one rank."""
     out: dict[str, Tensor] = {"model.norm.weight": tensors["model.norm.weight"]}
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in tensors:
@@ -73,10 +73,10 @@ def digest(tensor: Tensor) -> str:
 
 
 def difference(wanted: Mapping[str, str], found: Mapping[str, str]) -> str:
-    """The first differences, in a few words; empty when every tensor is there with its bits."""
+    """A text about the first difference; empty when every tensor is there with its bits."""
     wrong = sorted(name for name in wanted if found.get(name) != wanted[name])
     extra = sorted(name for name in found if name not in wanted and not name.endswith("_cache"))
     if wrong:
         state = "is missing" if wrong[0] not in found else "has other bits"
-        return f"{len(wrong)} of {len(wanted)} tensors are not the version's; {wrong[0]} {state}"
+        return f"{len(wrong)} of {len(wanted)} tensors in the server differ from the version's; {wrong[0]} {state}"
     return f"the server holds {len(extra)} tensors that the version has not, such as {extra[0]}" if extra else ""

@@ -1,10 +1,10 @@
-"""The weights that the server serves, and the requests that may sample from them now.
+"""The weight lock: lets requests sample from the weights that the server serves, and changes these weights.
 
-Idea: a server holds one weight set. Requests for it enter together; a request for another set closes the gate behind
-those that run, waits until they are through, has the set changed, and opens again for all who wait for that one. A new
-version of the set in use needs no emptiness: the gate closes for newcomers, the change happens under those inside.
+Idea: a server holds one version. Requests for it enter together. A request for another version closes the gate to new
+requests, waits until the ones inside have left, has the version changed, and opens the gate. A new `latest` does not
+wait for the requests inside: the gate closes to new requests, and the change happens while the others are inside.
 
-A request is inside for one attempt of a turn, never for an episode, so a change waits for a turn at most.
+A request is inside for one attempt of a turn, not for an episode, so a change waits for one turn at most.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ class VersionFile(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name in the server: its weight version, and the salt of its prefix cache.
+        """The version's name in the server: its weight version, and the start of the salt of its prefix cache.
 
-        The hash is in it because a version that is trained again after a crash keeps its number.
+        It contains the hash because a version that is trained again after a crash keeps its number.
         """
         return f"{self.version}-{self.state_hash[:16]}"
 
@@ -35,25 +35,26 @@ Change = Callable[[VersionFile], Awaitable[None]]
 
 
 class NotServed(EngineError):
-    """After this the server serves no version at all: not the new one, and not the old one either."""
+    """The server serves neither the new version nor the old one."""
 
 
 class Gate:
-    """Entry to the server."""
+    """Admits requests to the server while it serves their weights."""
 
     def __init__(self, change: Change) -> None:
-        """change(weights): have the server serve them; called with the gate closed."""
+        """change(weights): makes the server serve them; called with the gate closed."""
         self._change = change
         self._changing = asyncio.Lock()
         self._news = asyncio.Condition()
         self._closed = False
         self.inside = 0
         self.serving: VersionFile | None = None
-        """None before the first version, and while nobody knows what the server serves."""
+        """None before the first version, and while the server's version is not known."""
 
     @asynccontextmanager
     async def enter(self, wanted: Callable[[], VersionFile]) -> AsyncIterator[VersionFile]:
-        """Inside, the server serves what `wanted` says, or a newer version that replaces it under way."""
+        """Enter while the server serves the weights that `wanted` returns; `replace` may change them to a newer version
+        meanwhile."""
         while True:
             async with self._news:
                 await self._news.wait_for(lambda: not self._closed)
@@ -70,7 +71,7 @@ class Gate:
                 self._news.notify_all()
 
     async def turn_to(self, wanted: Callable[[], VersionFile]) -> None:
-        """Serve what `wanted` says once nobody is inside."""
+        """Serve the weights that `wanted` returns, once no request is inside."""
         async with self._changing:
             if self.serving is not None and self.serving.label == wanted().label:
                 return
@@ -79,13 +80,14 @@ class Gate:
                 await self._make(wanted())
 
     async def replace(self, weights: VersionFile) -> None:
-        """Serve a newer version of the set in use, with those inside going on."""
+        """Serve a newer version while the requests inside continue."""
         async with self._changing:
             async with self.closed():
                 await self._make(weights)
 
     async def _make(self, weights: VersionFile) -> None:
-        """Change, and know afterwards what serves: the new, the old after a refusal, else nobody can tell."""
+        """Change the weights and set `serving`: the new ones, the old ones after a refusal, None when it is not
+        known."""
         before, done = self.serving, False
         try:
             await self._change(weights)
@@ -103,7 +105,7 @@ class Gate:
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """No request enters meanwhile."""
+        """Inside this context no request enters."""
         self._closed = True
         try:
             yield
@@ -113,6 +115,6 @@ class Gate:
                 self._news.notify_all()
 
     async def empty(self) -> None:
-        """Wait until nobody is inside; call it with the gate closed."""
+        """Wait until no request is inside. Call it with the gate closed."""
         async with self._news:
             await self._news.wait_for(lambda: not self.inside)

@@ -1,4 +1,4 @@
-"""A version as the few elements that differ, for a loader that runs inside the server (`inside_server`).
+"""Writes a version as its changed elements, for a loader that runs inside the server (`inside_server`).
 
 Idea: between consecutive versions one weight in a hundred changes; a reload from disk copies all of them while requests
 wait. So the differences are computed during serving, in the server's own names and layout (`checksums.fused`), and
@@ -25,20 +25,21 @@ LOADER = "headrace_loader.apply"
 FOLDER = Path(__file__).parent / "inside_server"
 """The folder that the server needs on its PYTHONPATH."""
 MOST = 0.25
-"""Share of changed elements above which a whole version is less to write: an index is twice as long as a weight."""
+"""Share of changed elements above which the whole version is loaded: an index has more bytes than a weight."""
 
 
 class _Nothing:
-    """Becomes an empty tensor where it is unpickled: the server's unpickler lets few names in, tensors' data not."""
+    """Unpickles as an empty parameter: the server's unpickler admits only a few names, and a tensor's data is not among
+    them."""
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return torch.nn.Parameter, ()
 
 
 def write(file: Path, before: Path, after: Path, config: PolicyConfig, dtype: str) -> int:
-    """Write what turns version file `before` into `after`, as the server holds them in `dtype`; returns bytes.
+    """Write the elements in which version file `after` differs from `before`, as the server holds them in `dtype`.
 
-    0, and no file: they differ in too much, or in shape.
+    Returns the bytes of the file; 0, without a file, when too many elements differ or shapes differ.
     """
     kind = getattr(torch, dtype)
     old, new = (fused(snapshot.read(path), config) for path in (before, after))
@@ -60,7 +61,7 @@ def write(file: Path, before: Path, after: Path, config: PolicyConfig, dtype: st
 
 
 def body(file: Path, label: str) -> dict[str, Any]:
-    """The JSON of POST /update_weights_from_tensor that has the loader apply a file."""
+    """The JSON of POST /update_weights_from_tensor that makes the loader apply a file."""
     payload = pickle.dumps([(str(file), _Nothing())])
     return {
         "serialized_named_tensors": [base64.b64encode(payload).decode()],

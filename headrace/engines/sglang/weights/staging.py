@@ -1,12 +1,12 @@
-"""The checkpoint that a server loads: one folder in memory, kept current while the server serves.
+"""Writes the checkpoint that a server loads: one folder in memory, updated while the server serves.
 
-Idea: the receiver has applied the delta and verified a file in the node's store; a reload needs the same bits
-where reading costs nothing, in Hugging Face layout. So the folder lies in tmpfs, and a new version rewrites only those
-blocks of model.safetensors that differ from it. It is hashed again afterwards: what the server will read is what the
-trainer published, or the version is refused before anybody was paused.
+Idea: the receiver has applied the delta and verified a file in the node's store. A reload needs the same bits in memory
+and in Hugging Face layout. So the folder is in tmpfs, and a new version rewrites only the blocks of model.safetensors
+that differ. The file is hashed again afterwards: either the server will read the bits that the trainer published, or
+the version is refused before any request is paused.
 
-The path never changes, because the server renames its model after every path that it loads. One copy and not two: going
-back is a rewrite from the store, where older versions still lie.
+The path never changes, because the server renames its model after every path that it loads. There is one copy and not
+two: an older version is written again from the store.
 """
 
 import json
@@ -21,7 +21,7 @@ from headrace.weights.state import WeightError
 
 BLOCK = 1 << 20
 TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 1 << 20}
-"""No end-of-sequence token on purpose: a turn ends at the ids that its request names, and at no others."""
+"""Without an end-of-sequence token, so that a turn ends only at the stop ids of its request."""
 
 
 class Stage:
@@ -32,15 +32,16 @@ class Stage:
         self.folder = Path(folder)
         self._config, self._tokenizer = config, tokenizer
         self.written_bytes = 0
-        """By the last `put`."""
+        """Bytes that the last `put` wrote."""
 
     @property
     def model(self) -> Path:
-        """The weights."""
+        """The file with the weights."""
         return self.folder / "model.safetensors"
 
     def put(self, version: int, path: str, state_hash: str) -> None:
-        """Make the folder hold a version. Blocking. EngineError when the file is not that version, or won't fit."""
+        """Write a version into the folder. Blocks. EngineError when the file is not that version, or there is no
+        space."""
         try:
             self._describe()
             self.written_bytes = _copy_differences(Path(path), self.model)
@@ -51,7 +52,7 @@ class Stage:
             raise EngineError(f"version {version} from {path} has state hash {found}, expected {state_hash}")
 
     def _describe(self) -> None:
-        """The small files beside the weights."""
+        """Write config.json and the tokenizer files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         texts = {"config.json": json.dumps(hugging_face.as_json(self._config), indent=2) + "\n"}
         if self._tokenizer is not None:
@@ -65,7 +66,7 @@ class Stage:
                 os.replace(part, file)
 
     def remove(self) -> None:
-        """Give the memory back."""
+        """Delete the folder's files, which frees their memory."""
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
             (self.folder / name).unlink(missing_ok=True)
         if self.folder.exists() and not any(self.folder.iterdir()):
@@ -73,7 +74,7 @@ class Stage:
 
 
 def _copy_differences(source: Path, target: Path) -> int:
-    """Make `target` equal to `source` by writing only blocks that differ; returns bytes written."""
+    """Make `target` equal to `source` by writing only blocks that differ. Returns the number of bytes written."""
     written = 0
     with open(source, "rb", buffering=0) as new, open(target, "a+b", buffering=0) as old:
         descriptor = old.fileno()
@@ -82,7 +83,7 @@ def _copy_differences(source: Path, target: Path) -> int:
         if kept < size:
             os.posix_fallocate(descriptor, 0, size)
         os.ftruncate(descriptor, size)
-    # Opened again: O_APPEND would make every positioned write an append.
+    # Opened again, because with O_APPEND every positioned write would append.
     with open(source, "rb", buffering=0) as new, open(target, "r+b", buffering=0) as old:
         at = 0
         while block := new.read(BLOCK):

@@ -1,19 +1,19 @@
-"""Changing a server's weights with the least pause, and never resuming one that is neither old nor new.
+"""Changes a server's weights with a short pause; a server with neither the old nor the new version stays paused.
 
-    stage the version (serving goes on) -> compute what the server's checksums must be (serving goes on)
+    stage the version (while serving) -> compute the expected checksums (while serving)
     -> pause in place -> load from tmpfs -> compare all checksums -> continue
 
-Paused in place, requests keep their KV and go on with the new weights afterwards; their spans say which token is whose.
-Nothing is flushed: prefix-cache keys carry the version, old entries age out. The other mode has the caller take every
-request back first, keep what was sampled, and send the rest again, so that no token is decoded on another version's KV;
-it costs their prefill again.
+During a pause in place requests keep their KV cache and continue with the new weights afterwards; their spans name the
+version of each token. Nothing is flushed: prefix-cache keys contain the version, and old entries are evicted in time.
+In the other mode the caller first aborts every request, keeps its tokens, and sends the rest again, so that no token is
+decoded with another version's KV cache; this costs a second prefill.
 
-Trap: with flush_cache left at its default, an update under live requests answers 400 and has happened all the same. So
-whatever an update answers, an error means "unknown", and the server stays paused until the old version was loaded in
-full and has its checksums. If that fails too it is left paused, and nobody is let in.
+Trap: with the default of flush_cache, an update under running requests answers 400 although it happened. So after any
+error of an update the server's weights are unknown, and it stays paused until the old version is loaded in full and has
+its checksums. If that fails too, it stays paused and no request is admitted.
 
-With `sparse` the load is a scattered write of what differs (`sglang_sparse`), checked by the same checksums; where it
-can't be had, or went wrong, the version is loaded from disk.
+With `sparse` the load is a scattered write of the changed elements (`weights.sparse`), verified by the same checksums.
+Where it is not available, or fails, the version is loaded from disk.
 """
 
 import asyncio
@@ -32,50 +32,52 @@ from headrace.engines.sglang.weights.staging import Stage
 from headrace.policy.config import PolicyConfig
 
 LOAD_S = 600.0
-"""A reload that takes longer has failed."""
+"""Seconds after which a reload has failed."""
 
 
 class Swapper:
     """The only caller of a server's administrative endpoints."""
 
     def __init__(self, wire: Wire, stage: Stage, config: PolicyConfig, *, sparse: bool = False) -> None:
-        """sparse: the server has our loader and is given differences."""
+        """sparse: the server has headrace's loader and gets changed elements."""
         self._wire, self._stage, self._config, self.sparse = wire, stage, config, sparse
         self._changes = stage.folder.with_name(f"{stage.folder.name}.changes")
-        """Beside the folder and not in it: the server reads every file of weights that it finds there."""
+        """Not inside the folder, because the server reads every weight file in it."""
         self.sparse_bytes = 0
-        """Of the differences that the last change wrote into the server; 0 when it loaded from disk."""
+        """Bytes of the changed elements that the last change sent to the server; 0 when it loaded from disk."""
         self.paused = False
-        """We paused it: not answering is no sign of illness now."""
+        """Whether this class has paused the server, which then does not answer health checks."""
         self.pause_ms = 0.0
-        """Of the last change."""
+        """Milliseconds of the last pause."""
         self.stage_ms = 0.0
-        """Of the last change: staging and hashing, while the server served."""
+        """Milliseconds that staging and hashing took before the last change, while the server served."""
         self.reloads = 0
-        """Failed updates after which the old version was loaded again."""
+        """Number of failed updates after which the old version was loaded again."""
         self.checked = False
-        """Whether the last change compared checksums: what they must be is known for one rank of Qwen3 on a CPU."""
+        """Whether the last change compared checksums; they can be computed for one rank of Qwen3 on a CPU alone."""
 
     @property
     def folder(self) -> Path:
-        """Where the staged checkpoint lies."""
+        """The folder of the staged checkpoint."""
         return self._stage.folder
 
     async def ready(self, weights: VersionFile) -> None:
-        """Have the folder hold a version. EngineError when its file is not that version."""
+        """Stage a version in the folder. EngineError when its file is not that version."""
         await asyncio.to_thread(self._stage.put, *weights)
 
     async def holds(self, weights: VersionFile, terms: Terms) -> bool:
-        """Whether the server serves exactly this already: it was just started from the staged folder."""
+        """Whether the server serves exactly this version already, for example after a start from the staged folder."""
         info = await self._wire.get("/model_info")
         return info.get("weight_version") == weights.label and not await self._difference(weights, terms)
 
     async def change(
         self, weights: VersionFile, before: VersionFile | None, terms: Terms, take_back: Callable[[], Awaitable[None]]
     ) -> None:
-        """Serve `weights` instead of `before`. take_back: called right before the pause.
+        """Serve `weights` instead of `before` (None at first). take_back: called right before the pause, aborts
+        requests.
 
-        EngineError: refused, `before` is served. NotServed: neither is. A cancellation is held until it is over.
+        EngineError when `weights` are refused and `before` serves; NotServed when neither serves. A cancellation takes
+        effect after the change.
         """
         work = asyncio.create_task(self._change(weights, before, terms, take_back))
         try:
@@ -120,7 +122,7 @@ class Swapper:
             self.pause_ms = (time.perf_counter() - began) * 1e3
 
     async def _go_back(self, before: VersionFile | None, terms: Terms, error: EngineError) -> None:
-        """Load the old version in full. NotServed when that can't be done: the server stays paused."""
+        """Load the old version in full. NotServed when that fails; the server then stays paused."""
         if before is None or (isinstance(error, ServerError) and error.kind == "gone"):
             raise NotServed(
                 f"the first version could not be loaded: {error}" if before is None else str(error)
@@ -141,14 +143,15 @@ class Swapper:
         self.paused = False
 
     async def _differences(self, before: VersionFile | None, terms: Terms) -> int:
-        """Write what differs from `before` for the loader inside the server; bytes, 0 when there is nothing of use."""
+        """Write the elements that differ from `before`, for the loader in the server. Returns bytes; 0 without a useful
+        file."""
         if not self.sparse or not terms.loader or before is None or not Path(before.path).exists():
             return 0
         what = self._changes, Path(before.path), self._stage.model, self._config, terms.dtype
         return await asyncio.to_thread(sglang_sparse.write, *what)
 
     async def _apply(self, weights: VersionFile, wanted: dict[str, str] | None) -> bool:
-        """Have the loader write the differences; whether the server then serves exactly that version."""
+        """Make the loader apply the changed elements. True when the server then serves exactly that version."""
         try:
             await self._wire.post("/begin_weight_update", {})
             try:
@@ -184,10 +187,10 @@ class Swapper:
         await self._check(weights, wanted)
 
     async def _check(self, weights: VersionFile, wanted: dict[str, str] | None) -> None:
-        """EngineError unless the server says that it serves the version, and its checksums say so too."""
+        """EngineError unless the server reports the version and, where they are known, its checksums."""
         served = (await self._wire.get("/model_info")).get("weight_version")
         if served != weights.label:
-            raise EngineError(f"the server says it serves {served}, not {weights.label}")
+            raise EngineError(f"the server reports weight version {served}, expected {weights.label}")
         self.checked = wanted is not None
         if wanted is not None and (wrong := checksums.difference(wanted, await self._checksums())):
             raise EngineError(f"version {weights.version}: {wrong}")
@@ -198,7 +201,7 @@ class Swapper:
         return "" if wanted is None else checksums.difference(wanted, await self._checksums())
 
     async def _wanted(self, weights: VersionFile, terms: Terms) -> dict[str, str] | None:
-        """The checksums of the staged version; None where the server's function is not known here."""
+        """The checksums of the staged version; None where the server's checksum function is not known here."""
         if terms.device != "cpu" or terms.tp_size != 1 or not checksums.known(self._config):
             return None
         return await asyncio.to_thread(checksums.expected, self._stage.model, self._config, terms.dtype)

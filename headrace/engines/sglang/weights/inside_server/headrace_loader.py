@@ -1,9 +1,9 @@
 """Runs inside the SGLang server: writes a version's changed elements into the weights that it computes with.
 
 `--custom-weight-loader headrace_loader.apply` names it, this folder is on the server's PYTHONPATH
-(`engines.sglang.server` sets both). It may not fail: an exception here ends the scheduler. So everything is looked at
-before the first element is written, and what doesn't fit is left alone; headrace compares checksums afterwards and then
-loads the version in full. Nothing of headrace is imported, the server's environment has none of it.
+(`engines.sglang.server` sets both). It must not raise: an exception here ends the scheduler. So everything is checked
+before the first element is written, and a file that does not fit is not applied; headrace compares checksums afterwards
+and then loads the version in full. headrace is not imported, because the server's environment does not have it.
 """
 
 from collections.abc import Sequence
