@@ -1,8 +1,8 @@
-"""The certifier: examines the tests of tasks that a curriculum asks about, before it issues them.
+"""The certifier: examines the tests of tasks before the curriculum issues them.
 
-CertifyAsked names a task and the hash of its bytes; the answer is its Certificate, from the judge's own examination in
-the environment's sandboxes. Requests that were answered stay answered: a restarted certifier reads both from the
-stream and goes on with the rest.
+CertifyAsked names a task and the hash of its bytes. The answer is the task's Certificate, from the same examination
+that the judge uses, in the environment's sandboxes. A restarted certifier reads requests and certificates from the
+stream and continues with the requests that have no certificate.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from headrace.tasks.certificates import task_hash
 
 
 class _Named:
-    """Sandboxes that remember which backend they came from."""
+    """Acquires sandboxes and records the backend of the last one."""
 
     def __init__(self, sandboxes: Sandboxes) -> None:
         self._sandboxes = sandboxes
@@ -48,7 +48,7 @@ class Certifier(Actor):
     role: ClassVar[str] = "certifier"
 
     async def start(self) -> None:
-        """Read what was asked and answered, then follow and answer."""
+        """Read the requests and certificates so far, then answer the open requests and new ones."""
         self._asked: dict[str, CertifyAsked] = {}
         self._answered: set[str] = set()
         self._news = asyncio.Event()
@@ -98,7 +98,8 @@ class Certifier(Actor):
         await self.event(kind, text, level, **data)
 
     async def _examine(self, asked: CertifyAsked) -> Certificate:
-        """The certificate of a task. Of one that this actor cannot open, or has with other bytes: refused."""
+        """The certificate of a task; its verdict is `refused` when this actor cannot open the task or has other bytes
+        of it."""
         refused = Certificate(
             task=asked.task, task_hash=asked.task_hash, judge_version=rules.VERSION, verdict="refused"
         )

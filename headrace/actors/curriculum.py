@@ -52,7 +52,7 @@ BOUND = "bound"
 """Takes the place of a group in the subjects of staleness bounds."""
 
 LAGGARD_S = 30.0
-"""A replica that serves a version below `min_version` for this long causes an event."""
+"""Seconds after which a replica that serves a version below `min_version` causes an event."""
 
 
 class Curriculum(Actor):
@@ -61,7 +61,8 @@ class Curriculum(Actor):
     role: ClassVar[str] = "curriculum"
 
     async def start(self) -> None:
-        """Fence off earlier curricula, read the streams, then follow them and act."""
+        """Write the fences that refuse earlier curricula, read the streams, then follow them and act. Unrecoverable for
+        a suite that may not be trained on."""
         self.rules = Rules.of(self.config.curriculum)
         suite = open_suite(self.config.tasks.suite, self.config.tasks.dir)
         if refused := refusal(suite, self.config.tasks.train_on_logs):
@@ -73,9 +74,9 @@ class Curriculum(Actor):
             raise Unrecoverable(refused)
         self._suite = suite
         self._wanted = await asyncio.to_thread(certificates.wanting, suite, own.dir) if refused else {}
-        """Tasks by hash that the certifier has to examine first."""
+        """Task hash to (suite, task id) for the tasks that the certifier must examine before the run."""
         self._made: dict[str, Certificate] = {}
-        """The certifier's answers by hash."""
+        """Task hash to the certifier's Certificate."""
         self._certified: certificates.AtIssue | None = None
         self.tasks = training.TaskOrder(suite.ids(), self.config.run.seed)
         self.state = RunState(self.run)
@@ -86,11 +87,11 @@ class Curriculum(Actor):
         self._admission: Admission | None = None
         self._news = asyncio.Event()
         self._evaluations: dict[str, bool] = {}
-        """By the id of every evaluation that was asked for: whether its result is there."""
+        """Id of every requested evaluation to whether its result has arrived."""
         self._asked: tuple[int, BoundAsked] | None = None
-        """The newest BoundAsked, with its sequence."""
+        """(sequence, record) of the newest BoundAsked."""
         self._served = -1
-        """The newest version that some node has staged or serves."""
+        """The newest version that any node has staged or serves."""
         self._ledger, self._laggards = readiness.ReadinessLedger(), readiness.Laggards(LAGGARD_S)
         await self._take_over()
         live = {
@@ -115,12 +116,13 @@ class Curriculum(Actor):
         self.every(2.0, self._measure, "metrics")
 
     async def _take_over(self) -> None:
-        """Refuse the writes of earlier curricula from now on, so that the streams hold all there is to read."""
+        """Write both fences: the broker then refuses earlier curricula, so the streams do not change while they are
+        read."""
         fence = await self._issuer.fence(FENCE, self.name(), self.id)
         self._close_fence = await self.bus.publish(CLOSE.at(run=self.run, group=FENCE), fence)
 
     def _apply(self, received: Received[Any]) -> bool:
-        """Apply a record to the state; True when it changed anything."""
+        """Apply a record; True when the state changed."""
         message = received.message
         if getattr(message, "lane", "train") != "train":
             return False
@@ -178,9 +180,10 @@ class Curriculum(Actor):
         await self.event("run_finished", f"{self.state.steps} steps", steps=self.state.steps, groups=self.state.issued)
 
     async def _decide(self) -> None:
-        """Carry out decisions until there are none. The same decisions twice in a row mean that the ledger holds
-        records which no honest run writes. Then it publishes an event and waits for news, because it would write the
-        same records for ever."""
+        """Carry out decisions until there are none.
+
+        Equal decisions twice in a row mean that the ledger holds contradictory records. Then this publishes an event
+        and returns, because it would write the same records without end."""
         before: Sequence[Decision] = ()
         while decisions := decide(self.state, self.rules):
             if decisions == before:
@@ -196,7 +199,7 @@ class Curriculum(Actor):
         await self.news(self._news)
 
     async def _set_bound(self) -> None:
-        """Write the staleness bound among the closings: first the configured one, then what an operator asks for."""
+        """Write a StalenessBound among the closings: the configured one first, then each that an operator requests."""
         state, own = self.state, self.config.curriculum
         if state.bounds is None:
             first = batch_of(len(state.closings) + own.groups_per_step - 1, own.groups_per_step)
@@ -219,7 +222,7 @@ class Curriculum(Actor):
         await self.event("bound_changed", text, bound=asked.bound, first_batch=first)
 
     async def _first_version(self) -> None:
-        """Wait until some engine serves a version."""
+        """Wait until an engine serves a version."""
         self.status = "waiting for version 0"
         with self.waiting():
             async for _ in self.bus.follow("HR_EVENT", EVENT.where(run=self.run, actor="*", type="weights_swapped")):
@@ -232,7 +235,7 @@ class Curriculum(Actor):
                 case IssueGroup():
                     group = self.state.groups.get(decision.group)
                     task = group.first.task if group else training.task(self.config, self.tasks, decision.number)
-                    if group is None:  # the first slot of a group that is known was issued after its examination
+                    if group is None:  # a known group was examined before its first slot was issued
                         await self._examined(task)
                     await self._issue(training.slots_of(self.config, self.run, decision, task, decision.index))
                 case RetrySlot():
@@ -253,7 +256,7 @@ class Curriculum(Actor):
                     await self.event("group_dropped", text, "warning", reason=decision.reason)
 
     async def _certify(self) -> None:
-        """Wait for the certificates that are missing and write them down. Unrecoverable where a task is refused."""
+        """Wait for missing certificates and write them into the tasks' folder. Unrecoverable when a task is refused."""
         own = self.config.tasks
         for hash, (suite, id) in self._wanted.items():
             if hash not in self._made:
@@ -274,20 +277,21 @@ class Curriculum(Actor):
         self._certified = None if own.uncertified else certificates.AtIssue(self._suite, own.dir)
 
     async def _examined(self, task: TaskRef) -> None:
-        """Unrecoverable for a task that is not the one that was certified. No group of an impossible task is trained
-        on, so those have no certificates."""
+        """Unrecoverable when a task differs from the certified one. Unsolvable tasks need no certificate, because they
+        are never trained on."""
         if self._certified is None or task.suite.startswith(CANARY):
             return
         if refused := await asyncio.to_thread(self._certified.refusal, task.task):
             raise Unrecoverable(refused)
 
     async def _issue(self, slots: Sequence[SlotIssued]) -> None:
-        """Announce which version rollouts must serve, then issue the slots."""
+        """Announce the version that rollout actors must serve, then issue the slots."""
         await self._admit(max(issued.min_version for issued in slots))
         await self._issuer.issue(slots)
 
     async def _close(self, record: GroupClosed | GroupDropped | StalenessBound) -> None:
-        """Write a group's end, or a staleness bound, on top of the last such record of the run."""
+        """Write a group's end, or a staleness bound, on top of the run's last such record. WrongSequence for a
+        successor."""
         if isinstance(record, StalenessBound):
             place, id = BOUND, f"{self.run}.bound.{record.asked_seq}"
         else:
@@ -302,7 +306,7 @@ class Curriculum(Actor):
         self.state.apply(record, seq)
 
     async def _admit(self, min_version: int) -> None:
-        """Keep in HR_STATE the version that a rollout actor must serve to pull the train lane."""
+        """Store in HR_STATE the oldest version with which a rollout actor may pull the train lane."""
         last = self._admission.min_version if self._admission else -1
         if min_version > last:
             state = await self.bus.kv("HR_STATE")
@@ -320,11 +324,11 @@ class Curriculum(Actor):
         return [*(request.id for request in (*before, *after)), *asked]
 
     async def _measure_served(self) -> None:
-        """Ask for the evaluations that are due while training goes on. Nothing waits for them before the end."""
+        """Request the evaluations that are due during training. Only the end of the run waits for their results."""
         await self._ask(training.evaluations_during(self.config, self.run, self.state.steps, self._served))
 
     async def _ask(self, evaluations: Iterable[EvalRequest]) -> None:
-        """Ask for the evaluations that were not asked for before."""
+        """Request the evaluations that were not requested before."""
         for ask in evaluations:
             if ask.id not in self._evaluations:
                 await self.publish_event(ask, msg_id=f"{self.run}.{ask.id}")

@@ -1,4 +1,4 @@
-"""The dead-letter actor: stores every message that a consumer gave up, with reason, trace and payload.
+"""The dead-letter actor: stores every message that a consumer gave up on, with reason, trace and payload.
 
 The broker's advisories and the copies of rejected work are in streams, so this actor misses nothing while it is down.
 The dead-letter queue belongs to the broker, not to a run: several dead-letter actors share one consumer.
@@ -31,7 +31,7 @@ class DeadLetter(Actor):
     role: ClassVar[str] = "dead_letter"
 
     async def start(self) -> None:
-        """Consume both kinds of notice; each is redelivered until its dead letter is stored."""
+        """Consume advisories and rejections; each is redelivered until its dead letter is stored."""
         self.written = 0
         await self.consume(
             ADVISORY,

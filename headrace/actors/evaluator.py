@@ -31,7 +31,7 @@ class Evaluator(Actor):
     role: ClassVar[str] = "evaluator"
 
     async def start(self) -> None:
-        """Read the evaluations that were asked for, issued and answered, then follow the streams."""
+        """Read requests, attempts and results so far, then follow the streams."""
         self.state = RunState(self.run)
         self.open: dict[str, Evaluation] = {}
         self.answered: set[str] = set()
@@ -79,7 +79,7 @@ class Evaluator(Actor):
         while True:
             await self._open()
             for evaluation in list(self.open.values()):
-                if not recovered:  # a predecessor may have died between ledger and request
+                if not recovered:  # a predecessor may have died between ledger record and request
                     await self._issuer.request(list(evaluation.running()))
                 await self._issue(evaluation)
                 await self._answer(evaluation)
@@ -88,7 +88,7 @@ class Evaluator(Actor):
             await self.news(self._news)
 
     async def _open(self) -> None:
-        """Look up the tasks of new requests. A request for an unknown suite is answered at once."""
+        """Look up the tasks of new requests. A request for an unknown suite gets a result with the reason at once."""
         while self._asked:
             request, asked_at = self._asked.pop(next(iter(self._asked)))
             try:
@@ -113,12 +113,12 @@ class Evaluator(Actor):
             self.open[request.id] = Evaluation(request, asked_at, [ids[n] for n in range(count)], self.state)
 
     def _request_of(self, issued: SlotIssued) -> RolloutRequest:
-        """The request of an attempt, by the evaluation that its group belongs to."""
+        """The RolloutRequest of an attempt, from the evaluation of its group."""
         name = issued.group.rpartition("-")[0]
         return next(each for each in self.open.values() if each.name == name).rollout_request(issued)
 
     async def _issue(self, evaluation: Evaluation) -> None:
-        """Issue the attempts that are missing."""
+        """Issue the attempts that are due."""
         slots = list(evaluation.to_issue())
         for issued in slots:
             if issued.attempt:

@@ -1,4 +1,4 @@
-"""The gateway: users send requests over HTTP, and each session is a RolloutRequest on the lane `production`.
+"""The gateway: takes users' requests over HTTP; each session is a RolloutRequest on the lane `production`.
 
     POST   /v1/sessions                {user, suite, task, prompt?, files?}   -> 202 {session}
     GET    /v1/sessions/ID?wait=S      state, turns, failed attempts, result; waits up to S seconds for a change
@@ -53,7 +53,7 @@ from headrace.tasks import UnknownSuite, open_suite
 from headrace.tasks.workspace import LIGHT, WORKSPACE
 
 KEPT_BYTES = 512 << 10
-"""A session with more bytes of files is kept without them: after a restart of the gateway it cannot be tried again."""
+"""Files of more bytes are not stored with their session: after a restart of the gateway it cannot be retried."""
 SESSION_S = 3600.0
 """Seconds after which a session that has not ended fails with the reason `timed_out`."""
 
@@ -119,7 +119,7 @@ class Gateway(Actor):
     # Recovery
 
     async def _recover(self) -> int:
-        """Continue every open session where the ledger says it is; the ledger's sequence up to which it was read."""
+        """Continue every open session from its state in the ledger. Returns the ledger's last sequence before that."""
         after = await self.bus.last_seq("HR_LEDGER")
         for key, (value, _) in (await self._kept.items(f"{self.run}.session.*.*")).items():
             if isinstance(value, OpenSession):
@@ -136,7 +136,7 @@ class Gateway(Actor):
         return after
 
     async def _continue(self, session: Session) -> None:
-        """Issue what the ledger does not hold yet, ask again for a running attempt, or act on a recorded failure."""
+        """Issue the first attempt, publish the request of a running attempt again, or handle a recorded failure."""
         group = session.request.group
         filters = (subjects.LEDGER.at(run=self.run, group=group), subjects.FAIL.at(run=self.run, group=group))
         failed: SlotFailed | None = None
@@ -283,7 +283,7 @@ class Gateway(Actor):
         return sum(session.state == state for session in self.sessions.values())
 
     async def _keep(self, session: Session) -> None:
-        """Keep an open session in HR_SESSION, so that the next gateway recovers it."""
+        """Store an open session in HR_SESSION, so that the next gateway recovers it."""
         request = session.request
         complete = sum(map(len, request.files.values())) <= KEPT_BYTES
         if not complete:
@@ -302,7 +302,7 @@ class Gateway(Actor):
             await self.event("superseded", str(error), "warning", trajectory=request.trajectory)
 
     async def _retry(self, session: Session, reason: str, detail: str) -> None:
-        """Issue the next attempt, or end the session when there is none left."""
+        """Issue the next attempt, or end the session when no attempt is left."""
         request = session.request
         if reason == "cancelled" or request.attempt + 1 >= self.config.curriculum.attempts:
             await self._end(session, reason, detail)
@@ -325,7 +325,7 @@ class Gateway(Actor):
         await self._kept.delete(self._key(group))
 
     async def _end_overdue(self) -> None:
-        """End the sessions that have taken too long, so that no user waits for ever."""
+        """End the sessions that are older than `SESSION_S`, so that no user waits without end."""
         for session in [*self.sessions.values()]:
             if not session.over and time.time() - session.started > SESSION_S:
                 await self._end(session, "timed_out", f"no result within {SESSION_S:g} s")
@@ -333,7 +333,7 @@ class Gateway(Actor):
     # Streams
 
     async def _follow_turns(self) -> None:
-        """Show users the turns while the agent works."""
+        """Add turns to their sessions while the agent works, for users to read."""
         async for received in self.bus.follow("HR_TURN", subjects.TURN.where(run=self.run, trajectory="*.*")):
             record = received.message
             if isinstance(record, TurnSampled | TurnDone):
@@ -373,20 +373,20 @@ class Gateway(Actor):
             await self._end(session, REASON, letter.reason)
 
     async def _follow_split(self, key: str) -> None:
-        """New sessions get the promoted version, some the candidate. The feedback actor keeps both in HR_STATE."""
+        """Follow a value of the feedback actor in HR_STATE that decides the version of new sessions."""
         state = await self.bus.kv("HR_STATE")
         async for _, value, _ in state.watch(key):
             self.split.apply(value)
 
     async def _follow_versions(self) -> None:
-        """The newest version that an engine serves; before the first one there is nothing to offer."""
+        """Track the newest version that an engine serves."""
         where = subjects.EVENT.where(run=self.run, actor="rollout", type="weights_swapped")
         async for received in self.bus.follow("HR_EVENT", where):
             if isinstance(received.message, WeightsSwapped):
                 self.version = max(self.version, received.message.version)
 
     async def _publish_traffic(self) -> None:
-        """The load of the last seconds, for the scavenger."""
+        """Publish the present load and the request rate of the last 10 s, for the scavenger."""
         now = time.monotonic()
         self.requests = [moment for moment in self.requests if now - moment < 10.0]
         traffic = Traffic(

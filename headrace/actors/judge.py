@@ -1,8 +1,9 @@
-"""judge: one Score for every Trajectory on arrival, by hidden tests in fresh sandboxes.
+"""The judge: publishes one Score for every Trajectory, by hidden tests in new sandboxes.
 
 The examination itself is `judging.examination.examine`. This actor gives it the trajectory and the sandboxes, computes
 the reward, publishes the Score, and ends a group's shared machine once the group is closed or dropped. A trajectory
-becomes SlotFailed only when a sandbox failed in which no candidate's code ran; every other trajectory is scored.
+gets a SlotFailed instead of a Score only when infrastructure failed: a sandbox in which no candidate's code ran, or the
+rubric's model endpoint.
 """
 
 import time
@@ -38,7 +39,7 @@ from headrace.tasks import UnknownSuite, open_suite
 from headrace.tasks.suites import suite_plugins
 
 _ONCE = frozenset({"machines_not_checked", "rubric_not_judged"})
-"""Events about the node rather than about a candidate: one of each is enough."""
+"""Events about the node and not about a candidate, which are published once."""
 
 
 class Judge(Actor):
@@ -48,7 +49,7 @@ class Judge(Actor):
 
     async def start(self) -> None:
         """Consume trajectories and follow the ends of groups. A user's own repository has no hidden tests, so the
-        two-token groups of the production lane are not read."""
+        trajectories of the production lane, whose group names have two subject tokens, are not consumed."""
         self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
         self._rewarder, self._rubrics = self._open_reward(), self._open_rubrics()
         if unknown := sorted({*self.config.judge.severities} - {*rules.SEVERITY}):
@@ -104,8 +105,8 @@ class Judge(Actor):
         await self.metric(scored=self._scored, passed=self._passed, sandboxes=len(self._sandboxes))
 
     async def _release_groups(self, start: int) -> None:
-        """No further slot of a group comes once it is closed or dropped: its shared machine ends then, instead of after
-        the idle time. Every judge follows, because each remembers only the groups that it acquired itself."""
+        """End a group's shared machine once the group is closed or dropped, instead of after the idle time. Every judge
+        follows the closings, because each knows only the groups that it acquired itself."""
         async for received in self.bus.follow("HR_SCORE", CLOSE.where(run=self.run), start=start):
             ended = received.message
             if isinstance(ended, GroupClosed | GroupDropped):
@@ -153,7 +154,7 @@ class Judge(Actor):
         await self._publish(received.seq, candidate, verdict, time.monotonic() - started)
 
     async def _with_rubric(self, candidate: Candidate, verdict: Verdict) -> Verdict:
-        """The verdict with what the rubric judge finds, where there is a rubric and a work to judge."""
+        """The verdict with the rubric judge's result, if the task has a rubric and the verdict has no reason."""
         if verdict.reason:
             return verdict
         if self._rubrics is None:
@@ -172,7 +173,8 @@ class Judge(Actor):
         await self.event(kind, text, level, **data)
 
     def _drawn(self, trajectory: Trajectory) -> bool:
-        """Whether this verdict is one of those that are made twice; every judge makes the same choice."""
+        """Whether this trajectory is examined twice; the choice is derived from its id, so every judge makes the same
+        one."""
         seed = seed_of(self.config.run.seed, "judge again", trajectory.id)
         return seed < self.config.judge.again * 2**62
 
@@ -186,7 +188,7 @@ class Judge(Actor):
     async def _publish(self, seq: int, candidate: Candidate, verdict: Verdict, wall_s: float) -> None:
         trajectory = candidate.trajectory
         reward, reason = 0.0, ""
-        if not verdict.reason:  # the reward of refused output and of our own faults is 0 by definition
+        if not verdict.reason:  # with a reason (refused output, a fault of the judge) the reward is 0 by definition
             try:
                 reward = await self._rewarder.reward(trajectory, verdict)
             except RewardError as error:

@@ -1,4 +1,4 @@
-"""Names of actors and where their classes are. Nothing is imported until an actor is asked for."""
+"""The names of actors and the locations of their classes. `load_class` imports them."""
 
 import importlib
 from typing import TYPE_CHECKING

@@ -1,12 +1,12 @@
-"""The scavenger: lends the product's rollout actors to training while traffic is low, and takes them back at once.
+"""The scavenger: lends the product's rollout actors to training while traffic is low, and reclaims them at once.
 
 A lease is a value in HR_LEASE under the run and the rollout actor's id; its revision is the fencing token. A lent actor
-keeps the production lane, so a user never waits for it to be taken back. Taking back removes the lane `train` from the
-lease, and the rollout actor then hands its training requests back to the queue.
+keeps the production lane, so users do not wait for a reclaim. A reclaim removes the lane `train` from the lease, and
+the rollout actor then hands its training requests back to the queue.
 
 Traffic has two kinds of sources: gateways, whose sessions any of the product's actors may serve, and SGLang servers
-that other clients use, which concern their own rollout actor only. An actor is lent while all of its sources report no
-load, and taken back as soon as one of them reports load.
+that other clients use, each of which concerns its own rollout actor only. An actor is lent when the load of all its
+sources was at most `reclaim_above` for `lend_after_s` seconds, and reclaimed as soon as it is higher.
 """
 
 import time
@@ -37,18 +37,18 @@ class Scavenger(Actor):
     role: ClassVar[str] = "scavenger"
 
     async def start(self) -> None:
-        """Take back every actor that an earlier scavenger lent, then follow the traffic."""
+        """Reclaim every actor that an earlier scavenger lent, then follow the traffic."""
         self.leases = await self.bus.kv("HR_LEASE")
         self.lent: dict[str, bool] = {}
         self.quiet_since: dict[str, float] = {}
         self.loads: dict[tuple[str, str], Load] = {}
-        """By region and server; the server of a gateway is empty."""
+        """(region, server) to the last report; a gateway's server is empty."""
         for rollout in self.config.production.rollouts:
             await self.grant(rollout, OWN, "start")
         await self.listen(subjects.TRAFFIC.where(), self.on_traffic)
 
     async def on_traffic(self, traffic: Traffic) -> None:
-        """Decide for the actors that the report concerns. Lending waits for `lend_after_s`, taking back does not."""
+        """Decide for the actors that a report concerns."""
         if traffic.run not in ("", self.run):
             return
         now = time.monotonic()
@@ -60,7 +60,7 @@ class Scavenger(Actor):
                 await self.decide(rollout, now)
 
     async def decide(self, rollout: str, now: float) -> None:
-        """Lend or take back one actor, by the last reports of its sources."""
+        """Lend or reclaim one actor, by the last reports of its sources. now: `time.monotonic`."""
         rules = self.config.production
         load = sum(last.requests for (_, server), last in self.loads.items() if server in ("", rollout))
         if load > rules.reclaim_above:
@@ -73,7 +73,7 @@ class Scavenger(Actor):
             await self.grant(rollout, LENT, f"no load for {now - since:.0f} s")
 
     async def grant(self, rollout: str, lanes: tuple[str, ...], reason: str) -> None:
-        """Write a lease on top of its newest revision. After a concurrent write the newest one is read again."""
+        """Write a lease on top of its newest revision. After a concurrent write it tries again, three times in all."""
         lease = CapacityLease(rollout=rollout, lanes=lanes, reason=reason, since=time.time())
         key = lease_key(self.run, rollout)
         for _ in range(3):

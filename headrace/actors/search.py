@@ -1,8 +1,8 @@
-"""search: semantic search for the sandboxes of a run, by request and reply; one process per node.
+"""The search actor: semantic search for the sandboxes of a run, by request and reply; one process per node.
 
-A sandbox must not hold the model, so the harness sends the files that changed since its last search, and this actor
-keeps the index. A search never waits for a large repository to be embedded: it is answered by keywords until the
-vectors are there, and the reply says so.
+A sandbox cannot hold the model, so the harness sends the files that changed since its last search, and this actor keeps
+the index. A search does not wait until a large repository is embedded: until then it is a keyword search, and the reply
+names the mode.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from headrace.search.models import INSTALL, SearchModelError, find, plugin
 from headrace.search.service import open_indexes
 
 REPLAY_S = 45.0
-"""How long a request that names its mode waits for vectors: less than its caller waits."""
+"""Seconds that a request with a fixed mode waits for vectors: less than the caller's time limit."""
 
 
 class Search(Actor):
@@ -29,7 +29,7 @@ class Search(Actor):
     role: ClassVar[str] = "search"
 
     async def start(self) -> None:
-        """Open the model's identity, not the model; then answer."""
+        """Find the model without loading it, then serve requests. Unrecoverable without a usable model."""
         section = self.config.search
         self._answers = ThreadPoolExecutor(1, "answers")
         self._vectors = ThreadPoolExecutor(1, "vectors")
@@ -82,7 +82,7 @@ class Search(Actor):
         )
 
     async def _mode(self, index: Index, wanted: Mode | None) -> Mode | None:
-        """The mode of an answer; None when the wanted one cannot be had in time."""
+        """The mode of an answer; None when the wanted mode is not available in time."""
         if wanted == "keyword":
             return wanted
         with self.waiting():
@@ -94,7 +94,7 @@ class Search(Actor):
         return "hybrid"
 
     async def _embed(self) -> None:
-        """Embed what is missing, a slice at a time."""
+        """Embed missing chunks, a batch at a time, without end."""
         loop = asyncio.get_running_loop()
         while True:
             await self._work.wait()

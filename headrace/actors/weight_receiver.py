@@ -1,10 +1,10 @@
-"""The receiver: from head records to verified files on this node, one per version, announced with WeightsStaged.
+"""The receiver: builds a verified file on this node for each version of a head record, and publishes WeightsStaged.
 
-It stages the newest head first and skips what lies between, then whatever versions evaluations and promotions have
-pinned; the newest few stay in the store. A version is announced only when every block of it has the trainer's hash.
+It stages the newest version first and skips versions in between, then the versions that evaluations and promotions have
+pinned. The newest few stay in the store. A version is announced only when every block of it has the trainer's hash.
 
-A head is valid only when a known publisher signed it and it follows the head before it in the stream. A forged head,
-and a genuine one that was stored again elsewhere, cause an event and change nothing.
+A head is valid only when a known publisher signed it and it follows the last valid head in the stream. A forged head,
+or a genuine one that was stored again, causes an event and nothing else.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
 
 AGAIN_S = 5.0
-"""A version that could not be staged is tried again after this time, or earlier when a head arrives."""
+"""Seconds after which a version that could not be staged is tried again; a new head triggers this earlier."""
 
 
 class WeightReceiver(Actor):
@@ -45,7 +45,7 @@ class WeightReceiver(Actor):
         self._heads: dict[int, WeightHead] = {}
         self._book = heads.Heads(self.run, self.trust)
         self._pins: dict[str, int] = {}
-        """Versions that stay staged, by the id of an evaluation, or "promotion"."""
+        """Id of an evaluation, or "promotion", to the version that stays staged for it."""
         self._announced: dict[int, str] = {}
         self._failed: set[int] = set()
         self._news = asyncio.Event()
@@ -85,16 +85,16 @@ class WeightReceiver(Actor):
 
     def _hear_pin(self, message: Message) -> None:
         if isinstance(message, EvalRequest) and message.policy.kind == "pinned":
-            if message.policy.run in ("", self.run):  # a branch has a receiver of its own
+            if message.policy.run in ("", self.run):  # a branch has its own receiver
                 self._pins[message.id] = message.policy.version
         elif isinstance(message, EvalResult):
             self._pins.pop(message.id, None)
-        elif isinstance(message, Promotion) and not message.branch:  # a branch gets a record of its own
+        elif isinstance(message, Promotion) and not message.branch:  # a branch gets its own record
             self._pins["promotion"] = message.version
         self._news.set()
 
     def _next(self) -> WeightHead | None:
-        """The next version to stage: the newest, else one that is pinned."""
+        """The next version to stage: the newest, then the pinned ones; None when all are staged or have failed."""
         wanted = [self._book.newest, *(self._heads.get(version) for version in self._pins.values())]
         for head in wanted:
             if head is None or head.version in self._failed:
@@ -152,7 +152,7 @@ class WeightReceiver(Actor):
         self.status = f"version {head.version} staged"
 
     async def _wanted(self, head: WeightHead) -> tuple[frozenset[int] | None, str]:
-        """The shards that this node needs, None for all, and the state hash of a file that holds just them."""
+        """The shards that this node needs (None: all), and the state hash of a file with only these shards."""
         patterns = self.config.weights.want
         if not patterns:
             return None, head.state_hash

@@ -1,10 +1,10 @@
-"""The sender: from the trainer's snapshot files to versions in the stream. It skips to the newest one, and the trainer
-never waits for it.
+"""The sender: publishes the trainer's snapshot files as versions in the stream.
 
-It keeps no state of its own: the head record says which version is committed, the last SnapshotReady which is wanted,
-and a lost base is built again from the chain. The head is written with an expected sequence, so of two senders one is
-refused; it fails, and its successor reads the head again. The records that commit a version are signed with the
-publisher's key, which is in the sender's credentials folder alone.
+It publishes the newest file and skips older ones; the trainer never waits for it. It keeps no state of its own: the
+head record names the committed version, the last SnapshotReady names the version to publish, and a lost base is built
+again from the chain. The head is written with an expected sequence, so of two senders the broker refuses one; that one
+fails, and its successor reads the head again. The records that commit a version are signed with the publisher's key,
+which is in the sender's credentials folder alone.
 """
 
 import asyncio
@@ -59,11 +59,11 @@ class WeightSender(Actor):
 
     async def _recover(self) -> Commit | None:
         tail = await self.bus.tail("HR_WEIGHTS", WEIGHT_HEAD.at(run=self.run))
-        found = await heads.read(self.bus, self.run, self.trust)
-        self._last_head = max(tail, found.last_seq)
-        if found.newest is None:
+        valid = await heads.read(self.bus, self.run, self.trust)
+        self._last_head = max(tail, valid.last_seq)
+        if valid.newest is None:
             return None
-        head = found.newest
+        head = valid.newest
         manifest = await chain.manifest(self.bus, self.run, head.manifest_seq, self.trust)
         full = await chain.manifest(self.bus, self.run, head.full_seq, self.trust)
         return Commit(seq=self._last_head, head=head, manifest=manifest, full_bytes=full.wire_bytes)
@@ -86,13 +86,13 @@ class WeightSender(Actor):
             try:
                 await self._publish(ready)
             except FileNotFoundError:
-                # The trainer replaces a file that is still unsent; the newer one is announced next.
+                # The trainer has deleted the file for a newer one, which is announced next.
                 await self.event("snapshot_replaced", f"version {ready.version} is gone: {ready.path}", level="warning")
             except WrongSequence as error:
                 newest = (await heads.read(self.bus, self.run, self.trust)).newest
                 if newest != (self.commit.head if self.commit is not None else None):
                     raise  # another sender publishes this run
-                # Only records that are no heads of this run came since: publish on top of them.
+                # Only records that are not valid heads were stored since: publish on top of them.
                 await self.event("head_overtaken", f"version {ready.version}: {error}", level="warning")
                 self.commit = await self._recover()
                 self._news.set()
@@ -101,7 +101,7 @@ class WeightSender(Actor):
                 await self.event("snapshot_refused", f"version {ready.version}: {error}", level="error")
 
     def _committed(self, ready: SnapshotReady) -> bool:
-        """Whether the head has this version or a newer one. Other bits under the head's number are a new
+        """Whether the head has this version or a newer one. Other bits with the head's version number are a new
         incarnation."""
         if self.commit is None:
             return False
@@ -169,7 +169,7 @@ class WeightSender(Actor):
         return path, state_hash, Origin(precision=kind, source_hash=ready.state_hash)
 
     async def _squash(self, count: int) -> None:
-        """Publish one delta over the last versions. It only saves bytes, so a failure is an event and nothing else."""
+        """Publish one delta over the last `count` deltas. It only saves bytes, so a failure only causes an event."""
         assert self.commit is not None
         codec = self.config.weights.codec
         try:
@@ -188,7 +188,7 @@ class WeightSender(Actor):
         )
 
     async def _base(self) -> Snapshot | None:
-        """The committed version's bits: the link to the trainer's file, or built from the chain when that was lost."""
+        """The committed version's file: the link to the trainer's file, or one that is built from the chain."""
         if self.commit is None:
             return None
         head = self.commit.head

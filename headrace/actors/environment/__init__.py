@@ -1,1 +1,1 @@
-"""The environment actor: sandboxes of one node."""
+"""The environment actor: serves the sandboxes of one node."""

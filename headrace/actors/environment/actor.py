@@ -1,8 +1,8 @@
-"""environment: sandboxes of one node, by request and reply.
+"""The environment actor: serves the sandboxes of one node, by request and reply.
 
 Any node of a run may answer ``hr.rpc.environment.acquire-<run>`` (a queue group: a full node answers ``no_room``, and
 another one may answer the next request). Every later request goes to the node that holds the sandbox. `headrace.vmhost`
-decides which machine a sandbox runs in.
+decides in which machine a sandbox runs.
 """
 
 import asyncio
@@ -65,11 +65,11 @@ from headrace.vmhost.node.host import Host, VmSandbox
 REAP_EVERY_S = 1.0
 LOG_BATCH = 64
 LOG_BACKLOG = 20_000
-"""Largest number of lines that wait for the broker; older ones are dropped and counted."""
+"""Largest number of tool-log lines that wait for the broker; the oldest are dropped and counted."""
 
 
 class Environment(Actor):
-    """Serves the methods of `messages.sandbox`; every machine ends when it stops."""
+    """Serves the methods of `messages.sandbox`. All machines end when it stops."""
 
     role: ClassVar[str] = "environment"
 
@@ -84,7 +84,7 @@ class Environment(Actor):
         # Two runs of one broker may each have an environment on this node.
         shared = self.run == ANY_RUN
         self._node = token(self.bus.node) if shared else token(f"{self.bus.node}-{self.run}")
-        # The sandboxes of a run behave alike on every node. Nodes for any run agree among themselves.
+        # All nodes of a run must have the same backend plugin. Nodes for any run compare it among themselves.
         await agree(self.bus, self.run, backends.plugins_of(self.config.environment.backend))
         self.status = "building the template where it is missing"
         self._host = await Host.open(self.config.environment, on_event=self._on_host_event)
@@ -109,7 +109,7 @@ class Environment(Actor):
         await self.serve(RPC.where(service="environment", method=method), self._acquire, queue="environment")
 
     async def stop(self) -> None:
-        """End every machine; the next call to one of its sandboxes is answered ``lost``."""
+        """End every machine; a later call to one of its sandboxes gets the answer ``lost``."""
         await self._host.close()
         await self._flush_lines()
 
@@ -117,8 +117,8 @@ class Environment(Actor):
         self.spawn(self.event(kind, text, "warning", **data), "host event")
 
     async def _acquire(self, request: Acquire) -> Acquired | SandboxReply:
-        """A sandbox under a new secret and epoch, or the reason why not. The latest caller owns the sandbox; concurrent
-        acquires of one key are serialised."""
+        """A sandbox with a new secret and epoch, or the reason for a failure. The latest caller owns the sandbox;
+        concurrent acquires of one key are serialised."""
         async with self._acquiring.setdefault(SandboxKey.of(request), asyncio.Lock()):
             return await self._acquire_alone(request)
 
@@ -195,7 +195,7 @@ class Environment(Actor):
         return Ack()
 
     async def _release(self, request: Release) -> Ack:
-        """Give a sandbox back. A repeat is answered like the first."""
+        """Release a sandbox. A repeated request gets the same answer."""
         try:
             lease = self._leases.authorise(request.sandbox, request.secret, request.epoch)
         except Unknown:
@@ -207,12 +207,13 @@ class Environment(Actor):
         return Ack()
 
     async def _release_group(self, request: ReleaseGroup) -> Ack:
-        """Expect no further acquire of this group: its machine ends with its last sandbox."""
+        """The caller acquires no further sandbox of the group: the group's machine ends with its last sandbox."""
         self._host.release_group(GroupKey(request.run, request.lane, request.role, request.group))
         return Ack()
 
     async def _fork(self, request: Fork) -> Forked | SandboxReply:
-        """Copies of a sandbox, for the same run, lane and role."""
+        """Copy a sandbox into new ones of the same run, lane and role. Copies that lost their hand-over are left
+        out."""
         try:
             lease = self._leases.authorise(request.sandbox, request.secret, request.epoch)
             source = SandboxKey.of(lease.request)
@@ -231,7 +232,7 @@ class Environment(Actor):
         return Forked(held=tuple(reply for reply in replies if isinstance(reply, Acquired)))
 
     async def _checkpoint(self, request: Checkpoint) -> Checkpointed | SandboxReply:
-        """The sandbox as bytes."""
+        """Serialise a sandbox."""
         try:
             lease = self._leases.authorise(request.sandbox, request.secret, request.epoch)
             lease.running += 1
@@ -244,7 +245,7 @@ class Environment(Actor):
             return _failure(error)
 
     async def _restore(self, request: Restore) -> Acquired | SandboxReply:
-        """A sandbox from bytes."""
+        """Open a sandbox from the bytes of a checkpoint."""
         try:
             sandbox = await self._host.restore(request.data, request.request)
         except (NoCapacity, VmhostError, SandboxLost) as error:
@@ -315,13 +316,13 @@ class Environment(Actor):
 
 
 def _failure(error: Exception) -> SandboxReply:
-    """The reply to a request that gave no sandbox."""
+    """The reply that reports an error."""
     kinds = {NoCapacity: "no_room", SandboxLost: "lost", Unknown: "lost"}
     return SandboxReply(failure=kinds.get(type(error), "refused"), detail=str(error))
 
 
 def describe(op: Op) -> tuple[str, str]:
-    """An operation for the tool log: its kind, and the paths or words that it names; never content."""
+    """An operation for the tool log: its kind, and at most 200 characters of its paths or words; never file content."""
     match op:
         case Exec():
             brief = " ".join(op.argv)

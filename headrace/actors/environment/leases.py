@@ -1,4 +1,4 @@
-"""The leases of a node's sandboxes: their current owners by secret and epoch, and when each lease lapses.
+"""The leases of a node's sandboxes: each has an owner, known by secret and epoch, and a time at which it lapses.
 
 Acquiring a key that is in use gives the same sandbox to the new caller under a new secret and epoch, and calls under
 the old ones are refused from then on. A second rollout actor can therefore continue an attempt of one that was killed,
@@ -22,7 +22,7 @@ class Unknown(Exception):
 
 
 class Lease:
-    """One sandbox in use."""
+    """The lease of one sandbox."""
 
     def __init__(self, request: Acquire, sandbox: VmSandbox) -> None:
         self.request = request
@@ -34,7 +34,7 @@ class Lease:
         self.lease_s = request.lease_s
         self.expires = 0.0
         self.running = 0
-        """Calls under way; the lease does not lapse while there are any."""
+        """Number of running calls; the lease does not lapse while there are any."""
 
     def hand_over(self, lease_s: float) -> None:
         """Give the sandbox to a new owner: a new secret, the next epoch."""
@@ -48,7 +48,7 @@ class Lease:
         self.expires = time.monotonic() + self.lease_s
 
     def check(self, secret: str, epoch: int) -> None:
-        """OwnershipRefused unless both are the current owner's."""
+        """Raise OwnershipRefused unless secret and epoch are the current owner's."""
         if epoch != self.epoch or not hmac.compare_digest(secret, self.secret):
             raise OwnershipRefused(f"epoch {epoch} is not the current owner's")
 
@@ -64,7 +64,7 @@ class Leases:
         return len(self._by_id)
 
     def find(self, key: SandboxKey) -> Lease | None:
-        """The lease of a key, if there is one."""
+        """The lease of a key; None without one."""
         return self._by_key.get(key)
 
     def add(self, lease: Lease) -> None:
@@ -89,5 +89,5 @@ class Leases:
         return lease
 
     def lapsed(self, now: float) -> list[Lease]:
-        """Leases that were not renewed in time. now: on the monotonic clock."""
+        """Leases that were not renewed in time and have no running call. now: `time.monotonic`."""
         return [lease for lease in self._by_id.values() if not lease.running and lease.expires <= now]

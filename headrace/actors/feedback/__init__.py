@@ -1,1 +1,1 @@
-"""The feedback actor: ratings into the branch's batches, and the gate between its versions and the users."""
+"""The feedback actor: turns ratings into a branch's batches, and gates the branch's versions."""

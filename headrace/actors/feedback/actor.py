@@ -5,11 +5,11 @@ superseded, purged or discarded, and until then it waits. A rating is examined w
 made: a tenant may have opted out since, or a user's data may be gone.
 
 The branch (`branch`) begins at the first version that is promoted while `[feedback] enabled` is set. Its trainer is an
-ordinary one, in a process of its own. Each of its versions is a candidate while no other one is at the gate
-(`candidates`). Promotion and rollback are one value in HR_STATE that gateways follow.
+ordinary one, in a process of its own. The newest version of the branch becomes a candidate when no other one is at the
+gate (`candidates`). Promotion and rollback change one value in HR_STATE that gateways follow.
 
-It reads all of its state from the streams when it starts. Of two feedback actors of a run the one that started last
-acts; the other one stands down and stays idle, so that the two never fence each other off by restarts.
+The actor reads all of its state from the streams when it starts. Of two feedback actors of a run the one that started
+last acts. The other one stays idle and does not end, because a restart would fence off its successor.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ from headrace.messages.rollout import PolicyRef, Trajectory
 from headrace.messages.weights import WeightHead
 
 NOT_COUNTED = ("unattributed", "superseded", "capped")
-"""Ratings that the gate does not count either."""
+"""Fates of ratings that the gate does not count."""
 
 
 class Rated(NamedTuple):
-    """The session of a rating: what the actor remembers of its Trajectory."""
+    """The session of a rating: its Trajectory, and the time at which it was stored, in seconds since the epoch."""
 
     trajectory: Trajectory
     time: float
@@ -61,9 +61,9 @@ class Feedback(Actor):
         self.gate = Candidates(self.bus, self.config, self.run, self.publish_event)
         self._consent = Consent(self.config)
         self._newest: dict[str, Rating] = {}
-        """By trajectory: its newest rating that waits or has a place."""
+        """Trajectory to its newest rating that waits or has a place in a batch."""
         self._heads: dict[int, WeightHead] = {}
-        """Versions of the branch."""
+        """Version of the branch to its head record."""
         self._judged: set[int] = set()
         """Branch versions that have been candidates."""
         self._stalled = -1
@@ -104,7 +104,8 @@ class Feedback(Actor):
         self.spawn(self._watch_successor(), "a successor")
 
     def _act(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[Any]:
-        """A background task that may write to the branch; when the broker refuses that, there is a successor."""
+        """A background task that may write to the branch. It ends when the broker refuses a write, because then a
+        successor acts."""
 
         async def until_refused() -> None:
             with suppress(WrongSequence):
@@ -113,9 +114,9 @@ class Feedback(Actor):
         return self.spawn(until_refused(), name)
 
     async def _watch_successor(self) -> None:
-        """Stand down once a later feedback actor of this run has written its fence.
+        """Become idle once a later feedback actor of this run has written its fence.
 
-        Not an end: a supervisor would start this actor again, and its fence would end the successor."""
+        This actor does not end: a supervisor would restart it, and its fence would end the successor."""
         successor = await self.branch.successor()
         self.status = "superseded"
         for task in self._acting:
@@ -139,7 +140,7 @@ class Feedback(Actor):
             self._news.set()
 
     async def _examine(self, rating: Rating) -> None:
-        """End a rating that cannot be trained on; count what the gate may count."""
+        """Settle a rating that cannot be trained on, and count the rating at the gate."""
         feedback = rating.feedback
         assert feedback is not None
         session = await self._session(feedback)
@@ -152,7 +153,7 @@ class Feedback(Actor):
             self._newest[feedback.trajectory] = rating
 
     async def _fate(self, rating: Rating, feedback: UserFeedback, session: Rated | None) -> tuple[Fate | None, str]:
-        """How a rating ends at once, None when it waits for a batch."""
+        """The fate of a rating and its detail; (None, "") when it waits for a batch. May settle an earlier rating."""
         if session is None:
             return "unattributed", f"{feedback.trajectory} is not in HR_TRAJ"
         earlier = self._newest.get(feedback.trajectory)
@@ -181,7 +182,7 @@ class Feedback(Actor):
         group = feedback.trajectory.rsplit("-", 2)[0]
         try:
             subject = subjects.TRAJ.at(run=self.run, group=group)
-        except ValueError:  # a record may carry any text; no trajectory has a name that is no subject
+        except ValueError:  # a record may have any text, but a trajectory's group is always a valid subject
             return None
         last = await self.bus.last("HR_TRAJ", subject)
         if last is None or not isinstance(last.message, Trajectory) or last.message.id != feedback.trajectory:
@@ -189,7 +190,7 @@ class Feedback(Actor):
         return Rated(last.message, last.time)
 
     async def _settle(self, rating: Rating, fate: Fate, detail: str = "", group: str = "") -> None:
-        """Write the end of a rating; a place that it was about to get is given up."""
+        """Write a rating's end. A group that was issued for it and is not closed is dropped."""
         feedback = rating.feedback
         assert feedback is not None
         if fate != "closed":
@@ -209,7 +210,8 @@ class Feedback(Actor):
     # Batches
 
     async def _work(self, after: int) -> None:
-        """after: the last rating that was read."""
+        """Settle the recovered ratings, then make batches and candidates. after: sequence of the last rating that was
+        read."""
         async with self._one_at_a_time:
             await self._adopt()
             for rating in [*self.book.waiting.values()]:
@@ -222,7 +224,7 @@ class Feedback(Actor):
             await self.news(self._news)
 
     async def _adopt(self) -> None:
-        """Settle the ratings whose closing was written before a crash and whose end was not."""
+        """Settle the ratings whose GroupClosed was written before a crash and whose FeedbackSettled was not."""
         for rating in [*self.book.waiting.values()]:
             feedback = rating.feedback
             assert feedback is not None
@@ -257,7 +259,8 @@ class Feedback(Actor):
             await self.event("batch_closed", f"batch {batch} of {self.branch.name}", batch=batch, ratings=own.batch)
 
     async def _choose(self, count: int, batch: int) -> list[tuple[Rating, Trajectory]]:
-        """The oldest ratings that may be trained on in a batch; others of them end here."""
+        """Up to `count` of the oldest ratings that may be trained on in a batch. Ratings that may not are settled
+        here."""
         allowed = self._consent.tenants()
         chosen: list[tuple[Rating, Trajectory]] = []
         for rating in [*self.book.waiting.values()]:
@@ -291,7 +294,7 @@ class Feedback(Actor):
     # Candidates
 
     async def _next_candidate(self) -> None:
-        """The newest version of the branch goes to the gate when no other one is there."""
+        """Begin the gate for the newest version of the branch when no candidate is there."""
         if self.gate.running or self.promoted is None:
             return
         serving = self.serving()
@@ -337,7 +340,7 @@ class Feedback(Actor):
         self._news.set()
 
     async def _on_promotion(self, received: Received[Promotion]) -> None:
-        """Promote what an operator asks for, if it was ever published."""
+        """Promote the version that an operator names, if it was published; otherwise publish an event."""
         promotion = received.message
         newest = await self._newest_version(promotion.branch or self.run)
         if promotion.branch not in ("", self.branch.name) or not 0 <= promotion.version <= newest:
@@ -346,7 +349,7 @@ class Feedback(Actor):
                 text = f"expected the branch {self.branch.name}, got {promotion.branch}"
             await self.event("promotion_refused", text, "warning", version=promotion.version)
             return
-        if not promotion.eval_id and self.promoted is not None:  # it keeps the rate that was measured last
+        if not promotion.eval_id and self.promoted is not None:  # keep the rate that was measured last
             promotion = msgspec.structs.replace(promotion, rate=self.promoted.rate)
         async with self._one_at_a_time:
             mine = self.gate.running and self.gate.state.candidate == promotion.policy

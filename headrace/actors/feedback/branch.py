@@ -1,11 +1,11 @@
 """The ledger of the branch run: every rated session becomes a group of one rollout, closed in the order of its batches.
 
-In the branch the feedback actor has the curriculum's part: it alone writes SlotIssued and GroupClosed there, each
-closing on top of the one before, so a second feedback actor is refused. The sessions are copies under the branch's name
-with their user's hash in the subject, so a purge reaches them, and with the branch's version numbers.
+In the branch the feedback actor replaces the curriculum: it alone writes SlotIssued and GroupClosed there, each closing
+on top of the one before, so the broker refuses a second feedback actor. The sessions are copied under the branch's
+name, with the branch's version numbers, and with their user's hash in the subject, so that a purge deletes them.
 
-A rating's place is four records: SlotIssued, Trajectory, Score, GroupClosed. Those that exist are used again
-after a crash.
+A rating's place is four records: SlotIssued, Trajectory, Score, GroupClosed. After a crash the existing ones are
+reused.
 """
 
 import msgspec
@@ -23,11 +23,11 @@ from headrace.weights import chain
 
 JUDGE = "thumbs-1"
 FENCE, BOUND = "feedback.fence", "feedback.bound"
-"""They take the place of a group in the subjects of closings."""
+"""Names that take a group's place in the subjects of closings."""
 
 
 class BranchLedger:
-    """The branch of one run, as its streams say."""
+    """The branch of one run: its state from the streams, and the writes to it."""
 
     def __init__(self, bus: Bus, config: Config, run: str) -> None:
         self._bus, self._config, self._run = bus, config, run
@@ -40,7 +40,7 @@ class BranchLedger:
         self._fence_seq = 0
 
     async def recover(self, actor: str, id: str) -> None:
-        """Refuse the closings of earlier feedback actors, then read the branch."""
+        """Write a fence, so that the broker refuses earlier feedback actors, then read the branch."""
         fence = Fence(run=self.name, actor=actor, id=id)
         close_seq = self._fence_seq = await self._bus.publish(CLOSE.at(run=self.name, group=FENCE), fence)
         values = await self._bus.kv("HR_STATE")
@@ -60,7 +60,7 @@ class BranchLedger:
             await self._bound()
 
     async def successor(self) -> Fence:
-        """The fence of a feedback actor that started after this one; waits for it."""
+        """Wait for the fence of a feedback actor that started after this one."""
         async for received in self._bus.follow(
             "HR_SCORE", CLOSE.at(run=self.name, group=FENCE), start=self._fence_seq + 1
         ):
@@ -69,7 +69,8 @@ class BranchLedger:
         raise AssertionError("a stream is followed without end")
 
     async def open(self, promotion: Promotion) -> bool:
-        """Begin the branch at a promoted version of the run; False when it exists."""
+        """Begin the branch at a promoted version of the run. False when the branch exists, or the version is a
+        branch's."""
         if self.base is not None or promotion.branch:
             return False
         hashes = {head.version: head.state_hash async for _, head in chain.heads(self._bus, self._run)}
@@ -90,7 +91,7 @@ class BranchLedger:
 
     @property
     def places(self) -> int:
-        """Places in batches that are taken."""
+        """Number of taken places in batches."""
         return len(self.state.closings)
 
     def version_of(self, policy: PolicyRef) -> int | None:
@@ -102,7 +103,8 @@ class BranchLedger:
         return 0 if not policy.run and policy.version == self.base.base_version else None
 
     def oldest_version(self, trajectory: Trajectory) -> int | None:
-        """The oldest branch version that wrote a token of it; None when a token is of no branch version."""
+        """The oldest branch version that sampled a token of a trajectory; None when another version sampled any
+        token."""
         base = self.base
         versions = {span.version for turn in trajectory.turns for span in turn.spans if len(turn.ids)}
         if base is None or not versions:
@@ -112,7 +114,8 @@ class BranchLedger:
         return 0 if not trajectory.policy.run and versions == {base.base_version} else None
 
     async def place(self, feedback: Feedback, trajectory: Trajectory) -> str:
-        """Give a rated session the next place; the group's name. WrongSequence: another feedback actor took over."""
+        """Give a rated session the next place. Returns the group's name. WrongSequence when another feedback actor took
+        over."""
         group, oldest = trajectory.group, self.oldest_version(trajectory)
         assert oldest is not None, f"{trajectory.id} was sampled by no version of {self.name}"
         known = self.state.groups.get(group)
@@ -137,7 +140,7 @@ class BranchLedger:
         return group
 
     async def give_up(self, group: str, why: str) -> None:
-        """End a group that was issued and cannot be trained on any more."""
+        """Drop a group that was issued and cannot be trained on. why: the detail of its GroupDropped."""
         known = self.state.groups.get(group)
         if known is not None and known.open:
             dropped = GroupDropped(run=self.name, group=group, reason="cancelled", detail=why, group_size=1)

@@ -1,7 +1,7 @@
-"""The stages of a candidate: asks for its benchmark, counts, publishes every verdict, promotes.
+"""Runs a candidate through the stages of the gate: requests its benchmark, counts, publishes verdicts, promotes.
 
-The stages are in `ledger.gate`; this part reads and writes them. The state is a value in HR_STATE that gateways route
-by. A verdict is published before its state is kept, so a crash in between repeats it under the same message id.
+`ledger.gate` decides; this module reads and writes. The state is a value in HR_STATE by which gateways route. A verdict
+is published before its state is stored, so after a crash in between it is published again under the same message id.
 """
 
 import time
@@ -22,13 +22,13 @@ from headrace.messages.rollout import PolicyRef
 from headrace.messages.subjects import EVENT, token
 
 EVALUATION = "gate-"
-"""Ids of the gate's evaluations begin with it."""
+"""Prefix of the ids of the gate's evaluations."""
 Tell = Callable[..., Awaitable[int]]
 """`Actor.publish_event`."""
 
 
 def evaluation_id(policy: PolicyRef, tasks: int) -> str:
-    """A version is measured once for all comparisons."""
+    """The id of a version's evaluation, which all comparisons of this version use."""
     return f"{EVALUATION}{token(policy.run) if policy.run else 'own'}-v{policy.version}-n{tasks}"
 
 
@@ -43,14 +43,14 @@ class Candidates:
         self._results: dict[str, EvalResult] = {}
 
     async def recover(self) -> None:
-        """Read the promoted version, the stage, and the evaluations that are there."""
+        """Read the promoted version and the state of the gate, and request missing evaluations."""
         self._values = await self._bus.kv("HR_STATE")
         held = await self._values.get(promotion_key(self._run))
         self.promoted = held[0] if held is not None and isinstance(held[0], Promotion) else None
         entry = await self._values.get(gate_key(self._run))
         if entry is not None and isinstance(entry[0], GateState):
             self.state = entry[0]
-        # Killed between the promotion and the state that says so.
+        # A predecessor was killed between the promotion and the state after it.
         if self.running and self.promoted is not None and self.promoted.policy == self.state.candidate:
             await self._take(gate.ended(self.state, "promoted", "promoted before a restart", time.time()))
         if self.state.stage == "benchmark":
@@ -62,14 +62,14 @@ class Candidates:
         return self.state.stage in RUNNING
 
     async def begin(self, candidate: PolicyRef, seen_seq: int) -> None:
-        """A new candidate; the promoted version has to exist."""
+        """Begin with a new candidate; a version must have been promoted. seen_seq: as in `gate.begin`."""
         assert self.promoted is not None
         await self._take(gate.begin(self._run, candidate, self.promoted.policy, self.rules, time.time(), seen_seq))
         if self.state.stage == "benchmark":
             await self._ask()
 
     async def _ask(self) -> None:
-        """Ask for both evaluations; one that was asked for before has its result already, or gets it."""
+        """Request the evaluations of both versions. One that was requested before is not repeated by the broker."""
         settings = settings_of(self._config, temperature=1.0)
         for policy in (self.state.candidate, self.state.promoted):
             first = EvalRequest(
@@ -89,7 +89,7 @@ class Candidates:
         await self._compare()
 
     async def on_result(self, result: EvalResult) -> None:
-        """An evaluation's result, now or from before a restart."""
+        """Use an evaluation's result, a new one or one from before a restart."""
         if result.id.startswith(EVALUATION):
             self._results[result.id] = result
             await self._compare()
@@ -104,18 +104,18 @@ class Candidates:
                 await self._take(move)
 
     def _measured(self, policy: PolicyRef) -> list[EvalResult]:
-        """The results of a version's trials; none before all of them are there."""
+        """The results of all trials of a version; empty while one is missing."""
         id = evaluation_id(policy, self.rules.tasks)
         ids = [trial_id(id, trial) for trial in range(self.rules.trials)]
         return [self._results[each] for each in ids] if all(each in self._results for each in ids) else []
 
     async def on_shadow(self, turn: ShadowTurn) -> None:
-        """A turn that the candidate answered unseen."""
+        """Count a shadow turn, which the candidate answered without showing it to the user."""
         if turn.policy == self.state.candidate:
             await self._go(gate.shadowed(self.state, turn.ok, self.rules, time.time()))
 
     async def on_rating(self, policy: PolicyRef, up: bool, seq: int) -> None:
-        """A user's rating that counts."""
+        """Count a user's rating of a session of `policy`."""
         await self._go(gate.rated(self.state, policy, up, seq, self.rules, time.time()))
 
     async def on_time(self) -> None:
@@ -125,7 +125,7 @@ class Candidates:
             await self._take(move)
 
     async def decide(self, promotion: Promotion, stage: Stage) -> None:
-        """An operator's promotion: it ends the present candidate, if there is one."""
+        """Apply an operator's promotion. stage: the end of the present candidate, if there is one."""
         if self.running:
             await self._take(gate.ended(self.state, stage, f"an operator: {promotion.reason}", time.time()), promotion)
         else:
@@ -139,7 +139,7 @@ class Candidates:
             await self._values.put(gate_key(self._run), after)
 
     async def _take(self, move: Move, promotion: Promotion | None = None) -> None:
-        """Publish a verdict, promote if it says so, keep the state."""
+        """Publish a verdict, promote if the stage is `promoted`, then store the state."""
         state, verdict = move
         name = f"{verdict.candidate.run}.{verdict.candidate.version}.{verdict.stage}.{state.step}"
         await self._tell(verdict, msg_id=f"{self._run}.gate.{name}")
@@ -161,7 +161,8 @@ class Candidates:
         await self._values.put(gate_key(self._run), state)
 
     async def _promote(self, promotion: Promotion) -> None:
-        """Keep the promotion, from which gateways read the version, and tell the receivers which version to keep."""
+        """Store the promotion, from which gateways read the version, and publish it, so that receivers keep the
+        version."""
         await self._values.put(promotion_key(self._run), promotion)
         self.promoted = promotion
         await self._tell(promotion)

@@ -1,4 +1,4 @@
-"""The deletion of a user's data, with the record that keeps the ledger balanced without it."""
+"""Deletes a user's data, and writes the record that keeps the ledger of feedback balanced."""
 
 from headrace.actors.feedback.branch import BranchLedger
 from headrace.bus.connection import Bus
@@ -8,13 +8,14 @@ from headrace.messages.subjects import FATE
 from headrace.messages.training import StepDone
 
 PURGED = "purged"
-"""Takes the place of a user in the subject of these records, which stay."""
+"""Takes a user's place in the subject of purge records, so that a purge does not delete them."""
 
 
 async def purge_user(
     bus: Bus, run: str, book: FeedbackBook, branch: BranchLedger, user: str
 ) -> tuple[FeedbackPurged, int]:
-    """Record which ratings go, then delete everything under the user's hash; the record and the messages deleted."""
+    """Write a FeedbackPurged with the user's ratings, then delete everything under the user's hash. Returns the record
+    and the number of deleted messages."""
     ratings = tuple(
         PurgedFeedback(rating.seq, rating.group if rating.fate == "closed" else "") for rating in book.of_user(user)
     )
@@ -25,7 +26,7 @@ async def purge_user(
         branch=branch.name,
         last_version_before=_last_version_before(branch, ratings),
     )
-    # Groups that were issued and not closed would be open for ever.
+    # Without this, groups that were issued and not closed would stay open.
     for group in [name for name in branch.state.open if name.startswith(f"{user}.")]:
         await branch.give_up(group, PURGED)
     seq = await bus.publish(FATE.at(run=run, user=PURGED), record)
@@ -44,7 +45,7 @@ async def purge_user(
 
 
 def absorbed(record: FeedbackPurged) -> str:
-    """The part of a purge that cannot be taken back, in words."""
+    """A text about the versions that were trained on purged ratings; empty without any."""
     if record.last_version_before < 0:
         return ""
     return (
@@ -54,7 +55,7 @@ def absorbed(record: FeedbackPurged) -> str:
 
 
 def _last_version_before(branch: BranchLedger, ratings: tuple[PurgedFeedback, ...]) -> int:
-    """The newest branch version without a part of these ratings, -1 when no version has one."""
+    """The newest branch version before the first one that was trained on these ratings; -1 when none was."""
     groups = {rating.group for rating in ratings if rating.group}
     outcomes = branch.state.outcomes.values()
     trained = [outcome.step for outcome in outcomes if isinstance(outcome, StepDone) and groups & set(outcome.groups)]

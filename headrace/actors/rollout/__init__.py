@@ -1,1 +1,1 @@
-"""The rollout actor: attempts from request to Trajectory."""
+"""The rollout actor: runs attempts, from the RolloutRequest to the Trajectory."""

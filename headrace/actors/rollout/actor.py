@@ -1,8 +1,8 @@
-"""The rollout actor: turns RolloutRequests into turns and Trajectories, in the same way on every lane.
+"""The rollout actor: samples turns and Trajectories for RolloutRequests, in the same way on every lane.
 
 It pulls a lane while it holds a lease for it. Many episodes run at once, so that the engine can batch them. An episode
-that is handed back (its lane was taken away, or the actor drains) goes to the next rollout actor that pulls, with its
-turn log and its sandbox.
+is handed back when its lane is withdrawn or the actor drains; another rollout actor then continues it with its turn log
+and its sandbox.
 """
 
 import asyncio
@@ -85,7 +85,8 @@ class Rollout(Actor):
     role: ClassVar[str] = "rollout"
 
     async def start(self) -> None:
-        """Follow the weights and the lease, then pull."""
+        """Open plugins and servers, follow weights and lease, then pull. Unrecoverable for a part that cannot be
+        used."""
         self._policies = Policies(self.config, self.bus, self.run, self.id, self._on_swap, self._on_refused)
         self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
         tasks = self.config.tasks
@@ -144,7 +145,7 @@ class Rollout(Actor):
         self.spawn(self._follow_admission(), "admission")
 
     async def drain(self) -> None:
-        """Hand back what still runs."""
+        """Hand back the running attempts."""
         self._hand_back(LANES)
 
     async def stop(self) -> None:
@@ -178,7 +179,8 @@ class Rollout(Actor):
                 await self.unserve(subscription)
 
     def _own_lanes(self) -> tuple[str, ...]:
-        """The lanes without a lease: the product's own actors serve production, the others train and evaluate."""
+        """The lanes without a lease: actors in [production] rollouts serve production, the others train and
+        evaluate."""
         if self.config.rollout.lanes:
             return self.config.rollout.lanes
         production = self.config.production
@@ -260,7 +262,7 @@ class Rollout(Actor):
             self._cancelled.discard(work)
 
     async def _on_control(self, message: Message) -> None:
-        """End an attempt of the production lane, or give up a held sandbox, if it is here."""
+        """Cancel a production attempt, and release a held sandbox, if this actor has them."""
         if isinstance(message, AttemptControl) and message.run == self.run:
             for work, request in self._running.items():
                 if request.group == message.group and request.lane == "production":
@@ -277,14 +279,14 @@ class Rollout(Actor):
             raise Reject(f"unknown task: {error}") from None
 
     async def _attempt(self, request: RolloutRequest, task: Task) -> Trajectory | None:
-        """None when an earlier rollout actor has finished the attempt."""
+        """Run an attempt to its Trajectory; None when an earlier rollout actor has published it."""
         episode = self._episode(request, task, await self._plugins_of(task))
         resume = await episode.resume_state()
         if resume.finished:
             return None
         if request.policy.kind == "latest" and request.policy.run in ("", self.run):
-            # The request was pulled before the first version, or just before the lane was paused. It waits here: giving
-            # it back would cost a delivery, and deliveries count deaths.
+            # The request was pulled before the first version, or just before the lane was paused. It waits here,
+            # because a redelivery would count as a failed delivery.
             with self.waiting():
                 await self._policies.reached(max(0, request.min_version) if request.lane == "train" else 0)
 
@@ -295,7 +297,8 @@ class Rollout(Actor):
             return await episode.run(resume, engine, renderer)
 
     async def _plugins_of(self, task: Task) -> tuple[Plugin, ...]:
-        """The plugins of an attempt. A tool that only its task names is compared with the run's at its first use."""
+        """The plugins of an attempt. A tool that only the task names is compared with the run's at its first use.
+        NoPolicy."""
         try:
             tools = plugins((TOOLS, tools_of(task)))
             await agree(self.bus, self.run, [tool for tool in tools if tool not in self._agreed])
@@ -324,8 +327,8 @@ class Rollout(Actor):
         )
 
     async def _wait_on(self, request: RolloutRequest, error: NoCapacity) -> None:
-        """Hand back a request that got no sandbox: one behind it may own the sandbox whose capacity it waits for. Once
-        it has waited as long as the configuration allows, it fails."""
+        """Hand back a request that got no sandbox, because a request behind it in the queue may own the capacity that
+        it waits for. It fails once it has waited as long as the configuration allows."""
         before_s = 0.0 if error.answered else request.unanswered_s
         again = msgspec.structs.replace(
             request, waited_s=request.waited_s + error.waited_s, unanswered_s=before_s + error.unanswered_s
@@ -347,7 +350,7 @@ class Rollout(Actor):
         await self._fail(request, why)
 
     async def _republish(self, request: RolloutRequest) -> None:
-        """Hand a request back: publish it again with its hand-over count; it is acknowledged after that."""
+        """Hand a request back: publish it again with a higher hand-over count, before the old one is acknowledged."""
         again = msgspec.structs.replace(request, handovers=request.handovers + 1)
         subject = TASK.at(run=request.run, lane=request.lane, suite=token(request.task.suite))
         await self.bus.publish(subject, again, msg_id=f"{request.run}.{request.trajectory}.h{again.handovers}")

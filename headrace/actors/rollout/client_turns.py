@@ -1,9 +1,9 @@
-"""Turns for agents that run their own tools: the client's messages in, a sampled turn out, all of it on record.
+"""Samples turns for agents that run their own tools, and records them.
 
-The rollout actor keeps nothing that the turn log does not hold: what a session sampled is read from the log, unless
-this actor wrote its last record. So any rollout actor of the production lane can answer any turn, and an actor that
-dies loses at most the turn that it was sampling. At its end a session becomes a Trajectory like every other: token ids,
-log-probabilities, routes and versions exactly as they were sampled.
+A turn's input is the client's messages. The turn log holds the whole state of a session: an actor that did not write
+its last record reads it from the log. So any rollout actor of the production lane can answer any turn, and an actor
+that dies loses at most the turn that it was sampling. At its end a session becomes a Trajectory like any other, with
+token ids, log-probabilities, routes and versions as they were sampled.
 """
 
 import json
@@ -27,21 +27,21 @@ from headrace.messages.tasks import TaskRef
 from headrace.rendering.native.client import ClientRenderer, UnusableConversation
 
 SUITE = "client"
-"""The suite that trajectories of clients' sessions name; their task is the tenant."""
+"""The suite in the Trajectory of a client's session; the task is the tenant."""
 
 
 Serve = Callable[[PolicyRef], AbstractAsyncContextManager[ClientServed]]
 
 
 class _Session:
-    """A session in memory. The turn log holds all of it as well."""
+    """A cached session; the turn log holds all of it."""
 
     def __init__(self, log: TurnLog, turns: Sequence[Turn]) -> None:
         self.log = log
         self.turns = list(turns)
 
     def ids(self, segment: int) -> list[int]:
-        """The context of a segment so far."""
+        """The token ids of a segment's context so far."""
         return [
             id
             for turn in self.turns
@@ -51,15 +51,17 @@ class _Session:
 
 
 class ClientTurns:
-    """The sessions of clients that this rollout actor has answered lately."""
+    """Answers clients' turns, and caches the sessions of this rollout actor."""
 
     def __init__(self, bus: Bus, rollout: str, serve: Serve, plugins: tuple[Plugin, ...]) -> None:
-        """plugins: the engine and the renderer of this actor, where they come from outside of headrace."""
+        """serve: opens the engine and format of a policy. plugins: this actor's engine and renderer, if they are
+        plugins."""
         self._bus, self._rollout, self._serve, self._plugins = bus, rollout, serve, plugins
         self._sessions: dict[str, _Session] = {}
 
     async def turn(self, request: ClientTurn) -> ClientTurnDone:
-        """Answer a turn: sampled and on record, or why not."""
+        """Sample and record a turn. The reply has `refused` for an unusable conversation, `failed` for
+        infrastructure."""
         try:
             async with self._serve(request.policy) as serving:
                 renderer = serving.renderer(request)
@@ -208,7 +210,7 @@ def _json(arguments: object) -> str:
 
 
 def _texts(arguments: str) -> dict[str, str]:
-    """Arguments as a ToolCall takes them: texts as they are, other values as JSON."""
+    """A call's JSON arguments as a ToolCall has them: strings unchanged, other values as JSON text."""
     return {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for key, value in json.loads(arguments).items()

@@ -8,11 +8,11 @@ from headrace.vmhost.guest import globs
 from headrace.vmhost.guest.globs import matches
 
 _TEST_CACHES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"})
-"""Folders that a test run leaves behind: they count neither as a change nor as suspicious."""
+"""Folders that test runs create: files in them are not reported as changes."""
 
 
 class TreeTooLarge(Exception):
-    """The workspace cannot be pulled whole, so the changes of the episode are unknown: an infrastructure failure, not a
+    """The workspace cannot be pulled completely, so the episode's changes are unknown: an infrastructure failure, not a
     reward of 0."""
 
 
@@ -30,8 +30,8 @@ class Diff(NamedTuple):
 def image_diff(
     changes: Sequence[Change], files: Mapping[str, bytes], allowed: Sequence[str]
 ) -> tuple[Diff, tuple[Change, ...]]:
-    """The changes of an image: as a diff, and those of allowed paths with modes and links. files: contents of the
-    changed files."""
+    """The changes of an image as a diff, and the changes of allowed paths with modes and links. files: path to content
+    of the changed files. allowed: globs of the paths whose changes are extracted."""
     mine = [change for change in changes if change.kind != "other" and globs.allowed(allowed, change.path)]
     paths = {change.path for change in mine}
     changed = {change.path: files[change.path] for change in mine if change.kind == "file"}

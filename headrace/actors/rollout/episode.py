@@ -33,17 +33,17 @@ from headrace.search.chunks import PATTERNS
 from headrace.vmhost.guest.globs import matches
 
 PULL_LIMIT = 32 << 20
-"""Bytes of a workspace that are pulled at the end: more than the workspace of a light machine holds."""
+"""Largest number of bytes that are pulled from a workspace: more than a light machine's workspace can hold."""
 PULL_WHOLE = 512 << 10
-"""A repository of at most this many bytes is pulled whole; of a larger one only the allowed and suspect paths."""
+"""A repository of at most this many bytes is pulled completely; from a larger one only allowed and suspect paths."""
 CAPACITY_WAIT_S = 15.0
-"""How long an attempt waits for a sandbox before its request goes back to the end of the queue. Each hand-over doubles
-it, at most `DOUBLED` times: with few machines all requests wait, and none gets a sandbox by going round the queue."""
+"""Seconds that an attempt waits for a sandbox before its request goes back to the end of the queue. Each hand-over
+doubles it, at most `DOUBLED` times: with few machines all requests wait, and requeueing gets none of them a sandbox."""
 DOUBLED = 3
 SHORTEST_WAIT_S = 0.1
-"""An attempt asks for a sandbox at least once, whatever the waits of the configuration leave it."""
+"""Shortest wait in seconds, so that an attempt requests a sandbox at least once after its waits are used up."""
 SUSPECT = ("**/test_*.py", "**/*_test.py", "**/conftest.py", "**/*.pth", "**/sitecustomize.py", "**/usercustomize.py")
-"""Paths whose changes are reported, although the judge replaces or ignores them."""
+"""Paths whose changes are reported although the judge replaces or ignores these files."""
 
 
 class Episode:
@@ -77,11 +77,11 @@ class Episode:
         self._plugins = plugins
         self._turn: Turn | None = None
         self._writing_checkpoint: asyncio.Task[None] | None = None
-        """The checkpoint that is made while the next turn is sampled."""
+        """The checkpoint that is written while the next turn is sampled."""
         self._copies = 0
 
     async def resume_state(self) -> ResumeState:
-        """Where an earlier rollout actor stopped. Read once, before `run`."""
+        """The state at which an earlier rollout actor stopped. Read it once, before `run`."""
         return await self._log.read()
 
     async def run(self, resume: ResumeState, engine: Engine, renderer: Renderer) -> Trajectory:
@@ -150,7 +150,7 @@ class Episode:
         self._fingerprint = engine.fingerprint
         sandbox = self._sandbox = await self._acquire(resume, renderer)
         if not resume.turns and self._digest is None and not task.image:
-            # While the first turn is sampled: no call has changed anything yet.
+            # It runs while the first turn is sampled, when no call has changed anything yet.
             self._digest = asyncio.create_task(self._digest_of(sandbox))
         episode = await run_episode(
             engine=engine,
@@ -168,7 +168,7 @@ class Episode:
         await self._log.flush()
         if task.image:
             tree = await sandbox.call(PullChanges(limit=PULL_LIMIT), f"{request.trajectory}-changes")
-            over = tree.truncated  # the image itself does not count: the candidate wrote all of it
+            over = tree.truncated  # only changes to the image are pulled, so the candidate wrote all of them
             if not tree.ok:
                 raise TreeTooLarge(tree.error)
             changes, of_image = image_diff(tree.changes, tree.files, task.allowed)
@@ -207,8 +207,8 @@ class Episode:
         return await publish(self._bus, trajectory)
 
     async def _pull(self, sandbox: RemoteSandbox) -> tuple[OpResult, bool]:
-        """The workspace of a task without an image, and whether the candidate filled it beyond the limit.
-        TreeTooLarge."""
+        """The workspace of a task without an image, and whether the candidate exceeded the limit. TreeTooLarge when it
+        was too large before."""
         patterns = self._patterns()
         tree = await sandbox.call(PullTree(patterns=patterns, limit=PULL_LIMIT), f"{self._request.trajectory}-tree")
         over = tree.truncated and self._fits_at_first()
@@ -217,10 +217,10 @@ class Episode:
         return tree, over
 
     def _fits_at_first(self) -> bool:
-        """Whether the workspace could be pulled before the first call: then the candidate filled it, which is an
-        outcome. As infrastructure it would let a policy remove its failures from the baseline."""
+        """Whether the workspace was within the limit before the first call. Then the candidate filled it, which is an
+        outcome: as an infrastructure failure it would let a policy remove its failures from the baseline."""
         sizes = [len(data) for data in self._task.files.values()]
-        return bool(sizes) and sum(sizes) <= PULL_LIMIT  # without files the repository lies in an image
+        return bool(sizes) and sum(sizes) <= PULL_LIMIT  # without files the repository is in an image
 
     async def _acquire(self, resume: ResumeState, renderer: Renderer) -> RemoteSandbox:
         """The attempt's sandbox. A resumed attempt gets the sandbox that holds its work, or a copy of it."""
@@ -269,15 +269,15 @@ class Episode:
         return sandbox
 
     def _patience_s(self, patience_s: float) -> float:
-        """At most what the waits of the configuration leave."""
+        """A wait in seconds, at most the time that the configuration's waits leave this request."""
         request, waits = self._request, self._waits
         left_s = min(waits.room_wait_s - request.waited_s, waits.node_wait_s - request.unanswered_s)
         return max(min(patience_s, left_s), SHORTEST_WAIT_S)
 
     async def _enter(self, acquire: Acquire, workspace: Workspace, resume: ResumeState) -> RemoteSandbox:
-        """The sandbox of a workspace: the one that is held, or a new one with the files of the request."""
+        """The sandbox of a workspace: the held one, or a new one with the files of the request."""
         request = self._request
-        # A later turn or attempt takes the sandbox over, however often an earlier one was handed on.
+        # A later turn or attempt gets the sandbox, no matter how often an earlier one was handed over.
         generation = (workspace.turn * 100 + request.attempt) * 1000 + request.handovers
         acquire = msgspec.structs.replace(acquire, group=workspace.name, slot=0, attempt=0, handovers=generation)
         self._sandboxes.forget(workspace.name)
@@ -296,7 +296,7 @@ class Episode:
         return sandbox
 
     def _toolbox(self, renderer: Renderer) -> Toolbox:
-        """New for every sandbox: it keeps notes of what it saw there."""
+        """A new toolbox for every sandbox, because its tools keep state about the sandbox."""
         task, searcher = self._task, self._searcher
         search = (
             SearchSession(searcher, self._request.run, template_of(task), PATTERNS) if searcher is not None else None

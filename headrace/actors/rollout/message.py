@@ -1,6 +1,6 @@
-"""One attempt at a task without a sandbox: sample a message, publish the Trajectory. No environment is involved.
+"""One attempt at a task without a sandbox: samples a message and publishes the Trajectory.
 
-The message stands in the diff of the Trajectory, under `ANSWER`; the judge gives it to the task's checker.
+The Trajectory's diff has the message under `ANSWER`; the judge passes it to the task's checker.
 """
 
 import time
@@ -31,7 +31,7 @@ class MessageEpisode:
         self._plugins = plugins
 
     async def resume_state(self) -> ResumeState:
-        """Where an earlier rollout actor stopped. Read once, before `run`."""
+        """The state at which an earlier rollout actor stopped. Read it once, before `run`."""
         return await self._log.read()
 
     async def run(self, resume: ResumeState, engine: Engine, renderer: Renderer) -> Trajectory:

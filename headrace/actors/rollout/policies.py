@@ -1,8 +1,9 @@
-"""Which engine and which renderer serve a request: `latest` follows its node's staged versions, a pinned version is
-held while requests name it, a scripted policy is an engine made for one episode.
+"""Selects the engine and the renderer of a request.
 
-The receiver of this node stores a verified file per version and announces it with WeightsStaged. The engine loads the
-newest one and switches to it between two decode steps; versions in between are skipped.
+`latest` follows the versions that this node has staged, a pinned version is held while requests name it, and a scripted
+policy is an engine for one episode. The receiver of this node stores a verified file per version and announces it with
+WeightsStaged. The engine loads the newest one and switches to it between two decode steps; it skips versions in
+between.
 """
 
 import asyncio
@@ -41,13 +42,13 @@ from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks import UnknownSuite
 
 UNPIN_AFTER_S = 20.0
-"""A pinned version that no request names is kept this long: the next request of an evaluation comes soon."""
+"""Seconds for which an unused pinned version is held, because an evaluation's next request usually follows soon."""
 STAGED_WITHIN_S = 60.0
-"""How long a request may wait for the pinned version that it names."""
+"""Seconds that a request waits for the pinned version that it names."""
 
 
 class NoPolicy(Exception):
-    """The policy that a request names can't be had on this node: infrastructure."""
+    """This node cannot serve the policy that a request names: an infrastructure failure."""
 
 
 class ClientServed(NamedTuple):
@@ -76,7 +77,7 @@ class _Pin:
 
 
 class Policies:
-    """The weight sets of one rollout actor."""
+    """The policies of one rollout actor: its engine, renderers and weights."""
 
     def __init__(
         self,
@@ -98,14 +99,16 @@ class Policies:
         self._pins: dict[int, _Pin] = {}
         self._opening, self._fetching = asyncio.Lock(), asyncio.Lock()
         self._branches: dict[str, asyncio.Task[Policies]] = {}
-        """Weights of other runs that requests name. Each has an engine of its own, which counts its own versions."""
+        """Other runs whose policies requests name, each with an engine of its own, because version numbers are per
+        run."""
         self._following: list[asyncio.Task[None]] = []
         self._loading: asyncio.Task[None] | None = None
-        """Of a branch whose `latest` was named. The actor loads its own run's versions itself."""
+        """The task that loads a branch's versions, once a request named its `latest`. The actor runs `load` for its own
+        run."""
 
     @property
     def version(self) -> int:
-        """The version that `latest` means now; -1 before the first."""
+        """The version of `latest`; -1 before the first."""
         return self._engine.version if self._engine is not None else -1
 
     @property
@@ -122,7 +125,7 @@ class Policies:
         return last
 
     async def follow(self, after: int) -> None:
-        """Follow the staged versions for as long as the actor lives."""
+        """Follow the staged versions, without end."""
         subject = EVENT.where(run=self._run, type="weights_staged")
         async for received in self._bus.follow("HR_EVENT", subject, start=after + 1):
             await self._hear(received.message)
@@ -134,7 +137,7 @@ class Policies:
                 self._news.notify_all()
 
     async def load(self) -> None:
-        """Switch to the newest staged version whenever there is one, for as long as the actor lives."""
+        """Switch to the newest staged version whenever there is a newer one, without end."""
         while True:
             async with self._news:
                 await self._news.wait_for(lambda: max(self._staged, default=-1) > max(self.version, self._refused))
@@ -143,7 +146,7 @@ class Policies:
                 engine = await self._open_engine()
                 swap = await engine.load(staged.version, staged.path, staged.state_hash)
             except EngineError as error:
-                # The old version goes on; a newer one may do better.
+                # The old version stays; a newer one may load.
                 self._refused = staged.version
                 await self._on_refused(staged.version, str(error))
                 continue
@@ -176,7 +179,7 @@ class Policies:
 
     @asynccontextmanager
     async def serving(self, policy: PolicyRef, task: Task, oracle: Callable[[], Oracle]) -> AsyncIterator[Served]:
-        """Engine and renderer for one episode. NoPolicy when this node can't have what is named."""
+        """Engine and renderer for one episode. NoPolicy when this node cannot serve the policy."""
         if policy.run not in ("", self._run):
             branch = await self._branch(policy.run)
             branch.follow_latest(policy)
@@ -227,7 +230,7 @@ class Policies:
             yield ClientServed(await self._open_engine(), of)
 
     async def _branch(self, run: str) -> "Policies":
-        """The weights of another run on this node; they are opened when the first request names that run."""
+        """The policies of another run on this node, opened when the first request names that run."""
         if run not in self._branches:
             self._branches[run] = asyncio.create_task(self._open_branch(run))
         opening = self._branches[run]
@@ -271,7 +274,8 @@ class Policies:
             self._unpinning = asyncio.create_task(self._engine.unpin(version))
 
     async def _find(self, version: int) -> WeightsStaged:
-        """The staged file of a version; the receiver stages again what an evaluation or a promotion names. NoPolicy."""
+        """The staged file of a version. The receiver stages the versions that evaluations and promotions name.
+        NoPolicy."""
         try:
             async with asyncio.timeout(STAGED_WITHIN_S), self._news:
                 await self._news.wait_for(lambda: version in self._staged and Path(self._staged[version].path).exists())
@@ -280,7 +284,7 @@ class Policies:
         return self._staged[version]
 
     async def _open_engine(self) -> Engine:
-        """The engine of this actor, made when the first version asks for it: the probe takes a moment."""
+        """The engine of this actor, opened at its first use, because the numerics probe takes time. UnusableEngine."""
         async with self._opening:
             if self._engine is None:
                 section = self._config.engine
@@ -306,8 +310,8 @@ class Policies:
         return path
 
     async def _renderer(self, task: Task) -> Renderer:
-        """The renderer of the run's bundle for the tools of a task. NoPolicy when this node cannot have it: sampling in
-        another format would train the policy on text that it never wrote."""
+        """The renderer of the run's bundle for the tools of a task. NoPolicy when this node cannot open it, because in
+        another format the policy would be trained on text that it did not sample."""
         renderers = await self._open_renderers()
         if renderers is None:
             raise NoPolicy(
@@ -319,7 +323,7 @@ class Policies:
             raise NoPolicy(str(error)) from None
 
     async def _scripted_renderer(self, task: Task) -> Renderer:
-        """The run's renderer, or plain bytes in the terse format in a run of scripts alone."""
+        """The run's renderer; in a run with only scripted policies, bytes in the terse format."""
         if await self._open_renderers() is not None:
             return await self._renderer(task)
         try:
@@ -329,7 +333,8 @@ class Policies:
         return _byte_renderer(more)
 
     async def _open_renderers(self) -> Renderers | None:
-        """Fetched once; None while no bundle is published. NoPolicy when the bundle is not this node's."""
+        """The renderers of the run's bundle, fetched once; None while no bundle is published. NoPolicy when it is
+        unusable."""
         async with self._fetching:
             if self._renderers is None:
                 try:
@@ -341,7 +346,7 @@ class Policies:
             return self._renderers
 
     def follow_latest(self, policy: PolicyRef) -> None:
-        """Load this run's versions as they come, once a request names its `latest`."""
+        """Start to load this run's versions when a request names its `latest`."""
         if policy.kind == "latest" and self._loading is None:
             self._loading = asyncio.create_task(self.load())
             self._following.append(self._loading)
@@ -361,8 +366,8 @@ class Policies:
 
 
 def _known(name: str, task: Task, oracle: Callable[[], Oracle]) -> Oracle:
-    """The oracle that a script gets. A suite whose tasks users judge has no solutions, and one script alone needs them:
-    NoPolicy."""
+    """The oracle that a script gets. A suite that users judge has no solutions; only the script `oracle` needs them,
+    and gets NoPolicy."""
     try:
         return oracle()
     except UnknownSuite as error:
@@ -372,10 +377,10 @@ def _known(name: str, task: Task, oracle: Callable[[], Oracle]) -> Oracle:
 
 
 async def _unannounced(swapped: WeightsSwapped) -> None:
-    """A branch's swap changes no lane of this run."""
+    """The swap of a branch is not announced, because it changes no lane of this run."""
 
 
 @lru_cache(16)
 def _byte_renderer(more: tuple[ToolSchema, ...]) -> Renderer:
-    """For scripts only: a tokenizer of the tags and single bytes. more: tools besides those of the table."""
+    """A renderer for scripts, with a tokenizer of tags and single bytes. more: tools that are not in the table."""
     return TerseRenderer(Tokenizer.train((), 256 + len(schemas.tags())), (*schemas.TABLE, *more))

@@ -1,4 +1,4 @@
-"""The Trajectory of an attempt, from its request and its turns, and its publication."""
+"""Builds the Trajectory of an attempt from its request and turns, and publishes it."""
 
 import time
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ def trajectory_of(
     since: float,
     plugins: Sequence[Plugin] = (),
 ) -> Trajectory:
-    """The fields that every attempt has. since: `time.monotonic` of its start on this actor. plugins: those that this
-    actor uses for every attempt. The caller adds the diff and the reports of the sandbox."""
+    """A Trajectory without the diff and the sandbox's reports, which the caller adds.
+    since: `time.monotonic` of the attempt's start on this actor. plugins: those that the attempt used."""
     return Trajectory(
         run=request.run,
         lane=request.lane,
@@ -51,7 +51,7 @@ def trajectory_of(
 
 
 async def publish(bus: Bus, trajectory: Trajectory) -> Trajectory:
-    """Store a Trajectory, once however often it is published. BusError."""
+    """Store a Trajectory; a repetition is dropped by its message id. BusError."""
     subject = TRAJ.at(run=trajectory.run, group=trajectory.group)
     await bus.publish(subject, trajectory, msg_id=f"{trajectory.run}.{trajectory.id}")
     return trajectory

@@ -1,4 +1,4 @@
-"""Checkpoints of an attempt's sandbox, stored beside its turn log, and resuming in a copy of the sandbox.
+"""Checkpoints of an attempt's sandbox in its turn log, and resumption in a copy of the sandbox.
 
 The idea: the turn log records what the policy saw and did, but replaying the calls cannot restore everything in a
 sandbox, such as a server that was started, a cache that took an hour, or the memory of a process. Every few turns the
@@ -24,29 +24,29 @@ from headrace.replay.calls import same
 from headrace.sandboxes.client import CannotCopy, RemoteSandbox, Sandboxes, Superseded
 
 MAX_BYTES = 7 << 20
-"""A larger checkpoint is not stored: to restore it, it has to fit into one message."""
+"""Largest number of bytes of a stored checkpoint: to restore it, it must fit into one message."""
 MAX_COPIES = 3
-"""Copies of one attempt before it is given up: its own actions may be what kills the machine."""
+"""Largest number of copies of one attempt: its own actions may be the reason for which the machine ends."""
 
 Report = Callable[..., Awaitable[None]]
 Runner = Callable[[ToolCall], Awaitable[ToolResult]]
 
 
 class CheckpointSchedule(NamedTuple):
-    """When checkpoints are made, and how a failed one is reported."""
+    """Decides when a checkpoint is written, writes it, and reports failures."""
 
     every: int
-    """Turns from one checkpoint to the next; 0 makes none."""
+    """Number of turns between two checkpoints; 0: no checkpoints."""
     report: Report
 
     def due(self, turn: Turn, request: RolloutRequest) -> bool:
-        """Whether to make a checkpoint after this turn; none after the last turn, which has no successor."""
+        """Whether to write a checkpoint after this turn. The last turn needs none."""
         is_last = any(call.name == "finish" and not call.error for call in turn.calls)
         own_machine = request.lane != "production" and request.isolation == "episode"
         return own_machine and self.every > 0 and not is_last and (turn.index + 1) % self.every == 0
 
     async def write(self, sandbox: RemoteSandbox, log: TurnLog, index: int, trajectory: str) -> None:
-        """Store the sandbox as it is after turn `index`. WrongSequence: another actor has taken over the attempt."""
+        """Store the sandbox after turn `index`. WrongSequence when another actor has taken over the attempt."""
         try:
             data = await sandbox.checkpoint()
             if len(data) > MAX_BYTES:
@@ -64,7 +64,7 @@ async def restore(sandboxes: Sandboxes, acquire: Acquire, resume: ResumeState, p
         place = await sandboxes.acquire(acquire, node=resume.checkpoint.node, patience_s=patience_s)
     except Superseded:
         raise
-    except SandboxLost:  # that node is gone: any other will do
+    except SandboxLost:  # that node is gone: try any other
         place = await sandboxes.acquire(acquire, patience_s=patience_s)
     # An attempt has one sandbox: the copy replaces the one that was just acquired.
     await sandboxes.release(place)
@@ -75,8 +75,8 @@ async def restore(sandboxes: Sandboxes, acquire: Acquire, resume: ResumeState, p
 
 
 async def replay_calls(resume: ResumeState, run: Runner, external: Callable[[ToolCall], bool]) -> None:
-    """Send a copy the calls that were answered after its checkpoint, without those to MCP servers, which hold no state
-    of a sandbox. SandboxLost when an answer differs."""
+    """Run the calls that were answered after the checkpoint again in a copy. Calls to MCP servers are left out, because
+    they do not change the sandbox. SandboxLost when an answer differs from the recorded one."""
     assert resume.checkpoint is not None
     answered: Sequence[Turn] = resume.turns[resume.checkpoint.turn + 1 :]
     for turn in answered:

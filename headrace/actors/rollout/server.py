@@ -1,8 +1,8 @@
 """Reports on a rollout actor's SGLang server: its metrics, its restarts, and the requests of other clients.
 
-Metrics go out as a Metric, a lost or restarted server as an event. The requests of other clients go out as Traffic, the
-scavenger's second source: a gateway counts the sessions that it opened, but a product that calls the server directly
-shows only in the server's own metrics, and only this actor reads them.
+Metrics are published as a Metric, and a lost or restarted server as an event. The requests of other clients are
+published as Traffic, the scavenger's second source: a gateway counts only the sessions that it opened, and requests
+that a product sends directly to the server appear only in the server's metrics, which this actor reads.
 """
 
 import time
@@ -21,7 +21,7 @@ EVENTS = {"lost": "server_lost", "starts": "server_started", "reloads": "version
 
 
 class ServerReports:
-    """Reports on the SGLang server of one rollout actor; nothing for an engine without one."""
+    """Reports on the SGLang server of one rollout actor; publishes nothing for an engine without a server."""
 
     def __init__(
         self,
@@ -39,7 +39,8 @@ class ServerReports:
         self._done = (0, time.monotonic())
 
     async def publish(self, engine: Engine | None) -> None:
-        """Publish what has changed; called once a second."""
+        """Publish the metrics, an event per increased counter, and the traffic of other clients. Called every
+        `EVERY_S`."""
         if not isinstance(engine, ServerEngine):
             return
         stats: dict[str, Any] = engine.stats()

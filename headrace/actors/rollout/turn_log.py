@@ -1,7 +1,7 @@
-"""The turn log: the checkpoint from which any other rollout actor resumes an attempt.
+"""The turn log: the records from which any rollout actor resumes an attempt.
 
 Every record is written on top of the last one of its trajectory (an expected sequence), so of two actors that run the
-same attempt only one can go on writing. Message ids are random on purpose: with fixed ids the broker's deduplication
+same attempt only one can continue to write. Message ids are random, because with fixed ids the broker's deduplication
 would answer a stale actor's write with the sequence of its successor's record and hide the conflict.
 """
 
@@ -17,7 +17,7 @@ from headrace.messages.subjects import TRAJ, TURN
 
 
 class StoredCheckpoint(NamedTuple):
-    """The sandbox as it was after a turn's calls."""
+    """A checkpoint of the sandbox after the calls of a turn."""
 
     turn: int
     node: str
@@ -25,14 +25,14 @@ class StoredCheckpoint(NamedTuple):
 
 
 class ResumeState(NamedTuple):
-    """Where an earlier rollout actor stopped with the attempt."""
+    """The state of an attempt in its turn log, from which another rollout actor resumes."""
 
     turns: tuple[Turn, ...] = ()
-    """In order, with the recorded results. The last turn may have none although its calls ran."""
+    """The turns in order, with the recorded results. The last turn may have none although its calls ran."""
     node: str = ""
     sandbox: str = ""
     finished: bool = False
-    """The Trajectory is published: nothing is left to do."""
+    """Whether the Trajectory is published, so that nothing is left to do."""
     checkpoint: StoredCheckpoint | None = None
     """The newest checkpoint of the sandbox."""
 
@@ -47,7 +47,7 @@ class TurnLog:
         self._writing: asyncio.Task[int] | None = None
 
     async def read(self) -> ResumeState:
-        """The state from which to resume. A new attempt costs one small request."""
+        """Read the state from which to resume. For a new attempt this is one small request."""
         self._last = await self._bus.tail("HR_TURN", self._subject)
         if not self._last:
             return ResumeState()
@@ -73,7 +73,7 @@ class TurnLog:
         return False
 
     async def sampled(self, turn: Turn, node: str, sandbox: str, fingerprint: str) -> None:
-        """Write a turn. On return the broker has it and its calls may be sent.
+        """Write a turn. When this returns, the broker has stored it and its calls may run.
 
         WrongSequence: another rollout actor has taken over the attempt.
         """
@@ -105,7 +105,8 @@ class TurnLog:
         await self.flush()
 
     async def flush(self) -> None:
-        """Wait until every record is stored. Shielded: a pending write must not land after a successor has read."""
+        """Wait until every record is stored. Shielded, so that no pending write is stored after a successor has
+        read."""
         if self._writing is not None:
             # Cleared only after the write: a cancelled caller flushes once more before it ends.
             self._last = await asyncio.shield(self._writing)

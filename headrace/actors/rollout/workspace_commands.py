@@ -1,8 +1,8 @@
-"""Commands of the product in a sandbox of their own: prepare a workspace and fork it, or test an agent's work.
+"""Runs the product's commands in a separate sandbox: prepares a workspace and forks it, or tests an agent's work.
 
-The gateway faces users, so its role cannot reach a sandbox; it asks a rollout actor of the production lane. A fork is
-acquired under the key that its agent's first attempt will ask for, and held until then, so that the attempt on any
-rollout actor continues in it without knowing that it was forked.
+The gateway is exposed to users, so its role has no access to sandboxes; it sends commands to a rollout actor of the
+production lane. A fork is acquired under the key of its agent's first attempt and held until then, so that the attempt
+continues in the fork on any rollout actor, like in any other sandbox.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from headrace.tasks import UnknownSuite
 from headrace.tasks.workspace import LIGHT, WORKSPACE
 
 OUTPUT_BYTES = 4096
-"""Of a command's output: the end is returned."""
+"""Largest number of characters of a command's output in the report; earlier output is cut."""
 
 
 class WorkspaceCommands:
@@ -30,7 +30,7 @@ class WorkspaceCommands:
         self._sandboxes, self._lease_s, self._task = sandboxes, lease_s, task
 
     async def run(self, request: WorkspaceCommand) -> WorkspaceReport:
-        """The command's end and the copies, or why there are none."""
+        """The report of a command: exit code, output and copies; `failed` gives the reason when it could not run."""
         try:
             task = self._task(TaskRef(WORKSPACE, request.image or LIGHT))
             acquire = Acquire(

@@ -1,1 +1,1 @@
-"""The trainer actor: batches in the order of the closings, versions out."""
+"""The trainer actor: makes versions from batches, in the order of the closings."""

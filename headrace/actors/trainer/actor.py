@@ -1,4 +1,4 @@
-"""The trainer: closings in their order become batches, batches become versions.
+"""The trainer: makes batches from the closings, in their order, and a version from each batch.
 
 Batch k is the GroupClosed records kP to kP + P - 1 of the run, and takes version k to version k + 1. A manifest names
 everything that a step depends on. It is written before the step with an expected sequence, so a trainer that was
@@ -50,7 +50,7 @@ AGAIN_S = 30.0
 
 
 class Stopped(Exception):
-    """Raised inside the worker thread to end mid-training early."""
+    """Ends mid-training early; raised inside the worker thread."""
 
 
 class Ready(NamedTuple):
@@ -59,7 +59,7 @@ class Ready(NamedTuple):
     group: BatchGroup
     records: Records
     links: tuple[Link, ...]
-    """To the spans that published its trajectories."""
+    """Links to the spans that published its trajectories."""
 
 
 class Trainer(Actor):
@@ -68,7 +68,7 @@ class Trainer(Actor):
     role: ClassVar[str] = "trainer"
 
     async def start(self) -> None:
-        """Prepare in the background: a run's first minute may be mid-training."""
+        """Prepare in the background, because mid-training may take minutes. Unrecoverable for an unknown plugin."""
         try:
             used = plugins_of(self.config.algorithm)
         except TrainerError as error:
@@ -112,7 +112,7 @@ class Trainer(Actor):
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def _prepare(self) -> PolicyTrainer:
-        """Take over the steps, then resume, or make version 0."""
+        """Write a fence, so that earlier trainers are refused; then resume from the checkpoint, or make version 0."""
         fence = Fence(run=self.run, actor=self.name(), id=self.id)
         self._step_seq = await self.bus.publish(STEP.at(run=self.run), fence)
         folder = self.folder / "checkpoints"
@@ -145,20 +145,20 @@ class Trainer(Actor):
         return trainer
 
     def _until_stopped(self, traces: Iterator[T]) -> Iterator[T]:
-        """Pass traces on until the actor stops; called in the worker thread."""
+        """Yield traces until the actor stops, then raise Stopped. Runs in the worker thread."""
         for trace in traces:
             if self._stopping:
                 raise Stopped
             yield trace
 
     def _on_progress(self, progress: Progress) -> None:
-        """Called in the worker thread."""
+        """Record progress; raise Stopped when the actor stops. Runs in the worker thread."""
         self._progress = progress
         if self._stopping:
             raise Stopped
 
     async def _catch_up(self, trainer: PolicyTrainer) -> None:
-        """Run again what was published after the checkpoint; publish the version that comes out."""
+        """Repeat the steps that were published after the checkpoint, then publish the resulting version."""
         manifests: dict[int, tuple[int, StepManifest]] = {}
         outcomes: dict[int, StepDone | StepFailed] = {}
         async for received in self.bus.history("HR_STEP", STEP.at(run=self.run)):
@@ -173,7 +173,7 @@ class Trainer(Actor):
             seq, manifest = manifests[trainer.version]
             known = outcomes.get(manifest.step)
             if known is not None and known.incarnation != manifest.incarnation:
-                known = None  # its newest manifest never came to an outcome
+                known = None  # the newest manifest of this step has no outcome
             rate = await self._again(trainer, seq, manifest, known)
         self._step = trainer.version
         await self._publish(trainer, rate)
@@ -181,7 +181,8 @@ class Trainer(Actor):
     async def _again(
         self, trainer: PolicyTrainer, seq: int, manifest: StepManifest, known: StepDone | StepFailed | None
     ) -> float:
-        """Run one manifest again; its learning rate. Other bits than were published make a new incarnation."""
+        """Repeat the step of a manifest. Returns its learning rate. A result with other bits becomes a new
+        incarnation."""
         fetched = await fetch(self.bus, manifest.groups)
         if manifest.base_hash != self._hash:
             window = StalenessWindow.as_in(manifest)
@@ -210,7 +211,7 @@ class Trainer(Actor):
         return result.learning_rate
 
     def _taken(self, trainer: PolicyTrainer) -> int:
-        """Closings that are in batches already."""
+        """Number of closings that are in finished batches."""
         return trainer.version * self.groups_per_step
 
     async def _collect(self, taken: int) -> None:
@@ -218,7 +219,7 @@ class Trainer(Actor):
         place = 0
         async for received in self.bus.follow("HR_SCORE", CLOSE.where(run=self.run)):
             closed = received.message
-            if isinstance(closed, StalenessBound):  # before the first closing of a batch that it holds for
+            if isinstance(closed, StalenessBound):  # it precedes the closings of the first batch that it applies to
                 known = self._bounds
                 wanted = known.changed(closed.first_batch, closed.bound) if known else Bounds.constant(closed.bound)
                 self._bounds = wanted
@@ -280,7 +281,7 @@ class Trainer(Actor):
         window: StalenessWindow | None,
         fetched: Records,
     ) -> tuple[int, StepManifest]:
-        """Write the manifest of the next step; its sequence."""
+        """Write the manifest of the next step. Returns its sequence and the manifest."""
         plan = records.StepPlan(
             trainer.version,
             self._hash,
@@ -294,7 +295,7 @@ class Trainer(Actor):
         return await self._write(manifest), manifest
 
     async def _plugins_behind(self, fetched: Records) -> tuple[Plugin, ...]:
-        """The plugins that a batch's records name. Unrecoverable where one has another source than in the run."""
+        """The plugins that a batch's records name. Unrecoverable when one has another source hash than the run's."""
         trajectories, scores = fetched
         used = merged(
             *(trajectory.plugins for trajectory in trajectories.values()), *(score.plugins for score in scores.values())
@@ -304,7 +305,7 @@ class Trainer(Actor):
         return used
 
     async def _write(self, record: StepManifest | StepDone | StepFailed) -> int:
-        """Publish on top of the last record of the run's steps, or not at all."""
+        """Publish on top of the last record of the run's steps. Returns the sequence. WrongSequence when replaced."""
         self._step_seq = await self.bus.publish(
             STEP.at(run=self.run),
             record,
@@ -314,7 +315,7 @@ class Trainer(Actor):
         return self._step_seq
 
     async def _take(self, trainer: PolicyTrainer, manifest: StepManifest, records: Records) -> StepOutcome:
-        """The step itself. An exception becomes a failed step while the bytes are the old ones."""
+        """Take a step. An exception becomes a failed step if the weights still have the old bytes."""
         trainer.config = under(self.config, manifest)
         try:
             return await self._in_thread(lambda: trainer.step(manifest, *records))
@@ -322,13 +323,13 @@ class Trainer(Actor):
             raise  # this node may not take the step at all, or its group of processes has ended
         except Exception as error:
             if trainer.version != manifest.version or await self._in_thread(trainer.state.hash) != self._hash:
-                raise  # half a step: only the checkpoint knows the old bytes
+                raise  # the step was interrupted halfway: only the checkpoint has the old bytes
             text = f"{type(error).__name__}: {error}"
 
             return await self._in_thread(lambda: trainer.give_up("exception", text))
 
     async def _publish(self, trainer: PolicyTrainer, learning_rate: float) -> None:
-        """Write the version's file and tell the sender."""
+        """Write the version's file and announce it to the sender."""
         path, size = await self._in_thread(lambda: self.store.publish(trainer.version, self._hash))
         ready = SnapshotReady(
             run=self.run,
@@ -341,7 +342,7 @@ class Trainer(Actor):
         await self.publish_event(ready, msg_id=f"{self.run}.snapshot.{trainer.version}.{self._hash}")
 
     async def _keep(self, trainer: PolicyTrainer, manifest: StepManifest) -> None:
-        """Write a checkpoint at its interval, and purge records of steps that are not kept for replay."""
+        """At the checkpoint interval, write a checkpoint and purge records of steps that are not kept for replay."""
         last = trainer.version >= self.config.curriculum.steps
         if trainer.version % self.config.trainer.checkpoint_every and not last:
             return
@@ -353,8 +354,8 @@ class Trainer(Actor):
             await self.event("purged", f"{purged} messages of steps that are no longer kept", messages=purged)
 
     async def _forget_weights(self) -> None:
-        """Remove old chains of versions when full snapshots are published. Nothing waits for it; a failed removal is
-        repeated next time."""
+        """Remove old chains of versions when full snapshots are published. A failed removal is repeated after
+        `AGAIN_S`."""
         section = self.config.weights
         trust = Trust.load(self.bus.credentials, section.publishers, unsigned=section.unsigned)
 
@@ -371,7 +372,7 @@ class Trainer(Actor):
                 await asyncio.sleep(AGAIN_S)
 
     async def _watch(self, trainer: PolicyTrainer) -> None:
-        """End this actor when a rank has ended, also between two steps; its successor starts all of them again."""
+        """End this actor when a rank has ended, even between two steps; its successor starts all ranks again."""
         while not trainer.lost:
             await asyncio.sleep(0.2)
         raise GroupError(trainer.lost)

@@ -22,7 +22,7 @@ class Base(NamedTuple):
 
     file: Path
     state_hash: str
-    """Empty where the published bytes were rounded: the trainer's own are wider."""
+    """Empty where the published bytes were rounded, because the trainer's weights are wider."""
 
     def check(self, state_hash: str) -> None:
         """Unrecoverable when version 0 has other bytes than the base version."""
@@ -34,7 +34,8 @@ class Base(NamedTuple):
 
 
 async def fetch(bus: Bus, config: Config, run: str, folder: Path) -> Base | None:
-    """The base of a branch; None for a run that is no branch. Waits until the feedback actor names it."""
+    """The base of a branch; None for a run that is not a branch. Waits until the feedback actor names the base version.
+    Unrecoverable."""
     if not config.feedback.base:
         return None
     record = await _record(bus, run)

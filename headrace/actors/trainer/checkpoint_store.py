@@ -1,4 +1,4 @@
-"""The trainer's files: snapshots and checkpoints, and how long they and the records of past steps are kept."""
+"""The trainer's files: snapshots and checkpoints, and the retention of files and of records of past steps."""
 
 import os
 from collections.abc import Mapping
@@ -13,22 +13,23 @@ from headrace.messages.training import StepManifest
 from headrace.training.trainer import PolicyTrainer
 
 STORED_BEFORE_S = 60.0
-"""How much older than its record a payload in the node's folder may be."""
+"""Largest age of a payload in the node's folder before its record, in seconds."""
 
 
 class CheckpointStore:
-    """Snapshots and checkpoints of one run. Blocking methods belong into the trainer's thread."""
+    """Snapshots and checkpoints of one run. Call the blocking methods in the trainer's thread."""
 
     def __init__(self, folder: Path, trainer: PolicyTrainer, config: Config) -> None:
         self.snapshots, self.checkpoints = folder / "snapshots", folder / "checkpoints"
         self.trainer, self.config = trainer, config
         self.snapshots.mkdir(parents=True, exist_ok=True)
         self.keep_steps = max(config.replay.keep_steps, config.curriculum.staleness + 2)
-        """Steps whose records stay: never fewer than open groups and unretired batches may need."""
+        """Number of steps whose records are kept: at least as many as open groups and unretired batches may need."""
         self._name_checkpoint()
 
     def publish(self, version: int, state_hash: str) -> tuple[Path, int]:
-        """Write the served bytes of a version, once; path and size. A sender that needs an older one has linked it."""
+        """Write the served bytes of a version, once. Returns path and bytes. Older files are deleted; a sender links
+        its own."""
         path = self.snapshots / f"v{version:08d}-{state_hash[:8]}.safetensors"
         if not path.exists():
             found = self.trainer.publish(path)
@@ -40,13 +41,13 @@ class CheckpointStore:
         return path, path.stat().st_size
 
     def checkpoint(self, position: Mapping[str, int | str]) -> None:
-        """Replace the checkpoint durably, and keep it under its version for replay."""
+        """Replace the checkpoint durably, and link it under its version's name for replay."""
         self.trainer.save(position)
         self._name_checkpoint()
         oldest = self.trainer.version - self.keep_steps
         files = sorted(self.checkpoints.glob("v*.safetensors"))
         starts = [file for file in files if int(file.name[1:9]) <= oldest]
-        for file in starts[:-1]:  # the newest of them is where the oldest kept step is replayed from
+        for file in starts[:-1]:  # the replay of the oldest kept step starts from the newest of them
             file.unlink(missing_ok=True)
 
     def _name_checkpoint(self) -> None:
@@ -55,7 +56,8 @@ class CheckpointStore:
         os.link(self.checkpoints / "checkpoint.safetensors", named)
 
     async def purge(self, bus: Bus, run: str) -> int:
-        """Delete trajectories, turns and scores of steps before the oldest kept checkpoint; how many.
+        """Delete trajectories, turns and scores of steps before the oldest kept checkpoint. Returns the number of
+        messages.
 
         A kept step is replayed from the checkpoint before it, so the steps between the two stay as well.
         """
@@ -72,7 +74,7 @@ class CheckpointStore:
         purged += await retention.purge(bus, "HR_SCORE", SCORE.where(run=run), first_score)
         try:
             moment = (await bus.get("HR_TRAJ", first)).time
-        except MessageGone:  # its user had it deleted
+        except MessageGone:  # it was deleted with its user's data
             return purged
         if bus.shared_memory is not None:
             bus.shared_memory.collect(before=moment - STORED_BEFORE_S)
@@ -80,7 +82,8 @@ class CheckpointStore:
         return purged + (await retention.purge(bus, "HR_TURN", TURN.where(run=run), before) if before else 0)
 
     async def _turn_at(self, bus: Bus, run: str, moment: float) -> int:
-        """The first turn record younger than the oldest kept trajectory: its own turns are in the trajectory."""
+        """Sequence of the first turn record after `moment`, the time of the oldest kept trajectory; 0 without one.
+        Earlier turns are in their trajectories."""
         async for received in bus.history("HR_TURN", TURN.where(run=run)):
             if received.time > moment:
                 return received.seq

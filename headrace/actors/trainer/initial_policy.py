@@ -1,4 +1,4 @@
-"""The run's renderer bundle, and the traces that a new policy reads before reinforcement."""
+"""The run's renderer bundle, and the traces for the mid-training of a new policy."""
 
 import os
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ from headrace.tasks.generated import repositories, traces
 from headrace.training.mid_training import Trace
 
 TOKENIZER_TRACES = 400
-"""Traces on which a tokenizer is made: a second of work, and every word of the tools is in there."""
+"""Number of traces from which a tokenizer is trained: it takes a second, and they contain every word of the tools."""
 BUNDLE = "renderer.json"
-"""The bundle's file in the run's folder: a resumed run renders as it did, whatever became of the checkpoint's files."""
+"""The bundle's file in the run's folder: a resumed run renders as before, even if the checkpoint's files changed."""
 
 
 def bundle(config: Config, folder: Path) -> RendererBundle:
-    """The run's bundle: made once, then read. Its tokenizer.json also lies in the run's folder, for replay and engines.
+    """The run's bundle, built once and then read from its file. tokenizer.json is written too, for replay and engines.
 
     RendererError when the checkpoint's format cannot be used.
     """
@@ -67,7 +67,7 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def mid_training(config: Config, made: RendererBundle) -> Iterator[Trace]:
-    """Traces of tool use without an end, in the policy's own format."""
+    """An endless iterator of traces of tool use in the policy's own format."""
     renderer, recipe = Renderers(made).open(schemas_of(repositories.TOOLS)), config.mid_training
     return traces.mid_training_texts(
         config.run.seed,

@@ -1,4 +1,4 @@
-"""The records that the trainer writes: manifests before a step, outcomes after it. Pure, except for a call of git."""
+"""Builds the trainer's records: manifests and outcomes of steps. Pure functions, except for a call of git."""
 
 import subprocess
 from functools import cache
@@ -20,7 +20,7 @@ from headrace.training.trainer import plugins_of
 
 
 class StalenessWindow(NamedTuple):
-    """The staleness bound of a batch and of the one after it, for which versions must be kept."""
+    """The staleness bounds of a batch and of the next one, which decide the versions to keep."""
 
     bound: int
     next: int
@@ -37,7 +37,7 @@ class StalenessWindow(NamedTuple):
         return cls(bound, int(manifest.objective.get("keep_versions", bound))) if bound >= 0 else None
 
     def words(self) -> dict[str, float | int | str | bool]:
-        """As entries of a manifest's objective."""
+        """The entries of a manifest's objective."""
         kept: dict[str, float | int | str | bool] = {"keep_versions": self.next} if self.next > self.bound else {}
         return {"staleness": self.bound} | kept
 
@@ -59,7 +59,7 @@ def code() -> str:
 
 
 def batch_group(seq: int, closed: GroupClosed) -> BatchGroup:
-    """A closing as a manifest names it."""
+    """The entry of a manifest for a GroupClosed at sequence `seq`."""
     slots = tuple((slot.trajectory_seq, slot.score_seq) for slot in closed.slots)
     return BatchGroup(group=closed.group, close_seq=seq, slots=slots)
 
@@ -71,16 +71,16 @@ class StepPlan(NamedTuple):
     base_hash: str
     groups: tuple[BatchGroup, ...]
     fingerprint: str
-    """Of the trainer's numerics."""
+    """Fingerprint of the trainer's numerics."""
     window: StalenessWindow | None = None
-    """None: as configured."""
+    """None: the configured bound."""
     incarnation: int = 0
     plugins: tuple[Plugin, ...] = ()
-    """Those that the batch's records name."""
+    """The plugins that the batch's records name."""
 
 
 def manifest(config: Config, run: str, plan: StepPlan) -> StepManifest:
-    """Everything that a step depends on."""
+    """The manifest of a step: everything that the step depends on."""
     return StepManifest(
         run=run,
         step=plan.step,
@@ -99,7 +99,7 @@ def manifest(config: Config, run: str, plan: StepPlan) -> StepManifest:
 def outcome(
     config: Config, manifest: StepManifest, manifest_seq: int, result: StepOutcome, waited_s: float
 ) -> StepDone | StepFailed:
-    """The record of a step that was taken."""
+    """The StepDone or StepFailed of a step. waited_s: seconds that the trainer waited for the batch."""
     groups = tuple(group.group for group in manifest.groups)
     if result.failed:
         return StepFailed(
