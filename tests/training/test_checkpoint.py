@@ -85,7 +85,7 @@ def test_refuses_what_is_broken_or_foreign(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match="bits that were written"):
+    with pytest.raises(CheckpointError, match="is damaged: its bits give hash"):
         checkpoint.load(file, blank())
     checkpoint.save(file, moved())
     small = msgspec.structs.replace(POLICY, layers=1, vocab=300)

@@ -74,7 +74,7 @@ def test_a_section_that_cannot_be_meant_is_refused(tmp_path: Path) -> None:
     for section in (Section(kind="sglang", exact=False), Section(kind="sglang", exact=False, url="u", python="p")):
         with pytest.raises(IncompatibleServer, match=r"either engine\.url"):
             opened(section, config, tmp_path, "r")
-    with pytest.raises(EngineError, match="one of both"):
+    with pytest.raises(EngineError, match="expected either the url"):
         SglangEngine(config, tmp_path)
     made = opened(Section(kind="sglang", exact=False, python="p", stage_dir=str(tmp_path)), config, tmp_path, "r")
     assert made.version == -1 and made._server is not None
