@@ -32,8 +32,8 @@ PAUSE_S = {BROKER: (0.3, 6.0), MACHINE: (0.3, 8.0)}
 """Seconds for which a stopped target sleeps, where they differ from an actor's."""
 SHORT_S, LONG_S = (0.3, 4.0), (31.0, 45.0)
 LONG_SHARE = 1 / 6
-"""Share of the stopped actors that sleep longer than the broker waits for an acknowledgement: when they continue, other
-actors have their work."""
+"""Share of the stopped actors that sleep longer than the broker waits for an acknowledgement, so that other actors
+have their work when they continue."""
 LATEST = 0.92
 """The last fault is due here, so that the run does not end before it."""
 _PIDFD_GETFD = 438
@@ -58,7 +58,7 @@ def targets(config: Config) -> list[str]:
 
 
 def plan(config: Config, kills: int, seed: int, kinds: Collection[Fault] = ACTOR_FAULTS) -> list[PlannedFault]:
-    """The faults of a run, in the order in which they are due. kinds: only targets that can fail so are in the plan."""
+    """The faults of a run, in the order in which they are due. kinds: only targets that allow one of these."""
     possible = [name for name in targets(config) if {*FAULTS.get(name, ACTOR_FAULTS)} & {*kinds}]
     rng = random.Random(seed)
     dues = sorted(rng.random() * LATEST for _ in range(kills))
@@ -70,8 +70,8 @@ def plan(config: Config, kills: int, seed: int, kinds: Collection[Fault] = ACTOR
             round_targets = rng.sample(possible, len(possible))
         target = round_targets.pop()
         if not round_faults.get(target):
-            dealt = [kind for kind in FAULTS.get(target, ACTOR_FAULTS) if kind in kinds]
-            round_faults[target] = rng.sample(dealt, len(dealt))
+            allowed = [kind for kind in FAULTS.get(target, ACTOR_FAULTS) if kind in kinds]
+            round_faults[target] = rng.sample(allowed, len(allowed))
         short, long = PAUSE_S.get(target, SHORT_S), PAUSE_S.get(target, LONG_S)
         asleep = rng.uniform(*(long if rng.random() < LONG_SHARE else short))
         planned.append(PlannedFault(target, round_faults[target].pop(), round(asleep, 2), due))

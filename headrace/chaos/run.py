@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 AT_ONCE = 2
 """Faults whose targets are down at the same time."""
 WORK_PER_FAULT = 8
-"""Scores that a run must have per fault, or it is made longer: a target shall have worked since its last fault."""
+"""Scores per fault. A run with fewer is lengthened, so that a target works again before its next fault."""
 ROLES = {"weight_sender": "weight_sync", "weight_receiver": "weight_sync"}
 """Actors whose role is not their name."""
 RECORDS = {
@@ -63,13 +63,13 @@ RECORDS = {
 """A process by its first actor, and the record that shows it at work: its stream, subject, type on HR_EVENT."""
 POLL_S = 0.1
 PING_S = (0.3, 0.6, 1.2, 2.4, 5.0)
-"""Seconds to wait for an answer, attempt by attempt: a lost answer shall not count as a late one."""
+"""Seconds to wait for an answer, attempt by attempt, so that a lost answer does not count as a late one."""
 MID_TRAINING = 0.06
 """Share of the run's work, as the fault plan counts it, that is mid-training."""
 
 
 def lengthened(config: Config, kills: int) -> Config:
-    """The configuration with as many steps as so many faults need."""
+    """The configuration with enough steps for this number of faults."""
     curriculum = config.curriculum
     need = math.ceil(kills * WORK_PER_FAULT / (curriculum.groups_per_step * curriculum.group_size))
     if need <= curriculum.steps:

@@ -107,7 +107,7 @@ def _shown(value: Any) -> str:
 
 
 def line_of(text: str, path: str) -> int:
-    """The line on which a dotted key is written, 0 when it cannot be told."""
+    """The line on which a dotted key is written; 0 when it is unknown."""
     *sections, key = re.sub(r"\[[^\]]*\]", "", path).split(".")
     wanted, current = ".".join(sections), ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -154,7 +154,7 @@ def _move(raw: dict[str, Any]) -> None:
 
 
 def _suggestion(path: str) -> str:
-    """A hint at the keys that the section of an unknown one does have."""
+    """A hint that lists the keys of the section in which an unknown key stands."""
     *sections, key = path.split(".")
     section: type[Any] = Config
     for part in sections:

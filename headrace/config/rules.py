@@ -14,7 +14,7 @@ Problem = tuple[str, str]
 
 
 def problems(config: Config) -> Iterator[Problem]:
-    """Every broken rule."""
+    """Each rule that the configuration breaks."""
     for rule in RULES:
         yield from rule(config)
 

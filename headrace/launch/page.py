@@ -57,7 +57,7 @@ def address_of(config: Config) -> "Address | None":
 
 
 def websocket_of(config: Config, own: str) -> str:
-    """The broker's ws:// address. RunError when a broker of an operator's has none configured."""
+    """The broker's ws:// address. RunError when the operator's own broker has none configured."""
     named = config.dashboard.websocket
     if named:
         return named.replace("http", "ws", 1)

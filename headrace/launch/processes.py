@@ -25,8 +25,8 @@ FLOOR = 8
 
 
 def process_groups(config: Config) -> list[tuple[str, ...]]:
-    """The processes to start; without the production lane those of its actors are left out, and the search actor where
-    this machine has no model."""
+    """The processes to start; without the production lane those of its actors are left out, and so is the search
+    actor where this machine has no model."""
     product = {"gateway", "feedback", "scavenger"}
     groups = []
     for group in config.processes.groups:

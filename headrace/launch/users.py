@@ -78,7 +78,7 @@ async def session(product: "Product", suite: str, task: str, user: str, oracle: 
 
 
 class Away(Exception):
-    """The gateway did not answer for longer than a user waits."""
+    """The gateway did not answer within the time that a user waits."""
 
 
 class Product:

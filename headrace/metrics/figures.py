@@ -20,7 +20,7 @@ class Figure(NamedTuple):
     scale: float = 1.0
     """The figure times this is in the unit of the name."""
     merge: Literal["sum", "min", "max"] = "sum"
-    """How the figures of several actors of a kind in one process become one."""
+    """How the figures of several actors of one kind in a process are combined."""
 
 
 def _count(name: str, help: str) -> Figure:

@@ -1,4 +1,4 @@
-"""The metrics of this process, in one Prometheus registry: what its actors handle, publish, report and figure out.
+"""The metrics of this process, in one Prometheus registry: deliveries, publications, events and figures of its actors.
 
 The bus calls these functions; they cost about a microsecond each and never raise for want of a reader. `registry` is
 what `headrace.metrics.exposition` serves.
@@ -108,7 +108,7 @@ def figures(actor: str, id: str, values: Mapping[str, float]) -> None:
 
 
 def ended(id: str) -> None:
-    """An actor ended: its gauges are no longer true, so they leave; its counters stay."""
+    """Drop the gauges of an actor that ended, because they are no longer true; keep its counters."""
     for figure, by_actor in list(_figures.values.items()):
         if figure.kind == "gauge" and by_actor.pop(id, None) is not None and not by_actor:
             del _figures.values[figure]

@@ -16,7 +16,7 @@ def add(commands: "Commands") -> None:
     parser.add_argument("folder", metavar="DIR", help="a new folder")
     parser.add_argument("--run", default="latest", help="run id, path or 'latest' (default)")
     add_elsewhere(parser)
-    parser.add_argument("--live", action="store_true", help="while actors work: copies are of different moments")
+    parser.add_argument("--live", action="store_true", help="also while actors run: copies are of different moments")
     parser.set_defaults(handler=backup)
 
 

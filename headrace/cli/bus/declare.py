@@ -21,7 +21,7 @@ def add(commands: "Commands") -> None:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=argparse.SUPPRESS)
     parser.add_argument("--url", default="", help="broker; default: [bus] url of the configuration")
     parser.add_argument("--credentials", default="", help="folder with admin.nk; default: [bus] credentials")
-    parser.add_argument("--run", default="", help="of accounts per run, this one alone; default: all of them")
+    parser.add_argument("--run", default="", help="only the account of this run; default: every account")
     parser.add_argument("--replicas", type=integer(1), default=1, help="copies of every stream: 3 in a cluster")
     parser.add_argument("--reserve", action="store_true", help="reserve the streams' full size on the broker's disk")
     parser.set_defaults(handler=declare)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("restore", help="make the streams and buckets of a backup on a broker without any")
+    parser = commands.add_parser("restore", help="restore a backup into a broker that has no streams")
     parser.add_argument("folder", metavar="DIR", help="made by headrace bus backup")
     parser.add_argument("--config", required=True, metavar="TOML", help="with [run] id, [bus] url and credentials")
     parser.set_defaults(handler=restore)

@@ -1,4 +1,4 @@
-"""`headrace promote`: give users a version at once, past the gate."""
+"""`headrace promote`: give users a version at once, without the gate."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("promote", help="give users a version at once, past the gate")
+    parser = commands.add_parser("promote", help="give users a version at once, without the gate")
     add_run(parser, optional=False)
     parser.add_argument("version", type=integer(0), help="a published version")
     parser.add_argument("--branch", action="store_true", help="a version of the run's branch, not of the run")

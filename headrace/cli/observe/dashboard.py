@@ -18,7 +18,7 @@ def add(commands: "Commands") -> None:
         "--users",
         type=integer(1),
         metavar="MINUTES",
-        help="also print an address with users' sessions, for so many minutes",
+        help="also print an address with users' sessions, valid for MINUTES",
     )
     parser.set_defaults(handler=dashboard)
 

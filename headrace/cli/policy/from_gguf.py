@@ -20,7 +20,7 @@ def add(commands: "Commands") -> None:
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
         default="bfloat16",
-        help="of the written weights and of all arithmetic; auto: bfloat16 where this CPU multiplies it, else float32",
+        help="dtype of weights and arithmetic; auto: bfloat16 where this CPU has instructions for it, else float32",
     )
     parser.add_argument(
         "--chat-template", metavar="FILE", help="a Jinja file that becomes the folder's chat_template.jinja"

@@ -28,7 +28,7 @@ def add(commands: "Commands") -> None:
     parser.set_defaults(handler=certify)
     parser = commands.add_parser("certificates", help="print the certificates of a suite")
     parser.add_argument("suite")
-    parser.add_argument("task", nargs="?", default="", help="one task: its whole certificate")
+    parser.add_argument("task", nargs="?", default="", help="print the whole certificate of this task")
     add_config(parser)
     parser.set_defaults(handler=certificates)
 

@@ -26,7 +26,7 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "sources", nargs="+", metavar="SOURCE", help="features: NAME==VERSION or a source tree; commits: a repository"
     )
-    parser.add_argument("--name", required=True, help="of the suite; an earlier call that was cut off is continued")
+    parser.add_argument("--name", required=True, help="suite name; continues an interrupted call of this name")
     parser.add_argument("--count", type=integer(1), default=10, help="tasks of each source")
     parser.add_argument("--tries", type=integer(1), default=60, help="candidates of each source that are tried")
     parser.add_argument("--seed", type=int, default=1, help="seed that draws the features")

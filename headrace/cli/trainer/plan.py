@@ -25,7 +25,7 @@ def add(commands: "Commands") -> None:
     parser = commands.add_parser("plan", help="print the memory of a trainer by cause, and whether it fits")
     parser.add_argument("config", metavar="CONFIG", help="TOML file, or a folder with config.json")
     parser.add_argument("--gpus", type=integer(1), default=1, metavar="N", help="devices that share the state")
-    parser.add_argument("--gpu-gib", type=number(0, above=True), default=80.0, metavar="GIB", help="memory of each")
+    parser.add_argument("--gpu-gib", type=number(0, above=True), default=80.0, metavar="GIB", help="memory per device")
     parser.add_argument("--tokens", type=integer(1), metavar="N", help="inputs of a micro-batch (trainer.micro_tokens)")
     parser.add_argument("--context", type=integer(1), default=1, metavar="N", help="devices that share one sequence")
     parser.add_argument("--moments", type=int, choices=(4, 2, 1), default=4, help="bytes of an optimizer moment")
