@@ -9,17 +9,18 @@ Needs Triton (the extra `kernels`) with the ptxas and cuobjdump that its wheel b
 """
 
 import argparse
-import datetime
 import json
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+
+from benchmarks.conditions import conditions
 
 RESULT = Path(__file__).parent / "results" / "kernels_ahead_of_time.json"
 ARCHITECTURES = (90, 100)
@@ -191,8 +192,7 @@ def main() -> None:
     rows = compiled(args.names)
     found = {
         "command": "python -m benchmarks.ahead_of_time --write",
-        "date": datetime.date.today().isoformat(),
-        "versions": {name: version(name) for name in ("torch", "triton")},
+        "conditions": msgspec.to_builtins(conditions("torch", "triton")),
         "note": "compiled without a GPU; nothing was executed",
         "kernels": rows,
     }

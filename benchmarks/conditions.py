@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.launch.conditions import Target, at_least, at_most, conditions
+from headrace.metrics.conditions import Target, at_least, at_most, conditions
 
 Figures = dict[str, Any]
 """The values of one benchmark by name. Every benchmark has its own names, so there is no struct for them."""

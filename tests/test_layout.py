@@ -56,7 +56,7 @@ MAY["launch"] = {
     "engines",
     "search",
 }
-MAY["chaos"] = {"launch", "dashboard", "bus", "messages", "config", "replay"}
+MAY["chaos"] = {"launch", "dashboard", "bus", "messages", "metrics", "config", "replay"}
 MAY["cli"] = _LIBRARIES | {"actors", "dashboard", "launch", "chaos"}
 
 # Modules below all folders: they import the standard library alone.

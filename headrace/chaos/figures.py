@@ -8,7 +8,6 @@ import msgspec
 
 from headrace.bus.connection import Bus
 from headrace.chaos.faults import BROKER, MACHINE, PlannedFault
-from headrace.launch.conditions import Conditions, Target, at_least, at_most, conditions
 from headrace.launch.runs import RunDir
 from headrace.launch.session import bus_of
 from headrace.messages import subjects as s
@@ -16,7 +15,11 @@ from headrace.messages.ledger import SlotIssued
 from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import SlotFailed
 from headrace.messages.training import StepDone, StepFailed
+from headrace.metrics.conditions import Conditions, Target, at_least, at_most, conditions
 from headrace.replay.audit import AuditReport, prove
+
+MACHINE_S = 15.0
+"""A node replaces a killed machine within this many seconds; until then its slots wait."""
 
 
 class FaultResult(msgspec.Struct, kw_only=True):
@@ -128,8 +131,18 @@ async def collect(folder: RunDir, results: Sequence[FaultResult], kills: int, se
             "unbalanced": at_most(int(not report.balanced), 0),
             "duplicates": at_most(report.duplicates, 0),
             "losses": at_most(lost, 0),
+            **machine_target(results),
         },
     )
+
+
+def machine_target(results: Sequence[FaultResult]) -> dict[str, Target]:
+    """The target for killed machines, where any were killed. A machine that was never replaced misses it."""
+    seconds = [one.recovered_s for one in results if one.kind == f"{MACHINE}_kill"]
+    if not seconds:
+        return {}
+    slowest = None if None in seconds else max(value for value in seconds if value is not None)
+    return {"machine_kill_max_s": at_most(slowest, MACHINE_S)}
 
 
 def losses(report: AuditReport) -> int:

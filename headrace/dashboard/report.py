@@ -17,6 +17,7 @@ from headrace.dashboard.watch import Watch
 from headrace.ledger.training import DURING
 from headrace.messages.evaluation import EvalResult
 from headrace.messages.training import EngineMismatch, StepDone
+from headrace.metrics.conditions import Conditions, conditions
 from headrace.replay.audit import AuditReport
 
 
@@ -125,6 +126,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     restarts: tuple[str, ...]
     finished: str
     """Local date and time."""
+    conditions: Conditions
+    """CPU, load, versions and commit at the end of the run."""
 
 
 TINY_NOTE = "the demo's learning rate changes most weights in every step; production rates change one in a hundred"
@@ -220,6 +223,7 @@ def build(
         unreadable_records=watch.bus.skipped_count,
         restarts=tuple(restarts),
         finished=time.strftime("%Y-%m-%d %H:%M:%S"),
+        conditions=conditions("nats-py", "torch"),
     )
 
 

@@ -1,1 +1,1 @@
-"""Prometheus metrics of a process, and how they are served."""
+"""Prometheus metrics of a process and how they are served; the conditions that every measurement states."""

@@ -14,7 +14,7 @@ import pytest
 
 from headrace.chaos import faults
 from headrace.chaos.faults import BROKER, MACHINE, PlannedFault
-from headrace.chaos.figures import FaultResult, Quantiles, losses, recovery
+from headrace.chaos.figures import FaultResult, Quantiles, losses, machine_target, recovery
 from headrace.chaos.run import lengthened
 from headrace.config import Config, load
 from headrace.replay.audit import Attempts, AuditReport
@@ -198,6 +198,14 @@ def test_recovery_is_told_by_kind() -> None:
     assert found.by_kind["kill"] == Quantiles(50.0, 99.0, 100.0) and found.by_kind["broker_kill"].p99_s == 0.5
     assert found.by_kind["machine_stop"].p50_s is None and found.all.p50_s == 50.0
     assert found.at_work_again.p50_s == 100.0 and (found.slowest_kind, found.slowest_s) == ("kill", 100.0)
+
+
+@pytest.mark.parametrize(("seconds", "met"), [((0.3, 14.9), True), ((0.3, 124.0), False), ((0.3, None), False)])
+def test_a_machine_that_comes_back_late_misses_the_target(seconds: tuple[float | None, ...], met: bool) -> None:
+    planned = PlannedFault(MACHINE, "kill", 0.0, 0.0)
+    results = [FaultResult(planned=planned, at=0.0, recovered_s=each) for each in seconds]
+    assert machine_target(results)["machine_kill_max_s"].met is met
+    assert machine_target([]) == {}
 
 
 @pytest.mark.parametrize(

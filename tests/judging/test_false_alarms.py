@@ -17,7 +17,13 @@ def alarms(task: Task, oracle: Oracle) -> tuple[str, ...]:
     return rules.suspicions(task, blind, oracle.solution, oracle.removed)
 
 
-@pytest.mark.parametrize("kind", sorted(repositories.SEEDS))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("train", "unseen") else pytest.mark.slow)
+        for kind in sorted(repositories.SEEDS)
+    ],
+)
 def test_no_solution_of_a_generated_suite_is_called_a_cheat(kind: str) -> None:
     suite = open_suite(f"generated/{kind}")
     ids = suite.ids()[:EACH]

@@ -89,6 +89,7 @@ def test_what_was_kept_under_another_recipe_or_damaged_is_refused(
         run(model(), texts(), RECIPE, kept=kept)
 
 
+@pytest.mark.slow
 def test_a_helper_process_changes_nothing_but_the_time() -> None:
     """Two shares by two processes, by one that lost its helper, and by hand: the same weights."""
     recipe = msgspec.structs.replace(RECIPE, tokens=1000, processes=2)

@@ -100,6 +100,7 @@ async def test_what_is_not_on_the_list_is_refused_and_leaves_a_line(world: World
     world.host.release(sandbox.id)
 
 
+@pytest.mark.slow
 async def test_a_tunnel_for_what_a_proxy_does_not_read(world: World) -> None:
     sandbox = await world.sandbox("tunnel", f"localhost:{world.port}")
     script = f"""
@@ -125,6 +126,7 @@ print(ask(b"GET / HTTP/1.1\\r\\n\\r\\n"))
 
 
 @pytest.mark.parametrize("world", [pytest.param("qemu", marks=pytest.mark.vm)], indirect=True)
+@pytest.mark.slow
 async def test_a_sandbox_with_a_way_out_is_not_copied(world: World) -> None:
     sandbox = await world.sandbox("copied", "example.invalid:80")
     with pytest.raises(VmhostError, match="with network access cannot be copied"):

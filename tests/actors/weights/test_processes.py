@@ -55,6 +55,7 @@ async def first(run: WeightRun, subject: str) -> None:
         return
 
 
+@pytest.mark.slow
 async def test_kill_9_in_the_middle_of_a_version_shows_nothing_and_loses_nothing(
     run: WeightRun, server: Server
 ) -> None:

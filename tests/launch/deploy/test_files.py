@@ -82,6 +82,7 @@ def test_systemd_accepts_the_units_and_finds_them_hardened(config: Any, tmp_path
         assert done.returncode == 0, done.stdout[-400:] + done.stderr
 
 
+@pytest.mark.slow
 def test_kubernetes_accepts_the_manifests_and_no_pod_is_privileged(config: Any) -> None:
     import kubernetes_validate  # takes seconds, which every worker would spend while it collects
 

@@ -147,6 +147,7 @@ async def test_changes_have_a_limit_and_need_an_image(host: Host, image: str) ->
         await host.acquire(ask("docker.io/library/absent:1", "absent"))
 
 
+@pytest.mark.slow
 async def test_an_image_forks_and_a_task_is_prepared_on_it(host: Host, image: str, tmp_path: Path) -> None:
     box = await host.acquire(ask(image, "source"))
     assert (await sh(box, "printf changed > pkg/1.py")).ok

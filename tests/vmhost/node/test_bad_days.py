@@ -165,6 +165,7 @@ async def many(backend: str, count: int, isolation: str) -> None:
         await host.close()
 
 
+@pytest.mark.slow
 async def test_two_hundred_acquires_leave_nothing_behind() -> None:
     await many("process", 200, "group")
 

@@ -65,6 +65,7 @@ async def test_a_warm_clone_waits_stopped_and_is_taken_first(host: Host) -> None
     host.release_group(GroupKey("r1", "train", "rollout", "warm"))
 
 
+@pytest.mark.slow
 async def test_as_many_wait_as_were_taken_at_once() -> None:
     host = await Host.open(environment(max_vms=8, warm_most=2))
     try:

@@ -126,6 +126,7 @@ async def test_what_namespaces_do_not_separate_is_refused(group: list[VmSandbox]
     assert found.stdout == "\ngetpid works\n", found
 
 
+@pytest.mark.slow
 async def test_a_slot_that_takes_all_memory_is_killed_alone(group: list[VmSandbox]) -> None:
     one, two, _ = group
     hog = "kept = [bytearray(1 << 20) for _ in range(1 << 14)]"
@@ -203,6 +204,7 @@ async def test_what_runs_in_a_slot_that_was_left_is_ended(host: Host, monkeypatc
     host.release_group(GroupKey("r1", "train", "rollout", "left"))
 
 
+@pytest.mark.slow
 async def test_clones_differ_in_entropy_and_know_the_time(host: Host) -> None:
 
     taken = [await host.acquire(ask(group="e", slot=slot, isolation="episode")) for slot in range(3)]
