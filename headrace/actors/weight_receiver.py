@@ -16,11 +16,10 @@ from headrace.bus.errors import BusError
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
 from headrace.messages.base import Message
-from headrace.messages.evaluation import EvalRequest, EvalResult
-from headrace.messages.product import Promotion
-from headrace.messages.subjects import EVENT, WEIGHT_HEAD
+from headrace.messages.subjects import WEIGHT_HEAD
 from headrace.messages.weights import WeightHead, WeightsStaged
 from headrace.weights import chain, heads, shards
+from headrace.weights.pins import Pins
 from headrace.weights.receiving.store import SnapshotStore
 from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
@@ -44,12 +43,11 @@ class WeightReceiver(Actor):
         self.trust = Trust.load(self.bus.credentials, section.publishers, unsigned=section.unsigned)
         self._heads: dict[int, WeightHead] = {}
         self._book = heads.Heads(self.run, self.trust)
-        self._pins: dict[str, int] = {}
-        """Id of an evaluation, or "promotion", to the version that stays staged for it."""
+        self._pins = Pins(self.run)
         self._announced: dict[int, str] = {}
         self._failed: set[int] = set()
         self._news = asyncio.Event()
-        where, pins = WEIGHT_HEAD.at(run=self.run), self._pin_filters()
+        where, pins = WEIGHT_HEAD.at(run=self.run), self._pins.filters
         after = {"HR_WEIGHTS": 0, "HR_EVENT": 0}
         async for received in self.bus.history("HR_WEIGHTS", where):
             await self._hear_head(received)
@@ -60,10 +58,6 @@ class WeightReceiver(Actor):
         self.spawn(self._follow_heads(where, after["HR_WEIGHTS"]), "heads")
         self.spawn(self._follow_pins(pins, after["HR_EVENT"]), "pins")
         self.spawn(self._work(), "staging")
-
-    def _pin_filters(self) -> list[str]:
-        kinds = (EvalRequest.type_name, EvalResult.type_name, Promotion.type_name)
-        return [EVENT.where(run=self.run, type=kind) for kind in kinds]
 
     async def _follow_heads(self, where: str, after: int) -> None:
         async for received in self.bus.follow("HR_WEIGHTS", where, start=after + 1):
@@ -84,18 +78,12 @@ class WeightReceiver(Actor):
         self._news.set()
 
     def _hear_pin(self, message: Message) -> None:
-        if isinstance(message, EvalRequest) and message.policy.kind == "pinned":
-            if message.policy.run in ("", self.run):  # a branch has its own receiver
-                self._pins[message.id] = message.policy.version
-        elif isinstance(message, EvalResult):
-            self._pins.pop(message.id, None)
-        elif isinstance(message, Promotion) and not message.branch:  # a branch gets its own record
-            self._pins["promotion"] = message.version
+        self._pins.take(message)
         self._news.set()
 
     def _next(self) -> WeightHead | None:
         """The next version to stage: the newest, then the pinned ones; None when all are staged or have failed."""
-        wanted = [self._book.newest, *(self._heads.get(version) for version in self._pins.values())]
+        wanted = [self._book.newest, *(self._heads.get(version) for version in self._pins.versions)]
         for head in wanted:
             if head is None or head.version in self._failed:
                 continue
@@ -136,7 +124,7 @@ class WeightReceiver(Actor):
                 await self.event("chunk_damaged", text, level="warning", version=head.version)
             await self.metric(version=float(head.version), fetched_bytes=float(plan.wire_bytes))
         newest = max(self.config.weights.keep, self.config.curriculum.staleness + 2)
-        for version in self.store.keep(newest, self._pins.values()):
+        for version in self.store.keep(newest, self._pins.versions):
             self._announced.pop(version, None)
         staged = WeightsStaged(
             run=self.run,

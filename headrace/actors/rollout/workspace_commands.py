@@ -18,7 +18,7 @@ from headrace.sandboxes.client import CannotCopy, RemoteSandbox, Sandboxes
 from headrace.tasks import UnknownSuite
 from headrace.tasks.workspace import LIGHT, WORKSPACE
 
-OUTPUT_BYTES = 4096
+OUTPUT_CHARS = 4096
 """Largest number of characters of a command's output in the report; earlier output is cut."""
 
 
@@ -64,7 +64,7 @@ class WorkspaceCommands:
         if request.command:
             done = await sandbox.call(Exec(argv=("sh", "-c", request.command), timeout_s=request.timeout_s))
         output = "\n".join(filter(None, (done.stdout, done.stderr, done.error if done.timed_out else "")))
-        report = WorkspaceReport(code=done.code or int(not done.ok), output=output[-OUTPUT_BYTES:], node=sandbox.node)
+        report = WorkspaceReport(code=done.code or int(not done.ok), output=output[-OUTPUT_CHARS:], node=sandbox.node)
         if not request.copies or report.code:
             return report
         tree = await sandbox.call(PullChanges(limit=PULL_LIMIT) if task.image else PullTree(limit=PULL_LIMIT))

@@ -36,7 +36,7 @@ async def build(args: argparse.Namespace) -> int:
     """Build the suite; every mutation is verified in a sandbox."""
     from headrace.config import load
     from headrace.launch.guests import prepare_host
-    from headrace.tasks.packages import sdist
+    from headrace.tasks.packages import lab, sdist
     from headrace.vmhost.node.host import Host
 
     if bool(args.package) == bool(args.path):
@@ -55,7 +55,7 @@ async def build(args: argparse.Namespace) -> int:
             root=Path(config.tasks.dir),
         )
         suite = await sdist.build(request, host, say)
-    except sdist.SuiteError as error:
+    except lab.SuiteError as error:
         raise RunError(str(error), 1) from None
     finally:
         await host.close()

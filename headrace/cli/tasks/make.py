@@ -73,8 +73,7 @@ async def _source(args: argparse.Namespace, source: str, journal: "Journal", hos
     """The tasks of one package or repository."""
     from headrace.tasks.making.journal import NoTask
     from headrace.tasks.packages.fetch import PackageError
-    from headrace.tasks.packages.lab import Lab
-    from headrace.tasks.packages.sdist import SuiteError
+    from headrace.tasks.packages.lab import Lab, SuiteError
 
     lab = Lab(host, f"make-{args.name}", "debian")
     tried = 0

@@ -5,6 +5,7 @@ a machine that has run the tests before runs them several times faster under emu
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -17,6 +18,14 @@ from headrace.tasks import sealing
 
 FIRST_RUN_S = 300.0
 """Seconds that a package's tests may take; the tasks' own limit follows from what they took."""
+
+
+CAPACITY_S = 300.0
+"""Seconds to wait for a sandbox while this lab holds none: nothing that it does would free capacity."""
+
+
+class SuiteError(Exception):
+    """No suite can be made of this package; one sentence says why."""
 
 
 class Held(Sandbox, Protocol):
@@ -52,11 +61,11 @@ class Lab:
 
     def __init__(self, sandboxes: Sandboxes, run: str, template: str) -> None:
         self._sandboxes, self._run, self._template = sandboxes, run, template
-        self._count = 0
+        self._count = self._open = 0
 
     @asynccontextmanager
     async def sandbox(self, files: dict[str, bytes], lane: int, alone: bool) -> AsyncIterator[Sandbox]:
-        """A sandbox with these files; waits while the host has no capacity."""
+        """A sandbox with these files; waits while the host has no capacity. SuiteError after `CAPACITY_S` without."""
         self._count += 1
         request = Acquire(
             run=self._run,
@@ -70,15 +79,25 @@ class Lab:
             lease_s=2 * FIRST_RUN_S,
             files=files,
         )
+        since = time.monotonic()
         while True:
             try:
                 held = await self._sandboxes.acquire(request)
                 break
-            except NoCapacity:
+            except NoCapacity as error:
+                if self._open:
+                    since = time.monotonic()
+                elif time.monotonic() - since > CAPACITY_S:
+                    raise SuiteError(
+                        f"no sandbox had capacity within {CAPACITY_S:g} s ({error}): end what else uses the machine's "
+                        "sandboxes, or raise [environment] max_vms"
+                    ) from None
                 await asyncio.sleep(0.2)
+        self._open += 1
         try:
             yield held
         finally:
+            self._open -= 1
             self._sandboxes.release(held.id)
 
     async def run(self, files: dict[str, bytes], plan: TestPlan, lane: int = 0) -> OpResult:

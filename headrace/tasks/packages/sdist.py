@@ -20,7 +20,7 @@ from headrace.messages.sandbox import OpResult, TestOutcome
 from headrace.messages.tasks import Oracle, Task, TaskRef, TestPlan
 from headrace.tasks import sealing
 from headrace.tasks.packages.fetch import Package, PackageError, fetch, read
-from headrace.tasks.packages.lab import FIRST_RUN_S, Exam, Lab, Sandboxes, passed
+from headrace.tasks.packages.lab import FIRST_RUN_S, Exam, Lab, Sandboxes, SuiteError, passed
 from headrace.tasks.packages.mutate import Mutation, mutations
 from headrace.tasks.packages.recording import everything, record
 from headrace.tasks.packages.requirements import install, missing
@@ -31,10 +31,6 @@ _UNSTEADY_RUNS = 4
 """Runs of a package's tests, beside those that have to agree, in which tests may still turn out to be unsteady."""
 _PROMPT = 300
 """Characters of a prompt: it has to fit into the smallest context that anybody uses."""
-
-
-class SuiteError(Exception):
-    """No suite can be made of this package; one sentence says why."""
 
 
 def limit(seconds: float) -> float:

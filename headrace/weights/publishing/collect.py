@@ -16,10 +16,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Protocol
 
 from headrace.messages import subjects
-from headrace.messages.evaluation import EvalRequest, EvalResult
-from headrace.messages.product import Promotion
 from headrace.messages.weights import WeightHead
 from headrace.weights import chain, heads
+from headrace.weights.pins import Pins
 from headrace.weights.signing import Trust
 from headrace.weights.state import WeightError
 
@@ -40,17 +39,10 @@ class StreamSource(chain.StreamSource, Protocol):
 
 async def pinned(source: chain.StreamSource, run: str) -> set[int]:
     """The versions that the newest promotion or an open evaluation names."""
-    asked: dict[str, int] = {}
-    kinds = (EvalRequest.type_name, EvalResult.type_name, Promotion.type_name)
-    async for stored in source.history("HR_EVENT", *(subjects.EVENT.where(run=run, type=kind) for kind in kinds)):
-        message = stored.message
-        if isinstance(message, EvalRequest) and message.policy.kind == "pinned":
-            asked[message.id] = message.policy.version
-        elif isinstance(message, EvalResult):
-            asked.pop(message.id, None)
-        elif isinstance(message, Promotion):
-            asked["promotion"] = message.version
-    return set(asked.values())
+    pins = Pins(run)
+    async for stored in source.history("HR_EVENT", *pins.filters):
+        pins.take(stored.message)
+    return set(pins.versions)
 
 
 async def follow(

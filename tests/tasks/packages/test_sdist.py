@@ -16,7 +16,7 @@ from headrace.rendering import schemas
 from headrace.rendering.terse import TerseRenderer
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks import UnknownSuite, open_suite
-from headrace.tasks.packages import sdist
+from headrace.tasks.packages import lab, sdist
 from headrace.tasks.packages.fetch import PackageError, fetch, read, unpack
 from headrace.tasks.packages.visible import choose, thin
 from headrace.vmhost.node.host import Host
@@ -275,7 +275,7 @@ async def test_a_suite_with_a_command_of_its_own(tree: Path, host: Host, tmp_pat
 async def test_tests_that_never_pass_make_no_suite(tmp_path: Path, host: Host) -> None:
     (tmp_path / "thing.py").write_text("def f():\n    return 1\n")
     (tmp_path / "test_thing.py").write_text("import not_there\n\n\ndef test_f():\n    pass\n")
-    with pytest.raises(sdist.SuiteError, match=r"no test of thing passes in a sandbox: .*not_there"):
+    with pytest.raises(lab.SuiteError, match=r"no test of thing passes in a sandbox: .*not_there"):
         await sdist.build(sdist.SuiteRequest(path=tmp_path, name="thing", root=tmp_path), host)
 
 
@@ -287,5 +287,5 @@ async def test_an_error_before_the_collection_is_in_the_sentence(tmp_path: Path,
     (tmp_path / "thing.py").write_text("def f():\n    return 1\n")
     (tmp_path / "conftest.py").write_text("import plugin_that_is_missing\n")
     (tmp_path / "test_thing.py").write_text("def test_f():\n    pass\n")
-    with pytest.raises(sdist.SuiteError, match="ModuleNotFoundError: No module named 'plugin_that_is_missing'"):
+    with pytest.raises(lab.SuiteError, match="ModuleNotFoundError: No module named 'plugin_that_is_missing'"):
         await sdist.build(sdist.SuiteRequest(path=tmp_path, name="thing", root=tmp_path), host)
