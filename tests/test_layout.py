@@ -41,6 +41,7 @@ _LIBRARIES = set(MAY)
 MAY["actors"] = _LIBRARIES
 MAY["dashboard"] = {"bench", "bus", "messages", "config", "ledger", "metrics", "replay", "weights"}
 MAY["launch"] = {
+    "gateway",
     "bench",
     "actors",
     "dashboard",

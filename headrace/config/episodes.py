@@ -188,6 +188,10 @@ class Production(Section, frozen=True, kw_only=True):
     host: Host = "127.0.0.1"
     port: Port = 0
     """HTTP port of the gateway; 0 takes a free one, written to <run dir>/gateway.json."""
+    tls_certificate: OptionalPath = ""
+    """PEM file of the gateway's certificate chain; empty: plain HTTP. A renewed file is loaded within a minute."""
+    tls_key: OptionalPath = ""
+    """PEM file of its private key."""
     tenant: Token = "default"
     training_allowed: bool = False
     """Opt-in of `tenant`: its rated sessions may be trained on. It counts when a session is rated and again when a

@@ -136,6 +136,14 @@ def _weights(config: Config) -> Iterator[Problem]:
         )
 
 
+def _production(config: Config) -> Iterator[Problem]:
+    own = config.production
+    if own.tls_certificate and not own.tls_key:
+        yield "production.tls_key", "expected the key of production.tls_certificate, got none"
+    if own.tls_key and not own.tls_certificate:
+        yield "production.tls_certificate", "expected the certificate of production.tls_key, got none"
+
+
 def _processes(config: Config) -> Iterator[Problem]:
     if any(not group for group in config.processes.groups):
         yield "processes.groups", "expected at least one actor in every group, got an empty group"
@@ -157,5 +165,6 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _trainer,
     _machines,
     _weights,
+    _production,
     _processes,
 )

@@ -8,6 +8,7 @@ has not sent its headers within `HEADER_S`, or that is idle for `IDLE_S`, is clo
 
 import asyncio
 import math
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -203,8 +204,8 @@ class Listener:
         self._routes, self._report = routes, report
         self._sweeper: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int) -> str:
-        """Listen; the URL. port: 0 takes a free one."""
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> str:
+        """Listen; the URL. port: 0 takes a free one. tls: HTTPS with this context."""
 
         @web.middleware
         async def clock(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -219,10 +220,17 @@ class Listener:
         await self._runner.setup()
         assert self._runner.server is not None
         self.connections = Connections(self._runner.server)
-        self._server = await asyncio.get_running_loop().create_server(self.connections, host, port, backlog=512)
+        self._server = await asyncio.get_running_loop().create_server(
+            self.connections,
+            host,
+            port,
+            backlog=512,
+            ssl=tls,
+            ssl_handshake_timeout=HEADER_S if tls is not None else None,
+        )
         self._sweeper = asyncio.create_task(self.connections.sweep(), name="connection deadlines")
         host, port = self._server.sockets[0].getsockname()[:2]
-        return f"http://{host}:{port}"
+        return f"{'http' if tls is None else 'https'}://{host}:{port}"
 
     async def stop(self) -> None:
         """Close the port and every connection."""

@@ -1,0 +1,73 @@
+"""TLS for the gateway: the certificate of `[production] tls_certificate`, loaded again when its files change.
+
+A renewed certificate takes effect for new connections; those that are open keep the one of their handshake. A pair of
+files that does not fit together is refused, at the start for good and at a renewal until the files change again, so a
+certificate that is replaced before its key never breaks the listener.
+"""
+
+import ssl
+from pathlib import Path
+
+
+class CertificateError(Exception):
+    """Certificate and key cannot be used; one sentence says why."""
+
+
+class Certificate:
+    """The certificate chain and key of a listener, both in PEM. `context` is what a server takes."""
+
+    def __init__(self, certificate: str, key: str) -> None:
+        """Load the files. CertificateError."""
+        self._certificate, self._key = Path(certificate), Path(key)
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._seen = self._stamps()
+        self._load(self.context)
+
+    def renew(self) -> bool:
+        """Load the files again if they have changed since they were last looked at; whether they had.
+
+        CertificateError leaves the certificate as it was.
+        """
+        stamps = self._stamps()
+        if stamps == self._seen:
+            return False
+        self._seen = stamps
+        # OpenSSL keeps a new certificate whose key does not fit, so a context of its own is tried first.
+        self._load(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH))
+        self._load(self.context)
+        return True
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        try:
+            context.load_cert_chain(self._certificate, self._key, password=lambda: "")
+        except (OSError, ValueError) as error:  # SSLError is an OSError
+            raise CertificateError(
+                f"certificate {self._certificate} and key {self._key} cannot be used ({_reason(error)}); expected a "
+                "PEM certificate chain and its key without a passphrase"
+            ) from None
+
+    def _stamps(self) -> tuple[tuple[int, int, int], ...]:
+        """Inode, size and time of change of both files; zeros for one that cannot be read."""
+        return tuple(_stamp(path) for path in (self._certificate, self._key))
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return (error.reason or "not PEM").lower().replace("_", " ")
+    return getattr(error, "strerror", None) or str(error)
+
+
+def client_context(certificate: str) -> ssl.SSLContext:
+    """For a client that trusts this certificate alone, whatever name it was made for, and no authority."""
+    context = ssl.create_default_context(cafile=certificate)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
