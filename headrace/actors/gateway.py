@@ -27,8 +27,9 @@ from typing import Any, ClassVar
 import msgspec
 from aiohttp import web
 
-from headrace.bus.errors import BusError, Unrecoverable, WrongSequence
+from headrace.bus.errors import BusError, WrongSequence
 from headrace.bus.runtime.actor import Actor
+from headrace.gateway import tls
 from headrace.gateway.agents.opening import open_agents
 from headrace.gateway.agents.store import Order
 from headrace.gateway.endpoints import Endpoints
@@ -38,7 +39,6 @@ from headrace.gateway.requests import NewFeedback, NewSession
 from headrace.gateway.serving import ClientServing
 from headrace.gateway.sessions import Session, asked_by, attempt_record
 from headrace.gateway.split import Split
-from headrace.gateway.tls import Certificate, CertificateError
 from headrace.gateway.user_keys import UserKeys
 from headrace.ledger.issuer import Issuer
 from headrace.ledger.lost_attempts import REASON, lost_attempt
@@ -57,10 +57,6 @@ KEPT_BYTES = 512 << 10
 """Files of more bytes are not stored with their session: after a restart of the gateway it cannot be retried."""
 SESSION_S = 3600.0
 """Seconds after which a session that has not ended fails with the reason `timed_out`."""
-
-
-RENEW_S = 30.0
-"""Seconds between two looks at the files of the certificate."""
 
 
 class Gateway(Actor):
@@ -113,36 +109,15 @@ class Gateway(Actor):
             self._report,
         )
         production = self.config.production
-        tls = self._certificate()
-        url = await self._listener.start(production.host, production.port, tls.context if tls is not None else None)
-        if tls is not None:
-            self.every(RENEW_S, partial(self._renew, tls), "certificate")
+        certificate = tls.configured(production, self.every, self.event)
+        url = await self._listener.start(production.host, production.port, certificate)
         (folder / "gateway.json").write_text(json.dumps({"url": url}))
         await self.event("listening", url)
-
-    def _certificate(self) -> Certificate | None:
-        """The configured certificate. Unrecoverable when it cannot be loaded: no door without TLS takes its place."""
-        production = self.config.production
-        if not production.tls_certificate:
-            return None
-        try:
-            return Certificate(production.tls_certificate, production.tls_key)
-        except CertificateError as error:
-            raise Unrecoverable(f"[production] tls_certificate: {error}") from error
-
-    async def _renew(self, certificate: Certificate) -> None:
-        try:
-            if certificate.renew():
-                await self.event("certificate_renewed", "new connections get the renewed certificate")
-        except CertificateError as error:
-            await self.event("certificate_refused", f"the earlier certificate stays: {error}", "error")
 
     async def stop(self) -> None:
         """Close the port; open sessions continue without a gateway and are recovered by the next one."""
         if hasattr(self, "_listener"):
             await self._listener.stop()
-
-    # Recovery
 
     async def _recover(self) -> int:
         """Continue every open session from its state in the ledger. Returns the ledger's last sequence before that."""
@@ -355,8 +330,6 @@ class Gateway(Actor):
         for session in [*self.sessions.values()]:
             if not session.over and time.time() - session.started > SESSION_S:
                 await self._end(session, "timed_out", f"no result within {SESSION_S:g} s")
-
-    # Streams
 
     async def _follow_turns(self) -> None:
         """Add turns to their sessions while the agent works, for users to read."""

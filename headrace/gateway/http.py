@@ -8,7 +8,6 @@ has not sent its headers within `HEADER_S`, or that is idle for `IDLE_S`, is clo
 
 import asyncio
 import math
-import ssl
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -18,6 +17,7 @@ import msgspec
 from aiohttp import web
 
 from headrace.bus.errors import BusError
+from headrace.gateway.tls import Certificate
 
 MAX_BODY = 8 << 20
 """Bytes of a request's body."""
@@ -204,8 +204,8 @@ class Listener:
         self._routes, self._report = routes, report
         self._sweeper: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> str:
-        """Listen; the URL. port: 0 takes a free one. tls: HTTPS with this context."""
+    async def start(self, host: str, port: int, tls: Certificate | None = None) -> str:
+        """Listen; the URL. port: 0 takes a free one. tls: HTTPS with this certificate."""
 
         @web.middleware
         async def clock(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -225,7 +225,7 @@ class Listener:
             host,
             port,
             backlog=512,
-            ssl=tls,
+            ssl=tls.context if tls is not None else None,
             ssl_handshake_timeout=HEADER_S if tls is not None else None,
         )
         self._sweeper = asyncio.create_task(self.connections.sweep(), name="connection deadlines")

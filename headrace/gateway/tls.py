@@ -6,7 +6,22 @@ certificate that is replaced before its key never breaks the listener.
 """
 
 import ssl
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
+from typing import Literal
+
+from headrace.bus.errors import Unrecoverable
+from headrace.config import Production
+
+RENEW_S = 30.0
+"""Seconds between two looks at the files of a certificate."""
+
+
+Event = Callable[[str, str, Literal["info", "error"]], Awaitable[None]]
+"""kind, text, level"""
+Every = Callable[[float, Callable[[], Awaitable[None]], str], object]
+"""seconds, function, name: calls the function again and again (`Actor.every`)"""
 
 
 class CertificateError(Exception):
@@ -71,3 +86,27 @@ def client_context(certificate: str) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
+
+
+def configured(production: Production, every: Every, event: Event) -> Certificate | None:
+    """The certificate of `[production]`, None without one; it is looked at again from then on.
+
+    Unrecoverable when its files cannot be used: a gateway that should speak HTTPS never starts without.
+    """
+    if not production.tls_certificate:
+        return None
+    try:
+        certificate = Certificate(production.tls_certificate, production.tls_key)
+    except CertificateError as error:
+        raise Unrecoverable(f"[production] tls_certificate: {error}") from error
+    every(RENEW_S, partial(renew, certificate, event), "certificate")
+    return certificate
+
+
+async def renew(certificate: Certificate, event: Event) -> None:
+    """Take up changed files and say so."""
+    try:
+        if certificate.renew():
+            await event("certificate_renewed", "new connections get the renewed certificate", "info")
+    except CertificateError as error:
+        await event("certificate_refused", f"the earlier certificate stays: {error}", "error")

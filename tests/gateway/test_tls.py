@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
@@ -10,8 +10,10 @@ import pytest
 import trustme
 from aiohttp import web
 
+from headrace.bus.errors import Unrecoverable
+from headrace.config import Production
 from headrace.gateway import http
-from headrace.gateway.tls import Certificate, CertificateError, client_context
+from headrace.gateway.tls import RENEW_S, Certificate, CertificateError, client_context, configured
 
 pytestmark = pytest.mark.anyio
 
@@ -58,7 +60,7 @@ async def served(files: Files) -> AsyncIterator[tuple[Certificate, int]]:
 
     certificate = Certificate(str(files.certificate), str(files.key))
     listener = http.Listener([web.get("/", hello)], report)
-    url = await listener.start("127.0.0.1", 0, certificate.context)
+    url = await listener.start("127.0.0.1", 0, certificate)
     assert url.startswith("https://127.0.0.1:")
     yield certificate, int(url.rpartition(":")[2])
     await listener.stop()
@@ -112,3 +114,20 @@ def test_files_that_cannot_be_used_are_named_with_the_reason(tmp_path: Path, fil
     ):
         with pytest.raises(CertificateError, match=rf"cannot be used \(.*({reason}).*expected a PEM"):
             Certificate(str(certificate), str(key))
+
+
+async def test_a_gateway_never_starts_without_the_certificate_that_it_should_have(files: Files) -> None:
+    looked: list[float] = []
+
+    async def event(kind: str, text: str, level: str) -> None:
+        raise AssertionError(text)
+
+    def every(seconds: float, look: Callable[[], Awaitable[None]], name: str) -> None:
+        looked.append(seconds)
+
+    assert configured(Production(), every, event) is None
+    made = Production(tls_certificate=str(files.certificate), tls_key=str(files.key))
+    assert configured(made, every, event) is not None and looked == [RENEW_S]
+    files.issue(key=False)
+    with pytest.raises(Unrecoverable, match=r"\[production\] tls_certificate: .* cannot be used"):
+        configured(made, every, event)
