@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 def add(commands: "Commands") -> None:
     """Declare the command."""
     parser = commands.add_parser("gc", help="remove cached files that no name, recipe or running host refers to")
-    parser.add_argument(
+    either = parser.add_mutually_exclusive_group()  # a preview does not know what a forgotten name would free
+    either.add_argument(
         "--forget", action="append", default=[], metavar="NAME", help="drop this image or task template first"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print which entries would be kept or removed, and why")
+    either.add_argument("--dry-run", action="store_true", help="print which entries would be kept or removed, and why")
     add_config(parser)
     parser.set_defaults(handler=gc)
 

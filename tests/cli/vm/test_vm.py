@@ -31,6 +31,8 @@ def test_an_image_is_imported_shown_and_forgotten(tmp_path: Path, capsys: pytest
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["keep", "drop", "keep"]
     assert "layers of images" in lines[0] and "image mine" in lines[2]
+    assert main(["vm", "gc", "--dry-run", "--forget", "mine", *here]) == 2
+    assert "--forget: not allowed with argument --dry-run" in capsys.readouterr().err
     assert main(["vm", "gc", "--forget", "mine/blob", *here]) == 3
     assert "no image or recipe 'mine/blob'" in capsys.readouterr().err
     assert main(["vm", "gc", "--forget", "mine", *here]) == 0
