@@ -1,8 +1,8 @@
 """The fault plan: which process fails, how and when, drawn from a seed before the run starts.
 
 The idea: targets are assigned round-robin in random order, and so are the kinds of fault of each target. A few faults
-already cover every process, and many cover every process in every way. A fault is due by the share of the run's work
-that is done, not by the clock, so the same plan injects at the same places of a run on a fast and on a slow machine.
+already cover every process, and many cover every kind of fault of every process. A fault is due when a share of the
+run's work is done, not at a time, so one plan injects at the same places of a run on a fast and on a slow machine.
 
 A connection is cut from outside: the injector duplicates the process's socket (pidfd_getfd) and shuts it down. Actor
 and broker see the same as when a network breaks, and the broker needs no additional rights.
@@ -27,9 +27,9 @@ BROKER, MACHINE = "broker", "machine"
 FAULTS: dict[str, tuple[Fault, ...]] = {BROKER: ("kill", "stop"), MACHINE: ("kill", "stop")}
 ACTOR_FAULTS: tuple[Fault, ...] = ("kill", "stop", "cut")
 MACHINES = 2
-"""How often a machine is a target in each round: there are more machines than other targets."""
+"""Number of times that each round targets a machine; a run has several machines and one of each other target."""
 PAUSE_S = {BROKER: (0.3, 6.0), MACHINE: (0.3, 8.0)}
-"""Seconds for which a stopped target sleeps, where they differ from an actor's."""
+"""Seconds for which a target stays stopped, where they differ from an actor's."""
 SHORT_S, LONG_S = (0.3, 4.0), (31.0, 45.0)
 LONG_SHARE = 1 / 6
 """Share of the stopped actors that sleep longer than the broker waits for an acknowledgement, so that other actors
@@ -144,6 +144,4 @@ def _duplicate(handle: int, number: int) -> socket.socket | None:
     code = ctypes.get_errno()
     if code in (errno.EBADF, errno.ESRCH):
         return None
-    raise RunError(
-        f"connections can't be cut here ({os.strerror(code)}): it takes root, or the right to trace processes", 3
-    )
+    raise RunError(f"connections cannot be cut here ({os.strerror(code)}): run as root, or with CAP_SYS_PTRACE", 3)

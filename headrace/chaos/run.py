@@ -1,16 +1,16 @@
 """`headrace chaos`: a run as `headrace up` starts it, with injected faults, and then its audit.
 
-The fault plan (faults.py) says which process fails, how and where. Two faults overlap: the broker is killed while the
-trainer recovers, a machine while its environment is stopped. Nothing repairs the run by hand: `up`, the supervisors and
-the streams bring every process back.
+The fault plan (faults.py) says which process fails, how and when. Up to two faults overlap: the broker is killed while
+the trainer recovers, a machine while its environment is stopped. Nothing repairs the run by hand: `up`, the supervisors
+and the streams bring every process back.
 
-Recovered means:
-- a process that was killed, stopped or cut off: every actor in it runs and answers its ping, a killed one in a new
+A target has recovered when:
+- a process that was killed, stopped or cut off: every actor in it runs and answers a ping; after a kill, in a new
   process. The time counts from the fault, for a stopped process from the moment it continues.
-- the broker: it answers, and every actor that has no fault of its own answers through it.
-- a machine: its environment has a new machine or, after a stop, answers. How long lost slots take to be issued again is
-  counted in the ledger, from their SlotFailed.
-At work again means the first durable record of its kind after the recovery, however long the process waits for input.
+- the broker: it answers, and every actor without a fault of its own answers through it.
+- a machine: its environment has a new machine or, after a stop, answers. The time until lost slots are issued again is
+  read from the ledger, from their SlotFailed.
+A process is at work again with its first durable record after the recovery; waiting for input counts too.
 """
 
 import argparse
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from headrace.dashboard.watch import Watch
 
 AT_ONCE = 2
-"""Faults whose targets are down at the same time."""
+"""Largest number of faults whose targets are down at the same time."""
 WORK_PER_FAULT = 8
 """Scores per fault. A run with fewer is lengthened, so that a target works again before its next fault."""
 ROLES = {"weight_sender": "weight_sync", "weight_receiver": "weight_sync"}
@@ -122,7 +122,9 @@ class FaultInjector:
                     group.create_task(self._inject(planned, slots, group))
                 await asyncio.Event().wait()
         except TimeoutError:
-            raise RunError(f"the run was not over after {self._limit_s / 60:g} minutes", 1) from None
+            raise RunError(
+                f"the run did not end within {self._limit_s / 60:g} minutes; raise --minutes or lower --kills", 1
+            ) from None
         finally:
             await self._bus.close()
 
@@ -231,7 +233,7 @@ class FaultInjector:
         return child.process.pid
 
     async def _until_recovered(self, child: Child, names: tuple[str, ...], other_than: int = 0) -> None:
-        """Return when every actor of the process runs and says so itself."""
+        """Return when every actor of the process answers a ping with the state running."""
         for timeout in itertools.chain(PING_S, itertools.repeat(PING_S[-1])):
             process = child.process
             while process is None or process.returncode is not None or process.pid == other_than:
@@ -285,7 +287,7 @@ async def _stopped(pid: int) -> AsyncIterator[None]:
 async def chaos(args: argparse.Namespace) -> int:
     """Run with faults, then report; 1 unless every fault was injected and all targets are met."""
     if args.kills < 1:
-        raise RunError("--kills: at least 1")
+        raise RunError(f"--kills: expected an integer >= 1, got {args.kills}")
     config = lengthened(load(args.config, args.set), args.kills)
     injector = FaultInjector(config, args.kills, args.seed, 60 * args.minutes, args.faults)
 

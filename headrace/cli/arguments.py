@@ -51,7 +51,7 @@ def setting(text: str) -> tuple[str, str]:
 
 
 def add_run(parser: argparse.ArgumentParser, *, optional: bool = True) -> None:
-    """The run to work on. Optional: the newest run is the default."""
+    """The argument `run`. optional: the newest run is the default."""
     if optional:
         parser.add_argument("run", nargs="?", default="latest", help=f"{RUN_HELP} (default)")
     else:

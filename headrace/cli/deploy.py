@@ -14,9 +14,11 @@ KINDS = ("systemd", "slurm", "k8s", "compose")
 def add(commands: "Commands") -> None:
     """Declare the command."""
     parser = commands.add_parser("deploy", help="write systemd units, a Slurm job, Kubernetes manifests or compose")
-    parser.add_argument("kind", choices=KINDS, help="what runs the processes")
-    parser.add_argument("folder", metavar="DIR", help="where the files go; those that exist are replaced")
-    parser.add_argument("--config", required=True, metavar="TOML", help="with [run] id, [bus] url and credentials")
+    parser.add_argument("kind", choices=KINDS, help="the program that runs the processes")
+    parser.add_argument("folder", metavar="DIR", help="folder for the files; existing files are replaced")
+    parser.add_argument(
+        "--config", required=True, metavar="TOML", help="configuration with [run] id, [bus] url and credentials"
+    )
     parser.add_argument("--image", default="headrace:latest", help="container image (k8s, compose)")
     parser.add_argument("--binary", default="/opt/headrace/bin/headrace", help="path of headrace (systemd, slurm)")
     parser.add_argument("--nodes", type=integer(1), default=1, help="nodes of the job (slurm)")

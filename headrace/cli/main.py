@@ -1,10 +1,11 @@
 """The command line: assembles the commands, runs one, and turns every failure into one sentence and an exit code.
 
-A command is a module with `add(commands)`, which declares its arguments and sets `handler`, and that handler. A module
-imports heavy packages (torch, numpy, nats) inside its handler, so that `--help` answers at once.
+A command is a module that contains a handler and `add(commands)`; `add` declares the arguments and sets `handler`.
+A module imports heavy packages (torch, numpy, nats) inside its handler, so that `--help` answers at once.
 
 Exit codes: 0 success; 1 a check failed (audit, replay, verify); 2 wrong arguments or configuration; 3 this machine
-lacks something (QEMU, memory, disk); 4 the broker or a port; 5 another run is active in this folder; 130 interrupted.
+lacks something (QEMU, memory, disk); 4 the broker does not answer or a port is taken; 5 another run is active in this
+folder; 130 interrupted.
 """
 
 import argparse
@@ -76,14 +77,14 @@ GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
         "prepare a broker that headrace did not start; back streams up and restore them",
         (declare, backup, restore, permissions),
     ),
-    ("config", "where the values of a configuration come from", (explain,)),
+    ("config", "show where the value of a configuration key comes from", (explain,)),
     ("policy", "checkpoints of a policy", (from_gguf,)),
     (
         "tasks",
         "make, import and export task suites",
         (from_sdist, make, import_suite, certify, export_suite, atif, show),
     ),
-    ("mcp", "the tools for external agents", (mcp_serve,)),
+    ("mcp", "serve headrace's tools to external agents", (mcp_serve,)),
     ("judge", "models that judge rubrics", (judge_card,)),
     ("trainer", "plan the memory of a trainer", (plan,)),
     ("images", "the store of container images", (images_pull, images_take, images_list, images_gc)),

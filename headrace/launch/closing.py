@@ -28,7 +28,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def meter(run: "Run", watch: "Watch") -> None:
-    """Keep each process's CPU seconds in `watch.cpu`; a restarted process adds to its predecessor's."""
+    """Keep each process's CPU seconds in `watch.cpu`; a restarted process adds to the earlier seconds."""
     seconds_by_pid: dict[int, tuple[str, float]] = {}
     while True:
         for child in run.children:

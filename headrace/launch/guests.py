@@ -65,7 +65,7 @@ def overrides(environment: Environment) -> list[str]:
 
 
 def end_together() -> None:
-    """Called by the build process: when it is told to end, its whole session ends, mmdebstrap and QEMU included."""
+    """Called by the build process: make SIGTERM end its whole session, mmdebstrap and QEMU included."""
     if os.getsid(0) != os.getpid():
         return
 

@@ -22,12 +22,12 @@ class Line(NamedTuple):
     time: float
     process: str
     fields: dict[str, Any]
-    """Empty for a line that is no JSON."""
+    """Empty for a line that is not JSON."""
     raw: str
 
 
 class Wanted(NamedTuple):
-    """Which lines to show; an empty field shows every line."""
+    """The lines to show; an empty field excludes no line."""
 
     actor: str = ""
     trace: str = ""
@@ -104,7 +104,7 @@ def shown(line: Line) -> str:
 
 
 def follow(folder: Path, wanted: Wanted, say: Callable[[str], None], *, ends: Callable[[], bool]) -> None:
-    """Show lines as they are written until `ends` says so."""
+    """Show lines as they are written, until `ends` returns True."""
     tails: dict[Path, Tail] = {}
     while True:
         over = ends()

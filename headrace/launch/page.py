@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 USERS_S = 12 * 3600.0
-"""How long the token of a live run's page opens users' sessions."""
+"""Seconds for which the token of a live run's page shows users' sessions."""
 NO_PAGE = "no live page: [bus] url names a broker, and [dashboard] websocket does not say where its WebSocket is"
 """The message of `up` when a page needs a setting of the operator's broker."""
 
@@ -73,14 +73,16 @@ def websocket_of(config: Config, own: str) -> str:
 async def serving(
     config: Config, run: str, bus: "Bus", address: "Address", websocket: str, credentials: str
 ) -> AsyncIterator["LivePage"]:
-    """Serve the page around a block."""
+    """Serve the page while the block runs."""
     from headrace.dashboard.live.server import LivePage
 
     seed = Path(credentials) / f"{WEB_ROLE}.nk"
     try:
         text = seed.read_text(encoding="ascii").strip()
     except OSError as error:
-        raise BusError(f"{seed} cannot be read ({error.strerror}): the page signs in with it") from None
+        raise BusError(
+            f"{seed} cannot be read ({error.strerror}), and the page signs in with it; make the credentials again"
+        ) from None
 
     def originals(ref: "TaskRef") -> Mapping[str, bytes]:
         from headrace.tasks import UnknownSuite, open_suite
@@ -101,7 +103,7 @@ async def serving(
 
 
 async def _began(bus: "Bus", run: str) -> float:
-    """When the run's first event was stored; now when there is none."""
+    """The time at which the run's first event was stored; the present time when there is none."""
     from headrace.messages import subjects
 
     async for received in bus.history("HR_EVENT", subjects.EVENT.where(run=run)):

@@ -45,7 +45,7 @@ def process_groups(config: Config) -> list[tuple[str, ...]]:
 
 
 BRANCH = ("trainer", "weight_sender", "weight_receiver")
-"""The actors of a branch; its other ones are those of the run that it branches from."""
+"""The actors that a branch has for itself; it shares the other actors with the run that it branches from."""
 
 
 class Run:

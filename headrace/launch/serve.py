@@ -14,7 +14,7 @@ from headrace.launch.supervision.notify import ready
 
 @contextmanager
 def measured(config: Config, name: str, run: str) -> Iterator[None]:
-    """Serve this process's metrics around a block, where [metrics] asks for it. RunError when the port is taken."""
+    """Serve this process's metrics while the block runs, if [metrics] enables them. RunError when the port is taken."""
     if not config.metrics.enabled:
         yield
         return

@@ -2,8 +2,8 @@
 
     configuration -> lock -> refusals -> guest image -> broker -> actors -> progress -> drain -> audit -> report
 
-`up` starts processes and keeps them alive; it gives them no orders, they act on messages. It ends when the curriculum
-publishes that the run is finished, when a process cannot be kept alive, when the disk is nearly full, or on a signal.
+`up` starts processes and keeps them alive; the processes act on messages alone. It ends when the curriculum publishes
+that the run is finished, when a process cannot be kept alive, when the disk is nearly full, or on a signal.
 In each case every child has ended afterwards, and acknowledged messages are in the run's store.
 """
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from headrace.dashboard.watch import Watch
 
 Beside = Callable[[Run, "Watch"], Coroutine[Any, Any, None]]
-"""A coroutine that runs beside the run, such as the fault injector: cancelled at its end; an exception ends the run."""
+"""A coroutine that runs beside the run, such as the fault injector. `up` cancels it at the run's end; its exception
+ends the run."""
 
 
 async def up(config: Config) -> int:

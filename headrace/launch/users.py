@@ -91,7 +91,7 @@ class Away(Exception):
 
 
 class Product:
-    """The gateway as a client sees it: after a restart it may listen on another port, and it still has its sessions."""
+    """A client of the gateway. A restarted gateway may listen on another port, and it still has its sessions."""
 
     def __init__(self, http: "aiohttp.ClientSession", run_dir: Path, stopping: asyncio.Event) -> None:
         self._http, self._file, self._stopping = http, run_dir / "gateway.json", stopping
@@ -113,7 +113,7 @@ class Product:
         raise Away
 
     async def opened(self) -> None:
-        """Return when the gateway serves a policy: before that there are no users."""
+        """Return when the gateway serves a policy; simulated users start only then."""
         while not self._stopping.is_set():
             with suppress(Away):
                 await self.call("GET", "/healthz")

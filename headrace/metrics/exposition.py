@@ -1,7 +1,7 @@
-"""Serves a process's metrics over HTTP and writes where, so that Prometheus finds every process of a run.
+"""Serves a process's metrics over HTTP and writes the address to a file, so that Prometheus finds every process.
 
-The file is one of Prometheus' file-based service discovery: ``file_sd_configs: [{files: [runs/*/targets/*.json]}]``
-(deploy/prometheus/prometheus.yml). A process that starts again replaces its own file.
+Prometheus reads the file by file-based service discovery: ``file_sd_configs: [{files: [runs/*/targets/*.json]}]``
+(deploy/prometheus/prometheus.yml). A restarted process replaces its file.
 """
 
 from collections.abc import Mapping

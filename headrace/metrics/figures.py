@@ -1,7 +1,7 @@
 """The figures that actors publish in Metric messages, as Prometheus metrics: name, kind and help text of each.
 
-An actor calls `self.metric(name=value)`; the pair of its name and the figure's name stands here. Names follow
-``headrace_<thing>_<unit>[_total]``. Nothing here has an id as a label: Prometheus adds the process as ``instance``.
+An actor calls `self.metric(name=value)`; `FIGURES` has a row for each pair of actor and figure. Names follow
+``headrace_<thing>_<unit>[_total]``. No metric has an id as a label: Prometheus adds the process as ``instance``.
 """
 
 from typing import Literal, NamedTuple
@@ -18,7 +18,7 @@ class Figure(NamedTuple):
     help: str
     kind: Literal["gauge", "counter"] = "gauge"
     scale: float = 1.0
-    """The figure times this is in the unit of the name."""
+    """Factor that converts the figure to the unit in the name."""
     merge: Literal["sum", "min", "max"] = "sum"
     """How the figures of several actors of one kind in a process are combined."""
 

@@ -1,7 +1,7 @@
 """The metrics of this process, in one Prometheus registry: deliveries, publications, events and figures of its actors.
 
-The bus calls these functions; they cost about a microsecond each and never raise for want of a reader. `registry` is
-what `headrace.metrics.exposition` serves.
+The bus calls these functions; they cost about a microsecond each and never raise when no server reads them.
+`headrace.metrics.exposition` serves `registry`.
 """
 
 from collections import defaultdict
@@ -96,8 +96,8 @@ registry.register(_figures)
 
 
 def figures(actor: str, id: str, values: Mapping[str, float]) -> None:
-    """The newest figures of one actor. One that `headrace.metrics.figures` does not list is counted, by its name: a
-    missing metric must not end an actor, and tests/metrics/test_process.py finds it before."""
+    """The newest figures of one actor. A figure that `headrace.metrics.figures` does not list is only counted, by
+    name, because a missing metric must not end an actor; tests/metrics/test_process.py finds such a figure."""
     for name, value in values.items():
         try:
             figure = figure_of(actor, name)

@@ -162,4 +162,4 @@ def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, capsys: pyt
     path = tmp_path / "golden.json"
     path.write_text('{"ack/1": [["zz"]]}')
     assert main(["wire", "--golden", str(path)]) == 2
-    assert "is no file of recorded messages" in capsys.readouterr().err
+    assert "does not contain recorded messages" in capsys.readouterr().err

@@ -19,7 +19,7 @@ def add(commands: "Commands") -> None:
     parser = commands.add_parser("declare", help="create or update all streams and buckets on a running broker")
     parser.add_argument("--config", default="", metavar="TOML", help="configuration with [bus] url and credentials")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=argparse.SUPPRESS)
-    parser.add_argument("--url", default="", help="broker; default: [bus] url of the configuration")
+    parser.add_argument("--url", default="", help="address of the broker; default: [bus] url of the configuration")
     parser.add_argument("--credentials", default="", help="folder with admin.nk; default: [bus] credentials")
     parser.add_argument("--run", default="", help="only the account of this run; default: every account")
     parser.add_argument("--replicas", type=integer(1), default=1, help="copies of every stream: 3 in a cluster")

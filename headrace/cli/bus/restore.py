@@ -1,4 +1,4 @@
-"""`headrace bus restore`: make the streams and buckets of a backup on a fresh broker."""
+"""`headrace bus restore`: create the streams and buckets of a backup on a broker that has none."""
 
 import argparse
 from pathlib import Path

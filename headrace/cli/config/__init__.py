@@ -1,1 +1,1 @@
-"""`headrace config`: where the values of a configuration come from."""
+"""`headrace config`: shows where the value of a configuration key comes from."""

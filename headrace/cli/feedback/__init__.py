@@ -1,1 +1,1 @@
-"""Commands of an operator for the versions that users get."""
+"""An operator's commands that show and change the version that users get."""

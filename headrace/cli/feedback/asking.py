@@ -24,7 +24,7 @@ async def promoted(bus: "Bus", run: str) -> list["Promotion"]:
 
 
 async def ask(bus: "Bus", promotion: "Promotion") -> None:
-    """Ask for a promotion and wait until it holds. RunError when it is refused or not answered."""
+    """Ask for a promotion and wait until it is in force. RunError when it is refused or not answered."""
     from headrace.messages.operations import Event
     from headrace.messages.subjects import EVENT
 
@@ -37,7 +37,7 @@ async def ask(bus: "Bus", promotion: "Promotion") -> None:
             async for received in bus.follow("HR_EVENT", where, start=after + 1):
                 event = received.message
                 if isinstance(event, Event) and event.kind == "promotion_refused":
-                    raise RunError(f"run {run} refused it: {event.text}", 1)
+                    raise RunError(f"run {run} refused the promotion: {event.text}", 1)
                 if isinstance(event, Event) and event.kind == "promoted":
                     return
     except TimeoutError:

@@ -15,7 +15,7 @@ def add(commands: "Commands") -> None:
     parser = commands.add_parser("promote", help="give users a version at once, without the gate")
     add_run(parser, optional=False)
     parser.add_argument("version", type=integer(0), help="a published version")
-    parser.add_argument("--branch", action="store_true", help="a version of the run's branch, not of the run")
+    parser.add_argument("--branch", action="store_true", help="the version belongs to the run's branch, not to the run")
     parser.add_argument("--reason", default="by an operator", help="reason for the promotion, stored in its record")
     parser.set_defaults(handler=promote)
 

@@ -32,7 +32,7 @@ def rollback(args: argparse.Namespace) -> int:
             records = await promoted(bus, folder.id)
             earlier = [record for record in records if record.policy != records[-1].policy]
             if not earlier:
-                raise RunError(f"run {folder.id} has promoted {len(records)} versions, and none before the present one")
+                raise RunError(f"run {folder.id} has no version that was promoted before the present one")
             target = earlier[-1]
             await ask(bus, msgspec.structs.replace(target, reason="rollback by an operator"))
         name = f"version {target.version}{f' of {target.branch}' if target.branch else ''}"

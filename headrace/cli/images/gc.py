@@ -1,4 +1,4 @@
-"""`headrace images gc`: remove images without a name, layers without an image, and downloads that were cut."""
+"""`headrace images gc`: remove images without a name, layers without an image, and interrupted downloads."""
 
 import argparse
 from pathlib import Path

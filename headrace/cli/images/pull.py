@@ -1,4 +1,4 @@
-"""`headrace images pull`: a container image from a registry into the store."""
+"""`headrace images pull`: downloads a container image from a registry into the store."""
 
 import argparse
 import sys

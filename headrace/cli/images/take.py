@@ -1,4 +1,4 @@
-"""`headrace images import`: a container image or a root file system into the store."""
+"""`headrace images import`: copies a container image or a root file system into the store."""
 
 import argparse
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Commands of the subject keys: API keys of the gateway."""
+"""Commands that make, list and revoke the gateway's API keys."""

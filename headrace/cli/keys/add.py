@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("add", help="make a key for a tenant and print it; it is not stored")
+    parser = commands.add_parser("add", help="make a key for a tenant and print it; only its hash is stored")
     parser.add_argument("tenant", help="name of the tenant")
     parser.add_argument(
         "--training", action="store_true", help="the tenant opts in: rated sessions of this key may be trained on"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("list", help="a line per key: id, tenant, rate, opt-in to training")
+    parser = commands.add_parser("list", help="print a line per key: id, tenant, rate, opt-in to training")
     add_config(parser)
     parser.set_defaults(handler=show)
 

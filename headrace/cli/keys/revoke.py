@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def add(commands: "Commands") -> None:
     """Declare the command."""
     parser = commands.add_parser("revoke", help="end a key; its requests are refused at once")
-    parser.add_argument("id", help="as `headrace keys list` shows it")
+    parser.add_argument("id", help="id of the key, as `headrace keys list` shows it")
     add_config(parser)
     parser.set_defaults(handler=revoke)
 

@@ -1,1 +1,1 @@
-"""`headrace mcp`."""
+"""`headrace mcp`: the tools for external agents."""

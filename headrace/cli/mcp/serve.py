@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
 
 NOT_SERVED = ("semantic_search", "finish")
-"""Default tools that need a run: its search actor, and its episode."""
+"""Default tools that need a run: one needs its search actor, the other ends an episode."""
 TOOLS = (*(name for name in DEFAULT_TOOLS if name not in NOT_SERVED), "keyword_search")
 
 
@@ -23,7 +23,9 @@ def add(commands: "Commands") -> None:
     add_sandbox(parser)
     parser.add_argument("--pull", default="", metavar="TAR", help="write the workspace to an archive afterwards")
     parser.add_argument("--tools", nargs="+", default=TOOLS, metavar="TOOL", help="tools to serve")
-    parser.add_argument("--tests", nargs="*", default=(), metavar="PATH", help="what run_tests gives to pytest")
+    parser.add_argument(
+        "--tests", nargs="*", default=(), metavar="PATH", help="paths that the tool run_tests passes to pytest"
+    )
 
 
 async def serve(config: Config, args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ def add(commands: "Commands") -> None:
         required=True,
         help="scripted:NAME, a checkpoint folder, RUN[:VERSION], or an earlier report (.json)",
     )
-    parser.add_argument("--against", default="", help="the policy that it is compared with, named in the same way")
+    parser.add_argument("--against", default="", help="policy to compare with, named in the same way")
     parser.add_argument("--suite", default="", help="name of the suite; empty: [tasks] heldout")
     parser.add_argument("--tasks", type=integer(0), default=60, help="number of tasks, from the first; 0 means all")
     parser.add_argument("--trials", type=integer(1), default=5, help="trials per task")
@@ -34,7 +34,7 @@ def add(commands: "Commands") -> None:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Run it; 1 when trials are without a verdict, or when the streams do not bear out the report."""
+    """Run it; 1 when trials are without a verdict, or when the report differs from the streams."""
     from headrace.cli.replay.rejudge import verdicts
     from headrace.config import load
     from headrace.launch.measuring.benchmark import Wanted, benchmark, recomputed

@@ -65,7 +65,7 @@ async def measure(config: "Config", path: str) -> "Card":
     from headrace.judging.rubrics.measuring import measure as asked
     from headrace.judging.rubrics.rubric import RubricError
 
-    # A card is made without the one that exists: every criterion is asked about.
+    # An existing card would give weak criteria no weight; a new card measures every criterion.
     config = msgspec.structs.replace(config, judge=msgspec.structs.replace(config.judge, rubric_card=""))
     judge = RubricJudge.of(config) if config.judge.rubric else None
     if judge is None:

@@ -1,4 +1,4 @@
-"""`headrace dashboard`: the live page of a run, also of one that is over or that other machines run."""
+"""`headrace dashboard`: serves the live page of a run, also of a finished run and of a run on other machines."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -51,7 +51,9 @@ def dashboard(args: argparse.Namespace) -> int:
             if active is not None:
                 live = read_place(folder.path)
                 if live is None:
-                    raise RunError(f"{folder.id} runs with [dashboard] enabled = false: start it with the page on")
+                    raise RunError(
+                        f"{folder.id} runs with [dashboard] enabled = false; start it again with enabled = true"
+                    )
                 say(f"{folder.id}: {live.page}")
                 if args.users:
                     say(f"with users' sessions: {live.page}?token={live.token}, for 12 hours from the run's start")

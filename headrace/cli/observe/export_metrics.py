@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("export-metrics", help="follow a run and write its figures where [metrics] says")
+    parser = commands.add_parser(
+        "export-metrics", help="follow a run and write its figures to the targets that [metrics] names"
+    )
     add_run(parser)
     add_set(parser)
     parser.set_defaults(handler=export_metrics)

@@ -16,12 +16,14 @@ def add(commands: "Commands") -> None:
     parser.add_argument("-f", "--follow", action="store_true", help="follow the logs until interrupted")
     parser.add_argument("--actor", default="", metavar="NAME", help="only this actor, process or actor id")
     parser.add_argument("--trace", default="", metavar="ID", help="only lines of this trace (its first digits suffice)")
-    parser.add_argument("--level", default="", choices=("debug", "info", "warning", "error"), help="this and above")
+    parser.add_argument(
+        "--level", default="", choices=("debug", "info", "warning", "error"), help="only lines of this level and above"
+    )
     parser.set_defaults(handler=logs)
 
 
 def logs(args: argparse.Namespace) -> int:
-    """Show them."""
+    """Print the lines that pass the filters."""
     from headrace.launch import logs as reading
     from headrace.launch import runs
     from headrace.launch.output import say

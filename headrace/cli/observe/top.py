@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("top", help="the actors of a run, live: sort, filter, figures, logs, drain")
+    parser = commands.add_parser("top", help="show the actors of a run live: sort, filter, figures, logs, drain")
     add_run(parser)
     add_elsewhere(parser)
     parser.set_defaults(handler=top)
@@ -47,4 +47,4 @@ def top(args: argparse.Namespace) -> int:
             await run_top(Watch(run.bus, run.id, config, time.time()), run.bus, run.id, lines_of)
         return 0
 
-    return asyncio.run(body())  # Textual and uvloop disagree about signals
+    return asyncio.run(body())  # not on uvloop: its signal handling conflicts with Textual's

@@ -1,1 +1,1 @@
-"""Commands on policies."""
+"""Commands that convert checkpoints of policies."""

@@ -1,1 +1,1 @@
-"""Commands that look at a recorded run again."""
+"""Commands that replay, judge again and train again from the records of a run."""

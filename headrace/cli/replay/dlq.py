@@ -126,7 +126,7 @@ async def _retry_or_drop(bus: "Bus", args: argparse.Namespace) -> int:
         await record_decision(bus, entry, "retried", sent, args.note)
         say(f"dead letter {entry.seq} was published again as {entry.letter.stream} #{sent}")
         if await superseded(bus, entry):
-            complain(f"dead letter {entry.seq}: its slot has a later attempt, so the ledger will not count this one")
+            complain(f"dead letter {entry.seq}: its slot has a later attempt, so the ledger does not count this one")
     return 0
 
 

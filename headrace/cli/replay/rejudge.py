@@ -1,6 +1,6 @@
 """`headrace rejudge`: judge the trajectories of a recorded run again, with today's rules or other rewards.
 
-The new scores go to the subject of their own judge version, which the run's trainer does not read.
+The new scores are published under the name of the new judge version; the run's trainer does not read them.
 """
 
 import argparse
@@ -165,7 +165,8 @@ def verdicts(config: "Config", host: "Host | None", rubrics: "RubricJudge | None
             suspicions += rules.behaviour(task, trajectory)
             verdict = conclude(oracle, recorded(old, oracle), suspicions, severities=options.severities)
         else:
-            # A machine of its own, under a name that no request of the run has: a crash is the candidate's.
+            # A machine of its own, so that a crash can only come from this candidate. No request of the run has this
+            # name.
             alone = msgspec.structs.replace(
                 trajectory, run="rejudge", group=trajectory.id, isolation="episode", lane="eval"
             )

@@ -85,7 +85,7 @@ def _is_bundle(name: str) -> bool:
 
 @contextlib.asynccontextmanager
 async def recorded_run_of(name: str) -> "AsyncIterator[RecordedRun]":
-    """The past of a run, or of a bundle. ReplayError, RunError."""
+    """The records of a run, or of a bundle. ReplayError, RunError."""
     from headrace.config import load
     from headrace.launch.session import bus_of
     from headrace.replay import bundle, recorded_run
@@ -101,7 +101,7 @@ async def recorded_run_of(name: str) -> "AsyncIterator[RecordedRun]":
 
 
 def step_of(args: argparse.Namespace, found: "RecordedRun") -> int:
-    """The step that is meant; a bundle has only one."""
+    """The step to replay: `--step`, or the only step of a bundle."""
     return args.step if args.step is not None else next(iter(found.manifests))
 
 
@@ -111,7 +111,7 @@ def _say(line: msgspec.Struct) -> None:
 
 def _warn(rerun: "Rerun", step: int) -> None:
     if rerun.strayed >= 0:
-        complain(f"step {step} starts from other bits than it did: they differ from step {rerun.strayed} on")
+        complain(f"step {step} starts from weights that differ from the recorded ones since step {rerun.strayed}")
 
 
 async def _step(args: argparse.Namespace) -> int:
@@ -139,7 +139,7 @@ async def _step(args: argparse.Namespace) -> int:
 
 
 def _debug(args: argparse.Namespace) -> int:
-    """Everything is fetched first; the debugger then has the thread for itself, without an event loop around it."""
+    """Fetch all records first, then run the step without an event loop, because pdb blocks the thread."""
     import uvloop
 
     from headrace.replay import debug
@@ -157,7 +157,9 @@ def _debug(args: argparse.Namespace) -> int:
         loaded = uvloop.run(fetch())
         outcome = debug.debug(loaded)
         if outcome is None:
-            raise RunError(f"step {loaded.manifest.step} was left before its end", 1)
+            raise RunError(
+                f"the debugger was left before step {loaded.manifest.step} ended, so there is no result to compare", 1
+            )
         line = compare(loaded, outcome)
     _say(line)
     return 0 if line.bitwise_equal else 1

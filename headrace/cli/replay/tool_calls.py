@@ -58,7 +58,9 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
     from headrace.vmhost.node.host import Host
 
     if trajectory.lane == "production":
-        raise ReplayError(f"{trajectory.id} is a user's: its repository is not kept, so its calls cannot be run again")
+        raise ReplayError(
+            f"{trajectory.id} belongs to a user: its repository is not stored, so its calls cannot be run again"
+        )
     try:
         task = open_suite(trajectory.task.suite, config.tasks.dir).task(trajectory.task.task)
     except UnknownSuite as error:
@@ -98,7 +100,7 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
 
         async def run(call: "ToolCall") -> "ToolResult":
             if box.external(call):
-                return recorded[call.id]  # another answer of a server would say nothing about this run
+                return recorded[call.id]  # an external server may answer differently today
             return await box.run(call, sandbox, task, f"{trajectory.id}/")
 
         async def digest() -> str:
@@ -129,10 +131,15 @@ def _recorded_search(config: Config, task: "Task", trajectory: "Trajectory") -> 
     except SearchModelError as error:
         raise ReplayError(str(error)) from None
     if model is None:
-        raise ReplayError(f"{trajectory.id} has semantic searches, and [search] model names no model here")
+        raise ReplayError(
+            f"{trajectory.id} has semantic searches, and [search] model = {config.search.model!r} finds no model here"
+        )
     indexes = open_indexes(model, config.search.tokens, Path(config.environment.cache_dir) / "search")
     for made in recorded.values():
         if made.model != indexes.identity:
-            raise ReplayError(f"{trajectory.id} was searched with model {made.model}; here is {indexes.identity}")
+            raise ReplayError(
+                f"{trajectory.id} was searched with model {made.model}, and [search] model is {indexes.identity}; "
+                "set the recorded model"
+            )
     modes = {call: made.mode for call, made in recorded.items()}
     return SearchSession(LocalSearcher(indexes), trajectory.run, template_of(task), PATTERNS, modes)

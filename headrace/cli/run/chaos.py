@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("chaos", help="a run like that of `up`, with faults injected into all of its parts")
+    parser = commands.add_parser("chaos", help="start a run as `up` does, and inject faults into all of its processes")
     parser.add_argument("config", metavar="TOML", help="configuration, such as deploy/demo.toml")
     parser.add_argument(
         "--kills", type=integer(1), default=200, help="number of faults; a run that is too short for them is lengthened"

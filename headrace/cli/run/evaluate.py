@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 def add(commands: "Commands") -> None:
     """Declare the command."""
     parser = commands.add_parser("eval", help="measure a policy on a suite; prints one JSON line")
-    parser.add_argument("--policy", required=True, help="scripted:oracle|idle|edit-tests, or RUN[:VERSION]")
+    parser.add_argument(
+        "--policy", required=True, help="scripted:oracle|idle|edit-tests, a checkpoint folder, or RUN[:VERSION]"
+    )
     parser.add_argument("--suite", required=True, help="name of the suite, such as generated/heldout")
     parser.add_argument("--tasks", type=integer(0), default=0, help="number of tasks, from the first; 0 means all")
     parser.add_argument("--temperature", type=number(0), default=1.0, help="sampling temperature; 0 is greedy")

@@ -45,7 +45,7 @@ _NO_DEFAULT = "required"
 
 
 def table() -> str:
-    """All structs as Markdown: messages with their type name first, then what they are made of."""
+    """All structs as Markdown: first the messages, by type name, then the structs that messages contain."""
     lines = ["## Messages", ""]
     parts = ["## Parts of messages", ""]
     for module in MODULES:

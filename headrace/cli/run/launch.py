@@ -1,4 +1,4 @@
-"""`headrace launch`: a run on several hosts by ssh, its state, its logs and its end."""
+"""`headrace launch`: starts a run on several hosts by ssh, shows its state and its logs, and stops it."""
 
 import argparse
 from pathlib import Path
@@ -19,7 +19,9 @@ def add(commands: "Commands") -> None:
         "cluster", metavar="CLUSTER", help="TOML file with hosts and processes (deploy/hosts/cluster.toml)"
     )
     parser.add_argument("action", nargs="?", choices=ACTIONS, default="start", help="default: start")
-    parser.add_argument("--lines", type=integer(1), default=20, help="last lines of each log (logs); default: 20")
+    parser.add_argument(
+        "--lines", type=integer(1), default=20, help="number of last lines that `logs` shows of each log; default: 20"
+    )
     parser.set_defaults(handler=launch)
 
 

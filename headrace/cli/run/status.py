@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("status", help="the actors that are alive and the last step of a run")
+    parser = commands.add_parser("status", help="show the actors that are alive and the last step of a run")
     add_run(parser)
     add_elsewhere(parser)
     parser.set_defaults(handler=status)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    commands.add_parser("subjects", help="the table of subjects and streams").set_defaults(handler=subjects)
+    commands.add_parser("subjects", help="print the table of subjects and streams").set_defaults(handler=subjects)
 
 
 def subjects(args: argparse.Namespace) -> int:

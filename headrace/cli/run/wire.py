@@ -17,7 +17,7 @@ def add(commands: "Commands") -> None:
         "--golden",
         metavar="FILE",
         help="add the encodings of new and changed message types to FILE (tests/messages/golden.json); "
-        "exit 1 when a recorded one is read differently",
+        "exit 1 when this version reads a recorded encoding differently",
     )
     parser.set_defaults(handler=wire)
 
@@ -40,7 +40,7 @@ def golden(path: Path) -> int:
     try:
         recordings = read(path.read_text()) if path.exists() else {}
     except ValueError as error:
-        complain(f"{path} is no file of recorded messages: {error}")
+        complain(f"{path} does not contain recorded messages: {error}; name the file that --golden wrote")
         return 2
     problems = incompatible(recordings)
     for problem in problems:

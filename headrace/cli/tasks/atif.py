@@ -26,7 +26,7 @@ def add(commands: "Commands") -> None:
 
 
 def handle(args: argparse.Namespace) -> int:
-    """Write the file; 1 when the run has no trajectory any more."""
+    """Write the file; 1 when no trajectory of the run is stored any more."""
     from headrace.launch.session import looped
 
     return looped(write(args))

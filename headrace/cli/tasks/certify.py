@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 def add(commands: "Commands") -> None:
     """Declare the commands."""
     parser = commands.add_parser("certify", help="examine the tests of a suite before a policy trains on it")
-    parser.add_argument("suite")
+    parser.add_argument("suite", help="name of the suite")
     parser.add_argument(
         "--out", default="", metavar="DIR", help="folder of the file; default: certificates/ of [tasks] dir"
     )
     parser.add_argument(
-        "--bundled", action="store_true", help="write the certificates that come with the package: generated suites"
+        "--bundled", action="store_true", help="of a generated suite: write the certificates that the package ships"
     )
-    parser.add_argument("--parallel", type=integer(1), default=2, help="tasks that are examined at once")
+    parser.add_argument(
+        "--parallel", type=integer(1), default=2, help="number of tasks that are examined at once; default: 2"
+    )
     add_config(parser)
     parser.set_defaults(handler=certify)
     parser = commands.add_parser("certificates", help="print the certificates of a suite")
@@ -61,7 +63,7 @@ async def examine(args: argparse.Namespace) -> int:
     except UnknownSuite as error:
         raise RunError(str(error)) from None
     if args.bundled and (args.out or not source_of(suite)):
-        raise RunError("--bundled writes the certificates of a generated suite into the package, and takes no --out")
+        raise RunError("--bundled expects a generated suite and no --out: it writes the certificates into the package")
     await prepare_host(config)
     host = await Host.open(config.environment)
     free = asyncio.Semaphore(args.parallel)
@@ -127,6 +129,8 @@ def certificates(args: argparse.Namespace) -> int:
         return 0
     chosen = next((each for each in made.certificates if each.task.task == args.task), None)
     if chosen is None:
-        raise RunError(f"there is no certificate of {args.task} in {args.suite}")
+        raise RunError(
+            f"{args.suite} has no certificate of {args.task!r}; `headrace tasks certificates {args.suite}` lists them"
+        )
     say(msgspec.json.format(msgspec.json.encode(chosen)).decode())
     return 0

@@ -18,7 +18,7 @@ def add(commands: "Commands") -> None:
     parser.add_argument("suite")
     parser.add_argument("dir", type=Path, metavar="DIR", help="folder to write; must be new or empty")
     parser.add_argument("--tasks", type=integer(1), default=100, help="number of tasks, from the first")
-    parser.add_argument("--organisation", default="headrace", help="first part of the tasks' names")
+    parser.add_argument("--organisation", default="headrace", help="first part of every task's name; default: headrace")
     add_config(parser)
     parser.set_defaults(handler=handle)
 

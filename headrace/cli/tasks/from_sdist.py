@@ -26,7 +26,7 @@ def add(commands: "Commands") -> None:
 
 
 def from_sdist(args: argparse.Namespace) -> int:
-    """Build the suite and print where it lies."""
+    """Build the suite and print its folder."""
     from headrace.launch.session import looped
 
     return looped(build(args))

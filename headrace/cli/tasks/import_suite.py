@@ -13,25 +13,27 @@ if TYPE_CHECKING:
 
 FORMATS = ("swebench", "swesmith", "harbor", "jsonl")
 SHOWN = 10
-"""Refusals that are printed by reason; all of them stand in the suite's import.json."""
+"""Number of refusals that are printed with their reasons; the suite's import.json contains all of them."""
 
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("import", help="make a suite of tasks that exist elsewhere")
+    parser = commands.add_parser("import", help="make a suite from tasks in another format")
     parser.add_argument("format", choices=FORMATS)
     parser.add_argument("source", type=Path, metavar="SOURCE", help="FILE.jsonl, or the folder of Harbor tasks")
     parser.add_argument("--name", default="", help="suite name; default: the source's")
     parser.add_argument("--repos", type=Path, metavar="DIR", help="folder of checkouts, for rows that name a commit")
     parser.add_argument("--template", default="", help="run in this template instead of the task's image")
-    parser.add_argument("--system", type=Path, metavar="FILE", help="instructions to the agent, for every task")
+    parser.add_argument(
+        "--system", type=Path, metavar="FILE", help="file with instructions to the agent, used for every task"
+    )
     parser.add_argument("--tools", default="", metavar="A,B", help="tools that the tasks offer; default: all")
     add_config(parser)
     parser.set_defaults(handler=handle)
 
 
 def handle(args: argparse.Namespace) -> int:
-    """Import what is not imported yet; 1 when nothing could be."""
+    """Import the tasks that are not imported yet; 1 when the suite has no task afterwards."""
     from headrace.config import load
     from headrace.tasks.base import UnknownSuite
     from headrace.tasks.importing import harbor, jsonl, swebench, swesmith

@@ -154,4 +154,4 @@ async def _certify(task: "Task", oracle: "Oracle", source: str, journal: "Journa
         raise NoTask(f"{made.verdict}: {'; '.join(made.reasons)}")
     journal.keep(source, task, oracle, made)
     named = len(oracle.expected)
-    say(f"{task.ref.task}: {named} tests to pass, {made.killed} of {made.mutants} mutants refused")
+    say(f"{task.ref.task}: {named} tests must pass, its tests reject {made.killed} of {made.mutants} mutants")

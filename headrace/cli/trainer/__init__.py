@@ -1,1 +1,1 @@
-"""Commands about the trainer."""
+"""Commands that plan the trainer."""

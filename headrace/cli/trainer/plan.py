@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headrace.training.memory_plan import Layout, MemoryPlan
 
 SPARE = 0.2
-"""Share of a device that stays free for what the plan does not count."""
+"""Share of a device that stays free for memory that the plan does not count."""
 
 
 def add(commands: "Commands") -> None:
@@ -29,7 +29,7 @@ def add(commands: "Commands") -> None:
     parser.add_argument("--tokens", type=integer(1), metavar="N", help="inputs of a micro-batch (trainer.micro_tokens)")
     parser.add_argument("--context", type=integer(1), default=1, metavar="N", help="devices that share one sequence")
     parser.add_argument("--moments", type=int, choices=(4, 2, 1), default=4, help="bytes of an optimizer moment")
-    parser.add_argument("--offload", action="store_true", help="masters and moments in the host's memory")
+    parser.add_argument("--offload", action="store_true", help="keep master weights and moments in the host's memory")
     parser.add_argument("--recompute", action="store_true", help="compute activations again in backward")
     add_set(parser)
     parser.set_defaults(handler=plan)

@@ -18,7 +18,7 @@ def add(commands: "Commands") -> None:
     parser.add_argument(
         "name", nargs="?", default="light", help="light, debian, an imported image, or the name of a new task template"
     )
-    parser.add_argument("--base", default="", help="the template below; makes NAME a task template")
+    parser.add_argument("--base", default="", help="template to build on; NAME then becomes a task template")
     parser.add_argument("--push", default="", metavar="DIR", help="folder to copy into every slot")
     parser.add_argument(
         "--step", action="append", default=[], metavar="COMMAND", help="shell command to run in every slot"

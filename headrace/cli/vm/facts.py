@@ -1,4 +1,4 @@
-"""`headrace vm facts`: what a sandbox looks like from inside."""
+"""`headrace vm facts`: prints the facts that a program inside a sandbox can observe."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = declare(commands, "facts", "print what a sandbox looks like from inside", facts)
+    parser = declare(commands, "facts", "print the facts that a program inside a sandbox can observe", facts)
     parser.add_argument("--template", default="light", help=TEMPLATE_HELP)
 
 

@@ -32,7 +32,7 @@ def add(commands: "Commands") -> None:
     add_sandbox(parser)
     parser.add_argument("--prepare", default="", metavar="COMMAND", help="shell command to run before the fork")
     parser.add_argument("--count", type=integer(1), default=2, help="number of forks")
-    parser.add_argument("argv", nargs="*", metavar="COMMAND", help="after --; default: true")
+    parser.add_argument("argv", nargs="*", metavar="COMMAND", help="command to run, after --; default: true")
 
 
 async def fork(config: Config, args: argparse.Namespace) -> int:

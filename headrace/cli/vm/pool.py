@@ -1,4 +1,4 @@
-"""`headrace vm pool`: the time to acquire warm and cold clones of a template, and the memory of one."""
+"""`headrace vm pool`: measures the time to acquire warm and cold clones of a template, and a clone's memory."""
 
 import argparse
 import statistics

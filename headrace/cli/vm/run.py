@@ -1,4 +1,4 @@
-"""`headrace vm run`: a command in a fresh sandbox; its output is streamed."""
+"""`headrace vm run`: runs a command in a fresh sandbox and streams its output."""
 
 import argparse
 from pathlib import Path
@@ -19,7 +19,7 @@ def add(commands: "Commands") -> None:
     parser.add_argument("--pull", default="", metavar="TAR", help="write the workspace to an archive afterwards")
     parser.add_argument("--env", type=setting, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--timeout", type=number(0, above=True), default=3600.0, help="seconds")
-    parser.add_argument("argv", nargs="*", metavar="COMMAND", help="after --; default: the image's own")
+    parser.add_argument("argv", nargs="*", metavar="COMMAND", help="command to run, after --; default: the image's own")
 
 
 async def run(config: Config, args: argparse.Namespace) -> int:
@@ -49,5 +49,5 @@ def _command_of(config: Config, template: str) -> tuple[str, ...]:
         plan = plan.below
     command = (*plan.image.entrypoint, *plan.image.cmd) if plan.image else ()
     if not command:
-        raise VmhostError(f"template {template} has no command of its own: give one after --")
+        raise VmhostError(f"template {template} has no command of its own; add -- COMMAND")
     return command

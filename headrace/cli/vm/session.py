@@ -1,7 +1,7 @@
-"""Parts that the commands of `headrace vm` share: an own host, a fresh sandbox in it, a job's streamed output.
+"""Parts that the commands of `headrace vm` share: a host, a fresh sandbox in it, a job's streamed output.
 
-A command opens its own host and leaves nothing behind. Output appears as the job writes it, through the same calls that
-an agent's tools use.
+A command opens a host of its own and closes it at the end. Output appears as the job writes it, through the same calls
+that an agent's tools use.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def request(template: str, slot: int = 0, group: str = "hand") -> "Acquire":
 
 
 def _tell(kind: str, text: str, data: dict[str, Any]) -> None:
-    """Print the making of a template, which takes long; failures reach the user as errors."""
+    """Print progress while a template is built, which takes long; failures are raised as errors."""
     if kind == "vm_template":
         sys.stderr.write(f"headrace: {text}\n")
 
@@ -128,7 +128,7 @@ async def follow(sandbox: "Sandbox", started: "OpResult") -> int:
                 try:
                     stream.write(text)
                     stream.flush()
-                except BrokenPipeError:  # the reader has gone (`| head`): send the job what a pipe would send
+                except BrokenPipeError:  # the reader has gone (`| head`): send the job SIGPIPE, as a pipe does
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
                     await sandbox.call(StopJob(job=started.job, signal=signal.SIGPIPE))
             if len(presses) > handled:

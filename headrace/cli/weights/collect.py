@@ -1,6 +1,6 @@
 """`headrace weights collect`: remove published versions that no receiver can need any more.
 
-It reads as the operator and purges as the trainer, the only role that the broker lets purge.
+It reads with the role operator and purges with the role trainer, the only role with that permission.
 """
 
 import argparse
@@ -18,7 +18,7 @@ def add(commands: "Commands") -> None:
     """Declare the command."""
     parser = declare(commands, "collect", "remove versions that no receiver can need any more", collect)
     add_common(parser)
-    parser.add_argument("--chains", type=int, default=3, help="newest chains to keep, at least 2")
+    parser.add_argument("--chains", type=int, default=3, help="number of newest chains to keep, at least 2; default: 3")
 
 
 async def collect(chain: "Chain", args: argparse.Namespace) -> int:
@@ -41,5 +41,5 @@ async def collect(chain: "Chain", args: argparse.Namespace) -> int:
     if gone:
         say(f"removed {len(gone)} versions, {min(gone)} to {max(gone)}, and {sum(gone.values())} messages")
     else:
-        say(f"nothing to remove: there is nothing beside the newest {args.chains} chains and pinned versions")
+        say(f"nothing to remove: the newest {args.chains} chains and the pinned versions need every version")
     return 0

@@ -67,7 +67,7 @@ async def regions(chain: "Chain", args: argparse.Namespace) -> int:
 
 
 async def look(bus: "Bus", run: str) -> RegionsReport:
-    """The ledger of a run as of now; see `report`."""
+    """The present report of a run."""
     from headrace.messages.subjects import WEIGHT_HEAD
     from headrace.weights.receiving import readiness
 
@@ -78,7 +78,7 @@ async def look(bus: "Bus", run: str) -> RegionsReport:
 
 
 def summary(current: RegionsReport) -> list[str]:
-    """A line per region: how many have the newest version."""
+    """A line per region: how many nodes hold the newest version and how many replicas serve it."""
     newest, lines = current.newest, []
     for name, region in current.regions.items():
         held = sum(node.version >= newest for node in region.nodes)
@@ -115,7 +115,7 @@ def report(run: str, newest: int, ledger: "ReadinessLedger", alive: set[str]) ->
 
 
 def table(current: RegionsReport) -> str:
-    """The same for people."""
+    """The report as a table for a terminal."""
     if not current.regions:
         return f"run {current.run}: no node has staged a version"
     rows = [("region", "node", "replica", "version", "behind", "since", "took", "state")]

@@ -1,4 +1,4 @@
-"""`headrace weights show`: everything about one published version."""
+"""`headrace weights show`: prints all fields of one published version."""
 
 import argparse
 from typing import TYPE_CHECKING

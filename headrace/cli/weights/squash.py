@@ -1,6 +1,6 @@
-"""`headrace weights squash`: publish the newest deltas once more as a single delta, for receivers that lag.
+"""`headrace weights squash`: publish the newest deltas again as a single delta, for receivers that lag.
 
-It writes as the weight sender does, so it needs the sender's key.
+It publishes with the weight sender's role, so it needs the sender's key.
 """
 
 import argparse

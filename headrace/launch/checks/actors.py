@@ -15,7 +15,7 @@ NEEDED = ("curriculum", "evaluator", "environment", "judge", "rollout", "trainer
 PRODUCT = ("gateway", "feedback", "scavenger")
 """Also needed when [production] is enabled."""
 SINGLE = ("curriculum", "evaluator", "trainer", "weight_sender", "scavenger")
-"""Actors of which a run has one: of two, the broker refuses the writes of the earlier one."""
+"""Actors of which a run has one. If there are two, the broker refuses the writes of the earlier one."""
 
 
 def check(config: Config) -> Iterator[Finding]:

@@ -4,8 +4,8 @@ import msgspec
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One sentence about one part. `good` is False for a problem that keeps the run from working; the text then has the
-    fix."""
+    """One sentence about one part. `good` is False for a problem that prevents the run from working; the text then
+    says what to do."""
 
     part: str
     """Configuration section or resource."""

@@ -13,7 +13,7 @@ from headrace.gateway.tls import Certificate, CertificateError
 from headrace.launch.checks.finding import Finding, bad, good
 
 ANSWER_S = 1.0
-"""How long an address may take to answer."""
+"""Seconds that an address may take to answer."""
 
 
 async def check(config: Config) -> AsyncIterator[Finding]:

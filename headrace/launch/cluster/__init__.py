@@ -1,1 +1,1 @@
-"""A run on several hosts, which ssh reaches and which share no folder: the file, the plan, the hosts, their keepers."""
+"""A run on several hosts that ssh reaches and that share no folder: its file, each host's files, the keepers."""

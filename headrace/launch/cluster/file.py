@@ -21,7 +21,7 @@ class Process(Section, frozen=True, kw_only=True):
     """One process of a host: actors, a command such as an inference server, or the broker."""
 
     name: OptionalToken = ""
-    """Of its log. Empty: the first actor's, or `broker`; a command needs one."""
+    """Name of the process and of its log. Empty: the first actor's name, or `broker`. A command needs a name."""
     actors: tuple[ActorName, ...] = ()
     command: tuple[Text, ...] = ()
     broker: bool = False
@@ -45,7 +45,7 @@ class Node(Section, frozen=True, kw_only=True):
     python: PathText = "/opt/headrace/bin/python"
     """The interpreter of the host's virtual environment with headrace."""
     environment: dict[Variable, Text] = msgspec.field(default_factory=dict)
-    """Of every process of the host."""
+    """Environment variables of every process of the host."""
     processes: Annotated[tuple[Process, ...], Meta(min_length=1)]
 
 
@@ -100,7 +100,7 @@ def _explain(message: str, raw: dict[str, Any]) -> str:
 
 
 def _problems(cluster: Cluster) -> Iterator[tuple[str, str]]:
-    """Where and what of everything that cannot run; the caller reports the first."""
+    """Place and sentence of every problem; the caller reports the first."""
     names = [host.name for host in cluster.hosts]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"host {name}", "two hosts have this name; give each its own"

@@ -2,8 +2,8 @@
 host's folder.
 
 `start` returns when the broker of the host answers and every process has been started. The keeper holds a lock, so a
-host has one; its children end with it, also on kill -9. It starts a process again that ends, within the limits of
-`headrace up`; beyond them it ends all of them and writes the cause.
+host has one; its children end with it, also on kill -9. It restarts every process that ends, within the limits of
+`headrace up`; beyond them it ends all processes and writes the cause.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ LOCK, STATE, LOGS, LOG = "node.lock", "node.state.json", "logs", "keeper.log"
 READY_S = 180.0
 BROKER_S = 60.0
 END_S = 90.0
-"""A stop's drain, then the kernel's time to end what was killed."""
+"""Seconds for a stop: the drain, then the kernel's time to end killed processes."""
 _READY_FD = "HEADRACE_READY_FD"
 
 
@@ -44,7 +44,7 @@ class Part(msgspec.Struct, kw_only=True):
     pid: int = 0
     restarts: int = 0
     cause: str = ""
-    """Why it was started again the last time."""
+    """The cause of its last restart."""
 
 
 class State(msgspec.Struct, kw_only=True):
@@ -163,7 +163,7 @@ class Keeper:
 
 
 def write_state(folder: Path, state: State) -> None:
-    """Write the host's state, never half."""
+    """Write the host's state to another file and rename it, so that a reader never sees half of it."""
     scratch = folder / f".{STATE}"
     scratch.write_bytes(msgspec.json.encode(state))
     scratch.replace(folder / STATE)
@@ -176,7 +176,8 @@ def read_state(folder: Path) -> State:
     except FileNotFoundError:
         return State()
     if state.state in ("starting", "running") and not _held(folder):
-        state.state, state.error = "failed", "its keeper ended without a word: it was killed, or the host restarted"
+        state.state = "failed"
+        state.error = "its keeper ended without writing a cause: it was killed, or the host restarted"
     return state
 
 
@@ -204,7 +205,7 @@ def _load(folder: Path) -> Order:
     except OSError as error:
         raise RunError(f"{folder / ORDER}: {error.strerror}; `headrace launch` writes it", 2) from None
     except msgspec.DecodeError as error:
-        raise RunError(f"{folder / ORDER}: {error}; headrace here and at the launcher differ too much", 2) from None
+        raise RunError(f"{folder / ORDER}: {error}; install the launcher's version of headrace here", 2) from None
 
 
 def _missing(order: Order) -> str:
@@ -264,7 +265,7 @@ def start(folder: Path) -> int:
         raise RunError(f"its processes did not start within {READY_S:g} s; see {folder / LOGS}", 3)
     child.wait()
     state = read_state(folder)
-    raise RunError(state.error or last_words(folder / LOGS / LOG) or "its keeper ended without a word", 3)
+    raise RunError(state.error or last_words(folder / LOGS / LOG) or "its keeper ended without writing a cause", 3)
 
 
 def stop(folder: Path) -> int:

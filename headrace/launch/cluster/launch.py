@@ -40,7 +40,7 @@ command -v tar >/dev/null || {{ echo "there is no tar; install it" >&2; exit 3; 
 
 
 async def start(path: Path) -> int:
-    """Start the run on all hosts. Where one fails, what this call has started is stopped again."""
+    """Start the run on all hosts. When one fails, the hosts that this call started are stopped again."""
     cluster = read(path)
     plans = plan(cluster, path.parent)
     await everywhere(cluster.hosts, lambda host: call(cluster, host, _checking(host)))
@@ -75,7 +75,8 @@ def _split(hosts: Sequence[Node]) -> tuple[list[Node], list[Node]]:
 
 
 async def _stop(cluster: Cluster, hosts: Sequence[Node]) -> None:
-    """Stop hosts, the broker's last: what drains still talks to it. Every host is tried before one is reported."""
+    """Stop hosts, the broker's host last, because draining actors use the broker. Failures are reported after every
+    host was tried."""
     brokers, others = _split(hosts)
     errors = []
     for chosen in (others, brokers):

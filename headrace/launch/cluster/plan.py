@@ -78,7 +78,7 @@ def plan(cluster: Cluster, base: Path) -> list[Plan]:
 
 
 def _check(cluster: Cluster, config: Config, file: Path) -> None:
-    """ConfigError for what would start and then wait for ever, or fail on its host."""
+    """ConfigError for a plan whose actors would wait for ever or fail on their host."""
     places: dict[str, list[str]] = {}
     for host in cluster.hosts:
         for process in host.processes:
@@ -113,7 +113,7 @@ def _host(host: Node, config: Config, toml: bytes, keys: Path, own: Path) -> Pla
     )
     files = {ORDER: msgspec.json.encode(order), "run.toml": toml}
     kinds = {actor.partition(":")[0] for process in host.processes for actor in process.actors}
-    # Both ends of the weight chain sign in with one role.
+    # weight_sender and weight_receiver sign in with the same role.
     roles = {"weight_sync" if kind.startswith("weight_") else kind for kind in kinds}
     wanted = [f"{role}.nk" for role in sorted(roles)]
     if "weight_sender" in kinds:

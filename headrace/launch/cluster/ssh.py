@@ -1,4 +1,4 @@
-"""Commands on a host through OpenSSH's client: its answer, or one sentence that says why there is none."""
+"""Runs commands on hosts through OpenSSH's client; a failure is one sentence."""
 
 import asyncio
 import shlex
@@ -10,7 +10,7 @@ from headrace.launch.runs import RunError
 
 CONNECT_S = 15
 ANSWER_S = 240.0
-"""A start waits for the broker of its host, a stop for the drain of its actors."""
+"""Seconds for one command: a start waits for the broker of its host, a stop for the drain of its actors."""
 _LOST = 255
 """Exit code of ssh itself when it cannot connect."""
 
@@ -43,13 +43,13 @@ async def call(cluster: Cluster, host: Node, command: str, stdin: bytes = b"") -
             await process.wait()
     if process.returncode:
         lines = [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
-        text = (lines or [f"code {process.returncode} without a word"])[-1].removeprefix("headrace: ")
+        text = (lines or [f"code {process.returncode} without a message"])[-1].removeprefix("headrace: ")
         raise HostError(f"ssh cannot reach it: {text}" if process.returncode == _LOST else text)
     return out.decode("utf-8", "replace")
 
 
 async def everywhere(hosts: Sequence[Node], body: Callable[[Node], Awaitable[str]]) -> dict[str, str]:
-    """The answer of every host by name, asked all at once. RunError with a line per host that failed."""
+    """Ask all hosts at once; the answers by host name. RunError with a line per host that failed."""
 
     async def one(host: Node) -> tuple[Node, str, str]:
         try:

@@ -16,7 +16,7 @@ _SERVICE: dict[str, Any] = {
 
 
 def files(config: Config, image: str) -> dict[str, str]:
-    """Name to content; the files beside it are run.toml, nats.conf and credentials/."""
+    """Name to content. compose.yaml expects run.toml, nats.conf and credentials/ in its folder."""
     services: dict[str, Any] = {
         "nats": {
             **_SERVICE,

@@ -1,7 +1,7 @@
 """Kubernetes manifests: the broker as a StatefulSet, a Deployment per process, machines by a device plugin.
 
 No pod is privileged and none has a service account's token. `/dev/kvm` comes from KubeVirt's device plugin
-(devices.kubevirt.io/kvm), an accelerator from NVIDIA's.
+(devices.kubevirt.io/kvm), accelerators come from NVIDIA's device plugin.
 """
 
 from typing import Any
@@ -76,7 +76,7 @@ def deployment(process: Process, image: str, metrics: int) -> dict[str, Any]:
         "metadata": _meta(name),
         "spec": {
             "replicas": 1,
-            # Two trainers of one run fence each other off, so the old one ends first.
+            # The broker refuses the writes of the earlier of two trainers, so the old pod ends first.
             "strategy": {"type": "Recreate"},
             "selector": {"matchLabels": {"app": name}},
             "template": _pod(name, container, volumes),

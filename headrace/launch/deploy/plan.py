@@ -30,7 +30,9 @@ def processes(config: Config) -> list[Process]:
     several hosts cannot agree on values that one of them generates."""
     for key, value in (("run.id", config.run.id), ("bus.url", config.bus.url)):
         if not value:
-            raise ConfigError(f"{key}: a deployment needs it, because its processes find each other by it; set {key}")
+            raise ConfigError(
+                f"{key}: expected a value: the processes of a deployment find each other by it; set {key}"
+            )
     if config.bus.credentials != CREDENTIALS:
         raise ConfigError(f"bus.credentials: expected {CREDENTIALS!r}, where every generated file puts the seeds")
     device = config.trainer.device.startswith("cuda")

@@ -1,6 +1,6 @@
 """A Slurm job: the broker and the single actors on the first node, machines and rollouts on every node.
 
-The job may be requeued at any time: the streams lie in the shared folder, and unfinished work is delivered again.
+The job may be requeued at any time: the shared folder contains the streams, and unfinished work is delivered again.
 """
 
 import shlex

@@ -34,7 +34,7 @@ def unit(process: Process, binary: str) -> str:
     """The unit of one process of actors."""
     hardened, devices = HARDENED, "PrivateDevices=yes"
     if process.machines:
-        # Machines map memory as executable and open /dev/kvm; /proc of other processes shows the host's capacity.
+        # QEMU opens /dev/kvm, and the environment actor reads the host's capacity in /proc, outside of the PIDs.
         hardened = hardened.replace("ProcSubset=pid\n", "")
         devices = "DevicePolicy=closed\nDeviceAllow=/dev/kvm rw\nSupplementaryGroups=kvm"
     elif process.device:

@@ -1,7 +1,7 @@
 """`headrace bench`: measures one policy, or two on the same tasks, several trials per task, and writes report and card.
 
-The trials are evaluations like any other. The figures are read from the run's streams, held against the evaluator's own
-results, and read again from the stored scores, so that a report that its streams do not bear out is never written.
+Each trial is an evaluation. The figures are read from the run's streams and compared with the evaluator's results and
+with the stored scores. A report that differs from them is not written.
 """
 
 import time
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 Again = Callable[[Config], Callable[[Trajectory, Score], Awaitable[Score]]]
 """Makes the judge that judges a recorded score again from its recorded outcomes."""
 FOLDER = "bench"
-"""Folder in the run's own, in which reports and cards lie."""
+"""Subfolder of the run's folder, for reports and cards."""
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +116,7 @@ async def recompute(folder: RunDir, id: str, again: Again) -> Report:
         made = report(id, folder.id, trials[0].reason.removeprefix("bench "), trials[0].suite, len(trials), measured)
         wrong = [*_against_results(made, results), *await _against_scores(bus, folder, made, again)]
     if wrong:
-        raise RunError(f"benchmark {id} is not borne out by its streams: {'; '.join(wrong[:3])}", 1)
+        raise RunError(f"benchmark {id} differs from its streams: {'; '.join(wrong[:3])}", 1)
     path = folder.path / FOLDER / f"{id}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(made)))
@@ -169,7 +169,7 @@ async def _trials(bus: "Bus", run: str, id: str) -> tuple[list[EvalRequest], lis
 
 
 def _against_results(made: Report, results: Sequence[EvalResult]) -> list[str]:
-    """Where the evaluator counted otherwise."""
+    """A sentence per figure that differs from the evaluator's count."""
     wrong = []
     if made.shares != shares(results):
         wrong.append("the evaluator's passes differ from those of the scores")
@@ -179,7 +179,7 @@ def _against_results(made: Report, results: Sequence[EvalResult]) -> list[str]:
 
 
 async def _against_scores(bus: "Bus", folder: RunDir, made: Report, again: Again) -> list[str]:
-    """Scores whose verdict or reward is another one when it is computed again from the recorded outcomes."""
+    """A sentence per score whose verdict or reward changes when it is computed again from the recorded outcomes."""
     judge = again(load(folder.config))
     wrong: list[str] = []
     for row in made.rows:

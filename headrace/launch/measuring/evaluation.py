@@ -158,7 +158,7 @@ def open_run(config: Config, named: Measurable, stopping: Stopping, closing: Asy
         tasks=config.tasks,
         processes=Processes(groups=(*GROUPS, *PUBLISHERS) if named.checkpoint else GROUPS),
         production=Production(enabled=False),
-        # The run's queue may still hold requests of its other lanes: they are not this command's to run.
+        # The run's queue may still hold requests of its other lanes; this command runs none of them.
         rollout=msgspec.structs.replace(recorded.rollout, lanes=("eval",)),
     )
     if not named.run:
@@ -235,7 +235,7 @@ async def _answers(bus: "Bus", run: Run, requests: "Sequence[EvalRequest]") -> "
 async def ensure_bundle(run: Run) -> None:
     """Publish the renderer bundle of a run that was recorded before its trainer did so, from the run's own folder.
 
-    RunError when the folder has no tokenizer: a policy that is read with another one measures nothing.
+    RunError when the folder has no tokenizer: with another tokenizer the measured rate would mean nothing.
     """
     from headrace.actors.trainer import initial_policy
     from headrace.bus.connection import Bus

@@ -1,1 +1,1 @@
-"""Child processes of a run: kept alive, explained when they die, ended together."""
+"""Child processes of a run: kept alive and ended together, with the cause of each death."""

@@ -19,7 +19,7 @@ def oom_kills() -> int:
 
 
 def last_words(log: Path) -> str:
-    """The last error in a log; without one its last event or its last line; empty without a line."""
+    """The last error in a log; else its last event, else its last line; empty for an empty log."""
     try:
         with log.open("rb") as source:
             source.seek(max(0, log.stat().st_size - TAIL_BYTES))

@@ -1,10 +1,10 @@
 """Operating-system processes of a run: started, watched, restarted within limits, never orphaned.
 
-A child gets a session of its own, so that Ctrl-C in the terminal reaches only `headrace up`. It is killed when its
-parent ends, however that ends: without `up` the run's broker ends too, so a child could not drain. A child that ends by
-itself is started again, within a restart intensity as in OTP: `KILLED` is for processes that were killed, `BY_ITSELF`
-for those that gave up, because such a process has already restarted its actors several times. Beyond it the run ends,
-with the cause.
+A child gets a session of its own, so that Ctrl-C in the terminal reaches only `headrace up`. The kernel kills it
+when its parent ends, also on kill -9: the run's broker ends with `up`, so a child could not drain. A child that ends by
+itself is started again, within a restart intensity as in OTP: `KILLED` is for processes that a signal ended,
+`BY_ITSELF` for processes that exited with an error, because such a process has already restarted its actors several
+times. Beyond the limit the run ends with the cause.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class Intensity:
         return len(self._moments) > self.most
 
     def pause_s(self) -> float:
-        """How long to wait before the next start."""
+        """Seconds to wait before the next start."""
         return min(0.2 * len(self._moments), 2.0)
 
 

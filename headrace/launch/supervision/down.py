@@ -2,7 +2,7 @@
 
 The lock of the runs' folder names the process of `headrace up`. The first SIGTERM lets the run drain, the second ends
 it at once, SIGKILL comes last. Processes that remain are found by the run's folder in their command line, and killed.
-A killed process is waited for as long as a busy machine needs to take it down: what was killed is not reported as left.
+`down` waits for a killed process as long as a busy machine needs to end it, so that it is not reported as remaining.
 """
 
 import fcntl
@@ -73,7 +73,7 @@ def down(root: Path, folder: Path, patience_s: float) -> Ended:
             how = outcome
             if _signal([supervisor], number, wait_s):
                 break
-    # Children of a killed parent get their own signal from the kernel; only those of an older run are left over.
+    # The kernel kills the children of a killed parent; only processes of an earlier `up` can remain.
     deadline = time.monotonic() + BY_THEMSELVES_S
     while (left := processes_of(folder)) and time.monotonic() < deadline:
         time.sleep(0.05)

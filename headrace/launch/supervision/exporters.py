@@ -1,4 +1,4 @@
-"""The process that writes a run's figures to TensorBoard, Weights & Biases or MLflow: its failure never ends a run."""
+"""The process that writes a run's figures to TensorBoard, Weights & Biases or MLflow: it may fail without ending it."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from headrace.launch.supervision.children import Child
 
 STARTS = 3
 FINISH_S = 20.0
-"""How long it may write after the run has ended."""
+"""Seconds for which it may write after the run has ended."""
 
 
 class Exporters:

@@ -1,4 +1,4 @@
-"""Tells systemd that the process is ready, lives and stops (sd_notify); nothing where systemd did not start it."""
+"""Tells systemd that the process is ready, alive or stopping (sd_notify); does nothing without systemd."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 
 def notify(state: str) -> bool:
-    """Send one state such as ``READY=1``; False where nobody listens."""
+    """Send one state such as ``READY=1``; False when systemd did not start the process."""
     path = os.environ.get("NOTIFY_SOCKET", "")
     if not path:
         return False

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first signal ends the command in order, the second at once; both close its parts."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first signal ends a command in order, the second at once; both close its parts."""
 
 import asyncio
 import signal

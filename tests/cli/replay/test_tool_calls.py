@@ -120,7 +120,7 @@ def test_a_false_record_is_found_and_what_cannot_be_run_is_said(
     assert code == 1
     assert (differing["turn"], differing["call"]) == (last.index, last.calls[0].id)
     assert "-never said" in differing["diff"]
-    for id, says in (("e1-2-0", "is a user's"), ("e1-7-0", "has no trajectory"), ("e1", "has no trajectory")):
+    for id, says in (("e1-2-0", "belongs to a user"), ("e1-7-0", "has no trajectory"), ("e1", "has no trajectory")):
         code, out, err = run.again(id)
         assert (code, out) == (1, "")
         assert says in err
