@@ -114,7 +114,7 @@ def test_the_command_makes_certified_tasks_and_goes_on(tmp_path: Path, capsys: p
     assert certificates.refusal(suite, tmp_path / "suites", False) == ""
     capsys.readouterr()
     assert make("features", tree, tmp_path / "suites", "--count", "1") == 0  # there is nothing left to make
-    assert "to pass" not in capsys.readouterr().out
+    assert "must pass" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
