@@ -164,6 +164,7 @@ class ClientTurns:
                 turns=tuple(session.turns),
                 diff={},
                 fingerprint=serving.engine.fingerprint,
+                renderer=serving.bundle,
                 rollout=self._rollout,
                 plugins=self._plugins,
             )

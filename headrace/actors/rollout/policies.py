@@ -57,6 +57,8 @@ class ClientServed(NamedTuple):
     engine: Engine
     renderer: Callable[[ClientTurn], ClientRenderer]
     """The policy's format with the tools of a turn. UnusableConversation."""
+    bundle: str
+    """sha256 of the renderer bundle behind the format."""
 
 
 class Served(NamedTuple):
@@ -224,10 +226,10 @@ class Policies:
 
         if policy.kind == "pinned":
             async with self._pinned(policy.version) as engine:
-                yield ClientServed(engine, of)
+                yield ClientServed(engine, of, renderer.bundle)
         else:
             await self.reached(0, self._config.production.turn_s)
-            yield ClientServed(await self._open_engine(), of)
+            yield ClientServed(await self._open_engine(), of, renderer.bundle)
 
     async def _branch(self, run: str) -> "Policies":
         """The policies of another run on this node, opened when the first request names that run."""

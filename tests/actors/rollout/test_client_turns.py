@@ -135,6 +135,7 @@ async def test_a_session_is_sampled_recorded_and_rated(
             assert answer.status == 404, "a session is rated once"
     end = await trajectory_of(observer, run, group)
     assert [turn.index for turn in end.turns] == [0, 1] and end.lane == "production"
+    assert end.renderer == bundle("hermes").sha256
     usage = second["usage"]
     ids = context(list(end.turns))
     assert usage["prompt_tokens"] + usage["completion_tokens"] == len(ids)
