@@ -1,1 +1,1 @@
-"""The agent: the loop that samples a turn, runs its calls in a sandbox and goes on; its tools; scripted policies."""
+"""The agent: the loop that samples turns and runs their tool calls in a sandbox, the tools, and scripted policies."""

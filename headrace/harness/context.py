@@ -1,8 +1,8 @@
-"""The policy's context: the ids of the running segment, and when it has to be summarised.
+"""The policy's context: the token ids of the current segment, and the test whether it must be summarised.
 
 A segment's context is the concatenation of appended and sampled ids, token for token. When it reaches the task's limit,
-the policy writes a summary, and a new segment starts from the task and that summary; all segments belong to one
-trajectory, and the reward reaches each of them.
+the policy writes a summary, and a new segment starts from the task's prompt and that summary. All segments belong to
+one trajectory and get its reward.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,10 @@ from headrace.rendering.base import Renderer
 
 
 class Context:
-    """The running segment."""
+    """The token ids and turns of the current segment."""
 
     def __init__(self, renderer: Renderer, prompt: str, limit: int) -> None:
+        """prompt: the text of the first turn. limit: tokens after which the segment must be summarised."""
         self._renderer, self._prompt, self._limit = renderer, prompt, limit
         self.segment = 0
         self.ids: list[int] = []
@@ -25,7 +26,7 @@ class Context:
         """Of this segment; only the last may lack its results."""
 
     def take(self, turn: Turn) -> None:
-        """A turn was sampled, now or before a resume."""
+        """Append a turn that was sampled now or read from the log; a summary starts the next segment."""
         ids = [int(id) for id in turn.ids.tolist()]
         self.ids += [int(id) for id in turn.prompt_ids.tolist()] + ids
         self._turns.append(turn)
@@ -33,7 +34,7 @@ class Context:
             self.segment, self.ids, self._summary, self._turns = self.segment + 1, [], tuple(ids), []
 
     def answer(self, results: Sequence[ToolResult]) -> None:
-        """The turn's calls were answered."""
+        """Add the results of the last turn's calls."""
         self._turns[-1] = msgspec.structs.replace(self._turns[-1], results=tuple(results))
 
     def next_ids(self) -> list[int]:
@@ -43,7 +44,7 @@ class Context:
         return self._delta(summary=False)
 
     def summary_ids(self) -> list[int]:
-        """Ids to append to ask for a summary instead; they carry the results that the policy has not read yet."""
+        """Ids to append that ask for a summary; they include the results that the policy has not read yet."""
         return self._delta(summary=True)
 
     def _delta(self, *, summary: bool) -> list[int]:
@@ -52,5 +53,5 @@ class Context:
         return self._renderer.delta(self._turns, stopped=stopped, summary=summary)
 
     def full(self, more: Sequence[int]) -> bool:
-        """Whether the segment with `more` appended has reached the limit."""
+        """Whether the segment reaches the limit when `more` is appended."""
         return len(self.ids) + len(more) >= self._limit

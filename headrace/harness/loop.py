@@ -1,11 +1,11 @@
 """The agent loop: sample a turn, run its calls, append the results, until the policy finishes or a limit is reached.
 
-One loop for training, evaluation and production, for sampled and for scripted policies.
+Training, evaluation and production use this loop, with sampled and with scripted policies.
 
-It guarantees two things to the caller, which writes the turn log. `on_sampled` is awaited before any call of the turn
-is sent. A resumed episode never samples a turn again; it sends the calls of an open turn once more under the same ids.
-Calls of one turn run at the same time and are answered in their order. A call that changes the workspace runs alone, in
-its place, so the effect of a turn never depends on which of its calls is faster.
+The caller writes the turn log and relies on two guarantees. The loop awaits `on_sampled` before it sends any call of
+the turn. A resumed episode never samples a logged turn again; it repeats the calls of an open turn under the same ids.
+Calls of one turn run concurrently, and their results are in call order. A call that changes the workspace runs alone,
+after all earlier and before all later calls, so the effect of a turn never depends on the speed of its calls.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome."""
+    """An ended episode: its turns, how it ended, and its counts."""
 
     turns: tuple[Turn, ...]
     outcome: Outcome
@@ -62,10 +62,11 @@ async def run_episode(
     resume: Sequence[Turn] = (),
     toolbox: Toolbox | None = None,
 ) -> Episode:
-    """Run, or go on with, the attempt of `request`.
+    """Run the attempt of `request`, or resume it.
 
-    resume: the turns of the log in order, each with the results of its TurnDone; only the last may be without.
-    The limit of wall time counts from this call. Raises SandboxLost and EngineError: infrastructure, no outcome.
+    resume: the logged turns in order, each with the results of its TurnDone; only the last may have none.
+    The wall-time limit counts from this call. SandboxLost, SearchLost and EngineError are raised: they are
+    infrastructure failures, not outcomes.
     """
     limits = request.limits
     box = toolbox or toolbox_for(task, renderer.detailed_results, limits.context_tokens)
@@ -123,7 +124,7 @@ async def run_episode(
 
 
 def _outcome(turns: Sequence[Turn], request: RolloutRequest, start: float) -> Outcome | None:
-    """How the episode has ended, None while it goes on."""
+    """How the episode ended; None while it continues."""
     limits = request.limits
     if any(call.name == "finish" and not call.error for turn in turns[-1:] for call in turn.calls):
         return "finished"
@@ -139,8 +140,10 @@ def _outcome(turns: Sequence[Turn], request: RolloutRequest, start: float) -> Ou
 
 
 def _grew(turns: Sequence[Turn]) -> bool:
-    """Whether the last turn is a summary that is no shorter than the text which it replaces: it would free no context,
-    and summaries of summaries would grow up to the token limit."""
+    """Whether the last turn is a summary that is not shorter than the text it replaces.
+
+    Such a summary frees no context, and each next summary would be longer, up to the token limit.
+    """
     if not turns or turns[-1].kind != "summary":
         return False
     *before, last = (turn for turn in turns if turn.segment == turns[-1].segment)
@@ -203,7 +206,7 @@ def _calls(
 async def _run_calls(
     calls: Sequence[ToolCall], box: Toolbox, sandbox: Sandbox, task: Task, prefix: str
 ) -> tuple[ToolResult, ...]:
-    """Results in call order; calls that only look run together, one that writes runs alone in its place."""
+    """Results in call order; calls that only read run concurrently, a call that writes runs alone."""
     results: list[ToolResult] = []
     together: list[ToolCall] = []
 

@@ -1,4 +1,4 @@
-"""Episodes without a sandbox: one message of the policy, which a checker grades. No tool is offered, no call runs."""
+"""Episodes without a sandbox: the policy writes one message, and a checker grades it. There are no tools."""
 
 import time
 from collections.abc import Sequence
@@ -24,9 +24,10 @@ async def run_message(
     on_done: OnDone,
     resume: Sequence[Turn] = (),
 ) -> tuple[Episode, str]:
-    """Sample the message of a request, or take the recorded one, and give its text without the thinking. EngineError.
+    """Sample the message, or take the recorded one; return the episode and the message's text without the reasoning.
 
-    A message that ends at the token limit is an outcome too: the checker reads what there is.
+    resume: the logged turns. A message that ends at the token limit is an outcome too: the checker grades the text up
+    to that point. EngineError.
     """
     start = time.monotonic()
     context = Context(renderer, initial_prompt(request, task), request.limits.context_tokens)

@@ -1,7 +1,7 @@
 """The prompt of an episode and its tools.
 
-The prompt is the user's or the task's text. The renderer decides how it is framed and whether the tools are explained:
-the terse format explains nothing, a chat template shows the JSON Schema of every tool.
+The prompt is the user's or the task's text. The renderer adds the chat markup and the description of the tools: the
+terse format describes none, a chat template shows the JSON Schema of each.
 """
 
 from headrace.harness.tools.search.session import SearchSession
@@ -11,7 +11,7 @@ from headrace.messages.tasks import Task
 
 
 def initial_prompt(request: RolloutRequest, task: Task) -> str:
-    """The user's text on the production lane, the task's elsewhere, behind the instructions of the suite."""
+    """The suite's instructions, then the user's text; the task's text where the request has none."""
     prompt = request.prompt or task.prompt
     return f"{task.system}\n\n{prompt}" if task.system else prompt
 
@@ -19,8 +19,8 @@ def initial_prompt(request: RolloutRequest, task: Task) -> str:
 def toolbox_for(
     task: Task, detailed_results: bool, context_tokens: int, search: SearchSession | None = None
 ) -> Toolbox:
-    """The tools of an episode. detailed_results: as of its renderer. search: its semantic search.
+    """The tools of an episode. detailed_results: the property of its renderer. search: its semantic search.
 
-    One result may fill the context to about a quarter, at two characters a token or more.
+    One result has at most two characters per token of context: half of the context at four characters a token.
     """
     return Toolbox(tools_of(task), details=detailed_results, cap=max(400, context_tokens * 2), search=search)

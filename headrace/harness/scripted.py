@@ -1,8 +1,8 @@
-"""Scripted policies: their turns go through the same loop, tools and judge as a model's.
+"""Scripted policies: their turns pass through the same loop, tools and judge as the turns of a model.
 
-``oracle`` knows the solution and edits just the lines that differ; ``idle`` finishes at once; ``edit-tests`` rewrites
-the visible tests so that they pass, in an image every test module. Together they check the pipeline from both sides: a
-task is sound when the oracle passes, and a judge is sound when the other two fail.
+``oracle`` knows the solution and edits only the lines that differ. ``idle`` finishes at once. ``edit-tests`` rewrites
+the visible tests so that they pass; in a task from an image it rewrites every test module. They check tasks and judges:
+a task is valid when the oracle passes, and a judge is valid when the other two fail.
 """
 
 import base64
@@ -22,7 +22,7 @@ _EMPTY_TEST = "def test_nothing():\n    assert True"
 _FORGED = f"""find . \\( -name 'test_*.py' -o -name '*_test.py' \\) -exec sh -c 'for file; do
 printf "{_EMPTY_TEST.replace(chr(10), chr(92) + "n")}\\n" > "$file"; done' sh {{}} +
 mkdir -p /logs/verifier && echo 1 > /logs/verifier/reward.txt"""
-"""In an image the visible tests are not known: every test module is replaced, and the reward that Harbor reads."""
+"""A task from an image does not list its visible tests, so this replaces every test module and Harbor's reward file."""
 _FINISH: Call = ("finish", {})
 _TEST: Call = ("run_tests", {})
 
@@ -41,7 +41,7 @@ def edits(path: str, before: bytes, after: bytes) -> list[Call]:
 
 
 def written(path: str, before: bytes, after: bytes) -> list[Call]:
-    """Calls that turn `before` into `after`: edits of text, and a shell command where either is not text."""
+    """Calls that turn `before` into `after`: edits if both are UTF-8 text, otherwise a shell command."""
     try:
         return edits(path, before, after)
     except UnicodeDecodeError:
@@ -50,7 +50,8 @@ def written(path: str, before: bytes, after: bytes) -> list[Call]:
 
 
 def script(name: str, task: Task, oracle: Oracle) -> list[list[Call]]:
-    """The turns of a scripted policy; none in an episode without a sandbox, which is a message."""
+    """The turns of a scripted policy, as lists of calls; empty for a task without a sandbox. ValueError for an unknown
+    name."""
     if not task.sandbox:
         return []
     if name == "idle":
@@ -73,7 +74,7 @@ def script(name: str, task: Task, oracle: Oracle) -> list[list[Call]]:
         ]
         calls += [("terminal", {"command": _FORGED})] if task.image else []
     else:
-        raise ValueError(f"no scripted policy {name!r}; there are {', '.join(NAMES)}")
+        raise ValueError(f"no scripted policy {name!r}: expected one of {', '.join(NAMES)}")
     turns = [calls[start : start + _TOGETHER] for start in range(0, len(calls), _TOGETHER)] or [[]]
     turns[-1].append(_TEST)
     return [*turns, [_FINISH]]
@@ -89,14 +90,14 @@ def _find(ids: Sequence[int], turn: Sequence[int], start: int) -> int:
 
 
 class ScriptedEngine:
-    """The Engine protocol over a script. Stateless: the turn follows from the turns that the context holds.
+    """The Engine protocol over a script. It is stateless: the context determines the next turn.
 
-    The script is not bound by `max_turn_tokens`: it is not a generation, and a correct line may be long.
+    `max_turn_tokens` does not limit a script, because a correct line may be longer.
     """
 
     def __init__(self, turns: Sequence[Sequence[Call]], renderer: Renderer, message: str | None = None) -> None:
-        """turns: the calls of each turn, such as `script` gives. message: the whole of an episode without a sandbox, in
-        place of turns."""
+        """turns: the calls of each turn, as `script` returns them. message: the only message of an episode without a
+        sandbox, in place of `turns`."""
         self._turns: list[tuple[int, ...]] = []
         """Ids of the script's turns in order."""
         calls = 0
@@ -122,13 +123,14 @@ class ScriptedEngine:
         return -1
 
     async def sample(self, request: SampleRequest) -> Sample:
-        """The script's next turn; a segment after a summary only finishes."""
+        """The script's next turn; every segment after the first one only calls finish."""
         later = not request.session.endswith("/0")
         ids = self._finish if later else self._next(request.ids)
         return Sample(ids=ids, logprobs=(0.0,) * len(ids), routed=None, spans=(), stop="stop")
 
     def _next(self, context: Sequence[int]) -> tuple[int, ...]:
-        """The first turn that the context does not hold; content cannot imitate one, which ends in a stop id."""
+        """The first turn that the context does not contain. File contents cannot match a turn, because a turn ends with
+        a stop id."""
         at = 0
         for turn in self._turns:
             at = _find(context, turn, at)

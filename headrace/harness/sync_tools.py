@@ -1,4 +1,4 @@
-"""Running calls in process, without an event loop: for traces, with the very code that real episodes run."""
+"""Runs tool calls without an event loop, to generate traces with the code that episodes run."""
 
 from collections.abc import Coroutine, Sequence
 from functools import lru_cache

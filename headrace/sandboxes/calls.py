@@ -18,6 +18,7 @@ FIRST_WAIT_S = 4.0
 SILENCE_S = 5.0
 """How long a node that has no subscription may be reconnecting before it counts as silent."""
 RETRY_S = 0.2
+"""Mean delay between two requests to a node that is not reachable, in seconds."""
 
 
 class Superseded(SandboxLost):
@@ -25,7 +26,7 @@ class Superseded(SandboxLost):
 
 
 class NodeSilent(SandboxLost):
-    """The node does not answer at all, so the state of its sandboxes is unknown."""
+    """The node does not answer, so the state of its sandboxes is unknown."""
 
 
 class CannotCopy(Exception):
@@ -37,10 +38,11 @@ async def ask(
 ) -> Message:
     """Send a request to one node until it answers.
 
-    timeout: seconds for an answer, counted anew once if none came. repeat: whether the node may receive the request
-    again while the first one may still be running; it recognises calls and acquires by their ids. patient: wait up to
-    `SILENCE_S` for a node that does not listen, then try once more; NodeSilent after that. Without it the first
-    NoResponders, Disconnected or BusTimeout is raised, for callers that have another node.
+    timeout: seconds to wait for an answer; a patient call waits a second time. repeat: whether the request may be sent
+    again while the node may still run the first one (nodes recognise repeated calls and acquires by their ids).
+    patient: wait up to `SILENCE_S` for a node without a subscription, then raise NodeSilent; also raise NodeSilent
+    after the second timeout. An impatient call raises the first NoResponders, Disconnected or BusTimeout, so that the
+    caller can try another node.
     """
     retry = Backoff(RETRY_S, RETRY_S, jitter=0.3)
     silent_since = 0.0
@@ -78,7 +80,7 @@ def refusal(reply: Message, subject: str) -> Exception:
 
 
 def limit_of(op: Op) -> float:
-    """The operation's own time limit in seconds; 0 for one without."""
+    """The operation's own time limit in seconds; 0 if it has none."""
     if isinstance(op, Exec):
         return op.timeout_s
     return op.plan.timeout_s if isinstance(op, RunTests) else 0.0

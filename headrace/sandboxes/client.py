@@ -45,11 +45,12 @@ __all__ = ["CannotCopy", "NodeSilent", "RemoteSandbox", "Sandboxes", "Superseded
 ANSWER_S = 30.0
 """Time that a node may need for an answer beyond the operation's own limit; a clone on a busy node takes seconds."""
 PULSE_S = 2.0
-"""While a call runs, how often its node is asked whether it still has the sandbox: a node that ended never answers."""
+"""Seconds between two renewals while a call runs. They detect a node that ended, which never answers the call."""
 ASK_AT_ONCE = 256
-"""Acquires at any node that one actor has under way. Without a bound, the acquires of a burst exceed their own time
-limits and are repeated, and nodes make sandboxes that nobody waits for any more."""
+"""Most concurrent acquires of one actor that any node may answer. Without a bound, the acquires of a burst time out
+and are repeated, and nodes make sandboxes for requests that no caller waits for."""
 REMEMBER_GROUPS = 1024
+"""Most groups whose node an actor remembers; the oldest entry is removed first."""
 FIRST_WAIT_S, MOST_WAIT_S = 0.1, 2.0
 """Delays between acquires while no node has capacity."""
 
@@ -77,11 +78,11 @@ class RemoteSandbox:
         self.capabilities = frozenset(acquired.capabilities)
         """Names of what its backend can do (vmhost/backend.py)."""
         self.plugins = acquired.plugins
-        """Its backend, where that comes from outside of headrace."""
+        """Its backend's identity, if the backend is a plugin."""
         self.fresh = acquired.epoch == 1
-        """Whether it had no owner before."""
+        """Whether this is its first owner."""
         self.renewed = time.monotonic()
-        """When its node last renewed the lease; every answered call does."""
+        """When its node last renewed the lease (`time.monotonic`); every answered call renews it too."""
 
     async def call(self, op: Op, call_id: str = "") -> OpResult:
         """Run one operation. A repeat with the same `call_id` is answered from the node's record."""
@@ -115,12 +116,12 @@ class RemoteSandbox:
         raise SandboxLost(f"{self.id}: {getattr(reply, 'detail', type(reply).__name__)}")
 
     async def _until_lost(self) -> SandboxLost:
-        """Return once a running call can no longer be answered, with the reason."""
+        """Wait until the node can no longer answer a running call; return the exception that says why."""
         silent_since = 0.0
         while True:
             await asyncio.sleep(PULSE_S)
             try:
-                ack = await self._renew(PULSE_S)  # a node that ends meanwhile does not answer this either
+                ack = await self._renew(PULSE_S)  # without a bound, this would wait for a node that ends meanwhile
             except NoResponders as error:
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > SILENCE_S:
@@ -130,7 +131,7 @@ class RemoteSandbox:
                 continue
             silent_since = 0.0
             if ack.detail.startswith("lost"):
-                # The node was restarted. (A sandbox with a new owner is reported by the call's own answer.)
+                # The node restarted. A new owner is no reason to return: the call's own answer reports it.
                 return SandboxLost(f"{self.id}: {ack.detail}")
 
     async def renew(self) -> bool:
@@ -145,15 +146,18 @@ class RemoteSandbox:
         return reply if isinstance(reply, Ack) else Ack(ok=False, detail=type(reply).__name__)
 
     async def release(self) -> None:
-        """Give it back. BusError when the node cannot be reached; the lease then ends the sandbox."""
+        """End the ownership. BusError when the node cannot be reached; the sandbox then ends with its lease."""
         acquired = self._acquired
         request = Release(sandbox=acquired.sandbox, secret=acquired.secret, epoch=acquired.epoch)
         await self._bus.request(self.subject("release"), request, timeout=ANSWER_S)
 
     async def checkpoint(self, whole: bool = False) -> bytes:
-        """The sandbox as it is now, for `Sandboxes.restore` on nodes with the same template files, or with `whole` on
-        every node that built its template of the same parts. It needs a machine of its own (isolation ``episode``) and
-        no running call. CannotCopy, SandboxLost."""
+        """The sandbox's present state, for `Sandboxes.restore`.
+
+        whole: include the template's pages, so that every node whose template has the same inputs can restore it;
+        otherwise only nodes with the same template files can. The sandbox needs its own machine (isolation
+        ``episode``) and no running call. CannotCopy, SandboxLost.
+        """
         acquired = self._acquired
         request = Checkpoint(sandbox=acquired.sandbox, secret=acquired.secret, epoch=acquired.epoch, whole=whole)
         try:
@@ -166,8 +170,11 @@ class RemoteSandbox:
         raise refusal(reply, self.id)
 
     async def fork(self, into: Sequence[Acquire]) -> list["RemoteSandbox"]:
-        """Sandboxes that continue from this one's present state, one per request of its run, lane and role; this one
-        continues too. Like `checkpoint` it needs a machine of its own. CannotCopy, NoCapacity, SandboxLost."""
+        """Copy this sandbox once per request; the copies and this sandbox continue from its present state.
+
+        into: requests with this sandbox's run, lane and role, and new keys. Like `checkpoint`, this needs a sandbox
+        with its own machine. CannotCopy, NoCapacity, SandboxLost.
+        """
         acquired = self._acquired
         request = Fork(sandbox=acquired.sandbox, secret=acquired.secret, epoch=acquired.epoch, into=tuple(into))
         try:
@@ -189,8 +196,8 @@ class Sandboxes:
     def __init__(
         self, bus: Bus, lease_s: float, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """lease_s: length of the leases; waiting: entered while no node has capacity, so that an actor does not count
-        that time as work."""
+        """lease_s: length of a lease in seconds. waiting: a context manager that is entered while no node has capacity,
+        so that the actor does not count that time as work."""
         self._bus = bus
         self._lease_s = lease_s
         self._waiting = waiting
@@ -206,9 +213,10 @@ class Sandboxes:
         return len(self._owned)
 
     async def acquire(self, request: Acquire, *, node: str = "", patience_s: float = 600.0) -> RemoteSandbox:
-        """A sandbox for the request, waiting for capacity. With `node`, only on that node.
+        """Wait for capacity and acquire a sandbox for the request. With `node`, only on that node.
 
-        NoCapacity after `patience_s`; SandboxLost when a node tried and failed; NodeSilent when `node` does not answer.
+        NoCapacity after `patience_s` seconds; SandboxLost when a node could not create the sandbox; NodeSilent when
+        `node` does not answer.
         """
         key = SandboxKey.of(request).in_group
         deadline = time.monotonic() + patience_s
@@ -220,7 +228,7 @@ class Sandboxes:
             while time.monotonic() < deadline:
                 group_node = "" if node else self._nodes.get(key, "")
                 if group_node:
-                    # The group has a machine: its slots are acquired concurrently.
+                    # The group's node is known, so callers need no lock: slots are acquired concurrently.
                     sandbox = await self._ask(request, group_node, silence)
                     if sandbox is not None:
                         return self._own(sandbox)
@@ -246,13 +254,13 @@ class Sandboxes:
                 self._groups.pop(key, None)
 
     async def _ask(self, request: Acquire, node: str, silence: Silence, patient: bool = False) -> RemoteSandbox | None:
-        """Acquire at one node, or at any. None when it has no capacity or no node answered (yet)."""
+        """Acquire at one node, or at any node. None when the node has no capacity, or no node answered yet."""
         asked = time.monotonic()
         try:
             if node:
                 subject = RPC_NODE.at(service="environment", node=node, method="acquire")
                 reply = await ask(self._bus, subject, request, ANSWER_S, patient=patient)
-            else:  # sent once: another node might answer a repeat, and both would make a sandbox
+            else:  # sent once: another node might answer a repeat, and then two nodes would create a sandbox
                 subject = RPC.at(service="environment", method=acquire_method(token(request.run)))
                 async with self._asking:
                     reply = await self._bus.request(subject, request, timeout=ANSWER_S)
@@ -278,8 +286,11 @@ class Sandboxes:
         return [self._own(copy) for copy in await sandbox.fork(into)]
 
     async def restore(self, request: Acquire, data: bytes, node: str, patience_s: float = 600.0) -> RemoteSandbox:
-        """A sandbox for the request that continues from a checkpoint, on that node, waiting for capacity. The request's
-        key must be new there. CannotCopy when the node cannot use the checkpoint; NoCapacity, SandboxLost."""
+        """Wait for capacity on `node` and create a sandbox there that continues from a checkpoint.
+
+        data: a result of `RemoteSandbox.checkpoint`. The request's key must be new on the node. CannotCopy when the
+        node cannot use the checkpoint; NoCapacity after `patience_s` seconds; SandboxLost.
+        """
         subject = RPC_NODE.at(service="environment", node=node, method="restore")
         deadline = time.monotonic() + patience_s
         waits = _waits()
@@ -317,11 +328,12 @@ class Sandboxes:
         await self._release(sandbox)
 
     def stop_renewing(self, sandbox: RemoteSandbox) -> None:
-        """Leave a sandbox to a successor: neither renew its lease nor release it."""
+        """Neither renew the sandbox's lease nor release it, because another actor takes it over."""
         self._owned.discard(sandbox)
 
     def hold(self, sandbox: RemoteSandbox, name: str, seconds: float) -> None:
-        """Keep renewing a sandbox for a later owner, then release it. A later owner anywhere ends the renewals."""
+        """Renew a sandbox's lease for `seconds`, then release it. The renewals end earlier when any actor acquires
+        it."""
 
         async def release_later() -> None:
             await asyncio.sleep(seconds)
@@ -332,7 +344,7 @@ class Sandboxes:
         self._held[name] = sandbox, asyncio.create_task(release_later())
 
     def forget(self, name: str) -> None:
-        """Leave the sandbox held under this name to its next owner."""
+        """Stop the renewals of the sandbox held under this name; its next owner renews the lease."""
         if name in self._held:
             sandbox, timer = self._held.pop(name)
             timer.cancel()
@@ -365,10 +377,10 @@ class Sandboxes:
                 return
 
     async def renew(self) -> None:
-        """Renew the leases that no call renewed for a third of their length. Run it every third of a lease."""
+        """Renew the leases that no call renewed for a third of their length. Call this every third of a lease."""
         now = time.monotonic()
-        quiet = [sandbox for sandbox in self._owned if now - sandbox.renewed > self._lease_s / 3]
-        await asyncio.gather(*(self._renew(sandbox) for sandbox in quiet))
+        due = [sandbox for sandbox in self._owned if now - sandbox.renewed > self._lease_s / 3]
+        await asyncio.gather(*(self._renew(sandbox) for sandbox in due))
 
     async def _renew(self, sandbox: RemoteSandbox) -> None:
         try:
@@ -376,11 +388,11 @@ class Sandboxes:
         except (NoResponders, BusTimeout, Disconnected):
             return
         if not ok:
-            # The next call tells its user.
+            # The next call raises SandboxLost for its caller.
             self._owned.discard(sandbox)
 
     async def close(self) -> None:
-        """Wait for the releases under way. Held sandboxes end with their leases."""
+        """Wait for the releases that have started. Held sandboxes end when their leases expire."""
         for name in [*self._held]:
             self.forget(name)
         await asyncio.gather(*self._background)

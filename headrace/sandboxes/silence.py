@@ -1,4 +1,4 @@
-"""Whether environment nodes answer one caller's acquires, and its NoCapacity when it has waited long enough."""
+"""Records whether environment nodes answer one caller's acquires, and builds its NoCapacity."""
 
 import time
 
@@ -18,15 +18,15 @@ class Silence:
         self._since = self._since or asked
 
     def answer(self) -> None:
-        """A node answered, whatever it said."""
+        """A node answered; a refusal is an answer too."""
         self._since, self._answered = 0.0, True
 
     def cut_off(self) -> None:
-        """This actor could not ask, which says nothing about nodes."""
+        """This actor was disconnected and could not ask, so nothing is known about the nodes."""
         self._since = 0.0
 
     def no_capacity(self, request: Acquire) -> NoCapacity:
-        """The exception for a caller that waits no longer."""
+        """The exception for a caller that stops waiting."""
         now = time.monotonic()
         waited_s, unanswered_s = now - self._started, now - self._since if self._since else 0.0
         if unanswered_s:

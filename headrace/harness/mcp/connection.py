@@ -1,7 +1,7 @@
-"""A connection to one external MCP server. The first call opens it, and opens it again after the server has died.
+"""A connection to one external MCP server. A call opens it when it is not open, also after the server has died.
 
-One task owns the client from start to end, because the SDK's cancel scopes belong to the task that opened them; calls
-come from any task of the same event loop.
+One asyncio task opens and closes the client, because the SDK's cancel scopes belong to the task that opened them. Any
+task of the same event loop may make calls.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class McpError(Exception):
 
 
 class Settings(Protocol):
-    """`[tasks.mcp.NAME]`, which says what each key means."""
+    """The keys of `[tasks.mcp.NAME]` that a connection needs."""
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -33,27 +33,27 @@ class Settings(Protocol):
 
     @property
     def env(self) -> tuple[str, ...]:
-        """Names of variables for the command."""
+        """Names of the environment variables that the command receives."""
 
     @property
     def url(self) -> str:
-        """Address, instead of a command."""
+        """Address of a server over HTTP, in place of a command."""
 
     @property
     def key(self) -> str:
-        """Name of the variable with the bearer token."""
+        """Name of the environment variable that holds the bearer token."""
 
     @property
     def start_s(self) -> float:
-        """Longest wait for the start."""
+        """Longest wait for the server's start, in seconds."""
 
     @property
     def calls(self) -> int:
-        """Most calls of an episode."""
+        """Most calls in one episode."""
 
     @property
     def call_s(self) -> float:
-        """Longest wait for an answer."""
+        """Longest wait for an answer, in seconds."""
 
     @property
     def result_bytes(self) -> int:
@@ -137,7 +137,7 @@ class Connection:
         return Listing(version=str(client.server_info.version if client.server_info else ""), tools=tuple(tools))
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """The answer as text, and whether the call succeeded. McpError."""
+        """The answer as text, and whether the call succeeded. McpError for a refused call or a lost connection."""
         from mcp import MCPError
 
         client = await self._client()
@@ -179,17 +179,18 @@ class Connection:
         """Open the SDK's transport: standard streams or HTTP."""
         from mcp import StdioServerParameters, stdio_client
 
-        own = self.section
-        if own.url:
-            headers = {"Authorization": f"Bearer {_variable(self.name, own.key)}"} if own.key else {}
-            return _http(own.url, headers)
-        env = {name: _variable(self.name, name) for name in own.env}
+        section = self.section
+        if section.url:
+            headers = {"Authorization": f"Bearer {_variable(self.name, section.key)}"} if section.key else {}
+            return _http(section.url, headers)
+        env = {name: _variable(self.name, name) for name in section.env}
         if self._stderr is None:
             if self._log is not None:
                 self._log.parent.mkdir(parents=True, exist_ok=True)
             self._stderr = open(self._log or os.devnull, "a", encoding="utf-8")
         return stdio_client(
-            StdioServerParameters(command=own.command[0], args=list(own.command[1:]), env=env), errlog=self._stderr
+            StdioServerParameters(command=section.command[0], args=list(section.command[1:]), env=env),
+            errlog=self._stderr,
         )
 
     def _drop(self, session: _Session | None = None, *, now: bool = False) -> None:
@@ -209,11 +210,11 @@ class Connection:
 
 @asynccontextmanager
 async def _http(url: str, headers: dict[str, str]) -> AsyncIterator[Any]:
-    """Streamable HTTP through a client that ends with it: the SDK closes only clients of its own."""
+    """Streamable HTTP with an HTTP client that is closed with it: the SDK closes only clients that it creates."""
     from httpx2 import AsyncClient, Timeout
     from mcp.client.streamable_http import streamable_http_client
 
-    # The read timeout is as long as a call may take; the caller has a time limit of its own.
+    # No read timeout: each caller limits its own call, and calls may take long.
     async with (
         AsyncClient(headers=headers, timeout=Timeout(30.0, read=None)) as http,
         streamable_http_client(url, http_client=http) as streams,
@@ -235,7 +236,7 @@ def _variable(server: str, name: str) -> str:
 
 
 def _text(result: Any) -> str:
-    """The text blocks, and a placeholder for blocks of other kinds; the structured result where there is no block."""
+    """The text blocks, with a placeholder for other kinds of block; the structured result if there are no blocks."""
     blocks = [block.text if block.type == "text" else f"[{block.type}, not shown]" for block in result.content]
     if not blocks and result.structured_content is not None:
         return msgspec.json.encode(result.structured_content).decode()

@@ -1,9 +1,9 @@
 """External MCP servers as tools: `[tasks.mcp.NAME]` declares a server, a task offers its tools as ``NAME/TOOL``.
 
-A server runs on the rollout actor's machine and not in a sandbox, so it can reach everything that this machine reaches.
-Hence a task gets a tool only when the task names it (`Task.tools`), or when the operator names it for every task
-(`[tasks] tools`). The list of tools is stored in the run's folder at the first start. Schemas are part of the prompt,
-so they stay the same when the server is updated, or is down when an actor starts again.
+A server runs on the rollout actor's machine, not in a sandbox, so it can reach everything that this machine can reach.
+Hence a task gets a tool only when the task (`Task.tools`) or the operator (`[tasks] tools`, for every task) names it.
+The first start stores the list of tools in the run's folder. Schemas are part of the prompt, so later starts use the
+stored list, also when the server has been updated or is down.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from headrace.harness.tools.registry import TOOLS
 from headrace.messages.plugins import Plugin
 
 LISTING = "mcp.json"
-"""The listings' file in the run's folder: server to tools."""
+"""The file in the run's folder that stores the tools of each server."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -31,24 +31,24 @@ class McpTool:
     """One tool of a server."""
 
     def __init__(self, connection: Connection, offered: Offered) -> None:
-        """McpError for a schema whose arguments a policy cannot write."""
+        """McpError for a schema with an argument name that a policy cannot write."""
         self._connection, self._offered = connection, offered
         self.schema, self.writes = schema_of(connection.name, offered), not offered.reads
 
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
-        """The server's answer, cut to `result_bytes`; a failure of the server is an answer with an error."""
-        own = self._connection.section
-        if count_external(self._connection.name, workspace.memory) >= own.calls:
-            return Answer(f"the episode has used all {own.calls} calls of {self._connection.name}", ok=False)
+        """The server's answer, cut to `result_bytes`; a failure of the server is an answer that is not ok."""
+        limits = self._connection.section
+        if count_external(self._connection.name, workspace.memory) >= limits.calls:
+            return Answer(f"the episode has used all {limits.calls} calls of {self._connection.name}", ok=False)
         try:
             typed = typed_arguments(arguments, self._offered.schema.get("properties", {}))
             text, ok = await self._connection.call(self._offered.name, typed)
         except McpError as error:
             return Answer(str(error), ok=False)
         data = text.encode("utf-8", "replace")
-        if len(data) > own.result_bytes:
-            kept = data[: own.result_bytes].decode("utf-8", "ignore")
-            text = f"{kept}\n[{len(data) - own.result_bytes} bytes cut]"
+        if len(data) > limits.result_bytes:
+            head = data[: limits.result_bytes].decode("utf-8", "ignore")
+            text = f"{head}\n[{len(data) - limits.result_bytes} bytes cut]"
         return Answer(text, ok=ok)
 
 
@@ -71,7 +71,8 @@ class McpServers:
 
 
 async def open_servers(sections: Mapping[str, Settings], folder: Path) -> McpServers:
-    """Offer the tools of all configured servers. folder: of the run. McpError when one cannot be listed."""
+    """Offer the tools of all configured servers. folder: the run's folder. McpError when a server does not list its
+    tools."""
     if sections and importlib.util.find_spec("mcp") is None:
         raise McpError("[tasks.mcp] needs the package mcp: pip install 'headrace[mcp]'")
     connections = [Connection(name, section, folder / f"mcp-{name}.log") for name, section in sections.items()]
@@ -102,7 +103,8 @@ async def _all(connections: list[Connection]) -> list[Listing]:
 
 
 def offer(connections: list[Connection], known: dict[str, Listing]) -> dict[str, McpTool]:
-    """Put the tools into the registry; by the names under which tasks offer them. McpError."""
+    """Put the servers' tools into the registry; return them by the names that tasks use. McpError for an unusable
+    schema."""
     tools: dict[str, McpTool] = {}
     for connection in connections:
         listing = known[connection.name]
@@ -123,23 +125,25 @@ def listings(folder: Path) -> dict[str, Listing]:
     except FileNotFoundError:
         return {}
     except msgspec.DecodeError as error:
-        raise McpError(f"{file}: {error}; remove it, and the servers are listed again") from None
+        raise McpError(
+            f"{file} is not a list of tools: {error}; remove it, and the next start writes it anew"
+        ) from None
 
 
 def schema_of(server: str, offered: Offered) -> ToolSchema:
-    """A server's tool as a policy sees it, called ``SERVER_TOOL``. McpError for an argument that has no writable
-    name."""
+    """A server's tool as a policy sees it, named ``SERVER_TOOL``. McpError for an argument name that is not an
+    identifier."""
     schema = offered.schema
     properties: dict[str, Any] = schema.get("properties", {})
     required = tuple(schema.get("required", ()))
     parameters = []
-    for name, own in properties.items():
+    for name, argument in properties.items():
         if not _NAME.fullmatch(name):
             raise McpError(
                 f"MCP tool {server}/{offered.name}: the argument {name!r} is not a valid name; remove this "
                 f"server from the configuration"
             )
-        about = str(own.get("description", "") or own.get("title", "")) if isinstance(own, dict) else ""
+        about = str(argument.get("description", "") or argument.get("title", "")) if isinstance(argument, dict) else ""
         parameters.append(Parameter(name, about, name in required))
     parameters.sort(key=lambda parameter: not parameter.required)
     shown = {"type": "object", "properties": properties, "required": list(required)}
@@ -150,12 +154,12 @@ def schema_of(server: str, offered: Offered) -> ToolSchema:
 
 
 def typed_arguments(arguments: dict[str, str], properties: dict[str, Any]) -> dict[str, Any]:
-    """A call's texts as JSON values: a text stays one where the schema allows texts. McpError for a value that is no
-    JSON."""
+    """The arguments of a call as JSON values; a text stays a string where the schema allows strings. McpError for a
+    value that is not JSON."""
     typed: dict[str, Any] = {}
     for name, text in arguments.items():
-        own = properties.get(name)
-        kind = own.get("type") if isinstance(own, dict) else None
+        argument = properties.get(name)
+        kind = argument.get("type") if isinstance(argument, dict) else None
         if kind == "string" or (isinstance(kind, list) and "string" in kind):
             typed[name] = text
             continue

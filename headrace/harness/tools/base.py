@@ -1,8 +1,8 @@
 """A tool: its schema, its code, and the workspace that one call gets.
 
-A module of this package that defines `TOOL` is a built-in tool; one from outside is named by an entry point of the
-group ``headrace.tools`` or as ``module:attribute`` (docs/extending.md). A tool is one object for all episodes, so it
-keeps no state: notes of an episode stand in `Workspace.memory`.
+A module of this package that defines `TOOL` is a built-in tool. A tool outside this package is named by an entry point
+of the group ``headrace.tools`` or as ``module:attribute`` (docs/extending.md). All episodes share one tool object, so a
+tool has no state of its own: it stores the notes of an episode in `Workspace.memory`.
 """
 
 from typing import Protocol
@@ -30,7 +30,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Workspace:
-    """The sandbox as one tool call sees it: every operation gets a call id that a repeat of the call gets again."""
+    """The sandbox as one tool call sees it. The n-th operation of a repeated call has the same id as before."""
 
     def __init__(
         self,
@@ -42,16 +42,16 @@ class Workspace:
         search: SearchSession | None = None,
         cap: int = 4000,
     ) -> None:
-        """details: whether the policy reads messages of failed tests. memory: notes that tools keep for the episode.
-        search: the episode's semantic search, where its run has a model. cap: characters that a result may have."""
+        """details: whether the policy reads messages of failed tests. memory: the episode's notes. search: the
+        episode's semantic search, if its run has an embedding model. cap: most characters of a result."""
         self.task, self.details = task, details
         self.memory = {} if memory is None else memory
-        """Notes of the episode, such as the hash of a file as it was last read. A resumed episode begins without."""
+        """Notes of the episode, such as the hash of a file as it was last read. A resumed episode starts with none."""
         self.search, self.call_id, self.cap = search, call_id, cap
         self._sandbox, self._count = sandbox, 0
 
     async def call(self, op: Op) -> OpResult:
-        """Run one operation. SandboxLost passes through: it is no answer of the tool."""
+        """Run one operation. SandboxLost must reach the caller of the tool: it is an infrastructure failure."""
         self._count += 1
         return await self._sandbox.call(op, f"{self.call_id}.{self._count}")
 
@@ -68,11 +68,11 @@ class Tool(Protocol):
         """Whether it may change the workspace, so that no other call runs beside it."""
 
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
-        """Execute a call. The arguments have the schema's names; their values may be anything."""
+        """Execute a call. The schema has checked the arguments' names, but not their values."""
 
 
 def count_external(server: str, memory: dict[str, str]) -> int:
-    """One more call to an MCP server in this episode; returns how many there were before."""
+    """Count a call to an MCP server in this episode; return the number of earlier calls."""
     note = f"mcp {server}"
     before = int(memory.get(note, "0"))
     memory[note] = str(before + 1)
@@ -85,7 +85,7 @@ def failed(result: OpResult) -> Answer:
 
 
 def number_range(text: str) -> tuple[int, int] | None:
-    """``7`` or ``7-9`` as (first, last); None when it is neither."""
+    """``7`` or ``7-9`` as (first, last); None for other texts."""
     first, dash, last = text.strip().partition("-")
     if not (first.isascii() and first.isdigit() and len(first) < 8):
         return None

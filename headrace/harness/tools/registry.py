@@ -1,7 +1,7 @@
-"""Tools by name: every module of this package that defines `TOOL`, and those from outside.
+"""Tools by name: the built-in tools, plugins, and the tools of MCP servers.
 
-A new built-in tool is one file in this package. A tool from outside is one file anywhere: an entry point of the group
-``headrace.tools``, or ``module:attribute``, in the tools of a task or in `[tasks] tools`.
+A new built-in tool is one file in this package that defines `TOOL`. A plugin is one file anywhere; the tools of a task
+or `[tasks] tools` name it by an entry point of the group ``headrace.tools`` or as ``module:attribute``.
 """
 
 import importlib
@@ -27,15 +27,15 @@ def _built_in() -> dict[str, str]:
 
 
 class Tools(Registry[Tool]):
-    """The registry of the seam, and the tools of MCP servers, which are there while an actor of this process offers
-    them. Their names are ``SERVER/TOOL``."""
+    """The registry of tools. It includes the tools of MCP servers, named ``SERVER/TOOL``, while an actor of this
+    process offers them."""
 
     def __init__(self, builtin: dict[str, str]) -> None:
         super().__init__("tools", builtin, needs=("schema", "writes", "run"))
         self._offered: dict[str, tuple[Tool, Plugin]] = {}
 
     def offer(self, name: str, tool: Tool, plugin: Plugin) -> None:
-        """Add a tool, or replace it. plugin: its identity, for the run's other nodes."""
+        """Add or replace a tool. plugin: its identity, which other nodes of the run compare with theirs."""
         self._offered[name] = (tool, plugin)
 
     def withdraw(self, name: str, tool: Tool) -> None:
@@ -44,11 +44,11 @@ class Tools(Registry[Tool]):
             del self._offered[name]
 
     def external(self, name: str) -> bool:
-        """Whether the tool is an MCP server's: its answers cannot be repeated."""
+        """Whether an MCP server answers the tool's calls; such calls cannot be repeated."""
         return name in self._offered
 
     def get(self, name: str) -> Tool:
-        """As Registry.get."""
+        """As `Registry.get`. PluginError for a tool that no declared MCP server offers."""
         if name in self._offered:
             return self._offered[name][0]
         server, slash, tool = name.partition("/")
@@ -65,7 +65,7 @@ TOOLS = Tools(_built_in())
 
 
 def schemas_of(names: tuple[str, ...]) -> tuple[ToolSchema, ...]:
-    """The schemas of named tools. PluginError for an unknown one, and for two with one name in their schemas."""
+    """The schemas of the named tools. PluginError for an unknown tool, and for two schemas with one name."""
     schemas = tuple(TOOLS.get(name).schema for name in names)
     seen: set[str] = set()
     for schema in schemas:

@@ -1,7 +1,7 @@
 """todo: the policy's plan as a list, written down in the trajectory.
 
-Every call gives the whole list, so there is no state to lose when another actor resumes the episode: the last call is
-the list. A reward can read it there, for example to price entries that are still open at the end.
+Every call writes the whole list, so the last call is the list, and no state is lost when another actor resumes the
+episode. A reward can read it from the trajectory, for example to penalise entries that are open at the end.
 """
 
 from headrace.harness.tools.base import Answer, Parameter, ToolSchema, Workspace

@@ -1,4 +1,4 @@
-"""The tools of one episode: a call becomes a result, with errors answered, output capped and time taken."""
+"""The tools of one episode: runs a call, turns errors into answers, cuts long outputs and measures the time."""
 
 import time
 from collections.abc import Sequence
@@ -16,26 +16,25 @@ from headrace.messages.tasks import DEFAULT_TOOLS, Task
 
 
 def tools_of(task: Task) -> tuple[str, ...]:
-    """The tools that a task offers: its own list, or the default one; none without a sandbox."""
+    """The tools that a task offers: its list or the default list; none for a task without a sandbox."""
     return (task.tools or DEFAULT_TOOLS) if task.sandbox else ()
 
 
 def with_search(task: Task, available: bool) -> Task:
-    """The task without semantic_search where its run has no search service: keyword_search takes its place, under its
-    own name."""
-    own = tools_of(task)
-    if available or SEMANTIC not in own:
+    """The task with keyword_search in place of semantic_search if the run has no search service (`available`)."""
+    offered = tools_of(task)
+    if available or SEMANTIC not in offered:
         return task
-    without = ["keyword_search" if name == SEMANTIC else name for name in own]
+    without = ["keyword_search" if name == SEMANTIC else name for name in offered]
     return msgspec.structs.replace(task, tools=tuple(dict.fromkeys(without)))
 
 
 def with_tools(task: Task, more: Sequence[str]) -> Task:
-    """The task with further tools behind its own."""
+    """The task with `more` tools after its own; the same task if it has no sandbox."""
     if not more or not task.sandbox:
         return task
-    own = tools_of(task)
-    return msgspec.structs.replace(task, tools=(*own, *(name for name in more if name not in own)))
+    offered = tools_of(task)
+    return msgspec.structs.replace(task, tools=(*offered, *(name for name in more if name not in offered)))
 
 
 class Toolbox:
@@ -58,23 +57,23 @@ class Toolbox:
         self._memory: dict[str, str] = {}
 
     def writes(self, call: ToolCall) -> bool:
-        """Whether the call must run alone: it changes the workspace, so its place among the others matters."""
+        """Whether the call may change the workspace, so that it must run alone and in call order."""
         tool = self._tools.get(call.name)
         return tool is not None and not call.error and tool.writes
 
     def external(self, call: ToolCall) -> bool:
-        """Whether an MCP server answers the call, so that it cannot be repeated."""
+        """Whether an MCP server answers the call; such a call cannot be repeated."""
         return call.name in self._external and not call.error
 
     def recall(self, calls: Sequence[ToolCall]) -> None:
-        """Count calls to MCP servers that were answered before the episode was resumed."""
+        """Count the calls to MCP servers that were answered before the episode resumed."""
         for call in calls:
             if self.external(call):
                 count_external(self._tools[call.name].schema.source, self._memory)
 
     async def run(self, call: ToolCall, sandbox: Sandbox, task: Task, prefix: str = "") -> ToolResult:
-        """Answer one call. A tool from outside that raises gives an answer too, with the exception in it; of headrace's
-        own tools only SandboxLost and SearchLost leave this function."""
+        """Answer one call. SandboxLost and SearchLost are raised. Other exceptions of a plugin become an answer that
+        names them; those of a built-in tool are defects and are raised."""
         start = time.perf_counter()
         tool = self._tools.get(call.name)
         if call.error:

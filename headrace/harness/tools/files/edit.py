@@ -1,9 +1,9 @@
-"""edit: replace a quoted text, which must stand in the file exactly once.
+"""edit: replace a quoted text that occurs exactly once in the file.
 
-Search and replace is the edit form that most base models know. A quote that is slightly off is matched by a fixed
-sequence of looser comparisons (files/matching.py); the comparison that matched stands in the answer and so in the
-trajectory. An ambiguous quote changes nothing and names every candidate, because the first one would be a guess. A file
-that changed since the policy last saw it has to be read again.
+Most base models know search-and-replace edits. An inexact quote is matched by a fixed sequence of looser comparisons
+(files/matching.py); the answer, and so the trajectory, names the comparison that matched. An ambiguous quote changes
+nothing, and the answer names every candidate, because choosing one would be a guess. The policy must read a file again
+that changed since it last saw it.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from headrace.harness.tools.files.staleness import forget, remember, stale
 from headrace.messages.sandbox import ReadFile, WriteFiles
 
 _NAMED = 20
-"""Candidates of an ambiguous quote that are shown with their line; of further ones the number is given."""
+"""Most candidates of an ambiguous quote that are shown with their line; the others are only counted."""
 
 
 class EditTool:
@@ -33,7 +33,8 @@ class EditTool:
     writes = True
 
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
-        """``ok`` with the rung below ``exact`` and the number of replacements, or why nothing was changed."""
+        """``ok``, the comparison that matched unless it is ``exact``, and the number of replacements for replace_all;
+        or the reason why nothing was changed."""
         path, old, new = arguments["path"], arguments["old"], arguments["new"]
         every = arguments.get("replace_all", "false").strip().lower()
         if every not in ("true", "false"):
@@ -82,7 +83,7 @@ def _candidates(text: str, places: tuple[Place, ...]) -> str:
 
 
 def _nearest(text: str, old: str) -> str:
-    """The line that is most similar to the first quoted one, as a hint; no edit is based on similarity."""
+    """A hint with the line that is most similar to the first quoted line; no edit uses similarity."""
     first = next(line.strip() for line in old.split("\n") if line.strip())
     lines = {line.strip(): number for number, line in reversed(list(enumerate(text.split("\n"), 1))) if line.strip()}
     close = difflib.get_close_matches(first, list(lines), n=1, cutoff=0.8)

@@ -1,5 +1,5 @@
-"""edit_file: replace lines by their numbers. It is the edit format of the small policy, which writes line numbers
-cheaply; `edit` (files/edit.py) is the one for policies that quote the text they replace."""
+"""edit_file: replace lines by their numbers. The small policy uses this format, because line numbers take few tokens;
+`edit` (files/edit.py) is for policies that quote the text they replace."""
 
 from headrace.harness.tools.base import Answer, Workspace, failed, number_range
 from headrace.harness.tools.files.staleness import forget

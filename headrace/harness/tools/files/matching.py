@@ -1,11 +1,12 @@
-"""Finding the text that an edit quotes: a fixed ladder from the exact text to looser comparisons.
+"""Finds the text that an edit quotes, by a fixed sequence of comparisons (rungs) from exact to loose.
 
 The rungs are ``exact``; ``trailing space`` (lines without trailing white space); ``indentation`` (all lines shifted by
-one amount, which the replacement gets too); ``unicode`` (typographic quotes, dashes and spaces as their ASCII forms).
-The first rung with a match decides: one match is the place, several are an ambiguity. No rung looks at similarity, and
-no model takes part, so a given file and call always give the same result, and the rung can be recorded.
+one amount, by which the replacement is shifted too); ``unicode`` (typographic quotes, dashes and spaces as their ASCII
+forms). The first rung with a match decides: one match is the place, several are an ambiguity. No rung uses similarity
+or a model, so a file and a call always give the same result.
 
-Trade-off: below ``exact`` only whole lines match, which costs a few recoverable edits and never edits a wrong place.
+Trade-off: after ``exact`` only whole lines match. Some edits fail that a looser rule would accept, but no edit changes
+a wrong place.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,14 +43,14 @@ class Place(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The places of the first rung that matched; none where no rung did."""
+    """The places of the first rung that matched; empty if no rung did."""
 
     rung: Rung
     places: tuple[Place, ...]
 
 
 def find(text: str, old: str, new: str) -> Match:
-    """Where `old` stands in `text`. Places of one match never overlap."""
+    """The places of `old` in `text`. Places of one match never overlap."""
     exact = _exact(text, old, new)
     if exact:
         return Match("exact", exact)
@@ -77,7 +78,7 @@ def _exact(text: str, old: str, new: str) -> tuple[Place, ...]:
 def _by_lines(
     text: str, old: str, new: str, indent_of: Callable[[Sequence[str], Sequence[str]], str | None]
 ) -> tuple[Place, ...]:
-    """Windows of whole lines for which `indent_of(window, quoted)` is not None; it names the replacement's indent."""
+    """Windows of whole lines for which `indent_of(window, quoted)` returns the replacement's indent, not None."""
     quoted = old.strip("\n").split("\n")
     if not any(line.strip() for line in quoted):
         return ()
@@ -113,18 +114,18 @@ def _plain(line: str) -> str:
 
 
 def _shifted(window: Sequence[str], quoted: Sequence[str]) -> str | None:
-    """The indent that all quoted lines lack, ``-n`` where they have n columns too many; None without such a shift."""
+    """The indent that all quoted lines lack, or ``-n`` if they have n columns too many; None if the shift differs."""
     shift: str | None = None
     for have, said in zip(window, quoted, strict=True):
         if have.strip() != said.strip():
             return None
         if not have.strip():
             continue
-        own, quoted_indent = _indent(have), _indent(said)
-        if own.endswith(quoted_indent):
-            step = own.removesuffix(quoted_indent)
-        elif quoted_indent.endswith(own):
-            step = f"-{len(quoted_indent) - len(own)}"
+        file_indent, quoted_indent = _indent(have), _indent(said)
+        if file_indent.endswith(quoted_indent):
+            step = file_indent.removesuffix(quoted_indent)
+        elif quoted_indent.endswith(file_indent):
+            step = f"-{len(quoted_indent) - len(file_indent)}"
         else:
             return None
         if shift not in (None, step):

@@ -1,8 +1,8 @@
-"""Whether a file is still as the policy last saw it: hashes of read and written files in the episode's memory.
+"""Detects files that changed since the policy last saw them, by hashes in the episode's memory.
 
-An edit by quoted text into a file that a shell command or a user changed meanwhile may hit a place that the policy
-never saw. A file of unknown state (never read, or the episode was resumed by another actor) is not checked: then the
-quoted text alone has to match.
+An edit by quoted text in a file that a shell command or a user changed may change a place that the policy never saw. A
+file without a hash is not checked: the policy never read it, or another actor resumed the episode. Then only the
+quoted text must match.
 """
 
 from hashlib import blake2b
@@ -19,16 +19,16 @@ def _hash(data: bytes) -> str:
 
 
 def remember(workspace: Workspace, path: str, data: bytes) -> None:
-    """The policy has seen, or written, this content."""
+    """Store the hash of content that the policy has read or written."""
     workspace.memory[_key(path)] = _hash(data)
 
 
 def forget(workspace: Workspace, path: str) -> None:
-    """The content is not known any more."""
+    """Remove the hash of a file whose content is no longer known."""
     workspace.memory.pop(_key(path), None)
 
 
 def stale(workspace: Workspace, path: str, data: bytes) -> bool:
-    """Whether the file differs from what the policy last saw of it."""
+    """Whether the file differs from the content that the policy last saw."""
     seen = workspace.memory.get(_key(path))
     return seen is not None and seen != _hash(data)

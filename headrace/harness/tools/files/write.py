@@ -1,4 +1,4 @@
-"""write_file: a new file, or a whole new content."""
+"""write_file: create a file, or replace its whole content."""
 
 from headrace.harness.tools.base import Answer, Workspace, failed
 from headrace.harness.tools.files.staleness import remember
@@ -7,7 +7,7 @@ from headrace.rendering.schemas import BY_NAME
 
 
 class WriteFileTool:
-    """Creates or replaces a file. The content ends with a newline, also where the policy wrote none."""
+    """Creates or replaces a file. A final newline is added to content that has none."""
 
     schema, writes = BY_NAME["write_file"], True
 

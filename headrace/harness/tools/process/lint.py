@@ -1,4 +1,4 @@
-"""lint: ruff where the sandbox has it, else a check for syntax errors and unbound names that needs only Python."""
+"""lint: runs ruff if the sandbox has it, otherwise a check in Python for syntax errors and unbound names."""
 
 from headrace.harness.tools.base import Answer, Workspace, failed
 from headrace.messages.sandbox import Exec
@@ -48,12 +48,12 @@ sys.exit(bad > 0)
 
 
 class LintTool:
-    """Syntax errors, names that nothing binds and the like, by programs of the sandbox."""
+    """Reports syntax errors, unbound names and similar defects, with programs of the sandbox."""
 
     schema, writes = BY_NAME["lint"], False
 
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
-        """``path:line: what``, or that there is nothing."""
+        """Problems as ``path:line: message``, or ``no problems``."""
         argv = ("python3", "-I", "-S", "-c", _LINT, arguments.get("glob", "**/*.py"))
         result = await workspace.call(Exec(argv=argv, timeout_s=30.0))
         if result.code == 1 and result.stdout.strip():

@@ -1,8 +1,8 @@
-"""Terminal sessions of an episode: programs that a call may leave running, and the whole of what they wrote.
+"""Terminal sessions of an episode: programs that may run on after a call, and their whole output.
 
-A call returns when the program has ended or when `yield_ms` has passed. A later call polls the session, writes to it,
-ends it, or reads any lines of its log. Numbers of sessions count up within the episode, so they are the same on every
-backend. The log is kept by the harness; a resumed episode begins without the logs of its earlier sessions.
+A call returns when the program has ended or when `yield_ms` milliseconds have passed. A later call polls the session,
+writes to it, ends it, or reads lines of its log. Sessions are numbered from 1 in each episode, so the numbers are the
+same on every backend. The harness stores the logs; a resumed episode does not have the logs of its earlier sessions.
 """
 
 import time
@@ -13,12 +13,12 @@ from headrace.harness.tools.base import Answer, Workspace, number_range
 from headrace.messages.sandbox import FeedJob, FollowJob, OpResult, StartJob, StopJob
 
 LIMIT_S = 30.0
-"""Least time limit of a program; a task whose tests may take longer gives it that long."""
+"""Shortest time limit of a program; the time limit of the task's tests applies if it is longer."""
 MOST_YIELD_MS = 300_000
 KEEP_BYTES = 4 << 20
 """Bytes of logs that an episode keeps; the oldest logs go first."""
 MOST_NEW = 1 << 20
-"""Characters of output after which a call returns early; the program waits until more is read."""
+"""Characters of new output after which a call returns early; the program blocks until a call reads more."""
 _PIECE = 1 << 16
 
 
@@ -35,13 +35,13 @@ class Session(msgspec.Struct):
 
 
 def read(workspace: Workspace, number: str) -> Session | None:
-    """A session by its number; None when the episode has no such session (any more)."""
+    """The session with this number; None when there is none, or its log was removed."""
     text = workspace.memory.get(f"terminal.{number}")
     return msgspec.json.decode(text, type=Session) if text is not None else None
 
 
 def keep(workspace: Workspace, number: str, session: Session) -> None:
-    """Write a session back, and forget the oldest ended ones beyond `KEEP_BYTES`."""
+    """Store a session, and remove the oldest other sessions while all logs together exceed `KEEP_BYTES`."""
     memory = workspace.memory
     memory[f"terminal.{number}"] = msgspec.json.encode(session).decode()
     names = [name for name in memory if name.startswith("terminal.")]
@@ -62,7 +62,7 @@ async def start(workspace: Workspace, command: str, yield_ms: int) -> Answer:
 
 
 async def follow(workspace: Workspace, number: str, session: Session, yield_ms: int) -> Answer:
-    """Take output until the program ends or `yield_ms` has passed; show what no call has shown yet."""
+    """Read output until the program ends or `yield_ms` has passed; answer with the output that is new."""
     until = time.monotonic() + min(yield_ms, MOST_YIELD_MS) / 1e3
     errors = ""
     while session.running:
@@ -93,7 +93,7 @@ def _end(result: OpResult) -> str:
 
 
 def shortened(text: str, number: str, session: Session, cap: int) -> str:
-    """Head and tail of a text that is longer than `cap` characters, with the lines of the log that are left out."""
+    """The text; only its head and tail, and the line numbers of the cut between, if it exceeds `cap` characters."""
     if len(text) <= cap:
         return text
     first = session.log.count("\n", 0, len(session.log) - len(session.log[session.shown - len(text) :])) + 1
@@ -115,23 +115,22 @@ def log_lines(session: Session, wanted: str) -> Answer:
     lines = session.log.split("\n")
     if lines[-1] == "":
         lines.pop()
-    found = number_range(wanted)
-    if found is None or not 1 <= found[0] <= found[1]:
+    bounds = number_range(wanted)
+    if bounds is None or not 1 <= bounds[0] <= bounds[1]:
         return Answer(f"lines: expected a line or a range such as 10-40, got {wanted!r}", ok=False)
-    first, last = found
+    first, last = bounds
     if first > len(lines):
         return Answer(f"the log has {len(lines)} lines", ok=False)
     return Answer("\n".join(lines[first - 1 : last]))
 
 
 async def feed(workspace: Workspace, session: Session, text: str) -> str:
-    """Write to the program's input. Returns the reason when that fails, otherwise an empty text."""
+    """Write to the program's input. Returns an empty text, or the reason of the failure."""
     done = await workspace.call(FeedJob(job=session.job, data=text.encode()))
     return "" if done.ok else done.error or "failed"
 
 
 async def stop(workspace: Workspace, session: Session, signal: int) -> str:
-    """Send a signal to the program and all that it started. Returns the reason when that fails, otherwise an empty
-    text."""
+    """Send a signal to the program and its descendants. Returns an empty text, or the reason of the failure."""
     done = await workspace.call(StopJob(job=session.job, signal=signal))
     return "" if done.ok else done.error or "failed"

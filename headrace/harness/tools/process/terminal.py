@@ -14,8 +14,8 @@ class TerminalTool:
     schema, writes = BY_NAME["terminal"], True
 
     async def run(self, arguments: dict[str, str], workspace: Workspace) -> Answer:
-        """Both outputs and the exit code, when it is not 0; or that the session still runs. A task
-        without terminal_session could not go on with it, so there the call waits for the end."""
+        """The output, and the exit code if it is not 0; or that the session still runs. In a task without
+        terminal_session no later call could read the session, so this call waits for the program's end."""
         offered = workspace.task.tools or DEFAULT_TOOLS
         yield_ms = YIELD_MS if "terminal_session" in offered else sessions.MOST_YIELD_MS
         return await sessions.start(workspace, arguments["command"], yield_ms)

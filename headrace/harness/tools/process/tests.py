@@ -7,7 +7,7 @@ from headrace.messages.sandbox import OpResult, RunTests, TestOutcome
 from headrace.rendering.schemas import BY_NAME
 
 _SHOWN = 10
-"""Tests that did not pass and are named at most."""
+"""Most tests that are named among those that did not pass."""
 
 
 def report(result: OpResult, details: bool) -> Answer:

@@ -1,1 +1,1 @@
-"""Tools that search the repository: by regular expression, and by keywords."""
+"""Tools that search the repository: by regular expression, by keywords, and by meaning."""

@@ -1,6 +1,6 @@
-"""search: lines that match a regular expression; a hit on a definition shows the definition's whole body.
+"""search: lines that match a regular expression. A hit on a definition shows up to `_BODY` lines of its body.
 
-Place and content are nearly always asked for together, so one call answers both.
+A policy nearly always needs the place and the content together, so one call returns both.
 """
 
 import re
@@ -12,7 +12,7 @@ from headrace.rendering.schemas import BY_NAME
 _LINE = re.compile(r"([^\n]+?)([:-])(\d+)\2(.*)")
 _DEFINITION = re.compile(r"\s*(?:async\s+def|def|class)\b")
 _BODY = 40
-"""Lines of a definition that are shown at most."""
+"""Most lines of a definition that are shown."""
 
 
 def _indent(text: str) -> int:
@@ -20,15 +20,17 @@ def _indent(text: str) -> int:
 
 
 def layout(stdout: str) -> str:
-    """Search output (``path:line:text`` for hits, ``path-line-text`` around them) as a path on a line of its own, then
-    ``line:text`` of the hits and of the bodies that they open."""
+    """Search output by file: the path on its own line, then ``line:text`` of the hits and of the bodies they begin.
+
+    stdout: ``path:line:text`` for a hit, ``path-line-text`` for a line of context.
+    """
     shown: list[str] = []
     current, inside, named = "", -1, False
     for raw in stdout.splitlines():
-        found = _LINE.fullmatch(raw)
-        if found is None:
+        match = _LINE.fullmatch(raw)
+        if match is None:
             continue
-        path, mark, line, text = found.groups()
+        path, mark, line, text = match.groups()
         if path != current:
             current, inside, named = path, -1, False
         if inside >= 0 and text.strip() and _indent(text) <= inside:

@@ -1,8 +1,8 @@
-"""keyword_search: pieces of the repository ranked by a description, with BM25 over the words of identifiers.
+"""keyword_search: parts of the repository ranked by a description, with BM25 over the words of identifiers.
 
-It needs no model, so it works for any policy on any node; a description that shares no word with the code finds
-nothing. Pieces are top-level definitions; the lines between two definitions are one piece. Okapi BM25 as Robertson and
-Zaragoza (2009) give it, k1 = 1.2, b = 0.75.
+It needs no model, so it works for every policy on every node; a description that shares no word with the code finds
+nothing. A part is a top-level definition, or the lines between two definitions. The formula is Okapi BM25 of Robertson
+and Zaragoza (2009) with k1 = 1.2 and b = 0.75.
 """
 
 import itertools
@@ -20,13 +20,13 @@ _SHOWN, _LINES = 3, 12
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words; snake and camel case are taken apart, plural s is dropped."""
-    found = [word.lower() for word in _WORD.findall(text)]
-    return [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in found]
+    """Lower-case words. Identifiers in snake and camel case are split; a plural s is removed."""
+    lower_case = [word.lower() for word in _WORD.findall(text)]
+    return [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in lower_case]
 
 
 def pieces(path: str, text: str) -> list[tuple[str, int, list[str]]]:
-    """(path, first line, lines) of each top-level definition and of what stands between them."""
+    """(path, first line, lines) of each top-level definition and of the text between two definitions."""
     lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if _START.match(line) and not (i and lines[i - 1].startswith("@"))]
     cuts = sorted({0, *starts, len(lines)})

@@ -1,7 +1,7 @@
-"""semantic_search: pieces of the repository ranked by meaning and words, from an index of the workspace as it is now.
+"""semantic_search: parts of the repository ranked by meaning and words, from an index of the present workspace.
 
-The index lies with the search actor of the node (headrace/search). Where a run has no embedding model, a task offers
-keyword_search instead: a policy never reads one under the name of the other.
+The node's search actor holds the index (headrace/search). In a run without an embedding model a task offers
+keyword_search instead, under that name, so a policy always knows which search answered.
 """
 
 from headrace.harness.tools.base import Answer, Parameter, ToolSchema, Workspace, numbered

@@ -1,7 +1,7 @@
-"""One episode's semantic search: sends the files that changed since the last search, then asks.
+"""One episode's semantic search: sends the files that changed since the last search together with the query.
 
-The search actor keeps the index; this object keeps what that index was made of. A resumed episode begins without and
-sends the whole workspace once.
+The search actor holds the index; this object holds the files from which that index was built. A resumed episode has
+none and sends the whole workspace once.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from headrace.messages.tasks import Task
 
 Pull = Callable[[PullTree], Awaitable[OpResult]]
 MOST_BYTES = 32 << 20
-"""Bytes of a workspace that are searched."""
+"""Most bytes of a workspace that can be searched; a larger one raises UnsearchableWorkspace."""
 
 
 class UnsearchableWorkspace(Exception):
-    """The workspace cannot be read; the text is an answer for the policy."""
+    """The workspace is too large or cannot be read; the tool returns the text to the policy."""
 
 
 def template_of(task: Task) -> str:
-    """Names the state in which a task's sandboxes begin: vectors are cached by it."""
+    """A hash of the initial state of a task's sandboxes; the search actor caches vectors under it."""
     digest = blake2b(f"{task.machine}\0{task.repository}".encode(), digest_size=16)
     for path, data in sorted(task.files.items()):
         digest.update(b"\0%s\0%d\0" % (path.encode("utf-8", "surrogatepass"), len(data)) + data)
@@ -40,8 +40,8 @@ class SearchSession:
         patterns: tuple[str, ...] = ("**",),
         recorded: Mapping[str, Mode] | None = None,
     ) -> None:
-        """patterns: of the paths that are searched. recorded: call id to the mode that its answer must have, in a
-        replay."""
+        """patterns: globs of the searched paths. recorded: in a replay, the mode that each call's answer must have, by
+        call id."""
         self._searcher, self._run, self._template = searcher, run, template
         self._patterns, self._recorded = patterns, recorded or {}
         self._digest = self._root = ""
@@ -77,7 +77,7 @@ class SearchSession:
         )
 
     async def _changes(self, pull: Pull) -> tuple[dict[str, bytes], tuple[str, ...]]:
-        """Files that changed since the last search, and paths that are gone."""
+        """Files that changed since the last search, and the paths of deleted files."""
         if self._root:
             now = await pull(PullTree(patterns=()))
             if now.ok and now.digest == self._digest:
