@@ -123,7 +123,7 @@ format: setup ## apply ruff's fixes and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup ## regenerate the generated pages of docs/
+docs: setup ## regenerate docs/subjects.md and docs/modules.md
 	$(BIN)/headrace subjects > docs/subjects.md
 	$(BIN)/python docs/modules.py
 

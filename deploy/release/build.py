@@ -21,7 +21,7 @@ SUMS = "SHA256SUMS"
 
 
 def run(*words: str, cwd: Path, **env: str) -> bytes:
-    """Standard output of a command. SystemExit with its last words when it fails."""
+    """Standard output of a command. SystemExit with its last line of output when it fails."""
     done = subprocess.run(words, cwd=cwd, env=os.environ | env, capture_output=True)
     if done.returncode:
         said = (done.stderr or done.stdout).decode("utf-8", "replace").strip().splitlines()

@@ -1,6 +1,6 @@
 """Small charts as inline SVG: line charts with a tooltip per point, utilisation strips, bars.
 
-They need no script and no network, so that the report opens anywhere. Colours come from the page's CSS variables.
+They need no script and no network, so the report opens without a server. Colours come from the page's CSS variables.
 """
 
 import math

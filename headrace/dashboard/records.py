@@ -70,7 +70,7 @@ async def collect(bus: Bus, run: str, asked: Sequence[EvalRequest]) -> Records:
         records.tool_calls += sum(len(turn.calls) for turn in message.turns)
         records.sampled_tokens += sum(len(turn.ids) for turn in message.turns)
         records.malformed_calls += message.malformed_calls
-        if message.backend:  # a message without a sandbox has none
+        if message.backend:  # an episode without a sandbox has no backend
             records.backends.add(message.backend)
         if message.lane == "production" and message.group in records.sessions:
             records.session_s.append(received.time - records.sessions[message.group])

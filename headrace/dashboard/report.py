@@ -84,7 +84,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     cpu_ms_per_episode: float | None
     """CPU of the virtual machines, the judge's included."""
     errors: dict[str, int]
-    """Error events by ``actor: kind``; their texts stand on the page."""
+    """Error events by ``actor: kind``; the page shows their texts."""
     wall_s: float
     rl_wall_s: float
     time: Durations

@@ -1,4 +1,4 @@
-"""Metrics of a whole run for Prometheus: its steps, staleness, groups, streams and disk. Names hold no ids.
+"""Metrics of a whole run for Prometheus: its steps, staleness, groups, streams and disk. No name contains an id.
 
 `headrace up` and `headrace dashboard` serve them beside the metrics of their own process.
 """
@@ -137,7 +137,7 @@ class RunMetrics(Collector):
     def _of_streams(self) -> Iterable[Metric]:
         messages = GaugeMetricFamily("headrace_stream_messages", "Messages in a stream.", labels=["stream"])
         stored = GaugeMetricFamily("headrace_stream_bytes", "Size of a stream.", labels=["stream"])
-        planned = GaugeMetricFamily("headrace_stream_planned_bytes", "Size a stream is meant for.", labels=["stream"])
+        planned = GaugeMetricFamily("headrace_stream_planned_bytes", "Planned size of a stream.", labels=["stream"])
         for name, state in list(self._streams.items()):
             messages.add_metric([name], state.messages)
             stored.add_metric([name], state.bytes)

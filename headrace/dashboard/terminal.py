@@ -89,7 +89,7 @@ class Top(App[None]):
         return sorted(found, key=lambda row: row[column], reverse=name == "busy")
 
     def draw(self) -> None:
-        """Show what is known now. Nothing once the widgets are removed: the timer fires also while the app ends."""
+        """Draw the newest state. Does nothing once the widgets are removed: the timer also fires at the end."""
         if not self.query("#detail"):
             return
         last = self.run_watch.steps[-1] if self.run_watch.steps else None
@@ -188,7 +188,7 @@ class Top(App[None]):
 
 
 def drain(beat: Heartbeat, node: str) -> str:
-    """Send SIGTERM to an actor's process on this node; what was done, in words."""
+    """Send SIGTERM to an actor's process on this node; the sentence that says what was done."""
     if beat.node != node:
         return f"{beat.id} runs on {beat.node}: drain it there (kill -TERM {beat.pid})"
     try:

@@ -18,7 +18,7 @@ from headrace.tasks.base import Suite, both_sides
 
 BUNDLED = Path(__file__).parent / "generated" / "certificates"
 """The certificates of the generated suites; ``headrace tasks certify --bundled`` writes them."""
-OPT_IN = "set [tasks] uncertified = true to train on it all the same"
+OPT_IN = "set [tasks] uncertified = true to train on it nevertheless"
 
 
 def task_hash(task: Task, oracle: Oracle) -> str:
@@ -63,7 +63,7 @@ def write(suite: Suite, certificates: Sequence[Certificate], folder: Path) -> Pa
 
 
 def _lines(made: SuiteCertificates) -> bytes:
-    """A file with one line for each certificate: changed ones can be told apart."""
+    """A file with one line per certificate, so that a diff shows the changed ones."""
     head, _, _ = msgspec.json.encode(msgspec.structs.replace(made, certificates=())).rpartition(b"]")
     return head + b"\n" + b",\n".join(map(msgspec.json.encode, made.certificates)) + b"\n]}\n"
 
@@ -123,14 +123,14 @@ def refusal(suite: Suite, root: str | Path, uncertified: bool) -> str:
 
 
 def _changed(suite: Suite, id: str, certificate: Certificate) -> str:
-    """That a task has other bytes than those of its certificate; empty where they are the same."""
+    """A sentence when the task's bytes differ from those of its certificate; empty when they are equal."""
     if task_hash(suite.task(id), suite.oracle(id)) == certificate.task_hash:
         return ""
     return f"task {id} of suite {suite.name} was changed after it was certified"
 
 
 def wanting(suite: Suite, root: str | Path) -> dict[str, tuple[Suite, str]]:
-    """By its hash: every task, with its suite, that has to be examined before the suite may be trained on."""
+    """The tasks that have to be examined before the suite may be trained on: hash to suite and id."""
     wanted = {}
     for part, ids in _parts(suite):
         if refusal(part, root, False):
@@ -149,7 +149,7 @@ class AtIssue:
             made = read(part.name, root)
             self._known[part.name] = {each.task.task: each for each in made.certificates} if made else {}
         self._generated: set[tuple[str, str]] = set()
-        """Sample tasks that were compared: what is generated stays the same in a process."""
+        """Sample tasks that were compared; a generator's output does not change within a process."""
 
     def refusal(self, id: str) -> str:
         """Why the task may not be issued, in one sentence; empty when it may. UnknownSuite."""

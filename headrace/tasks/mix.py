@@ -1,7 +1,7 @@
 """A suite of suites: ``mix/generated/train*3+sums*1`` holds three tasks of the first for each of the second.
 
-The order is a fixed pattern: in every prefix each suite has its share, up to one task. A suite that has ended starts
-again; the mix ends when every suite was used completely.
+The order is a fixed pattern: in every prefix each suite has its share, up to one task. A suite whose tasks are
+used up starts again; the mix ends when every suite was used completely.
 """
 
 import re
@@ -67,7 +67,7 @@ class MixedSuite:
     """The tasks of several suites."""
 
     def __init__(self, text: str, open_one: Callable[[str], Suite]) -> None:
-        """UnknownSuite when a part is none, or has no tasks."""
+        """UnknownSuite when a part is not a suite or has no tasks."""
         named = parts(text)
         self.name = f"{NAME}/{text}"
         self._suites = [open_one(name) for name, _ in named]

@@ -23,5 +23,5 @@ def refusal(suite: Suite, train_on_logs: bool) -> str:
         return ""
     return (
         f"suite {suite.name} reads its verdicts from logs, which a policy in training can forge; "
-        "set [tasks] train_on_logs = true to train on it all the same"
+        "set [tasks] train_on_logs = true to train on it nevertheless"
     )

@@ -1,4 +1,4 @@
-"""The suite of the product's agents: its tasks are empty machines, prompt and files come with each request."""
+"""The suite of the product's agents: its tasks are empty machines; each request brings prompt and files."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Shim 3 of 3: the buffer of routed experts is plain memory, where SGLang would register it with a CUDA driver."""
+"""Shim 3 of 3: allocates the buffer of routed experts as plain memory; SGLang would register it with a CUDA driver."""
 
 from collections.abc import Sequence
 

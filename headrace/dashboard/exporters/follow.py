@@ -1,6 +1,6 @@
 """Follows a run's steps and evaluations and passes their figures to the writers, each record once.
 
-The sequences of the last written records are kept in a file, so that a follower that is started again continues.
+The sequences of the last written records are kept in a file, so that a restarted follower continues.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Access to users' sessions on the live page: a signed token that expires.
 
 Without one the page shows no record that belongs to a user. The secret exists only in the memory of the process that
-serves the page, so a token ends with it at the latest.
+serves the page, so a token expires at the latest when that process ends.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ class Access:
         self._secret, self._clock = token_bytes(32), clock
 
     def token(self, seconds: float) -> str:
-        """A token that opens users' sessions for so long."""
+        """A token that gives access to users' sessions for this many seconds."""
         until = str(int(self._clock() + seconds))
         return f"{until}.{self._sign(until)}"
 

@@ -83,7 +83,7 @@ async def find(bus: Bus, run: str, seq: int) -> Trajectory:
     except (MessageGone, ValueError):
         raise NoSuchAttempt(f"attempt {seq} is not stored any more: [replay] keep_steps decides for how long") from None
     if not isinstance(message, Trajectory) or message.run != run:
-        raise NoSuchAttempt(f"record {seq} of HR_TRAJ is no attempt of run {run}")
+        raise NoSuchAttempt(f"record {seq} of HR_TRAJ is not an attempt of run {run}")
     return message
 
 

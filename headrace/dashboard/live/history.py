@@ -1,7 +1,7 @@
 """Past records for the live page, in the shape in which the page folds live ones.
 
-They come from streams that also hold users' records. A broker cannot fence those apart in a direct get, so this process
-reads the streams and leaves users' records out unless the request has a token.
+They come from streams that also hold users' records. The broker cannot restrict a direct get by subject, so this
+process reads the streams and leaves users' records out unless the request has a token.
 """
 
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ from headrace.messages import subjects as s
 from headrace.messages.base import Message
 
 NEWEST = 20_000
-"""Records of each stream that are handed out, the newest: a browser holds no more."""
+"""Number of newest records of each stream that an answer contains, to bound the browser's memory."""
 DROPPED = {
     "score": ("tests", "plugins", "judge_version"),
     "group_closed": ("slots",),

@@ -60,7 +60,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     tests: int
     """Times that it ran the tests."""
     lint: bool | None
-    """Whether problems that `lint` found were gone at the last `lint`; None where it found none."""
+    """Whether the last `lint` found no problem after an earlier one did; None if no `lint` found a problem."""
 
 
 class Behaviour(msgspec.Struct, frozen=True, kw_only=True):

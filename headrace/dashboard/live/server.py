@@ -1,4 +1,4 @@
-"""Serves the live page over HTTP: static files, the settings with which it reads the broker, and fenced records.
+"""Serves the live page over HTTP: static files, the settings with which it reads the broker, and records.
 
 The page itself connects to the broker's WebSocket. It gets the seed of the role `web`, which may only read streams
 without users' data. Requests with another Host are refused, so that no other page can reach this one by a DNS name.

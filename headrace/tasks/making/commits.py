@@ -25,7 +25,7 @@ from headrace.tasks.packages.sdist import first_error, first_plan, limit, sealed
 _PROMPT = 4_000
 """Characters of a commit's message that a prompt holds."""
 _FILES = 20
-"""Source files that a commit may change: more is a rename or a reformatting."""
+"""Most source files that a commit may change; a larger one is probably a rename or a reformatting."""
 
 
 class Commit(NamedTuple):

@@ -1,11 +1,11 @@
-"""Tasks by feature deletion: a feature of a package is removed, the rest keeps passing, the task asks for it again.
+"""Tasks by feature deletion: a feature of a package is removed and the task asks for it; tests of the rest pass.
 
 The hidden tests are the package's own. To pass are those that fail without the feature, to keep are the others; both
 sets come from runs in sandboxes, never from names. The agent gets the package without the feature, the tests that pass
 without it, and signature and documentation in the prompt. A feature makes no task where most tests need it, where no
 test that fails names it, or where its text is left anywhere in the agent's files (tasks/leaks.py).
 
-Trade-off: documentation is all that the agent is told, so a feature with a poor docstring makes a hard task.
+Trade-off: the agent gets only the documentation, so a feature with a poor docstring makes a hard task.
 """
 
 import random
@@ -23,7 +23,7 @@ from headrace.tasks.packages.lab import Exam, Lab, passed
 from headrace.tasks.packages.visible import thin
 
 MOST = 0.5
-"""Share of the tests that may need a feature: of more, it is no feature but the package."""
+"""Largest share of the tests that may need a feature; a feature that more tests need is most of the package."""
 
 
 def candidates(package: Package, seed: int) -> list[Feature]:

@@ -1,4 +1,4 @@
-"""The journal of a suite in the making: what became of every candidate, so that a maker that was cut off goes on."""
+"""The journal of a suite that is being made: the outcome of every candidate, so that an interrupted call continues."""
 
 from pathlib import Path
 

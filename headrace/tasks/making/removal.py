@@ -1,8 +1,8 @@
 """Features of a package, and the package without one of them.
 
 A feature is a public function or class of a module, or a public method, with a docstring that says what it does and a
-body of a few lines. Its definition goes, and so do its name in ``__all__`` and in the imports of other files: whatever
-else uses it fails, which the tests then show.
+body of a few lines. Its definition is removed, and its name in ``__all__`` and in the imports of other files. Other
+uses of it fail, which the tests then show.
 """
 
 import ast
@@ -15,7 +15,7 @@ from headrace.tasks.packages.fetch import Package
 _DOC = 30
 """Characters of a docstring that says what a feature does."""
 _BODY = 3
-"""Lines of code below the docstring: less is typed from the name alone."""
+"""Fewest statements below the docstring; a shorter body follows from the name alone."""
 _LARGEST_SKELETON = 5_000
 _WIDTH = 100
 

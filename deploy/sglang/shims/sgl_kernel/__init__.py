@@ -1,7 +1,7 @@
-"""Shim 2 of 3: SGLang's CUDA kernels are not on PyPI for CPUs, and are imported by many modules all the same.
+"""Shim 2 of 3: stands in for SGLang's CUDA kernels, which many modules import and PyPI does not have for CPUs.
 
-Every name can be imported, every call raises: numbers that come out of a server with this stub are those of SGLang and
-torch alone.
+Every name can be imported and every call raises, so SGLang and torch alone compute the numbers of a server with this
+stub.
 """
 
 import importlib.abc
