@@ -1,7 +1,8 @@
 """A sandbox over a dictionary of files. It runs code in this process, so it serves only to make traces fast.
 
 Its results equal those of a real sandbox for the same files (a test compares them), so traces
-contain the same texts that a policy later reads in a VM. Only generated code may run here: it has no endless loops and no side effects.
+contain the same texts that a policy later reads in a VM. Only generated code may run here: it has no endless loops and
+no side effects.
 """
 
 import builtins

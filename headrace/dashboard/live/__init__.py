@@ -1,1 +1,1 @@
-"""The live page of a run: its static files, its process, and HTTP answers with records that the broker cannot restrict."""
+"""The live page of a run: its static files, its process, and records that the broker cannot restrict."""
