@@ -1,9 +1,9 @@
-"""The gateway's HTTP front: typed JSON in, JSON out, and bounds on everything that a client controls.
+"""The gateway's HTTP listener: typed JSON requests, JSON answers, and limits on everything that a client controls.
 
-A client may send anything, send slowly, or never finish. So bodies are bounded and decoded into typed structs; a body
-that does not fit is answered with one sentence and status 400. Connections are bounded in number and in time: one that
-has not sent its headers within `HEADER_S`, or that is idle for `IDLE_S`, is closed; one above `MAX_CONNECTIONS` gets a
-503. aiohttp has no such bounds. They are in `Connections`, which wraps its server and uses public interfaces only.
+A client may send any bytes, send slowly, or never finish. So bodies are limited and decoded into typed structs; an
+invalid body is answered with status 400 and one sentence. Connections are limited in number and time: a connection that
+does not send its headers within `HEADER_S`, or is idle for `IDLE_S`, is closed; one above `MAX_CONNECTIONS` gets a 503.
+aiohttp has no such limits, so `Connections` wraps its server; it uses public interfaces only.
 """
 
 import asyncio
@@ -26,7 +26,8 @@ BODY_S = 30.0
 HEADER_S = 10.0
 """Seconds for a request's headers to arrive."""
 IDLE_S = 30.0
-"""Seconds between a response and the complete headers of the next request; also to read the response."""
+"""Longest time in seconds between a response and the complete headers of the next request, and for a client to read a
+part of a stream."""
 MAX_CONNECTIONS = 1024
 STOP_S = 1.0
 """Seconds that handlers get to finish when the listener stops."""
@@ -99,9 +100,9 @@ def wait_seconds(request: web.Request) -> float:
 
 
 def guarded(handler: Handler, report: Report) -> Handler:
-    """A handler whose every failure is a JSON answer with one sentence. report: gets the errors that are ours.
+    """A handler that answers every failure with JSON and one sentence. report: receives the gateway's own defects.
 
-    A client that leaves cancels its handler, except one that changes something: it runs to its end.
+    When the client disconnects, a GET handler is cancelled; other handlers change state, so they run to their end.
     """
 
     async def respond(request: web.Request) -> web.StreamResponse:
@@ -125,7 +126,7 @@ class Connections:
     def __init__(self, server: Callable[[], asyncio.Protocol]) -> None:
         self.server = server
         self.deadlines: dict[asyncio.Transport, float] = {}
-        """Of every open connection, by the monotonic clock."""
+        """The time (`time.monotonic`) at which each open connection is closed."""
 
     def __call__(self) -> asyncio.Protocol:
         """The protocol of a new connection."""
@@ -136,7 +137,7 @@ class Connections:
         return len(self.deadlines)
 
     async def timed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Stop a connection's clock while a handler works: handlers bound their own time."""
+        """Suspend a connection's deadline while its handler runs: handlers limit their own time."""
         transport = cast("asyncio.Transport", request.transport)
         if transport in self.deadlines:
             self.deadlines[transport] = math.inf
@@ -199,13 +200,13 @@ class Listener:
     """One HTTP port: `start`, then `stop`."""
 
     def __init__(self, routes: list[web.RouteDef], report: Report) -> None:
-        """report: gets what the handlers raise beyond HttpRefused and BusError."""
+        """report: receives the handlers' exceptions other than HttpRefused and BusError."""
         self.connections: Connections | None = None
         self._routes, self._report = routes, report
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, tls: Certificate | None = None) -> str:
-        """Listen; the URL. port: 0 takes a free one. tls: HTTPS with this certificate."""
+        """Listen and return the URL. port: 0 chooses a free one. tls: serve HTTPS with this certificate."""
 
         @web.middleware
         async def clock(request: web.Request, handler: Handler) -> web.StreamResponse:

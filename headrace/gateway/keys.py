@@ -1,8 +1,8 @@
 """API keys of the gateway: each belongs to a tenant, and only its hash is stored.
 
-Why a plain hash: a key is 32 random bytes, so SHA-256 of it cannot be searched and needs no slow function. The file is
-written whole under another name and renamed, with mode 0600: a reader never sees half of it, and a gateway that is
-running takes a changed file at its next request.
+A fast hash is enough: a key is 32 random bytes, so nobody can find it from its SHA-256 by trying. The file has mode
+0600; it is written under another name and renamed, so that a reader never sees a part of it. A running gateway reads a
+changed file at its next request.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ class ApiKeys:
         self._keys: dict[str, ApiKey] = {}
 
     def add(self, tenant: str, *, training: bool = False, requests_per_minute: int = 600) -> str:
-        """Make a key for a tenant and return it: it is stored nowhere."""
+        """Create a key for a tenant and return it. Only its hash is stored, so it cannot be shown again."""
         key = PREFIX + secrets.token_urlsafe(32)
         digest = _digest(key)
         entry = ApiKey(
@@ -79,7 +79,8 @@ class ApiKeys:
     def find(self, key: str) -> ApiKey | None:
         """The record of a key; None for a key that was never made or is revoked.
 
-        The lookup is by hash, so its time tells nothing about the keys that exist."""
+        The lookup is by hash, so its duration reveals nothing about existing keys.
+        """
         return self._read().get(_digest(key))
 
     def _read(self) -> dict[str, ApiKey]:

@@ -1,5 +1,4 @@
-"""Rates per key: a token bucket, refilled continuously, so that a client may send a burst and is then held to its
-rate."""
+"""The rate limit of an API key: a token bucket, refilled continuously, that permits bursts."""
 
 import math
 import time
@@ -7,14 +6,14 @@ from collections.abc import Callable
 
 
 class RateLimit:
-    """One bucket per name. `burst` seconds of the rate may be taken at once."""
+    """One bucket per name. A full bucket holds the requests of `burst_s` seconds."""
 
     def __init__(self, burst_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._burst_s, self._clock = burst_s, clock
         self._buckets: dict[str, tuple[float, float]] = {}
 
     def take(self, name: str, per_minute: int) -> float:
-        """Count one request; 0 when it is allowed, else the seconds after which the next one is."""
+        """Count one request. Returns 0 if it is allowed, otherwise the seconds until the next one is allowed."""
         rate = per_minute / 60.0
         capacity = max(1.0, rate * self._burst_s)
         now = self._clock()

@@ -1,8 +1,9 @@
-"""Turns for agents that run their own tools: from a request to a rollout actor of the production lane and back.
+"""Turns for agents that run their own tools: sends each request to a rollout actor of the production lane.
 
-The gateway knows sessions and no tokens; the rollout actor knows tokens and keeps no sessions. A session is a record in
-HR_SESSION, so a restarted gateway continues it. It ends when it is rated, closed, or idle for ``[production] idle_s``:
-then its turns become a Trajectory of the production lane. Only a rated one can be trained on.
+The gateway stores the sessions and handles no tokens; the rollout actor handles the tokens and stores no sessions. A
+session is a record in HR_SESSION, so a restarted gateway continues it. It ends when it is rated, closed, or idle for
+``[production] idle_s`` seconds: then its turns become a Trajectory of the production lane. Only rated trajectories can
+be used for training.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ from headrace.messages.product import (
 from headrace.messages.rollout import Sampling
 
 LATEST = "latest"
-"""The model that a request names to get the policy that is served; clients may give any other name as well."""
+"""The only model name that `models` returns; every model name in a request selects the served policy."""
 Tell = Callable[..., Awaitable[None]]
 """`Actor.event`."""
 
@@ -54,7 +55,7 @@ class ClientServing:
         """Turns that are being sampled."""
 
     async def start(self) -> None:
-        """Take over the sessions of the gateway before this one."""
+        """Load the sessions that an earlier gateway stored."""
         self._state = await self._bus.kv("HR_SESSION")
         entries = await self._state.items(self._key("*", "*"))
         self._sessions = ClientSessions([entry for entry, _ in entries.values() if isinstance(entry, ClientSession)])
@@ -132,7 +133,7 @@ class ClientServing:
         return (await self._ask(turn)).usage.prompt
 
     async def _ask(self, turn: ClientTurn) -> ClientTurnDone:
-        """HttpRefused where there is no turn."""
+        """Request a turn from a rollout actor. HttpRefused with 400, 500, 503 or 504."""
         subject = subjects.RPC.at(service="rollout", method=f"turn-{subjects.token(self._run)}")
         try:
             owner = turn.group.partition(".")[0]
@@ -185,7 +186,7 @@ class ClientServing:
         return session
 
     async def _end(self, session: ClientSession) -> str:
-        """Turn a session into a Trajectory; the trajectory's id, empty when no turn was sampled. HttpRefused."""
+        """End a session; return the id of its Trajectory, empty if no turn was sampled. HttpRefused with 503."""
         group = session.group
         async with self._locks.setdefault(group, asyncio.Lock()):
             end = ClientSessionEnd(

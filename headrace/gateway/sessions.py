@@ -45,7 +45,7 @@ class Session:
         self.state: State = "queued"
         self.turns: list[dict[str, Any]] = []
         self.failures: list[dict[str, Any]] = []
-        """Attempts that infrastructure failed."""
+        """Attempts that ended because of an infrastructure failure."""
         self.result: dict[str, Any] = {}
         self.trajectory = ""
         self.changed = asyncio.Event()
@@ -55,7 +55,7 @@ class Session:
         self.changed = asyncio.Event()
 
     def on_turn(self, record: TurnSampled | TurnDone) -> None:
-        """A turn was sampled, or its calls were answered. Turns of earlier attempts are ignored."""
+        """Record a sampled turn or the results of its calls. Turns of earlier attempts are ignored."""
         if record.trajectory != self.request.trajectory:
             return
         self.state = "running"

@@ -1,9 +1,9 @@
 """The adapter: sessions of an editor are agents, prompts are runs, events are session updates.
 
-The agent works in its sandbox with a copy of the editor's folder. At the end of a prompt its changes are shown as
-diffs, the editor's user is asked once, and accepted ones are merged into the folder three-way: edits that the user made
-meanwhile stay, and conflicts are named and left between markers. Edits in the folder after the first prompt do not
-reach the agent's sandbox.
+The agent works in its sandbox with a copy of the editor's folder. At the end of a prompt the adapter shows its changes
+as diffs and asks the user once. Accepted changes are merged into the folder three-way: the user's own edits stay, and
+conflicts are named and left between markers. The sandbox does not receive edits that the user makes in the folder after
+the first prompt.
 """
 
 import base64
@@ -42,7 +42,7 @@ class Session:
         self.agent = ""
         """Empty before the first prompt."""
         self.run = ""
-        """The run under way; empty: none."""
+        """The id of the current run; empty when there is none."""
         self.files: dict[str, bytes] = {}
         """The agent's workspace after its last run."""
         self.cancelled = False
@@ -56,7 +56,7 @@ class Adapter:
         self._sessions: dict[str, Session] = {}
 
     def on_connect(self, conn: acp.Client) -> None:
-        """Keep the editor's side of the connection."""
+        """Store the editor's side of the connection."""
         self._editor = conn
 
     async def initialize(
@@ -66,7 +66,7 @@ class Adapter:
         client_info: schema.Implementation | None = None,
         **kwargs: Any,
     ) -> acp.InitializeResponse:
-        """Agree on the version."""
+        """Negotiate the protocol version and state what the agent supports."""
         return acp.InitializeResponse(
             protocol_version=min(protocol_version, acp.PROTOCOL_VERSION),
             agent_capabilities=schema.AgentCapabilities(
@@ -82,7 +82,7 @@ class Adapter:
         mcp_servers: Any = None,
         **kwargs: Any,
     ) -> acp.NewSessionResponse:
-        """A session on a folder; its agent is made with the first prompt."""
+        """Open a session on a folder; the first prompt creates its agent."""
         folder = Path(cwd)
         if not folder.is_absolute() or not folder.is_dir():
             raise acp.RequestError.invalid_params({"cwd": f"expected the absolute path of a folder, got {cwd!r}"})
@@ -91,7 +91,7 @@ class Adapter:
         return acp.NewSessionResponse(session_id=id)
 
     async def prompt(self, session_id: str, prompt: Sequence[Any], **kwargs: Any) -> acp.PromptResponse:
-        """Run the prompt to its end, with updates on the way."""
+        """Run the prompt to its end and send updates meanwhile."""
         session = self._sessions.get(session_id)
         if session is None:
             raise acp.RequestError.invalid_params({"sessionId": "there is no such session"})
@@ -138,11 +138,11 @@ class Adapter:
             made = await self._api.call("POST", "/v1/agents", {"prompt": text, "workspace": workspace})
             session.agent, run = made["agent"]["id"], made["run"]
         session.run = run["id"]
-        if session.cancelled:  # between the prompt and its run
+        if session.cancelled:  # `cancel` was called before the run had an id
             await self._cancel(session)
 
     async def _follow(self, id: str, session: Session) -> dict[str, Any]:
-        """Send updates until the run ends; its result."""
+        """Send updates until the run ends; return its result."""
         result: dict[str, Any] = {}
         async for event in self._api.events(session.agent, session.run):
             calls = event.data.get("toolCalls", ())
@@ -222,18 +222,21 @@ class Adapter:
             for conflict in merged.conflicts:
                 where = f" lines {conflict['firstLine']}-{conflict['lastLine']}" if "firstLine" in conflict else ""
                 await self._say(id, f"Conflict ({conflict['kind']}): {conflict['path']}{where}\n")
-        if chosen in (ACCEPT, REJECT):  # a dialog that was closed is no judgement
+        if chosen in (ACCEPT, REJECT):  # a closed dialog is not a rating
             where = f"/v1/agents/{session.agent}/runs/{session.run}/feedback"
             try:
                 await self._api.call("POST", where, {"diff": "accepted" if accepted else "rejected"})
-            except ApiError as error:  # the change is made all the same
+            except ApiError as error:  # the changes are already merged, so only the rating is missing
                 await self._say(id, f"The gateway did not take the rating: {error}\n")
         status: Any = "completed" if accepted else "failed"
         await self._editor.session_update(session_id=id, update=acp.update_tool_call(call_id, status=status))
 
 
 def _text(blocks: Sequence[Any]) -> str:
-    """A prompt's text: its text blocks, embedded texts under their names, links as their addresses."""
+    """The text of a prompt: text blocks, embedded texts after their addresses, and the addresses of links.
+
+    ValueError for a block of another type.
+    """
     parts = []
     for block in blocks:
         resource = getattr(block, "resource", None)

@@ -10,7 +10,7 @@ import aiohttp
 
 RECONNECT_S = 1.0
 RECONNECTS = 30
-"""Connections without a new event before a stream is given up."""
+"""Failed connections without a new event after which `events` raises ApiError."""
 
 
 class ApiError(Exception):
@@ -46,19 +46,19 @@ class AgentsApi:
         return self._http
 
     async def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON of an answer. ApiError."""
+        """Send a request and return the JSON of its answer. ApiError for a refusal or an unreachable gateway."""
         try:
             async with self._open.request(method, self._url + path, json=body) as answer:
                 text = await answer.text()
                 if answer.status >= 300:
                     raise ApiError(f"{method} {path}: {answer.status}: {_message(text)}")
-                found: dict[str, Any] = json.loads(text)
-                return found
+                content: dict[str, Any] = json.loads(text)
+                return content
         except (aiohttp.ClientError, OSError) as error:
             raise ApiError(f"{self._url} cannot be reached: {error}") from None
 
     async def content(self, agent: str, path: str) -> bytes | None:
-        """A file of an agent's workspace; None where it has none. ApiError."""
+        """The content of a file in an agent's workspace; None if there is no such file. ApiError."""
         url = f"{self._url}/v1/agents/{agent}/artifacts/{quote(path)}"
         try:
             async with self._open.get(url) as answer:
@@ -71,7 +71,8 @@ class AgentsApi:
             raise ApiError(f"{self._url} cannot be reached: {error}") from None
 
     async def events(self, agent: str, run: str) -> AsyncIterator[RunEvent]:
-        """The events of a run to its end, each once; a lost connection is resumed after the last one. ApiError."""
+        """The events of a run up to its end, each once. After a lost connection the stream resumes after the last
+        received event. ApiError."""
         last, lost = "", 0
         url = f"{self._url}/v1/agents/{agent}/runs/{run}/stream"
         while True:

@@ -1,4 +1,4 @@
-"""An editor's folder: its files as a workspace for an agent, and an agent's changes back into it."""
+"""An editor's folder: reads its files for an agent's workspace, and writes an agent's changes into it."""
 
 import asyncio
 import io
@@ -12,7 +12,7 @@ from headrace.gateway.agents.workspace import MOST_BYTES
 from headrace.gateway.requests import MAX_FILES
 
 SKIPPED = frozenset({".git", "node_modules", "__pycache__", ".venv"})
-"""Folders that are left out where there is no git to say what belongs to the project."""
+"""Folders that are skipped where git cannot list the project's files."""
 
 
 class FolderTooLarge(Exception):
@@ -20,7 +20,8 @@ class FolderTooLarge(Exception):
 
 
 async def read_folder(folder: Path) -> dict[str, bytes]:
-    """Path to content: what git tracks or would track; all files where there is no repository. FolderTooLarge."""
+    """The files as path to content: those that git tracks or would track; without a repository, all outside `SKIPPED`.
+    FolderTooLarge."""
     return await asyncio.to_thread(_read, folder)
 
 
@@ -47,11 +48,11 @@ def _paths(folder: Path) -> list[str]:
         done = None
     if done is not None and not done.returncode:
         return sorted({path for path in os.fsdecode(done.stdout).split("\0") if path})
-    found = []
+    paths = []
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(set(folders) - SKIPPED)
-        found += [(Path(root) / name).relative_to(folder).as_posix() for name in sorted(names)]
-    return found
+        paths += [(Path(root) / name).relative_to(folder).as_posix() for name in sorted(names)]
+    return paths
 
 
 def tar_of(files: Mapping[str, bytes]) -> bytes:
@@ -66,7 +67,8 @@ def tar_of(files: Mapping[str, bytes]) -> bytes:
 
 
 def write_changes(folder: Path, changed: Mapping[str, bytes], deleted: tuple[str, ...]) -> None:
-    """Write an agent's changes. Every path lies in the folder, links included; ValueError otherwise."""
+    """Write an agent's changes into the folder. ValueError, before anything is written, for a path that leaves the
+    folder, also through a symbolic link."""
     root = folder.resolve()
     for path in (*changed, *deleted):
         if not (root / path).parent.resolve().is_relative_to(root) or (root / path).is_symlink():

@@ -15,7 +15,7 @@ from headrace.gateway.agents.git_files import run_git, write_files
 
 _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 DIFF_CHARS = 65536
-"""Of one file's diff in a comparison; a longer one is cut and says so."""
+"""Most characters of one file's diff in a comparison; a longer diff is cut and has ``diffCut``."""
 
 Files = Mapping[str, bytes]
 
@@ -62,7 +62,7 @@ def _file_diffs(base: Files, files: Files) -> list[FileDiff]:
     if not paths:
         return []
     with tempfile.TemporaryDirectory() as folder:
-        # Numbers for names: what a user names a file reaches neither git nor the disk.
+        # Files are named by numbers, so that no user's path reaches git or the disk.
         for side, contents in (("a", base), ("b", files)):
             write_files(Path(folder) / side, {str(n): contents[p] for n, p in enumerate(paths) if p in contents})
         return [_file_diff(folder, number, path, base, files) for number, path in enumerate(paths)]
@@ -91,8 +91,8 @@ def _file_diff(folder: str, number: int, path: str, base: Files, files: Files) -
 
 
 def overlaps(diffs: Mapping[str, list[FileDiff]], files: Mapping[str, Files]) -> list[dict[str, Any]]:
-    """For each pair of agents: the files that both changed, those that they left identical, and the lines of the base
-    that both changed."""
+    """For each pair of agents: the files that both changed, those of them with equal content, and the line ranges of
+    the base that both changed."""
     pairs = []
     for one, other in combinations(diffs, 2):
         mine = {each.path: each for each in diffs[one]}

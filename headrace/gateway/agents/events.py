@@ -1,8 +1,8 @@
-"""The events of a run as server-sent events, straight from the turn log.
+"""The events of a run as server-sent events, read from the turn log.
 
 An event is one record of HR_TURN, and its id is the record's sequence. A client that lost its connection sends the last
-id that it received and gets the events after it, from any gateway and after any restart. The end of the run is a last
-event; its id is that of the last record followed by ``-end``. The gateway stores nothing for a stream.
+id that it received and gets the later events, from any gateway and after any restart. The run's end is an event whose
+id is the last record's id followed by ``-end``. The gateway stores nothing for a stream.
 """
 
 import asyncio
@@ -99,11 +99,11 @@ class Events:
         return sequence, seen_end
 
     async def _end(self, agent: str, run: str, key: ApiKey) -> AgentRun:
-        """The run, as soon as its end is stored."""
+        """Wait until the run's end is stored; return the run."""
         while True:
-            found = next(each for each in self._agents.owned(agent, key).runs if each.id == run)
-            if found.state != "RUNNING":
-                return found
+            stored = next(each for each in self._agents.owned(agent, key).runs if each.id == run)
+            if stored.state != "RUNNING":
+                return stored
             await asyncio.sleep(0.02)
 
 
@@ -114,7 +114,7 @@ def event(name: Literal["status", "turn", "results", "result", "done"], data: di
 
 
 def turn_event(record: TurnSampled | TurnDone, seq: int) -> bytes:
-    """The event of a record: calls that begin (edits with their text), or their results (output of terminals)."""
+    """The event of a record: the calls of a turn with their arguments, or the results of the calls."""
     attempt = int(record.trajectory.rpartition("-")[2])
     if isinstance(record, TurnSampled):
         calls = [

@@ -1,4 +1,4 @@
-"""git as a program over plain files: no repository, no configuration of the machine, no hooks."""
+"""Runs git on plain files, without a repository, the machine's configuration, or hooks."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ GIT_FILES_S = 60.0
 
 
 def run_git(argv: Sequence[str], folder: str, good: Sequence[int] = (0,)) -> bytes:
-    """Standard output. good: exit codes that are no error. AgentRefused with 501 or 503."""
+    """Run git and return its standard output. good: exit codes that are not errors. AgentRefused with 501 or 503."""
     env = {"PATH": os.environ.get("PATH", ""), "HOME": folder, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
     try:
         done = subprocess.run(["git", *argv], cwd=folder, env=env, capture_output=True, timeout=GIT_FILES_S)
@@ -25,7 +25,7 @@ def run_git(argv: Sequence[str], folder: str, good: Sequence[int] = (0,)) -> byt
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files whose names are the caller's own."""
+    """Create a folder with these files. The caller chooses the names; they must not come from a user."""
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)

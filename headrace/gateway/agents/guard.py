@@ -1,4 +1,4 @@
-"""The frame of every handler of the agents API: the key is checked, and each error has the API's own shape."""
+"""Wraps every handler of the agents API: checks the key, and turns each error into the API's JSON form."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -27,7 +27,7 @@ Handler = Callable[[web.Request, ApiKey], Awaitable[web.StreamResponse]]
 def guarded(
     admit: Callable[[web.Request], ApiKey], handler: Handler
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """The handler behind the check of its key. admit: the key of a request, or HttpRefused."""
+    """The handler with a check of the key before it. admit: returns the key of a request or raises HttpRefused."""
 
     async def respond(request: web.Request) -> web.StreamResponse:
         try:

@@ -1,9 +1,9 @@
-"""Three-way merge of an agent's work into a codebase that has moved on, file by file, with every conflict named.
+"""Three-way merge of an agent's work into a codebase that changed meanwhile, file by file, with a list of conflicts.
 
-A file that one side alone changed is taken from that side. Where both changed it, `git merge-file` merges their hunks.
-Nothing is lost in a conflict: conflicting hunks stay in the file between markers, base included; where one side deleted
-what the other one changed, the changed file stays; of two binary files the codebase's stays, and the agent's lies
-beside it. Each is a conflict with its file and its hunk.
+A file that only one side changed is taken from that side. `git merge-file` merges a file that both sides changed. A
+conflict loses nothing: conflicting hunks stay in the file between markers, with the base; if one side deleted a file
+that the other changed, the changed file stays; if both changed a binary file, the codebase's file stays and the agent's
+is added under another name. Each conflict names its file, and its hunk where there is one.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class Merged(NamedTuple):
 
 
 async def merge(base: Files, codebase: Files, agent: Files, name: str) -> Merged:
-    """Merge the changes base to agent into the codebase. name: the agent's, for the markers. AgentRefused."""
+    """Merge the changes from `base` to `agent` into `codebase`. name: the agent's name in the markers. AgentRefused."""
     return await asyncio.to_thread(_merge, base, codebase, agent, name)
 
 
@@ -68,7 +68,7 @@ def _merge(base: Files, codebase: Files, agent: Files, name: str) -> Merged:
 
 
 def _merge_text(path: str, before: bytes, ours: bytes, theirs: bytes, name: str) -> tuple[bytes, list[dict[str, Any]]]:
-    # Longer than any line of the files that looks like a marker, so that every marker is one of this merge.
+    # Markers are longer than every similar run of characters in the files, so this merge wrote every marker.
     longest = max((len(run) for text in (before, ours, theirs) for run in _RUNS.findall(text)), default=0)
     size = max(LEAST_MARKER, longest + 1)
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +80,7 @@ def _merge_text(path: str, before: bytes, ours: bytes, theirs: bytes, name: str)
 
 
 def _conflicts(path: str, content: bytes, size: int) -> list[dict[str, Any]]:
-    """The conflicting hunks of a merged file, by its lines from 1."""
+    """The conflicting hunks of a merged file. size: characters of a marker. Lines are counted from 1."""
     marks = {char * size: part for char, part in ((b"<", "ours"), (b"|", "base"), (b"=", "theirs"), (b">", ""))}
     found: list[dict[str, Any]] = []
     part, parts, first = "", {"ours": b"", "base": b"", "theirs": b""}, 0
@@ -102,7 +102,7 @@ def _conflicts(path: str, content: bytes, size: int) -> list[dict[str, Any]]:
 
 
 def _beside(path: str, name: str, taken: Any) -> str:
-    """A free name beside a file."""
+    """An unused path in the folder of `path`."""
     number, beside = 0, f"{path}.agent-{name}"
     while beside in taken:
         number += 1
@@ -111,7 +111,7 @@ def _beside(path: str, name: str, taken: Any) -> str:
 
 
 def _folders(codebase: Mapping[str, bytes], merged: Mapping[str, bytes], deleted: list[str]) -> list[dict[str, Any]]:
-    """Files that lie where the other side has a folder: both cannot be written."""
+    """Conflicts where a path is a file on one side and a folder on the other, so that both cannot be written."""
     files = (codebase.keys() - set(deleted)) | merged.keys()
     found = []
     for path in sorted(files):

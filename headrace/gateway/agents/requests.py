@@ -1,4 +1,4 @@
-"""The JSON objects of the agents API, with their bounds, and its errors."""
+"""The JSON objects of the agents API with their limits, and its error."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +13,7 @@ Text = Annotated[str, Meta(max_length=2000)]
 
 
 class AgentRefused(HttpRefused):
-    """A refusal with the code that the agents API gives it."""
+    """A refusal with an error code of the agents API."""
 
     def __init__(self, status: int, code: str, text: str) -> None:
         super().__init__(status, text)
@@ -38,7 +38,7 @@ class WorkspaceSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Base64 of a git bundle; its HEAD is checked out."""
     git: GitSource | None = None
     image: Text = ""
-    """A container image of the nodes' stores; empty: a light machine."""
+    """A container image in the nodes' image stores; empty: the default machine without an image."""
 
 
 class Webhook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +90,7 @@ class NewRating(msgspec.Struct, frozen=True, kw_only=True):
 
     thumb: Literal["up", "down"] | None = None
     diff: Literal["accepted", "rejected"] | None = None
-    """The user accepted or rejected the changes that were shown; nothing is sent where nothing was shown."""
+    """Whether the user accepted or rejected the changes that the client showed."""
     comment: Text = ""
 
     def __post_init__(self) -> None:

@@ -5,8 +5,8 @@
     GET  /v1/agent-sets/ID/comparison         diffs, hunks, check and overlap
     POST /v1/agent-sets/ID/merge              {agent, onto? | onto_agent?} -> {files, binaryFiles, deleted, conflicts}
 
-`onto` is the codebase as it is now, in the forms of `workspace`; without it the answer is the agent's own change. The
-merge changes nothing at the gateway: the answer holds the files that differ from `onto`.
+`onto` is the present codebase, in the same forms as `workspace`; without it the agent's changes are merged into the
+set's base. A merge changes nothing at the gateway: the answer contains the files that differ from `onto`.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""Agents side by side on one codebase: one prepared sandbox, a fork of it for each, and what each made of it.
+"""Sets of agents on one codebase: prepares one sandbox, forks it for each agent, checks and compares their work.
 
 The preparation runs once, in a sandbox that a rollout actor acquires; its forks wait under the keys of the agents'
 workspaces. Where a backend cannot fork, every agent begins in a sandbox of its own with the prepared files, and the set
@@ -27,7 +27,7 @@ from headrace.messages.product import Agent, AgentSet, WorkspaceCommand, Workspa
 from headrace.messages.rollout import AttemptControl
 
 ANSWER_S = 60.0
-"""For a sandbox and its copies, besides the command itself."""
+"""Seconds to acquire and copy a sandbox, in addition to the command's own time limit."""
 Control = Callable[[AttemptControl], Awaitable[None]]
 
 

@@ -125,7 +125,7 @@ class Agents:
     async def create(
         self, asked: NewAgent, files: dict[str, bytes], key: ApiKey, idempotency: str, member: Member | None = None
     ) -> Agent:
-        """A new agent with its first run; the one that exists where this idempotency key was used before."""
+        """Create an agent and start its first run; return the existing agent if the idempotency key was used before."""
         id = idempotent_id(key.tenant, idempotency)
         if id in self._agents:
             return self.owned(id, key)
@@ -151,7 +151,7 @@ class Agents:
         return agent
 
     async def go_on(self, agent: Agent, prompt: str, idempotency: str) -> AgentRun:
-        """Another run in the same workspace. AgentRefused with 409 while one is under way."""
+        """Start another run in the same workspace. AgentRefused with 409 while a run is under way or after archive."""
         id = idempotent_id(agent.tenant, f"{agent.id}/{idempotency}") if idempotency else idempotent_id("", "")
         known = next((run for run in agent.runs if run.id == id), None)
         if known is not None:
@@ -227,7 +227,7 @@ class Agents:
             await self.control(AttemptControl(run=self._run, workspace=f"{agent.user}.{agent.id}"))
 
     async def control(self, message: AttemptControl) -> None:
-        """Tell the rollout actors."""
+        """Send a control message to all rollout actors of the run."""
         where = subjects.RPC.at(service="rollout", method=f"control-{subjects.token(self._run)}")
         await self._bus.emit(where, message)
 
