@@ -17,6 +17,8 @@ LIMIT_S = 30.0
 MOST_YIELD_MS = 300_000
 KEEP_BYTES = 4 << 20
 """Bytes of logs that an episode keeps; the oldest logs go first."""
+REMOVED = "[earlier output was removed]\n"
+"""Takes the place of the log of a program that still runs."""
 MOST_NEW = 1 << 20
 """Characters of new output after which a call returns early; the program blocks until a call reads more."""
 _PIECE = 1 << 16
@@ -41,12 +43,18 @@ def read(workspace: Workspace, number: str) -> Session | None:
 
 
 def keep(workspace: Workspace, number: str, session: Session) -> None:
-    """Store a session, and remove the oldest other sessions while all logs together exceed `KEEP_BYTES`."""
+    """Store a session, and remove the oldest other sessions while all logs together exceed `KEEP_BYTES`; of one that
+    still runs only the log goes, so that a later call can poll or end it."""
     memory = workspace.memory
     memory[f"terminal.{number}"] = msgspec.json.encode(session).decode()
     names = [name for name in memory if name.startswith("terminal.")]
     while sum(len(memory[name]) for name in names) > KEEP_BYTES and names[0] != f"terminal.{number}":
-        del memory[names.pop(0)]
+        oldest = names.pop(0)
+        other = msgspec.json.decode(memory[oldest], type=Session)
+        if other.running:
+            memory[oldest] = msgspec.json.encode(Session(other.job, REMOVED, len(REMOVED))).decode()
+        else:
+            del memory[oldest]
 
 
 async def start(workspace: Workspace, command: str, yield_ms: int) -> Answer:

@@ -178,3 +178,24 @@ async def test_a_task_without_sessions_waits_for_the_end(fresh: Fresh, monkeypat
     task = msgspec.structs.replace(TASK, tools=("terminal",))
     program = ToolCall(id="0", name="terminal", arguments={"command": "sleep 0.2; echo end"})
     assert (await Toolbox(("terminal",)).run(program, await fresh(), task)).output == "end"
+
+
+async def test_a_program_that_runs_on_can_be_ended_also_when_its_log_is_gone(
+    fresh: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "KEEP_BYTES", 2000)
+    monkeypatch.setattr(terminal, "YIELD_MS", 0)
+    sandbox, box = await fresh(), Toolbox(("terminal", "terminal_session"), cap=8000)
+    waiting = await call(box, sandbox, 0, {"command": "seq 400; read word; echo got $word"})
+    while "400" not in waiting.output:  # the program may start after the first look
+        waiting = await call(box, sandbox, 1, {"session": "1"})
+    monkeypatch.setattr(terminal, "YIELD_MS", int(LONG_MS))
+    await call(box, sandbox, 2, {"command": "seq 500"})
+    await call(box, sandbox, 3, {"command": "seq 501"})
+    gone = await call(box, sandbox, 4, {"session": "2"})
+    assert not gone.ok, "it had ended"
+    log = await call(box, sandbox, 5, {"session": "1", "lines": "1-9"})
+    assert log.output == sessions.REMOVED.strip()
+    fed = await call(box, sandbox, 6, {"session": "1", "input": "x\n"})
+    while "got x" not in fed.output:
+        fed = await call(box, sandbox, 7, {"session": "1"})
