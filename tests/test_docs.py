@@ -1,6 +1,7 @@
 """Documents say what is so: the map lists every module, every file that a page names exists."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,22 @@ def test_files_that_documents_name_exist() -> None:
         named += re.findall(r"`([\w-]+/[\w/.-]+\.(?:py|md|toml|mjs|jinja))`", text)
         for name in named:
             assert any((ROOT / folder / name).exists() for folder in folders), f"{page.name} names {name}"
+
+
+def test_every_results_file_states_its_conditions() -> None:
+    """Each measurement of benchmarks/results names its commit, date and CPU, in the file or in each of its parts."""
+
+    def stated(value: object) -> bool:
+        if not isinstance(value, dict):
+            return False
+        own = value.get("conditions")
+        return bool(own and own["commit"] and own["date"] and own["cpu"]) or (
+            bool(value) and all(map(stated, value.values()))
+        )
+
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    assert len(files) > 20
+    assert [file.name for file in files if not stated(json.loads(file.read_text()))] == []
 
 
 def test_forbidden_words_stay_out_of_clean_files(capsys: pytest.CaptureFixture[str]) -> None:
