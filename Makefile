@@ -70,7 +70,8 @@ lint: setup ## ruff, mypy --strict and the word list of docs/style.md
 	$(BIN)/python docs/words.py
 
 # Three workers on two cores: a test spends much of its time waiting for real processes.
-PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+# A worker that dies ends the run: xdist 3.8 waits for ever for the one that replaces it (tests/support/watchdog.py).
+PYTEST := $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: lint ## lint, then the default suite (real broker, real microVMs)
 	$(PYTEST)

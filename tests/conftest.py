@@ -14,11 +14,17 @@ import pytest
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
+from tests.support import watchdog
 
 CONNECT_S = 60.0
 """For a busy machine: an actor itself gives up sooner, and its supervisor tries again."""
 
 Connect = Callable[..., Awaitable[Bus]]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A test that hangs says where it waits."""
+    watchdog.register(config)
 
 
 @pytest.fixture(scope="module")
