@@ -1,6 +1,7 @@
 """Fixtures that the tests of every folder share: a real broker with every stream, and connections in any role."""
 
 import os
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
+from headrace.bus.runtime.actor import Actor
 from tests.support import watchdog
 
 CONNECT_S = 60.0
@@ -25,6 +27,18 @@ Connect = Callable[..., Awaitable[Bus]]
 def pytest_configure(config: pytest.Config) -> None:
     """A test that hangs says where it waits."""
     watchdog.register(config)
+
+
+@pytest.fixture(autouse=True)
+def failures_of_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print the error that an actor fails with: without a supervisor nothing else says why its test waits."""
+    fail = Actor.fail
+
+    def printed(actor: Actor, error: BaseException) -> None:
+        traceback.print_exception(error)
+        fail(actor, error)
+
+    monkeypatch.setattr(Actor, "fail", printed)
 
 
 @pytest.fixture(scope="module")

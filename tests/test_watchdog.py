@@ -15,6 +15,7 @@ async def wait_without_end():
     await asyncio.Event().wait()
 
 def test_hangs():
+    print("what it said before")
     asyncio.run(wait_without_end())
 
 def test_after():
@@ -44,3 +45,4 @@ def test_a_run_with_a_test_that_hangs_ends_and_names_what_it_waits_for(tmp_path:
     assert run.returncode == 1
     assert "test_hangs did not end within 3 s" in run.stderr + run.stdout
     assert "in wait_without_end" in run.stderr + run.stdout
+    assert "what it said before" in run.stderr + run.stdout

@@ -79,8 +79,15 @@ class Product(OpenGateway):
         )
 
     async def ended(self, agent: str, run: str) -> dict[str, Any]:
-        while (view := (await self.call("GET", f"/v1/agents/{agent}/runs/{run}"))[1])["status"] == "RUNNING":
-            await asyncio.sleep(0.01)
+        """The run after its end, which is the end of its events."""
+        where = f"/v1/agents/{agent}/runs/{run}"
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"{self.url}{where}/stream", headers=self.headers) as events,
+        ):
+            assert (await events.read()).endswith(b"event: done\ndata: {}\n\n")
+        status, view = await self.call("GET", where)
+        assert status == 200 and view["status"] != "RUNNING", view
         return dict(view)
 
 
@@ -160,7 +167,7 @@ async def test_a_cancelled_run_ends_when_its_rollout_actor_says_so(product: Prod
     agent, run = made["agent"]["id"], made["run"]["id"]
     request = await product.asked(run)
     assert (await product.call("POST", f"/v1/agents/{agent}/runs/{run}/cancel"))[0] == 202
-    await heard.wait()
+    await product.until(heard)
     assert groups[0] == request.group
     failed = SlotFailed(
         run=product.run, lane="production", group=request.group, slot=0, attempt=0, reason="cancelled", detail="by user"
@@ -262,7 +269,7 @@ async def test_the_end_of_a_run_is_posted_with_a_signature_and_again_after_an_er
         webhook = {"url": f"http://127.0.0.1:{runner.addresses[0][1]}/hook", "secret": secret}
         _, made = await product.call("POST", "/v1/agents", {"prompt": "x", "webhook": webhook})
         await product.finish(await product.asked(made["run"]["id"]), {})
-        await done.wait()
+        await product.until(done)
     finally:
         await runner.cleanup()
     body, signature = received[1]

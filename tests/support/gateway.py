@@ -1,5 +1,6 @@
 """A gateway over real HTTP and a real broker; the test writes the records that a rollout actor would write."""
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from headrace.messages import subjects
 from headrace.messages.codec import encode
 from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import RolloutRequest, SlotFailed, Trajectory
+from tests.support.patience import PATIENCE_S
 
 
 class OpenGateway:
@@ -32,6 +34,14 @@ class OpenGateway:
         self.rollout, self.admin = await self.connect("rollout"), await self.connect("admin")
         self.url = json.loads((self.folder / self.run / "gateway.json").read_text())["url"]
         return self
+
+    async def until(self, happened: asyncio.Event) -> None:
+        """Wait for an effect of the gateway. What the gateway fails with is raised: no supervisor restarts it here."""
+        waiting = asyncio.ensure_future(happened.wait())
+        await asyncio.wait((waiting, self.gateway.failed), timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+        if self.gateway.failed.done():
+            raise self.gateway.failed.result()
+        assert waiting.done(), f"not within {PATIENCE_S:g} s"
 
     async def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """The status and the JSON of an answer."""

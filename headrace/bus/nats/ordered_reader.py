@@ -11,6 +11,7 @@ proof of the end. So a pass with an end asks the leader, whenever it was told th
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from datetime import datetime
 from typing import Any
@@ -155,7 +156,8 @@ class OrderedReader:
 
     async def _create(self) -> int:
         config: dict[str, Any] = {
-            "name": f"{self.connection.role}-{self.connection.inbox().rpartition('.')[2]}".lower(),
+            # Not the inbox in lower case: names of one connection differ in few digits, and two became equal.
+            "name": f"{self.connection.role}-{secrets.token_hex(10)}",
             "ack_policy": "none",
             "max_deliver": 1,
             "mem_storage": True,

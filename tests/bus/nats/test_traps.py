@@ -257,6 +257,22 @@ async def test_a_cancelled_task_ends_wherever_it_was(connect: Connect) -> None:
         assert task.cancelled()
 
 
+async def test_readers_of_one_connection_never_share_a_consumer(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inboxes that differ only in case: a reader once took its consumer's name from its inbox, in lower case."""
+    bus = await connect("rollout")
+    prefix, endings = bus.connection.inbox().rpartition(".")[0], iter(("x1", "zA", "x2", "za"))
+    monkeypatch.setattr(bus.connection, "inbox", lambda: f"{prefix}.{next(endings)}")
+    one, other = (s.EVENT.at(run=token_hex(4), actor="rollout", type="event") for _ in range(2))
+    for where in (one, other):
+        await bus.publish(where, Event(actor="rollout", id="r", kind="k", text=where))
+    async for live in bus.follow("HR_EVENT", one):
+        assert live.subject == one
+        assert [received.subject async for received in bus.history("HR_EVENT", other)] == [other]
+        break
+
+
 async def test_12_a_replica_that_lags_does_not_end_a_history(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """The broker may put a reader's consumer on a replica that has just restarted, and it then has nothing or less."""
     bus, run = await connect("rollout"), token_hex(4)
