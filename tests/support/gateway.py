@@ -36,7 +36,7 @@ class OpenGateway:
         return self
 
     async def until(self, happened: asyncio.Event) -> None:
-        """Wait for an effect of the gateway. What the gateway fails with is raised: no supervisor restarts it here."""
+        """Wait for an effect of the gateway, or raise the error of a gateway that fails: no supervisor restarts it."""
         waiting = asyncio.ensure_future(happened.wait())
         await asyncio.wait((waiting, self.gateway.failed), timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
         if self.gateway.failed.done():
