@@ -7,7 +7,7 @@ imported from here; the files behind it are one per kind of section.
 from headrace.config.base import ConfigError, Section
 from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks
 from headrace.config.feedback import Feedback, Gate, branch_name
-from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run, Search
+from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run, Sandboxes, Search
 from headrace.config.policy import Engine, Numerics, Policy, Weights
 from headrace.config.reading import load, parse
 from headrace.config.training import Algorithm, MidTraining, Replay, Trainer
@@ -36,6 +36,7 @@ __all__ = [
     "Replay",
     "Rollout",
     "Run",
+    "Sandboxes",
     "Search",
     "Section",
     "Tasks",

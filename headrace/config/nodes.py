@@ -116,6 +116,16 @@ class Search(Section, frozen=True, kw_only=True):
     """How long a search waits for vectors; without them it is answered by keywords, and the answer says so."""
 
 
+class Sandboxes(Section, frozen=True, kw_only=True):
+    """Limits of a sandbox whose task sets none; 0: none but those of `[environment]`. A sandbox with a limit has its
+    machine for itself, and a node whose backend cannot enforce the limit refuses it (docs/sandboxes.md)."""
+
+    vcpus: Annotated[int, Meta(ge=0, le=1024)] = 0
+    memory_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
+    disk_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
+    """At most three quarters of the memory, in which the files lie."""
+
+
 class Environment(Section, frozen=True, kw_only=True):
     """Machines for sandboxes on a node."""
 

@@ -5,7 +5,7 @@ import msgspec
 from headrace.config.base import Section
 from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks
 from headrace.config.feedback import Feedback, Gate
-from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run, Search
+from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run, Sandboxes, Search
 from headrace.config.policy import Engine, Numerics, Policy, Weights
 from headrace.config.training import Algorithm, MidTraining, Replay, Trainer
 
@@ -19,6 +19,7 @@ class Config(Section, frozen=True, kw_only=True):
     policy: Policy = Policy()
     engine: Engine = Engine()
     environment: Environment = Environment()
+    sandboxes: Sandboxes = Sandboxes()
     search: Search = Search()
     rollout: Rollout = Rollout()
     judge: Judge = Judge()

@@ -68,7 +68,7 @@ async def run_episode(
     The wall-time limit counts from this call. SandboxLost, SearchLost and EngineError are raised: they are
     infrastructure failures, not outcomes.
     """
-    limits = request.limits
+    limits, wall_s = request.limits, task.sandbox_limits.time_s or request.limits.wall_s
     box = toolbox or toolbox_for(task, renderer.detailed_results, limits.context_tokens)
     context = Context(renderer, initial_prompt(request, task), limits.context_tokens - limits.reserve_tokens)
     turns: list[Turn] = []
@@ -91,7 +91,7 @@ async def run_episode(
             turns.append(await answer(turn))
 
     try:
-        while (outcome := _outcome(turns, request, start)) is None:
+        while (outcome := _outcome(turns, request, start, wall_s)) is None:
             more = context.next_ids()
             kind: Literal["act", "summary"] = "act"
             if context.full(more):
@@ -123,7 +123,7 @@ async def run_episode(
     )
 
 
-def _outcome(turns: Sequence[Turn], request: RolloutRequest, start: float) -> Outcome | None:
+def _outcome(turns: Sequence[Turn], request: RolloutRequest, start: float, wall_s: float) -> Outcome | None:
     """How the episode ended; None while it continues."""
     limits = request.limits
     if any(call.name == "finish" and not call.error for turn in turns[-1:] for call in turn.calls):
@@ -132,7 +132,7 @@ def _outcome(turns: Sequence[Turn], request: RolloutRequest, start: float) -> Ou
         return "max_turns"
     if sum(len(turn.ids) for turn in turns) >= limits.max_tokens:
         return "max_tokens"
-    if time.monotonic() - start >= limits.wall_s:
+    if time.monotonic() - start >= wall_s:
         return "wall_time"
     if sum(turn.kind == "summary" for turn in turns) > limits.max_summaries or _grew(turns):
         return "context"

@@ -207,6 +207,7 @@ class _Examiner:
             isolation=isolation,
             template=self.candidate.task.machine,
             workdir=self.candidate.task.repository,
+            limits=self.candidate.task.sandbox_limits,
             seed=trajectory.seed,
             lease_s=self.options.lease_s,
             requires=("upper_diff",) if self.candidate.task.image else (),

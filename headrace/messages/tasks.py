@@ -1,8 +1,9 @@
 """A task as data: the agent's part, and the part that only the judge reads."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from headrace.messages.base import Message, message
 
@@ -43,6 +44,32 @@ class TaskRef(msgspec.Struct, frozen=True):
     def canary(self) -> bool:
         """Whether the task is unsolvable."""
         return self.suite.startswith(CANARY)
+
+
+class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The most that a sandbox may use; 0: as the node's configuration says."""
+
+    vcpus: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """Processors. A node with fewer gives all that it has."""
+    memory_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
+    disk_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
+    """Files that its programs write. They lie in the sandbox's memory and count there as well."""
+    time_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    """Duration of an episode, in place of `[limits] wall_s`. The tests have a limit of their own (`TestPlan`)."""
+
+    def over(self, defaults: "SandboxLimits") -> "SandboxLimits":
+        """These limits, and the defaults where there is none."""
+        mine = {name: value for name in self.__struct_fields__ if (value := getattr(self, name))}
+        return msgspec.structs.replace(defaults, **mine)
+
+    def of_machine(self) -> "SandboxLimits":
+        """Those that a backend enforces."""
+        return msgspec.structs.replace(self, time_s=0.0)
+
+    def needs(self) -> set[str]:
+        """Names of the capabilities that a backend needs to enforce them (vmhost/backend.py)."""
+        wanted = {"limit_vcpus": self.vcpus, "limit_memory": self.memory_mib, "limit_disk": self.disk_mib}
+        return {name for name, value in wanted.items() if value}
 
 
 class TestPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +164,14 @@ class Task(Message, frozen=True, kw_only=True):
     """False: the episode is one message of the policy, without tools and without a sandbox."""
     trust: Literal["report", "log"] = "report"
     """As in `Grading.trust`, for those who may not read the oracle."""
+    limits: SandboxLimits | UnsetType = UNSET
+    """Limits of its sandboxes, the agent's and the judge's. Unset it is not encoded, so certificates of tasks without
+    limits stay valid."""
+
+    @property
+    def sandbox_limits(self) -> SandboxLimits:
+        """The limits of its sandboxes; without any where it sets none."""
+        return self.limits or SandboxLimits()
 
     @property
     def machine(self) -> str:

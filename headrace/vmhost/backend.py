@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.config import Environment
 from headrace.messages.sandbox import Acquire
+from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost.channel import Channel
 
 OnEvent = Callable[[str, str, dict[str, Any]], None]
@@ -34,6 +35,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """The changes of a sandbox can be read as the upper layer of its root."""
     bounded: bool = False
     """Memory, processes and files of a sandbox have limits, and a program that exceeds them is refused or killed."""
+    limit_vcpus: bool = False
+    """The processors of a sandbox can be limited (`SandboxLimits`)."""
+    limit_memory: bool = False
+    limit_disk: bool = False
     kernel_private: bool = False
     """Sandboxes run under kernels of their own: there are machines besides the host."""
 
@@ -48,7 +53,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 def demands(request: Acquire) -> set[str]:
     """Names of the capabilities that a request needs."""
-    wanted = set(request.requires)
+    wanted = set(request.requires) | request.limits.needs()
     if request.lane == "production":
         wanted.add("isolated")
     if request.hostname:
@@ -131,9 +136,9 @@ class Backend(Protocol):
     def slots_of(self, template: str) -> int:
         """Slots of a machine of this template in group isolation. VmhostError for an unknown template."""
 
-    async def machine(self, template: str) -> Machine:
-        """A fresh machine of a template; it answers once it is `ready`. Consumes one reservation. SandboxLost when it
-        did not start, VmhostError when it never will."""
+    async def machine(self, template: str, limits: SandboxLimits) -> Machine:
+        """A fresh machine of a template, within limits whose capabilities the backend declares; it answers once it is
+        `ready`. Consumes one reservation. SandboxLost when it did not start, VmhostError when it never will."""
 
     async def fork(self, machine: Machine) -> MakeMachine:
         """Stop a machine for a moment; the result makes copies that continue from there, each consuming one
@@ -147,13 +152,14 @@ class Backend(Protocol):
         """The maker of a machine that continues from a checkpoint, and the sandbox's slot in it. VmhostError when the
         checkpoint is damaged or this node lacks its template."""
 
-    def shortage(self, template: str) -> str:
-        """Why the node cannot hold another machine of this template now; empty when it can. Changes nothing."""
+    def shortage(self, template: str, limits: SandboxLimits) -> str:
+        """Why the node cannot hold another such machine now; empty when it can. Changes nothing. VmhostError for limits
+        that it can never meet."""
 
-    def reserve(self, template: str) -> None:
-        """Count one machine of this template as present until `machine` or a maker starts it."""
+    def reserve(self, template: str, limits: SandboxLimits) -> None:
+        """Count one such machine as present until `machine` or a maker starts it."""
 
-    def free_idle(self, template: str) -> None:
+    def free_idle(self, template: str, limits: SandboxLimits) -> None:
         """End machines that wait unused, if their memory is needed for this template. It is free a moment later."""
 
     def busy(self) -> str:

@@ -1,8 +1,9 @@
 """Control groups for processes of the host: the kernel then enforces what a machine or a local sandbox may use.
 
 A QEMU gets limits for its memory (guest and emulator) and its threads, so that a guest that escaped its emulator's own
-limits is killed alone. A sandbox of the process backend gets a limit for its number of processes. The processor is not
-divided: machines and actors compete as processes do.
+limits is killed alone. A sandbox of the process backend gets a limit for its number of processes, and a sandbox whose
+task limits its processors or memory gets those limits too. Otherwise the processor is not divided: machines and actors
+compete as processes do.
 
 Groups are made under version 2, inside or beside the group of this process, if controllers can be enabled there (as
 root of the machine, or in a systemd unit with ``Delegate=yes`` and ``DelegateSubgroup=actors``), or under version 1
@@ -19,9 +20,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.messages.tasks import SandboxLimits
+
 THREADS = 64
 """Limit of a QEMU with one virtual processor; it has 4 to 10."""
 _MEMORY, _PROCESSES = ("memory.max", "memory.limit_in_bytes"), ("pids.max",)
+_PERIOD_US = 100_000
+"""A group with N processors runs N times so long in each such period (the kernel's default)."""
 
 
 class Places(NamedTuple):
@@ -70,13 +75,29 @@ def places() -> Places | None:
     return None
 
 
-def create(name: str, *, processes: int, memory_mb: int = 0) -> Group | None:
+def lacks(limits: SandboxLimits) -> str:
+    """Why groups cannot enforce these limits on this machine; empty when they can. The disk is no matter of groups."""
+    wanted = {"memory": limits.memory_mib, "cpu": limits.vcpus}
+    have = places()
+    missing = [name for name, value in wanted.items() if value and (have is None or name not in have.limits)]
+    if not missing:
+        return ""
+    return f"it has no control groups for {' and '.join(missing)} (`headrace vm doctor` says what is missing)"
+
+
+def create(name: str, *, processes: int, memory_mb: int = 0, vcpus: int = 0) -> Group | None:
     """A new group with limits (0: no limit); None where there are no control groups."""
     available = places()
     if available is None:
         return None
     made = []
-    limits = ((_MEMORY, memory_mb << 20), (_PROCESSES, processes))
+    quota = vcpus * _PERIOD_US
+    limits: tuple[tuple[tuple[str, ...], int | str], ...] = (
+        (_MEMORY, memory_mb << 20),
+        (_PROCESSES, processes),
+        (("cpu.cfs_quota_us",), quota),
+        (("cpu.max",), f"{quota} {_PERIOD_US}" if quota else ""),
+    )
     for place in available.folders:
         try:
             folder = _folder_of_this_process(place) / name
@@ -91,9 +112,9 @@ def create(name: str, *, processes: int, memory_mb: int = 0) -> Group | None:
     return Group(made)
 
 
-def enclose(pid: int, memory_mb: int) -> Group | None:
+def enclose(pid: int, memory_mb: int, vcpus: int = 1) -> Group | None:
     """Move a QEMU that has just started into a group of its own; None where there are no control groups."""
-    group = create(str(pid), processes=THREADS, memory_mb=memory_mb)
+    group = create(str(pid), processes=THREADS + vcpus, memory_mb=memory_mb)
     if group is not None:
         group.add(pid)
     return group
@@ -107,10 +128,13 @@ def _version_2() -> tuple[tuple[Path, ...], tuple[str, ...]]:
     # Only the machine's root group may hold processes and have children with controllers at the same time. In any other
     # group, the new ones are made beside this one, which needs rights in the group above.
     place = here if not (here / "cgroup.type").exists() else here.parent
-    wanted = ("memory", "pids")
+    wanted: tuple[str, ...] = ("memory", "pids")
     with suppress(OSError):
         if all(name in (place / "cgroup.controllers").read_text().split() for name in wanted):
             (place / "cgroup.subtree_control").write_text("+memory +pids")
+            with suppress(OSError):
+                (place / "cgroup.subtree_control").write_text("+cpu")
+                wanted = (*wanted, "cpu")
             _folder_of_this_process(place)
             return (place,), wanted
     return (), ()
@@ -118,7 +142,7 @@ def _version_2() -> tuple[tuple[Path, ...], tuple[str, ...]]:
 
 def _version_1() -> tuple[tuple[Path, ...], tuple[str, ...]]:
     folders, names = [], []
-    for name in ("memory", "pids"):
+    for name in ("memory", "pids", "cpu"):
         mount, group = _mount_point("cgroup", name), _group_of_this_process(name)
         if mount is not None and group is not None and os.access(mount / group.lstrip("/"), os.W_OK):
             folders.append(mount / group.lstrip("/"))
@@ -133,6 +157,8 @@ def _folder_of_this_process(place: Path) -> Path:
         folder.mkdir()
         if (folder / "cgroup.subtree_control").exists():
             (folder / "cgroup.subtree_control").write_text("+memory +pids")
+            with suppress(OSError):
+                (folder / "cgroup.subtree_control").write_text("+cpu")
     return folder
 
 

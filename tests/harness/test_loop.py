@@ -12,6 +12,7 @@ from headrace.harness.loop import run_episode
 from headrace.harness.tools.toolbox import Toolbox
 from headrace.messages.rollout import Limits, RolloutRequest, Sampling, ToolResult, Turn
 from headrace.messages.sandbox import Op, OpResult, ReadFile, ReplaceLines, RunTests, SandboxLost
+from headrace.messages.tasks import SandboxLimits
 from headrace.rendering.terse import TerseRenderer
 from headrace.tasks.generated.repositories import Made, make
 from headrace.tasks.local import LocalFiles
@@ -184,6 +185,21 @@ async def test_limits_are_outcomes(
     )
     assert (episode.outcome, len(episode.turns)) == (outcome, turns)
     assert episode.sampled_tokens <= limits.max_tokens
+
+
+async def test_a_task_has_a_time_limit_of_its_own(
+    renderer: TerseRenderer, request_for: Request, played: Play, made: Made
+) -> None:
+    look = renderer.turn([("search", {"query": "def"})])
+    for time_s, wall_s, outcome in ((1e-9, 600.0, "wall_time"), (600.0, 1e-9, "max_turns")):
+        episode = await run_episode(
+            engine=played(look),
+            sandbox=LocalFiles(made.task.files),
+            renderer=renderer,
+            request=request_for(made.task.ref, Limits(max_turns=1, wall_s=wall_s)),
+            task=msgspec.structs.replace(made.task, limits=SandboxLimits(time_s=time_s)),
+        )
+        assert episode.outcome == outcome
 
 
 async def test_a_turn_that_hits_its_cap_is_closed_for_it(

@@ -87,7 +87,9 @@ class Environment(Actor):
         # All nodes of a run must have the same backend plugin. Nodes for any run compare it among themselves.
         await agree(self.bus, self.run, backends.plugins_of(self.config.environment.backend))
         self.status = "building the template where it is missing"
-        self._host = await Host.open(self.config.environment, on_event=self._on_host_event)
+        self._host = await Host.open(
+            self.config.environment, on_event=self._on_host_event, limits=self.config.sandboxes
+        )
         self.status = f"{self._host.backend}, ready"
         await self.event("environment_ready", f"{self._host.backend} on {self._node}", **self._host.facts())
         self.spawn(self._write_lines(), "tool log")

@@ -236,6 +236,7 @@ class Episode:
             isolation="episode" if request.lane == "production" else request.isolation,
             template=task.machine,
             workdir=task.repository,
+            limits=task.sandbox_limits,
             seed=request.seed,
             lease_s=self._lease_s,
             handovers=request.handovers,

@@ -43,6 +43,7 @@ class WorkspaceCommands:
                 isolation="episode",
                 template=task.machine,
                 workdir=task.repository,
+                limits=task.sandbox_limits,
                 lease_s=self._lease_s,
                 requires=("upper_diff",) if task.image else (),
                 files=request.files,

@@ -70,7 +70,7 @@ async def rejudge(args: argparse.Namespace) -> int:
             from headrace.vmhost.node.host import Host
 
             await prepare_host(config)
-            host = await Host.open(config.environment)
+            host = await Host.open(config.environment, limits=config.sandboxes)
             stack.push_async_callback(host.close)
         rubrics = _rubrics(config) if any(entry.strip().startswith("judge.") for entry in args.changes) else None
         if rubrics is not None:

@@ -80,7 +80,7 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
     search = _recorded_search(config, task, trajectory) if searching else None
     box = toolbox_for(task, detailed, config.limits.context_tokens, search)
     await prepare_host(config)
-    host = await Host.open(config.environment)
+    host = await Host.open(config.environment, limits=config.sandboxes)
     try:
         sandbox = await host.acquire(
             Acquire(
@@ -93,6 +93,7 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
                 isolation=trajectory.isolation,
                 template=task.machine,
                 workdir=task.repository,
+                limits=task.sandbox_limits,
                 seed=trajectory.seed,
                 files=task.files,
             )

@@ -65,7 +65,7 @@ async def examine(args: argparse.Namespace) -> int:
     if args.bundled and (args.out or not source_of(suite)):
         raise RunError("--bundled expects a generated suite and no --out: it writes the certificates into the package")
     await prepare_host(config)
-    host = await Host.open(config.environment)
+    host = await Host.open(config.environment, limits=config.sandboxes)
     free = asyncio.Semaphore(args.parallel)
 
     async def one(id: str) -> "Certificate":

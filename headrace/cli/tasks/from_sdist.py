@@ -43,7 +43,7 @@ async def build(args: argparse.Namespace) -> int:
         raise RunError("expected either a package (NAME==VERSION) or a source tree (--path DIR)")
     config = load(args.config, args.set)
     await prepare_host(config)
-    host = await Host.open(config.environment)
+    host = await Host.open(config.environment, limits=config.sandboxes)
     try:
         request = sdist.SuiteRequest(
             package=args.package,

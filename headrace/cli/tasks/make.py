@@ -53,7 +53,7 @@ async def build(args: argparse.Namespace) -> int:
     config = load(args.config, args.set)
     journal = Journal(args.name, Path(config.tasks.dir))
     await prepare_host(config)
-    host = await Host.open(config.environment)
+    host = await Host.open(config.environment, limits=config.sandboxes)
     try:
         for source in args.sources:
             if journal.tasks(source) < args.count:

@@ -95,7 +95,7 @@ async def fresh(
     if capabilities(environment.backend).kernel_private:
         base.plan(environment, template)  # refuses an unknown template before anything is built
     tree = task_templates.archive(Path(push)) if push else b""
-    host = await Host.open(environment, on_event=_tell)
+    host = await Host.open(environment, on_event=_tell, limits=config.sandboxes)
     try:
         sandbox = await host.acquire(request(template))
         if push:

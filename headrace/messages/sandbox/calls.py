@@ -10,6 +10,7 @@ import msgspec
 from headrace.messages.base import Message, message
 from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox.operations import Change, Op
+from headrace.messages.tasks import SandboxLimits
 
 Role = Literal["rollout", "judge"]
 Isolation = Literal["episode", "group"]
@@ -97,6 +98,8 @@ class Acquire(Message, frozen=True, kw_only=True):
     """Destinations that it may reach through the host's proxy, as ``name:port`` with ``*`` in either; empty: none."""
     requires: tuple[str, ...] = ()
     """Capabilities that the backend must have besides those that the other fields imply (vmhost/backend.py)."""
+    limits: SandboxLimits = SandboxLimits()
+    """A sandbox with any of them has its machine for itself."""
     files: dict[str, bytes] = {}
     """The repository, pushed in the same frame that starts the clone. A task's tests are never in it."""
 

@@ -81,6 +81,9 @@ def _toml(task: Task, oracle: Oracle, organisation: str) -> str:
     quoted = json.dumps
     hosts = sorted({address.rpartition(":")[0] for address in task.network})
     network = f'network_mode = "allowlist"\nallowed_hosts = {quoted(hosts)}' if hosts else 'network_mode = "no-network"'
+    limits = task.sandbox_limits
+    sizes = {"cpus": limits.vcpus, "memory_mb": limits.memory_mib, "storage_mb": limits.disk_mib}
+    asked = "".join(f"{key} = {value}\n" for key, value in sizes.items() if value)
     return f"""schema_version = "{SCHEMA}"
 artifacts = []
 
@@ -96,12 +99,12 @@ category = {quoted(task.family)}
 timeout_sec = {max(60.0, 4 * oracle.tests.timeout_s)}
 
 [agent]
-timeout_sec = 600.0
+timeout_sec = {limits.time_s or 600.0}
 
 [environment]
 {network}
 workdir = {quoted(task.repository or WORKDIR)}
-"""
+{asked}"""
 
 
 def _script(oracle: Oracle) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from headrace.messages.tasks import Oracle, Task, TaskRef
+from headrace.messages.tasks import Oracle, SandboxLimits, Task, TaskRef
 
 LARGEST_TREE = 32 << 20
 """Bytes of a repository that travels with its task; a larger one belongs into an image."""
@@ -124,6 +125,15 @@ def names_of(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ImportRefused(f"{key}: expected a list of test names")
     return tuple(dict.fromkeys(value))
+
+
+def limits_of(values: Mapping[str, Any]) -> SandboxLimits | UnsetType:
+    """Limits by the names of `SandboxLimits`; unset where there are none. ImportRefused for one that is no number."""
+    try:
+        limits = msgspec.convert({key: value for key, value in values.items() if value is not None}, SandboxLimits)
+    except msgspec.ValidationError as error:
+        raise ImportRefused(f"limits: {error}") from None
+    return UNSET if limits == SandboxLimits() else limits
 
 
 MakeRow = Callable[[dict[str, Any], str, ImportOptions], Made]

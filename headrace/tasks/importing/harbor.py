@@ -9,6 +9,7 @@ steps, several services, GPUs or tools behind MCP are refused by name.
 """
 
 import json
+import math
 import re
 import shlex
 import tomllib
@@ -16,9 +17,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from headrace.messages.tasks import HOST_FOLDER, Grading, Oracle, Task, TestPlan
+from msgspec import UnsetType
+
+from headrace.messages.tasks import HOST_FOLDER, Grading, Oracle, SandboxLimits, Task, TestPlan
 from headrace.tasks.importing import trees
-from headrace.tasks.importing.base import Entry, ImportOptions, ImportRefused, Made, SourceError, clean_id, digest
+from headrace.tasks.importing.base import (
+    Entry,
+    ImportOptions,
+    ImportRefused,
+    Made,
+    SourceError,
+    clean_id,
+    digest,
+    limits_of,
+)
 
 VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 TESTS, LOGS, VERIFY = f"{HOST_FOLDER}tests/", f"{HOST_FOLDER}logs/verifier/", f"{HOST_FOLDER}verify.sh"
@@ -26,6 +38,9 @@ _COPY = re.compile(r"^\s*(?:COPY|ADD)\s+(?!--from)(?:--\S+\s+)*(\S+)\s+(\S+)\s*$
 _WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)\s*$", re.IGNORECASE | re.MULTILINE)
 _FROM = re.compile(r"^\s*FROM\s+(?:--\S+\s+)*(\S+)", re.IGNORECASE | re.MULTILINE)
 _MISSING = {"gpus": "GPU", "tpu": "TPU", "mcp_servers": "tools behind MCP", "healthcheck": "health check"}
+_MEMORY_MIB = 512
+"""Memory of an image whose task asks for none (vmhost/images/imported.py)."""
+_SIZES = {"memory": "memory_mib", "memory_mb": "memory_mib", "storage": "disk_mib", "storage_mb": "disk_mib"}
 _SERVICES = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
 
 
@@ -79,6 +94,7 @@ def _made(folder: Path, options: ImportOptions) -> Made:
         separate=separate,
     )
     metadata = _table(config, "metadata")
+    limits = _limits(config, environment, options, notes)
     task = Task(
         ref=ref,
         family=f"harbor:{metadata.get('category', 'task')}",
@@ -89,6 +105,7 @@ def _made(folder: Path, options: ImportOptions) -> Made:
         network=_hosts(environment),
         system=options.system,
         tools=options.tools,
+        limits=limits,
         **where,
     )
     if mapped:
@@ -127,13 +144,41 @@ def _refuse(folder: Path, config: dict[str, Any], environment: dict[str, Any], v
         raise ImportRefused(f"environment.os = {environment['os']}: sandboxes here run Linux")
     if verifier.get("collect"):
         raise ImportRefused("verifier.collect: commands between agent and verifier do not run here")
-    asked = [
-        f"environment.{key}" for key in ("cpus", "memory_mb", "storage_mb", "memory", "storage") if key in environment
-    ]
-    asked += [f"{table}.user" for table in ("agent", "verifier") if _table(config, table).get("user")]
+    asked = [f"{table}.user" for table in ("agent", "verifier") if _table(config, table).get("user")]
     if _public(environment):
         asked.append("public network: only listed hosts can be reached")
     return asked
+
+
+def _limits(
+    config: dict[str, Any], environment: dict[str, Any], options: ImportOptions, notes: list[str]
+) -> SandboxLimits | UnsetType:
+    """The limits of the agent and its machine; what is left out of them goes to the notes. ImportRefused."""
+    time_s = _table(config, "agent").get("timeout_sec")
+    if options.template:  # the machine is another one than the task's
+        notes += [f"environment.{key}" for key in ("cpus", *_SIZES) if key in environment]
+        return limits_of({"time_s": time_s})
+    sizes: dict[str, int] = {}
+    for key, target in _SIZES.items():
+        if key in environment:
+            sizes[target] = _mib(key, environment[key])
+    if "disk_mib" in sizes and sizes["disk_mib"] > (most := sizes.get("memory_mib", _MEMORY_MIB) * 3 // 4):
+        # A limit that no sandbox can exceed is no limit; the smaller disk is what the note says.
+        notes.append(f"environment.storage: files lie in memory, at most {most} MiB")
+        del sizes["disk_mib"]
+    cpus = environment.get("cpus")
+    if isinstance(cpus, float):
+        cpus = math.ceil(cpus)
+    return limits_of({"vcpus": cpus, "time_s": time_s} | sizes)
+
+
+def _mib(key: str, value: Any) -> int:
+    """A size in MiB: a number, or a text such as 2G. ImportRefused."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", str(value), re.IGNORECASE)
+    if not match:
+        raise ImportRefused(f"environment.{key}: expected a size such as 2048 or 2G, got {value!r}")
+    unit = match[2].upper() or "M"
+    return math.ceil(float(match[1]) * 1024.0 ** ("KMGT".index(unit) - 1))
 
 
 def _public(environment: dict[str, Any]) -> bool:

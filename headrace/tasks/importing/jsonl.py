@@ -4,7 +4,8 @@ Without a sandbox: ``{"prompt": ..., "answer": "42"}``, with ``"checker": "exact
 ``"reference": {...}`` where the answer alone does not say it. With one: ``"files"`` (path to text) or ``"image"``, and
 ``"test_command"``; `"hidden"` files are the judge's alone. The exit code decides, or ``"reward_file"``, or the named
 tests ``"fail_to_pass"`` and ``"pass_to_pass"`` in the log that ``"log_parser"`` reads. ``"solution"`` (path to text) or
-``"solution_script"`` is the known solution.
+``"solution_script"`` is the known solution. ``"vcpus"``, ``"memory_mib"``, ``"disk_mib"`` and ``"time_s"`` limit the
+sandbox and the episode.
 """
 
 import shlex
@@ -12,12 +13,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.messages.tasks import HOST_FOLDER, Grading, Oracle, Task, TestPlan
-from headrace.tasks.importing.base import Entry, ImportOptions, ImportRefused, Made, names_of, row_entries, text_of
+from headrace.tasks.importing.base import (
+    Entry,
+    ImportOptions,
+    ImportRefused,
+    Made,
+    limits_of,
+    names_of,
+    row_entries,
+    text_of,
+)
 
 KNOWN = frozenset(
     "id prompt answer checker reference passes_at files image repository test_command test_timeout_s hidden "
     "reward_file fail_to_pass pass_to_pass log_parser solution solution_script allowed system tools family template "
-    "network".split()
+    "network vcpus memory_mib disk_mib time_s".split()
 )
 
 
@@ -83,6 +93,7 @@ def _made(row: dict[str, Any], id: str, options: ImportOptions) -> Made:
         template=text_of(row, "template", options.template or "light"),
         network=names_of(row, "network"),
         trust=grading.trust,
+        limits=limits_of({key: row.get(key) for key in ("vcpus", "memory_mib", "disk_mib", "time_s")}),
         **common,
     )
     return Made(task=task, oracle=oracle)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NoReturn
 
 from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
+from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost import agent_files, cgroups
 from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent, Requirement
 from headrace.vmhost.cgroups import Group
@@ -37,8 +38,8 @@ def _lacks(capability: str) -> NoReturn:
 class ProcessMachine:
     """Slots that are folders, each with an agent of its own."""
 
-    def __init__(self, backend: "ProcessBackend", slots: int) -> None:
-        self.slots = slots
+    def __init__(self, backend: "ProcessBackend", slots: int, limits: SandboxLimits) -> None:
+        self.slots, self.limits = slots, limits
         self.limit_bytes = LIMIT
         self._backend = backend
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -51,7 +52,7 @@ class ProcessMachine:
 
     async def open(self, slot: int) -> Channel:
         """Fork an agent over a new folder. SandboxLost."""
-        channel = await self._backend.fork_agent(f"process slot {slot}")
+        channel = await self._backend.fork_agent(f"process slot {slot}", self.limits)
         self._channels.append(channel)
         return channel
 
@@ -86,7 +87,7 @@ class ProcessBackend:
     """Local agents behind the Backend protocol."""
 
     name = "process"
-    capabilities: ClassVar[Capabilities] = Capabilities(network_list=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(network_list=True, limit_vcpus=True, limit_memory=True)
 
     @classmethod
     def requirements(cls, environment: Environment) -> Iterator[Requirement]:
@@ -117,13 +118,15 @@ class ProcessBackend:
         """Start the warm process."""
         return cls(environment.slots_per_vm)
 
-    async def fork_agent(self, name: str) -> Channel:
+    async def fork_agent(self, name: str, limits: SandboxLimits) -> Channel:
         """The channel of a new agent, which runs in a folder and a control group of its own. SandboxLost."""
         self._count += 1
         root = f"{self._folder}/{self._count}"
         os.mkdir(root)
         self._groups = [group for group in self._groups if not group.close()]
-        group = cgroups.create(f"sandbox-{self._count}", processes=PROCESSES)
+        group = cgroups.create(
+            f"sandbox-{self._count}", processes=PROCESSES, memory_mb=limits.memory_mib, vcpus=limits.vcpus
+        )
         request = {"root": root, "join": group.join if group else []}
         ours, theirs = socket.socketpair()
         with theirs:
@@ -137,11 +140,13 @@ class ProcessBackend:
             channel.ended.add_done_callback(lambda _: self._groups.append(group))
         return channel
 
-    async def machine(self, template: str) -> ProcessMachine:
+    async def machine(self, template: str, limits: SandboxLimits) -> ProcessMachine:
         """A set of slots; nothing runs until one is opened. VmhostError when the warm process has ended."""
         if self._process.poll() is not None:
             raise VmhostError(f"the process backend ended with code {self._process.returncode}; start the actor again")
-        return ProcessMachine(self, self.slots)
+        if why := cgroups.lacks(limits):
+            raise VmhostError(f"the process backend cannot enforce the task's limits on this machine: {why}")
+        return ProcessMachine(self, self.slots, limits)
 
     def slots_of(self, template: str) -> int:
         """Every machine has the same number."""
@@ -159,14 +164,14 @@ class ProcessBackend:
         """Processes cannot be copied. VmhostError."""
         _lacks("checkpoint")
 
-    def shortage(self, template: str) -> str:
+    def shortage(self, template: str, limits: SandboxLimits) -> str:
         """Processes are small: max_vms alone bounds them."""
         return ""
 
-    def reserve(self, template: str) -> None:
+    def reserve(self, template: str, limits: SandboxLimits) -> None:
         """Nothing is counted."""
 
-    def free_idle(self, template: str) -> None:
+    def free_idle(self, template: str, limits: SandboxLimits) -> None:
         """Nothing waits unused."""
 
     def busy(self) -> str:

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.config import Environment
+from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import imported, packages, store
+from headrace.vmhost.node import capacity
 from headrace.vmhost.qemu import probe, process
 from headrace.vmhost.qemu.process import Hardware
-from headrace.vmhost.templates import task_templates, template
+from headrace.vmhost.templates import classes, task_templates, template
 from headrace.vmhost.templates.template import Template, UnusableTemplate
 from headrace.vmhost.templates.validation import verify
 
@@ -55,7 +57,7 @@ def ensure(
             base = packages.base(cache, say)
             accel, machine, _ = probe.choose(base, cache, version, environment.accel)
             parts = Parts(cache, base, version, accel, machine, say)
-            return {name: _one(plan(environment, name), parts) for name in templates}
+            return {name: _classed(plan(environment, name), parts) for name in templates}
         except OSError as error:
             raise VmhostError(f"the guest image can't be made in {cache}: {error}") from None
 
@@ -81,16 +83,28 @@ class Plan(NamedTuple):
     recipe: task_templates.Recipe | None = None
     below: Any = None
     drives: int = 0
+    limits: SandboxLimits = SandboxLimits()
+    """The class of its machines."""
 
     def hardware(self, accel: process.Accel, machine: process.MachineType) -> Hardware:
         """Its machine."""
         ports = 1 + self.slots
-        return Hardware(accel=accel, machine=machine, memory_mb=self.memory_mb, ports=ports, drives=self.drives)
+        return Hardware(
+            accel=accel,
+            machine=machine,
+            memory_mb=self.memory_mb,
+            ports=ports,
+            drives=self.drives,
+            vcpus=max(1, self.limits.vcpus),
+        )
 
     @property
     def machine(self) -> "Plan":
-        """The template that an image's clones are clones of: one for all images whose machines have as much memory."""
-        return Plan(f"{template.MACHINE}-{self.memory_mb}", self.memory_mb, 1, drives=store.DRIVES)
+        """The template that an image's clones are clones of: one for all images whose machines have as much memory and
+        as many processors."""
+        vcpus = self.limits.vcpus
+        name = f"{template.MACHINE}-{self.memory_mb}" + (f"-{vcpus}cpu" if vcpus > 1 else "")
+        return Plan(name, self.memory_mb, 1, drives=store.DRIVES, limits=SandboxLimits(vcpus=vcpus))
 
     @property
     def root(self) -> imported.Image | None:
@@ -109,37 +123,49 @@ class Plan(NamedTuple):
         if self.recipe is not None:
             return task_templates.key(self.recipe, self.below.key(parts))
         if self.image is not None:
-            return template.key_with(self.machine.key(parts), self.image)
+            return template.key_with(self.machine.key(parts), self.image, self.limits.disk_mib)
         hardware = self.hardware(parts.accel, parts.machine)
         return template.key(self.name, parts.base, parts.version, hardware, self.slots)
 
 
 def plan(environment: Environment, name: str, depth: int = 0) -> Plan:
-    """The plan for a template of this name. VmhostError when the name is unknown."""
+    """The plan for a template of this name, which may carry a class (templates/classes.py). VmhostError when the name
+    is unknown, or no such machine can be made."""
+    name, limits = classes.split(name)
     cache = Path(environment.cache_dir).absolute()
     if not 1 <= environment.slots_per_vm <= packages.SLOTS_MAX:
         raise VmhostError(f"slots_per_vm must be 1 to {packages.SLOTS_MAX}, not {environment.slots_per_vm}")
     if name in packages.FLAVOURS:
         memory = environment.memory_mb if name == "light" else max(environment.memory_mb, DEBIAN_MB)
-        return Plan(name, memory, environment.slots_per_vm)
+        if limits.disk_mib:
+            raise VmhostError(f"the files of template {name} have a limit of their own: disk_mib is for images")
+        if limits.memory_mib and name == "debian" and limits.memory_mib < DEBIAN_MB:
+            raise VmhostError(f"template {name} needs at least {DEBIAN_MB} MiB, and memory_mib is {limits.memory_mib}")
+        return Plan(name, limits.memory_mib or memory, environment.slots_per_vm, limits=limits)
     image = imported.find(cache, name)
     if image is not None:
-        return Plan(name, max(environment.memory_mb, image.memory_mb), 1, image)
+        memory = limits.memory_mib or max(environment.memory_mb, image.memory_mb)
+        capacity.upper_mib(memory, limits)
+        return Plan(name, memory, 1, image, limits=limits)
     recipe = task_templates.find(cache, name)
     if recipe is None:
         known = [*packages.FLAVOURS, *imported.names(cache), *task_templates.names(cache)]
         raise VmhostError(f"there is no template {name!r}; known are {', '.join(known)}")
     if depth == task_templates.DEPTH:
         raise VmhostError(f"{name}: more than {task_templates.DEPTH} levels of templates, or a circle of them")
-    below = plan(environment, recipe.base, depth + 1)
-    return Plan(name, below.memory_mb, below.slots, None, recipe, below)
+    below = plan(environment, classes.named(recipe.base, limits), depth + 1)
+    return Plan(name, below.memory_mb, below.slots, None, recipe, below, limits=limits)
+
+
+def _classed(wanted: Plan, parts: Parts) -> Template:
+    return msgspec.structs.replace(_one(wanted, parts), limits=wanted.limits)
 
 
 def _one(wanted: Plan, parts: Parts) -> Template:
     cache, say = parts.cache, parts.say
     if wanted.image is not None:
         wanted.image.segments()
-        return msgspec.structs.replace(_one(wanted.machine, parts), image=wanted.image)
+        return msgspec.structs.replace(_one(wanted.machine, parts), image=wanted.image, limits=wanted.limits)
     key = wanted.key(parts)
     folder = cache / wanted.folder(parts)
     if folder.exists():
@@ -149,7 +175,7 @@ def _one(wanted: Plan, parts: Parts) -> Template:
         except UnusableTemplate as refused:
             say(f"template {wanted.name}: refused, made again: {refused}")
     if wanted.recipe is not None:
-        below = _one(wanted.below, parts)
+        below = _classed(wanted.below, parts)
         say(f"template {wanted.name}: preparing {below.manifest.slots} slots of {below.manifest.name}")
         work = task_templates.build(wanted.recipe, below, folder)
     else:

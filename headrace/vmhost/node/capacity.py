@@ -11,6 +11,9 @@ import shutil
 from collections import deque
 from pathlib import Path
 
+from headrace.messages.tasks import SandboxLimits
+from headrace.vmhost.errors import VmhostError
+
 OVERHEAD_MB = 96
 """Memory of a QEMU besides its guest's: translated code, tables, heap."""
 RESERVE_MB = 256
@@ -46,6 +49,17 @@ class Processors:
         return f"its machines use {busy:.0%} of the processors, and the limit is {self._limit:.0%}"
 
 
+def upper_mib(memory_mib: int, limits: SandboxLimits) -> int:
+    """Capacity of an image's writable layer, which lies in the sandbox's memory. VmhostError for a limit above it."""
+    most = memory_mib * 3 // 4
+    if limits.disk_mib > most:
+        raise VmhostError(
+            f"the task's disk_mib is {limits.disk_mib}, and files lie in the sandbox's memory: expected at most three "
+            f"quarters of its {memory_mib} MiB, which are {most}; raise memory_mib or lower disk_mib"
+        )
+    return limits.disk_mib or most
+
+
 def memory_short(size_mb: float, growth_mb: float) -> str:
     """Why a machine of this size does not fit beside others that may still grow by `growth_mb`; empty when it does."""
     left = free_mb() - growth_mb - RESERVE_MB
@@ -59,6 +73,15 @@ def disk_short(place: Path, size_mb: float) -> str:
         place = place.parent
     free = shutil.disk_usage(place).free / 2**20
     return "" if free >= size_mb else f"too little disk: {size_mb:.0f} MB are needed in {place}, {free:.0f} are left"
+
+
+def whole_mb() -> float:
+    """MB of memory of this node, or of its control group where that has a limit."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20
+    try:
+        return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**20)
+    except (OSError, ValueError):
+        return whole
 
 
 def free_mb() -> float:

@@ -11,15 +11,18 @@ import secrets
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from headrace.config import Environment
+import msgspec
+
+from headrace.config import Environment, Sandboxes
 from headrace.messages.plugins import Plugin
 from headrace.messages.sandbox import Acquire, GroupKey, NoCapacity, Op, OpResult, SandboxKey, SandboxLost
+from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost.backend import Backend, Capabilities, Machine, OnEvent, demands
 from headrace.vmhost.backends.registry import backend_class, plugins_of
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images.packages import FLAVOURS
-from headrace.vmhost.node import slot_assignment
+from headrace.vmhost.node import capacity, slot_assignment
 from headrace.vmhost.node.pool import Pool, PooledMachine
 from headrace.vmhost.node.sandbox import VmSandbox as VmSandbox
 
@@ -35,8 +38,11 @@ def _log_event(kind: str, text: str, data: dict[str, Any]) -> None:
 class Host:
     """Sandboxes of one node. Use `open`; its methods belong to one event loop."""
 
-    def __init__(self, environment: Environment, backend: Backend, on_event: OnEvent) -> None:
+    def __init__(
+        self, environment: Environment, backend: Backend, on_event: OnEvent, limits: Sandboxes | None = None
+    ) -> None:
         self._environment = environment
+        self._limits = SandboxLimits(**msgspec.structs.asdict(limits or Sandboxes()))
         self._backend = backend
         self._plugins = plugins_of(environment.backend)
         self._event = on_event
@@ -48,12 +54,18 @@ class Host:
         self._closed = False
 
     @classmethod
-    async def open(cls, environment: Environment, *, on_event: OnEvent | None = None) -> "Host":
-        """A host for the configured backend, which builds its image and templates where they are missing.
-        VmhostError."""
+    async def open(
+        cls,
+        environment: Environment,
+        *,
+        on_event: OnEvent | None = None,
+        limits: Sandboxes | None = None,
+    ) -> "Host":
+        """A host for the configured backend, which builds its image and templates where they are missing. limits: of
+        sandboxes whose task sets none. VmhostError."""
         report = on_event or _log_event
         backend = await backend_class(environment.backend).open(environment, report)
-        return cls(environment, backend, report)
+        return cls(environment, backend, report, limits)
 
     @property
     def plugins(self) -> tuple[Plugin, ...]:
@@ -96,6 +108,7 @@ class Host:
             if not sandbox.alive:
                 raise SandboxLost(f"{sandbox.id}: the sandbox of this attempt was lost")
             return sandbox
+        request = msgspec.structs.replace(request, limits=request.limits.over(self._limits).of_machine())
         self._check(request)
         return await self._admit(request, self._pool.find(request) or self._pool.make(request))
 
@@ -110,6 +123,9 @@ class Host:
         if request.workdir and request.template in FLAVOURS:
             raise VmhostError(f"{request.template} has one workspace: workdir {request.workdir!r} is for images")
         self.demand(*demands(request))
+        needs, whole = request.limits.memory_mib + capacity.OVERHEAD_MB, capacity.whole_mb()
+        if request.limits.memory_mib and needs > whole:
+            raise VmhostError(f"the task's sandbox needs {needs} MiB of memory, and this node has {whole:.0f}")
 
     def demand(self, *names: str) -> None:
         """VmhostError, naming what is missing, unless the backend has all of these capabilities."""

@@ -37,6 +37,11 @@ class PooledMachine:
         self.dead = False
 
 
+def _shared(request: Acquire) -> bool:
+    """Whether sandboxes of its group may share its machine: limits are those of a whole machine."""
+    return request.isolation == "group" and request.lane != "production" and not request.limits.needs()
+
+
 class Pool:
     """All machines of a node and the rules for them; its methods belong to one event loop."""
 
@@ -51,7 +56,7 @@ class Pool:
 
     def find(self, request: Acquire) -> PooledMachine | None:
         """A machine of the request's group with an unused slot."""
-        if request.isolation == "episode" or request.lane == "production":
+        if not _shared(request):
             return None
         group = SandboxKey.of(request).in_group
         for pooled in self.machines:
@@ -69,11 +74,13 @@ class Pool:
             if not idle:
                 raise NoCapacity(f"no capacity for a {request.role} machine: {shortage}")
             self.end(min(idle, key=lambda pooled: pooled.idle_since))
-        self._backend.reserve(request.template)
-        shared = request.isolation == "group" and request.lane != "production" and make is None
+        self._backend.reserve(request.template, request.limits)
+        shared = _shared(request) and make is None
         slots = self._backend.slots_of(request.template)
         pooled = PooledMachine(SandboxKey.of(request).in_group, shared, request.template, slots)
-        pooled.making = asyncio.ensure_future((make or partial(self._backend.machine, request.template))())
+        pooled.making = asyncio.ensure_future(
+            (make or partial(self._backend.machine, request.template, request.limits))()
+        )
         self.machines.add(pooled)
         self.clones += 1
         return pooled
@@ -82,9 +89,9 @@ class Pool:
         """Why another machine cannot start; empty when it can. Machines that wait unused are ended if that helps."""
         if reached := self._limit_reached(request):
             return reached
-        shortage = self._backend.shortage(request.template)
+        shortage = self._backend.shortage(request.template, request.limits)
         if shortage:
-            self._backend.free_idle(request.template)
+            self._backend.free_idle(request.template, request.limits)
         return shortage
 
     def _limit_reached(self, request: Acquire) -> str:

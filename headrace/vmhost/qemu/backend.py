@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TextIO
 from headrace.backoff import Backoff
 from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
+from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent, Requirement
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import base
@@ -23,6 +24,7 @@ from headrace.vmhost.qemu.clone import Clone
 from headrace.vmhost.qemu.memory import Memory
 from headrace.vmhost.qemu.process import no_kvm
 from headrace.vmhost.qemu.snapshot import Snapshot
+from headrace.vmhost.templates import classes
 from headrace.vmhost.templates.template import Template
 
 WARM = "light"
@@ -54,6 +56,9 @@ class CloneBackend:
         network_list=True,
         upper_diff=True,
         bounded=True,
+        limit_vcpus=True,
+        limit_memory=True,
+        limit_disk=True,
         kernel_private=True,
     )
 
@@ -137,8 +142,9 @@ class CloneBackend:
             held.lock.close()
         self._held[template.folder] = Held(memory, lock)
 
-    async def machine(self, template: str) -> Clone:
+    async def machine(self, template: str, limits: SandboxLimits) -> Clone:
         """A parked clone, or a new one, which answers once it is `ready`. SandboxLost, VmhostError."""
+        template = classes.named(template, limits)
         try:
             made = await self.template(template)
         finally:
@@ -295,8 +301,9 @@ class CloneBackend:
         """Why no machine that can wait should start: the machines use too much of the processors."""
         return self._processors.short()
 
-    def shortage(self, template: str) -> str:
+    def shortage(self, template: str, limits: SandboxLimits) -> str:
         """Why there cannot be another machine now; empty when a parked clone waits, or memory and disk suffice."""
+        template = classes.named(template, limits)
         if sum(clone.template is self._templates.get(template) for clone in self._parked) > self._reserved:
             return ""
         if template not in self._templates:
@@ -305,13 +312,13 @@ class CloneBackend:
                 return short
         return self._memory_shortage(template)
 
-    def reserve(self, template: str) -> None:
+    def reserve(self, template: str, limits: SandboxLimits) -> None:
         """Count one machine as present until `machine` or a copy starts it."""
         self._reserved += 1
 
-    def free_idle(self, template: str) -> None:
+    def free_idle(self, template: str, limits: SandboxLimits) -> None:
         """End the parked clones if the template lacks memory."""
-        if self._memory_shortage(template):
+        if self._memory_shortage(classes.named(template, limits)):
             for clone in self._parked:
                 clone.kill()
             self._parked.clear()

@@ -92,7 +92,8 @@ class Clone:
         self._resuming: asyncio.Task[None] | None = None
         # A page that the guest reads before it writes counts twice: reading a hole of the template's memory file makes
         # a page of that file, charged to the first reader, and writing makes the clone's own.
-        self._group = cgroups.enclose(self.pid, 2 * template.manifest.hardware.memory_mb + OVERHEAD_MB)
+        hardware = template.manifest.hardware
+        self._group = cgroups.enclose(self.pid, 2 * hardware.memory_mb + OVERHEAD_MB, hardware.vcpus)
         self._watch = os.pidfd_open(self.pid)
         asyncio.get_running_loop().add_reader(self._watch, self._exited)
 
@@ -188,7 +189,8 @@ class Clone:
         assert self._control is not None
         user = {"uid": image.uid, "gid": image.gid, "groups": image.groups}
         settings = user | {"env": image.env, "workdir": image.workdir}
-        header = {"op": "attach", "drives": len(image.boundaries), "size": UPPER_SIZE, "image": settings}
+        size = f"{disk}m" if (disk := self.template.limits.disk_mib) else UPPER_SIZE
+        header = {"op": "attach", "drives": len(image.boundaries), "size": size, "image": settings}
         answer, _ = await self._control.call(header, (), START_S)
         if not answer.get("ok", True):
             raise SandboxLost(f"vm {self.pid}: the image {image.name} cannot be mounted: {answer.get('error')}")

@@ -50,6 +50,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """Serial ports: the control port and one per slot."""
     drives: int = 0
     """Read-only drives, each of `store.DRIVE_BYTES`."""
+    vcpus: int = 1
 
 
 def version() -> str:
@@ -82,7 +83,7 @@ def argv(
         *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
         *("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"),
         *("-object", f"memory-backend-file,id=ram,size={hardware.memory_mb}M,mem-path={ram},share={_on(share)}"),
-        *("-M", f"{machine},memory-backend=ram", "-m", str(hardware.memory_mb), "-smp", "1"),
+        *("-M", f"{machine},memory-backend=ram", "-m", str(hardware.memory_mb), "-smp", str(hardware.vcpus)),
         *_ACCEL[hardware.accel],
         *("-serial", serial),
         *("-device", f"virtio-serial-{kind},max_ports={hardware.ports + 1}"),

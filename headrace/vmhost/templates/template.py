@@ -21,7 +21,7 @@ import msgspec
 import xxhash
 
 from headrace.messages.sandbox import PullTree, ReadFile, ReplaceLines, RunTests, SandboxLost, Search
-from headrace.messages.tasks import TestPlan
+from headrace.messages.tasks import SandboxLimits, TestPlan
 from headrace.vmhost import agent_files, protocol
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
@@ -33,6 +33,7 @@ from headrace.vmhost.qemu.integrity import IntegrityCheck
 from headrace.vmhost.qemu.integrity import load as load_integrity
 from headrace.vmhost.qemu.memory import Memory, descriptor, sealed
 from headrace.vmhost.qemu.process import Hardware, Qemu
+from headrace.vmhost.templates import classes
 from headrace.vmhost.templates.saving import save
 
 FORMAT = 4
@@ -83,6 +84,8 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     """The image of its clones."""
     attached: bool = False
     """Whether the image was attached before the template was frozen."""
+    limits: SandboxLimits = SandboxLimits()
+    """The class of its machines."""
 
     @property
     def intact(self) -> bool:
@@ -94,14 +97,15 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """The name by which a node finds it: that of its image is a digest."""
-        return self.image.digest if self.image is not None and not self.attached else self.manifest.name
+        name = self.image.digest if self.image is not None and not self.attached else self.manifest.name
+        return classes.named(name, self.limits)
 
     @property
     def key(self) -> str:
         """The content address of what its clones begin as."""
         if self.image is None or self.attached:
             return self.manifest.key
-        return key_with(self.manifest.key, self.image)
+        return key_with(self.manifest.key, self.image, self.limits.disk_mib)
 
     @property
     def ram(self) -> Path:
@@ -156,16 +160,20 @@ def modules(hardware: Hardware) -> tuple[str, ...]:
     return (*MODULES, *packages.DRIVES) if hardware.drives else MODULES
 
 
-def key_with(machine: str, image: Image) -> str:
-    """The content address of an image's clones: of the template's key, and of what its drives hold."""
-    parts = [machine, image.digest, image.boundaries]
+def key_with(machine: str, image: Image, disk_mib: int = 0) -> str:
+    """The content address of an image's clones: of the template's key, of what its drives hold, and of the limit of its
+    writable layer."""
+    parts = [machine, image.digest, image.boundaries, *([disk_mib] if disk_mib else ())]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def key(name: str, base: Path, version: str, hardware: Hardware, slots: int) -> str:
     """The content address."""
     root = MACHINE if hardware.drives else name
-    parts = [FORMAT, base.name, root, version, msgspec.to_builtins(hardware), slots, SIZE_MB.get(name, IMAGE_MB)]
+    shape = msgspec.to_builtins(hardware)
+    if shape["vcpus"] == 1:  # templates that were made before there was a choice stay valid
+        del shape["vcpus"]
+    parts = [FORMAT, base.name, root, version, shape, slots, SIZE_MB.get(name, IMAGE_MB)]
     parts.append(hashlib.sha256(agent_archive()).hexdigest())
     parts.append(process.kernel_line(hardware, modules(hardware), 0))
     ports, drives = range(hardware.ports), range(hardware.drives)

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 
 from headrace.cli.main import main
 from headrace.config import Environment
+from headrace.messages.tasks import SandboxLimits
 from headrace.tasks import Suite, open_suite
 from headrace.vmhost.node.host import Host
 from tests.support import rows
@@ -162,11 +164,19 @@ def test_a_harbor_folder_names_its_image(tmp_path: Path) -> None:
     harbor(tmp_path / "tasks", "image", TASK_TOML + 'docker_image = "docker.io/org/image:1"\n')
     harbor(tmp_path / "tasks", "copies")
     harbor(tmp_path / "tasks", "builds", **{"environment/Dockerfile": DOCKERFILE + "RUN make\n"})
+    sizes = 'docker_image = "app:1"\ncpus = 1.5\nmemory_mb = 2048\nstorage = "1G"\n'
+    harbor(tmp_path / "tasks", "limited", TASK_TOML + sizes + "[agent]\ntimeout_sec = 900.0\n")
+    harbor(tmp_path / "tasks", "large", TASK_TOML + 'docker_image = "app:1"\nstorage_mb = 10240\n')
+    harbor(tmp_path / "tasks", "odd", TASK_TOML + 'docker_image = "app:1"\nmemory = "much"\n')
     suite, report = imported(tmp_path, "harbor", tmp_path / "tasks")
+    assert suite.task("limited").limits == SandboxLimits(vcpus=2, memory_mib=2048, disk_mib=1024, time_s=900.0)
+    assert suite.task("large").limits is UNSET and any("at most 384 MiB" in note for note in report["notes"])
     image, copies = suite.task("image"), suite.task("copies")
     assert (image.image, image.repository, image.files) == ("docker.io/org/image:1", "/app", {})
     assert (copies.image, copies.files) == ("debian:12", {"README.md": b"read me\n"})
-    assert [refusal["id"] for refusal in report["refused"]] == ["builds"]
+    assert [refusal["id"] for refusal in report["refused"]] == ["builds", "odd"]
+    assert report["refused"][1]["reason"] == "environment.memory: expected a size such as 2048 or 2G, got 'much'"
+    assert image.limits is UNSET
     assert b"cp -r .headrace/tests/. /tests/" in suite.oracle("image").hidden[".headrace/verify.sh"]
 
 

@@ -1,13 +1,14 @@
 """One suite for every backend: what all do, what their capabilities promise, and the refusal of what they lack."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.config import Environment
+from headrace.config import Environment, Sandboxes
 from headrace.messages.sandbox import (
     Acquire,
     ApplyChanges,
@@ -20,6 +21,8 @@ from headrace.messages.sandbox import (
     SandboxLost,
     WriteFiles,
 )
+from headrace.messages.tasks import SandboxLimits
+from headrace.vmhost import cgroups
 from headrace.vmhost.backends.container.backend import unavailable
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import base, imported, packages
@@ -135,6 +138,55 @@ async def test_changes_of_an_image_are_read_and_made_again(host: Host) -> None:
     again = await fresh.call(PullChanges())
     assert (again.changes, again.files) == (pulled.changes, pulled.files)
     assert Change("link", "link", 0o777, "kept") in again.changes
+
+
+async def test_the_limits_of_a_task_hold_or_are_refused_by_name(host: Host) -> None:
+    if why := cgroups.lacks(SandboxLimits(vcpus=1, memory_mib=1)):
+        pytest.skip(f"no limits here: {why}")
+    has = host.capabilities
+    limits = SandboxLimits(vcpus=2, memory_mib=256, disk_mib=24 if has.limit_disk else 0)
+    one, two = [await host.acquire(request(slot=slot, isolation="group", limits=limits)) for slot in range(2)]
+    assert host.machine(one.id) is not host.machine(two.id)
+    hog = await one.call(Exec(argv=("sh", "-c", "tail /dev/zero; echo over"), timeout_s=120.0))
+    assert hog.code or hog.stdout == "over\n", hog  # the killed program, or its shell with it
+    assert (await two.call(ReadFile(path="a.txt"))).ok
+    if host.backend == "qemu":
+        seen = await two.call(Exec(argv=("sh", "-c", "cat /proc/meminfo /proc/cpuinfo"), timeout_s=120.0))
+        total = next(int(line.split()[1]) for line in seen.stdout.splitlines() if line.startswith("MemTotal"))
+        cores = min(2, len(os.sched_getaffinity(0)))
+        assert total < 256 << 10 and seen.stdout.count("processor\t") == cores
+    else:
+        assert {("memory", str(256 + (64 if host.backend == "container" else 0) << 20)), ("cpu", "200000")} <= held()
+    if has.limit_disk:
+        full = await two.call(Exec(argv=("sh", "-c", "dd if=/dev/zero of=full bs=1M; wc -c < full"), timeout_s=120.0))
+        assert "No space left" in full.stderr and 20 << 20 < int(full.stdout) <= 24 << 20, full
+        with pytest.raises(VmhostError, match="at most three quarters of its 256 MiB"):
+            await host.acquire(request(2, limits=SandboxLimits(memory_mib=256, disk_mib=250)))
+    else:
+        with pytest.raises(VmhostError, match="lacks the capability limit_disk"):
+            await host.acquire(request(2, limits=SandboxLimits(disk_mib=24)))
+    with pytest.raises(VmhostError, match="this node has"):
+        await host.acquire(request(3, limits=SandboxLimits(memory_mib=1 << 22)))
+
+
+def held() -> set[tuple[str, str]]:
+    """The limits of this process's control groups that hold a task's sandbox."""
+    places = cgroups.places()
+    found = set()
+    for place in places.folders if places else ():
+        for path in (place / f"headrace-{os.getpid()}").glob("*/*"):
+            if path.name in ("memory.max", "memory.limit_in_bytes", "cpu.max", "cpu.cfs_quota_us"):
+                found.add((path.name.split(".")[0], path.read_text().split()[0]))
+    return found
+
+
+async def test_a_task_without_limits_has_those_of_the_configuration() -> None:
+    host = await Host.open(Environment(backend="process"), limits=Sandboxes(disk_mib=64))
+    try:
+        with pytest.raises(VmhostError, match="lacks the capability limit_disk"):
+            await host.acquire(request())
+    finally:
+        await host.close()
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NoReturn
 
 from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
+from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost import cgroups
 from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent, Requirement
 from headrace.vmhost.cgroups import Group
@@ -53,9 +54,9 @@ class ContainerMachine:
     limit_bytes = LIMIT
 
     def __init__(
-        self, backend: "ContainerBackend", image: Image, group: Group, control: Channel, slot: Channel
+        self, backend: "ContainerBackend", image: Image, memory_mb: int, group: Group, control: Channel, slot: Channel
     ) -> None:
-        self.image, self.group = image, group
+        self.image, self.memory_mb, self.group = image, memory_mb, group
         self._backend, self._control, self._slot = backend, control, slot
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         for channel in (control, slot):
@@ -110,7 +111,9 @@ class ContainerBackend:
     """Containers behind the Backend protocol."""
 
     name = "container"
-    capabilities: ClassVar[Capabilities] = Capabilities(upper_diff=True, bounded=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        upper_diff=True, bounded=True, limit_vcpus=True, limit_memory=True, limit_disk=True
+    )
     slots = 1
 
     @classmethod
@@ -153,10 +156,10 @@ class ContainerBackend:
             )
         return image
 
-    def _memory_mb(self, image: Image) -> int:
-        return max(image.memory_mb, self._environment.memory_mb)
+    def _memory_mb(self, image: Image, limits: SandboxLimits) -> int:
+        return limits.memory_mib or max(image.memory_mb, self._environment.memory_mb)
 
-    async def machine(self, template: str) -> ContainerMachine:
+    async def machine(self, template: str, limits: SandboxLimits) -> ContainerMachine:
         """A fresh container. SandboxLost, VmhostError."""
         self._reserved = max(0, self._reserved - 1)
         image = self._image(template)
@@ -164,9 +167,11 @@ class ContainerBackend:
             raise VmhostError(
                 f"the container backend ended with code {self._process.returncode}; start the actor again"
             )
-        memory = self._memory_mb(image)
+        if why := cgroups.lacks(limits):
+            raise VmhostError(f"the container backend cannot enforce the task's limits on this machine: {why}")
+        memory = self._memory_mb(image, limits)
         name = f"container-{secrets.token_hex(4)}"
-        group = cgroups.create(name, processes=PROCESSES, memory_mb=memory + OVERHEAD_MB)
+        group = cgroups.create(name, processes=PROCESSES, memory_mb=memory + OVERHEAD_MB, vcpus=limits.vcpus)
         if group is None:
             raise VmhostError("the container backend cannot work here: there are no control groups")
         root = f"{self._folder}/{name}"
@@ -176,7 +181,7 @@ class ContainerBackend:
             "root": root,
             "join": group.join,
             "image": settings | {"workdir": image.workdir},
-            "size": memory * 3 // 4,
+            "size": capacity.upper_mib(memory, limits),
         }
         pairs = [socket.socketpair() for _ in range(2)]
         blobs = store.open_blobs(image.segments())
@@ -191,7 +196,7 @@ class ContainerBackend:
             for blob in blobs:
                 os.close(blob)
         control, slot = [await Channel.connect(ours, f"{name} of {image.name}") for ours, _ in pairs]
-        made = ContainerMachine(self, image, group, control, slot)
+        made = ContainerMachine(self, image, memory, group, control, slot)
         self._alive.add(made)
         try:
             await control.call({"op": "hello"}, (), START_S)
@@ -224,17 +229,18 @@ class ContainerBackend:
         """Containers cannot be copied. VmhostError."""
         _lacks("checkpoint")
 
-    def shortage(self, template: str) -> str:
+    def shortage(self, template: str, limits: SandboxLimits) -> str:
         """Why another container could not grow to its full size; empty when it can."""
-        wanted = self._memory_mb(self._image(template))
-        others = sum(self._memory_mb(machine.image) for machine in self._alive)
+        wanted = self._memory_mb(self._image(template), limits)
+        capacity.upper_mib(wanted, limits)  # refuses limits that contradict each other
+        others = sum(machine.memory_mb for machine in self._alive)
         return capacity.memory_short(wanted, others + self._reserved * wanted)
 
-    def reserve(self, template: str) -> None:
+    def reserve(self, template: str, limits: SandboxLimits) -> None:
         """Count one container as present until `machine` starts it."""
         self._reserved += 1
 
-    def free_idle(self, template: str) -> None:
+    def free_idle(self, template: str, limits: SandboxLimits) -> None:
         """Nothing waits unused."""
 
     def busy(self) -> str:
@@ -287,7 +293,7 @@ def unavailable() -> str:
     if os.geteuid() != 0:
         return "it mounts images, which needs root"
     places = cgroups.places()
-    if places is None or set(places.limits) != {"memory", "pids"}:
+    if places is None or not {"memory", "pids"} <= set(places.limits):
         return "it needs control groups for memory and processes (`headrace vm doctor` says what is missing)"
     known = Path("/proc/filesystems").read_text().split()
     missing = [name for name in ("erofs", "overlay") if name not in known]
