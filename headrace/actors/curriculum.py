@@ -10,7 +10,7 @@ into the ledger when it starts, and the broker refuses a SlotIssued that does no
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from headrace.bus.errors import BusError, Unrecoverable
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import agree
+from headrace.bus.runtime.presence import LOOK_S, Absences
 from headrace.ledger import lost_attempts, training
 from headrace.ledger.issuer import Issuer
 from headrace.ledger.requests import settings_of
@@ -114,6 +115,30 @@ class Curriculum(Actor):
         await self._report_problems()
         self.spawn(self.until_superseded(self._run), "issuing")
         self.every(2.0, self._measure, "metrics")
+        self._absences = Absences(self.bus, self.run)
+        wait_s = self.config.curriculum.actor_wait_s
+        self.every(min(LOOK_S, wait_s / 4), self._end_without_actors, "live actors of the run")
+
+    async def _end_without_actors(self) -> None:
+        """Unrecoverable once the run has waited `actor_wait_s` without a live actor of a role that it needs now."""
+        wait_s = self.config.curriculum.actor_wait_s
+        for role in self._needed():
+            if await self._absences.seconds(role) >= wait_s:
+                raise Unrecoverable(
+                    f"no {role} of run {self.run} was alive for {wait_s:g} s ([curriculum] actor_wait_s): start one "
+                    f"with `headrace actor {role} --run {self.run}`, then the curriculum again; nothing is lost"
+                )
+
+    def _needed(self) -> Iterator[str]:
+        """The roles without which the run waits now. A rollout actor's absence ends requests as dead letters."""
+        if self._wanted.keys() - self._made.keys():
+            yield "certifier"
+            return
+        yield from ("judge", "dead_letter")
+        if self.state.steps < self.rules.steps:
+            yield "trainer"
+        if not all(self._evaluations.values()):
+            yield "evaluator"
 
     async def _take_over(self) -> None:
         """Write both fences: the broker then refuses earlier curricula, so the streams do not change while they are

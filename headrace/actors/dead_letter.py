@@ -12,17 +12,14 @@ from typing import ClassVar
 
 import msgspec
 
-from headrace.bus.errors import BusError
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime import ack_waits, dead_letters
 from headrace.bus.runtime.actor import Actor
+from headrace.bus.runtime.presence import LOOK_S, Absences
 from headrace.messages import operations
-from headrace.messages.operations import Advisory, Heartbeat, Rejected
+from headrace.messages.operations import Advisory, Rejected
 from headrace.messages.subjects import ADVISORY, EVENT
 from headrace.replay import reproduce
-
-LOOK_S = 30.0
-"""Seconds from one look at the live rollout actors to the next."""
 
 
 class DeadLetter(Actor):
@@ -51,22 +48,15 @@ class DeadLetter(Actor):
             ack_wait=ack_waits.DEAD_LETTER_S,
             max_deliver=-1,
         )
-        self._presence = await self.bus.kv("HR_PRESENCE")
-        self._pulled_at = time.time()  # as long as nothing else is known, a rollout actor was alive until now
+        self._absences = Absences(self.bus, self.run)
+        await self._absences.seconds("rollout")
         wait_s = self.config.rollout.rollout_wait_s
         self.every(min(LOOK_S, wait_s / 4), self._end_unpulled, "requests that no rollout actor pulls")
 
     async def _end_unpulled(self) -> None:
         """Make dead letters of the run's requests once it has had no live rollout actor for `rollout_wait_s`."""
-        try:
-            beats = [message for message, _ in (await self._presence.items("rollout.>")).values()]
-        except BusError:
-            return  # the next call tries again
-        if any(isinstance(beat, Heartbeat) and beat.run in ("", self.run) for beat in beats):
-            self._pulled_at = time.time()
-            return
         wait_s = self.config.rollout.rollout_wait_s
-        if time.time() - self._pulled_at < wait_s:
+        if await self._absences.seconds("rollout") < wait_s:
             return
         async for stored in dead_letters.queued(self.bus, self.run):
             if time.time() - stored.time >= wait_s:

@@ -97,6 +97,9 @@ class Curriculum(Section, frozen=True, kw_only=True):
     """Dynamic sampling (DAPO, arXiv 2503.14476): groups whose rewards are all equal are dropped (reason flat) and
     replaced, at most so many for each batch that has begun; what a batch leaves over counts for later ones. Beyond the
     limit they are trained on as before: no gradient, but a place in the batch."""
+    actor_wait_s: Duration = 21_600.0
+    """How long a run waits while it has no live judge, trainer, dead_letter, evaluator or certifier, whichever it needs
+    then: the curriculum ends with a sentence that names the role."""
     canaries: Share = 0.0
     """Share of groups that get a task without a solution (tasks/impossible.py): an attempt that passes it has
     cheated."""

@@ -15,6 +15,7 @@ from headrace.actors.environment.actor import Environment as EnvironmentActor
 from headrace.bus.errors import Unrecoverable
 from headrace.cli.main import main
 from headrace.config import Config, Environment, Production, Run, Tasks
+from headrace.config import Curriculum as Waits
 from headrace.judging import HostMachines
 from headrace.judging.certifying import certify
 from headrace.launch.checks import actors as checks
@@ -196,6 +197,14 @@ async def test_what_the_certifier_refuses_is_not_issued(connect: Connect, tmp_pa
         with pytest.raises(Unrecoverable, match="the untouched repository passes"):
             async with living(Curriculum, own, await connect("curriculum"), run), asyncio.timeout(PATIENCE_S):
                 await asyncio.Event().wait()
+
+
+async def test_a_run_without_a_certifier_does_not_wait_for_ever(connect: Connect, tmp_path: Path) -> None:
+    messages(tmp_path, pattern=".*")
+    own = msgspec.structs.replace(config(tmp_path, certify=True), curriculum=Waits(actor_wait_s=0.4))
+    with pytest.raises(Unrecoverable, match=r"no certifier of run .* was alive for 0.4 s"):
+        async with living(Curriculum, own, await connect("curriculum"), "r0"), asyncio.timeout(PATIENCE_S):
+            await asyncio.Event().wait()
 
 
 async def test_certificates_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
