@@ -22,7 +22,7 @@ from headrace.bus.runtime.plugins import agree
 from headrace.bus.runtime.presence import LOOK_S, Absences
 from headrace.ledger import lost_attempts, training
 from headrace.ledger.issuer import Issuer
-from headrace.ledger.requests import settings_of
+from headrace.ledger.requests import training_settings
 from headrace.ledger.schedule import Decision, IssueGroup, RetrySlot, Rules, bounds_of, decide, finished
 from headrace.ledger.state import RunState
 from headrace.messages.evaluation import EvalRequest, EvalResult
@@ -81,9 +81,7 @@ class Curriculum(Actor):
         self._certified: certificates.AtIssue | None = None
         self.tasks = training.TaskOrder(suite.ids(), self.config.run.seed)
         self.state = RunState(self.run)
-        self._issuer = Issuer(
-            self.bus, self.state, settings_of(self.config, self.config.curriculum.temperature).request
-        )
+        self._issuer = Issuer(self.bus, self.state, training_settings(self.config).request)
         self._reported_problems = 0
         self._admission: Admission | None = None
         self._news = asyncio.Event()

@@ -5,7 +5,7 @@ imported from here; the files behind it are one per kind of section.
 """
 
 from headrace.config.base import ConfigError, Section
-from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks
+from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks, Tools
 from headrace.config.feedback import Feedback, Gate, branch_name
 from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run, Sandboxes, Search
 from headrace.config.policy import Engine, Numerics, Policy, Weights
@@ -40,6 +40,7 @@ __all__ = [
     "Search",
     "Section",
     "Tasks",
+    "Tools",
     "Trainer",
     "Weights",
     "branch_config",

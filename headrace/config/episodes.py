@@ -63,6 +63,16 @@ class Tasks(Section, frozen=True, kw_only=True):
     """External MCP servers by name, as tables [tasks.mcp.NAME] (docs/mcp.md)."""
 
 
+class Tools(Section, frozen=True, kw_only=True):
+    """The words under which a policy sees its tools. They need a chat format: the terse format shows no tools."""
+
+    vary: bool = False
+    """Each training group gets other names for tools and arguments, another order and other descriptions, drawn from
+    the run's seed and the group's name (headrace/rendering/wordings.py)."""
+    evaluation: Literal["plain", "heldout"] = "plain"
+    """Words of evaluations. ``heldout``: those that no training group gets."""
+
+
 class Limits(Section, frozen=True, kw_only=True):
     """Limits of an episode."""
 

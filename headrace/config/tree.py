@@ -3,7 +3,7 @@
 import msgspec
 
 from headrace.config.base import Section
-from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks
+from headrace.config.episodes import Curriculum, Evaluation, Judge, Limits, Production, Rollout, Tasks, Tools
 from headrace.config.feedback import Feedback, Gate
 from headrace.config.nodes import Bus, Dashboard, Environment, Metrics, Processes, Run, Sandboxes, Search
 from headrace.config.policy import Engine, Numerics, Policy, Weights
@@ -24,6 +24,7 @@ class Config(Section, frozen=True, kw_only=True):
     rollout: Rollout = Rollout()
     judge: Judge = Judge()
     tasks: Tasks = Tasks()
+    tools: Tools = Tools()
     limits: Limits = Limits()
     curriculum: Curriculum = Curriculum()
     algorithm: Algorithm = Algorithm()

@@ -186,13 +186,13 @@ async def sample_turn(
         logprobs=Array.of(sample.logprobs, "<f4"),
         routed=sample.routed,
         spans=sample.spans,
-        calls=_calls(renderer, more, sample.ids, index, request.limits.max_parallel_calls) if kind == "act" else (),
+        calls=calls_of(renderer, more, sample.ids, index, request.limits.max_parallel_calls) if kind == "act" else (),
         stop=sample.stop,
         kind=kind,
     )
 
 
-def _calls(
+def calls_of(
     renderer: Renderer, prompt: Sequence[int], ids: Sequence[int], index: int, limit: int
 ) -> tuple[ToolCall, ...]:
     """The calls of a turn, with ids that are unique in the trajectory; those over the limit are refused."""

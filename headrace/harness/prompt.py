@@ -12,8 +12,12 @@ from headrace.messages.tasks import Task
 
 def initial_prompt(request: RolloutRequest, task: Task) -> str:
     """The suite's instructions, then the user's text; the task's text where the request has none."""
-    prompt = request.prompt or task.prompt
-    return f"{task.system}\n\n{prompt}" if task.system else prompt
+    return whole_prompt(task.system, request.prompt or task.prompt)
+
+
+def whole_prompt(system: str, prompt: str) -> str:
+    """The suite's instructions, then the text of user or task."""
+    return f"{system}\n\n{prompt}" if system else prompt
 
 
 def toolbox_for(

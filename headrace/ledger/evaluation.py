@@ -76,7 +76,11 @@ class Evaluation:
         """The RolloutRequest of a recorded attempt, the same one at every call."""
         asked = self.request
         settings = RequestSettings(
-            sampling=asked.sampling, limits=asked.limits, isolation=asked.isolation, policy=asked.policy
+            sampling=asked.sampling,
+            limits=asked.limits,
+            isolation=asked.isolation,
+            policy=asked.policy,
+            wording=asked.wording,
         )
         return settings.request(issued)
 

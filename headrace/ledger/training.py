@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from headrace.config import Config
-from headrace.ledger.requests import settings_of
+from headrace.ledger.requests import evaluation_words, settings_of
 from headrace.ledger.schedule import IssueGroup, RetrySlot
 from headrace.ledger.seeds import seed_of
 from headrace.messages.evaluation import EvalRequest
@@ -118,6 +118,7 @@ def evaluations_during(config: Config, run: str, steps: int, served: int) -> Ite
             isolation=settings.isolation,
             reason=f"{DURING}_{suite}",
             seed=config.run.seed,
+            wording=evaluation_words(config),
         )
 
 
@@ -147,4 +148,5 @@ def evaluations(config: Config, run: str, when: Literal["before", "after"], vers
                     isolation=settings.isolation,
                     reason=reason,
                     seed=config.run.seed,
+                    wording=evaluation_words(config),
                 )

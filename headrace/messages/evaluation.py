@@ -1,7 +1,7 @@
 """Evaluation of a policy on tasks that it is not trained on."""
 
 from headrace.messages.base import Count, Message, Version, message
-from headrace.messages.rollout import Limits, PolicyRef, Sampling
+from headrace.messages.rollout import Limits, PolicyRef, Sampling, ToolWording
 from headrace.messages.sandbox import Isolation
 
 
@@ -20,6 +20,8 @@ class EvalRequest(Message, frozen=True, kw_only=True):
     isolation: Isolation = "group"
     reason: str = ""
     seed: int = 0
+    wording: ToolWording | None = None
+    """Other words for the tools; each of its groups draws from this seed and its name."""
 
 
 @message("eval_result")

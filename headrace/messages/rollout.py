@@ -53,6 +53,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Summaries of one attempt; one more ends it with the outcome ``context``."""
 
 
+class ToolWording(msgspec.Struct, frozen=True, kw_only=True):
+    """Other words for an attempt's tools (headrace/rendering/wordings.py). All attempts of a group have the same."""
+
+    words: Literal["train", "heldout"]
+    """``heldout``: the words that no training group gets."""
+    seed: int
+    """Of the names, the order and the descriptions."""
+
+
 class Workspace(msgspec.Struct, frozen=True, kw_only=True):
     """A sandbox that outlives its attempt: the attempts of one name follow each other in it."""
 
@@ -106,6 +115,8 @@ class RolloutRequest(Message, frozen=True, kw_only=True):
     """For how long of that, up to now, no environment node has answered."""
     workspace: Workspace | None = None
     """The sandbox to work in and to hold afterwards; None: one of its own, released at the end."""
+    wording: ToolWording | None = None
+    """Other words for the tools; None: their own."""
 
     @property
     def trajectory(self) -> str:
@@ -123,6 +134,8 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     wire_id: str = ""
     """The id that the model wrote, in chat formats whose results name it; empty where the renderer derives one."""
+    alias: str = ""
+    """The name that the model wrote, in an attempt whose tools have other words; `name` is the tool's own."""
 
 
 class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,6 +253,8 @@ class Trajectory(Message, frozen=True, kw_only=True):
     """Numerics fingerprint of the engine; empty for scripted policies."""
     renderer: str = ""
     """sha256 of the RendererBundle that wrote the prompts and read the calls; empty for one without a bundle."""
+    wording: ToolWording | None = None
+    """That of the request: with bundle and task it gives the prompts again."""
     backend: str = ""
     isolation: Isolation = "group"
     wall_s: float = 0.0
@@ -294,7 +309,8 @@ class RendererBundle(Message, frozen=True, kw_only=True, dict=True):
     date: str = ""
     """ISO date that the template sees as today, whenever it renders."""
     tools: dict[str, str] = {}
-    """JSON Schema of every tool as text, by name."""
+    """JSON Schema of every tool as text, by name; in chat formats also, under ``*``, the hash of the words that
+    `ToolWording` draws from."""
     plugin: str = ""
     """Source hash of a renderer from outside; empty for a built-in."""
 

@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from headrace.messages.rollout import RendererBundle
+from headrace.messages.rollout import RendererBundle, ToolWording
 from headrace.registry import Registry
-from headrace.rendering import schemas
+from headrace.rendering import schemas, wordings
 from headrace.rendering.base import Renderer, RendererError
 from headrace.rendering.parsers.registry import SYNTAXES
 from headrace.rendering.schemas import ToolSchema
 from headrace.rendering.tokenizer import Tokenizer
 
+OPENED = 64
+"""Renderers that are kept: with `[tools] vary` every group has one of its own."""
 Builder = Callable[[RendererBundle, Tokenizer, Sequence[ToolSchema]], Renderer]
 
 RENDERERS: Registry[Builder] = Registry(
@@ -45,13 +47,29 @@ class Renderers:
         self._tokenizer = Tokenizer.parse(bundle.tokenizer_json)
         self._opened: dict[tuple[ToolSchema, ...], Renderer] = {}
 
-    def open(self, tools: Sequence[ToolSchema]) -> Renderer:
-        """The renderer for a task that offers these tools. RendererError when one of them differs from the run's."""
-        key = tuple(tools)
+    def open(self, tools: Sequence[ToolSchema], wording: ToolWording | None = None) -> Renderer:
+        """The renderer for a task that offers these tools, under other words if there is a `wording`. RendererError
+        when a tool or the table of words differs from the run's, and for words in a format that has no room for them.
+        """
+        for name, schema in schemas.functions_json(tools).items():
+            if self.bundle.tools.get(name, schema) != schema:  # a plugin's tool may be known to this node alone
+                raise RendererError(f"this node's tool {name} differs from the run's: install the run's version")
+        if wording is None or not tools:
+            return self._open(tuple(tools))
+        if self.bundle.renderer == "terse":
+            raise RendererError(
+                "the terse format shows no tools and has one token per tool name: [tools] vary and evaluation need a "
+                "policy with a chat template"
+            )
+        if self.bundle.tools.get(wordings.KEY) != wordings.digest():
+            raise RendererError("this node's words for tools differ from the run's: install the run's version")
+        mapped = wordings.worded(tools, wording)
+        return wordings.Worded(self._open(tuple(tool.schema for tool in mapped)), mapped)
+
+    def _open(self, key: tuple[ToolSchema, ...]) -> Renderer:
         if key not in self._opened:
-            for name, schema in schemas.functions_json(tools).items():
-                if self.bundle.tools.get(name, schema) != schema:  # a plugin's tool may be known to this node alone
-                    raise RendererError(f"this node's tool {name} differs from the run's: install the run's version")
+            while len(self._opened) >= OPENED:
+                del self._opened[next(iter(self._opened))]
             if key:
                 self._opened[key] = self._build(self.bundle, self._tokenizer, key)
             else:  # the system text tells how to use tools; the format is the run's all the same

@@ -45,10 +45,14 @@ class CallsReplay(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str
     calls: int
     equal: bool
-    """Whether every answer is equal, and the workspace at the end too where the record has its digest."""
+    """Whether every answer and every prompt is equal, and the workspace at the end too where the record has its
+    digest."""
     differing: tuple[CallDifference, ...]
     normalised: dict[str, int]
     """Replacements in the recorded answers before they were compared: kind to number."""
+    prompts_differ: tuple[int, ...] | None
+    """Turns whose prompt ids or parsed calls are others when they are rendered again; null without a renderer bundle,
+    and for an episode without tools."""
     workspace_equal: bool | None
     """The digest of the whole workspace at the end; null where the record has none."""
     backend: str
@@ -70,9 +74,14 @@ def same(recorded: ToolResult, again: ToolResult) -> bool:
 
 
 async def rerun(
-    trajectory: Trajectory, run: Runner, digest: Callable[[], Awaitable[str]], backend: str = ""
+    trajectory: Trajectory,
+    run: Runner,
+    digest: Callable[[], Awaitable[str]],
+    backend: str = "",
+    prompts_differ: tuple[int, ...] | None = None,
 ) -> CallsReplay:
-    """Send every answered call of a trajectory again. digest: of the workspace, asked after the last call."""
+    """Send every answered call of a trajectory again. digest: of the workspace, asked after the last call.
+    prompts_differ: as in `CallsReplay`."""
     differing: list[CallDifference] = []
     counts: Counter[str] = Counter()
     calls = 0
@@ -89,9 +98,10 @@ async def rerun(
     return CallsReplay(
         trajectory=trajectory.id,
         calls=calls,
-        equal=not differing and workspace is not False,
+        equal=not differing and not prompts_differ and workspace is not False,
         differing=tuple(differing),
         normalised=dict(sorted(counts.items())),
+        prompts_differ=prompts_differ,
         workspace_equal=workspace,
         backend=backend,
     )

@@ -129,7 +129,7 @@ def bundle(syntax: str, **changes: object) -> RendererBundle:
         "chat_template": TEMPLATES[syntax],
         "system": "You are a coding agent.",
         "date": "2026-11-22",
-        "tools": schemas.functions_json(),
+        "tools": schemas.functions_json() | changes.pop("tools", {}),
     }
     return RendererBundle(**(fields | changes))  # type: ignore[arg-type]
 

@@ -293,7 +293,7 @@ class Rollout(Actor):
         def oracle() -> Oracle:
             return self._suite(request.task.suite).oracle(request.task.task)
 
-        async with self._policies.serving(request.policy, task, oracle) as (engine, renderer):
+        async with self._policies.serving(request.policy, task, oracle, request.wording) as (engine, renderer):
             return await episode.run(resume, engine, renderer)
 
     async def _plugins_of(self, task: Task) -> tuple[Plugin, ...]:

@@ -25,7 +25,7 @@ from headrace.harness.tools.registry import schemas_of
 from headrace.harness.tools.toolbox import tools_of
 from headrace.messages.base import Message
 from headrace.messages.product import ClientTurn
-from headrace.messages.rollout import PolicyRef
+from headrace.messages.rollout import PolicyRef, ToolWording
 from headrace.messages.subjects import EVENT
 from headrace.messages.tasks import Oracle, Task
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
@@ -180,16 +180,18 @@ class Policies:
             ) from None
 
     @asynccontextmanager
-    async def serving(self, policy: PolicyRef, task: Task, oracle: Callable[[], Oracle]) -> AsyncIterator[Served]:
+    async def serving(
+        self, policy: PolicyRef, task: Task, oracle: Callable[[], Oracle], wording: ToolWording | None = None
+    ) -> AsyncIterator[Served]:
         """Engine and renderer for one episode. NoPolicy when this node cannot serve the policy."""
         if policy.run not in ("", self._run):
             branch = await self._branch(policy.run)
             branch.follow_latest(policy)
-            async with branch.serving(PolicyRef(policy.kind, policy.version), task, oracle) as served:
+            async with branch.serving(PolicyRef(policy.kind, policy.version), task, oracle, wording) as served:
                 yield served
             return
         if policy.kind == "scripted":
-            renderer = await self._scripted_renderer(task)
+            renderer = await self._scripted_renderer(task, wording)
             try:
                 known = _known(policy.name, task, oracle)
                 turns, message = script(policy.name, task, known), None
@@ -201,10 +203,10 @@ class Policies:
             yield Served(engine, renderer)
         elif policy.kind == "pinned":
             async with self._pinned(policy.version) as engine:
-                yield Served(engine, await self._renderer(task))
+                yield Served(engine, await self._renderer(task, wording))
         else:
             await self.reached(0)
-            renderer = await self._renderer(task)
+            renderer = await self._renderer(task, wording)
             yield Served(await self._open_engine(), renderer)
 
     @asynccontextmanager
@@ -311,7 +313,7 @@ class Policies:
         path.write_text(renderers.bundle.tokenizer_json, encoding="utf-8")
         return path
 
-    async def _renderer(self, task: Task) -> Renderer:
+    async def _renderer(self, task: Task, wording: ToolWording | None) -> Renderer:
         """The renderer of the run's bundle for the tools of a task. NoPolicy when this node cannot open it, because in
         another format the policy would be trained on text that it did not sample."""
         renderers = await self._open_renderers()
@@ -320,14 +322,17 @@ class Policies:
                 f"run {self._run} has no renderer bundle in HR_STATE; its trainer publishes it before the first version"
             )
         try:
-            return renderers.open(schemas_of(tools_of(task)))
+            async with self._fetching:  # words of a new group take some 100 ms, once
+                return await asyncio.to_thread(renderers.open, schemas_of(tools_of(task)), wording)
         except (RendererError, PluginError) as error:
             raise NoPolicy(str(error)) from None
 
-    async def _scripted_renderer(self, task: Task) -> Renderer:
+    async def _scripted_renderer(self, task: Task, wording: ToolWording | None) -> Renderer:
         """The run's renderer; in a run with only scripted policies, bytes in the terse format."""
         if await self._open_renderers() is not None:
-            return await self._renderer(task)
+            return await self._renderer(task, wording)
+        if wording is not None:
+            raise NoPolicy(f"run {self._run} has no renderer bundle in HR_STATE, and other words for tools need one")
         try:
             more = tuple(tool for tool in schemas_of(tools_of(task)) if tool.name not in schemas.BY_NAME)
         except PluginError as error:

@@ -45,12 +45,14 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
     from headrace.actors.trainer import initial_policy
     from headrace.harness.mcp.connection import Connection, McpError
     from headrace.harness.mcp.tools import LISTING, listings, offer
-    from headrace.harness.prompt import toolbox_for
+    from headrace.harness.prompt import toolbox_for, whole_prompt
+    from headrace.harness.rendered import differing
     from headrace.harness.tools.registry import schemas_of
     from headrace.harness.tools.toolbox import tools_of, with_search, with_tools
     from headrace.messages.rollout import RendererBundle
     from headrace.messages.sandbox import Acquire, NoCapacity, PullTree, SandboxLost
     from headrace.messages.search import SearchLost
+    from headrace.rendering.base import RendererError
     from headrace.rendering.registry import Renderers
     from headrace.search.models import offers_search
     from headrace.tasks import open_suite
@@ -71,12 +73,19 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
         raise ReplayError(f"the MCP servers of the run cannot be listed from {folder / LISTING}: {error}") from None
     recorded = {result.call_id: result for turn in trajectory.turns for result in turn.results}
     file = folder / initial_policy.BUNDLE  # a run of scripted policies alone has none
-    detailed = False
-    if file.is_file():
-        bundle = msgspec.json.decode(file.read_bytes(), type=RendererBundle)
-        detailed = Renderers(bundle).open(schemas_of(tools_of(task))).detailed_results
+    detailed, prompts_differ = False, None
     searching = offers_search(config)
     task = with_search(with_tools(task, config.tasks.tools), searching)
+    if file.is_file():
+        bundle = msgspec.json.decode(file.read_bytes(), type=RendererBundle)
+        try:
+            renderer = Renderers(bundle).open(schemas_of(tools_of(task)), trajectory.wording)
+        except RendererError as error:
+            raise ReplayError(str(error)) from None
+        detailed = renderer.detailed_results
+        if task.sandbox and trajectory.renderer == bundle.sha256:
+            prompt, most = whole_prompt(task.system, task.prompt), config.limits.max_parallel_calls
+            prompts_differ = differing(trajectory.turns, prompt, renderer, most)
     search = _recorded_search(config, task, trajectory) if searching else None
     box = toolbox_for(task, detailed, config.limits.context_tokens, search)
     await prepare_host(config)
@@ -107,7 +116,7 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
         async def digest() -> str:
             return (await sandbox.call(PullTree(patterns=()), f"{trajectory.id}-tree")).digest
 
-        return await rerun(trajectory, run, digest, host.backend)
+        return await rerun(trajectory, run, digest, host.backend, prompts_differ)
     except (SandboxLost, SearchLost, NoCapacity) as error:
         raise ReplayError(f"no sandbox for {trajectory.id}: {error}") from None
     finally:

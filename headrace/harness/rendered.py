@@ -1,0 +1,27 @@
+"""Renders a recorded trajectory again and compares it with its record, token for token."""
+
+from collections.abc import Sequence
+
+from headrace.harness.context import Context
+from headrace.harness.loop import calls_of
+from headrace.messages.rollout import Turn
+from headrace.rendering.base import Renderer
+
+
+def differing(turns: Sequence[Turn], prompt: str, renderer: Renderer, max_parallel_calls: int) -> tuple[int, ...]:
+    """The turns whose prompt ids or calls are others than the recorded ones; none when the replay is equal.
+
+    prompt: as `initial_prompt` gave it. renderer: of the recorded bundle, tools and wording. The whole context of every
+    segment is then equal too, because it consists of prompt ids and recorded samples.
+    """
+    context = Context(renderer, prompt, 1 << 62)
+    found = []
+    for turn in turns:
+        asks = turn.kind == "summary" and bool(context.ids)
+        ids = context.summary_ids() if asks else context.next_ids()
+        sampled = [int(id) for id in turn.ids.tolist()]
+        calls = calls_of(renderer, ids, sampled, turn.index, max_parallel_calls) if turn.kind == "act" else ()
+        if ids != turn.prompt_ids.tolist() or calls != turn.calls:
+            found.append(turn.index)
+        context.take(turn)
+    return tuple(found)
