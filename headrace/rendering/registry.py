@@ -49,7 +49,7 @@ class Renderers:
 
     def open(self, tools: Sequence[ToolSchema], wording: ToolWording | None = None) -> Renderer:
         """The renderer for a task that offers these tools, under other words if there is a `wording`. RendererError
-        when a tool or the table of words differs from the run's, and for words in a format that has no room for them.
+        when a tool or the table of words differs from the run's, and for words in the terse format.
         """
         for name, schema in schemas.functions_json(tools).items():
             if self.bundle.tools.get(name, schema) != schema:  # a plugin's tool may be known to this node alone

@@ -12,7 +12,7 @@ from headrace.harness.rendered import differing
 from headrace.harness.scripted import ScriptedEngine, script
 from headrace.messages.rollout import Limits, RolloutRequest, Sampling, ToolResult, ToolWording, Turn
 from headrace.messages.tasks import TaskRef
-from headrace.rendering import schemas, wordings
+from headrace.rendering import schemas
 from headrace.rendering.base import Renderer
 from headrace.rendering.registry import Renderers
 from headrace.tasks.generated.repositories import TOOLS, Made, make
@@ -60,8 +60,7 @@ async def test_a_script_solves_a_task_in_every_format_and_under_other_words(name
     wording = None if words == "own" else ToolWording(words=words, seed=11)  # type: ignore[arg-type]
 
     def opened() -> Renderer:
-        bundle = chat_formats.bundle(name, tools={wordings.KEY: wordings.digest()})
-        return Renderers(bundle).open(tools, wording)
+        return Renderers(chat_formats.bundle(name)).open(tools, wording)
 
     sandbox, format = LocalFiles(made.task.files), opened()
     engine = ScriptedEngine(script("oracle", made.task, made.oracle), format)

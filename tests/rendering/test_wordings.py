@@ -4,7 +4,7 @@ import pytest
 
 from headrace.harness.tools.registry import TOOLS, schemas_of
 from headrace.messages.rollout import ToolWording
-from headrace.rendering import wordings
+from headrace.rendering import schemas, wordings
 from headrace.rendering.base import RendererError
 from headrace.rendering.bundle import terse_bundle
 from headrace.rendering.registry import Renderers
@@ -58,6 +58,6 @@ def test_a_node_with_other_words_and_a_format_without_tools_are_refused() -> Non
     terse = terse_bundle(Tokenizer.train((), 400).dump())
     with pytest.raises(RendererError, match="chat template"):
         Renderers(terse).open(BUILT_IN, wording)
-    bundle = chat_formats.bundle("hermes")
+    bundle = chat_formats.bundle("hermes", tools=schemas.functions_json())
     with pytest.raises(RendererError, match="words for tools differ"):
         Renderers(bundle).open(BUILT_IN[:3], wording)

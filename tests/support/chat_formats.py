@@ -7,7 +7,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HuggingFace
 
 from headrace.messages.rollout import RendererBundle
-from headrace.rendering import schemas
+from headrace.rendering import schemas, wordings
 from headrace.rendering.base import Renderer
 from headrace.rendering.registry import Renderers
 from headrace.rendering.tokenizer import Tokenizer
@@ -129,7 +129,7 @@ def bundle(syntax: str, **changes: object) -> RendererBundle:
         "chat_template": TEMPLATES[syntax],
         "system": "You are a coding agent.",
         "date": "2026-11-22",
-        "tools": schemas.functions_json() | changes.pop("tools", {}),
+        "tools": schemas.functions_json() | {wordings.KEY: wordings.digest()},
     }
     return RendererBundle(**(fields | changes))  # type: ignore[arg-type]
 
