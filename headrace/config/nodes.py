@@ -154,5 +154,8 @@ class Environment(Section, frozen=True, kw_only=True):
     machine; users and the judge do. 0: no limit."""
     lease_s: Duration = 120.0
     group_idle_s: Seconds = 10.0
+    template_memory_mb: Count = 2048
+    """MiB of template memory that this node keeps (some 200 for each class of machines). Beyond it, the templates that
+    no machine uses are dropped, the least recently used first, and read again when they are needed. 0: no limit."""
     cache_dir: Path = ".cache/headrace"
     """Guest image and templates, content-addressed; survives runs."""

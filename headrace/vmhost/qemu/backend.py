@@ -1,12 +1,11 @@
 """The `qemu` backend: copy-on-write clones, made on demand or parked ahead of need, as many as memory holds."""
 
 import asyncio
-import fcntl
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TextIO
+from typing import Any, ClassVar
 
 from headrace.backoff import Backoff
 from headrace.config import Environment
@@ -19,9 +18,9 @@ from headrace.vmhost.node import capacity
 from headrace.vmhost.node.capacity import OVERHEAD_MB
 from headrace.vmhost.node.doctor import doctor
 from headrace.vmhost.node.prewarming import MEMORY_S, Demand
-from headrace.vmhost.qemu import snapshot
+from headrace.vmhost.qemu import held, snapshot
 from headrace.vmhost.qemu.clone import Clone
-from headrace.vmhost.qemu.memory import Memory
+from headrace.vmhost.qemu.held import HeldTemplates
 from headrace.vmhost.qemu.process import no_kvm
 from headrace.vmhost.qemu.snapshot import Snapshot
 from headrace.vmhost.templates import classes
@@ -34,13 +33,6 @@ FILL_AFTER_S, FILL_BY_S = 0.05, 0.5
 for the processor."""
 REPLACE_FIRST_S, REPLACE_MOST_S = 0.5, 30.0
 """Delay before a clone that died while it was parked is replaced. It grows while replacements die as well."""
-
-
-class Held(NamedTuple):
-    """A template's memory, and the lock on its files."""
-
-    memory: Memory
-    lock: TextIO
 
 
 class CloneBackend:
@@ -79,11 +71,11 @@ class CloneBackend:
         self._alive: set[Clone] = set()
         self._spent_ms = 0.0
         self._making = asyncio.Lock()
-        self._held: dict[Path, Held] = {}
-        """The memories in use, by the folders of their templates; images share one."""
+        self._held = HeldTemplates(environment.template_memory_mb)
         self._parked: list[Clone] = []
         self._reserved = 0
-        least = dict.fromkeys((WARM, *environment.also_warm), environment.warm)
+        self._kept_warm = (WARM, *environment.also_warm)
+        least = dict.fromkeys(self._kept_warm, environment.warm)
         self._demand = Demand(least, environment.warm_most if environment.warm else 0)
         self._filling: asyncio.Task[None] | None = None
         self._later: asyncio.TimerHandle | None = None
@@ -125,22 +117,26 @@ class CloneBackend:
                 def say(text: str) -> None:
                     loop.call_soon_threadsafe(self._event, "vm_template", text, {})
 
-                self._templates |= await asyncio.to_thread(base.ensure, self._environment, say, (name,))
+                template = (await asyncio.to_thread(base.ensure, self._environment, say, (name,)))[name]
                 # Read the template's memory now, not while a clone starts.
-                await asyncio.to_thread(self._hold, self._templates[name])
-            return self._templates[name]
+                self._held.keep(template, await asyncio.to_thread(held.read, template))
+                self._templates[name] = template
+            self._held.use(template)
+            self._drop_templates(template)
+            return template
 
-    def _hold(self, template: Template) -> None:
-        """Read a template's memory, and keep the cache's garbage collection from removing its files."""
-        memory = template.memory
-        held = self._held.get(template.folder)
-        if held is not None and held.memory is memory:
-            return
-        lock = (template.folder / "manifest.json").open()
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        if held is not None:
-            held.lock.close()
-        self._held[template.folder] = Held(memory, lock)
+    def _drop_templates(self, *needed: Template) -> None:
+        """Drop the memory of templates that no clone uses, if all exceed the budget. Those that are always kept warm
+        stay. A later request reads a dropped one from the cache again."""
+        warm = [self._templates[name] for name in self._kept_warm if name in self._templates]
+        in_use = {template.folder for template in (*needed, *warm, *(clone.template for clone in self._alive))}
+        for dropped in self._held.drop(in_use):
+            names = [name for name, template in self._templates.items() if template.folder == dropped.folder]
+            for name in names:
+                del self._templates[name]
+            text = f"dropped from memory, which is beyond template_memory_mb = {self._held.budget_mb}"
+            figures = {"freed_mb": round(dropped.mb), "left_mb": round(self._held.mb)}
+            self._event("template_dropped", f"template {', '.join(names)}: {text}", figures)
 
     async def machine(self, template: str, limits: SandboxLimits) -> Clone:
         """A parked clone, or a new one, which answers once it is `ready`. SandboxLost, VmhostError."""
@@ -197,6 +193,8 @@ class CloneBackend:
     async def _copy(self, template: Template, begin: Snapshot) -> Clone:
         """A clone that begins at a snapshot of another clone of the template. SandboxLost."""
         self._reserved = max(0, self._reserved - 1)
+        if template not in self._held:  # dropped since the snapshot was taken
+            self._held.keep(template, await asyncio.to_thread(held.read, template))
         clone = Clone(self, template, begin)
         clone.used = True
         self._alive.add(clone)
@@ -250,6 +248,8 @@ class CloneBackend:
         if self._closed or len(self._alive) >= self._environment.max_vms:
             return ""
         for name in self._demand.templates():
+            if name not in self._templates:  # dropped since it was last asked for
+                continue
             waiting = sum(clone.template is self._templates[name] for clone in self._parked)
             if waiting < self._demand.wanted(name) and not self._memory_shortage(name):
                 return name
@@ -344,6 +344,8 @@ class CloneBackend:
             self._fill_again()
         if clone.used:
             self._fill()
+        if not self._closed:
+            self._drop_templates()
 
     def facts(self) -> dict[str, Any]:
         """Description for reports."""
@@ -384,8 +386,7 @@ class CloneBackend:
         for clone in list(self._alive):
             clone.kill()
         await self.settle()
-        for held in self._held.values():
-            held.lock.close()
+        self._held.close()
 
 
 def _clone(machine: Machine) -> Clone:

@@ -1,9 +1,12 @@
 """The memory that clones share can't be written, and what runs them is nobody."""
 
+import asyncio
 import errno
+import gc
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,7 @@ from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.node.host import Host
 from headrace.vmhost.qemu.clone import Clone
 from headrace.vmhost.qemu.memory import Memory, sealed
+from tests.support.hosts import ask
 from tests.support.paths import ROOT
 
 CACHE = str(ROOT / ".cache" / "headrace")
@@ -64,6 +68,48 @@ def test_it_closes_with_its_last_user_and_is_saved_with_holes(tmp_path: Path) ->
 def test_a_template_without_its_memory_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(VmhostError, match=r"memory of template t cannot be read from"):
         sealed(tmp_path / "ram", (), "t")
+
+
+@pytest.mark.vm
+@pytest.mark.slow
+@pytest.mark.anyio
+@pytest.mark.timeout(900)
+async def test_templates_beyond_the_budget_are_dropped_but_never_under_a_clone() -> None:
+    dropped: asyncio.Queue[str] = asyncio.Queue()
+
+    def on_event(kind: str, text: str, data: dict[str, Any]) -> None:
+        if kind == "template_dropped":
+            assert data["freed_mb"] > 0
+            dropped.put_nowait(text)
+
+    host = await Host.open(
+        Environment(backend="qemu", cache_dir=CACHE, warm=0, template_memory_mb=1), on_event=on_event
+    )
+
+    def request(template: str, attempt: int = 0) -> Acquire:
+        return ask(group=template, template=template, isolation="episode", attempt=attempt)
+
+    def memories(name: str) -> int:
+        """How many memories of that template this process holds."""
+        links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
+        return sum(link.startswith(f"/memfd:headrace-{name} ") for link in links)
+
+    try:
+        full = await host.acquire(request("debian"))
+        light = await host.acquire(request("light"))
+        assert (await full.call(Exec(argv=("echo", "up")))).stdout == "up\n" and dropped.empty()
+        assert (memories("debian"), memories("light")) == (1, 1)
+        host.release(full.id)
+        assert "template debian: dropped" in await asyncio.wait_for(dropped.get(), 60.0)
+        await host.settle()
+        del full  # it refers to its machine, which refers to the memory
+        gc.collect()
+        assert (memories("debian"), memories("light")) == (0, 1)  # light is the one that is kept warm
+        again = await host.acquire(request("debian", 1))
+        assert (await again.call(Exec(argv=("echo", "up")))).stdout == "up\n"
+        assert (await light.call(Exec(argv=("echo", "up")))).stdout == "up\n"
+    finally:
+        await host.close()
 
 
 @pytest.mark.vm
