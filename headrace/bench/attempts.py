@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from headrace.bench.tokens import Tokens, tokens_of
 from headrace.bus.connection import Bus
 from headrace.ledger import lost_attempts
 from headrace.ledger.evaluation import group_prefix
@@ -21,24 +22,6 @@ from headrace.messages.subjects import DLQ, FAIL, LEDGER, SCORE, TRAJ, TURN
 EDITS = frozenset({"edit", "edit_file", "write_file"})
 READS = frozenset({"read_file", "search", "list_files", "semantic_search", "keyword_search"})
 TESTS = frozenset({"run_tests"})
-
-
-class Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one attempt by kind."""
-
-    prompt: int = 0
-    """Prompt tokens in front of the first turn of every segment: the task and the tools."""
-    observed: int = 0
-    """Tokens of the calls' results."""
-    acting: int = 0
-    """Sampled in turns with calls or text."""
-    summary: int = 0
-    """Sampled in summaries."""
-
-    @property
-    def sampled(self) -> int:
-        """All sampled tokens."""
-        return self.acting + self.summary
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,13 +161,9 @@ async def _episodes(bus: Bus, run: str, groups: Sequence[str]) -> tuple[dict[int
 
 
 def _attempt(trial: int, seq: int, score: Score, episode: Trajectory, began: float, ended: dict[int, float]) -> Attempt:
-    kinds = {"prompt": 0, "observed": 0, "acting": 0, "summary": 0}
     by_tool: dict[str, int] = {}
     calls: list[tuple[int, str, bool]] = []
-    for position, turn in enumerate(episode.turns):
-        opens = position == 0 or episode.turns[position - 1].segment != turn.segment
-        kinds["prompt" if opens else "observed"] += len(turn.prompt_ids)
-        kinds["summary" if turn.kind == "summary" else "acting"] += len(turn.ids)
+    for turn in episode.turns:
         ok = {result.call_id: result.ok for result in turn.results}
         for call in turn.calls:
             by_tool[call.name] = by_tool.get(call.name, 0) + 1
@@ -203,7 +182,7 @@ def _attempt(trial: int, seq: int, score: Score, episode: Trajectory, began: flo
         reward=score.reward,
         rubric={one.id: one.met for one in score.rubric.criteria} if score.rubric is not None else {},
         version=score.oldest_version,
-        tokens=Tokens(**kinds),
+        tokens=tokens_of(episode.turns),
         turns=len(episode.turns),
         calls=len(calls),
         calls_by_tool=dict(sorted(by_tool.items())),

@@ -33,6 +33,8 @@ class Means(msgspec.Struct, frozen=True, kw_only=True):
     observed_tokens: float
     acting_tokens: float
     summary_tokens: float
+    dropped_tokens: float = 0.0
+    """Of all tokens, those of ended segments that no later one sees."""
     turns: float
     calls: float
     parallel_calls: float
@@ -136,6 +138,7 @@ def report(id: str, run: str, policy: str, suite: str, trials: int, measured: Me
             observed_tokens=_mean(row.tokens.observed for row in rows),
             acting_tokens=_mean(row.tokens.acting for row in rows),
             summary_tokens=_mean(row.tokens.summary for row in rows),
+            dropped_tokens=_mean(row.tokens.dropped for row in rows),
             turns=_mean(row.turns for row in rows),
             calls=_mean(row.calls for row in rows),
             parallel_calls=_mean(row.parallel_calls for row in rows),

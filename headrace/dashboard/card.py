@@ -52,6 +52,7 @@ def _figures(one: Report) -> Rows:
     yield "Infrastructure: attempts failed, trials without a verdict", f"{one.infra_failures}, {one.infra_lost}"
     yield "Tokens: sampled in turns, in summaries", f"{number(means.acting_tokens)}, {number(means.summary_tokens)}"
     yield "Tokens: prompts, results of calls", f"{number(means.prompt_tokens)}, {number(means.observed_tokens)}"
+    yield "Tokens that self-summarisation dropped", number(means.dropped_tokens)
     yield "Sampled tokens per passed attempt", number(one.sampled_tokens_per_pass)
     yield (
         "Turns, calls, most calls in one turn",
