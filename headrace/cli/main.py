@@ -19,6 +19,7 @@ from headrace.cli import acp, deploy
 from headrace.cli.bus import backup, declare, permissions, restore
 from headrace.cli.config import explain
 from headrace.cli.feedback import gate, promote, rollback
+from headrace.cli.images import build as images_build
 from headrace.cli.images import gc as images_gc
 from headrace.cli.images import listing as images_list
 from headrace.cli.images import pull as images_pull
@@ -87,7 +88,7 @@ GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
     ("mcp", "serve headrace's tools to external agents", (mcp_serve,)),
     ("judge", "models that judge rubrics", (judge_card,)),
     ("trainer", "plan the memory of a trainer", (plan,)),
-    ("images", "the store of container images", (images_pull, images_take, images_list, images_gc)),
+    ("images", "the store of container images", (images_pull, images_take, images_build, images_list, images_gc)),
     (
         "vm",
         "guest images and sandboxes of this host",

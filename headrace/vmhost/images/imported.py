@@ -118,7 +118,7 @@ def _take(cache: Path, making: Path, source: str, request: Request, read: Read) 
         others = images(cache)
         builder = store.Builder(cache, making, tree, stack, [(image.layers, image.boundaries) for image in others])
         settings = read(stack, outer, tree, builder)
-        named = request.name or _name(settings.tags[0] if settings.tags else source)
+        named = request.name or name_of(settings.tags[0] if settings.tags else source)
         if not NAME.match(named) or named in FLAVOURS:
             raise BadImage(f"an image cannot have the name {named!r}: choose another with --name")
         image = _describe(named, source, tree, settings)
@@ -276,7 +276,7 @@ def _user(tree: Tree, user: str) -> tuple[int, int, tuple[int, ...], str]:
     return uid, gid, further, known[5] if known and known[5] else "/"
 
 
-def _name(text: str) -> str:
+def name_of(text: str) -> str:
     """A name out of a tag or a file name: ``ghcr.io/org/tool:1.2`` is ``tool-1.2``."""
     last = text.lower().rstrip("/").rpartition("/")[2]
     for ending in (".gz", ".zst", ".tgz", ".tar"):

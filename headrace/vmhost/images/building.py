@@ -1,0 +1,167 @@
+"""Builds a Dockerfile into the image store: by buildah, with its chroot isolation.
+
+buildah is a program of its own (Debian package ``buildah``). It keeps its layers under ``<cache>/buildah``, so a second
+build runs only what changed; the folder may be removed at any time. The commands of a Dockerfile run under this
+machine's kernel and network and, where headrace runs as root, as root: build files that you trust.
+"""
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.images import imported
+from headrace.vmhost.images.imported import Image, Request
+
+PROGRAM = "buildah"
+FILES = ("Dockerfile", "Containerfile")
+_KEPT_LINES = 12
+"""Lines of the output that an error repeats."""
+_LAST_WORDS_S = 10.0
+"""Limit for reading the rest of the output: a program that a build left behind may keep it open."""
+_CLEAN_S = 120.0
+_POLL_S = 0.2
+_REGISTRIES = 'unqualified-search-registries = ["docker.io"]\nshort-name-mode = "disabled"\n'
+"""So that ``FROM debian:12`` means what it means for docker."""
+
+
+class BuildOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a Dockerfile is built."""
+
+    file: str = ""
+    """The Dockerfile, if it has another name or place; relative to the context."""
+    arguments: tuple[str, ...] = ()
+    """``NAME=value`` for its ARG instructions."""
+    reference: str = ""
+    """The reference by which tasks may name the image; empty: ``NAME:latest``."""
+    timeout_s: float = 3600.0
+
+
+def build(cache: Path, source: Path, request: Request, options: BuildOptions, say: Callable[[str], None]) -> Image:
+    """Build a folder with a Dockerfile, or a Dockerfile with its own folder, and store the image. say: hears the output
+    line by line. VmhostError with the end of the output."""
+    if shutil.which(PROGRAM) is None:
+        raise VmhostError(f"{PROGRAM} is not installed: apt-get install {PROGRAM}, or import an image built elsewhere")
+    context, file = _source(source, options.file)
+    name = request.name or imported.name_of(context.resolve().name)
+    reference = options.reference or f"{name}:latest"
+    place = cache / "buildah"
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / "lock").open("w") as lock:
+        _take(lock, options.timeout_s, say)
+        for left in place.glob("output-*"):  # of a process that died: the builder holds the lock
+            shutil.rmtree(left, ignore_errors=True)
+        making = Path(tempfile.mkdtemp(dir=place, prefix="output-"))
+        runner = _Runner(place, making, options.timeout_s, say)
+        try:
+            words = ["bud", "--isolation", "chroot", "--network", "host", "--layers", "--iidfile", str(making / "id")]
+            words += [word for argument in options.arguments for word in ("--build-arg", argument)]
+            runner.run([*words, "--file", str(file), str(context)])
+            made, archive = (making / "id").read_text().strip(), making / "image.tar"
+            runner.run(["push", made, f"oci-archive:{archive}:{reference}"])
+            return imported.take(cache, archive, name, "", request.memory_mb)
+        finally:
+            runner.clean()
+            shutil.rmtree(making, ignore_errors=True)
+
+
+def _take(lock: IO[str], timeout_s: float, say: Callable[[str], None]) -> None:
+    """Wait until no other build uses the layers: each removes what builds left behind. VmhostError."""
+    deadline = time.monotonic() + timeout_s
+    said = False
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise VmhostError(f"another build has used {lock.name} for {timeout_s:g} s: wait for it") from None
+            if not said:
+                say("headrace: waiting for another build")
+            said = True
+            time.sleep(_POLL_S)
+
+
+def _source(source: Path, file: str) -> tuple[Path, Path]:
+    """The context and the Dockerfile. VmhostError."""
+    if source.is_file() and not file:
+        return source.parent, source
+    if not source.is_dir():
+        raise VmhostError(f"{source} is neither a Dockerfile nor a folder with one")
+    found = [source / name for name in ((file,) if file else FILES) if (source / name).is_file()]
+    if not found:
+        raise VmhostError(f"{source} has no {file or ' and no '.join(FILES)}: name the file by --file")
+    return source, found[0]
+
+
+def _driver() -> str:
+    """The storage driver: overlay where this process may mount it, else vfs, which copies every layer."""
+    known = Path("/proc/filesystems").read_text().split()
+    return "overlay" if os.geteuid() == 0 and "overlay" in known else "vfs"
+
+
+class _Runner:
+    """Runs buildah over the layers of a cache. Root's runs in namespaces of its own: its mounts and the programs of a
+    build end with it, also when it is killed."""
+
+    def __init__(self, place: Path, making: Path, timeout_s: float, say: Callable[[str], None]) -> None:
+        registries = making / "registries.conf"
+        registries.write_text(_REGISTRIES)
+        self._environment = {"CONTAINERS_REGISTRIES_CONF": str(registries)} | os.environ
+        alone = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc") if os.geteuid() == 0 else ()
+        driver = () if "STORAGE_DRIVER" in os.environ else ("--storage-driver", _driver())
+        self._head = [*alone, PROGRAM, "--root", str(place / "store"), "--runroot", str(place / "run"), *driver]
+        self._timeout_s, self._say = timeout_s, say
+
+    def run(self, words: Sequence[str]) -> None:
+        """One command of buildah. VmhostError with the end of its output."""
+        process = subprocess.Popen(
+            [*self._head, *words],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        last: deque[str] = deque(maxlen=_KEPT_LINES)
+        reader = threading.Thread(target=_read, args=(process.stdout, last, self._say), daemon=True)
+        reader.start()
+        try:
+            code = process.wait(self._timeout_s)
+            reader.join(_LAST_WORDS_S)
+        except subprocess.TimeoutExpired:
+            said = " | ".join(last)[-900:]
+            raise VmhostError(f"{PROGRAM} did not end within {self._timeout_s:g} s (--timeout-s): {said}") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if code != 0:
+            raise VmhostError(f"{PROGRAM} ended with code {code}: {' | '.join(last)[-900:]}")
+
+    def clean(self) -> None:
+        """Remove the working containers of builds that failed; finished layers stay."""
+        with suppress(subprocess.TimeoutExpired):
+            words = [*self._head, "rm", "--all"]
+            subprocess.run(words, env=self._environment, capture_output=True, timeout=_CLEAN_S)
+
+
+def _read(output: IO[str], last: deque[str], say: Callable[[str], None]) -> None:
+    with output:
+        for line in output:
+            last.append(line.strip())
+            say(line.rstrip())

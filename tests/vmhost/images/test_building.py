@@ -1,0 +1,79 @@
+"""Dockerfiles built into the image store by a real buildah."""
+
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.cli.main import main
+from headrace.config import Environment
+from headrace.messages.sandbox import Exec
+from headrace.vmhost.backends.container.backend import unavailable
+from headrace.vmhost.images import packages
+from headrace.vmhost.node.host import Host
+from headrace.vmhost.qemu import probe
+from tests.support.hosts import CACHE, ask
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
+DOCKERFILE = """FROM scratch
+ARG WHO
+COPY root/ /
+ENV GREETING=hello
+WORKDIR /work
+RUN echo "$GREETING $WHO" > made
+"""
+
+
+def context(place: Path, dockerfile: str = DOCKERFILE) -> Path:
+    folder = place / "built-app"
+    programs = folder / "root" / "bin"
+    programs.mkdir(parents=True)
+    (folder / "Dockerfile").write_text(dockerfile)
+    (programs / "busybox").write_bytes(probe._busybox(packages.folder(Path(CACHE))))
+    (programs / "busybox").chmod(0o755)
+    for name in ("sh", "cat", "echo", "sleep"):
+        (programs / name).symlink_to("busybox")
+    return folder
+
+
+def build(*words: str) -> int:
+    return main(["images", "build", *words, "--set", f"environment.cache_dir={CACHE}"])
+
+
+def test_what_is_missing_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build(str(tmp_path)) == 3
+    assert "buildah is not installed: apt-get install buildah" in capsys.readouterr().err
+    (tmp_path / "buildah").write_text("")
+    (tmp_path / "buildah").chmod(0o755)
+    assert build(str(tmp_path)) == 3
+    assert "has no Dockerfile and no Containerfile: name the file by --file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.vm
+@pytest.mark.skipif(shutil.which("buildah") is None, reason="buildah is not installed")
+async def test_a_dockerfile_is_built_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = context(tmp_path)
+    assert build(str(folder), "--build-arg", "WHO=world") == 0
+    report = msgspec.json.decode(capsys.readouterr().out)
+    assert (report["name"], report["tags"], report["workdir"]) == ("built-app", ["built-app:latest"], "/work")
+    if why := unavailable():
+        pytest.skip(f"built, but no container can run it here: {why}")
+    host = await Host.open(Environment(backend="container", cache_dir=CACHE))
+    try:
+        request = ask(lane="eval", isolation="episode", template="built-app", files={})
+        sandbox = await host.acquire(request)
+        assert (await sandbox.call(Exec(argv=("cat", "made")))).stdout == "hello world\n"
+    finally:
+        await host.close()
+    (folder / "Dockerfile").write_text(DOCKERFILE + "RUN echo the end is near; exit 3\n")
+    assert build(str(folder)) == 3
+    assert "the end is near" in (error := capsys.readouterr().err) and "buildah ended with code" in error
+    (folder / "Dockerfile").write_text(DOCKERFILE + "RUN sleep 600\n")
+    assert build(str(folder), "--timeout-s", "5") == 3
+    assert "did not end within 5 s" in capsys.readouterr().err
+    assert f"{Path(CACHE).resolve()}/buildah" not in Path("/proc/self/mounts").read_text()
