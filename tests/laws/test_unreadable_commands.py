@@ -1,0 +1,166 @@
+"""Law 1 for commands and pages: records that nobody can read change nothing that is printed or shown about a run.
+
+Every command that reads streams runs on the recorded run, first as it is, then with mutated records of every message
+type among its own. `READERS` and `OTHERS` together are all commands, so that a new one has to be put in one of them.
+"""
+
+import argparse
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from headrace.bus.broker.server import Server, open_store
+from headrace.bus.connection import Bus
+from headrace.bus.nats.streams import declare
+from headrace.cli.main import main, parser
+from headrace.dashboard.live import attempt, history, panels
+from headrace.dashboard.live.panels import PANELS
+from headrace.dashboard.records import collect
+from headrace.messages import subjects as s
+from headrace.tasks.packages.fetch import unpack
+from headrace.weights.signing import PUBLIC_FILE
+from tests.support import mutations
+
+RUN = "recorded"
+ARCHIVE = Path(__file__).with_name("recorded") / "run.tar.xz"
+READERS: dict[str, tuple[str, ...]] = {
+    "status": ("status", RUN),
+    "audit": ("audit", RUN),
+    "gate": ("gate", RUN),
+    "replay": ("replay", RUN, "--step", "2"),
+    "rejudge": ("rejudge", RUN, "--judge", "again", "--recorded"),
+    "dlq list": ("dlq", "list", RUN),
+    "dlq show": ("dlq", "show", RUN, "1"),
+    "export": ("export", RUN, "{folder}"),
+    "tasks atif": ("tasks", "atif", RUN, "{folder}.jsonl"),
+    "bus backup": ("bus", "backup", "{folder}", "--run", RUN, "--live"),
+    "weights log": ("weights", "log", RUN),
+    "weights show": ("weights", "show", RUN),
+    "weights verify": ("weights", "verify", RUN),
+    "weights export": ("weights", "export", "{folder}.safetensors", RUN),
+    "weights diff": ("weights", "diff", "1", "3", RUN),
+    "weights collect": ("weights", "collect", RUN),
+    "weights regions": ("weights", "regions", RUN),
+}
+"""Command to its arguments; `{folder}` is a name that is new for each pass."""
+OTHERS = {
+    "up, actor, chaos, launch, eval, bench": "start actors, which test_unreadable.py drives",
+    "dashboard, top, export-metrics": "follow a live run: test_unreadable.py and `views` drive their readers",
+    "dlq retry, dlq drop, promote, rollback, staleness, weights squash": "write; they read what the others read",
+    "retrain": "replays steps as `replay` does, for minutes",
+    "bus restore": "writes the files of a backup",
+    "down, logs": "read processes and log files",
+    "check, config explain, deploy, trainer plan, subjects, wire, bus declare, bus permissions, acp": "read no records",
+    "tasks from-sdist, tasks make, tasks import, tasks certify, tasks certificates, tasks export, tasks show": "files",
+    "policy from-gguf, mcp serve, judge card, keys add, keys list, keys revoke": "files",
+    "images pull, images import, images list, images gc": "files",
+    "vm build, vm import, vm pool, vm shell, vm run, vm fork, vm facts, vm gc, vm doctor": "sandboxes",
+}
+"""Commands that are not run here, and why."""
+
+
+VARIES = re.compile(r'"skipped_count": \d+, "skipped": \[.*?\], (?=")|[\d.]+ (?:B|KiB|MiB|bytes|messages)\b')
+"""The parts that name the unreadable records or count them."""
+
+
+def commands(of: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[str]:
+    """The names of all commands."""
+    below = [action for action in of._actions if isinstance(action, argparse._SubParsersAction)]
+    if not below:
+        yield " ".join(words)
+    for action in below:
+        for name, parser_of_it in action.choices.items():
+            yield from commands(parser_of_it, (*words, name))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run, below `runs/`."""
+    runs = tmp_path_factory.mktemp("commands") / "runs"
+    runs.mkdir()
+    return unpack(ARCHIVE, runs / "unpacked").rename(runs / RUN)
+
+
+@pytest.fixture(scope="module")
+def store(folder: Path) -> Iterator[Server]:
+    """A broker on the run's streams."""
+    server = uvloop.run(open_store(folder / "broker"))
+    (server.credentials / PUBLIC_FILE).write_bytes((folder / PUBLIC_FILE).read_bytes())  # the broker made a new one
+    uvloop.run(declared(server))
+    yield server
+    uvloop.run(server.stop())
+
+
+async def declared(store: Server) -> None:
+    async with await Bus.connect(store.url, role="admin", credentials=store.credentials) as admin:
+        await declare(admin)
+
+
+async def pollute(store: Server) -> int:
+    """Publish mutated records of every type and remove those that can be read; how many are left."""
+    async with await Bus.connect(store.url, role="admin", credentials=store.credentials) as admin:
+        streams = [stream for stream in s.STREAMS if stream.name not in ("HR_BLOB", "HR_ADVISORY", "HR_TASK")]
+        clean = {stream.name: await admin.last_seq(stream.name) for stream in streams}
+        for record in itertools.islice(mutations.mutations(RUN, seed=5), 0, None, 5):
+            await admin.connection.send(record.subject, record.payload, record.headers)
+        await admin.connection.flush()
+        for stream in streams:
+            later = clean[stream.name] + 1
+            for seq in [read.seq async for read in admin.history(stream.name, *stream.subjects, start=later)]:
+                await admin.delete(stream.name, seq)
+        return sum([await admin.last_seq(name) - last for name, last in clean.items()])
+
+
+def test_every_command_has_its_place() -> None:
+    listed = [*READERS, *(name for names in OTHERS for name in names.split(", "))]
+    assert sorted(listed) == sorted(commands(parser()))
+
+
+async def views(store: Server) -> dict[str, object]:
+    """The records as the report and the live page read them."""
+    async with (
+        await Bus.connect(store.url, role="operator", credentials=store.credentials) as report,
+        await Bus.connect(store.url, role="dashboard", credentials=store.credentials) as bus,
+    ):
+        attempts = [received async for received in bus.history("HR_TRAJ", s.TRAJ.where(run=RUN))]
+        last = attempts[-1]
+        read: dict[str, object] = {
+            name: await panel(bus, RUN, 0) for name, panel in PANELS.items() if name != "behaviour"
+        }
+        return read | {
+            "behaviour": (await panels.behaviour(bus, RUN, 0)).attempts,
+            "report": await collect(report, RUN, []),
+            "history": await history.records(bus, RUN, users=True),
+            "attempt": await attempt.describe(bus, RUN, last.seq, last.message, lambda _: {}),
+        }
+
+
+def test_unreadable_records_change_nothing_that_is_printed_or_shown(
+    folder: Path, store: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder.parent.parent)
+
+    def printed(name: str) -> dict[str, tuple[int, str]]:
+        answers = {}
+        for command, words in READERS.items():
+            code = main([word.format(folder=name) for word in words])
+            out, error = capsys.readouterr()
+            said.append(error)
+            answers[command] = (code, VARIES.sub("", out.replace(name, "")))
+        return answers
+
+    said: list[str] = []
+    clean = printed("clean")
+    assert not any("skipped" in error for error in said)
+    assert [command for command, (code, _) in clean.items() if code] == ["dlq show", "export"], [
+        text for text in said if text
+    ]
+    shown = uvloop.run(views(store))
+    assert uvloop.run(pollute(store)) > 300
+    assert printed("polluted") == clean
+    assert uvloop.run(views(store)) == shown
+    assert sum("skipped an unreadable record" in error for error in said) > len(READERS) // 2
