@@ -57,7 +57,7 @@ OTHERS = {
     "check, config explain, deploy, trainer plan, subjects, wire, bus declare, bus permissions, acp": "read no records",
     "tasks from-sdist, tasks make, tasks import, tasks certify, tasks certificates, tasks export, tasks show": "files",
     "policy from-gguf, mcp serve, judge card, keys add, keys list, keys revoke": "files",
-    "images pull, images import, images list, images gc": "files",
+    "images pull, images import, images build, images list, images gc": "files",
     "vm build, vm import, vm pool, vm shell, vm run, vm fork, vm facts, vm gc, vm doctor": "sandboxes",
 }
 """Commands that are not run here, and why."""
@@ -105,9 +105,13 @@ async def pollute(store: Server) -> int:
     async with await Bus.connect(store.url, role="admin", credentials=store.credentials) as admin:
         streams = [stream for stream in s.STREAMS if stream.name not in ("HR_BLOB", "HR_ADVISORY", "HR_TASK")]
         clean = {stream.name: await admin.last_seq(stream.name) for stream in streams}
+        places: dict[str, str] = {}
         for record in itertools.islice(mutations.mutations(RUN, seed=5), 0, None, 5):
             await admin.connection.send(record.subject, record.payload, record.headers)
-        await admin.connection.flush()
+            stream = s.stream_of(record.subject)
+            places[stream.name if stream is not None else ""] = record.subject
+        for place in places.values():  # acknowledged: everything before it is stored
+            await admin.publish_raw(place, b"", {"Hr-Type": "no_such_type/1"})
         for stream in streams:
             later = clean[stream.name] + 1
             for seq in [read.seq async for read in admin.history(stream.name, *stream.subjects, start=later)]:
