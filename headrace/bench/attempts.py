@@ -4,10 +4,12 @@ It reads ledger, failures, scores and trajectories, and not the evaluator's resu
 equal, and it can be compared with the evaluator's result.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
+from headrace.bench.behaviour import acts_of
 from headrace.bench.tokens import Tokens, tokens_of
 from headrace.bus.connection import Bus
 from headrace.ledger import lost_attempts
@@ -18,10 +20,6 @@ from headrace.messages.ledger import SlotIssued
 from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import SlotFailed, Trajectory, TurnDone
 from headrace.messages.subjects import DLQ, FAIL, LEDGER, SCORE, TRAJ, TURN
-
-EDITS = frozenset({"edit", "edit_file", "write_file"})
-READS = frozenset({"read_file", "search", "list_files", "semantic_search", "keyword_search"})
-TESTS = frozenset({"run_tests"})
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +49,10 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """Reads and searches before the first edit; those of all turns where there is no edit."""
     tested: bool
     """Whether the tests ran after the last edit."""
+    lint_fixed: int
+    """Problems of the linter that were gone the next time it ran over the same files."""
+    asked: bool
+    """Whether the last message to the user holds a question."""
     wall_s: float
     """Seconds from the start of the episode to its trajectory, waits for results included."""
     call_ms: tuple[float, ...]
@@ -161,16 +163,10 @@ async def _episodes(bus: Bus, run: str, groups: Sequence[str]) -> tuple[dict[int
 
 
 def _attempt(trial: int, seq: int, score: Score, episode: Trajectory, began: float, ended: dict[int, float]) -> Attempt:
-    by_tool: dict[str, int] = {}
-    calls: list[tuple[int, str, bool]] = []
-    for turn in episode.turns:
-        ok = {result.call_id: result.ok for result in turn.results}
-        for call in turn.calls:
-            by_tool[call.name] = by_tool.get(call.name, 0) + 1
-            calls.append((turn.index, call.name, not call.error and ok.get(call.id, False)))
-    edits = [at for at, (_, name, _) in enumerate(calls) if name in EDITS]
-    made = [at for at in edits if calls[at][2]]
-    first = calls[made[0]][0] if made else None
+    by_tool = Counter(call.name for turn in episode.turns for call in turn.calls)
+    acts = acts_of(episode.turns)
+    made = [turn for turn, done in acts.edits if done]
+    first = made[0] if made else None
     return Attempt(
         task=score.task.task,
         family=score.family,
@@ -184,14 +180,16 @@ def _attempt(trial: int, seq: int, score: Score, episode: Trajectory, began: flo
         version=score.oldest_version,
         tokens=tokens_of(episode.turns),
         turns=len(episode.turns),
-        calls=len(calls),
+        calls=by_tool.total(),
         calls_by_tool=dict(sorted(by_tool.items())),
         invalid_calls=episode.malformed_calls,
-        parallel_calls=max((len(turn.calls) for turn in episode.turns), default=0),
-        edits=len(edits),
-        failed_edits=len(edits) - len(made),
-        reads_before_edit=sum(name in READS for _, name, _ in calls[: made[0] if made else None]),
-        tested=any(name in TESTS for _, name, _ in calls[made[-1] if made else 0 :]),
+        parallel_calls=acts.most_calls,
+        edits=len(acts.edits),
+        failed_edits=len(acts.edits) - len(made),
+        reads_before_edit=acts.reads_before_edit,
+        tested=acts.tested,
+        lint_fixed=acts.lint_fixed,
+        asked=acts.asked,
         wall_s=episode.wall_s,
         call_ms=tuple(result.wall_ms for turn in episode.turns for result in turn.results),
         first_edit_turn=first,

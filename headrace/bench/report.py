@@ -42,6 +42,10 @@ class Means(msgspec.Struct, frozen=True, kw_only=True):
     reads_before_edit: float
     tested: float
     """Share of attempts that ran the tests after their last edit."""
+    lint_fixed: float = 0.0
+    """Problems of the linter that were gone the next time it ran over the same files."""
+    asked: float = 0.0
+    """Share of attempts whose last message to the user holds a question."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +146,8 @@ def report(id: str, run: str, policy: str, suite: str, trials: int, measured: Me
             turns=_mean(row.turns for row in rows),
             calls=_mean(row.calls for row in rows),
             parallel_calls=_mean(row.parallel_calls for row in rows),
+            lint_fixed=_mean(row.lint_fixed for row in rows),
+            asked=_mean(row.asked for row in rows),
             reads_before_edit=_mean(row.reads_before_edit for row in rows),
             tested=_mean(row.tested for row in rows),
         ),

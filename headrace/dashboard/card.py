@@ -62,6 +62,7 @@ def _figures(one: Report) -> Rows:
     yield "Invalid calls, failed edits", f"{one.invalid_call_share:.1%}, {one.failed_edit_share:.1%}"
     yield "Reads before the first edit", number(means.reads_before_edit)
     yield "Tests run after the last edit", f"{means.tested:.1%}"
+    yield "Lint errors fixed, attempts that ask the user", f"{number(means.lint_fixed)}, {means.asked:.1%}"
     yield "Seconds of an attempt: p50, p95", _quantiles(one.attempt_s)
     yield "Seconds to the first edit: p50, p95", _quantiles(one.first_edit_s)
     yield "Milliseconds of a call: p50, p95", _quantiles(one.call_ms)

@@ -94,6 +94,16 @@ def headline(report: Report) -> str:
     return f"<table class='headline'>{cells}</table>"
 
 
+BEHAVIOUR = {
+    "calls_per_turn": "Calls by turns that have one",
+    "reads_before_edit": "Reads and searches before the first edit",
+    "tested": "Share of attempts that ran the tests after their last edit",
+    "lint_fixed": "Lint errors fixed by an attempt",
+    "asked": "Share of attempts that ask the user",
+}
+"""Title of each figure of `StepDone.behaviour`."""
+
+
 def curves(watch: Watch) -> str:
     """Pass rate, staleness, mismatch and gradient norm over the steps, and the measured suites over the versions."""
     steps = watch.steps
@@ -121,6 +131,14 @@ def curves(watch: Watch) -> str:
             ),
             line_chart(
                 "k1, mean of sampler minus trainer log-probability", {"k1": [(s.step, s.k1) for s in steps]}, "step"
+            ),
+            *(
+                line_chart(
+                    title,
+                    {"mean": [(s.step, getattr(s.behaviour, name)) for s in steps if s.behaviour is not None]},
+                    "step",
+                )
+                for name, title in BEHAVIOUR.items()
             ),
             line_chart("Gradient norm", {"norm": [(s.step, s.grad_norm) for s in steps]}, "step"),
         ]

@@ -89,6 +89,21 @@ class StepFigures(Message, frozen=True, kw_only=True):
     """Engines above a limit of [numerics] or with another fingerprint; empty when there is none."""
 
 
+class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
+    """What the attempts of a step did, as means over its attempts that called a tool."""
+
+    calls_per_turn: float
+    """Calls by turns that have one."""
+    reads_before_edit: float
+    """Reads and searches before the first edit."""
+    tested: float
+    """Share of attempts that ran the tests after their last edit."""
+    lint_fixed: float
+    """Problems of the linter that were gone the next time it ran over the same files."""
+    asked: float
+    """Share of attempts whose last message to the user holds a question."""
+
+
 @message("step_done")
 class StepDone(StepFigures, frozen=True, kw_only=True):
     """The outcome of a step that was taken."""
@@ -100,6 +115,8 @@ class StepDone(StepFigures, frozen=True, kw_only=True):
     groups: tuple[str, ...]
     staleness_bound: int
     waited_s: float
+    behaviour: Behaviour | None = None
+    """None where no attempt called a tool."""
 
 
 @message("step_failed")

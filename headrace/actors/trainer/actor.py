@@ -205,7 +205,7 @@ class Trainer(Actor):
             seq = await self._write(renewed)
             manifest, known = renewed, None
         if known is None:
-            await self._write(records.outcome(self.config, manifest, seq, result, 0.0))
+            await self._write(records.outcome(self.config, manifest, seq, result, 0.0, fetched[0].values()))
         self._hash = result.state_hash
         await self.event("step_again", f"step {manifest.step} after a restart", step=manifest.step)
         return result.learning_rate
@@ -259,7 +259,7 @@ class Trainer(Actor):
         fetched = trajectories, scores
         seq, manifest = await self._announce(trainer, 0, tuple(ready.group for ready in batch), window, fetched)
         result = await self._take(trainer, manifest, fetched)
-        record = records.outcome(self.config, manifest, seq, result, waited)
+        record = records.outcome(self.config, manifest, seq, result, waited, trajectories.values())
         await self._write(record)
         self._hash, self._step = result.state_hash, k + 1
         trace = span.context.trace_id

@@ -1,16 +1,19 @@
 """Builds the trainer's records: manifests and outcomes of steps. Pure functions, except for a call of git."""
 
 import subprocess
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import headrace
 from headrace.algorithms.staleness import Bounds
+from headrace.bench.behaviour import behaviour_of
 from headrace.config import Config
 from headrace.ledger.seeds import seed_of
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.plugins import Plugin
+from headrace.messages.rollout import Trajectory
 from headrace.messages.training import BatchGroup, StepDone, StepFailed, StepFigures, StepManifest
 from headrace.registry import merged
 from headrace.replay import reproduce
@@ -97,9 +100,15 @@ def manifest(config: Config, run: str, plan: StepPlan) -> StepManifest:
 
 
 def outcome(
-    config: Config, manifest: StepManifest, manifest_seq: int, result: StepOutcome, waited_s: float
+    config: Config,
+    manifest: StepManifest,
+    manifest_seq: int,
+    result: StepOutcome,
+    waited_s: float,
+    trajectories: Iterable[Trajectory] = (),
 ) -> StepDone | StepFailed:
-    """The StepDone or StepFailed of a step. waited_s: seconds that the trainer waited for the batch."""
+    """The StepDone or StepFailed of a step. waited_s: seconds that the trainer waited for the batch. trajectories: of
+    the batch."""
     groups = tuple(group.group for group in manifest.groups)
     if result.failed:
         return StepFailed(
@@ -125,5 +134,6 @@ def outcome(
         groups=groups,
         staleness_bound=int(manifest.objective.get("staleness", config.curriculum.staleness)),
         waited_s=waited_s,
+        behaviour=behaviour_of(trajectories),
         **figures,
     )

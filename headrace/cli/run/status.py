@@ -38,6 +38,12 @@ def status(args: argparse.Namespace) -> int:
             if last is not None and isinstance(last.message, StepDone):
                 done = last.message
                 say(f"step {done.step + 1}, version {done.version}, pass rate {done.pass_rate:.2f}, k1 {done.k1:+.4f}")
+                if (acts := done.behaviour) is not None:
+                    say(
+                        f"attempts: {acts.calls_per_turn:.2f} calls a turn, {acts.reads_before_edit:.1f} reads before "
+                        f"an edit, {acts.tested:.0%} tested, {acts.lint_fixed:.2f} lint errors fixed, {acts.asked:.0%} "
+                        "asked the user"
+                    )
             events = run.bus.history("HR_EVENT", subjects.EVENT.where(run=run.id, type=EvalResult.type_name))
             for point in curve_of([entry.message async for entry in events if isinstance(entry.message, EvalResult)]):
                 say(f"version {point.version} passes {point.rate:.2f} of {point.tasks} tasks of {point.suite}")

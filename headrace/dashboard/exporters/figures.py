@@ -2,6 +2,8 @@
 
 import math
 
+import msgspec
+
 from headrace.ledger.training import DURING
 from headrace.messages.base import Message
 from headrace.messages.evaluation import EvalResult
@@ -20,6 +22,8 @@ def figures(message: Message, steps: int) -> tuple[int, dict[str, float]] | None
     """
     if isinstance(message, StepDone):
         values = {f"train/{name}": float(getattr(message, name)) for name in _OF_STEPS}
+        if message.behaviour is not None:
+            values |= {f"behaviour/{name}": value for name, value in msgspec.structs.asdict(message.behaviour).items()}
         return message.step, {name: value for name, value in values.items() if math.isfinite(value)}
     if isinstance(message, EvalResult):
         name = message.reason or message.id

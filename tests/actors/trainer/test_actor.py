@@ -15,7 +15,7 @@ from headrace.bus.errors import MessageGone, Unrecoverable, WrongSequence
 from headrace.bus.payloads import renderer_bundles
 from headrace.messages.plugins import Plugin
 from headrace.messages.subjects import CLOSE, EVENT, STEP
-from headrace.messages.training import StepDone, StepFailed, StepManifest
+from headrace.messages.training import Behaviour, StepDone, StepFailed, StepManifest
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.replay.fetching import Records
 from headrace.replay.recorded_run import of_run
@@ -64,6 +64,8 @@ async def test_batches_become_versions_in_the_order_of_closings(connect: Connect
     assert [r.staleness_max for r in done] == [0, 1, 1]
     assert done[1].staleness == {"0": 12, "1": 4}
     assert all(r.trained_slots == GROUP * PER_STEP for r in done)
+    acts = Behaviour(calls_per_turn=1.0, reads_before_edit=0.0, tested=1.0, lint_fixed=0.0, asked=0.0)
+    assert [r.behaviour for r in done] == [acts] * 3
     assert snapshot.file_hash(last.path) == last.state_hash == done[-1].state_hash
     assert [path.name[:9] for path in sorted((feeder.folder / "snapshots").iterdir())] == ["v00000002", "v00000003"]
 

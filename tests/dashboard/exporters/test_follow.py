@@ -18,7 +18,7 @@ from headrace.messages import subjects as s
 from headrace.messages.evaluation import EvalResult
 from headrace.messages.operations import Event
 from headrace.messages.rollout import PolicyRef
-from headrace.messages.training import StepDone
+from headrace.messages.training import Behaviour, StepDone
 from tests.conftest import Connect
 
 pytestmark = pytest.mark.anyio
@@ -35,6 +35,7 @@ def step(run: str, number: int, reward: float = 0.5) -> StepDone:
         staleness_bound=1,
         waited_s=0.0,
         reward_mean=reward,
+        behaviour=Behaviour(calls_per_turn=1.5, reads_before_edit=2.0, tested=0.5, lint_fixed=0.0, asked=0.25),
     )
 
 
@@ -88,6 +89,7 @@ def test_values_that_are_not_finite_are_left_out() -> None:
     found = figures(step("r1", 3), 4)
     assert found is not None and found[0] == 3
     assert "train/max_abs_dlp" not in found[1] and found[1]["train/staleness_bound"] == 1.0
+    assert (found[1]["behaviour/calls_per_turn"], found[1]["behaviour/asked"]) == (1.5, 0.25)
 
 
 def test_evaluations_while_training_goes_on_are_a_curve_over_versions() -> None:

@@ -21,6 +21,9 @@ export function overview(view) {
     plots.draw("time", "Seconds of a step", xs, [{ name: "computing", stroke: "--a", values: of("seconds"), fill: true }, { name: "waiting", stroke: "--b", values: of("waited_s") }]);
     plots.draw("mismatch", "Sampler against trainer, nats a token", xs, [{ name: "k1", stroke: "--a", values: of("k1") }, { name: "k3", stroke: "--b", values: of("k3") }]);
     plots.draw("entropy", "Entropy of the policy, nats a token", xs, [{ name: "entropy", stroke: "--c", values: of("entropy"), fill: true }]);
+    const acts = (name) => steps.map((s) => s.behaviour?.[name] ?? null);
+    plots.draw("acts", "Behaviour of attempts, means", xs, [{ name: "calls by turn", stroke: "--a", values: acts("calls_per_turn") }, { name: "reads before the first edit", stroke: "--b", values: acts("reads_before_edit") }, { name: "lint errors fixed", stroke: "--c", values: acts("lint_fixed") }]);
+    plots.draw("shares", "Share of attempts", xs, [{ name: "tested after the last edit", stroke: "--a", values: acts("tested") }, { name: "asked the user", stroke: "--b", values: acts("asked") }]);
     plots.draw("norm", "Gradient norm", xs, [{ name: "norm", stroke: "--a", values: of("grad_norm") }]);
   }
   const last = steps.at(-1), sums = new Map();
