@@ -1,4 +1,4 @@
-"""What attempts do besides passing: calls side by side, reads before edits, tests, lint errors fixed, questions.
+"""Measures the behaviour of attempts: calls in one turn, reads before edits, tests, lint errors fixed, questions.
 
 The trainer publishes the means of every step in StepDone, and the benchmark those of each attempt.
 """

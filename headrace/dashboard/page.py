@@ -95,7 +95,7 @@ def headline(report: Report) -> str:
 
 
 BEHAVIOUR = {
-    "calls_per_turn": "Calls by turns that have one",
+    "calls_per_turn": "Calls per turn with a call",
     "reads_before_edit": "Reads and searches before the first edit",
     "tested": "Share of attempts that ran the tests after their last edit",
     "lint_fixed": "Lint errors fixed by an attempt",

@@ -90,10 +90,10 @@ class StepFigures(Message, frozen=True, kw_only=True):
 
 
 class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
-    """What the attempts of a step did, as means over its attempts that called a tool."""
+    """Behaviour in a step: means over its attempts that called a tool."""
 
     calls_per_turn: float
-    """Calls by turns that have one."""
+    """Calls per turn that has a call."""
     reads_before_edit: float
     """Reads and searches before the first edit."""
     tested: float
