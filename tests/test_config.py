@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import inspect
 
 from headrace.cli import main
 from headrace.config import Config, ConfigError, load, parse
@@ -99,6 +100,42 @@ def test_every_key_refuses_something(section: str, key: str, default: Any) -> No
     for value in ("nan", "[[[]]]", "{x = [nan]}"):
         with pytest.raises(ConfigError, match=rf"x\.toml, line 2: {section}\.{key}"):
             parse(f"[{section}]\n{key} = {value}\n", "x.toml")
+
+
+OWNED = ("template_kwargs", "reward_options")
+"""Tables whose keys and values belong to the user's own template or reward."""
+
+
+def open_ended(kind: inspect.Type) -> list[str]:
+    """The parts of a type that take any number or any text."""
+    match kind:
+        case inspect.IntType() | inspect.FloatType():
+            above = kind.ge is not None or kind.gt is not None
+            below = kind.le is not None or kind.lt is not None
+            return [] if above and below else [f"a number without {'an upper' if above else 'a lower'} limit"]
+        case inspect.StrType(max_length=longest, pattern=pattern):
+            return [] if longest is not None or pattern is not None else ["text of any length"]
+        case inspect.StructType(fields=fields):
+            fields = tuple(field for field in fields if field.name not in OWNED)
+            return [f"{field.name}: {part}" for field in fields for part in open_ended(field.type)]
+        case inspect.UnionType(types=types):
+            return [part for each in types for part in open_ended(each)]
+        case inspect.VarTupleType(item_type=item) | inspect.ListType(item_type=item):
+            return open_ended(item)
+        case inspect.TupleType(item_types=items):
+            return [part for each in items for part in open_ended(each)]
+        case inspect.DictType(key_type=key, value_type=value):
+            return open_ended(key) + open_ended(value)
+        case inspect.BoolType() | inspect.LiteralType() | inspect.NoneType():
+            return []
+    raise TypeError(kind)
+
+
+def test_every_key_has_a_range() -> None:
+    """A key that loses its range would take what no code expects, and the values above might not show it."""
+    config = inspect.type_info(Config)
+    assert isinstance(config, inspect.StructType)
+    assert {section.name: parts for section in config.fields if (parts := open_ended(section.type))} == {}
 
 
 @pytest.mark.parametrize(

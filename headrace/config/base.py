@@ -46,18 +46,24 @@ BROKERS = r"^((nats|tls|ws|wss)://[^\s,/]+(,(nats|tls|ws|wss)://[^\s,/]+)*)?$"
 HTTP_URL = r"^(https?://[^\s]+)?$"
 MODULE_ATTRIBUTE = r"^[A-Za-z_][\w./:-]{0,254}$"
 PUBLIC_KEY = r"^U[A-Z2-7]{55}$"
+VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,254}$"
+VARIABLE_OR_EMPTY = r"^([A-Za-z_][A-Za-z0-9_]{0,254})?$"
+DEVICE = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
 
 WORDS = {
     TOKEN: "1 to 64 lower-case letters, digits, '-' and '_', the first and last a letter or digit",
     TOKEN_OR_EMPTY: "at most 64 lower-case letters, digits, '-' and '_', the first and last a letter or digit",
     ACTOR: "an actor's name, or name:id",
-    PATH: "a path: not empty, without control characters",
+    PATH: "not empty, without control characters",
     PATH_OR_EMPTY: "text without control characters",
     HOST: "a host name or address",
     BROKERS: "nats://host:port, several separated by commas without spaces, or nothing",
     HTTP_URL: "an http:// or https:// address without spaces, or nothing",
     MODULE_ATTRIBUTE: "a name, or module:attribute",
     PUBLIC_KEY: "the public key of a user: U and 55 more letters and digits",
+    VARIABLE: "the name of an environment variable",
+    VARIABLE_OR_EMPTY: "the name of an environment variable, or nothing",
+    DEVICE: "auto, cpu, cuda or cuda:N",
 }
 """Each pattern in words, for the error."""
 
@@ -74,3 +80,10 @@ HttpUrl = Annotated[str, Meta(pattern=HTTP_URL, max_length=2048)]
 Reference = Annotated[str, Meta(pattern=MODULE_ATTRIBUTE)]
 """The name of something registered, or ``module:attribute``."""
 PublicKey = Annotated[str, Meta(pattern=PUBLIC_KEY)]
+Variable = Annotated[str, Meta(pattern=VARIABLE)]
+OptionalVariable = Annotated[str, Meta(pattern=VARIABLE_OR_EMPTY)]
+Device = Annotated[str, Meta(pattern=DEVICE)]
+Word = Annotated[str, Meta(pattern=PATH, max_length=4096)]
+"""One word of a command line, or one name that another part of the configuration gives a meaning."""
+Prompt = Annotated[str, Meta(max_length=1 << 20)]
+"""Text of many lines."""

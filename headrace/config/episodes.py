@@ -11,26 +11,30 @@ from headrace.config.base import (
     Host,
     HttpUrl,
     OptionalPath,
+    OptionalVariable,
     Path,
     Port,
     Positive,
     Seconds,
     Section,
     Share,
+    Text,
     Token,
+    Variable,
+    Word,
 )
 
 
 class McpServer(Section, frozen=True, kw_only=True):
     """An external MCP server whose tools tasks may offer as ``SERVER/TOOL``. Either a command or an address."""
 
-    command: tuple[str, ...] = ()
+    command: tuple[Word, ...] = ()
     """Program and arguments; it speaks MCP over its standard streams."""
-    env: tuple[str, ...] = ()
+    env: tuple[Variable, ...] = ()
     """Names of environment variables that the command gets besides the usual few."""
     url: HttpUrl = ""
     """Address of a server that speaks streamable HTTP."""
-    key: str = ""
+    key: OptionalVariable = ""
     """Name of the environment variable that holds the bearer token for the address; empty: none is sent."""
     start_s: Duration = 30.0
     """Longest wait for the server's start."""
@@ -56,7 +60,7 @@ class Tasks(Section, frozen=True, kw_only=True):
     """Train on suites without certificates, too: made by users, or without a known solution (tasks/certificates)."""
     certify: bool = False
     """Tasks without a certificate are examined by the actor `certifier` before the first group is issued."""
-    tools: tuple[str, ...] = ()
+    tools: tuple[Word, ...] = ()
     """Tools that every task offers besides its own: entry points of `headrace.tools`, module:attribute, or SERVER/TOOL
     of an MCP server."""
     mcp: dict[Token, McpServer] = {}
@@ -146,7 +150,7 @@ class Judge(Section, frozen=True, kw_only=True):
     again: Share = 0.05
     """Share of verdicts from shared clones that are made a second time, in a clone of their own; every suspicious one
     is, whatever the share."""
-    severities: dict[str, Literal["note", "zero"]] = {}
+    severities: dict[Word, Literal["note", "zero"]] = {}
     """Rules of headrace/judging/rules.py with another severity: note reports a match, zero voids the pass."""
     reward_s: Duration = 30.0
     """Seconds that a reward from outside the package may take for one attempt."""
@@ -160,9 +164,9 @@ class Judge(Section, frozen=True, kw_only=True):
     """File of the model's answers by content; empty: <run dir>/rubrics.sqlite."""
     model_url: HttpUrl = ""
     """Any endpoint that speaks the OpenAI API, such as ``http://127.0.0.1:30000/v1``."""
-    model: str = ""
+    model: Text = ""
     """The model's name at that endpoint."""
-    model_key: str = ""
+    model_key: OptionalVariable = ""
     """Name of the environment variable that holds the API key; empty: no key is sent."""
     model_votes: Annotated[int, Meta(ge=1, le=99)] = 3
     """Answers per criterion. The order in which "met" and "not met" are offered alternates."""
@@ -187,7 +191,7 @@ class Evaluation(Section, frozen=True, kw_only=True):
     after: bool = True
     every: Count = 0
     """Measure after every so many steps while training goes on; 0 turns it off."""
-    every_suites: tuple[str, ...] = ()
+    every_suites: tuple[Path, ...] = ()
     """Suites of these measurements; empty: [tasks] heldout."""
     every_tasks: Positive = 32
     """Tasks of each of them, from the suite's first."""

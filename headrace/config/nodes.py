@@ -16,6 +16,7 @@ from headrace.config.base import (
     OptionalToken,
     Path,
     Port,
+    Reference,
     Seconds,
     Section,
     Seed,
@@ -129,7 +130,7 @@ class Sandboxes(Section, frozen=True, kw_only=True):
 class Environment(Section, frozen=True, kw_only=True):
     """Machines for sandboxes on a node."""
 
-    backend: str = "auto"
+    backend: Reference = "auto"
     """auto (which is qemu), qemu, container, process, an installed plugin of ``headrace.sandboxes``, or
     module:attribute. Containers share the host's kernel and processes share everything; they run only where named."""
     accel: Literal["auto", "kvm", "tcg"] = "auto"

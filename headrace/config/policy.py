@@ -13,6 +13,7 @@ from headrace.config.base import (
     OptionalPath,
     Path,
     Positive,
+    Prompt,
     PublicKey,
     Section,
     Share,
@@ -34,7 +35,7 @@ class Policy(Section, frozen=True, kw_only=True):
     """A Jinja file that replaces the checkpoint's chat template."""
     template_kwargs: dict[str, bool | int | float | str] = msgspec.field(default_factory=dict)
     """Variables for the chat template, such as ``enable_thinking = false``."""
-    system: str = ""
+    system: Prompt = ""
     """The system's text in a chat format; empty: that of headrace/rendering/bundle.py."""
     dim: Positive = 96
     layers: Annotated[int, Meta(ge=1, le=1024)] = 2

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from headrace.config.base import Above0, Amount, Count, Positive, Rate, Reference, Section, Share, Threads
+from headrace.config.base import Above0, Amount, Count, Device, Positive, Rate, Reference, Section, Share, Threads, Word
 
 
 class MidTraining(Section, frozen=True, kw_only=True):
@@ -105,7 +105,7 @@ class Algorithm(Section, frozen=True, kw_only=True):
 class Trainer(Section, frozen=True, kw_only=True):
     """The trainer's process."""
 
-    device: str = "auto"
+    device: Device = "auto"
     """Device of the model and the optimizer: auto (the first CUDA device, else the CPU), cpu, cuda or cuda:N."""
     threads: Threads = 1
     ranks: Threads = 1
@@ -118,7 +118,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Trajectories re-scored exactly at every step (Law 5)."""
     checkpoint_every: Positive = 10
     micro_tokens: Positive = 8192
-    frozen: tuple[str, ...] = ()
+    frozen: tuple[Word, ...] = ()
     """Parameters that no training changes, by patterns over headrace's names: embedding, layers.0.*, norm.
     Layers below the first trained one cost no backward pass, and no delta names a frozen parameter."""
 
