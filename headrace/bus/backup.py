@@ -46,8 +46,8 @@ class Backup(msgspec.Struct, kw_only=True):
 
 
 async def back_up(bus: Bus, run: str, folder: Path, *, live: bool = False) -> Backup:
-    """Copy all streams and buckets. BusError while actors are alive, unless `live`: the copies are then of different
-    moments, and the ledger of a restored one may not balance."""
+    """Copy all streams and buckets. BusError while actors are alive, unless `live`. With `live` the copies are of
+    different moments, so the ledger of a restored run may not balance."""
     alive = len(await (await bus.kv(_PRESENCE)).items())
     if alive and not live:
         raise BusError(
@@ -82,7 +82,7 @@ async def restore(bus: Bus, folder: Path) -> Backup:
     try:
         backup = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Backup)
     except FileNotFoundError:
-        raise BusError(f"{folder} has no {MANIFEST}: it is no backup, or one that was not finished") from None
+        raise BusError(f"{folder} has no {MANIFEST}: it is not a finished backup; name another folder") from None
     except msgspec.DecodeError as error:
         raise BusError(f"{folder / MANIFEST} cannot be read: {error}") from None
     for copy in backup.copies:
@@ -90,9 +90,11 @@ async def restore(bus: Bus, folder: Path) -> Backup:
             raise BusError(f"{folder / copy.stream} is missing or damaged, so nothing was restored; use another backup")
     for copy in backup.copies:
         await snapshots.load(bus.connection, copy.stream, copy.about, folder / copy.stream)
-        found = msgspec.json.decode(await bus.connection.api(f"STREAM.INFO.{copy.stream}"))["state"]["messages"]
-        if found != copy.messages:
-            raise BusError(f"{copy.stream} has {found} messages after the restore, and its backup {copy.messages}")
+        restored = msgspec.json.decode(await bus.connection.api(f"STREAM.INFO.{copy.stream}"))["state"]["messages"]
+        if restored != copy.messages:
+            raise BusError(
+                f"{copy.stream} has {restored} messages after the restore, expected {copy.messages}; restore again"
+            )
     await streams.declare(bus)
     return backup
 

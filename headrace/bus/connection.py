@@ -99,11 +99,11 @@ class Bus(Records):
         expect: int | None = None,
         expect_filter: str | None = None,
     ) -> int:
-        """Store a message; its stream sequence.
+        """Store a message and return its stream sequence.
 
-        It is repeated for `AWAY_S` while the broker is away, and for `patience_s` while the stream is full; the message
-        id stays the same, so it is stored once. expect: last sequence on `expect_filter` or the subject, 0 for none
-        yet; WrongSequence at once when it is another.
+        The publish is repeated for `AWAY_S` while the broker is away, and for `patience_s` while the stream is full.
+        The message id stays the same, so the message is stored once. expect: last sequence on `expect_filter` or the
+        subject, 0 for none yet; WrongSequence at once when it is another.
         """
         payload, headers = encode(message)
         ref: BlobRef | None = None
@@ -192,16 +192,17 @@ class Bus(Records):
         was stored under `expect` is the next one after it on the filter, so this reads that one.
         """
         stream = f"KV_{subject.split('.')[1]}" if subject.startswith("$KV.") else ""
-        known = s.stream_of(subject)
+        if captured_by := s.stream_of(subject):
+            stream = captured_by.name
         expect = int(headers["Nats-Expected-Last-Subject-Sequence"])
         over = headers.get("Nats-Expected-Last-Subject-Sequence-Subject", subject)
         try:
             request = {"seq": expect + 1, "next_by_subj": over}
-            found = await ordered_reader.from_leader(self.connection, known.name if known else stream, request)
+            stored = await ordered_reader.from_leader(self.connection, stream, request)
         except MessageGone:
             return 0
-        same = found.subject == subject and found.headers.get("Nats-Msg-Id") == headers["Nats-Msg-Id"]
-        return found.seq if same else 0
+        same = stored.subject == subject and stored.headers.get("Nats-Msg-Id") == headers["Nats-Msg-Id"]
+        return stored.seq if same else 0
 
     async def emit(self, subject: str, message: Message) -> None:
         """Core NATS, at most once; dropped while the broker is away."""

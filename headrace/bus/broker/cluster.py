@@ -37,26 +37,26 @@ def prepare(folder: Path, routes: Mapping[str, str]) -> dict[str, Path]:
     keeps the keys and makes a new secret for the routes of all brokers.
     """
     if len(routes) != REPLICAS or any(not address.rpartition(":")[2].isdigit() for address in routes.values()):
-        raise BusError(f"a cluster has {REPLICAS} brokers, each as name=host:port, not {dict(routes)}")
+        raise BusError(f"expected {REPLICAS} brokers, each as name=host:port, got {dict(routes)}")
     secret = token_hex(24)
     urls = ", ".join(f'"nats-route://headrace:{secret}@{address}"' for address in routes.values())
     first = credentials.write(folder / next(iter(routes)) / "credentials")
     out = {}
     for name, address in routes.items():
-        own = out[name] = folder / name
-        if own / "credentials" != first:
-            shutil.copytree(first, own / "credentials", dirs_exist_ok=True)
+        broker_folder = out[name] = folder / name
+        if broker_folder / "credentials" != first:
+            shutil.copytree(first, broker_folder / "credentials", dirs_exist_ok=True)
         host, _, port = address.rpartition(":")
         text = f'NAME: "{name}"\nROUTE_HOST: "{host}"\nROUTE_PORT: {port}\nROUTE_SECRET: "{secret}"\nROUTES: [{urls}]\n'
-        credentials.private(own / "self.conf", text)
-        (own / "nats.conf").write_bytes(CONF.read_bytes())
+        credentials.private(broker_folder / "self.conf", text)
+        (broker_folder / "nats.conf").write_bytes(CONF.read_bytes())
     return out
 
 
 async def declare_replicated(bus: Bus, *, reserve: bool = True) -> None:
-    """All streams and buckets on three disks; needs the admin. BusError.
+    """Declare all streams and buckets, each on three disks; needs the role admin. BusError.
 
-    The brokers must have elected a leader before: an earlier request is never answered.
+    Call it after the brokers have elected a leader: they never answer an earlier request.
     """
     await bus.connection.patiently(lambda: bus.connection.api("INFO", timeout=1.0), budget=30.0)
     await declare(bus, reserve=reserve, replicas=REPLICAS)

@@ -34,9 +34,9 @@ def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
     _private_folder(folder)
     roles: dict[str, dict[str, str]] = {}
     for run in sorted({*accounts(folder), *runs}):
-        own = folder / run
-        roles[run] = _seeds(own)
-        _publisher(own)
+        run_folder = folder / run
+        roles[run] = _seeds(run_folder)
+        _publisher(run_folder)
     private(folder / "users.conf", accounts_conf(roles))
     return folder
 
@@ -100,14 +100,14 @@ def _publisher(folder: Path) -> None:
 def adopt_publisher(folder: Path, source: Path) -> None:
     """Accept the versions that another folder's publisher signs: a region's folder gets its hub's public key. Does
     nothing without one."""
-    found = source / f"{PUBLISHER}.pub"
-    if found.exists():
+    public_key = source / f"{PUBLISHER}.pub"
+    if public_key.exists():
         (folder / f"{PUBLISHER}.nk").unlink(missing_ok=True)
-        private(folder / f"{PUBLISHER}.pub", found.read_text(encoding="ascii"))
+        private(folder / f"{PUBLISHER}.pub", public_key.read_text(encoding="ascii"))
 
 
 def _key(path: Path) -> Key:
-    """The key of a seed file, which is made anew where there is none that can be read."""
+    """The key of a seed file. A missing or unreadable file gets a new key."""
     try:
         return Key.parse(path.read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -117,7 +117,7 @@ def _key(path: Path) -> Key:
 
 
 def private(path: Path, text: str) -> None:
-    """Write a file that is never readable by others, not even for a moment, and never half written."""
+    """Write a file atomically, with mode 0600 from its creation on."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.unlink(missing_ok=True)
     with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:

@@ -26,7 +26,7 @@ wildcard. Inside one account (one run and the runs branched from it) therefore:
 - Subjects do not fence content. Readers compare run, lane, group and type of a message with its subject and treat a
   contradiction like damaged bytes (headrace/bus/nats/addressing.py).
 
-Across accounts nothing of this holds: another run's streams, buckets, consumers and inboxes do not exist there.
+None of this crosses accounts: another run's streams, buckets, consumers and inboxes do not exist there.
 A broker that `headrace up` starts holds one run. For a broker of several runs,
 `python -m headrace.bus.broker.credentials FOLDER --run RUN` makes an account per run; with `[bus] credentials = FOLDER`
 every command signs in to the account of its own run and is refused when there is none. A branch of user feedback runs

@@ -176,8 +176,8 @@ def of(role: str) -> Permissions:
         if role in subject.publishers or (_EVERYONE in subject.publishers and role not in ("dashboard", "replay")):
             publish += NARROWER.get(role, {}).get(subject.template, (subject.where(),))
     publish += [s.HEARTBEAT.where(actor=role), s.METRIC.where(actor=role), "hr.rpc.>"]
-    own = [kind for kind, roles in EVENT_TYPES.items() if role in roles]
-    publish += [s.EVENT.where(actor=role, type=kind) for kind in (*own, *FREE_EVENTS)]
+    restricted_kinds = [kind for kind, roles in EVENT_TYPES.items() if role in roles]
+    publish += [s.EVENT.where(actor=role, type=kind) for kind in (*restricted_kinds, *FREE_EVENTS)]
     for stream, consumers in readable(role).items():
         publish += _read_api(stream, consumers=consumers)
         if role == "operator" and consumers:
@@ -212,7 +212,7 @@ def _of_web() -> Permissions:
     """Permissions of the live page: history of streams without users' data by direct get, live records by subject.
 
     It makes no consumers: a push consumer delivers to any subject that its creator names, so its creator could write.
-    Groups of users have a token more than these subjects, so theirs match none of them.
+    The subjects of users' groups have one more token, so no filter here matches them.
     """
     subscribe = [s.HEARTBEAT.where(), s.METRIC.where(), s.TRAFFIC.where(), "hr.step.*", "hr.score.*.*.*"]
     subscribe += ["hr.close.*.*", "hr.ledger.*.*", "hr.fail.*.*"]
@@ -229,7 +229,8 @@ def _of_link() -> Permissions:
     """Permissions of a region at the hub: those of its actors, except that only the hub publishes
     weights.
 
-    Whole patterns of streams: a broker announces an interest to its leaf only if the leaf may publish all of it.
+    The lists hold whole patterns of streams, because a broker announces an interest to its leaf only if the leaf may
+    publish all of it.
     """
     publish: list[str] = ["_INBOX.>", "$JS.ACK.>", "$JS.FC.>"]
     publish += ["$JS.hub.API.CONSUMER.CREATE.HR_WEIGHTS", "$JS.hub.API.CONSUMER.DELETE.HR_WEIGHTS.*"]  # the mirror's
@@ -239,9 +240,9 @@ def _of_link() -> Permissions:
         if stream is not None and stream.name != "HR_WEIGHTS" and {*REGIONAL, _EVERYONE} & set(subject.publishers):
             publish += [pattern for pattern in stream.subjects if s.covers(pattern, subject.where())]
     for role in REGIONAL:
-        own = of(role)
-        subscribe += own.subscribe
-        for name in own.publish:
+        permissions = of(role)
+        subscribe += permissions.subscribe
+        for name in permissions.publish:
             if name.startswith("$KV."):
                 publish.append(f"$JS.hub.API.{name}")
             elif name.startswith("$JS.API."):

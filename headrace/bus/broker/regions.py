@@ -113,7 +113,7 @@ async def declare_mirror(bus: Bus, *, reserve: bool = False) -> None:
     except ApiError as error:
         if error.err_code != _EXISTS:
             raise BusError(f"HR_WEIGHTS cannot be mirrored here: {error}") from error
-        raise BusError("this broker has another HR_WEIGHTS: a region's broker starts without streams") from None
+        raise BusError("this broker has another HR_WEIGHTS, expected none: start it on an empty store") from None
 
 
 def prepare_hub(folder: Path, *, host: str = "0.0.0.0", port: int = 7422) -> Path:
@@ -132,16 +132,16 @@ def prepare_region(folder: Path, name: str, hub: str, key: str | Path) -> Path:
     file of the role ``region``. BusError for an unusable name or key.
     """
     if not _NAME.match(name) or name == HUB:
-        raise BusError(f"{name!r} is no name for a region: lower case, digits and '-', and not {HUB!r}")
+        raise BusError(f"expected a region name of lower-case letters, digits and '-', not {HUB!r}, got {name!r}")
     try:
         seed = Key.parse(Path(key).read_text(encoding="ascii")).seed
     except (OSError, ValueError):
         raise BusError(f"{key} does not hold the seed of the hub's role 'region'") from None
-    own = credentials.write(folder / "credentials")
-    credentials.adopt_publisher(own, Path(key).parent)
-    public = {role: Key.parse((own / f"{role}.nk").read_text(encoding="ascii")).public for role in ROLES}
+    seeds = credentials.write(folder / "credentials")
+    credentials.adopt_publisher(seeds, Path(key).parent)
+    public = {role: Key.parse((seeds / f"{role}.nk").read_text(encoding="ascii")).public for role in ROLES}
     del public[LINK_ROLE]
-    credentials.private(own / "region.conf", users_conf(public, near_permissions))
+    credentials.private(seeds / "region.conf", users_conf(public, near_permissions))
     credentials.private(folder / "self.conf", f'REGION: "{name}"\nHUB: "{hub}"\nHUB_SEED: "{seed}"\n')
     (folder / "mappings.conf").write_text(mappings())
     (folder / "nats.conf").write_bytes(REGION_CONF.read_bytes())

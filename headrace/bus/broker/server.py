@@ -64,11 +64,11 @@ def refuse_busy_port(host: str, port: int, key: str) -> None:
 def running(folder: str | Path) -> Running | None:
     """The live server of a folder, or None. A file left by a dead one does not count."""
     try:
-        found = msgspec.json.decode((Path(folder) / "server.json").read_bytes(), type=Running)
-        command = Path(f"/proc/{found.pid}/cmdline").read_bytes()
+        running = msgspec.json.decode((Path(folder) / "server.json").read_bytes(), type=Running)
+        command = Path(f"/proc/{running.pid}/cmdline").read_bytes()
     except (OSError, msgspec.DecodeError):
         return None
-    return found if b"nats-server" in command and str(Path(folder).resolve()).encode() in command else None
+    return running if b"nats-server" in command and str(Path(folder).resolve()).encode() in command else None
 
 
 class Server:
@@ -154,7 +154,7 @@ class Server:
         if free < self.need_free:
             raise BusError(
                 f"the disk of {self.folder} is too small: {free >> 20} MiB free, the streams need "
-                f"{self.need_free >> 20} MiB"
+                f"{self.need_free >> 20} MiB; free some or choose another folder"
             )
 
     def _websocket_conf(self) -> str:
@@ -175,10 +175,10 @@ class Server:
                 fault = _last_fault(self._text("boot") + self._text("log"))
                 raise BusError(f"nats-server ended with code {process.returncode}: {fault}")
             try:
-                found = msgspec.json.decode(ports.read_bytes())
-                self.port = int(found["nats"][0].rpartition(":")[2])
+                listening = msgspec.json.decode(ports.read_bytes())
+                self.port = int(listening["nats"][0].rpartition(":")[2])
                 if self._origins:
-                    self._websocket_port = int(found["websocket"][0].rpartition(":")[2])
+                    self._websocket_port = int(listening["websocket"][0].rpartition(":")[2])
                     self.websocket = f"ws://{self.host}:{self._websocket_port}"
                 return
             except (OSError, msgspec.DecodeError, KeyError, IndexError):

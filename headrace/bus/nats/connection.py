@@ -34,10 +34,10 @@ PENDING_BYTES = 64 << 20
 
 
 async def _faithfully(work: Awaitable[T]) -> T:
-    """Await nats-py's code; a cancellation that it swallowed meanwhile is raised after all.
+    """Await nats-py's code, then raise a cancellation that nats-py swallowed.
 
-    The other way round, it lets one of its own tasks, cancelled while both wait for the same future, cancel ours:
-    that is Disconnected.
+    Disconnected when nats-py cancels this task by mistake: one of its own tasks was cancelled while both tasks waited
+    for the same future.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -85,7 +85,7 @@ class NatsConnection:
         self._mux = ""
         self._tokens = itertools.count()
         self.incarnation = 0
-        """How often it was made again. The broker lets an answer out on the connection that got the request alone."""
+        """Number of reconnects. The broker accepts an answer only on the connection that received the request."""
         self._waiting: dict[str, tuple[asyncio.Future[Msg], str]] = {}
         self._denied: dict[str, str] = {}
         self._told: dict[str, float] = {}

@@ -82,11 +82,11 @@ class KeyValue:
 
     async def items(self, pattern: str = ">") -> dict[str, tuple[Message, int]]:
         """All readable entries that match: key to (value, revision)."""
-        found: dict[str, tuple[Message, int]] = {}
+        values: dict[str, tuple[Message, int]] = {}
         async for key, message, revision in self._entries(pattern, live=False):
             if message is not None:
-                found[key] = (message, revision)
-        return found
+                values[key] = (message, revision)
+        return values
 
     def watch(self, pattern: str = ">") -> AsyncIterator[tuple[str, Message | None, int]]:
         """Each entry's last state, then every change as it happens; None for a key that was deleted or has lapsed."""

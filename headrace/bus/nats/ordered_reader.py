@@ -111,7 +111,7 @@ class OrderedReader:
             self.connection.on_reconnect.remove(wake)
 
     async def _leader_has_more(self) -> bool:
-        """Whether a pass that was told of its end has yet to return records: then its replica lags, and it goes on."""
+        """Whether the leader has records before the end although the replica reports none: then the pass goes on."""
         assert self.until is not None
         for subject in self.filters or (">",):
             request = {"seq": self.next, "next_by_subj": subject}
@@ -156,7 +156,7 @@ class OrderedReader:
 
     async def _create(self) -> int:
         config: dict[str, Any] = {
-            # Not the inbox in lower case: names of one connection differ in few digits, and two became equal.
+            # The inbox in lower case is not unique: inboxes of one connection differ in few letters.
             "name": f"{self.connection.role}-{secrets.token_hex(10)}",
             "ack_policy": "none",
             "max_deliver": 1,
@@ -286,7 +286,7 @@ async def from_leader(connection: NatsConnection, stream: str, request: dict[str
 
 
 async def by_sequence(connection: NatsConnection, stream: str, seq: int) -> Stored:
-    """Direct get, raw bytes from any replica; a replica that lags says 404, and then the leader decides."""
+    """Direct get of raw bytes from any replica. A replica that lags answers 404; then the leader is asked."""
     try:
         reply = await connection.call(f"$JS.API.DIRECT.GET.{stream}", b'{"seq":%d}' % seq, timeout=10.0)
     except TRANSIENT:

@@ -36,8 +36,8 @@ def chunks(size: int) -> int:
 
 def place(name: str, n: int) -> str:
     """The subject of a blob's n-th chunk."""
-    owner, _, own = name.rpartition(".")
-    return f"hr.blob.{owner}.{own}-{n}" if owner else f"hr.blob.{name}.{n}"
+    owner, _, mac = name.rpartition(".")
+    return f"hr.blob.{owner}.{mac}-{n}" if owner else f"hr.blob.{name}.{n}"
 
 
 def subjects(ref: BlobRef) -> set[str]:
@@ -118,7 +118,7 @@ async def _chunks(connection: NatsConnection, ref: BlobRef) -> AsyncIterator[byt
 
 
 async def _chunk(connection: NatsConnection, subject: str) -> bytes:
-    """By direct get, which any replica answers; one that lags says 404, and then the leader has the last word."""
+    """Direct get of a chunk from any replica. A replica that lags answers 404; then the leader is asked."""
     ask = f"$JS.API.DIRECT.GET.{STREAM}.{subject}"
     reply = await connection.patiently(lambda: connection.call(ask, timeout=10.0))
     if not (reply.headers and reply.headers.get("Status")):

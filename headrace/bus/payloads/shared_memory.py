@@ -6,17 +6,17 @@ publishes the same small reference as a claim check on HR_BLOB. A reader maps th
 mapping. A reader without the file, on another node or after a crash, reads HR_BLOB.
 
 `upload` says when a payload is stored in HR_BLOB too:
-    before   stored in HR_BLOB before the reference is published: it saves nothing in writing and everything in reading
-    after    some seconds later, by whichever process of the node comes first; a node that burns down in between takes
-             the payload with it, a process that dies does not
+    before   stored in HR_BLOB before the reference is published: only reading is cheaper, not writing
+    after    some seconds later, by whichever process of the node comes first; a node that is lost in between loses the
+             payload, a process that is killed does not
     never    for runs on one node, with a folder on the broker's own disk: the file is the only copy and as safe as
              the broker's own
 
 Crash-safe: a file gets its name when it is complete; one that is not yet uploaded has a second name in `pending`, which
 is made before the first and goes last. Safe from others: only this user may open the folder (0700), files are written
-once (0400), names are digests, and content that is not what its name says is thrown away. Users' data, which a purge
-has to find, never lies here: it goes to the broker. Collected: by the age of the oldest record that is kept
-(`collect`), beyond `CAPACITY` what is uploaded already, oldest first, and all of it by the last process to leave.
+once (0400), names are digests, and content with another digest than its name is deleted. Users' data, which a purge
+has to find, never lies here: it goes to the broker. Collected: files older than the oldest record that is kept
+(`collect`); beyond `CAPACITY` the oldest uploaded files; all files when the last process leaves.
 
 Trade-off: a file is checked by xxh3, which detects damage but not malice. Only the same user on the same node can write
 here, and that user can read the credentials of every actor anyway. HR_BLOB's names are sha256 throughout.
@@ -102,9 +102,9 @@ class SharedMemoryStore:
         """Make the folder where it is missing, check it, and lock it; not locked when it was removed meanwhile."""
         for path in (self.folder, self.pending):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = path.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                raise BusError(f"{path} must be a folder of this user with mode 700: [bus] blob_dir names another")
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                raise BusError(f"{path} must be a folder of this user with mode 700: set [bus] blob_dir to another")
         name = self.folder / ".lock"
         lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_SH)
@@ -184,8 +184,8 @@ class SharedMemoryStore:
         except OSError:
             return None
         try:
-            found = os.fstat(file)
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == ref.bytes > 0:
+            status = os.fstat(file)
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size == ref.bytes > 0:
                 mapped = mmap.mmap(file, ref.bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
                 if xxhash.xxh3_128_hexdigest(mapped) == ref.check:
                     return memoryview(mapped)
@@ -236,13 +236,13 @@ class SharedMemoryStore:
         """Remove uploaded files beyond the capacity, oldest first; how many. Never the only copy."""
         if self.upload == "never":
             return 0
-        found: list[tuple[float, int, Path]] = []
+        files: list[tuple[float, int, Path]] = []
         for path in self._files(self.folder):
             with contextlib.suppress(FileNotFoundError):
                 about = path.stat()
-                found.append((about.st_mtime, about.st_size, path))
-        over, gone = sum(size for _, size, _ in found) - capacity, 0
-        for _, size, path in sorted(found):
+                files.append((about.st_mtime, about.st_size, path))
+        over, gone = sum(size for _, size, _ in files) - capacity, 0
+        for _, size, path in sorted(files):
             if over <= 0:
                 break
             if not (self.pending / path.name).exists():
@@ -263,17 +263,17 @@ async def fetch(
 
     stored: when the reference was stored, in seconds since the epoch. A young reference may arrive before its content.
     """
-    found = await shared_memory.get(ref) if shared_memory is not None else None
+    payload = await shared_memory.get(ref) if shared_memory is not None else None
     pause = 0.1
-    while found is None:
+    while payload is None:
         try:
             if not ref.chunks:
-                raise MessageGone(f"blob {ref.sha256} is no file of this node")
+                raise MessageGone(f"blob {ref.sha256} has no file on this node")
             return await claim_checks.get(connection, ref)
         except MessageGone as error:
             if not ref.node or not ref.chunks or time.time() - stored > UPLOAD_PATIENCE_S:
-                where = f"; it was laid down on {ref.node} and not uploaded" if ref.node else ""
+                where = f"; it was stored on {ref.node} and not uploaded" if ref.node else ""
                 raise MessageGone(f"{error}{where}") from None
         await asyncio.sleep(pause)
         pause = min(2 * pause, 2.0)
-    return found
+    return payload

@@ -1,8 +1,8 @@
-"""Seconds until the broker delivers a message again whose actor was killed.
+"""Seconds until the broker redelivers a message whose actor was killed.
 
-An actor at work prolongs the wait every third of it, so the value bounds the delay after a kill, and not the length of
-the work. A shorter wait costs more of these small messages, and a process that stands still longer (a stopped machine,
-an overloaded host) has its work done twice.
+A working actor restarts the wait each time a third of it has passed. The value therefore bounds the delay after a kill
+and not the duration of the work. A shorter wait costs more of these small messages, and work is done twice when its
+process pauses for longer than the wait (a stopped machine, an overloaded host).
 """
 
 DEFAULT_S = 30.0

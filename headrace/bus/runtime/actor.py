@@ -65,8 +65,8 @@ class Actor:
         """Override: recover from streams, then consume, serve, listen, spawn."""
 
     async def drain(self) -> None:
-        """Override: called when the actor is to end; nothing new arrives, and running handlers are awaited. Hand back
-        long work."""
+        """Override: called when the actor is to end; nothing new arrives, and running handlers are awaited. Return
+        unfinished work to its queue."""
 
     async def stop(self) -> None:
         """Override: give up own resources. Consumers have stopped."""
@@ -95,8 +95,8 @@ class Actor:
         """
         if filter is None:
             template = subject.template if isinstance(subject, s.Subject) else subject
-            own = {"run": self.run} if "{run}" in template else {}
-            filter = subject.where(**own) if isinstance(subject, s.Subject) else subject
+            fields = {"run": self.run} if "{run}" in template else {}
+            filter = subject.where(**fields) if isinstance(subject, s.Subject) else subject
         filters = [filter] if isinstance(filter, str) else list(filter)
         streams = {stream.name for stream in map(s.stream_of, filters) if stream is not None}
         if len(streams) != 1:
@@ -217,7 +217,7 @@ class Actor:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around waiting for input or credit: that time does not count as busy."""
+        """A context around waiting for input or credit: that time does not count as busy."""
         with self._utilization.waiting():
             yield
 
@@ -229,7 +229,7 @@ class Actor:
 
     async def until_superseded(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do work that writes under a fence. When another actor of this kind has taken over the run, the broker
-        accepts nothing from this one any more: it says so and does nothing further."""
+        refuses the writes of this actor: the work ends with an event and the status ``superseded``."""
         try:
             await work()
         except WrongSequence as error:
@@ -301,7 +301,7 @@ class Actor:
             async with asyncio.timeout(seconds):
                 await step
         except Exception as error:
-            # Behind a start that failed, parts are missing that it never made. The failure itself is told already.
+            # After a failed start, attributes that `start` sets are missing. The failed start has its own report.
             if self.started or not isinstance(error, AttributeError):
                 await self._report(error, doing)
 

@@ -33,7 +33,7 @@ class Utilization:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Around a handler."""
+        """A context around a handler: the handler is counted from its start to its end."""
         token = _inside.set(True)
         self._change(1)
         try:
@@ -44,7 +44,7 @@ class Utilization:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around waiting, in a handler or in a background task."""
+        """A context around waiting, in a handler or in a background task: this time does not count."""
         task = asyncio.current_task()
         if not _inside.get() and task is not None and task not in self._known:
             self._known.add(task)

@@ -153,7 +153,7 @@ def test_a_region_is_prepared_in_private_and_a_bad_one_is_a_sentence(tmp_path: P
     hub = regions.prepare_hub(tmp_path / "hub")
     key = hub / "credentials" / "region.nk"
     for name in ("hub", "EU", "a.b", ""):
-        with pytest.raises(BusError, match="no name for a region"):
+        with pytest.raises(BusError, match="expected a region name"):
             regions.prepare_region(tmp_path / "x", name, "nats-leaf://h:1", key)
     with pytest.raises(BusError, match=r"does not hold the seed"):
         regions.prepare_region(tmp_path / "x", "eu", "nats-leaf://h:1", tmp_path / "none")

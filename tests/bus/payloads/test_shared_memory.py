@@ -126,7 +126,7 @@ async def test_a_purged_one_is_gone_at_once(connect: Connect, tmp_path: Path) ->
         writer.shared_memory is not None
         and writer.shared_memory.collect(before=files(tmp_path)[0].stat().st_mtime + 1) == 1
     )
-    with pytest.raises(MessageGone, match="laid down on"):
+    with pytest.raises(MessageGone, match="stored on"):
         _ = (await writer.get("HR_TURN", seq)).message
 
 
