@@ -128,12 +128,12 @@ _AGGREGATES = {
 }
 
 
-def _grid(aggregate: str, kept: str) -> Template:
+def _grid(aggregate: str, filter_name: str) -> Template:
     start, act = _AGGREGATES[aggregate]
-    which, condition = _FILTERS[kept]
+    which, condition = _FILTERS[filter_name]
     inner = [f"    if {condition}:", f"        {act}"] if condition else [f"    {act}"]
     return multi_line(
-        f"{aggregate}_{kept}", "xs", f"{aggregate} of {which}", start, "for {v} in {xs}:", *inner, "return {o}"
+        f"{aggregate}_{filter_name}", "xs", f"{aggregate} of {which}", start, "for {v} in {xs}:", *inner, "return {o}"
     )
 
 
@@ -142,10 +142,10 @@ _GRID_SKIPPED = (("count", "all"), ("list", "all"))
 
 _MULTI_LINE = (
     *(
-        _grid(aggregate, kept)
+        _grid(aggregate, filter_name)
         for aggregate in _AGGREGATES
-        for kept in _FILTERS
-        if (aggregate, kept) not in (*_GRID_UNSEEN, *_GRID_SKIPPED)
+        for filter_name in _FILTERS
+        if (aggregate, filter_name) not in (*_GRID_UNSEEN, *_GRID_SKIPPED)
     ),
     multi_line(
         "largest",

@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
     id: str
     digest: str
-    """Of all that the task is made of: an entry that was imported before under the same digest is not made again."""
+    """Digest of everything that the task is made of. An entry that was imported under the same digest is skipped."""
     make: Callable[[], Made]
     """ImportRefused says why not."""
 
@@ -95,7 +95,7 @@ def rows(path: Path) -> Iterator[tuple[int, bytes, Any]]:
 
 
 def digest(*parts: bytes) -> str:
-    """Of the parts of an entry."""
+    """The digest of the parts of an entry."""
     hash = hashlib.blake2b(digest_size=16)
     for part in parts:
         hash.update(len(part).to_bytes(8, "little") + part)

@@ -163,7 +163,7 @@ def _limits(
         if key in environment:
             sizes[target] = _mib(key, environment[key])
     if "disk_mib" in sizes and sizes["disk_mib"] > (most := sizes.get("memory_mib", _MEMORY_MIB) * 3 // 4):
-        # A limit that no sandbox can exceed is no limit; the smaller disk is what the note says.
+        # No sandbox can exceed a limit above its memory, so the task gets no limit and the note names the smaller disk.
         notes.append(f"environment.storage: files lie in memory, at most {most} MiB")
         del sizes["disk_mib"]
     cpus = environment.get("cpus")
@@ -235,7 +235,7 @@ def _copied(context: Path, docker: str, workdir: str) -> dict[str, bytes]:
             name = f"{inner}{path.name}" if not inner or inner.endswith("/") else inner
             files[name] = path.read_bytes()
         else:
-            raise ImportRefused(f"environment/Dockerfile copies {source}, which is not there")
+            raise ImportRefused(f"environment/Dockerfile copies {source}, and the folder environment has no such file")
     return files
 
 

@@ -114,7 +114,7 @@ def _git(arguments: list[str], data: bytes, folder: Path | None = None) -> "subp
     try:
         return subprocess.run(["git", *arguments], cwd=folder, input=data, env=environment, capture_output=True)
     except FileNotFoundError:
-        raise ImportRefused("git is not installed, and patches are applied by it; install git") from None
+        raise ImportRefused("git is not installed and applies the patches: install git") from None
 
 
 def _last(output: bytes) -> str:

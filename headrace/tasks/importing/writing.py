@@ -1,7 +1,7 @@
-"""Writing an imported suite: entry after entry, with a journal, so that an import that was cut off goes on.
+"""Writing an imported suite: entry after entry, with a journal, so that an interrupted import continues.
 
-The index is written last, as with every suite: until then the folder is not one. `import.json` says at the end how many
-tasks there are, which entries were refused and why, and what was left out of the others.
+The index is written last, as with every suite: until then the folder is not a suite. At the end `import.json` holds the
+number of tasks, the refused entries with their reasons, and the settings that were left out of the other entries.
 """
 
 from collections import Counter
@@ -53,7 +53,7 @@ def import_suite(
 ) -> Report:
     """Import every entry that is not in the journal yet, and write index and report. SourceError of the reader."""
     folder.mkdir(parents=True, exist_ok=True)
-    known = {line.id: line for line in _read(folder / JOURNAL)}
+    journaled = {line.id: line for line in _read(folder / JOURNAL)}
     lines: dict[str, Line] = {}
     twice: list[Refusal] = []
     made = 0
@@ -62,7 +62,7 @@ def import_suite(
             if entry.id in lines:
                 twice.append(Refusal(entry.id, "an earlier entry has the same id"))
                 continue
-            line = known.get(entry.id)
+            line = journaled.get(entry.id)
             if line is None or line.digest != entry.digest or not _complete(folder, line):
                 line = _import(folder, entry)
                 made += not line.refused
@@ -101,7 +101,7 @@ def _complete(folder: Path, line: Line) -> bool:
 
 
 def _read(path: Path) -> list[Line]:
-    """The lines of a journal; a last line that was cut off is none."""
+    """The lines of a journal. A line that was cut off is skipped."""
     lines = []
     for data in path.read_bytes().splitlines() if path.exists() else []:
         try:

@@ -101,8 +101,8 @@ class Lab:
             self._sandboxes.release(held.id)
 
     async def run(self, files: dict[str, bytes], plan: TestPlan, lane: int = 0) -> OpResult:
-        """The tests over these files in a fresh sandbox. A lost sandbox may be a neighbour's fault, so they run once
-        more, alone; lost again, the run has failed."""
+        """The tests over these files in a fresh sandbox. A test of another lane may cause the loss of a sandbox, so the
+        tests then run once more, alone. When that sandbox is lost too, the result is not ok."""
         for alone in (False, True):
             try:
                 async with self.sandbox(files, lane, alone) as sandbox:

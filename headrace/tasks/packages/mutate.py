@@ -129,9 +129,9 @@ class _Finder(ast.NodeVisitor):
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         text = any(isinstance(n, ast.Constant) and isinstance(n.value, str | bytes) for n in (node.left, node.right))
-        known = _ARITHMETIC.get(type(node.op))
-        if self._depth and known and not text:
-            self._swap("arithmetic", node, node.left, node.right, *known)
+        alternatives = _ARITHMETIC.get(type(node.op))
+        if self._depth and alternatives and not text:
+            self._swap("arithmetic", node, node.left, node.right, *alternatives)
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
@@ -173,7 +173,7 @@ class _Finder(ast.NodeVisitor):
 
 
 def mutations(path: str, source: bytes) -> Iterator[Mutation]:
-    """Every mutation of a module that still compiles, in the order of its text. Nothing for what is no Python."""
+    """Every mutation of a module that still compiles, in the order of its text. Empty where the text is not Python."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):

@@ -26,7 +26,7 @@ RUNS = (("1", 0), ("2", 500 * 86400 + 12345))
 """Hash seed, and seconds from now."""
 _FOLDER = ".headrace-cold"
 _ROOM = 32 << 20
-"""Characters of observations: all of them, where the judge's runs stop at `observing.LIMIT`."""
+"""Characters of observations of a run here; the judge's runs stop at the lower `observing.LIMIT`."""
 _RUN = f"""
 import os, sys, time
 later = int(sys.argv[1])
@@ -66,14 +66,14 @@ async def record(
 
 
 async def everything(where: Sandboxes, files: dict[str, bytes], plan: TestPlan) -> tuple[TestOutcome, ...]:
-    """Tests that pass, with all that they see, however much that is; none when they did not come to an end."""
+    """Tests that pass, with the values that they observe, up to `_ROOM` characters. Empty when the run did not end."""
     return await _cold(where, files, plan, *RUNS[0])
 
 
 async def _cold(
     where: Sandboxes, files: dict[str, bytes], plan: TestPlan, seed: str, later: int
 ) -> tuple[TestOutcome, ...]:
-    """Outcomes by an interpreter that is started for them; none when it did not come to an end."""
+    """Outcomes in an interpreter that is started for this run; empty when the run did not end."""
     tools = {f"{_FOLDER}/guest/{name}": source for name, source in agent_files.sources().items()}
     argv = ("python3", "-B", "-c", _RUN, str(later), *plan.paths)
     try:

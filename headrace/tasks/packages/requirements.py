@@ -48,11 +48,11 @@ def named(root: Path) -> tuple[str, ...]:
     """The requirements of a source tree that its tests may need, without tools and without the package itself."""
     metadata = _metadata(root)
     project = _project(root)
-    own = {canonicalize_name(str(metadata.get("Name", ""))), canonicalize_name(str(project.get("name", "")))}
+    excluded = {canonicalize_name(str(metadata.get("Name", ""))), canonicalize_name(str(project.get("name", "")))}
     chosen: dict[str, str] = {}
     for requirement in _requirements(root, metadata, project):
         name = canonicalize_name(requirement.name)
-        if name not in own and not _TOOLS.fullmatch(name):
+        if name not in excluded and not _TOOLS.fullmatch(name):
             requirement.marker = None  # evaluated already
             chosen.setdefault(name, str(requirement))
     return tuple(chosen[name] for name in sorted(chosen))
@@ -97,7 +97,7 @@ def _project(root: Path) -> dict[str, Any]:
 
 
 def install(requirements: Iterable[str]) -> tuple[dict[str, bytes], str]:
-    """The files of wheels that satisfy the requirements, under `FOLDER`; and, where there are none, why not."""
+    """The files of wheels that satisfy the requirements, under `FOLDER`. Without files the text gives the reason."""
     wanted = list(requirements)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "install", "-q", "--only-binary", ":all:", "--no-compile"]

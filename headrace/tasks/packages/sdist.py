@@ -30,7 +30,7 @@ from headrace.tasks.suites import FolderSuite, write_suite
 _UNSTEADY_RUNS = 4
 """Runs of a package's tests, beside those that have to agree, in which tests may still turn out to be unsteady."""
 _PROMPT = 300
-"""Characters of a prompt: it has to fit into the smallest context that anybody uses."""
+"""Characters of a prompt: it has to fit into the smallest context in use."""
 
 
 def limit(seconds: float) -> float:
@@ -52,7 +52,7 @@ class SuiteRequest(msgspec.Struct, frozen=True, kw_only=True):
     count: int = 20
     seed: int = 1
     name: str = ""
-    """Of the suite; empty: the package's."""
+    """Name of the suite; empty: the package's name."""
     root: Path = Path("suites")
     """Folder of suites."""
     template: str = "debian"
@@ -144,9 +144,9 @@ def first_error(result: OpResult) -> str:
 
 def _candidates(package: Package, rng: random.Random) -> list[Mutation]:
     """Mutations in random order, at most one a line, so that a suite is spread over the package."""
-    found = [mutation for path in package.sources for mutation in mutations(path, package.files[path])]
-    rng.shuffle(found)
-    return list({(mutation.path, mutation.line): mutation for mutation in reversed(found)}.values())[::-1]
+    candidates = [mutation for path in package.sources for mutation in mutations(path, package.files[path])]
+    rng.shuffle(candidates)
+    return list({(mutation.path, mutation.line): mutation for mutation in reversed(candidates)}.values())[::-1]
 
 
 async def baseline(
@@ -213,7 +213,7 @@ async def sealed(lab: Lab, package: Package, exam: Exam, say: Callable[[str], No
                 break
             leave |= more
             continue
-        # Of what the tests see, the judge's runs hand out only so much, and leave out the rest in silence.
+        # The judge's runs return a limited number of observed values and drop the others without an error.
         tests = await everything(lab, package.files | seals.files, exam.plan) or result.tests
         if bad := sealing.unequal(seals, tests) | sealing.too_much(tests):
             leave |= bad
@@ -276,7 +276,7 @@ async def attempt(
 
 
 def _noticed(result: OpResult, expected: Sequence[str]) -> tuple[str, ...]:
-    """Tests that fail, when all that should have run did run."""
+    """The failed tests of a run in which every expected test ran."""
     if result.timed_out or sorted(test.name for test in result.tests) != list(expected):
         return ()
     return tuple(sorted(set(expected) - set(passed(result))))
@@ -299,9 +299,9 @@ def assemble(
         keep = choose(exam.expected, failing, random.Random(f"headrace/{package.name}/{seed}/{mutation.start}"))
         visible = {}
         for path in sorted(used):
-            kept = {name.partition("::")[2] for name in keep if name.partition("::")[0] == path}
-            if kept:
-                visible[path] = thin(package.files[path], kept)
+            functions = {name.partition("::")[2] for name in keep if name.partition("::")[0] == path}
+            if functions:
+                visible[path] = thin(package.files[path], functions)
         paths = tuple(p for p in plan.paths if p in visible or p.partition("[")[0] in keep)
         shown = [name for name in failing if name.partition("[")[0] in keep]
     else:

@@ -37,7 +37,7 @@ def thin(source: bytes, keep: Collection[str]) -> bytes:
     filled: dict[int, bytes] = {}
 
     def cut(body: Sequence[ast.stmt], prefix: str) -> int:
-        """Mark what goes; how many statements stay."""
+        """Mark the statements to remove; return the number of the others."""
         left = len(body)
         for node in body:
             assert node.end_lineno is not None
