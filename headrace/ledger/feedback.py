@@ -13,11 +13,19 @@ import msgspec
 
 from headrace.ledger.state import RunState
 from headrace.messages.base import Message
-from headrace.messages.product import Feedback, FeedbackPurged, FeedbackSettled
+from headrace.messages.product import Feedback, FeedbackPurged, FeedbackSettled, Signal
 from headrace.messages.training import StepDone
 
 ENDS = ("trained", "late", "capped", "opted_out", "unattributed", "superseded", "purged", "discarded", "pending")
 """Every rating is counted under exactly one of them."""
+
+RANK: dict[Signal, int] = {"followup": 0, "diff": 1, "undo": 1, "thumb": 2}
+"""Of two ratings of a session the one with the higher rank counts; of equal ones the later."""
+
+
+def outranks(earlier: Feedback | None, later: Feedback) -> bool:
+    """Whether an earlier rating of a session stays in force although a later one came."""
+    return earlier is not None and RANK[earlier.signal] > RANK[later.signal]
 
 
 @dataclass(slots=True)
@@ -34,6 +42,14 @@ class Rating:
     branch: str = ""
     group: str = ""
     purged: bool = False
+
+
+def gated(earlier: Rating | None, feedback: Feedback) -> bool:
+    """Whether the gate counts a rating: one per session, and no follow-up, because a rule found it.
+
+    earlier: the rating of the session that was in force before."""
+    before = earlier.feedback if earlier is not None else None
+    return feedback.signal != "followup" and (before is None or before.signal == "followup")
 
 
 class FeedbackReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from headrace.gateway.follow_ups import dissatisfied
 from headrace.gateway.keys import ApiKeys, key_file
 from headrace.messages import subjects
 from headrace.messages.base import Array
@@ -115,7 +116,16 @@ async def test_runs_follow_each_other_in_one_workspace(product: Product) -> None
 
     await product.gateway.shut(1.0)  # the next gateway knows the agent and its files
     await product.open()
-    status, second = await product.call("POST", f"/v1/agents/{agent}/runs", {"prompt": "drop a"})
+    prompt = "That is wrong: drop a"
+    status, second = await product.call("POST", f"/v1/agents/{agent}/runs", {"prompt": prompt}, Idempotency_Key="k2")
+    found = await product.admin.last("HR_FEEDBACK", subjects.FEEDBACK.where())
+    assert found is not None and isinstance(found.message, Feedback)
+    assert (found.message.signal, found.message.thumb, found.message.comment) == ("followup", "down", "That is wrong")
+    assert found.message.trajectory == first.trajectory and found.message.training_allowed
+    again = await product.call("POST", f"/v1/agents/{agent}/runs", {"prompt": prompt}, Idempotency_Key="k2")
+    assert again[1]["id"] == second["id"]
+    repeated = await product.admin.last("HR_FEEDBACK", subjects.FEEDBACK.where())
+    assert repeated is not None and repeated.seq == found.seq, "a repeated request rates nothing again"
     asked = await product.asked(second["id"])
     assert asked.workspace is not None and first.workspace is not None
     assert (asked.workspace.name, asked.workspace.turn, asked.workspace.node) == (first.workspace.name, 1, "n1")
@@ -136,11 +146,30 @@ async def test_runs_follow_each_other_in_one_workspace(product: Product) -> None
     assert (rating.message.tenant, rating.message.trajectory) == ("acme", first.trajectory)
     where = f"/v1/agents/{agent}/runs/{run}/feedback"
     assert (await product.call("POST", where, {"diff": "rejected"}))[1]["thumb"] == "down"
-    assert (await product.call("POST", where, {"diff": "rejected", "thumb": "up"}))[0] == 400
+    assert (await product.call("POST", where, {"undo": True}))[1] == {"id": run, "signal": "undo", "thumb": "down"}
+    for odd in ({"diff": "rejected", "thumb": "up"}, {"undo": False}, {}):
+        assert (await product.call("POST", where, odd))[0] == 400
     assert (await product.call("POST", f"/v1/agents/{agent}/archive"))[1]["status"] == "ARCHIVED"
     assert (await product.call("POST", f"/v1/agents/{agent}/runs", {"prompt": "x"}))[1]["error"]["code"] == (
         "agent_archived"
     )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("Hm, it still fails on Windows", "it still fails"),
+        ("your fix doesn\u2019t work", "your fix doesn\u2019t work"),
+        ("no, revert that please", "revert that"),
+        ("This is not what I asked for", "This is not what I asked"),
+        ("Thanks! Now the login page does not work on phones: fix it", ""),
+        ("add an undo button and a test that fails without it", ""),
+        ("Raise ValueError if it is broken", ""),
+        ("Thanks, but it still doesn't compile", "it still doesn't compile"),
+    ],
+)
+def test_a_follow_up_is_dissatisfied_only_about_the_earlier_work(prompt: str, words: str) -> None:
+    assert dissatisfied(prompt) == words
 
 
 async def test_another_tenant_sees_no_agent(product: Product) -> None:

@@ -27,7 +27,7 @@ from headrace.actors.feedback.purge import absorbed, purge_user
 from headrace.bus.errors import WrongSequence
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
-from headrace.ledger.feedback import FeedbackBook, Rating
+from headrace.ledger.feedback import FeedbackBook, Rating, gated, outranks
 from headrace.messages import subjects
 from headrace.messages.base import Message
 from headrace.messages.evaluation import EvalResult
@@ -144,8 +144,9 @@ class Feedback(Actor):
         feedback = rating.feedback
         assert feedback is not None
         session = await self._session(feedback)
+        counts = gated(self._newest.get(feedback.trajectory), feedback)
         fate, detail = await self._fate(rating, feedback, session)
-        if session is not None and fate not in NOT_COUNTED:
+        if session is not None and counts and fate not in NOT_COUNTED:
             await self.gate.on_rating(session.trajectory.policy, feedback.thumb == "up", rating.seq)
         if fate is not None:
             await self._settle(rating, fate, detail)
@@ -160,9 +161,8 @@ class Feedback(Actor):
         if earlier is not None and earlier.fate == "closed":
             return "late", "its session has a place in a batch already"
         if earlier is not None and earlier is not rating and not earlier.fate:
-            thumbed = earlier.feedback is not None and earlier.feedback.signal == "thumb"
-            if feedback.signal == "diff" and thumbed:
-                return "superseded", f"record {earlier.seq} is the user's thumb on this session"
+            if outranks(earlier.feedback, feedback):
+                return "superseded", f"record {earlier.seq} is a stronger signal on this session"
             await self._settle(earlier, "superseded", f"rated again by record {rating.seq}")
         own = self.config.feedback
         recent = self.book.counted(feedback.user, rating.time - own.window_s, rating.seq)

@@ -8,7 +8,7 @@
     GET  /v1/agents/ID/runs/RID              one run
     GET  /v1/agents/ID/runs/RID/stream       server-sent events; resume with Last-Event-ID
     POST /v1/agents/ID/runs/RID/cancel       202
-    POST /v1/agents/ID/runs/RID/feedback     {thumb | diff, comment?} of a finished run -> 202
+    POST /v1/agents/ID/runs/RID/feedback     {thumb | diff | undo, comment?} of a finished run -> 202
     POST /v1/agents/ID/archive               no further runs; the sandbox is released
     GET  /v1/agents/ID/usage                 turns and tokens, per run and in all
     GET  /v1/agents/ID/artifacts             paths that differ from what the user brought
@@ -17,12 +17,15 @@
 `Idempotency-Key` makes both POSTs that create repeatable. Errors are {error: {code, message}}.
 """
 
+import logging
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from typing import Any, Literal
 
 from aiohttp import web
 
 from headrace.bus.connection import Bus
+from headrace.bus.errors import BusError
 from headrace.config import Production
 from headrace.gateway.agents.events import Events
 from headrace.gateway.agents.guard import Handler, guarded
@@ -32,13 +35,15 @@ from headrace.gateway.agents.store import Agents
 from headrace.gateway.agents.views import agent_view, run_view
 from headrace.gateway.agents.webhooks import allowed
 from headrace.gateway.agents.workspace import files_of
+from headrace.gateway.follow_ups import dissatisfied
 from headrace.gateway.http import read_json
 from headrace.gateway.keys import ApiKey
 from headrace.messages import subjects
-from headrace.messages.product import Agent, AgentRun, Feedback
-from headrace.messages.rollout import TurnSampled
+from headrace.messages.product import Agent, AgentRun, Feedback, Signal
+from headrace.messages.rollout import Trajectory, TurnSampled
 
 MOST = 100
+_log = logging.getLogger("headrace.gateway")
 
 
 class AgentEndpoints:
@@ -118,6 +123,7 @@ class AgentEndpoints:
     async def _go_on(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         agent, asked = self._agents.owned(request.match_info["agent"], key), await read_json(request, NewRun)
         run = await self._agents.go_on(agent, asked.prompt, request.headers.get("Idempotency-Key", ""))
+        await self._judge_follow_up(self._agents.owned(agent.id, key), run, key)
         return web.json_response(run_view(run), status=201)
 
     async def _read_run(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
@@ -139,19 +145,43 @@ class AgentEndpoints:
                 409, "run_not_finished", f"expected a finished run, this one is {run.state}: rate it when it has ended"
             )
         thumb: Literal["up", "down"] = "up" if given.up else "down"
+        await self._publish(agent, key, trajectory, thumb, given.signal, given.comment)
+        return web.json_response({"id": run.id, "signal": given.signal, "thumb": thumb}, status=202)
+
+    async def _judge_follow_up(self, agent: Agent, run: AgentRun, key: ApiKey) -> None:
+        """Rate the run before `run` down when the prompt of `run` says that its work was wrong."""
+        words = dissatisfied(run.prompt)
+        earlier = next((before for before, each in pairwise(agent.runs) if each.id == run.id), None)
+        if not words or earlier is None:
+            return
+        try:
+            trajectory = await self._agents.trajectory(agent, earlier)
+            if trajectory is not None:  # a run that was cancelled or failed has no record to rate
+                await self._publish(agent, key, trajectory, "down", "followup", words)
+        except BusError as error:  # the new run has begun already, so its answer must not be an error
+            _log.warning("the rating by follow-up %s is lost: %s", run.id, error)
+
+    async def _publish(
+        self,
+        agent: Agent,
+        key: ApiKey,
+        trajectory: Trajectory,
+        thumb: Literal["up", "down"],
+        signal: Signal,
+        comment: str,
+    ) -> None:
         feedback = Feedback(
             tenant=agent.tenant,
             user=agent.user,
             run=self._run,
             trajectory=trajectory.id,
             thumb=thumb,
-            signal="thumb" if given.thumb else "diff",
+            signal=signal,
             training_allowed=agent.training_allowed and key.training,
-            comment=given.comment,
+            comment=comment,
         )
         where = subjects.FEEDBACK.at(tenant=subjects.token(agent.tenant), user=agent.user)
-        await self._bus.publish(where, feedback, msg_id=f"{feedback.signal}.{trajectory.id}.{thumb}")
-        return web.json_response({"id": run.id, "signal": feedback.signal, "thumb": thumb}, status=202)
+        await self._bus.publish(where, feedback, msg_id=f"{signal}.{trajectory.id}.{thumb}")
 
     async def _archive(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         agent = self._agents.owned(request.match_info["agent"], key)

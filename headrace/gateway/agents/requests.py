@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from headrace.gateway.http import HttpRefused
 from headrace.gateway.requests import MAX_FILES
+from headrace.messages.product import Signal
 
 Prompt = Annotated[str, Meta(min_length=1, max_length=65536)]
 Text = Annotated[str, Meta(max_length=2000)]
@@ -91,11 +92,18 @@ class NewRating(msgspec.Struct, frozen=True, kw_only=True):
     thumb: Literal["up", "down"] | None = None
     diff: Literal["accepted", "rejected"] | None = None
     """Whether the user accepted or rejected the changes that the client showed."""
+    undo: Literal[True] | None = None
+    """The user took back changes that were accepted before."""
     comment: Text = ""
 
     def __post_init__(self) -> None:
-        if (self.thumb is None) == (self.diff is None):
-            raise ValueError("expected one of thumb (up, down) and diff (accepted, rejected)")
+        if (self.thumb, self.diff, self.undo).count(None) != 2:
+            raise ValueError("expected one of thumb (up, down), diff (accepted, rejected) and undo (true)")
+
+    @property
+    def signal(self) -> Signal:
+        """Which of the three it is."""
+        return "thumb" if self.thumb else "diff" if self.diff else "undo"
 
     @property
     def up(self) -> bool:

@@ -10,6 +10,10 @@ from headrace.messages.rollout import PolicyRef
 Fate = Literal["late", "capped", "opted_out", "unattributed", "superseded", "discarded", "closed"]
 """The end of a rating. ``closed``: it has a place in the branch's batches, and is trained when that batch is."""
 
+Signal = Literal["thumb", "diff", "undo", "followup"]
+"""``diff``: the user accepted (up) or rejected (down) the changes that were shown. ``undo``: the user took them back.
+``followup``: the user's next prompt says that the work was wrong; `comment` quotes the words."""
+
 Stage = Literal["idle", "benchmark", "shadow", "canary", "promoted", "held", "rolled_back"]
 
 
@@ -33,8 +37,7 @@ class Feedback(Message, frozen=True, kw_only=True):
     run: str
     trajectory: str
     thumb: Literal["up", "down"]
-    signal: Literal["thumb", "diff"] = "thumb"
-    """``diff``: the user accepted (up) or rejected (down) the changes that were shown; a thumb counts before it."""
+    signal: Signal = "thumb"
     training_allowed: bool = False
     comment: str = ""
     untrainable: str = ""

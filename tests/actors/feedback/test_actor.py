@@ -161,6 +161,10 @@ async def test_every_rating_ends_once_and_the_rest_becomes_batches(product: Prod
     async with asyncio.timeout(120), living(Feedback, config, await connect("feedback"), product.run) as actor:
         await product.opened()
         first = await product.session(BASE)
+        await product.rate(first, "down", signal="followup")
+        await product.rate(first, "up", signal="diff")
+        await product.rate(first, "down", signal="undo")
+        await product.rate(first, "down", signal="followup")
         await product.rate(first, "down")
         await product.rate(first, "up")
         await product.rate(first, "down", signal="diff")
@@ -173,12 +177,12 @@ async def test_every_rating_ends_once_and_the_rest_becomes_batches(product: Prod
         await product.rate(first, "down")
         for _ in range(3):
             await product.rate(await product.session(BASE))
-        while len(actor.book.ratings) < 12:
+        while len(actor.book.ratings) < 16:
             await asyncio.sleep(0.01)
         async with actor._one_at_a_time:
             ends = actor.book.ends({product.branch: actor.branch.state})
     assert ends == {
-        "superseded": 2, "opted_out": 1, "discarded": 1, "unattributed": 1, "late": 2, "capped": 1, "pending": 4,
+        "superseded": 6, "opted_out": 1, "discarded": 1, "unattributed": 1, "late": 2, "capped": 1, "pending": 4,
     }  # fmt: skip
     bus = await connect("replay")
     closings = [r.message async for r in bus.history("HR_SCORE", subjects.CLOSE.where(run=product.branch))]
