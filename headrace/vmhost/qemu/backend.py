@@ -19,6 +19,7 @@ from headrace.vmhost.node.capacity import OVERHEAD_MB
 from headrace.vmhost.node.doctor import doctor
 from headrace.vmhost.node.prewarming import MEMORY_S, Demand
 from headrace.vmhost.qemu import held, snapshot
+from headrace.vmhost.qemu.beginnings import Beginnings
 from headrace.vmhost.qemu.clone import Clone
 from headrace.vmhost.qemu.held import HeldTemplates
 from headrace.vmhost.qemu.process import no_kvm
@@ -69,6 +70,7 @@ class CloneBackend:
         self._templates = templates
         self._event = on_event
         self._alive: set[Clone] = set()
+        self._beginnings = Beginnings(on_event)
         self._spent_ms = 0.0
         self._making = asyncio.Lock()
         self._held = HeldTemplates(environment.template_memory_mb)
@@ -153,10 +155,11 @@ class CloneBackend:
                 with suppress(SandboxLost):
                     clone.resume()
                     return clone
-            clone = Clone(self, made)
+            clone = Clone(self, made, self._beginnings.find(made))
             clone.used = True
             self._alive.add(clone)
             await clone.start()
+            await self._beginnings.learn(clone)
             return clone
         finally:
             self._fill()
@@ -261,7 +264,7 @@ class CloneBackend:
                 self._parked.remove(clone)
                 clone.kill()
         while name := self._missing():
-            clone = Clone(self, self._templates[name])
+            clone = Clone(self, template := self._templates[name], self._beginnings.find(template))
             self._alive.add(clone)
             try:
                 await clone.start()

@@ -108,13 +108,17 @@ class Clone:
         The emulator translates guest code when it first runs, and a clone begins with nothing translated. After the
         rehearsal the code of an acquire is translated: an acquire takes 4 ms instead of 14.
         """
-        slot = await self.open(0)
         await self._identify(b"")
+        await self.rehearse()
+        assert self._monitor is not None
+        await self._monitor.send("stop")
+
+    async def rehearse(self) -> None:
+        """Open the first slot and write there, then remove it: what runs for the first time costs most. SandboxLost."""
+        slot = await self.open(0)
         # If the slot's user may not write there, the refusal rehearses the same code.
         await slot.call({"op": "open", "seed": 0, "time": 0, "paths": [_REHEARSAL[0]]}, [b"1"], START_S)
         await slot.call({"op": "write_files", "paths": [], "delete": _REHEARSAL}, [], START_S)
-        assert self._monitor is not None
-        await self._monitor.send("stop")
 
     def resume(self) -> None:
         """Continue a parked machine; it is `ready` once its clock is set. SandboxLost."""

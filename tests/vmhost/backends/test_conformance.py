@@ -34,7 +34,7 @@ from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vm, pytest.mark.timeout(600)]
 IMAGE = "conformance"
-PROGRAMS = ("sh", "cat", "dd", "head", "id", "ln", "ls", "rm", "sleep", "sort", "tail", "wc", "true", "mkdir")
+PROGRAMS = ("sh", "cat", "dd", "head", "id", "ln", "ls", "rm", "sleep", "sort", "tail", "wc", "true", "mkdir", "base64")
 
 
 def make_image(place: Path) -> None:
