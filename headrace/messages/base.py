@@ -97,7 +97,8 @@ def message(name: str, version: int = 1) -> Callable[[M], M]:
 def older(cls: type[Message], version: int, was: type[S], upgrade: Callable[[S], Message]) -> None:
     """Keep reading an older version of a message: `was` is its struct, `upgrade` turns it into the current one.
 
-    An older version without an entry is read as the current struct, so a raised number alone needs none.
+    An older version without an entry is read as the current struct, so a type whose version alone was raised needs no
+    entry.
     """
     if not 0 < version < cls.type_version:
         raise ValueError(f"{cls.type_name}/{version} is not older than {cls.type_name}/{cls.type_version}")

@@ -34,8 +34,8 @@ _decoders: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[msgspec.Struct]] =
 
 
 class UnreadableMessage(ValueError):
-    """The bytes are no message that this reader can use: an unknown type, a newer version, damaged or oversized
-    content, or a message that does not belong on its subject. Work becomes a dead letter, other readers skip it."""
+    """This reader cannot use the message: its type is unknown or newer, its content is damaged or oversized, or it does
+    not belong on its subject. A work queue's consumer makes it a dead letter, other readers skip it."""
 
 
 def encode(message: Message) -> tuple[bytes, dict[str, str]]:

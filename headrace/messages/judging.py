@@ -29,7 +29,8 @@ class RubricScore(msgspec.Struct, frozen=True, kw_only=True):
 
     rubric: str
     digest: str
-    """Of the criteria, the judge's model and settings, its instructions and its card: equal digests, equal judges."""
+    """Digest of the criteria, of the judge's model and settings, and of its instructions and card. Judges with equal
+    digests are equal."""
     model: str
     value: float
     """Weights of the criteria that are met, minus those of the pitfalls, by the sum of the criteria's weights."""
@@ -40,7 +41,7 @@ class RubricScore(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: Count
     completion_tokens: Count
     cost: float
-    """By the configured prices."""
+    """Cost by the configured prices."""
 
 
 @message("score")
@@ -74,8 +75,8 @@ class Score(Message, frozen=True, kw_only=True):
     """Why the reward is 0 where the tests do not tell: ``refused_output``, ``judge_fault`` or ``reward_error``, a colon
     and one sentence."""
     plugins: tuple[Plugin, ...] = ()
-    """Every part from outside of headrace on which the reward rests: the reward, the suite, the checker, the judge's
-    sandbox backend, and those of the Trajectory."""
+    """The plugins that the reward depends on: the reward, the suite, the checker, the judge's sandbox backend, and the
+    plugins of the Trajectory."""
     oldest_version: Version = -1
     sampled_tokens: Count = 0
     turns: Count = 0
@@ -126,7 +127,7 @@ class CertifyAsked(Message, frozen=True, kw_only=True):
     run: str
     task: TaskRef
     task_hash: str
-    """sha256 of both sides of the task, as the one who asks has it."""
+    """sha256 of both sides of the sender's copy of the task."""
 
 
 class SuiteCertificates(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,7 +59,7 @@ class ToolWording(msgspec.Struct, frozen=True, kw_only=True):
     words: Literal["train", "heldout"]
     """``heldout``: the words that no training group gets."""
     seed: int
-    """Of the names, the order and the descriptions."""
+    """Seed of the names, the order and the descriptions."""
 
 
 class Workspace(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +112,7 @@ class RolloutRequest(Message, frozen=True, kw_only=True):
     waited_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     """How long its rollout actors have waited for a sandbox."""
     unanswered_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
-    """For how long of that, up to now, no environment node has answered."""
+    """The last part of that wait, in which no environment node has answered."""
     workspace: Workspace | None = None
     """The sandbox to work in and to hold afterwards; None: one of its own, released at the end."""
     wording: ToolWording | None = None
@@ -147,7 +147,7 @@ class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
     truncated: bool = False
     wall_ms: float = 0.0
     retrieved: Retrieved | None = None
-    """Of a semantic search."""
+    """The evidence of a semantic search."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -254,7 +254,7 @@ class Trajectory(Message, frozen=True, kw_only=True):
     renderer: str = ""
     """sha256 of the RendererBundle that wrote the prompts and read the calls; empty for one without a bundle."""
     wording: ToolWording | None = None
-    """That of the request: with bundle and task it gives the prompts again."""
+    """The wording of the request. A replay renders the prompts from it, the bundle and the task."""
     backend: str = ""
     isolation: Isolation = "group"
     wall_s: float = 0.0
@@ -281,15 +281,15 @@ class SlotFailed(Message, frozen=True, kw_only=True):
     slot: Count
     attempt: Count
     reason: str
-    """By a rollout actor ``sandbox_lost``, ``engine_error``, ``search_lost``, ``no_policy``, ``tree_too_large``,
-    ``no_environment``, ``no_capacity``, ``cancelled``; by a judge ``judge_lost``, ``judge_endpoint``."""
+    """A rollout actor writes ``sandbox_lost``, ``engine_error``, ``search_lost``, ``no_policy``, ``tree_too_large``,
+    ``no_environment``, ``no_capacity``, ``cancelled``; a judge writes ``judge_lost``, ``judge_endpoint``."""
     detail: str = ""
     rollout: str = ""
 
 
 @message("renderer_bundle")
 class RendererBundle(Message, frozen=True, kw_only=True, dict=True):
-    """Tokenizer, chat template and all that its rendering depends on. The trainer makes it once for a run."""
+    """Tokenizer, chat template, and the other inputs of rendering. The trainer makes it once for a run."""
 
     renderer: str
     """The name that ``[policy] renderer`` resolved to: ``terse``, a wire syntax, or a plugin."""

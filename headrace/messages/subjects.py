@@ -207,7 +207,7 @@ DLQ = Subject(
     types=("dead_letter", "letter_settled"),
     publishers=("dead_letter", "operator"),
     readers=("operators", "curriculum", "evaluator", "gateway"),
-    note="an operator says what became of a letter, and sends its message again",
+    note="an operator records the decision about a letter, and sends its message again",
 )
 RPC = Subject(
     template="hr.rpc.{service}.{method}",
@@ -291,7 +291,7 @@ STREAMS: tuple[Stream, ...] = (
         discard="old",
         max_age_s=30 * _DAY,
         max_bytes=64 << 20,
-        note="the server's own words about messages that were given up",
+        note="the server's advisories about messages that were given up",
     ),
     Stream(name="HR_DLQ", subjects=("hr.dlq.>",), discard="old", max_age_s=30 * _DAY, note="30 days"),
 )

@@ -163,14 +163,14 @@ class Task(Message, frozen=True, kw_only=True):
     sandbox: bool = True
     """False: the episode is one message of the policy, without tools and without a sandbox."""
     trust: Literal["report", "log"] = "report"
-    """As in `Grading.trust`, for those who may not read the oracle."""
+    """Copy of `Grading.trust`, for actors that may not read the oracle."""
     limits: SandboxLimits | UnsetType = UNSET
     """Limits of its sandboxes, the agent's and the judge's. Unset it is not encoded, so certificates of tasks without
     limits stay valid."""
 
     @property
     def sandbox_limits(self) -> SandboxLimits:
-        """The limits of its sandboxes; without any where it sets none."""
+        """The limits of its sandboxes; no limits of its own where it sets none."""
         return self.limits or SandboxLimits()
 
     @property

@@ -33,8 +33,8 @@ class StepManifest(Message, frozen=True, kw_only=True):
     fingerprint: str
     objective: dict[str, float | int | str | bool] = {}
     plugins: tuple[Plugin, ...] = ()
-    """Every part from outside of headrace on which the step rests: its advantage and loss, and those that its Scores
-    and Trajectories name. A node where the advantage or the loss has another source hash refuses the step; a trainer
+    """The plugins that the step depends on: its advantage and loss, and the plugins that its Scores and Trajectories
+    name. A node where the advantage or the loss has another source hash refuses the step; a trainer
     refuses a batch that names another source than the run's record in HR_STATE."""
 
 
@@ -121,8 +121,8 @@ class StepDone(StepFigures, frozen=True, kw_only=True):
 
 @message("step_failed")
 class StepFailed(Message, frozen=True, kw_only=True):
-    """A step that could not be taken. Its groups are dropped (step_failed). `version` has the bytes of the version
-    before, or after a rollback those of an earlier one."""
+    """A step that could not be taken. Its groups are dropped (step_failed). `version` has the bytes of the previous
+    version, or after a rollback the bytes of an earlier version."""
 
     run: str
     step: Count

@@ -65,7 +65,7 @@ class WeightManifest(Message, frozen=True, kw_only=True):
     learning_rate: float = 0.0
     encode_s: float = 0.0
     precision: str = ""
-    """The rounding that made the published bytes from the trainer's; empty: they are the trainer's."""
+    """The rounding from the trainer's bytes to the published bytes; empty when the two are equal."""
     source_hash: str = ""
     """State hash of the trainer's file, where the published bytes are rounded."""
     signer: str = ""

@@ -22,7 +22,7 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     sandbox: str = ""
     restored: bool = False
-    """The sandbox of the run before was gone: this one began with its files alone."""
+    """The sandbox of the previous run was gone, so this run began with that run's files alone."""
     check_code: int | None = None
     """Exit code of the set's check on the files of a finished run; None where it was not run."""
     check_output: str = ""
@@ -106,6 +106,6 @@ class WorkspaceReport(Message, frozen=True, kw_only=True):
     """The workspace after the command; only where copies were asked for and the command succeeded."""
     node: str = ""
     sandboxes: tuple[str, ...] = ()
-    """The forks, in the order of `copies`; empty where the backend cannot fork: the files are then all there is."""
+    """The forks, in the order of `copies`. Empty where the backend cannot fork: then only the files are copied."""
     failed: str = ""
     """Why the command was not run, or the copies were not made."""

@@ -29,7 +29,7 @@ def gate_key(run: str) -> str:
 
 @message("feedback")
 class Feedback(Message, frozen=True, kw_only=True):
-    """A user's judgement of one production trajectory."""
+    """A user's rating of one production trajectory."""
 
     tenant: str
     user: str

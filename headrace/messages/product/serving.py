@@ -26,7 +26,7 @@ class ClientMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["system", "user", "assistant", "tool"]
     text: str = ""
     calls: tuple[ClientCall, ...] = ()
-    """Of an assistant's message."""
+    """The calls of an assistant's message."""
     call_id: str = ""
     """Of a tool's message: the call that it answers."""
 
@@ -45,7 +45,7 @@ class ClientUsage(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: Count
     cached: Count = 0
-    """Of the prompt: tokens that the session had rendered before."""
+    """Tokens of the prompt that the session had rendered before."""
     sampled: Count = 0
 
 
@@ -124,8 +124,8 @@ class PurgeUser(Message, frozen=True, kw_only=True):
 
 @message("client_turn")
 class ClientTurn(Message, frozen=True, kw_only=True):
-    """A turn for an agent that runs its own tools: asked of a rollout actor of the production lane, by request and
-    reply. The rollout actor keeps nothing that its turn log does not hold, so any of them may answer the next one."""
+    """A request to a rollout actor of the production lane for a turn of an agent that runs its own tools. The turn log
+    holds the whole state, so any rollout actor of the lane may answer the next request."""
 
     run: str
     group: str
@@ -192,7 +192,7 @@ class ClientSession(Message, frozen=True, kw_only=True):
     training_allowed: bool
     policy: PolicyRef = PolicyRef()
     temperature: float = 1.0
-    """Of its first turn."""
+    """Temperature of its first turn."""
     untrainable: str = ""
     """Why it cannot be trained on; empty when it can."""
     rewrites: Count = 0

@@ -60,7 +60,7 @@ class NoCapacity(Exception):
     waited_s = 0.0
     """How long the caller has waited."""
     unanswered_s = 0.0
-    """For how long of that, up to now, no node has answered."""
+    """The last part of that wait, in which no node has answered."""
     answered = True
     """Whether any node has answered at all."""
 

@@ -148,7 +148,7 @@ class Change(msgspec.Struct, frozen=True):
     """``gone``: the entry was removed. Otherwise: its present kind. An ``other`` entry cannot be made again."""
     mode: int = 0
     target: str = ""
-    """Of a link."""
+    """Target of a link."""
 
 
 class PullChanges(msgspec.Struct, frozen=True, kw_only=True, tag="pull_changes"):
