@@ -76,7 +76,7 @@ def places() -> Places | None:
 
 
 def lacks(limits: SandboxLimits) -> str:
-    """Why groups cannot enforce these limits on this machine; empty when they can. The disk is no matter of groups."""
+    """Why groups cannot enforce these limits on this machine; empty when they can. Groups do not limit the disk."""
     wanted = {"memory": limits.memory_mib, "cpu": limits.vcpus}
     have = places()
     missing = [name for name, value in wanted.items() if value and (have is None or name not in have.limits)]
@@ -107,7 +107,7 @@ def create(name: str, *, processes: int, memory_mb: int = 0, vcpus: int = 0) -> 
                 for file in files:
                     if value and (folder / file).exists():
                         (folder / file).write_text(str(value))
-        except OSError:  # somebody else changed the folder's rights
+        except OSError:  # another program changed the folder's rights
             continue
     return Group(made)
 

@@ -149,8 +149,8 @@ def plan(environment: Environment, name: str, depth: int = 0) -> Plan:
         return Plan(name, memory, 1, image, limits=limits)
     recipe = task_templates.find(cache, name)
     if recipe is None:
-        known = [*packages.FLAVOURS, *imported.names(cache), *task_templates.names(cache)]
-        raise VmhostError(f"there is no template {name!r}; known are {', '.join(known)}")
+        names = [*packages.FLAVOURS, *imported.names(cache), *task_templates.names(cache)]
+        raise VmhostError(f"there is no template {name!r}; known are {', '.join(names)}")
     if depth == task_templates.DEPTH:
         raise VmhostError(f"{name}: more than {task_templates.DEPTH} levels of templates, or a circle of them")
     below = plan(environment, classes.named(recipe.base, limits), depth + 1)

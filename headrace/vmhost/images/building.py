@@ -99,10 +99,10 @@ def _source(source: Path, file: str) -> tuple[Path, Path]:
         return source.parent, source
     if not source.is_dir():
         raise VmhostError(f"{source} is neither a Dockerfile nor a folder with one")
-    found = [source / name for name in ((file,) if file else FILES) if (source / name).is_file()]
-    if not found:
+    dockerfiles = [source / name for name in ((file,) if file else FILES) if (source / name).is_file()]
+    if not dockerfiles:
         raise VmhostError(f"{source} has no {file or ' and no '.join(FILES)}: name the file by --file")
-    return source, found[0]
+    return source, dockerfiles[0]
 
 
 def _driver() -> str:
@@ -112,8 +112,8 @@ def _driver() -> str:
 
 
 class _Runner:
-    """Runs buildah over the layers of a cache. Root's runs in namespaces of its own: its mounts and the programs of a
-    build end with it, also when it is killed."""
+    """Runs buildah over the layers of a cache. As root, buildah runs in its own namespaces, so that its mounts and the
+    programs of a build end with it, also when it is killed."""
 
     def __init__(self, place: Path, making: Path, timeout_s: float, say: Callable[[str], None]) -> None:
         registries = making / "registries.conf"

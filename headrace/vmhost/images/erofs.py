@@ -45,7 +45,7 @@ class Node(msgspec.Struct, eq=False):
     xattrs: Mapping[str, bytes] = {}
     links: int = 1
     children: dict[bytes, "Node"] | None = None
-    """Of a folder."""
+    """Entries of a folder."""
     at: int = 0
     """Offset of the inode in the file system, once it is placed."""
     block: int = 0

@@ -77,7 +77,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     """Its name in the store; empty: made of its tag or its source."""
     tag: str = ""
-    """The image to take from an archive of several."""
+    """The tag of the image, in an archive of several images."""
     memory_mb: int = MEMORY_MB
     """Memory of its machines."""
 
@@ -126,10 +126,10 @@ def _take(cache: Path, making: Path, source: str, request: Request, read: Read) 
         image = msgspec.structs.replace(
             image, layers=builder.layers, boundaries=builder.boundaries, memory_mb=request.memory_mb
         )
-        kept = _keep(cache, making, image)
+        stored = _keep(cache, making, image)
         if builder.shared:
-            _split_others(cache, making, others, kept, builder.shared)
-        return kept
+            _split_others(cache, making, others, stored, builder.shared)
+        return stored
 
 
 def _split_others(cache: Path, making: Path, others: Sequence[Image], new: Image, at: int) -> None:
@@ -147,8 +147,8 @@ def _split_others(cache: Path, making: Path, others: Sequence[Image], new: Image
 def _drop_unused(cache: Path, parts: Sequence[store.Segment]) -> None:
     """Remove segments that no image uses any more. Machines keep the files that they have open, and a host finds that
     its image's record changed before it starts another machine."""
-    known = [image for image in map(_load, cache.glob("root-*")) if image is not None]
-    used = {image.boundaries[:end] for image in known for end in range(1, len(image.boundaries) + 1)}
+    images_left = [image for image in map(_load, cache.glob("root-*")) if image is not None]
+    used = {image.boundaries[:end] for image in images_left for end in range(1, len(image.boundaries) + 1)}
     for part in parts:
         if (*part.below, part.chain) not in used:
             shutil.rmtree(part.folder, ignore_errors=True)
@@ -259,21 +259,21 @@ def _user(tree: Tree, user: str) -> tuple[int, int, tuple[int, ...], str]:
     teams = [line.split(":") for line in (tree.read("etc/group") or b"").decode("utf-8", "replace").splitlines()]
     accounts = [row for row in accounts if len(row) >= 7 and row[2].isdigit() and row[3].isdigit()]
     teams = [row for row in teams if len(row) >= 4 and row[2].isdigit()]
-    known = next((row for row in accounts if row[0] == name), None)
-    known = known or next((row for row in accounts if row[2] == (name or "0")), None)
-    if known is None and name and not name.isdigit():
-        raise BadImage(f"it runs as {name!r}, whom its /etc/passwd does not know")
-    uid = int(known[2]) if known else int(name or 0)
-    gid = int(known[3]) if known else 0
-    further = tuple(int(row[2]) for row in teams if known and known[0] in row[3].split(","))
+    account = next((row for row in accounts if row[0] == name), None)
+    account = account or next((row for row in accounts if row[2] == (name or "0")), None)
+    if account is None and name and not name.isdigit():
+        raise BadImage(f"it runs as {name!r}, and its /etc/passwd has no such user")
+    uid = int(account[2]) if account else int(name or 0)
+    gid = int(account[3]) if account else 0
+    further = tuple(int(row[2]) for row in teams if account and account[0] in row[3].split(","))
     if group:
-        found = next((row for row in teams if group in (row[0], row[2])), None)
-        if found is None and not group.isdigit():
-            raise BadImage(f"it runs in group {group!r}, which its /etc/group does not know")
-        gid, further = int(found[2]) if found else int(group), ()
+        team = next((row for row in teams if group in (row[0], row[2])), None)
+        if team is None and not group.isdigit():
+            raise BadImage(f"it runs in group {group!r}, and its /etc/group has no such group")
+        gid, further = int(team[2]) if team else int(group), ()
     if max(uid, gid) >= 1 << 32:
-        raise BadImage(f"it runs as {user!r}, a number that no system has")
-    return uid, gid, further, known[5] if known and known[5] else "/"
+        raise BadImage(f"it runs as {user!r}, expected numbers below {1 << 32}")
+    return uid, gid, further, account[5] if account and account[5] else "/"
 
 
 def name_of(text: str) -> str:

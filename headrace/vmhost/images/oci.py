@@ -48,7 +48,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     cmd: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     digest: str = ""
-    """Of the configuration; of the contents where there is none."""
+    """Digest of the configuration, or of the contents where there is no configuration."""
 
 
 class Source:
@@ -158,15 +158,15 @@ def read(source: Source, tree: Tree, tag: str, steps: Steps) -> Settings:
         chosen, tags = _choose(source, tag)
         return apply(source, chosen, tags, tree, steps)
     images = source.json("manifest.json")
-    found = [image for image in images if not tag or tag in (image.get("RepoTags") or ())]
+    matching = [image for image in images if not tag or tag in (image.get("RepoTags") or ())]
     names = [name for image in images for name in image.get("RepoTags") or ()]
-    if len(found) != 1:
+    if len(matching) != 1:
         raise _which(tag, names)
-    name = found[0]["Config"]
+    name = matching[0]["Config"]
     stem = name.rpartition("/")[2].removesuffix(".json")
     config = name, f"sha256:{stem}" if len(stem) == 64 else ""
-    layers = [(name, "") for name in found[0]["Layers"]]
-    return _apply(source, config, layers, tuple(found[0].get("RepoTags") or ()), tree, steps)
+    layers = [(name, "") for name in matching[0]["Layers"]]
+    return _apply(source, config, layers, tuple(matching[0].get("RepoTags") or ()), tree, steps)
 
 
 def apply(blobs: Blobs, manifest: Any, tags: tuple[str, ...], tree: Tree, steps: Steps) -> Settings:
@@ -203,7 +203,7 @@ def _choose(source: Source, tag: str) -> tuple[Any, tuple[str, ...]]:
 
     def walk(entries: list[Any], inherited: str, depth: int) -> None:
         if depth > 4:
-            raise BadImage("its indexes lie in one another without end")
+            raise BadImage("its indexes are nested more than 4 deep")
         for entry in entries:
             notes = entry.get("annotations") or {}
             name = next((notes[key] for key in _TAGS if key in notes), inherited)
@@ -229,12 +229,12 @@ def _choose(source: Source, tag: str) -> tuple[Any, tuple[str, ...]]:
 
 
 def _which(tag: str, names: list[str]) -> BadImage:
-    known = ", ".join(dict.fromkeys(names)) or "none with a tag"
+    available = ", ".join(dict.fromkeys(names)) or "none with a tag"
     if tag:
-        return BadImage(f"it has no image {tag!r} for linux/amd64; it has {known}")
+        return BadImage(f"it has no image {tag!r} for linux/amd64; it has {available}")
     if not names:
         return BadImage("it has no image for linux/amd64")
-    return BadImage(f"it has several images, say which with --tag: {known}")
+    return BadImage(f"it has several images, say which with --tag: {available}")
 
 
 def _layer(source: Blobs, tree: Tree, number: int, name: str, digest: str, diff: str) -> None:

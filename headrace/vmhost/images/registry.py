@@ -135,9 +135,9 @@ async def _download(cache: Path, downloads: Path, reference: Reference, say: Any
 
 def _present(cache: Path, diffs: list[str]) -> int:
     """Layers that the store has already."""
-    known = [(image.layers, image.boundaries) for image in imported.images(cache)]
+    stored_images = [(image.layers, image.boundaries) for image in imported.images(cache)]
     with ExitStack() as stack, open(os.devnull, "w+b") as spool:
-        return store.Builder(cache, cache, Tree(spool), stack, known).begin(diffs)
+        return store.Builder(cache, cache, Tree(spool), stack, stored_images).begin(diffs)
 
 
 def _place(downloads: Path, digest: str) -> Path:
@@ -160,12 +160,12 @@ class Client:
         digest = version if version.startswith("sha256:") else ""
         data = await self.small(f"manifests/{version}", digest, accept)
         try:
-            found = json.loads(data)
-            if "manifests" not in found:
-                found["config"]["digest"], found["layers"]
-                return found
+            manifest = json.loads(data)
+            if "manifests" not in manifest:
+                manifest["config"]["digest"], manifest["layers"]
+                return manifest
             platforms = {}
-            for entry in found["manifests"]:
+            for entry in manifest["manifests"]:
                 platform = entry.get("platform") or {}
                 platforms[f"{platform.get('os')}/{platform.get('architecture')}"] = entry["digest"]
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -233,8 +233,8 @@ class Client:
         """A successful answer. Refusal for errors that a repeat would not remove; aiohttp's errors for the rest."""
         url = f"{self._reference.url}/{path}"
         for _ in range(2):
-            own = {"Authorization": self._authorization} if self._authorization else {}
-            answer = await self._session.get(url, headers=headers | own)
+            authorization = {"Authorization": self._authorization} if self._authorization else {}
+            answer = await self._session.get(url, headers=headers | authorization)
             if answer.status != 401:
                 break
             challenge = answer.headers.get("WWW-Authenticate", "")
@@ -261,8 +261,8 @@ class Client:
             raise Refusal(f"{self._reference.full}: {self._reference.registry} needs credentials: run docker login")
         query = {"scope": f"repository:{self._reference.repository}:pull"}
         query |= {"service": fields["service"]} if "service" in fields else {}
-        own = {"Authorization": _basic(login)} if login is not None else {}
-        async with self._session.get(fields["realm"], params=query, headers=own) as answer:
+        authorization = {"Authorization": _basic(login)} if login is not None else {}
+        async with self._session.get(fields["realm"], params=query, headers=authorization) as answer:
             if answer.status != 200:
                 raise Refusal(f"{self._reference.full}: {fields['realm']} gives no token: {answer.status}")
             token = await answer.json(content_type=None)

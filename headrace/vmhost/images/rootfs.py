@@ -255,10 +255,10 @@ class Tree:
     def _member(self, archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, layer: int) -> None:
         if member.islnk():
             target = self._walk(member.linkname.strip("/"), last=False)
-            found = self.get(target)
-            if found is None or stat.S_ISDIR(found.mode):
+            linked = self.get(target)
+            if linked is None or stat.S_ISDIR(linked.mode):
                 raise BadImage(f"{path!r} is a hard link to {member.linkname!r}, which is not there")
-            self._put(path, found, layer)
+            self._put(path, linked, layer)
         elif member.isreg():
             inode = _inode(member, stat.S_IFREG)
             source = archive.extractfile(member)
@@ -288,9 +288,9 @@ class Tree:
                 if kind in (stat.S_IFCHR, stat.S_IFBLK, stat.S_IFSOCK):
                     self.skipped += 1
                     continue
-                known = seen.get((status.st_dev, status.st_ino))
-                if known is not None:
-                    self._put(path, known, 0)
+                first_link = seen.get((status.st_dev, status.st_ino))
+                if first_link is not None:
+                    self._put(path, first_link, 0)
                     continue
                 inode = _status(status, kind)
                 if kind == stat.S_IFLNK:
@@ -341,8 +341,8 @@ class Tree:
         """Remove the entries that layers under `below` put at a path; a folder stays while it holds a newer entry."""
         for name in list(self._children.get(path, ())):
             self._drop(f"{path}/{name}", below)
-        known = self._nodes.get(path)
-        if known is None or known[1] >= below or self._children.get(path):
+        node = self._nodes.get(path)
+        if node is None or node[1] >= below or self._children.get(path):
             return
         del self._nodes[path]
         self._children.pop(path, None)
@@ -370,5 +370,5 @@ def _status(status: os.stat_result, kind: int) -> Inode:
 
 
 def _packed(inode: Inode) -> Inode:
-    """Text that msgpack can hold: names are bytes, and not all of them are UTF-8."""
+    """Text that msgpack can encode: names are bytes, and some names are not UTF-8."""
     return msgspec.structs.replace(inode, target=os.fsencode(inode.target).decode("latin-1"))

@@ -66,19 +66,19 @@ def segment(store: Path, chain: str, below: Sequence[str]) -> Segment | None:
     """A stored segment; None where there is none, or a damaged one."""
     folder = _folder(store, chain, below)
     try:
-        found = msgspec.json.decode((folder / "segment.json").read_bytes(), type=Segment)
+        stored = msgspec.json.decode((folder / "segment.json").read_bytes(), type=Segment)
         whole = (folder / "blob").stat().st_size == DRIVE_BYTES and (folder / "tree").stat().st_size > 0
     except (OSError, msgspec.DecodeError):
         return None
-    if not whole or (found.chain, found.below) != (chain, tuple(below)):
+    if not whole or (stored.chain, stored.below) != (chain, tuple(below)):
         return None
-    return msgspec.structs.replace(found, folder=str(folder))
+    return msgspec.structs.replace(stored, folder=str(folder))
 
 
 def segments(store: Path, boundaries: Sequence[str]) -> list[Segment] | None:
     """The segments of an image, the bottom first; None when one is missing."""
-    found = [segment(store, chain, boundaries[:number]) for number, chain in enumerate(boundaries)]
-    return None if None in found or not found else cast(list[Segment], found)
+    parts = [segment(store, chain, boundaries[:number]) for number, chain in enumerate(boundaries)]
+    return None if None in parts or not parts else cast(list[Segment], parts)
 
 
 def intact(part: Segment) -> bool:

@@ -30,7 +30,7 @@ class Demand:
         self._taken.setdefault(template, deque()).append(self._now())
 
     def wanted(self, template: str) -> int:
-        """How many clones of a template should be parked."""
+        """The number of clones of a template to park."""
         least = self._least.get(template, 0)
         return max(least, min(self._most, self._burst(template)))
 

@@ -104,7 +104,7 @@ class VmSandbox:
                 self._answers[call_id] = task
                 if len(self._answers) > RECORD:
                     self._answers.popitem(last=False)
-        # A caller that is cancelled must not cancel the answer for one that repeats the call.
+        # A cancelled caller must not cancel the answer for a caller that repeats the call.
         return await asyncio.shield(task)
 
     async def _check_integrity(self, thorough: bool) -> OpResult:

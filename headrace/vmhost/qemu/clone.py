@@ -63,7 +63,7 @@ class Clone:
         """How QEMU ended, with the last line that it wrote."""
         self._low = 0
         self._unlike_template = False
-        """Whether it began with other pages than its template's where none may differ."""
+        """Whether it began with changed fixed pages, so that its integrity cannot be checked."""
         self._channels: dict[int, Channel] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()

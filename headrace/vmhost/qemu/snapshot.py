@@ -64,7 +64,7 @@ def pack(checkpoint: Checkpoint) -> bytes:
 
 
 def unpack(blob: bytes) -> Checkpoint:
-    """Decode a checkpoint. VmhostError when the data is none, or damaged."""
+    """Decode a checkpoint. VmhostError when the data is not a checkpoint, or damaged."""
     try:
         if not 0 < zstandard.frame_content_size(blob) <= LARGEST:
             raise VmhostError("this is no checkpoint, or a damaged one: it claims an impossible size")
@@ -186,8 +186,8 @@ def rebase(whole: Snapshot, ram: Path) -> Snapshot:
         differ = np.flatnonzero((wanted != below[first : first + _RUN]).any(axis=1))
         differing += [first + int(at) for at in differ]
         out += wanted[differ].tobytes()
-    own = np.array(differing, "<u4").tobytes()
-    return Snapshot(state=whole.state, numbers=own, pages=bytes(out), mounts=whole.mounts)
+    differing_bytes = np.array(differing, "<u4").tobytes()
+    return Snapshot(state=whole.state, numbers=differing_bytes, pages=bytes(out), mounts=whole.mounts)
 
 
 def write_ram(target: Path, size: int, snapshot: Snapshot) -> None:

@@ -43,9 +43,9 @@ def holdings(environment: Environment) -> list[Entry]:
     wanted = _wanted(environment, cache, base)
     roots = {str((cache / f"image-{name}").resolve()): name for name in imported.names(cache)}
     layers: dict[str, list[str]] = {}
-    for known in imported.images(cache):
-        for part in store.segments(cache, known.boundaries) or ():
-            layers.setdefault(part.folder, []).append(known.name)
+    for imported_image in imported.images(cache):
+        for part in store.segments(cache, imported_image.boundaries) or ():
+            layers.setdefault(part.folder, []).append(imported_image.name)
     entries = []
     for path in sorted(cache.iterdir()):
         template = _TEMPLATE.fullmatch(path.name)

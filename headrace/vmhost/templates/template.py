@@ -168,10 +168,10 @@ def key_with(machine: str, image: Image, disk_mib: int = 0) -> str:
 
 
 def key(name: str, base: Path, version: str, hardware: Hardware, slots: int) -> str:
-    """The content address."""
+    """The content address of a template: a hash of everything that it is made from."""
     root = MACHINE if hardware.drives else name
     shape = msgspec.to_builtins(hardware)
-    if shape["vcpus"] == 1:  # templates that were made before there was a choice stay valid
+    if shape["vcpus"] == 1:  # templates from before the setting existed stay valid
         del shape["vcpus"]
     parts = [FORMAT, base.name, root, version, shape, slots, SIZE_MB.get(name, IMAGE_MB)]
     parts.append(hashlib.sha256(agent_archive()).hexdigest())

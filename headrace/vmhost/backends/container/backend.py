@@ -281,11 +281,11 @@ async def _remove(group: Group) -> None:
 
 
 def _members(files: Sequence[str]) -> set[int]:
-    found: set[int] = set()
+    pids: set[int] = set()
     for path in files:
         with suppress(OSError):
-            found |= {int(line) for line in Path(path).read_text().split()}
-    return found
+            pids |= {int(line) for line in Path(path).read_text().split()}
+    return pids
 
 
 def unavailable() -> str:
