@@ -63,16 +63,17 @@ async def certify(
     exam = _Exam(task, oracle, machines, report, isolation)
     solution = {ANSWER: oracle.answer.encode()} if not task.sandbox else oracle.solution
     gold = [await exam.decision(solution, oracle.removed) for _ in range(GOLD_RUNS)]
-    noop = await exam.decision({})
+    await exam.prepare(solution, oracle.removed)
+    noop = await exam.rejection({})
     broken = stubs(task.files, oracle.solution) if task.sandbox else {}
-    stub = await exam.decision(broken) if broken else ""
+    stub = await exam.rejection(broken) if broken else ""
     drawn = mutants(task, oracle) if task.sandbox else []
     survivors, equivalent = [], 0
     same = getattr(suite, "equivalent", None)
     for name, files in drawn:
         if same is not None and same(id, files):
             equivalent += 1
-        elif await exam.decision(solution | files, oracle.removed) == "passed":
+        elif await exam.rejection(solution | files, oracle.removed) == "passed":
             survivors.append(name)
     tried = len(drawn) - equivalent
     made = msgspec.structs.replace(
@@ -129,9 +130,26 @@ class _Exam:
         self._count = 0
         self.plugins: tuple[Plugin, ...] = ()
         """Sandbox backends of the examinations that come from outside of headrace."""
+        self._few: Oracle | None = None
+
+    async def prepare(self, solution: Mapping[str, bytes], deleted: tuple[str, ...]) -> None:
+        """See whether the tests that have to pass decide alone: the known solution passes them without the others."""
+        few = _required(self._oracle)
+        if few is not None and await self._decide(few, solution, deleted) == "passed":
+            self._few = few
+
+    async def rejection(self, files: Mapping[str, bytes], deleted: tuple[str, ...] = ()) -> str:
+        """The judge's decision on changes that ought to fail: one required test that fails decides, so those run
+        first, and all tests only where they pass."""
+        if self._few is not None and (early := await self._decide(self._few, files, deleted)) != "passed":
+            return early
+        return await self.decision(files, deleted)
 
     async def decision(self, files: Mapping[str, bytes], deleted: tuple[str, ...] = ()) -> str:
         """The judge's decision on these changes."""
+        return await self._decide(self._oracle, files, deleted)
+
+    async def _decide(self, oracle: Oracle, files: Mapping[str, bytes], deleted: tuple[str, ...]) -> str:
         self._count += 1
         trajectory = Trajectory(
             run="certify",
@@ -151,10 +169,24 @@ class _Exam:
             deleted=deleted,
             isolation=self._isolation,
         )
-        candidate = Candidate(trajectory=trajectory, task=self._task, oracle=self._oracle)
+        candidate = Candidate(trajectory=trajectory, task=self._task, oracle=oracle)
         verdict = await examine(candidate, self._machines, self._report, Options())
         self.plugins = merged(self.plugins, verdict.plugins)
         return verdict.decision
+
+
+def _required(oracle: Oracle) -> Oracle | None:
+    """The oracle with its required tests alone; None where pytest cannot be asked for them, or they are most of all."""
+    keep = oracle.grading.pass_to_pass
+    by_name = oracle.tests.kind == "pytest" and oracle.grading.kind == "f2p_p2p" and not oracle.grading.parser
+    if not by_name or len(oracle.expected) > len(keep):
+        return None
+    functions = tuple(sorted({name.partition("[")[0] for name in oracle.expected}))
+    return msgspec.structs.replace(
+        oracle,
+        tests=msgspec.structs.replace(oracle.tests, paths=functions),
+        grading=msgspec.structs.replace(oracle.grading, pass_to_pass=()),
+    )
 
 
 def _changed_functions(before: bytes, after: bytes) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

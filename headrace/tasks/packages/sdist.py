@@ -3,7 +3,8 @@
 A task's hidden tests are the package's own. The agent gets the sources and about half of the test functions, always
 with one that fails, so that there is a symptom to follow and something left to be judged by (packages/visible.py). A
 task enters the suite when, in fresh sandboxes, the tests fail before the fix and pass after it, and repeats say
-exactly the same.
+exactly the same. Which tests call which function is known from one traced run (packages/reach.py): a change is tried
+with those that call it, and the whole suite runs only where one of them fails.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import random
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from headrace.tasks import sealing
 from headrace.tasks.packages.fetch import Package, PackageError, fetch, read
 from headrace.tasks.packages.lab import FIRST_RUN_S, Exam, Lab, Sandboxes, SuiteError, passed
 from headrace.tasks.packages.mutate import Mutation, mutations
+from headrace.tasks.packages.reach import Reach, traced
 from headrace.tasks.packages.recording import everything, record
 from headrace.tasks.packages.requirements import install, missing
 from headrace.tasks.packages.visible import choose, thin
@@ -29,6 +31,8 @@ from headrace.tasks.suites import FolderSuite, write_suite
 
 _UNSTEADY_RUNS = 4
 """Runs of a package's tests, beside those that have to agree, in which tests may still turn out to be unsteady."""
+_FEW = 0.5
+"""Largest share of the tests that run before the whole: of more, the whole runs at once."""
 _PROMPT = 300
 """Characters of a prompt: it has to fit into the smallest context in use."""
 
@@ -85,18 +89,26 @@ async def build(
         f"{len(expected)} tests of {package.name} pass in {seconds:.1f} s; looking for {request.count} bugs they notice"
     )
 
+    reach = await _reach(lab, package, plan, say)
     rng = random.Random(f"headrace/{package.name}/{request.seed}")
     pairs: list[tuple[Task, Oracle]] = []
-    candidates = _candidates(package, rng)
+    found = _candidates(package, rng)
+    near = [reach and reach.of(mutation, package.files[mutation.path]) for mutation in found]
+    candidates = [each for each in zip(found, near, strict=True) if each[1] is None or each[1] & {*expected}]
+    if not candidates:
+        say("no test calls a function of the package in its own process; all tests run for each change")
+        candidates = [(mutation, None) for mutation in found]
+    elif len(candidates) < len(found):
+        say(f"{len(found) - len(candidates)} of {len(found)} changes are in functions that no test calls")
     tried = 0
     # In step and in order: which bugs enter the suite must not depend on which sandbox is faster.
     while len(pairs) < request.count and (batch := candidates[tried : tried + request.parallel]):
         tried += len(batch)
         tasks = [
-            attempt(lab, package, mutation, exam, request.repeats, request.seed, lane)
-            for lane, mutation in enumerate(batch)
+            attempt(lab, package, mutation, exam, request.repeats, request.seed, lane, tests)
+            for lane, (mutation, tests) in enumerate(batch)
         ]
-        for mutation, made in zip(batch, await asyncio.gather(*tasks), strict=True):
+        for (mutation, _), made in zip(batch, await asyncio.gather(*tasks), strict=True):
             if made is not None and len(pairs) < request.count:
                 pairs.append(made)
                 say(f"{len(pairs)}/{request.count}: {mutation.kind} in {mutation.path}:{mutation.line} ({tried} tried)")
@@ -104,6 +116,17 @@ async def build(
         raise SuiteError(f"no change of {package.name} was noticed by its tests ({tried} tried)")
     pairs.sort(key=lambda pair: pair[0].ref.task)
     return write_suite(package.name, request.root / package.name, pairs, request.package or str(request.path))
+
+
+async def _reach(lab: Lab, package: Package, plan: TestPlan, say: Callable[[str], None]) -> Reach | None:
+    """Which tests can notice which change; None where that is not known, and all tests run for each."""
+    if plan.kind != "pytest":
+        return None
+    try:
+        return await traced(lab, package.files, plan)
+    except SuiteError as error:
+        say(f"{error}; all tests run for each change")
+        return None
 
 
 async def with_requirements(lab: Lab, package: Package, test_command: str, say: Callable[[str], None]) -> Package:
@@ -253,26 +276,65 @@ async def recorded(
 
 
 async def attempt(
-    lab: Lab, package: Package, mutation: Mutation, exam: Exam, repeats: int, seed: int, lane: int
+    lab: Lab,
+    package: Package,
+    mutation: Mutation,
+    exam: Exam,
+    repeats: int,
+    seed: int,
+    lane: int,
+    near: Set[str] | None = None,
 ) -> tuple[Task, Oracle] | None:
     """A verified task of a mutation, None when the tests don't notice it, can't run with it, or waver.
 
     What runs is what agent and judge will run: the judge's tree before and after the fix, the agent's before and after.
+    near: the tests that can notice it, where that is known: they run first, and count as one repetition.
     """
     broken = package.files | {mutation.path: mutation.apply(package.files[mutation.path])}
-    result = await lab.judge(broken, exam, lane)
-    failing = _noticed(result, exam.expected)
-    if not failing:
+    first: tuple[str, ...] | None = None
+    few = sorted({*exam.expected} & near) if near is not None else []
+    if near is not None and len(few) <= _FEW * len(exam.expected):
+        if not few:
+            return None
+        first = _noticed(_only(await lab.judge(broken, _narrow(exam, few), lane), few), few)
+        if not first:
+            return None
+    failing = _noticed(await lab.judge(broken, exam, lane), exam.expected)
+    if not failing or (first is not None and {*first} != {*failing} & {*few}):
         return None
     task, oracle = assemble(package, mutation, exam, failing, seed)
-    for _ in range(repeats):
-        if _noticed(await lab.judge(task.files | oracle.hidden, exam, lane), exam.expected) != failing:
+    right = task.files | oracle.solution | oracle.hidden
+    for repeat in range(repeats):
+        again = first is None or repeat
+        if again and _noticed(await lab.judge(task.files | oracle.hidden, exam, lane), exam.expected) != failing:
             return None
-        if passed(await lab.judge(task.files | oracle.solution | oracle.hidden, exam, lane)) != exam.expected:
+        # The untouched package has passed this exam: baseline() and sealed() ran it.
+        if right != package.files and passed(await lab.judge(right, exam, lane)) != exam.expected:
             return None
-    before = await lab.run(task.files, task.tests, lane)
     after = await lab.run(task.files | oracle.solution, task.tests, lane)
-    return (task, oracle) if not before.ok and not before.timed_out and after.ok else None
+    shown = {*passed(after)} & {*failing}
+    if not after.ok or not shown:
+        return None
+    before = await lab.run(task.files, _of(task.tests, shown), lane)
+    bad = {test.name for test in before.tests if test.outcome in ("failed", "error")}
+    return (task, oracle) if bad & shown and not before.timed_out else None
+
+
+def _of(plan: TestPlan, names: Collection[str]) -> TestPlan:
+    """A plan of the test functions of these names alone, with all their parameters; a command stays as it is."""
+    if plan.kind != "pytest":
+        return plan
+    return msgspec.structs.replace(plan, paths=tuple(sorted({name.partition("[")[0] for name in names})))
+
+
+def _narrow(exam: Exam, names: Sequence[str]) -> Exam:
+    return msgspec.structs.replace(exam, plan=_of(exam.plan, names), expected=tuple(names))
+
+
+def _only(result: OpResult, names: Sequence[str]) -> OpResult:
+    """Without other parameters of the functions that ran."""
+    tests = tuple(test for test in result.tests if test.name in set(names))
+    return msgspec.structs.replace(result, tests=tests)
 
 
 def _noticed(result: OpResult, expected: Sequence[str]) -> tuple[str, ...]:
