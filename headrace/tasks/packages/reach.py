@@ -2,7 +2,7 @@
 
 A change of a function that no test calls cannot be noticed, and one that few tests call is tried with those first
 (sdist.py). Calls outside of any test (imports, collection) belong to all tests. The calls of a fixture of a module or
-session belong to the test that set it up, and calls in processes that a test starts are not seen: a change may then look
+session belong to the test that set it up, and calls in processes that tests start are not seen: a change may then look
 unnoticed and is not used, but no task is wrong, because whole runs decide about every task.
 """
 

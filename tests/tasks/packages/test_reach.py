@@ -70,7 +70,7 @@ async def test_a_change_is_reached_by_the_tests_that_call_its_function(tmp_path:
     finally:
         await host.close()
     source = package.files["sums.py"]
-    found = {}
+    found: dict[str, set[frozenset[str] | None]] = {}
     for mutation in mutations("sums.py", source):
         function = next(name for name in ("never", "less", "add", "early") if _starts(name) < mutation.line)
         found.setdefault(function, set()).add(reach.of(mutation, source))
