@@ -6,6 +6,7 @@ gets a SlotFailed instead of a Score only when infrastructure failed: a sandbox 
 rubric's model endpoint.
 """
 
+import asyncio
 import time
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal
@@ -51,13 +52,14 @@ class Judge(Actor):
         """Consume trajectories and follow the ends of groups. A user's own repository has no hidden tests, so the
         trajectories of the production lane, whose group names have two subject tokens, are not consumed."""
         self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
-        self._rewarder, self._rubrics = self._open_reward(), self._open_rubrics()
+        self._rewarder, self._rubrics = self._open_reward(), await asyncio.to_thread(self._open_rubrics)
         if unknown := sorted({*self.config.judge.severities} - {*rules.SEVERITY}):
             text = (
                 f"[judge] severities names {', '.join(unknown)}, and headrace has no such rule; a suite may bring one"
             )
             await self.event("severity_of_no_rule", text, "warning")
-        await agree(self.bus, self.run, (*self._rewarder.plugins, *self._suite_plugins()))
+        judge = (self._rubrics.plugin,) if self._rubrics is not None else ()
+        await agree(self.bus, self.run, (*self._rewarder.plugins, *self._suite_plugins(), *judge))
         suite = lru_cache(64)(partial(open_suite, root=self.config.tasks.dir))
         # The slots of a group arrive one after another.
         self._sides = lru_cache(64)(lambda ref: (suite(ref.suite).task(ref.task), suite(ref.suite).oracle(ref.task)))

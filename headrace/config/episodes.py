@@ -166,6 +166,9 @@ class Judge(Section, frozen=True, kw_only=True):
     """Any endpoint that speaks the OpenAI API, such as ``http://127.0.0.1:30000/v1``."""
     model: Text = ""
     """The model's name at that endpoint."""
+    model_folder: OptionalPath = ""
+    """The folder of the weights that the endpoint serves: the hash of its files pins the judge of a run. Empty: the
+    model's name does."""
     model_key: OptionalVariable = ""
     """Name of the environment variable that holds the API key; empty: no key is sent."""
     model_votes: Annotated[int, Meta(ge=1, le=99)] = 3

@@ -78,6 +78,8 @@ def _judge(config: Config) -> Iterator[Problem]:
         yield "judge.model_url", "expected the address of the endpoint that judges judge.rubric, got none"
     if own.model_url and not own.model:
         yield "judge.model", "expected the name of a model at judge.model_url, got none"
+    if own.model_folder and not own.model_url:
+        yield "judge.model_folder", "expected none without judge.model_url: it pins the model of that endpoint"
     if own.rubric_weight and config.algorithm.reward != "shaped":
         reward = config.algorithm.reward
         yield "judge.rubric_weight", f"expected 0: the reward {reward!r} decides itself what a rubric is worth"

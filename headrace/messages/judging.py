@@ -32,6 +32,8 @@ class RubricScore(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the criteria, of the judge's model and settings, and of its instructions and card. Judges with equal
     digests are equal."""
     model: str
+    model_hash: str = ""
+    """sha256 of the judge model's files (`[judge] model_folder`), else of its name at the endpoint. A run has one."""
     value: float
     """Weights of the criteria that are met, minus those of the pitfalls, by the sum of the criteria's weights."""
     criteria: tuple[CriterionScore, ...]

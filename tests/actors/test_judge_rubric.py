@@ -1,5 +1,6 @@
 """The judge actor with a rubric: the model's answers are a part of the reward, and its failures are infrastructure."""
 
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -7,9 +8,12 @@ import pytest
 
 from headrace.actors.environment.actor import Environment
 from headrace.actors.judge import Judge
+from headrace.bus.errors import Unrecoverable
 from headrace.cli.replay.rejudge import verdicts
 from headrace.config import Judge as Section
 from headrace.judging.rubrics.judge import RubricJudge
+from headrace.judging.rubrics.pin import model_hash
+from headrace.judging.rubrics.rubric import RubricError
 from headrace.messages.rollout import SlotFailed
 from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import FAIL, TRAJ
@@ -32,6 +36,22 @@ pitfall = true
 """
 
 
+def weights(folder: Path) -> Path:
+    model = folder / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    return model
+
+
+def test_the_hash_of_a_model_follows_from_all_of_its_files(tmp_path: Path) -> None:
+    first = model_hash("m", str(weights(tmp_path)))
+    assert model_hash("n", str(tmp_path / "model")) == first
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    assert model_hash("m", str(tmp_path / "model")) != first
+    with pytest.raises(RubricError, match="holds no "):
+        model_hash("m", str(tmp_path / "nothing"))
+
+
 async def test_a_rubric_is_a_part_of_the_reward_and_a_silent_endpoint_is_no_answer(
     connect: Connect, tmp_path: Path
 ) -> None:
@@ -50,6 +70,12 @@ async def test_a_rubric_is_a_part_of_the_reward_and_a_silent_endpoint_is_no_answ
                 right = await judged(observer, good)
                 wrong = await judged(observer, trajectory("jr", "g1", {}, slot=1))
             assert right.rubric is not None and wrong.rubric is not None
+            assert right.rubric.model_hash == wrong.rubric.model_hash == sha256(b"m").hexdigest()
+            for changes in ({"model": "other"}, {"model_folder": str(weights(tmp_path))}, {"model_votes": 1}):
+                other = config(tmp_path, judge=msgspec.structs.replace(section, **changes))
+                with pytest.raises(Unrecoverable, match="judge has source hash"):
+                    async with living(Judge, other, await connect("judge"), "jr"):
+                        pass
             # The truthful judge finds both statements met: (3 - 1) / 3.
             assert right.parts == {"verdict": 1.0, "rubric": pytest.approx(0.3 * 2 / 3)}
             assert right.reward == sum(right.parts.values()) and right.passed

@@ -24,7 +24,8 @@ class Cache:
     def __init__(self, path: Path) -> None:
         """Open the file, and create it where it is missing. OSError, sqlite3.Error."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._store = sqlite3.connect(path, timeout=30.0, isolation_level=None)
+        # A judge opens it in the thread that hashes its model, and then uses it in the event loop alone.
+        self._store = sqlite3.connect(path, timeout=30.0, isolation_level=None, check_same_thread=False)
         self._store.execute("PRAGMA journal_mode = WAL")
         self._store.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer BLOB NOT NULL)")
 

@@ -50,6 +50,8 @@ class Endpoint:
         self._headers = {"Authorization": f"Bearer {os.environ[key]}"} if key else {}
         self._slots = asyncio.Semaphore(parallel)
         self._session: aiohttp.ClientSession | None = None
+        self._declared = ""
+        """The model that the endpoint's first answer named."""
 
     async def close(self) -> None:
         """Close the connections."""
@@ -103,18 +105,26 @@ class Endpoint:
             answer = json.loads(text)
             content = answer["choices"][0]["message"]["content"]
             usage = answer.get("usage") or {}
+            declared = str(answer.get("model") or "")
             reply = json.loads(_object(content))
             for key in schema["required"]:
                 allowed = schema["properties"][key].get("enum")
                 if allowed is not None and reply[key] not in allowed:
                     raise ValueError(f"{key}: expected one of {', '.join(allowed)}")
-            return Completion(
+            completion = Completion(
                 reply=reply,
                 prompt_tokens=int(usage.get("prompt_tokens") or 0),
                 completion_tokens=int(usage.get("completion_tokens") or 0),
             )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise _Again(f"an answer that cannot be read ({error}): {text[:SHOWN]}") from None
+        self._declared = self._declared or declared
+        if declared and declared != self._declared:
+            raise EndpointRefused(
+                f"{self.url} answered as model {declared[:SHOWN]!r} after {self._declared[:SHOWN]!r}: a run has one "
+                "judge; name a version of the model that does not change"
+            )
+        return completion
 
 
 class _Again(Exception):

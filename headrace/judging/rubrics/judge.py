@@ -13,9 +13,11 @@ from headrace.judging.rubrics import card as cards
 from headrace.judging.rubrics.cache import Answer, Cache
 from headrace.judging.rubrics.card import Card
 from headrace.judging.rubrics.client import Endpoint
+from headrace.judging.rubrics.pin import model_hash, pinned
 from headrace.judging.rubrics.questions import VERSION, question, schema, work_of
 from headrace.judging.rubrics.rubric import Rubric, RubricError, check, digest, load, value
 from headrace.messages.judging import CriterionScore, RubricScore
+from headrace.messages.plugins import Plugin
 from headrace.messages.tasks import Criterion
 
 REASON = 400
@@ -38,6 +40,7 @@ class RubricJudge:
         """cache: the file to use where `rubric_cache` names none. RubricError, EndpointRefused: a wrong
         configuration."""
         self._section = section
+        self.model_hash = model_hash(section.model, section.model_folder)
         self.rubric = load(section.rubric) if section.rubric else Rubric(name="", criteria=())
         self.card: Card | None = cards.load(section.rubric_card) if section.rubric_card else None
         if self.card is not None:
@@ -60,7 +63,18 @@ class RubricJudge:
     def identity(self) -> str:
         """The subject of a card: the model, its settings, and the version of the instructions."""
         own = self._section
-        return f"{own.model}/t{own.model_temperature:g}/v{own.model_votes}/q{VERSION}"
+        return f"{self._model}/t{own.model_temperature:g}/v{own.model_votes}/q{VERSION}"
+
+    @property
+    def _model(self) -> str:
+        """The model's name, with the hash of its folder if that is configured: other weights are another model."""
+        own = self._section
+        return f"{own.model}@{self.model_hash}" if own.model_folder else own.model
+
+    @property
+    def plugin(self) -> Plugin:
+        """The record by which the judges of a run agree."""
+        return pinned(digest(self.model_hash, self.identity, self.rubric.criteria, self.card))
 
     async def close(self) -> None:
         """Close connections and cache."""
@@ -81,6 +95,7 @@ class RubricJudge:
             rubric=self.rubric.name,
             digest=digest(criteria, self.identity, self.card),
             model=own.model,
+            model_hash=self.model_hash,
             value=value(scores),
             criteria=tuple(scores),
             calls=usage.calls,
@@ -113,7 +128,7 @@ class RubricJudge:
     async def answer(self, statement: str, task: str, work: str, usage: Usage, *, order: int, seed: int) -> Answer:
         """One answer. EndpointFailed, EndpointRefused."""
         messages = question(statement, task, work, order)
-        key = digest(messages, self._section.model, self._section.model_temperature, seed)
+        key = digest(messages, self._model, self._section.model_temperature, seed)
         known = self._cache.get(key)
         if known is not None:
             usage.cached += 1
