@@ -14,7 +14,11 @@ class MidTraining(Section, frozen=True, kw_only=True):
     batch_tokens: Positive = 1024
     learning_rate: Rate = 3e-3
     warmup: Share = 0.03
-    """Share of the tokens over which the learning rate rises; after it, it falls to a tenth."""
+    """Share of the tokens over which the learning rate rises."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """The learning rate after the warm-up: linear and cosine fall to `min_rate` times the peak at the last token."""
+    min_rate: Share = 0.1
+    beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
     beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.98
     weight_decay: Amount = 0.0
     quality: Share = 0.35

@@ -54,10 +54,15 @@ class MidTrainingFailed(Exception):
 
 
 def learning_rate(recipe: MidTraining, done: float) -> float:
-    """Linear warm-up over the first `warmup` share, then linear decay to a tenth. `done`: share of tokens, 0 to 1."""
+    """Linear warm-up over the first `warmup` share, then the recipe's schedule. `done`: share of tokens, 0 to 1."""
     if done < recipe.warmup:
         return recipe.learning_rate * (done + 1e-3) / (recipe.warmup + 1e-3)
-    return recipe.learning_rate * (1.0 - 0.9 * (done - recipe.warmup) / (1.0 - recipe.warmup))
+    if recipe.schedule == "constant" or recipe.warmup == 1.0:
+        return recipe.learning_rate
+    decayed = (done - recipe.warmup) / (1.0 - recipe.warmup)
+    if recipe.schedule == "cosine":
+        decayed = (1.0 - math.cos(math.pi * decayed)) / 2.0
+    return recipe.learning_rate * (1.0 - (1.0 - recipe.min_rate) * decayed)
 
 
 def batches(traces: Iterable[Trace], tokens: int) -> Iterator[list[Trace]]:
@@ -86,7 +91,7 @@ def run(
     from, if it exists, and to write every KEEP_S or more (KEEP_SHARE); `traces` begin with the first one in either
     case. MidTrainingFailed when the numbers break or the file is of another recipe, CheckpointError when it is damaged.
     """
-    state = TrainerState(model, settings=OptimizerSettings((0.9, recipe.beta2), recipe.weight_decay))
+    state = TrainerState(model, settings=OptimizerSettings((recipe.beta1, recipe.beta2), recipe.weight_decay))
     started = time.perf_counter()
     tokens = _resume(kept, state, recipe) if kept is not None else 0
     saved = reported = started

@@ -117,6 +117,26 @@ def test_the_rate_rises_and_falls() -> None:
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
+def test_the_rate_follows_the_schedule() -> None:
+    linear = MidTraining(learning_rate=2.0, warmup=0.2, min_rate=0.5)
+    cosine = msgspec.structs.replace(linear, schedule="cosine")
+    constant = msgspec.structs.replace(linear, schedule="constant")
+    points = (0.2, 0.4, 0.6, 1.0)
+    assert [learning_rate(linear, done) for done in points] == pytest.approx([2.0, 1.75, 1.5, 1.0])
+    assert [learning_rate(cosine, done) for done in points] == pytest.approx([2.0, 1.5 + 0.5 * 0.5**0.5, 1.5, 1.0])
+    assert [learning_rate(constant, done) for done in points] == [2.0, 2.0, 2.0, 2.0]
+    assert learning_rate(msgspec.structs.replace(linear, warmup=1.0), 1.0) == 2.0
+
+
+def test_settings_of_the_optimizer_reach_the_weights() -> None:
+    ends = []
+    for change in ({}, {"beta1": 0.0}, {"schedule": "constant"}, {"min_rate": 0.9}):
+        net = model()
+        run(net, texts(), msgspec.structs.replace(RECIPE, tokens=300, **change))
+        ends.append(net.head.detach().clone())
+    assert not any(torch.equal(left, right) for left, right in itertools.combinations(ends, 2))
+
+
 def test_broken_numbers_stop_it() -> None:
     net = model()
     with torch.no_grad():
