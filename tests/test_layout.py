@@ -293,3 +293,15 @@ def test_the_command_line_is_slim() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "up" in done.stdout
+
+
+def test_actors_without_weights_do_not_load_torch() -> None:
+    """torch takes 2 s of processor time and 190 MB in each process that imports it."""
+    code = (
+        "import sys; from headrace.actors.registry import ACTORS, load_class; "
+        "light = set(ACTORS) - {'trainer', 'weight_sender', 'weight_receiver'}; "
+        "loaded = [load_class(name) for name in sorted(light)]; "
+        "assert 'torch' not in sys.modules and len(loaded) > 8"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

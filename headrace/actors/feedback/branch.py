@@ -18,8 +18,7 @@ from headrace.messages.judging import Score
 from headrace.messages.ledger import ClosedSlot, Fence, GroupClosed, GroupDropped, SlotIssued, StalenessBound
 from headrace.messages.product import Branch, Feedback, Promotion, branch_key
 from headrace.messages.rollout import PolicyRef, Span, Trajectory
-from headrace.messages.subjects import CLOSE, LEDGER, SCORE, STEP, TRAJ
-from headrace.weights import chain
+from headrace.messages.subjects import CLOSE, LEDGER, SCORE, STEP, TRAJ, WEIGHT_HEAD
 
 JUDGE = "thumbs-1"
 FENCE, BOUND = "feedback.fence", "feedback.bound"
@@ -73,7 +72,8 @@ class BranchLedger:
         branch's."""
         if self.base is not None or promotion.branch:
             return False
-        hashes = {head.version: head.state_hash async for _, head in chain.heads(self._bus, self._run)}
+        heads = self._bus.history("HR_WEIGHTS", WEIGHT_HEAD.at(run=self._run))
+        hashes = {received.message.version: received.message.state_hash async for received in heads}
         record = Branch(
             run=self.name,
             base_run=self._run,
