@@ -38,7 +38,9 @@ from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.config import Config, Environment
+from headrace.config import Sandboxes as Defaults
 from headrace.messages.sandbox import Acquire, NoCapacity, SandboxLost
+from headrace.messages.tasks import SandboxLimits
 from headrace.sandboxes.client import RemoteSandbox, Sandboxes
 from headrace.vmhost.backend import Capabilities, OnEvent
 from headrace.vmhost.node.host import Host
@@ -121,7 +123,7 @@ class SimulatedBackend:
         """One each."""
         return 1
 
-    async def machine(self, template: str) -> SimulatedMachine:
+    async def machine(self, template: str, limits: SandboxLimits) -> SimulatedMachine:
         """Start a machine; returns after the drawn time."""
         mib = self._rng.uniform(self._least, self._most)
         self.used += mib
@@ -133,13 +135,13 @@ class SimulatedBackend:
         """Simulated machines use no processor."""
         return ""
 
-    def reserve(self, template: str) -> None:
+    def reserve(self, template: str, limits: SandboxLimits) -> None:
         """`machine` counts its memory at once."""
 
-    def free_idle(self, template: str) -> None:
+    def free_idle(self, template: str, limits: SandboxLimits) -> None:
         """There are no idle machines."""
 
-    def shortage(self, template: str) -> str:
+    def shortage(self, template: str, limits: SandboxLimits) -> str:
         """Memory, when the largest machine does not fit any more."""
         return "" if self.used + self._most <= self._capacity else "too little memory is free"
 
@@ -164,10 +166,12 @@ async def nodes(url: str, credentials: str, first: int, count: int, draws: Seque
 
     class SimulatedHost(Host):
         @classmethod
-        async def open(cls, section: Environment, *, on_event: OnEvent | None = None) -> "Host":
+        async def open(
+            cls, section: Environment, *, on_event: OnEvent | None = None, limits: Defaults | None = None
+        ) -> "Host":
             seed = first + len(actors)
             backend: Any = SimulatedBackend(seed, p50, p99, least, most, capacity, int(starts))
-            return cls(section, backend, on_event or (lambda *event: None))
+            return cls(section, backend, on_event or (lambda *event: None), limits)
 
     vars(environment)["Host"] = SimulatedHost
     config = Config(environment=Environment(max_vms=1 << 20, judge_share=0))
