@@ -135,9 +135,17 @@ def _resume(kept: Path, state: TrainerState, recipe: MidTraining) -> int:
         saved = checkpoint.load(kept, state)
     except FileNotFoundError:
         return 0
-    if saved.position["recipe"] != _words(recipe):
+    if not _same(str(saved.position["recipe"]), recipe):
         raise MidTrainingFailed(f"{kept} was begun under another [mid_training]: go back to that, or remove the file")
     return int(saved.position["tokens"])
+
+
+def _same(saved: str, recipe: MidTraining) -> bool:
+    """Whether a recipe is the saved one. A key that is younger than the file had its default then."""
+    try:
+        return msgspec.json.decode(saved, type=MidTraining) == recipe
+    except msgspec.ValidationError:
+        return False
 
 
 def _words(recipe: MidTraining) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headrace.config import MidTraining
+from headrace.training import mid_training
 from headrace.training.checkpoint import CheckpointError
 from headrace.training.mid_training import MidTrainingFailed, Progress, batches, learning_rate, run
 from tests.support.world import model
@@ -90,6 +91,21 @@ def test_what_was_kept_under_another_recipe_or_damaged_is_refused(
 
 
 @pytest.mark.slow
+def test_what_was_kept_before_a_key_existed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key had its default then: only another value is another recipe."""
+    monkeypatch.setattr(mid_training, "KEEP_S", 0.0)
+    monkeypatch.setattr(mid_training, "KEEP_SHARE", math.inf)
+    recipe, kept = msgspec.structs.replace(RECIPE, tokens=300), tmp_path / "kept"
+    older = msgspec.to_builtins(recipe)
+    del older["schedule"], older["min_rate"], older["beta1"]
+    with monkeypatch.context() as then:
+        then.setattr(mid_training, "_words", lambda _: msgspec.json.encode(older).decode())
+        run(model(), texts(), recipe, kept=kept)
+    assert run(model(), texts(), recipe, kept=kept)
+    with pytest.raises(MidTrainingFailed, match=r"another \[mid_training\]"):
+        run(model(), texts(), msgspec.structs.replace(recipe, schedule="cosine"), kept=kept)
+
+
 def test_a_helper_process_changes_nothing_but_the_time() -> None:
     """Two shares by two processes, by one that lost its helper, and by hand: the same weights."""
     recipe = msgspec.structs.replace(RECIPE, tokens=1000, processes=2)

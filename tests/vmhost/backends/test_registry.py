@@ -43,8 +43,9 @@ def request(**changes: Any) -> Acquire:
 def test_built_in_backends_declare_what_they_can_do() -> None:
     assert backend_class("auto") is backend_class("qemu") is CloneBackend
     assert capabilities("qemu").missing(("isolated", "fork", "checkpoint", "inspect", "hostname", "network_list")) == []
-    assert capabilities("process").names() == ("network_list",)
-    assert capabilities("container").names() == ("upper_diff", "bounded")
+    limits = ("limit_vcpus", "limit_memory")
+    assert capabilities("process").names() == ("network_list", *limits)
+    assert capabilities("container").names() == ("upper_diff", "bounded", *limits, "limit_disk")
 
 
 def test_an_unknown_backend_is_one_sentence() -> None:
