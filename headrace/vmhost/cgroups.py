@@ -14,7 +14,7 @@ Source: Linux Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -40,8 +40,10 @@ class Places(NamedTuple):
 class Group:
     """One control group. Close it after its last process ended."""
 
-    def __init__(self, folders: list[Path]) -> None:
+    def __init__(self, folders: list[Path], refused: Sequence[str] = ()) -> None:
         self._folders = folders
+        self.refused = tuple(refused)
+        """Limits that the kernel does not take, and why: they do not hold."""
 
     @property
     def join(self) -> list[str]:
@@ -86,11 +88,12 @@ def lacks(limits: SandboxLimits) -> str:
 
 
 def create(name: str, *, processes: int, memory_mb: int = 0, vcpus: int = 0) -> Group | None:
-    """A new group with limits (0: no limit); None where there are no control groups."""
+    """A new group with limits (0: no limit), see `Group.refused`; None where there are no control groups."""
     available = places()
     if available is None:
         return None
-    made = []
+    made: list[Path] = []
+    refused: list[str] = []
     quota = vcpus * _PERIOD_US
     limits: tuple[tuple[tuple[str, ...], int | str], ...] = (
         (_MEMORY, memory_mb << 20),
@@ -102,14 +105,18 @@ def create(name: str, *, processes: int, memory_mb: int = 0, vcpus: int = 0) -> 
         try:
             folder = _folder_of_this_process(place) / name
             folder.mkdir()
-            made.append(folder)
-            for files, value in limits:
-                for file in files:
-                    if value and (folder / file).exists():
-                        (folder / file).write_text(str(value))
-        except OSError:  # another program changed the folder's rights
+        except OSError as error:  # another program changed the folder's rights
+            refused.append(f"a group below {place}: {error.strerror}")
             continue
-    return Group(made)
+        made.append(folder)
+        for files, value in limits:
+            for file in files:
+                if value and (folder / file).exists():
+                    try:
+                        (folder / file).write_text(str(value))
+                    except OSError as error:
+                        refused.append(f"{file} = {value}: {error.strerror}")
+    return Group(made, refused)
 
 
 def enclose(pid: int, memory_mb: int, vcpus: int = 1) -> Group | None:

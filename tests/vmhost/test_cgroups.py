@@ -49,6 +49,17 @@ def test_one_that_is_gone_already_leaves_no_folder(places: Places) -> None:
     assert not [path for place in places.folders for path in place.glob(f"headrace-*/{gone.pid}")]
 
 
+def test_a_limit_that_the_kernel_refuses_is_named(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the two files, of version 2 and of version 1, can only be read."""
+    monkeypatch.setattr(cgroups, "_MEMORY", ("memory.current", "memory.stat"))
+    group = cgroups.create("refused", processes=4, memory_mb=64)
+    assert group is not None and group.refused and all("memory." in words for words in group.refused)
+    assert group.close()
+    monkeypatch.undo()
+    whole = cgroups.create("taken", processes=4, memory_mb=64)
+    assert whole is not None and whole.refused == () and whole.close()
+
+
 def test_what_a_killed_process_left_is_swept(places: Places) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()

@@ -127,6 +127,9 @@ class ProcessBackend:
         group = cgroups.create(
             f"sandbox-{self._count}", processes=PROCESSES, memory_mb=limits.memory_mib, vcpus=limits.vcpus
         )
+        if group is not None and group.refused and (limits.memory_mib or limits.vcpus):
+            group.close()
+            raise SandboxLost(f"{name}: the kernel refuses the task's limits: {'; '.join(group.refused)}")
         request = {"root": root, "join": group.join if group else []}
         ours, theirs = socket.socketpair()
         with theirs:

@@ -174,6 +174,9 @@ class ContainerBackend:
         group = cgroups.create(name, processes=PROCESSES, memory_mb=memory + OVERHEAD_MB, vcpus=limits.vcpus)
         if group is None:
             raise VmhostError("the container backend cannot work here: there are no control groups")
+        if group.refused:
+            group.close()
+            raise VmhostError(f"the kernel refuses the container's limits: {'; '.join(group.refused)}")
         root = f"{self._folder}/{name}"
         os.mkdir(root)
         settings = {"uid": image.uid, "gid": image.gid, "groups": image.groups, "env": image.env}
