@@ -24,6 +24,8 @@ from contextlib import suppress
 from . import agent
 
 _PDEATHSIG, _SUBREAPER = 1, 36
+_AGENTS_END_S = 5.0
+"""How long the warm process stays for agents that are ending."""
 PROCESSES = 256
 """Processes that a sandbox may have at one time, its agent included."""
 
@@ -108,7 +110,8 @@ def _limit(join: list[str]) -> None:
 
 
 def _serve_slot(channel: socket.socket, root: str, join: list[str], libc: ctypes.CDLL) -> None:
-    libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # No signal at the parent's death: an agent that is killed leaves what it started. Its channel ends with the host,
+    # also with one that is killed, and then it ends everything.
     libc.prctl(_SUBREAPER, 1, 0, 0, 0)
     _limit(join)
     channel.setblocking(True)
@@ -129,6 +132,15 @@ def _serve_slot(channel: socket.socket, root: str, join: list[str], libc: ctypes
         shutil.rmtree(root, ignore_errors=True)
 
 
+def _await_agents() -> None:
+    """Return once all agents have ended, so that whoever waits for this process finds nothing left."""
+    deadline = time.monotonic() + _AGENTS_END_S
+    with suppress(ChildProcessError):  # none is left; they are reaped by themselves
+        while time.monotonic() < deadline:
+            os.waitpid(-1, os.WNOHANG)
+            time.sleep(0.002)
+
+
 def main(descriptor: int) -> None:
     """Serve requests that come over a descriptor (a SOCK_SEQPACKET socket) until the host closes it."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -140,6 +152,7 @@ def main(descriptor: int) -> None:
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 65536, 1)
         if not data:
+            _await_agents()
             return
         channel = socket.socket(fileno=descriptors[0])
         pid = os.fork()

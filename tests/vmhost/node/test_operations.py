@@ -1,10 +1,13 @@
 """Every operation behaves alike on both backends; a sandbox that breaks is lost alone."""
 
+import asyncio
 import os
 import select
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -24,6 +27,7 @@ from headrace.messages.sandbox import (
 )
 from headrace.messages.tasks import TestPlan
 from headrace.vmhost import protocol
+from headrace.vmhost.backends.process import ProcessBackend
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.node.host import Host, VmSandbox
 from tests.support.paths import ROOT
@@ -252,3 +256,21 @@ async def test_closing_the_process_backend_leaves_nothing(tmp_path: Path) -> Non
     await host.close()
     assert select.select([watch], [], [], 10)[0], "a background process outlived its sandbox"
     os.close(watch)
+
+
+async def test_closing_the_process_backend_waits_for_an_agent_that_is_slow_to_end() -> None:
+    """The agent was killed with the process that had started it, and what it had started went on."""
+    host = await Host.open(environment("process"))
+    sandbox = await host.acquire(request())
+    background = os.pidfd_open(int((await sandbox.call(Exec(argv=("sh", "-c", "sleep 60 & echo $!")))).stdout))
+    warm = cast(ProcessBackend, host._backend)._process.pid
+    agent = int(Path(f"/proc/{warm}/task/{warm}/children").read_text())
+    ended = os.pidfd_open(warm)
+    os.kill(agent, signal.SIGSTOP)
+    closing = asyncio.create_task(host.close())
+    assert not (await asyncio.to_thread(select.select, [ended], [], [], 1.0))[0], "it left a live agent"
+    os.kill(agent, signal.SIGCONT)
+    await closing
+    assert select.select([background], [], [], 0)[0], "a background process outlived its sandbox"
+    for handle in (background, ended):
+        os.close(handle)
