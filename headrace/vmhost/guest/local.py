@@ -133,7 +133,7 @@ def _serve_slot(channel: socket.socket, root: str, join: list[str], libc: ctypes
 
 
 def _await_agents() -> None:
-    """Return once all agents have ended, so that whoever waits for this process finds nothing left."""
+    """Return once all agents have ended: the host that waits for this process then finds nothing left."""
     deadline = time.monotonic() + _AGENTS_END_S
     with suppress(ChildProcessError):  # none is left; they are reaped by themselves
         while time.monotonic() < deadline:
