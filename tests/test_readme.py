@@ -1,0 +1,189 @@
+"""README's figures are those of benchmarks/results, and each row has the label that makes its figure honest.
+
+A rerun that writes new results makes these tests fail until README follows.
+"""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.paths import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+def results(name: str) -> Any:
+    """A file of benchmarks/results, decoded."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def row(marker: str) -> str:
+    """The one row of README's tables that contains a text."""
+    rows = [line for line in README.splitlines() if line.startswith("|") and marker in line]
+    assert len(rows) == 1, f"{len(rows)} rows of README contain {marker!r}, expected one"
+    return rows[0]
+
+
+def check(marker: str, *texts: str) -> None:
+    """Every text stands in the row."""
+    line = row(marker)
+    missing = [text for text in texts if text not in line]
+    assert not missing, f"README lacks {missing}, which benchmarks/results has, in: {line}"
+
+
+def test_the_asynchronous_row_names_its_backend_its_waits_and_the_ratio_in_microvms() -> None:
+    cell = results("async_vs_sync")
+    assert (cell["backend"], cell["isolated"], cell["vms_backend"]) == ("process", False, "qemu")
+    check(
+        "python -m benchmarks.async_vs_sync",
+        "waits injected into tool calls",
+        f"{cell['waits_async2_over_sync_ratio']:.1f}x trained tokens per second at staleness 2 in the process backend, "
+        f"not isolated; {cell['vms_waits_async2_over_sync_ratio']:.2f}x in microVMs",
+        f"without waits {cell['plain_async2_over_sync_ratio']:.2f}x",
+    )
+
+
+@pytest.mark.parametrize("name", ["mxfp8_study", "lag_study"])
+def test_a_study_outside_microvms_says_so(name: str) -> None:
+    study = results(name)
+    assert (study["backend"], study["isolated"]) == ("process", False)
+    check(f"python -m benchmarks.{name}", "process backend, not isolated")
+
+
+def test_the_mxfp8_row_covers_the_largest_distance_and_says_that_rounding_is_software() -> None:
+    study = results("mxfp8_study")
+    apart = [value for key, value in study.items() if key.endswith("_apart_in_standard_errors")]
+    assert len(apart) == 3
+    assert max(apart) <= 0.2, "README says that loss and reward are within 0.2 standard errors"
+    check("python -m benchmarks.mxfp8_study", "within 0.2 standard errors", "no FP8 hardware")
+
+
+def test_the_lag_row_names_the_arms_that_collapse_and_those_that_hold() -> None:
+    study = results("lag_study")
+    runs, held = study["arms_runs"], study["held_runs"]
+    assert held["truncated"] == 0 < runs["truncated"]
+    assert all(held[arm] == runs[arm] for arm in ("clipped", "guarded"))
+    assert set(runs.values()) == {1, 2}
+    check("python -m benchmarks.lag_study", "truncated importance sampling collapses", "one or two seeds per arm")
+
+
+def test_the_chaos_row_shows_every_part_and_the_slowest_kind() -> None:
+    chaos = results("chaos")
+    kills, stops, restarts = chaos["kills"], chaos["stops_and_cuts"], chaos["restarts"]
+    recovery = kills["recovery"]
+    slots = [part["audit"] for part in (kills, stops)]
+    assert all(audit["balanced"] and not audit["duplicates"] for audit in slots) and not restarts["unbalanced"]
+    issued = sum(audit["issued"] for audit in slots) + restarts["issued_slots"]
+    trained = sum(audit["trained"] for audit in slots) + restarts["trained_slots"]
+    kinds = {"kill": "process", "machine_kill": "machine", "broker_kill": "broker"}
+    check(
+        "`make chaos`",
+        f"{kills['kills']} kills in microVMs, {stops['kills']} stops and cut connections, {restarts['kills']} kills",
+        f"{trained:,} of {issued:,} slots",
+        f"{recovery['all']['p50_s']:.1f} s p50 and {recovery['all']['p99_s']:.1f} s p99",
+        f"the slowest kind is a killed {kinds[recovery['slowest_kind']]}, {recovery['slowest_s']:.1f} s",
+        f"{recovery['at_work_again']['p50_s']:.1f} s p50 and {recovery['at_work_again']['p99_s']:.1f} s p99, waits",
+        f"within {restarts['gone_max_s']:.2f} s",
+    )
+
+
+def test_the_demos_rows_are_those_of_its_last_run() -> None:
+    demo = results("demo")
+    production, families = demo["production"], demo["families"]["heldout_after_t1"]
+    assert demo["ledger"]["balanced"]
+    assert f"`make demo`, seed {demo['seed']}, {demo['conditions']['date']}," in README
+    assert f"(load {demo['conditions']['load']:.1f}; benchmarks/results/demo.json)" in README
+    check(
+        f"{demo['heldout_tasks']} held-out tasks, temperature 1",
+        f"{demo['heldout_before']:.2f} before, {demo['heldout_after_t1']:.2f} after {demo['steps']} steps",
+    )
+    check("the same, greedy", f"{demo['heldout_after_greedy']:.2f} after")
+    unseen = demo["unseen_templates"]
+    check(f"{unseen['tasks']} tasks of templates", f"{unseen['before']:.2f} before, {unseen['after_t1']:.2f} after")
+    check(
+        "by length of the function",
+        *("{} of {}".format(*families[length]) for length in ("multi_line", "one_line")),
+    )
+    check(
+        "VM clones",
+        f"{demo['episodes']:,} episodes in {demo['vm_clones']:,} VM clones",
+        f"{demo['wall_s']:,.0f} s, {sum(demo['cpu_s'].values()):,.0f} CPU-seconds",
+    )
+    check(
+        "staleness and mismatch",
+        f"staleness {demo['staleness_max']} of {demo['ledger']['staleness_bound']}",
+        f"{demo['max_abs_dlp']} over {demo['rescored_tokens']:,} re-scored of {demo['tokens_sampled']:,} tokens",
+    )
+    check(
+        "product lane",
+        f"{production['requests']} requests: {production['p50_s']:.1f} s median, {production['p99_s']:.0f} s p99",
+        f"slowest of {production['reclaims']} reclaims by the scavenger {production['reclaim_max_s']:.2f} s",
+    )
+
+
+def test_the_row_of_four_regions_names_both_shares_of_the_link() -> None:
+    fanout = results("fanout")
+    check(
+        "python -m benchmarks.fanout",
+        f"four regions at {fanout['link_mbit']} Mbit/s",
+        f"{fanout['delta_wire_bytes'] / 2**20:.0f} MiB delta staged in {fanout['delta_staged_s']:.1f} s",
+        f"at {fanout['changed_pct']} % changed weights",
+        f"{fanout['delta_fraction_until_staged']:.2f} of the link used until staged, "
+        f"{fanout['delta_fraction_of_link']:.2f} until the link is quiet",
+        "simulated",
+    )
+
+
+def test_the_proofs_table_has_every_seed() -> None:
+    proof = results("proof")
+    for index, seed in enumerate(proof["seeds"].split(",")):
+        before, after, greedy = (proof[f"heldout_{name}"][index] for name in ("before", "after_t1", "after_greedy"))
+        unseen = proof["unseen_templates"][index]
+        cells = [seed, f"{before:.3f}", f"{after:.3f}", f"{greedy:.3f}"]
+        cells += [f"{unseen[name]:.2f}" for name in ("before", "after_t1", "after_greedy")]
+        assert f"| {' | '.join(cells)} |" in README.splitlines(), f"README's table of `make proof` lacks seed {seed}"
+
+
+def test_the_other_rows_have_the_figures_of_their_files() -> None:
+    delta, swap, bus, clone, burst = map(results, ("weight_delta", "swap_pause", "bus", "vm_clone", "burst"))
+    numerics, cheats = results("numerics")["bfloat16"], results("cheats")
+    check(
+        "python -m benchmarks.weight_delta",
+        f"{delta['at_0p94_pct_d8_zstd_ratio']:.0f}x smaller at {delta['at_0p94_pct_changed_pct']:.2f} % changed",
+        f"{delta['at_0p94_pct_d10_zstd_ratio']:.0f}x with the codec for thin links",
+        f"fireworks-delta-compression {delta['at_0p94_pct_fireworks_arc_v3_ratio']:.0f}x",
+    )
+    check(
+        "python -m benchmarks.swap_pause",
+        f"{swap['swap_step_p50_ms']:.2f} ms (p50) instead of {swap['calm_step_p50_ms']:.2f}",
+    )
+    assert (numerics["exact_bit_equal_share"], numerics["ordinary_bit_equal_share"]) == (1.0, 0.0)
+    decode = [numerics[f"decode_b{batch}_exact_over_ordinary"] for batch in (1, 4, 16, 64)]
+    check(
+        "python -m benchmarks.numerics",
+        f"all bits of {numerics['exact_tokens']:,} sampled tokens equal in bfloat16, ordinary mode: none",
+        f"{min(decode):.2f} to {max(decode):.2f} times",
+    )
+    check(
+        "python -m benchmarks.bus",
+        f"small call {bus['ray_call_over_ours_ratio']:.1f}x as fast",
+        f"{bus['shared_flow_over_ray_ratio']:.1f}x through shared memory",
+        f"{bus['broker_flow_over_ray_ratio']:.1f}x through the broker",
+    )
+    check(
+        "python -m benchmarks.vm_clone",
+        f"{clone['boot_over_clone_wall_ratio']:.0f}x less wall time",
+        f"{clone['boot_over_clone_cpu_ratio']:.0f}x less CPU",
+        f"{clone['warm_acquire_p50_ms']:.1f} ms to acquire a warm clone; TCG",
+    )
+    assert (burst["simulated"], burst["burst_failed"]) == (True, 0)
+    check(
+        "python -m benchmarks.burst",
+        f"{burst['burst']:,} sandboxes requested at once from {burst['nodes']} nodes",
+        f"{burst['burst_per_s']:,.0f} per second, fullest node {burst['burst_fullest_over_mean']:.2f} times the mean",
+        "machines simulated",
+    )
+    assert (cheats["cheats"], cheats["neither"], cheats["detected"]) == (20, 0, 0)
+    assert (cheats["prevented_and_detected"], cheats["false_alarms"]) == (10, 0)
+    check("python -m benchmarks.cheats", "all prevented, ten", f"no false alarm in {cheats['honest_verdicts']}")
