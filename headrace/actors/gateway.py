@@ -38,6 +38,7 @@ from headrace.gateway.keys import ApiKeys, key_file
 from headrace.gateway.requests import NewFeedback, NewSession
 from headrace.gateway.serving import ClientServing
 from headrace.gateway.sessions import Session, asked_by, attempt_record
+from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
 from headrace.gateway.user_keys import UserKeys
 from headrace.ledger.issuer import Issuer
@@ -70,6 +71,7 @@ class Gateway(Actor):
         self.keys = UserKeys(folder / "user.key")
         self.sessions: dict[str, Session] = {}
         self.split = Split()
+        self.ratings = Ratings(self.bus)
         self.version = -1
         self.requests: list[float] = []
         self._state = RunState(self.run)
@@ -89,12 +91,12 @@ class Gateway(Actor):
         self.spawn(self._follow_versions(), "versions")
         self.every(1.0, self._publish_traffic, "traffic")
         self.every(5.0, self._end_overdue, "session deadlines")
-        self.clients = ClientServing(self.bus, self.config, self.run, self.keys, self.split, self.event)
+        self.clients = ClientServing(self.bus, self.config, self.run, self.keys, self.split, self.event, self.ratings)
         await self.clients.start()
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
         turns = Endpoints(self.clients, ApiKeys(key_file(self.config)))
         own = (self.bus, self.config, self.run, self.keys, self.split, self.sessions)
-        self.agents, routes = await open_agents(*own, self._open, self.event, self.spawn, turns.admit)
+        self.agents, routes = await open_agents(*own, self._open, self.event, self.spawn, turns.admit, self.ratings)
         self._listener = Listener(
             [
                 web.post("/v1/sessions", self._create),
@@ -238,8 +240,7 @@ class Gateway(Actor):
             training_allowed=self.config.production.training_allowed,
             comment=given.comment,
         )
-        subject = subjects.FEEDBACK.at(tenant=subjects.token(feedback.tenant), user=user)
-        await self.bus.publish(subject, feedback, msg_id=f"thumb.{session.trajectory}.{feedback.thumb}")
+        await self.ratings.publish(feedback)
         return answer({"session": session.request.group, "thumb": feedback.thumb}, 202)
 
     async def _forget(self, request: web.Request) -> web.Response:

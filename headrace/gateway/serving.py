@@ -22,6 +22,7 @@ from headrace.gateway.endpoints import Begun, Caller, Thumb
 from headrace.gateway.http import HttpRefused
 from headrace.gateway.keys import ApiKey
 from headrace.gateway.shadows import Shadows
+from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
 from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
@@ -45,8 +46,10 @@ Tell = Callable[..., Awaitable[None]]
 class ClientServing:
     """The sampler behind the gateway's endpoints."""
 
-    def __init__(self, bus: Bus, config: Config, run: str, users: UserKeys, split: Split, event: Tell) -> None:
-        self._bus, self._config, self._run = bus, config, run
+    def __init__(
+        self, bus: Bus, config: Config, run: str, users: UserKeys, split: Split, event: Tell, ratings: Ratings
+    ) -> None:
+        self._bus, self._config, self._run, self._ratings = bus, config, run, ratings
         self._users, self._split, self._event = users, split, event
         self._shadows = Shadows(bus, run, self._ask)
         self._sessions = ClientSessions()
@@ -172,8 +175,7 @@ class ClientServing:
             comment=comment,
             untrainable=record.untrainable,
         )
-        subject = subjects.FEEDBACK.at(tenant=subjects.token(record.tenant), user=user)
-        await self._bus.publish(subject, feedback, msg_id=f"thumb.{trajectory}.{thumb}")
+        await self._ratings.publish(feedback)
 
     async def close(self, session: str, key: ApiKey) -> None:
         """See `Sampler.close`."""

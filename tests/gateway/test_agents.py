@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from headrace.gateway.follow_ups import dissatisfied
 from headrace.gateway.keys import ApiKeys, key_file
+from headrace.gateway.signals.follow_ups import dissatisfied
 from headrace.messages import subjects
 from headrace.messages.base import Array
 from headrace.messages.product import Feedback
@@ -147,6 +147,13 @@ async def test_runs_follow_each_other_in_one_workspace(product: Product) -> None
     where = f"/v1/agents/{agent}/runs/{run}/feedback"
     assert (await product.call("POST", where, {"diff": "rejected"}))[1]["thumb"] == "down"
     assert (await product.call("POST", where, {"undo": True}))[1] == {"id": run, "signal": "undo", "thumb": "down"}
+    for given in ({"diff": "accepted"}, {"undo": True}, {"diff": "accepted"}, {"diff": "accepted"}):
+        assert (await product.call("POST", where, given))[0] == 202
+    held = [each.message async for each in product.admin.history("HR_FEEDBACK", subjects.FEEDBACK.where())]
+    last = [(each.signal, each.thumb) for each in held if isinstance(each, Feedback)][-4:]
+    assert last == [("undo", "down"), ("diff", "up"), ("undo", "down"), ("diff", "up")], (
+        "a changed mind is stored within the duplicate window too, and a repeated request is stored once"
+    )
     for odd in ({"diff": "rejected", "thumb": "up"}, {"undo": False}, {}):
         assert (await product.call("POST", where, odd))[0] == 400
     assert (await product.call("POST", f"/v1/agents/{agent}/archive"))[1]["status"] == "ARCHIVED"

@@ -35,10 +35,10 @@ from headrace.gateway.agents.store import Agents
 from headrace.gateway.agents.views import agent_view, run_view
 from headrace.gateway.agents.webhooks import allowed
 from headrace.gateway.agents.workspace import files_of
-from headrace.gateway.follow_ups import dissatisfied
 from headrace.gateway.http import read_json
 from headrace.gateway.keys import ApiKey
-from headrace.messages import subjects
+from headrace.gateway.signals.follow_ups import dissatisfied
+from headrace.gateway.signals.ratings import Ratings
 from headrace.messages.product import Agent, AgentRun, Feedback, Signal
 from headrace.messages.rollout import Trajectory, TurnSampled
 
@@ -58,10 +58,11 @@ class AgentEndpoints:
         bus: Bus,
         run: str,
         production: Production,
+        ratings: Ratings,
     ) -> None:
         """admit: the key of a request, or HttpRefused."""
         self._agents, self._sets, self._events, self._admit = agents, sets, events, admit
-        self._bus, self._run, self._production = bus, run, production
+        self._bus, self._run, self._production, self._ratings = bus, run, production, ratings
 
     def routes(self) -> list[web.RouteDef]:
         """The routes for an aiohttp application."""
@@ -180,8 +181,7 @@ class AgentEndpoints:
             training_allowed=agent.training_allowed and key.training,
             comment=comment,
         )
-        where = subjects.FEEDBACK.at(tenant=subjects.token(agent.tenant), user=agent.user)
-        await self._bus.publish(where, feedback, msg_id=f"{signal}.{trajectory.id}.{thumb}")
+        await self._ratings.publish(feedback)
 
     async def _archive(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         agent = self._agents.owned(request.match_info["agent"], key)

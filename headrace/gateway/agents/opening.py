@@ -14,6 +14,7 @@ from headrace.gateway.agents.sets import AgentSets
 from headrace.gateway.agents.store import Agents, Open, Sessions
 from headrace.gateway.agents.webhooks import Webhooks
 from headrace.gateway.keys import ApiKey
+from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
 from headrace.gateway.user_keys import UserKeys
 
@@ -29,11 +30,12 @@ async def open_agents(
     event: Callable[..., Awaitable[None]],
     spawn: Callable[[Coroutine[Any, Any, Any], str], Any],
     admit: Callable[[web.Request], ApiKey],
+    ratings: Ratings,
 ) -> tuple[AgentSets, list[web.RouteDef]]:
     """The agents and sets that exist, and the routes to them."""
     agents = Agents(bus, config, run, users, split, sessions, open, Webhooks(event), spawn)
     sets = AgentSets(bus, config, run, users, agents)
     await sets.start()
     await agents.start()
-    endpoints = AgentEndpoints(agents, sets, Events(bus, agents, sessions), admit, bus, run, config.production)
+    endpoints = AgentEndpoints(agents, sets, Events(bus, agents, sessions), admit, bus, run, config.production, ratings)
     return sets, [*endpoints.routes(), *SetEndpoints(sets, admit, config.production).routes()]

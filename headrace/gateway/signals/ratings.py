@@ -1,0 +1,41 @@
+"""Publishes users' ratings.
+
+A client that got no answer sends its rating again; the same rating twice in a row is stored once. A rating that differs
+from the one before it is stored always: accept, undo, accept are three records, also within the broker's duplicate
+window.
+"""
+
+import secrets
+from collections import OrderedDict
+
+from headrace.bus.connection import Bus
+from headrace.messages import subjects
+from headrace.messages.product import Feedback
+
+REMEMBERED = 10_000
+"""Sessions whose newest rating is kept in memory. A repeat of an older one is stored again and supersedes it."""
+
+
+class Ratings:
+    """The ratings that one gateway publishes."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._instance = secrets.token_hex(6)
+        """Another gateway, or this one after a restart, counts anew: its message ids must not equal these."""
+        self._newest: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        """Trajectory to its newest rating and the number of changes before it."""
+
+    async def publish(self, feedback: Feedback) -> None:
+        """Store a rating. BusError."""
+        given = f"{feedback.signal}.{feedback.thumb}"
+        before, number = self._newest.get(feedback.trajectory, (given, 0))
+        if before != given:
+            number += 1
+        self._newest[feedback.trajectory] = (given, number)
+        self._newest.move_to_end(feedback.trajectory)
+        if len(self._newest) > REMEMBERED:
+            self._newest.popitem(last=False)
+        subject = subjects.FEEDBACK.at(tenant=subjects.token(feedback.tenant), user=feedback.user)
+        msg_id = f"{self._instance}.{feedback.trajectory}.{number}.{given}"
+        await self._bus.publish(subject, feedback, msg_id=msg_id)
