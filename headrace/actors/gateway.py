@@ -1,4 +1,4 @@
-"""The gateway: takes users' requests over HTTP; each session is a RolloutRequest on the lane `production`.
+"""The gateway: receives users' requests over HTTP; each session is a RolloutRequest of the lane `production`.
 
     POST   /v1/sessions                {user, suite, task, prompt?, files?}   -> 202 {session}
     GET    /v1/sessions/ID?wait=S      state, turns, failed attempts, result; waits up to S seconds for a change
@@ -6,14 +6,14 @@
     DELETE /v1/users/USER              purge a user's data everywhere
     GET    /healthz                    {run, version, active, waiting}; 503 until a policy is served
     GET    /metrics
-    /v1/agents ...                     headrace's own agent in a workspace that stays (gateway/agents/endpoints.py)
+    /v1/agents ...                     headrace's own agent in a lasting workspace (gateway/agents/endpoints.py)
 
-A session runs as training does: same rollout actor, same sandbox, same tools. Every session ends: with its Trajectory,
-with the failure of its last attempt, with the dead letter of its request, or after `SESSION_S`. The user gets the
-reason, and the session no longer counts in the traffic that the scavenger sees.
+Sessions use the same rollout actors, sandboxes and tools as training. Every session ends: with its Trajectory, with the
+failure of its last attempt, with the dead letter of its request, or after `SESSION_S`. The user gets the reason, and
+the session no longer counts in the traffic that the scavenger sees.
 
-Open sessions are kept in HR_SESSION and their attempts in the ledger. A gateway that starts reads both and continues
-each session where the ledger says it is, so no attempt is issued twice.
+Open sessions are stored in HR_SESSION and their attempts in the ledger. A gateway that starts reads both and continues
+each session from its last attempt in the ledger, so no attempt is issued twice.
 """
 
 import asyncio
@@ -55,13 +55,13 @@ from headrace.tasks import UnknownSuite, open_suite
 from headrace.tasks.workspace import LIGHT, WORKSPACE
 
 KEPT_BYTES = 512 << 10
-"""Files of more bytes are not stored with their session: after a restart of the gateway it cannot be retried."""
+"""Files of more bytes are not stored with their session, so the session has no retry after a gateway's restart."""
 SESSION_S = 3600.0
 """Seconds after which a session that has not ended fails with the reason `timed_out`."""
 
 
 class Gateway(Actor):
-    """HTTP in, RolloutRequests out; turns, trajectories, failures and dead letters in, answers out."""
+    """Turns HTTP requests into RolloutRequests, and turns, trajectories, failures and dead letters into answers."""
 
     role: ClassVar[str] = "gateway"
 
@@ -168,7 +168,7 @@ class Gateway(Actor):
         return session
 
     async def _create(self, request: web.Request) -> web.Response:
-        """Open a session. 400: not usable; 404: no such suite or task."""
+        """Open a session. 400: the body is invalid; 404: there is no such suite or task."""
         asked = await read_json(request, NewSession)
         task = TaskRef(suite=asked.suite, task=asked.task)
         try:
@@ -300,7 +300,7 @@ class Gateway(Actor):
         issued = attempt_record(self.run, request.group, request.task, request.seed, request.attempt)
         try:
             await self._issuer.issue([issued])
-        except WrongSequence as error:  # another gateway of this run issued it: its record counts
+        except WrongSequence as error:  # another gateway of this run issued this attempt first
             await self.event("superseded", str(error), "warning", trajectory=request.trajectory)
 
     async def _retry(self, session: Session, reason: str, detail: str) -> None:
@@ -333,7 +333,7 @@ class Gateway(Actor):
                 await self._end(session, "timed_out", f"no result within {SESSION_S:g} s")
 
     async def _follow_turns(self) -> None:
-        """Add turns to their sessions while the agent works, for users to read."""
+        """Add turns to their sessions, so that users can read them while the agent works."""
         async for received in self.bus.follow("HR_TURN", subjects.TURN.where(run=self.run, trajectory="*.*")):
             record = received.message
             if isinstance(record, TurnSampled | TurnDone):
@@ -342,7 +342,7 @@ class Gateway(Actor):
                     session.on_turn(record)
 
     async def _follow_ends(self, stream: str, filter: str, start: int) -> None:
-        """Act on the records that end an attempt."""
+        """Handle the records that end an attempt."""
         async for received in self.bus.follow(stream, filter, start=start):
             match received.message:
                 case Trajectory() as trajectory:
@@ -373,7 +373,7 @@ class Gateway(Actor):
             await self._end(session, REASON, letter.reason)
 
     async def _follow_split(self, key: str) -> None:
-        """Follow a value of the feedback actor in HR_STATE that decides the version of new sessions."""
+        """Follow a value in HR_STATE by which the feedback actor sets the version of new sessions."""
         state = await self.bus.kv("HR_STATE")
         async for _, value, _ in state.watch(key):
             self.split.apply(value)

@@ -1,12 +1,13 @@
-"""Sessions of agents that run their own tools: which request continues which session.
+"""Finds the session that a request continues, for agents that run their own tools.
 
-The idea: a client is stateless and sends its whole history each turn. A request continues a session when the session's
-history is a proper prefix of the request's. The session is found by the name that the client gives it, else by its
-history. Where a client rewrote its history (it compacted its context, or put a date into its system prompt), a new
-segment begins, and the rewrite is counted: sampled ids are never changed and never encoded again.
+A client is stateless: each request carries the whole history. A request continues a session when both have the same
+tools and the session's history is a proper prefix of the request's history. The gateway finds the session by the name
+that the client gives, otherwise by its history. When a client rewrites its history (it compacts its context, or puts a
+date into its system prompt), a new segment begins, and the session counts the rewrite: sampled ids are never changed
+and never encoded again.
 
-Only digests are kept: HR_SESSION holds no text of these users. A call's arguments are left out of its digest, because
-clients spell the same JSON differently; its id and name are included.
+A session stores digests only, so HR_SESSION contains no text of these users. A call's digest covers its id and name. It
+leaves out the arguments, because clients write the same JSON in different ways.
 """
 
 import hashlib
@@ -39,7 +40,7 @@ class Placed(NamedTuple):
 
     session: ClientSession
     known: int
-    """Messages that the session's segment holds already; 0 when a segment begins."""
+    """Number of the request's messages that the segment already contains; 0 when a segment begins."""
 
 
 class ClientSessions:
@@ -59,7 +60,7 @@ class ClientSessions:
         self, request: ModelRequest, tenant: str, user: str, training: bool, policy_of: Callable[[str], PolicyRef]
     ) -> ClientSession:
         """The session that a request continues, or a new one. user: the hash that names the user on the bus. policy_of:
-        the version for a new session, by its name."""
+        returns the policy version for the name of a new session."""
         if request.session:
             session = self._named(request.session, tenant, user)
         else:
@@ -82,11 +83,13 @@ class ClientSessions:
         return session
 
     def go_on(self, group: str, request: ModelRequest) -> Placed:
-        """How a session continues with a request: in its segment, or in a new one."""
+        """Place a request in its session's current segment, or begin a new segment."""
         session = self._sessions[group]
-        if session.head == head_of(request.tools) and _goes_on(session.history, tuple(map(digest, request.messages))):
+        if session.head == head_of(request.tools) and _is_continued(
+            session.history, tuple(map(digest, request.messages))
+        ):
             return Placed(session, len(session.history))
-        if session.history:  # else its first turn failed, and nothing was rewritten
+        if session.history:  # without a history the first turn failed, so the client rewrote nothing
             session = msgspec.structs.replace(
                 session, history=(), segment=session.segment + 1, rewrites=session.rewrites + 1
             )
@@ -94,7 +97,7 @@ class ClientSessions:
         return Placed(session, 0)
 
     def took(self, session: ClientSession, request: ModelRequest, reply: ClientMessage) -> ClientSession:
-        """The session after a turn: its ids hold the request's history and the reply."""
+        """Record a turn: the session's history becomes the request's messages and the reply."""
         history = (*map(digest, request.messages), digest(reply))
         untrainable = session.untrainable or _untrainable(session, request)
         session = msgspec.structs.replace(
@@ -112,7 +115,7 @@ class ClientSessions:
         return self._sessions.pop(group, None)
 
     def idle(self, seconds: float) -> list[ClientSession]:
-        """Sessions without a request for so long."""
+        """Sessions that received no request for this many seconds."""
         before = time.time() - seconds
         return [session for session in self._sessions.values() if session.last_used < before]
 
@@ -124,7 +127,7 @@ class ClientSessions:
         return next((s for s in self.of_user(user) if s.named == name and s.tenant == tenant), None)
 
     def _by_history(self, digests: tuple[str, ...], head: str, tenant: str, user: str) -> ClientSession | None:
-        """The session with the longest history that is a prefix of this one."""
+        """The user's unnamed session whose history is the longest prefix of `digests`; None if there is none."""
         fitting = [
             session
             for session in self.of_user(user)
@@ -132,7 +135,7 @@ class ClientSessions:
             and not session.named
             and session.head == head
             and session.history
-            and _goes_on(session.history, digests)
+            and _is_continued(session.history, digests)
         ]
         return max(fitting, key=lambda session: len(session.history), default=None)
 
@@ -146,5 +149,5 @@ def _untrainable(session: ClientSession, request: ModelRequest) -> str:
     return ""
 
 
-def _goes_on(history: tuple[str, ...], digests: tuple[str, ...]) -> bool:
+def _is_continued(history: tuple[str, ...], digests: tuple[str, ...]) -> bool:
     return 0 < len(history) < len(digests) and digests[: len(history)] == history

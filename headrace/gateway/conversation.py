@@ -22,7 +22,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     """Chat completions: a last chunk with the usage."""
     session: str = ""
-    """The session that the client names; empty where it names none."""
+    """The session that the client names; empty if it names none."""
     user: str = ""
 
 

@@ -1,6 +1,6 @@
 """HTTP endpoints for agents that run their own tools: three dialects over one function that samples a turn.
 
-    POST /v1/chat/completions, /v1/responses, /v1/messages     a turn, as a stream on request
+    POST /v1/chat/completions, /v1/responses, /v1/messages     one turn; a stream if the request asks for it
     POST /v1/messages/count_tokens                             the tokens of a prompt
     GET  /v1/models                                            the policies that are served
     POST /v1/client/sessions/ID/feedback                       {thumb, comment?}: end the session and rate it
@@ -40,12 +40,13 @@ _log = logging.getLogger("headrace.gateway")
 
 
 class Caller(NamedTuple):
-    """The key that the request was made with."""
+    """The key of a request, and the session and user that it names."""
 
     key: ApiKey
     session: str
-    """As the client names it; empty where it names none."""
+    """Empty if the client names no session."""
     user: str
+    """Empty if the client names no user."""
 
 
 class Begun(NamedTuple):
@@ -65,7 +66,7 @@ class Sampler(Protocol):
         """Tokens of the prompt."""
 
     def models(self) -> list[str]:
-        """Names that a request may give."""
+        """The model names that `GET /v1/models` lists."""
 
     async def rate(self, session: str, key: ApiKey, thumb: Thumb, comment: str) -> None:
         """End a session and rate it. HttpRefused when the key's tenant has no such session."""
@@ -81,7 +82,7 @@ class Endpoints:
         self._sampler, self._keys, self._limits = sampler, keys, limits or RateLimit()
 
     def routes(self) -> list[web.RouteDef]:
-        """For an aiohttp application."""
+        """The routes for an aiohttp application."""
         turns = [web.post(dialect.path, self._turn(dialect)) for dialect in DIALECTS]
         return [
             *turns,
@@ -108,7 +109,7 @@ class Endpoints:
     def _guarded(
         self, dialect: Dialect, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """Every failure becomes the dialect's own error, with its status."""
+        """Wrap a handler: each failure becomes an error in the form of the dialect, with its HTTP status."""
 
         async def respond(request: web.Request) -> web.StreamResponse:
             try:
@@ -130,7 +131,7 @@ class Endpoints:
 
     def _turn(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(request: web.Request) -> web.StreamResponse:
-            key = self.admit(request)  # Without a key the body is not even read.
+            key = self.admit(request)  # before the body: a request without a key must cost nothing
             asked = dialect.request(await _body(request))
             caller = Caller(key, _session(request, asked)[:200], asked.user[:200])
             if not asked.stream:
@@ -197,12 +198,12 @@ class Endpoints:
 
 
 def _session(request: web.Request, asked: ModelRequest) -> str:
-    """The session as a header names it, else as the body does; empty where neither does."""
+    """The session name from a header, otherwise from the body; empty if neither has one."""
     return next((request.headers[name] for name in SESSION_HEADERS if request.headers.get(name)), asked.session)
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
-    """The request's JSON object. Unusable when it is none, or nested too deeply."""
+    """The request's JSON object. Unusable if the body is something else or is nested too deeply."""
     try:
         value = json.loads(await read_body(request))
     except (ValueError, RecursionError):

@@ -121,7 +121,7 @@ def guarded(handler: Handler, report: Report) -> Handler:
 
 
 class Connections:
-    """A protocol factory around aiohttp's server that bounds the number of connections and their deadlines."""
+    """A protocol factory around aiohttp's server: limits the number of connections and gives each a deadline."""
 
     def __init__(self, server: Callable[[], asyncio.Protocol]) -> None:
         self.server = server

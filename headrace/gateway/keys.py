@@ -32,12 +32,12 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def key_file(config: Config) -> Path:
-    """Where the keys of a configuration are."""
+    """The path of a configuration's key file."""
     return Path(config.production.keys or Path(config.run.dir) / "keys.json")
 
 
 class KeyFileError(Exception):
-    """The file of keys cannot be used; the text says why."""
+    """The key file cannot be used; the text says why."""
 
 
 class ApiKeys:

@@ -12,12 +12,12 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 def safe_path(path: str) -> bool:
-    """Whether a path stays in the folder that it is relative to."""
+    """Whether a relative path stays inside its folder."""
     return 0 < len(path) <= MAX_PATH and "\0" not in path and not {"", ".", ".."} & {*path.split("/")}
 
 
 class NewSession(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/sessions: a task for the agent, or a prompt and files of the user's own in its place."""
+    """POST /v1/sessions: a task for the agent. `prompt` and `files`, if given, replace those of the task."""
 
     user: Name
     suite: Name

@@ -20,16 +20,16 @@ SENTENCES = {
     "search_lost": "no search actor answered",
     "no_policy": "no engine could serve the session's policy version",
     "tree_too_large": "the workspace is too large to be read",
-    "no_environment": "no machine for sandboxes is running",
+    "no_environment": "no environment node is running, so there is no sandbox",
     "no_capacity": "no sandbox became free",
     "dead_letter": "no rollout actor could handle the request",
     "judge_lost": "the judge was lost",
-    "judge_endpoint": "the model that judges did not answer",
+    "judge_endpoint": "the judge's model did not answer",
     "timed_out": "the session did not end in time",
     "files_lost": "the gateway was restarted and no longer has the session's files",
     "purged": "the user's data was purged",
-    "bus_error": "the broker did not take the request",
-    "cancelled": "the user cancelled it",
+    "bus_error": "the broker did not accept the request",
+    "cancelled": "the user cancelled the session",
 }
 """The sentence that a user reads for each reason."""
 
@@ -83,7 +83,7 @@ class Session:
         self._notify()
 
     def on_retry(self, request: RolloutRequest, reason: str, detail: str) -> None:
-        """Infrastructure failed an attempt, and `request` is the next one: its turns start anew."""
+        """The infrastructure failed during an attempt; `request` is the next attempt, which has no turns yet."""
         self._add_failure(reason, detail)
         self.request, self.state, self.turns = request, "queued", []
         self._notify()
@@ -106,7 +106,7 @@ class Session:
         return self.state in {"finished", "failed"}
 
     def view(self) -> dict[str, Any]:
-        """The session as its user sees it."""
+        """The session as the JSON object that its user receives."""
         return {
             "session": self.request.group,
             "state": self.state,

@@ -1,7 +1,7 @@
-"""Which version a new session gets: the promoted one, or in a canary stage the candidate for a share of the sessions.
+"""Assigns a policy version to each new session: the promoted version, or the candidate for the canary's share.
 
-A session keeps the version that it began with. The draw depends on the session's name alone, so every gateway gives
-the same answer. Rollback is a change of this value.
+A session keeps the version that it began with. The assignment depends on the session's name alone, so every gateway
+assigns the same version. A rollback changes the promoted version, and with it the version of later sessions.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from headrace.messages.rollout import PolicyRef
 
 
 class Split:
-    """The promoted version and the candidate's share, as the feedback actor keeps them in HR_STATE."""
+    """The promoted version and the candidate's share, which the feedback actor stores in HR_STATE."""
 
     def __init__(self) -> None:
         self.promoted = PolicyRef()
@@ -34,10 +34,10 @@ class Split:
 
     @property
     def shadow(self) -> PolicyRef | None:
-        """The candidate that answers beside the promoted version, unseen; None while there is none."""
+        """The candidate that answers shadow turns; None outside the shadow stage."""
         return self.gate.candidate if self.gate.stage == "shadow" else None
 
 
 def place(session: str) -> float:
-    """A number between 0 and 1 that belongs to the session."""
+    """A number in [0, 1) that is computed from the session's name."""
     return int.from_bytes(hashlib.sha256(session.encode()).digest()[:8], "big") / 2**64

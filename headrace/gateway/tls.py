@@ -1,8 +1,8 @@
 """TLS for the gateway: the certificate of `[production] tls_certificate`, loaded again when its files change.
 
-A renewed certificate takes effect for new connections; those that are open keep the one of their handshake. A pair of
-files that does not fit together is refused, at the start for good and at a renewal until the files change again, so a
-certificate that is replaced before its key never breaks the listener.
+A renewed certificate takes effect for new connections; open connections keep the certificate of their handshake. The
+gateway refuses a certificate that does not match its key: at the start it ends with an error, at a renewal it keeps the
+earlier pair until the files change again. So a certificate that is replaced before its key never breaks the listener.
 """
 
 import ssl
@@ -15,13 +15,13 @@ from headrace.bus.errors import Unrecoverable
 from headrace.config import Production
 
 RENEW_S = 30.0
-"""Seconds between two looks at the files of a certificate."""
+"""Seconds between two checks of a certificate's files."""
 
 
 Event = Callable[[str, str, Literal["info", "error"]], Awaitable[None]]
 """kind, text, level"""
 Every = Callable[[float, Callable[[], Awaitable[None]], str], object]
-"""seconds, function, name: calls the function again and again (`Actor.every`)"""
+"""interval in seconds, function, name: calls the function at this interval (`Actor.every`)"""
 
 
 class CertificateError(Exception):
@@ -29,7 +29,7 @@ class CertificateError(Exception):
 
 
 class Certificate:
-    """The certificate chain and key of a listener, both in PEM. `context` is what a server takes."""
+    """The certificate chain and key of a listener, both in PEM. `context` is the server's SSL context."""
 
     def __init__(self, certificate: str, key: str) -> None:
         """Load the files. CertificateError."""
@@ -39,15 +39,15 @@ class Certificate:
         self._load(self.context)
 
     def renew(self) -> bool:
-        """Load the files again if they have changed since they were last looked at; whether they had.
+        """Load the files again if they changed since the last check. Returns whether they changed.
 
-        CertificateError leaves the certificate as it was.
+        CertificateError if they cannot be used; the earlier certificate stays in use.
         """
         stamps = self._stamps()
         if stamps == self._seen:
             return False
         self._seen = stamps
-        # OpenSSL keeps a new certificate whose key does not fit, so a context of its own is tried first.
+        # OpenSSL keeps a new certificate even if its key does not match, so a separate context is tried first.
         self._load(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH))
         self._load(self.context)
         return True
@@ -68,10 +68,10 @@ class Certificate:
 
 def _stamp(path: Path) -> tuple[int, int, int]:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return 0, 0, 0
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _reason(error: Exception) -> str:
@@ -81,7 +81,7 @@ def _reason(error: Exception) -> str:
 
 
 def client_context(certificate: str) -> ssl.SSLContext:
-    """For a client that trusts this certificate alone, whatever name it was made for, and no authority."""
+    """The SSL context of a client that trusts this certificate alone, for every host name, and no authority."""
     context = ssl.create_default_context(cafile=certificate)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -89,9 +89,9 @@ def client_context(certificate: str) -> ssl.SSLContext:
 
 
 def configured(production: Production, every: Every, event: Event) -> Certificate | None:
-    """The certificate of `[production]`, None without one; it is looked at again from then on.
+    """The certificate of `[production]`, None if none is configured. Its files are then checked every `RENEW_S`.
 
-    Unrecoverable when its files cannot be used: a gateway that should speak HTTPS never starts without.
+    Unrecoverable if its files cannot be used: a gateway that is configured for HTTPS never serves HTTP instead.
     """
     if not production.tls_certificate:
         return None
@@ -104,9 +104,9 @@ def configured(production: Production, every: Every, event: Event) -> Certificat
 
 
 async def renew(certificate: Certificate, event: Event) -> None:
-    """Take up changed files and say so."""
+    """Load changed files, and publish an event about the result."""
     try:
         if certificate.renew():
             await event("certificate_renewed", "new connections get the renewed certificate", "info")
     except CertificateError as error:
-        await event("certificate_refused", f"the earlier certificate stays: {error}", "error")
+        await event("certificate_refused", f"the earlier certificate stays in use: {error}", "error")

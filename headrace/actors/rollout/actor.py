@@ -237,7 +237,7 @@ class Rollout(Actor):
             trajectory = await asyncio.shield(work)
         except asyncio.CancelledError:
             if work in self._cancelled:
-                await self._fail(request, Cancelled("its user cancelled it"))
+                await self._fail(request, Cancelled("the user cancelled the run"))
             elif work in self._handing_back:
                 await self._republish(request)
             else:

@@ -1,9 +1,9 @@
-"""The adapter: sessions of an editor are agents, prompts are runs, events are session updates.
+"""Maps an editor's sessions to agents, its prompts to runs, and the events of a run to session updates.
 
-The agent works in its sandbox with a copy of the editor's folder. At the end of a prompt the adapter shows its changes
-as diffs and asks the user once. Accepted changes are merged into the folder three-way: the user's own edits stay, and
-conflicts are named and left between markers. The sandbox does not receive edits that the user makes in the folder after
-the first prompt.
+The agent works in its sandbox with a copy of the editor's folder. At the end of a prompt the adapter shows the agent's
+changes as diffs and asks the user once. Accepted changes are merged into the folder with a three-way merge: the user's
+own edits stay, and conflicting lines stay in the file between markers. The sandbox does not receive edits that the user
+makes in the folder after the first prompt.
 """
 
 import base64
@@ -127,7 +127,7 @@ class Adapter:
             await self._api.call("POST", f"/v1/agents/{session.agent}/runs/{session.run}/cancel")
         except ApiError:
             if (await self._api.call("GET", f"/v1/agents/{session.agent}/runs/{session.run}"))["status"] == "RUNNING":
-                raise  # otherwise it ended before it was cancelled
+                raise  # in any other state the run ended before the cancellation reached it
 
     async def _begin(self, session: Session, text: str) -> None:
         if session.agent:
@@ -169,10 +169,10 @@ class Adapter:
             if arguments.get("message"):
                 await self._say(id, arguments["message"])
             return
-        what = arguments.get("path") or arguments.get("command") or ""
+        target = arguments.get("path") or arguments.get("command") or ""
         update = acp.start_tool_call(
             call_id,
-            f"{call['name']} {what}".strip()[:200],
+            f"{call['name']} {target}".strip()[:200],
             kind=KINDS.get(call["name"], "other"),
             status="failed" if call["error"] else "in_progress",
             raw_input=arguments,
@@ -227,13 +227,13 @@ class Adapter:
             try:
                 await self._api.call("POST", where, {"diff": "accepted" if accepted else "rejected"})
             except ApiError as error:  # the changes are already merged, so only the rating is missing
-                await self._say(id, f"The gateway did not take the rating: {error}\n")
+                await self._say(id, f"The gateway did not accept the rating: {error}\n")
         status: Any = "completed" if accepted else "failed"
         await self._editor.session_update(session_id=id, update=acp.update_tool_call(call_id, status=status))
 
 
 def _text(blocks: Sequence[Any]) -> str:
-    """The text of a prompt: text blocks, embedded texts after their addresses, and the addresses of links.
+    """The text of a prompt: text blocks, embedded texts with their URIs, and the URIs of links.
 
     ValueError for a block of another type.
     """

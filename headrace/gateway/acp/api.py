@@ -1,4 +1,4 @@
-"""The agents API as its client sees it: requests, and the events of a run across lost connections."""
+"""A client of the agents API: sends requests, and reads the events of a run across lost connections."""
 
 import asyncio
 import json

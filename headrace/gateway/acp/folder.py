@@ -12,7 +12,7 @@ from headrace.gateway.agents.workspace import MOST_BYTES
 from headrace.gateway.requests import MAX_FILES
 
 SKIPPED = frozenset({".git", "node_modules", "__pycache__", ".venv"})
-"""Folders that are skipped where git cannot list the project's files."""
+"""Folders that are skipped if git cannot list the project's files."""
 
 
 class FolderTooLarge(Exception):
@@ -72,7 +72,7 @@ def write_changes(folder: Path, changed: Mapping[str, bytes], deleted: tuple[str
     root = folder.resolve()
     for path in (*changed, *deleted):
         if not (root / path).parent.resolve().is_relative_to(root) or (root / path).is_symlink():
-            raise ValueError(f"{path} leads out of {folder}")
+            raise ValueError(f"{path} is outside {folder} or a symbolic link; no change was written")
     for path in deleted:
         (root / path).unlink(missing_ok=True)
     for path, data in changed.items():

@@ -1,1 +1,1 @@
-"""The agents API: headrace's own agent in a sandbox with a user's workspace, run after run."""
+"""The agents API: headrace's own agent, with a sandbox that keeps the user's workspace from run to run."""

@@ -1,4 +1,4 @@
-"""The diffs of several agents on one base, side by side: files, hunks, and where they overlap.
+"""Compares the work of several agents on one base: changed files, hunks, and overlaps.
 
 `git diff --no-index` finds the hunks; it reads two folders and needs no repository.
 """
@@ -15,7 +15,7 @@ from headrace.gateway.agents.git_files import run_git, write_files
 
 _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 DIFF_CHARS = 65536
-"""Most characters of one file's diff in a comparison; a longer diff is cut and has ``diffCut``."""
+"""The most characters of one file's diff in a comparison; a longer diff is cut and marked with ``diffCut``."""
 
 Files = Mapping[str, bytes]
 
@@ -34,7 +34,7 @@ class FileDiff(NamedTuple):
     diff: str
 
     def view(self) -> dict[str, Any]:
-        """For a JSON answer."""
+        """The diff as a JSON object."""
         cut = len(self.diff) > DIFF_CHARS
         return {
             "path": self.path,

@@ -11,10 +11,11 @@
     POST /v1/agents/ID/runs/RID/feedback     {thumb | diff | undo, comment?} of a finished run -> 202
     POST /v1/agents/ID/archive               no further runs; the sandbox is released
     GET  /v1/agents/ID/usage                 turns and tokens, per run and in all
-    GET  /v1/agents/ID/artifacts             paths that differ from what the user brought
+    GET  /v1/agents/ID/artifacts             paths that the agent's runs changed
     GET  /v1/agents/ID/artifacts/PATH        the content of one
 
-`Idempotency-Key` makes both POSTs that create repeatable. Errors are {error: {code, message}}.
+A client can repeat a POST that creates an agent, a set or a run: a POST with the same `Idempotency-Key` returns the
+first one's agent, set or run. Errors are {error: {code, message}}.
 """
 
 import logging
@@ -60,7 +61,7 @@ class AgentEndpoints:
         production: Production,
         ratings: Ratings,
     ) -> None:
-        """admit: the key of a request, or HttpRefused."""
+        """admit: returns the key of a request or raises HttpRefused."""
         self._agents, self._sets, self._events, self._admit = agents, sets, events, admit
         self._bus, self._run, self._production, self._ratings = bus, run, production, ratings
 
@@ -150,7 +151,7 @@ class AgentEndpoints:
         return web.json_response({"id": run.id, "signal": given.signal, "thumb": thumb}, status=202)
 
     async def _judge_follow_up(self, agent: Agent, run: AgentRun, key: ApiKey) -> None:
-        """Rate the run before `run` down when the prompt of `run` says that its work was wrong."""
+        """Rate the run before `run` down if the prompt of `run` calls its work wrong."""
         words = dissatisfied(run.prompt)
         earlier = next((before for before, each in pairwise(agent.runs) if each.id == run.id), None)
         if not words or earlier is None:
@@ -159,7 +160,7 @@ class AgentEndpoints:
             trajectory = await self._agents.trajectory(agent, earlier)
             if trajectory is not None:  # a run that was cancelled or failed has no record to rate
                 await self._publish(agent, key, trajectory, "down", "followup", words)
-        except BusError as error:  # the new run has begun already, so its answer must not be an error
+        except BusError as error:  # the new run has already begun, so the answer must not be an error
             _log.warning("the rating by follow-up %s is lost: %s", run.id, error)
 
     async def _publish(

@@ -60,7 +60,7 @@ class Events:
         await send(response, event("status", {"agent": agent.id, "run": run.id, "status": run.state}))
         session = self._sessions.get(self._agents.group(agent, run))
         while True:
-            over = session is None or session.over  # read first: the records of a run come before its end
+            over = session is None or session.over  # read before the records: they are complete once a run is over
             changed = session.changed if session is not None else None
             async for received in self._bus.history("HR_TURN", *filters, start=after + 1):
                 after = received.seq
@@ -83,7 +83,7 @@ class Events:
         await send(response, event("done", {}))
 
     async def _after(self, last: str, filters: list[str], run: AgentRun) -> tuple[int, bool]:
-        """The sequence after which to begin, and whether the client has received the result too."""
+        """The sequence of the last event that the client received, and whether it received the result."""
         match = _ID.fullmatch(last)
         if last and match is None:
             raise AgentRefused(400, "invalid_last_event_id", "Last-Event-ID: expected the id of an event of this run")

@@ -25,7 +25,7 @@ def run_git(argv: Sequence[str], folder: str, good: Sequence[int] = (0,)) -> byt
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Create a folder with these files. The caller chooses the names; they must not come from a user."""
+    """Create a folder with these files. Their names must not come from a user."""
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)

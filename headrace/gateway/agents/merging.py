@@ -51,7 +51,7 @@ def _merge(base: Files, codebase: Files, agent: Files, name: str) -> Merged:
             if theirs is not None:
                 merged[path] = theirs
             by = "the codebase" if ours is None else f"agent {name}"
-            text = f"deleted by {by}, changed by the other: the changed file stays"
+            text = f"deleted by {by}, changed by the other side: the changed file stays"
             conflicts.append({"path": path, "kind": "delete_modify", "detail": text})
         elif any(b"\0" in content for content in (before or b"", ours, theirs)):
             beside = _beside(path, name, codebase.keys() | agent.keys() | merged.keys())
@@ -59,8 +59,8 @@ def _merge(base: Files, codebase: Files, agent: Files, name: str) -> Merged:
             text = f"both changed a binary file: the codebase's stays, the agent's is {beside}"
             conflicts.append({"path": path, "kind": "binary", "detail": text, "other": beside})
         else:
-            content, found = _merge_text(path, before or b"", ours, theirs, name)
-            conflicts += found
+            content, hunks = _merge_text(path, before or b"", ours, theirs, name)
+            conflicts += hunks
             if content != ours:
                 merged[path] = content
     conflicts += _folders(codebase, merged, deleted)
@@ -68,7 +68,7 @@ def _merge(base: Files, codebase: Files, agent: Files, name: str) -> Merged:
 
 
 def _merge_text(path: str, before: bytes, ours: bytes, theirs: bytes, name: str) -> tuple[bytes, list[dict[str, Any]]]:
-    # Markers are longer than every similar run of characters in the files, so this merge wrote every marker.
+    # Markers are longer than any similar sequence in the files, so each marker in the result comes from this merge.
     longest = max((len(run) for text in (before, ours, theirs) for run in _RUNS.findall(text)), default=0)
     size = max(LEAST_MARKER, longest + 1)
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +82,7 @@ def _merge_text(path: str, before: bytes, ours: bytes, theirs: bytes, name: str)
 def _conflicts(path: str, content: bytes, size: int) -> list[dict[str, Any]]:
     """The conflicting hunks of a merged file. size: characters of a marker. Lines are counted from 1."""
     marks = {char * size: part for char, part in ((b"<", "ours"), (b"|", "base"), (b"=", "theirs"), (b">", ""))}
-    found: list[dict[str, Any]] = []
+    hunks: list[dict[str, Any]] = []
     part, parts, first = "", {"ours": b"", "base": b"", "theirs": b""}, 0
     for number, text in enumerate(content.split(b"\n"), 1):
         line = text + b"\n"
@@ -96,9 +96,9 @@ def _conflicts(path: str, content: bytes, size: int) -> list[dict[str, Any]]:
         part = mark
         if not mark:
             texts = {side: lines.decode("utf-8", "replace") for side, lines in parts.items()}
-            hunk = {"path": path, "kind": "hunk", "hunk": len(found) + 1, "firstLine": first, "lastLine": number}
-            found.append(hunk | {"codebase": texts["ours"], "base": texts["base"], "agent": texts["theirs"]})
-    return found
+            hunk = {"path": path, "kind": "hunk", "hunk": len(hunks) + 1, "firstLine": first, "lastLine": number}
+            hunks.append(hunk | {"codebase": texts["ours"], "base": texts["base"], "agent": texts["theirs"]})
+    return hunks
 
 
 def _beside(path: str, name: str, taken: Any) -> str:
@@ -113,11 +113,11 @@ def _beside(path: str, name: str, taken: Any) -> str:
 def _folders(codebase: Mapping[str, bytes], merged: Mapping[str, bytes], deleted: list[str]) -> list[dict[str, Any]]:
     """Conflicts where a path is a file on one side and a folder on the other, so that both cannot be written."""
     files = (codebase.keys() - set(deleted)) | merged.keys()
-    found = []
+    conflicts = []
     for path in sorted(files):
         parents = path.split("/")
         above = next((p for p in ("/".join(parents[:n]) for n in range(1, len(parents))) if p in files), None)
         if above is not None and (path in merged or above in merged):
             text = f"{above} is a file on one side and a folder on the other: move one of them"
-            found.append({"path": path, "kind": "file_folder", "detail": text, "other": above})
-    return found
+            conflicts.append({"path": path, "kind": "file_folder", "detail": text, "other": above})
+    return conflicts

@@ -32,7 +32,7 @@ async def open_agents(
     admit: Callable[[web.Request], ApiKey],
     ratings: Ratings,
 ) -> tuple[AgentSets, list[web.RouteDef]]:
-    """The agents and sets that exist, and the routes to them."""
+    """Load the stored agents and sets. Returns the sets, and the routes of both."""
     agents = Agents(bus, config, run, users, split, sessions, open, Webhooks(event), spawn)
     sets = AgentSets(bus, config, run, users, agents)
     await sets.start()

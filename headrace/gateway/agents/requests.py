@@ -29,7 +29,7 @@ class GitSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class WorkspaceSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The source of an agent's files, at most one of files, tar, bundle and git; and the image of its machine."""
+    """The source of an agent's files (at most one of files, tar, bundle and git) and the image of its machine."""
 
     files: Annotated[dict[str, str], Meta(max_length=MAX_FILES)] = {}
     """Path to text."""
@@ -75,7 +75,7 @@ class Merge(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     agent: Annotated[str, Meta(max_length=64)]
     """The agent whose work is merged."""
     onto: WorkspaceSource | None = None
-    """The codebase as it is now; None: as it was when the agents began."""
+    """The codebase now; None: the files that the agents began with."""
     onto_agent: Annotated[str, Meta(max_length=64)] = ""
     """Another agent of the set, whose work is the codebase."""
 
@@ -102,10 +102,10 @@ class NewRating(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def signal(self) -> Signal:
-        """Which of the three it is."""
+        """The name of the signal that the user gave."""
         return "thumb" if self.thumb else "diff" if self.diff else "undo"
 
     @property
     def up(self) -> bool:
-        """Whether the judgement is good."""
+        """Whether the rating is positive."""
         return self.thumb == "up" or self.diff == "accepted"

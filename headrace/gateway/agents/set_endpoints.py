@@ -1,4 +1,4 @@
-"""HTTP endpoints of agents side by side.
+"""HTTP endpoints of sets of agents, which work on one prompt side by side.
 
     POST /v1/agents {prompt, n, setup?, check?, workspace?}  -> 201 {set, forked, agents: [{agent, run}]}
     GET  /v1/agent-sets/ID                    the agents and their runs
@@ -32,11 +32,11 @@ class SetEndpoints:
     """Routes of sets of agents."""
 
     def __init__(self, sets: AgentSets, admit: Callable[[web.Request], ApiKey], production: Production) -> None:
-        """admit: the key of a request, or HttpRefused."""
+        """admit: returns the key of a request or raises HttpRefused."""
         self._sets, self._admit, self._production = sets, admit, production
 
     def routes(self) -> list[web.RouteDef]:
-        """For an aiohttp application."""
+        """The routes for an aiohttp application."""
         made = "/v1/agent-sets/{set}"
         return [
             web.get(made, guarded(self._admit, self._read)),

@@ -1,8 +1,8 @@
 """Sets of agents on one codebase: prepares one sandbox, forks it for each agent, checks and compares their work.
 
-The preparation runs once, in a sandbox that a rollout actor acquires; its forks wait under the keys of the agents'
-workspaces. Where a backend cannot fork, every agent begins in a sandbox of its own with the prepared files, and the set
-says `forked` false: what `setup` left outside the workspace is then missing.
+The preparation runs once, in a sandbox that a rollout actor acquires. Each fork is held under the key of its agent's
+workspace. With a backend that cannot fork, every agent begins in a new sandbox with the prepared files, and the set
+has `forked` false: files that `setup` wrote outside the workspace are missing there.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class AgentSets:
         agents.check = self.check
 
     async def start(self) -> None:
-        """Read the sets of the gateway before this one."""
+        """Load the sets that an earlier gateway stored."""
         self._kept = await self._bus.kv("HR_SESSION")
         for value, _ in (await self._kept.items(f"{self._run}.session.set.*.*")).values():
             if isinstance(value, AgentSet):
@@ -55,14 +55,14 @@ class AgentSets:
         return made
 
     def members(self, made: AgentSet) -> list[Agent]:
-        """Its agents that exist, in order."""
+        """The agents of a set that exist, in the set's order."""
         return [agent for id in made.agents if (agent := self._agents.get(id)) is not None]
 
-    # Making
+    # Creation
 
     async def create(self, asked: NewAgent, files: dict[str, bytes], key: ApiKey, idempotency: str) -> AgentSet:
-        """A new set whose agents are at work; the one that exists where this idempotency key was used before.
-        AgentRefused with 400 when `setup` fails, with 503 when there is no sandbox."""
+        """Create a set and start its agents; return the existing set if this idempotency key was used before.
+        AgentRefused with 400 if `setup` fails, with 503 if there is no sandbox."""
         token = idempotency or secrets.token_hex(12)
         id = idempotent_id(key.tenant, f"{token}/set")
         async with self._making.setdefault(id, asyncio.Lock()):
@@ -70,7 +70,7 @@ class AgentSets:
             if made is None:
                 made = await self._prepare(id, asked, files, key, token)
                 await self._keep(made)
-            for at in range(asked.n):  # a repeated request goes on where a gateway that was killed stopped
+            for at in range(asked.n):  # a repeated request creates the agents that a killed gateway did not
                 sandbox = made.sandboxes[at] if made.forked else ""
                 member = Member(set_id=id, files=made.files, check=made.check, node=made.node, sandbox=sandbox)
                 await self._agents.create(asked, made.files, key, f"{token}/{at}", member)
@@ -82,7 +82,7 @@ class AgentSets:
         agents = tuple(idempotent_id(key.tenant, f"{token}/{at}") for at in range(asked.n))
         command = WorkspaceCommand(
             run=self._run,
-            # Another name for each try: the forks of one whose answer was lost are not in the way.
+            # Each try has a new name, because the forks of a try whose answer was lost still hold theirs.
             name=f"{user}.{id}-{secrets.token_hex(4)}",
             image=asked.workspace.image,
             files=files,
@@ -129,8 +129,8 @@ class AgentSets:
 
     async def _keep(self, made: AgentSet) -> None:
         small = sum(map(len, made.files.values())) <= KEPT_BYTES
-        kept = made if small else msgspec.structs.replace(made, files={}, complete=False)
-        await self._kept.put(f"{self._run}.session.set.{made.user}.{made.id}", kept)
+        stored = made if small else msgspec.structs.replace(made, files={}, complete=False)
+        await self._kept.put(f"{self._run}.session.set.{made.user}.{made.id}", stored)
         self._sets[made.id] = made
 
     async def forget(self, user: str) -> None:
@@ -140,10 +140,10 @@ class AgentSets:
             del self._sets[made.id]
             await self._kept.delete(f"{self._run}.session.set.{made.user}.{made.id}")
 
-    # What became of them
+    # Results
 
     async def check(self, agent: Agent) -> tuple[int | None, str]:
-        """Exit code and output of the set's check on an agent's files; None and why where it was not run."""
+        """Exit code and output of the set's check on an agent's files; None and the reason if the check did not run."""
         made = self._sets.get(agent.set_id)
         if made is None or not made.check:
             return None, ""
@@ -159,7 +159,7 @@ class AgentSets:
         return (None, report.failed) if report.failed else (report.code, report.output)
 
     def view(self, made: AgentSet) -> dict[str, Any]:
-        """The set with its agents and their runs."""
+        """The set with its agents and their latest runs, as a JSON object."""
         agents = [
             {"agent": agent_view(agent), "run": run_view(agent.runs[-1]), "restored": agent.runs[0].restored}
             for agent in self.members(made)
@@ -167,7 +167,7 @@ class AgentSets:
         return {"set": made.id, "forked": made.forked, "agents": agents}
 
     async def compare(self, made: AgentSet) -> dict[str, Any]:
-        """Each agent's diff with the outcome of its check, and the overlap of each pair."""
+        """Each agent's diff and the outcome of its check, and the overlaps of each pair of agents."""
         bases = {agent.id: await self._base(made, agent) for agent in self.members(made)}
         files = {agent.id: agent.files for agent in self.members(made)}
         diffs = {id: await file_diffs(bases[id], files[id]) for id in files}
@@ -185,12 +185,12 @@ class AgentSets:
         return {"set": made.id, "agents": agents, "overlaps": overlaps(diffs, files)}
 
     async def merge(self, made: AgentSet, agent: Agent, codebase: dict[str, bytes] | None) -> Merged:
-        """The agent's work merged into a codebase; None: into the files that the agents began with."""
+        """Merge an agent's work into a codebase. codebase: None merges into the files that the agents began with."""
         base = await self._base(made, agent)
         return await merge(base, base if codebase is None else codebase, agent.files, agent.id)
 
     async def _base(self, made: AgentSet, agent: Agent) -> dict[str, bytes]:
-        """The files that an agent began with. Those of an image are known where the agent changed them."""
+        """The files that an agent began with. Of an image's files it contains those that the agent changed."""
         if not made.complete:
             text = "the files that this set began with are too large to keep, and the gateway was restarted since"
             raise AgentRefused(410, "base_expired", text)

@@ -1,8 +1,8 @@
 """The agents of a gateway: their records, their permitted actions and the results of their runs.
 
-A run is a session of the gateway like any other (an attempt of the production lane with a ledger of its own); an agent
-is a record in HR_SESSION that lists its runs. Its sandbox is held between runs. If the sandbox is lost, the next run
-begins in a new one with the files of the last finished run, and is marked `restored`.
+A run is a session of the gateway: a group of the production lane with one slot. An agent is a record in HR_SESSION that
+lists its runs. Its sandbox is held between runs. If the sandbox is lost, the next run begins in a new one with the
+files of the last finished run, and is marked `restored`.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
     group: str
     image: str
-    """Empty: a light machine."""
+    """Empty: a machine without an image."""
     prompt: str
     files: dict[str, bytes]
     policy: PolicyRef
@@ -51,14 +51,14 @@ Open = Callable[[Order], Awaitable[None]]
 
 
 class Member(NamedTuple):
-    """The place of an agent in a set."""
+    """The set of an agent, and the agent's share of the preparation."""
 
     set_id: str
     files: dict[str, bytes]
     check: str
     node: str
     sandbox: str
-    """Its fork; empty where the backend cannot fork."""
+    """The agent's fork; empty if the backend cannot fork."""
 
 
 class Agents:
@@ -85,20 +85,20 @@ class Agents:
         """Tests the files of an agent of a set: exit code and output."""
 
     async def start(self) -> None:
-        """Take over the agents of an earlier gateway."""
+        """Load the agents that an earlier gateway stored, and wait for the ends of their runs."""
         self._kept = await self._bus.kv("HR_SESSION")
         for value, _ in (await self._kept.items(f"{self._run}.session.agent.*.*")).values():
             if isinstance(value, Agent) and value.runs:
                 self._agents[value.id] = value
                 if value.runs[-1].state == "RUNNING":
-                    self._spawn(self._see_through(value.id, value.runs[-1]), f"agent {value.id}")
+                    self._spawn(self._store_end(value.id, value.runs[-1]), f"agent {value.id}")
 
-    # Questions
+    # Queries
 
     def of(self, key: ApiKey) -> list[Agent]:
         """The agents of a key's tenant, newest first."""
-        own = [agent for agent in self._agents.values() if agent.tenant == key.tenant]
-        return sorted(own, key=lambda agent: -agent.runs[0].created)
+        agents = [agent for agent in self._agents.values() if agent.tenant == key.tenant]
+        return sorted(agents, key=lambda agent: -agent.runs[0].created)
 
     def get(self, id: str) -> Agent | None:
         """An agent of any tenant."""
@@ -153,9 +153,9 @@ class Agents:
     async def go_on(self, agent: Agent, prompt: str, idempotency: str) -> AgentRun:
         """Start another run in the same workspace. AgentRefused with 409 while a run is under way or after archive."""
         id = idempotent_id(agent.tenant, f"{agent.id}/{idempotency}") if idempotency else idempotent_id("", "")
-        known = next((run for run in agent.runs if run.id == id), None)
-        if known is not None:
-            return known
+        repeated = next((run for run in agent.runs if run.id == id), None)
+        if repeated is not None:
+            return repeated
         if agent.archived:
             raise AgentRefused(409, "agent_archived", "this agent is archived; create another one")
         if agent.runs[-1].state == "RUNNING" or agent.id in self._creating:
@@ -186,12 +186,12 @@ class Agents:
             try:
                 await self._open(order)
             finally:
-                self._spawn(self._see_through(agent.id, run), f"agent {agent.id}")
+                self._spawn(self._store_end(agent.id, run), f"agent {agent.id}")
         finally:
             self._creating.discard(agent.id)
 
     async def cancel(self, agent: Agent, run: AgentRun) -> None:
-        """End a run; the request is repeated until the rollout actor has published the end."""
+        """Cancel a run: the control message is repeated every `REPEAT_S` until the run has ended."""
         if run.state != "RUNNING":
             raise AgentRefused(409, "run_not_cancellable", f"this run has ended: {run.state}")
         if run.id not in self._cancelling:
@@ -241,7 +241,7 @@ class Agents:
 
     # Ends
 
-    async def _see_through(self, id: str, run: AgentRun) -> None:
+    async def _store_end(self, id: str, run: AgentRun) -> None:
         """Wait for the end of a run and store it."""
         agent = self._agents[id]
         session = self._sessions.get(self.group(agent, run))

@@ -1,4 +1,4 @@
-"""Agents and runs as the API's JSON shows them."""
+"""The JSON objects of agents and runs."""
 
 from typing import Any
 

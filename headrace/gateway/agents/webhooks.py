@@ -15,11 +15,12 @@ from headrace.messages.product import Agent, AgentRun
 SIGNATURE = "X-Headrace-Signature"
 """``sha256=`` and the HMAC of the body in hexadecimal digits."""
 WAITS_S = (0.0, 1.0, 5.0, 25.0, 125.0)
+"""Seconds before each try."""
 TIMEOUT_S = 10.0
 
 
 def allowed(webhook: Webhook | None, hosts: Sequence[str]) -> None:
-    """AgentRefused for a host that the operator did not name, because the gateway is in the operator's network."""
+    """AgentRefused for a host that the operator did not name: the gateway can reach the operator's private network."""
     if webhook is not None and urlsplit(webhook.url).hostname not in hosts:
         named = ", ".join(hosts) or "none"
         raise AgentRefused(
@@ -34,7 +35,7 @@ class Webhooks:
         self._event, self._waits_s = event, waits_s
 
     async def post(self, agent: Agent, run: AgentRun) -> None:
-        """Post the end of a run to its agent's address; an event when that fails for good."""
+        """Post the end of a run to its agent's address; publish an event if every try fails."""
         body = json.dumps({"event": "statusChange", "agent": agent.id, "run": run.id, "status": run.state}).encode()
         signed = hmac.new(agent.webhook_secret.encode(), body, hashlib.sha256).hexdigest()
         headers = {"Content-Type": "application/json", SIGNATURE: f"sha256={signed}"}

@@ -1,7 +1,7 @@
-"""The files that a user brings: from a tar, a git bundle or a repository to paths and contents, within bounds.
+"""Reads a user's files from a tar, a git bundle or a repository, with limits on their number and size.
 
-No code of the files runs here: git checks out without hooks, helpers and configuration, and connects only by https, to
-hosts that the operator named.
+The gateway runs no code of these files: git checks out without hooks and without the machine's configuration, and
+connects only by https, to hosts that the operator named.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ GIT_S = 120.0
 
 
 async def files_of(source: WorkspaceSource, git_hosts: Sequence[str]) -> dict[str, bytes]:
-    """Path to content. AgentRefused with 400 or 413."""
+    """The files of a source: path to content. AgentRefused with 400, 413 or 501."""
     given = [name for name in ("files", "tar", "bundle", "git") if getattr(source, name)]
     if len(given) > 1:
         raise _bad(f"expected one of files, tar, bundle and git, got {' and '.join(given)}")
@@ -89,7 +89,8 @@ def _cloned(url: str, more: Sequence[str]) -> dict[str, bytes]:
         except subprocess.TimeoutExpired:
             raise _bad(f"git: the repository was not cloned within {GIT_S:g} s") from None
         if done.returncode:
-            raise _bad(f"git: {done.stderr.strip().splitlines()[-1:] or 'clone failed'}")
+            reason = (done.stderr.strip().splitlines() or ["git gave no reason"])[-1]
+            raise _bad(f"git: the clone failed: {reason}")
         files: dict[str, bytes] = {}
         total = 0
         for path in sorted(target.rglob("*")):
@@ -104,9 +105,9 @@ def _cloned(url: str, more: Sequence[str]) -> dict[str, bytes]:
 
 
 def _bounded(files: dict[str, bytes]) -> dict[str, bytes]:
-    odd = next((path for path in files if not safe_path(path)), None)
-    if odd is not None:
-        raise _bad(f"expected relative paths without '..', got {odd[:80]!a}")
+    unsafe = next((path for path in files if not safe_path(path)), None)
+    if unsafe is not None:
+        raise _bad(f"expected relative paths without '..', got {unsafe[:80]!a}")
     if sum(map(len, files.values())) > MOST_BYTES:
         raise _too_large()
     return files

@@ -20,13 +20,13 @@ class Unusable(Exception):
 
 
 class Dialect(Protocol):
-    """One HTTP interface that clients know."""
+    """One HTTP API for which clients exist."""
 
     path: str
-    """Where requests are posted."""
+    """The path to which clients post requests."""
 
     def request(self, body: Body) -> ModelRequest:
-        """Read a request. Unknown keys are ignored; Unusable where a known one has no meaning here."""
+        """Read a request. Unknown keys are ignored; Unusable for a value that headrace does not support."""
 
     def reply(self, reply: ModelReply) -> dict[str, Any]:
         """The whole reply as a JSON object."""
@@ -45,9 +45,9 @@ def event(data: Mapping[str, Any], name: str = "") -> bytes:
 
 
 def text_of(value: object, field: str, kinds: tuple[str, ...] = ("text",)) -> str:
-    """A message's content as text: a string, or a list of parts of which all are texts.
+    """A message's content as text. It is a string, or a list that contains text parts only.
 
-    kinds: the names that the dialect gives to text parts. Unusable names the first other part.
+    kinds: the names that the dialect gives to text parts. Unusable names the first part of another type.
     """
     if value is None:
         return ""
@@ -74,7 +74,7 @@ def _plain(text: str, field: str) -> str:
 
 
 def string(value: object, field: str, default: str = "") -> str:
-    """A key that holds a string, or nothing."""
+    """The string value of a key; the default if the key is absent or null."""
     if value is None:
         return default
     if not isinstance(value, str):
@@ -83,7 +83,7 @@ def string(value: object, field: str, default: str = "") -> str:
 
 
 def objects(value: object, field: str) -> list[dict[str, Any]]:
-    """A key that holds a list of JSON objects, or nothing."""
+    """The value of a key that is a list of JSON objects; empty if the key is absent or null."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
@@ -104,7 +104,7 @@ def arguments(value: object, field: str) -> str:
 
 
 def whole_number(value: object, field: str) -> int | None:
-    """A count of at least 1, or nothing."""
+    """An integer of at least 1; None if the key is absent or null."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -113,7 +113,7 @@ def whole_number(value: object, field: str) -> int | None:
 
 
 def temperature(value: object) -> float:
-    """Between 0 and 2; 1 where the client says nothing."""
+    """The sampling temperature, from 0 to 2; 1 if the client sends none."""
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 2.0:
@@ -122,11 +122,12 @@ def temperature(value: object) -> float:
 
 
 def offered_tools(body: Body, kind: str, key: str, default_kind: str = "", inside: str = "") -> tuple[ClientTool, ...]:
-    """The tools that a request offers; none with ``tool_choice`` none. A call cannot be forced.
+    """The tools that a request offers; none if ``tool_choice`` is none. A client cannot force a call.
 
-    kind: the dialect's type of a tool that the client runs. default_kind: of an entry without a type. key: of a tool's
-    JSON Schema. inside: the key of the object that holds name, description and schema; entries of another type are
-    refused then, and left out otherwise, as tools that only the vendor's servers run.
+    kind: the dialect's type name for a tool that the client runs. key: the key of a tool's JSON Schema. default_kind:
+    the type of an entry that names no type. inside: the key of the nested object with name, description and schema;
+    empty if these stand in the entry itself. An entry of another type is refused if `inside` is given. Otherwise it is
+    left out, because it is a tool that only the vendor's servers run.
     """
     choice = body.get("tool_choice")
     choice = choice.get("type") if isinstance(choice, dict) else choice
@@ -152,7 +153,7 @@ def offered_tools(body: Body, kind: str, key: str, default_kind: str = "", insid
 
 
 def schema(value: object, field: str) -> dict[str, object]:
-    """A tool's JSON Schema; none means no arguments."""
+    """A tool's JSON Schema; a tool without a schema takes no arguments."""
     if value is None:
         return {"type": "object", "properties": {}}
     if not isinstance(value, dict):

@@ -1,7 +1,7 @@
 """OpenAI chat completions: ``POST /v1/chat/completions``.
 
-Tool calls of one turn come in one message, each with its index; a stream ends with ``data: [DONE]``, and where the
-client asks for usage, a chunk without choices comes before it.
+One message contains all tool calls of a turn, each with its index. A stream ends with ``data: [DONE]``; if the client
+asks for usage, a chunk without choices precedes it.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class ChatCompletions:
     def request(self, body: Body) -> ModelRequest:
         """See `Dialect.request`."""
         if body.get("n") not in (None, 1):
-            raise Unusable("n: expected 1; ask again for another sample", "n")
+            raise Unusable("n: expected 1; send another request for another sample", "n")
         if body.get("stop"):
             raise Unusable("stop: stop sequences are not supported; the model ends its own turn", "stop")
         tools = offered_tools(body, "function", "parameters", inside="function")

@@ -1,8 +1,8 @@
 """Anthropic messages: ``POST /v1/messages`` and ``/v1/messages/count_tokens``, the dialect of Claude Code.
 
-Tool results are blocks of a user's message; in the history here each is a message of its own, before the user's words.
-Thinking blocks of another model are left out. A stream is ``message_start``, per block start, delta and stop, then
-``message_delta`` with the stop reason.
+A client sends tool results as blocks of a user's message; in a `ModelRequest` each result is a message of its own,
+before the user's text. Thinking blocks are left out. A stream consists of ``message_start``; start, delta and stop of
+each block; ``message_delta`` with the stop reason; and ``message_stop``.
 """
 
 import json

@@ -1,7 +1,7 @@
 """OpenAI responses: ``POST /v1/responses``, the only dialect of Codex.
 
-Stateless: the client sends its whole history as items each turn, so a ``previous_response_id`` is refused. Items of
-kinds that mean nothing to a text model (reasoning of another model) and tools that only OpenAI's servers run
+The dialect is stateless: the client sends its whole history as items each turn, so a ``previous_response_id`` is
+refused. Items that a text model cannot use (reasoning of another model) and tools that only OpenAI's servers run
 (web search, images) are left out. A stream numbers its events and has no ``[DONE]``.
 """
 
@@ -175,7 +175,7 @@ def _usage(reply: ModelReply) -> dict[str, Any]:
 
 
 def _add(messages: list[ClientMessage], item: dict[str, Any], field: str) -> None:
-    """Append an item to the history. Calls of one turn are one message, as the model wrote them."""
+    """Append an item to the history. Consecutive calls of a turn join the assistant's message that precedes them."""
     kind = item.get("type", "message")
     if kind in _IGNORED:
         return

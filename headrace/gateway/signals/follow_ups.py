@@ -1,8 +1,8 @@
 """A rule that finds dissatisfaction with an agent's earlier work in the user's next prompt.
 
-The rule wants few false finds rather than all true ones, because each find rates a run down. The words have to begin a
-clause and refer to the earlier work ("that is wrong", "it still fails"): a prompt that reports another fault, or says
-"if it is broken", is no find.
+The rule prefers precision to recall, because each match rates a run down. The words must begin a clause and refer to
+the earlier work ("that is wrong", "it still fails"). A prompt that reports another fault, or says "if it is broken",
+does not match.
 """
 
 import re
@@ -23,6 +23,6 @@ _RULES = re.compile(
 
 
 def dissatisfied(prompt: str) -> str:
-    """The words of a prompt that say that the earlier work was wrong; empty without any."""
-    found = _RULES.search(prompt)
-    return found.group(1) if found is not None else ""
+    """The words of a prompt that call the earlier work wrong; empty if there are none."""
+    match = _RULES.search(prompt)
+    return match.group(1) if match is not None else ""
