@@ -18,7 +18,7 @@ from headrace.chaos.figures import FaultResult, Quantiles, losses, machine_targe
 from headrace.chaos.run import lengthened
 from headrace.config import Config, load
 from headrace.replay.audit import Attempts, AuditReport
-from tests.launch.test_up import DEMO, HEADRACE, TINY, Up, command, headrace, one_sentence, up
+from tests.launch.test_up import DEMO, FEW, HEADRACE, TINY, Up, command, headrace, one_sentence, up
 
 
 def demo(**changes: Any) -> Config:
@@ -36,25 +36,27 @@ async def fault_report(started: Up) -> dict[str, Any]:
 
 
 TWO = {"kill_trainer", "kill_broker"}
+THREE = {"processes.groups": [FEW["processes.groups"][0], ["rollout", "weight_sender", "weight_receiver"], ["trainer"]]}
+"""Three processes of actors: the trainer's death is not that of the others."""
 SEVEN = TWO | {"kill_curriculum", "cut_rollout", "kill_environment", "cut_judge", "stop_weight_sender"}
 
 
 @pytest.mark.anyio
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("seed", "faults", "restarted"),
+    ("seed", "faults", "restarted", "groups"),
     [
-        (32, TWO, {"nats-server", "trainer"}),
-        pytest.param(13, SEVEN, {"curriculum", "environment", "nats-server", "trainer"}, marks=pytest.mark.slow),
+        (69, TWO, {"nats-server", "trainer"}, THREE),
+        pytest.param(13, SEVEN, {"curriculum", "environment", "nats-server", "trainer"}, {}, marks=pytest.mark.slow),
     ],
     ids=["two", "seven"],
 )
 async def test_processes_fail_and_the_audit_balances(
-    tmp_path: Path, seed: int, faults: set[str], restarted: set[str]
+    tmp_path: Path, seed: int, faults: set[str], restarted: set[str], groups: dict[str, Any]
 ) -> None:
     """Each seed plans every fault of its set once; seven are one fault for every process of the run."""
     words = (*HEADRACE, "chaos", str(DEMO), "--kills", str(len(faults)), "--seed", str(seed))
-    async with up(tmp_path, *words, **{"curriculum.steps": 3}) as started:
+    async with up(tmp_path, *words, **groups, **{"curriculum.steps": 3}) as started:
         line = await fault_report(started)
     audit = line["audit"]
     assert (line["kills"], line["not_recovered"], audit["duplicates"], line["losses"]) == (len(faults), 0, 0, 0)

@@ -1,6 +1,7 @@
 """Generated tasks: right is right, broken is broken, equal ids are equal tasks, and the suites don't meet."""
 
 import asyncio
+import functools
 import itertools
 import subprocess
 import sys
@@ -22,9 +23,12 @@ def ran(files: dict[str, bytes], plan: TestPlan) -> OpResult:
     return asyncio.run(LocalFiles(files).call(RunTests(plan=plan)))
 
 
+repository = functools.cache(make)  # several tests look at the same repositories
+
+
 def some(suite: str, count: int) -> list[Made]:
     start = SEEDS[suite].start
-    return [make(suite, start + number) for number in range(count)]
+    return [repository(suite, start + number) for number in range(count)]
 
 
 @pytest.mark.parametrize("suite", ["heldout", "dev", "unseen", "unseen-final", "train"])
