@@ -36,6 +36,12 @@ def _limits(config: Config) -> Iterator[Problem]:
             "limits.reserve_tokens",
             f"expected less than limits.context_tokens ({own.context_tokens}), got {own.reserve_tokens}",
         )
+    if 0 < own.reserve_tokens <= 2 * own.max_turn_tokens:
+        yield (
+            "limits.reserve_tokens",
+            f"expected 0, or more than {2 * own.max_turn_tokens}: a turn that begins below the limit and the "
+            f"summary may each have limits.max_turn_tokens ({own.max_turn_tokens}); got {own.reserve_tokens}",
+        )
 
 
 def _curriculum(config: Config) -> Iterator[Problem]:

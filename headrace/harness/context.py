@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from headrace.harness.tools.base import shortened
 from headrace.messages.rollout import ToolResult, Turn
 from headrace.rendering.base import Renderer
 
@@ -16,9 +17,10 @@ from headrace.rendering.base import Renderer
 class Context:
     """The token ids and turns of the current segment."""
 
-    def __init__(self, renderer: Renderer, prompt: str, limit: int) -> None:
-        """prompt: the text of the first turn. limit: tokens after which the segment must be summarised."""
-        self._renderer, self._prompt, self._limit = renderer, prompt, limit
+    def __init__(self, renderer: Renderer, prompt: str, limit: int, longest: int | None = None) -> None:
+        """prompt: the text of the first turn. limit: tokens after which the segment must be summarised. longest:
+        tokens that a request for a summary may have; None sets no limit."""
+        self._renderer, self._prompt, self._limit, self._longest = renderer, prompt, limit, longest
         self.segment = 0
         self.ids: list[int] = []
         self._summary: tuple[int, ...] = ()
@@ -37,21 +39,52 @@ class Context:
         """Add the results of the last turn's calls."""
         self._turns[-1] = msgspec.structs.replace(self._turns[-1], results=tuple(results))
 
+    def fitting(self, results: Sequence[ToolResult]) -> tuple[ToolResult, ...]:
+        """The results of the last turn's calls, cut so far that a request for a summary is not too long.
+
+        All are cut to one length, so that a short result stays whole beside a long one. The record has the cut
+        results: a replay needs no limits to render the same ids.
+        """
+        whole = tuple(results)
+        if self._longest is None or self._summary_fits(whole):
+            return whole
+        fits, too_long = 0, max(len(result.output) for result in whole) if whole else 0
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            if self._summary_fits(_cut(whole, middle)):
+                fits = middle
+            else:
+                too_long = middle
+        return _cut(whole, fits)
+
+    def _summary_fits(self, results: Sequence[ToolResult]) -> bool:
+        turns = [*self._turns[:-1], msgspec.structs.replace(self._turns[-1], results=tuple(results))]
+        return self._longest is None or len(self.ids) + len(self._delta(turns, summary=True)) <= self._longest
+
     def next_ids(self) -> list[int]:
         """Ids to append before the next turn."""
         if not self.ids:
             return self._renderer.prompt(self._prompt, self._summary)
-        return self._delta(summary=False)
+        return self._delta(self._turns, summary=False)
 
     def summary_ids(self) -> list[int]:
         """Ids to append that ask for a summary; they include the results that the policy has not read yet."""
-        return self._delta(summary=True)
+        return self._delta(self._turns, summary=True)
 
-    def _delta(self, *, summary: bool) -> list[int]:
-        last = self._turns[-1]
-        stopped = self.ids[-1] if last.stop == "stop" else None
-        return self._renderer.delta(self._turns, stopped=stopped, summary=summary)
+    def _delta(self, turns: Sequence[Turn], *, summary: bool) -> list[int]:
+        stopped = self.ids[-1] if turns[-1].stop == "stop" else None
+        return self._renderer.delta(turns, stopped=stopped, summary=summary)
 
     def full(self, more: Sequence[int]) -> bool:
         """Whether the segment reaches the limit when `more` is appended."""
         return len(self.ids) + len(more) >= self._limit
+
+
+def _cut(results: Sequence[ToolResult], most: int) -> tuple[ToolResult, ...]:
+    """The results with at most `most` characters of output each, and a line that says how many are cut."""
+    return tuple(
+        msgspec.structs.replace(result, output=shortened(result.output, most), truncated=True)
+        if len(result.output) > most
+        else result
+        for result in results
+    )

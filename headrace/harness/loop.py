@@ -70,14 +70,17 @@ async def run_episode(
     """
     limits, wall_s = request.limits, task.sandbox_limits.time_s or request.limits.wall_s
     box = toolbox or toolbox_for(task, renderer.detailed_results, limits.context_tokens)
-    context = Context(renderer, initial_prompt(request, task), limits.context_tokens - limits.reserve_tokens)
+    # Without a reserve every request for a summary is longer than context_tokens, which is only its trigger then.
+    summary_tokens = min(request.sampling.max_turn_tokens, limits.reserve_tokens // 2)
+    longest = limits.context_tokens - summary_tokens if limits.reserve_tokens else None
+    context = Context(renderer, initial_prompt(request, task), limits.context_tokens - limits.reserve_tokens, longest)
     turns: list[Turn] = []
     start = time.monotonic()
     sessions: set[str] = set()
 
     async def answer(turn: Turn) -> Turn:
         """Run the turn's calls and close it."""
-        results = await _run_calls(turn.calls, box, sandbox, task, f"{request.trajectory}/")
+        results = context.fitting(await _run_calls(turn.calls, box, sandbox, task, f"{request.trajectory}/"))
         await on_done(turn.index, results)
         context.answer(results)
         return msgspec.structs.replace(turn, results=results)

@@ -1,12 +1,15 @@
 """Limits of self-summarisation: context kept free for the summary, a cap per attempt, no summary that grows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.harness.loop import Episode, run_episode
-from headrace.messages.rollout import Limits, RolloutRequest, Sampling
+from headrace.harness.prompt import initial_prompt
+from headrace.harness.rendered import differing
+from headrace.messages.rollout import Limits, RolloutRequest, Sampling, Turn
 from headrace.rendering.terse import TerseRenderer
 from headrace.tasks.generated.repositories import Made, make
 from headrace.tasks.local import LocalFiles
@@ -77,3 +80,36 @@ async def test_a_summary_that_is_no_shorter_than_its_segment_ends_the_attempt(
     got = await episode(limits, look, text(renderer, "again and again " * size), finish)
     assert got.outcome == "context" and [turn.kind for turn in got.turns] == ["act", "summary"]
     assert got.turns[-1].stop == "stop"
+
+
+async def test_a_result_longer_than_the_reserve_is_cut_so_that_the_summary_fits_the_window(
+    renderer: TerseRenderer, request_for: Request, played: Play, made: Made
+) -> None:
+    log = "\n".join(f"line {number} of a long log" for number in range(900))
+    task = msgspec.structs.replace(made.task, files={"log.txt": log.encode(), "short.txt": b"short"})
+    look = renderer.turn([("read_file", {"path": "log.txt"}), ("read_file", {"path": "short.txt"})])
+    rest = renderer.turn([("read_file", {"path": "log.txt", "lines": "450-451"})])
+    turns = [look, text(renderer, "the log is long"), rest, renderer.turn([("finish", {})])]
+    limits = Limits(max_tokens=9000, context_tokens=1000, reserve_tokens=250)
+    request = request_for(task.ref, limits, Sampling(max_turn_tokens=100))
+
+    async def run(*turns: list[int], resume: Sequence[Turn] = ()) -> tuple[Episode, list[int]]:
+        engine = played(*turns)
+        sandbox = LocalFiles(task.files)
+        got = await run_episode(
+            engine=engine, sandbox=sandbox, renderer=renderer, request=request, task=task, resume=resume
+        )
+        return got, [len(one.ids) + one.sampling.max_turn_tokens for one in engine.asked]
+
+    got, windows = await run(*turns)
+    assert [turn.kind for turn in got.turns] == ["act", "summary", "act", "act"] and got.outcome == "finished"
+    assert 900 < max(windows) <= 1000
+    long, short = got.turns[0].results
+    assert long.truncated and "characters cut" in long.output and len(long.output) > 500
+    assert short.output == "1:short" and not short.truncated
+    assert "line 449 of" not in long.output and "line 449 of" in got.turns[2].results[0].output
+
+    assert differing(got.turns, initial_prompt(request, task), renderer, limits.max_parallel_calls) == ()
+    open_turn = msgspec.structs.replace(got.turns[0], results=())
+    resumed, _ = await run(*turns[1:], resume=[open_turn])
+    assert [turn.prompt_ids for turn in resumed.turns] == [turn.prompt_ids for turn in got.turns]

@@ -15,7 +15,9 @@ from headrace.messages.search import Retrieved
 from headrace.messages.tasks import Task
 from headrace.rendering.schemas import Parameter, ToolSchema
 
-__all__ = ["PATH", "Answer", "Parameter", "Tool", "ToolSchema", "Workspace", "failed", "number_range", "numbered"]
+__all__ = [
+    "PATH", "Answer", "Parameter", "Tool", "ToolSchema", "Workspace", "failed", "number_range", "numbered", "shortened",
+]  # fmt: skip
 
 PATH = Parameter("path", "path from the repository's root")
 
@@ -99,3 +101,11 @@ def number_range(text: str) -> tuple[int, int] | None:
 def numbered(lines: list[str], first: int = 1) -> str:
     """Lines as ``number:text``."""
     return "\n".join(f"{number}:{line}" for number, line in enumerate(lines, first))
+
+
+def shortened(text: str, most: int) -> str:
+    """The first and the last `most` / 2 characters of a longer text, and between them how many are cut."""
+    half = most // 2
+    if len(text) <= most:
+        return text
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters cut]\n{text[len(text) - half :]}"

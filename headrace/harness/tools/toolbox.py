@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.harness.tools.base import Answer, Tool, Workspace, count_external
+from headrace.harness.tools.base import Answer, Tool, Workspace, count_external, shortened
 from headrace.harness.tools.registry import TOOLS
 from headrace.harness.tools.search.semantic import NAME as SEMANTIC
 from headrace.harness.tools.search.session import SearchSession
@@ -85,13 +85,14 @@ class Toolbox:
                 sandbox, task, f"{prefix}{call.id}", self._details, self._memory, self._search, self._cap
             )
             answer = await self._answer(tool, call, workspace)
-        output, cut = answer.output, len(answer.output) > self._cap
-        if cut:
-            half = self._cap // 2
-            output = f"{output[:half]}\n[{len(output) - 2 * half} characters cut]\n{output[-half:]}"
-        wall_ms = (time.perf_counter() - start) * 1e3
+        output = shortened(answer.output, self._cap)
         return ToolResult(
-            call_id=call.id, ok=answer.ok, output=output, truncated=cut, wall_ms=wall_ms, retrieved=answer.retrieved
+            call_id=call.id,
+            ok=answer.ok,
+            output=output,
+            truncated=len(answer.output) > self._cap,
+            wall_ms=(time.perf_counter() - start) * 1e3,
+            retrieved=answer.retrieved,
         )
 
     async def _answer(self, tool: Tool, call: ToolCall, workspace: Workspace) -> Answer:
