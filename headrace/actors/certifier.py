@@ -98,8 +98,8 @@ class Certifier(Actor):
         await self.event(kind, text, level, **data)
 
     async def _examine(self, asked: CertifyAsked) -> Certificate:
-        """The certificate of a task; its verdict is `refused` when this actor cannot open the task or has other bytes
-        of it."""
+        """The certificate of a task; its verdict is `refused` if this actor cannot open the task, or if its copy of the
+        task has another hash."""
         refused = Certificate(
             task=asked.task, task_hash=asked.task_hash, judge_version=rules.VERSION, verdict="refused"
         )
@@ -107,7 +107,7 @@ class Certifier(Actor):
         try:
             suite = open_suite(asked.task.suite, self.config.tasks.dir)
             if task_hash(*both_sides(suite, asked.task.task)) != asked.task_hash:
-                text = "the certifier has other bytes of this task; give it the same [tasks] dir as the curriculum"
+                text = "the certifier's copy of this task differs; give it the same [tasks] dir as the curriculum"
                 return msgspec.structs.replace(refused, reasons=(text,))
             made = await certify(suite, asked.task.task, machines, self._examination_event)
         except (UnknownSuite, PluginError) as error:

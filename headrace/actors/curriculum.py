@@ -1,11 +1,11 @@
-"""The curriculum: it issues groups while there is credit, closes or drops them, and asks for evaluations.
+"""The curriculum: issues groups while there is credit, closes or drops them, and requests evaluations.
 
 Its state is a fold over the streams (`ledger.state`), and its decisions follow from that state (`ledger.schedule`). So
 it saves nothing: after a crash it reads the streams again and continues.
 
-A stale curriculum, one that was paused while a successor took over, is refused twice. Every curriculum writes a fence
-into the ledger when it starts, and the broker refuses a SlotIssued that does not name the newest fence
-(`ledger.issuer`). Closings are written on top of the run's last closing, and a new curriculum writes a fence there too.
+The broker refuses the writes of a stale curriculum, one that was paused while a successor took over. Every curriculum
+writes a fence into the ledger when it starts, and a SlotIssued must name the newest fence (`ledger.issuer`). A closing
+must name the sequence of the run's last closing, and a new curriculum writes a fence among the closings too.
 """
 
 import asyncio
@@ -62,19 +62,19 @@ class Curriculum(Actor):
     role: ClassVar[str] = "curriculum"
 
     async def start(self) -> None:
-        """Write the fences that refuse earlier curricula, read the streams, then follow them and act. Unrecoverable for
-        a suite that may not be trained on."""
+        """Write the fences by which the broker refuses earlier curricula, read the streams, then follow them and act.
+        Unrecoverable for a suite that may not be trained on."""
         self.rules = Rules.of(self.config.curriculum)
         suite = open_suite(self.config.tasks.suite, self.config.tasks.dir)
         if refused := refusal(suite, self.config.tasks.train_on_logs):
             raise Unrecoverable(refused)
-        own = self.config.tasks
-        await agree(self.bus, self.run, suite_plugins((own.suite,)))
-        refused = await asyncio.to_thread(certificates.refusal, suite, own.dir, own.uncertified)
-        if refused and not own.certify:
+        section = self.config.tasks
+        await agree(self.bus, self.run, suite_plugins((section.suite,)))
+        refused = await asyncio.to_thread(certificates.refusal, suite, section.dir, section.uncertified)
+        if refused and not section.certify:
             raise Unrecoverable(refused)
         self._suite = suite
-        self._wanted = await asyncio.to_thread(certificates.wanting, suite, own.dir) if refused else {}
+        self._wanted = await asyncio.to_thread(certificates.wanting, suite, section.dir) if refused else {}
         """Task hash to (suite, task id) for the tasks that the certifier must examine before the run."""
         self._made: dict[str, Certificate] = {}
         """Task hash to the certifier's Certificate."""
@@ -128,7 +128,8 @@ class Curriculum(Actor):
                 )
 
     def _needed(self) -> Iterator[str]:
-        """The roles without which the run waits now. A rollout actor's absence ends requests as dead letters."""
+        """The roles that the run needs now. A rollout actor is not among them: without one, requests become dead
+        letters."""
         if self._wanted.keys() - self._made.keys():
             yield "certifier"
             return
@@ -194,7 +195,7 @@ class Curriculum(Actor):
         await self.event("phase", "final evaluation")
         if self.config.evaluation.after:
             await self._ask(training.evaluations(self.config, self.run, "after", self.state.steps))
-        while self._served < self.state.steps:  # the end of the run also ends the weight sender
+        while self._served < self.state.steps:  # wait, because the end of the run also ends the weight sender
             await self._wait()
         await self._measure_served()
         while not all(self._evaluations.get(id) for id in self._own_evaluations()):
@@ -223,10 +224,11 @@ class Curriculum(Actor):
 
     async def _set_bound(self) -> None:
         """Write a StalenessBound among the closings: the configured one first, then each that an operator requests."""
-        state, own = self.state, self.config.curriculum
+        state, section = self.state, self.config.curriculum
+        per_step = section.groups_per_step
         if state.bounds is None:
-            first = batch_of(len(state.closings) + own.groups_per_step - 1, own.groups_per_step)
-            await self._close(StalenessBound(run=self.run, bound=own.staleness, first_batch=first))
+            first = batch_of(len(state.closings) + per_step - 1, per_step)
+            await self._close(StalenessBound(run=self.run, bound=section.staleness, first_batch=first))
         answered = max((record.asked_seq for record, _ in state.bound_records), default=0)
         if self._asked is None or self._asked[0] <= answered:
             return
@@ -238,7 +240,7 @@ class Curriculum(Actor):
             self._asked = None
             return
         first = first_batch_of(
-            bounds, asked.bound, len(state.closings), state.index, own.groups_per_step, drop=own.on_stale == "drop"
+            bounds, asked.bound, len(state.closings), state.index, per_step, drop=section.on_stale == "drop"
         )
         await self._close(StalenessBound(run=self.run, bound=asked.bound, first_batch=first, asked_seq=seq))
         text = f"staleness bound {asked.bound} from batch {first} on"
@@ -280,7 +282,7 @@ class Curriculum(Actor):
 
     async def _certify(self) -> None:
         """Wait for missing certificates and write them into the tasks' folder. Unrecoverable when a task is refused."""
-        own = self.config.tasks
+        section = self.config.tasks
         for hash, (suite, id) in self._wanted.items():
             if hash not in self._made:
                 asked = CertifyAsked(run=self.run, task=TaskRef(suite.name, id), task_hash=hash)
@@ -290,18 +292,18 @@ class Curriculum(Actor):
             await self.news(self._news)
         for suite in {suite.name: suite for suite, _ in self._wanted.values()}.values():
             made = [self._made[hash] for hash, (part, _) in self._wanted.items() if part.name == suite.name]
-            certificates.write(suite, made, Path(own.dir) / "certificates")
-        if self._wanted and (refused := await asyncio.to_thread(certificates.refusal, self._suite, own.dir, False)):
+            certificates.write(suite, made, Path(section.dir) / "certificates")
+        if self._wanted and (refused := await asyncio.to_thread(certificates.refusal, self._suite, section.dir, False)):
             raise Unrecoverable(refused)
         if self._wanted:
             await self.event(
                 "certified", f"{len(self._wanted)} tasks of {self._suite.name} were examined before the run"
             )
-        self._certified = None if own.uncertified else certificates.AtIssue(self._suite, own.dir)
+        self._certified = None if section.uncertified else certificates.AtIssue(self._suite, section.dir)
 
     async def _examined(self, task: TaskRef) -> None:
-        """Unrecoverable when a task differs from the certified one. Unsolvable tasks need no certificate, because they
-        are never trained on."""
+        """Unrecoverable if a task differs from the certified one. Canary tasks need no certificate: they have no
+        solution on purpose, and no group of theirs is trained on."""
         if self._certified is None or task.suite.startswith(CANARY):
             return
         if refused := await asyncio.to_thread(self._certified.refusal, task.task):
@@ -313,8 +315,8 @@ class Curriculum(Actor):
         await self._issuer.issue(slots)
 
     async def _close(self, record: GroupClosed | GroupDropped | StalenessBound) -> None:
-        """Write a group's end, or a staleness bound, on top of the run's last such record. WrongSequence for a
-        successor."""
+        """Write a group's end, or a staleness bound, on top of the run's last such record. WrongSequence once a
+        successor has written one."""
         if isinstance(record, StalenessBound):
             place, id = BOUND, f"{self.run}.bound.{record.asked_seq}"
         else:
@@ -339,12 +341,12 @@ class Curriculum(Actor):
             await state.put(admission_key(self.run), self._admission)
 
     def _own_evaluations(self) -> list[str]:
-        own = self.config.evaluation
-        before = list(training.evaluations(self.config, self.run, "before", 0)) if own.before else []
-        after = list(training.evaluations(self.config, self.run, "after", 0)) if own.after else []
+        section = self.config.evaluation
+        before = list(training.evaluations(self.config, self.run, "before", 0)) if section.before else []
+        after = list(training.evaluations(self.config, self.run, "after", 0)) if section.after else []
         during = training.evaluation_ids(self.config, self.state.steps)
-        asked = [id for id in during if id in self._evaluations]
-        return [*(request.id for request in (*before, *after)), *asked]
+        requested = [id for id in during if id in self._evaluations]
+        return [*(request.id for request in (*before, *after)), *requested]
 
     async def _measure_served(self) -> None:
         """Request the evaluations that are due during training. Only the end of the run waits for their results."""

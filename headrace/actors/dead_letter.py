@@ -1,10 +1,10 @@
-"""The dead-letter actor: stores every message that a consumer gave up on, with reason, trace and payload.
+"""The dead-letter actor: stores every message that a consumer rejected or failed too often, with reason and payload.
 
 The broker's advisories and the copies of rejected work are in streams, so this actor misses nothing while it is down.
 The dead-letter queue belongs to the broker, not to a run: several dead-letter actors share one consumer.
 
 A request that no rollout actor pulls gets no advisory. When the run has had no live rollout actor for `[rollout]
-rollout_wait_s`, its waiting requests become dead letters too, so that their issuers see an end.
+rollout_wait_s`, its waiting requests become dead letters too, so that no issuer waits for them without end.
 """
 
 import time

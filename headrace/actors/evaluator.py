@@ -1,8 +1,8 @@
 """The evaluator: measures a policy on tasks that it was never trained on.
 
-An EvalRequest becomes groups on the eval lane, under the policy that it names. Scores, failed slots and dead letters
-come back through the same streams as for training. Slots that infrastructure failed are tried again and counted apart.
-A fence works as the curriculum's does: of two evaluators of a run the broker refuses the older one.
+An EvalRequest becomes groups on the eval lane, sampled by the policy that it names. Scores, failed slots and dead
+letters arrive through the same streams as for training. A slot that failed because of the infrastructure is tried again
+and counted separately. Like a curriculum, an evaluator writes a fence: the broker refuses the older of two evaluators.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Evaluator(Actor):
     role: ClassVar[str] = "evaluator"
 
     async def start(self) -> None:
-        """Read requests, attempts and results so far, then follow the streams."""
+        """Read the stored requests, attempts and results, then follow the streams."""
         self.state = RunState(self.run)
         self.open: dict[str, Evaluation] = {}
         self.answered: set[str] = set()
@@ -79,7 +79,7 @@ class Evaluator(Actor):
         while True:
             await self._open()
             for evaluation in list(self.open.values()):
-                if not recovered:  # a predecessor may have died between ledger record and request
+                if not recovered:  # a predecessor may have ended after the ledger record and before the request
                     await self._issuer.request(list(evaluation.running()))
                 await self._issue(evaluation)
                 await self._answer(evaluation)

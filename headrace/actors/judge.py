@@ -55,13 +55,14 @@ class Judge(Actor):
         self._rewarder, self._rubrics = self._open_reward(), await asyncio.to_thread(self._open_rubrics)
         if unknown := sorted({*self.config.judge.severities} - {*rules.SEVERITY}):
             text = (
-                f"[judge] severities names {', '.join(unknown)}, and headrace has no such rule; a suite may bring one"
+                f"[judge] severities names {', '.join(unknown)}: no rule of headrace has this name, so it takes effect "
+                "only if a suite's checker reports such a finding"
             )
             await self.event("severity_of_no_rule", text, "warning")
         judge = (self._rubrics.plugin,) if self._rubrics is not None else ()
         await agree(self.bus, self.run, (*self._rewarder.plugins, *self._suite_plugins(), *judge))
         suite = lru_cache(64)(partial(open_suite, root=self.config.tasks.dir))
-        # The slots of a group arrive one after another.
+        # A small cache is enough, because the slots of a group arrive one after another.
         self._sides = lru_cache(64)(lambda ref: (suite(ref.suite).task(ref.task), suite(ref.suite).oracle(ref.task)))
         self._reported: set[str] = set()
         self._scored = 0
@@ -121,7 +122,7 @@ class Judge(Actor):
         task, oracle = self._task_of(trajectory)
         if trajectory.lane == "train" and oracle.grading.trust == "log" and not self.config.tasks.train_on_logs:
             text = f"task {task.ref.task} of {task.ref.suite} is judged by a log, which a policy in training can forge"
-            self.fail(Unrecoverable(f"{text}; set [tasks] train_on_logs = true to train on it all the same"))
+            self.fail(Unrecoverable(f"{text}; set [tasks] train_on_logs = true to train on it nevertheless"))
             raise Reject(text)
         try:
             checkers.used(oracle)
@@ -138,7 +139,7 @@ class Judge(Actor):
         try:
             verdict = await examine(candidate, self._sandboxes, self._examination_event, options)
         except Superseded as error:
-            # Another judge works on this trajectory now and settles its delivery.
+            # Another judge examines this trajectory now and acknowledges its message.
             received.settled = True
             await self.event("superseded", str(error), "warning", trajectory=trajectory.id)
             return
@@ -181,7 +182,7 @@ class Judge(Actor):
         return seed < self.config.judge.again * 2**62
 
     def _task_of(self, trajectory: Trajectory) -> tuple[Task, Oracle]:
-        """Both sides of the task. Reject when there is none."""
+        """The task and its oracle. Reject if the task does not exist."""
         try:
             return self._sides(trajectory.task)
         except UnknownSuite as error:

@@ -70,23 +70,25 @@ class Scavenger(Actor):
             return
         since = self.quiet_since.setdefault(rollout, now)
         if now - since >= rules.lend_after_s and not self.lent.get(rollout):
-            await self.grant(rollout, LENT, f"no load for {now - since:.0f} s")
+            await self.grant(rollout, LENT, f"load at most {rules.reclaim_above} for {now - since:.0f} s")
 
     async def grant(self, rollout: str, lanes: tuple[str, ...], reason: str) -> None:
         """Write a lease on top of its newest revision. After a concurrent write it tries again, three times in all."""
         lease = CapacityLease(rollout=rollout, lanes=lanes, reason=reason, since=time.time())
         key = lease_key(self.run, rollout)
         for _ in range(3):
-            held = await self.leases.get(key)
+            stored = await self.leases.get(key)
             try:
-                if held is None:
+                if stored is None:
                     await self.leases.create(key, lease)
                 else:
-                    await self.leases.update(key, lease, held[1])
+                    await self.leases.update(key, lease, stored[1])
             except WrongSequence:
                 continue
             self.lent[rollout] = "train" in lanes
             kind = "lent" if "train" in lanes else "reclaimed"
             await self.event(kind, f"{rollout}: {reason}", rollout=rollout)
             return
-        await self.event("lease_contended", f"{rollout}: another actor keeps writing its lease", level="warning")
+        await self.event(
+            "lease_contended", f"{rollout}: another actor wrote its lease three times in a row", level="warning"
+        )

@@ -1,8 +1,8 @@
 """The search actor: semantic search for the sandboxes of a run, by request and reply; one process per node.
 
 A sandbox cannot hold the model, so the harness sends the files that changed since its last search, and this actor keeps
-the index. A search does not wait until a large repository is embedded: until then it is a keyword search, and the reply
-names the mode.
+the index. A search waits for missing vectors for at most `[search] wait_s` and is a keyword search after that; the
+reply names the mode.
 """
 
 import asyncio

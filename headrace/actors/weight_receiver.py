@@ -3,8 +3,8 @@
 It stages the newest version first and skips versions in between, then the versions that evaluations and promotions have
 pinned. The newest few stay in the store. A version is announced only when every block of it has the trainer's hash.
 
-A head is valid only when a known publisher signed it and it follows the last valid head in the stream. A forged head,
-or a genuine one that was stored again, causes an event and nothing else.
+A head is valid only if a known publisher signed it and it follows the last valid head in the stream. A forged head, or
+a genuine head that was stored again, causes an event and is ignored.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ class WeightReceiver(Actor):
     role: ClassVar[str] = "weight_sync"
 
     async def start(self) -> None:
-        """Scan the store, read heads and pins so far, then stage."""
+        """Scan the store, read the stored heads and pins, then stage."""
         self.store = SnapshotStore(Path(self.config.run.dir) / self.run / "nodes" / self.bus.node / "weights")
-        held = await asyncio.to_thread(self.store.scan)
-        if held:
-            await self.event("resumed", f"this node holds {len(held)} versions: {sorted(held)}")
+        stored = await asyncio.to_thread(self.store.scan)
+        if stored:
+            await self.event("resumed", f"this node holds {len(stored)} versions: {sorted(stored)}")
         section = self.config.weights
         self.trust = Trust.load(self.bus.credentials, section.publishers, unsigned=section.unsigned)
         self._heads: dict[int, WeightHead] = {}
-        self._book = heads.Heads(self.run, self.trust)
+        self._valid_heads = heads.Heads(self.run, self.trust)
         self._pins = Pins(self.run)
         self._announced: dict[int, str] = {}
         self._failed: set[int] = set()
@@ -69,7 +69,7 @@ class WeightReceiver(Actor):
 
     async def _hear_head(self, received: Received[Any]) -> None:
         try:
-            head = self._book.take(received)
+            head = self._valid_heads.take(received)
         except WeightError as error:
             await self.event("head_refused", str(error), level="error", sequence=received.seq)
             return
@@ -83,7 +83,7 @@ class WeightReceiver(Actor):
 
     def _next(self) -> WeightHead | None:
         """The next version to stage: the newest, then the pinned ones; None when all are staged or have failed."""
-        wanted = [self._book.newest, *(self._heads.get(version) for version in self._pins.versions)]
+        wanted = [self._valid_heads.newest, *(self._heads.get(version) for version in self._pins.versions)]
         for head in wanted:
             if head is None or head.version in self._failed:
                 continue

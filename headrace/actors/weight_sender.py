@@ -2,9 +2,9 @@
 
 It publishes the newest file and skips older ones; the trainer never waits for it. It keeps no state of its own: the
 head record names the committed version, the last SnapshotReady names the version to publish, and a lost base is built
-again from the chain. The head is written with an expected sequence, so of two senders the broker refuses one; that one
-fails, and its successor reads the head again. The records that commit a version are signed with the publisher's key,
-which is in the sender's credentials folder alone.
+again from the chain. The head is written with an expected sequence, so the broker refuses one of two senders; the
+refused sender fails, and after its restart it reads the head again. The sender signs the records that commit a version
+with the publisher's key, which is only in its own credentials folder.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ class WeightSender(Actor):
             self.signer = keys.load(folder, credentials.PUBLISHER) if folder and folder.is_dir() else None
         except ValueError:
             self.signer = None
-        own = () if self.signer is None else (self.signer.public,)
-        self.trust = Trust.load(folder, (*section.publishers, *own), unsigned=section.unsigned or not own)
+        own_key = () if self.signer is None else (self.signer.public,)
+        self.trust = Trust.load(folder, (*section.publishers, *own_key), unsigned=section.unsigned or not own_key)
         if self.signer is None:
             where = f"{folder or 'the credentials folder'}"
             await self.event(
@@ -101,8 +101,8 @@ class WeightSender(Actor):
                 await self.event("snapshot_refused", f"version {ready.version}: {error}", level="error")
 
     def _committed(self, ready: SnapshotReady) -> bool:
-        """Whether the head has this version or a newer one. Other bits with the head's version number are a new
-        incarnation."""
+        """Whether the head has this version or a newer one. The head's version number with other bits is a new
+        incarnation, which is not committed yet."""
         if self.commit is None:
             return False
         head = self.commit.head
@@ -160,9 +160,9 @@ class WeightSender(Actor):
         path = self.store.path(ready.version)
 
         def rounded() -> str:
-            found = snapshot.file_hash(ready.path)
-            if found != ready.state_hash:
-                raise WeightError(f"the file has state {found}, the trainer announced {ready.state_hash}")
+            file_hash = snapshot.file_hash(ready.path)
+            if file_hash != ready.state_hash:
+                raise WeightError(f"the file has state {file_hash}, the trainer announced {ready.state_hash}")
             return precision.publish(ready.path, path, kind)
 
         state_hash = await asyncio.to_thread(rounded)

@@ -1,8 +1,8 @@
 """The environment actor: serves the sandboxes of one node, by request and reply.
 
-Any node of a run may answer ``hr.rpc.environment.acquire-<run>`` (a queue group: a full node answers ``no_room``, and
-another one may answer the next request). Every later request goes to the node that holds the sandbox. `headrace.vmhost`
-decides in which machine a sandbox runs.
+The environment nodes of a run share ``hr.rpc.environment.acquire-<run>`` as a queue group: one node answers each
+request, and a full node answers ``no_room``, so that the next request may reach another node. Every later request goes
+to the node that holds the sandbox. `headrace.vmhost` decides in which machine a sandbox runs.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class Environment(Actor):
     role: ClassVar[str] = "environment"
 
     async def start(self) -> None:
-        """Open the host, which builds its template where it is missing, then serve requests."""
+        """Open the host, which builds its template if it is missing, then serve requests."""
         self._leases = Leases()
         self._acquiring: WeakValueDictionary[SandboxKey, asyncio.Lock] = WeakValueDictionary()
         self._lines: deque[tuple[str, ToolLog]] = deque(maxlen=LOG_BACKLOG)
@@ -86,7 +86,7 @@ class Environment(Actor):
         self._node = token(self.bus.node) if shared else token(f"{self.bus.node}-{self.run}")
         # All nodes of a run must have the same backend plugin. Nodes for any run compare it among themselves.
         await agree(self.bus, self.run, backends.plugins_of(self.config.environment.backend))
-        self.status = "building the template where it is missing"
+        self.status = "opening the host (builds the template if it is missing)"
         self._host = await Host.open(
             self.config.environment, on_event=self._on_host_event, limits=self.config.sandboxes
         )
@@ -183,7 +183,7 @@ class Environment(Actor):
             self._calls += 1
             self._log(lease, call, result.ok, 1000.0 * (time.perf_counter() - started))
         if lease.epoch != call.epoch:
-            return SandboxReply(failure="refused", detail="handed over while the call ran")
+            return SandboxReply(failure="refused", detail="the sandbox was handed over while the call ran")
         return SandboxReply(result=result)
 
     async def _renew(self, request: Renew) -> Ack:
@@ -214,8 +214,8 @@ class Environment(Actor):
         return Ack()
 
     async def _fork(self, request: Fork) -> Forked | SandboxReply:
-        """Copy a sandbox into new ones of the same run, lane and role. Copies that lost their hand-over are left
-        out."""
+        """Copy a sandbox into new ones of the same run, lane and role. The reply leaves out a copy whose key has a
+        later owner."""
         try:
             lease = self._leases.authorise(request.sandbox, request.secret, request.epoch)
             source = SandboxKey.of(lease.request)

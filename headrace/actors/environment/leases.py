@@ -1,4 +1,4 @@
-"""The leases of a node's sandboxes: each has an owner, known by secret and epoch, and a time at which it lapses.
+"""The leases of a node's sandboxes: each has an owner, identified by secret and epoch, and a time at which it lapses.
 
 Acquiring a key that is in use gives the same sandbox to the new caller under a new secret and epoch, and calls under
 the old ones are refused from then on. A second rollout actor can therefore continue an attempt of one that was killed,
@@ -43,7 +43,7 @@ class Lease:
         self.renew(lease_s)
 
     def renew(self, lease_s: float = 0.0) -> None:
-        """Count the lease from now. lease_s: its new length in seconds; 0 leaves it as it is."""
+        """Restart the lease now. lease_s: its new length in seconds; 0 keeps its length."""
         self.lease_s = lease_s or self.lease_s
         self.expires = time.monotonic() + self.lease_s
 

@@ -1,15 +1,15 @@
 """The feedback actor: ratings of users become batches of a branch run, and its versions go through the gate.
 
 Every rating ends in exactly one way (`ledger.feedback`): it is trained on, late, capped, opted out, unattributed,
-superseded, purged or discarded, and until then it waits. A rating is examined when it comes, and again when a batch is
-made: a tenant may have opted out since, or a user's data may be gone.
+superseded, purged or discarded. Until then it waits. A rating is examined when it arrives, and again when a batch is
+made: in between, a tenant may opt out, or a user's data may be purged.
 
-The branch (`branch`) begins at the first version that is promoted while `[feedback] enabled` is set. Its trainer is an
-ordinary one, in a process of its own. The newest version of the branch becomes a candidate when no other one is at the
+The branch (`branch`) begins at the first version that is promoted while `[feedback] enabled` is set. A trainer actor in
+a process of its own trains it. The newest version of the branch becomes a candidate when no other candidate is at the
 gate (`candidates`). Promotion and rollback change one value in HR_STATE that gateways follow.
 
-The actor reads all of its state from the streams when it starts. Of two feedback actors of a run the one that started
-last acts. The other one stays idle and does not end, because a restart would fence off its successor.
+The actor reads all of its state from the streams when it starts. Of two feedback actors of a run the later one acts.
+The earlier one stays idle and does not end: after a restart by a supervisor, its new fence would end the later one.
 """
 
 import asyncio
@@ -234,11 +234,11 @@ class Feedback(Actor):
                 self._newest[feedback.trajectory] = rating
 
     def serving(self) -> int | None:
-        """The promoted version's number in the branch; None while it is no version of the branch."""
+        """The promoted version's number in the branch; None if it is not a version of the branch."""
         return self.branch.version_of(self.promoted.policy) if self.promoted is not None else None
 
     async def _make_batches(self) -> None:
-        """Close whole batches while there are enough ratings that may be trained on."""
+        """Close complete batches while there are enough ratings that may be trained on."""
         own = self.config.feedback
         while own.enabled and self.branch.base is not None:
             batch, begun = divmod(self.branch.places, own.batch)
@@ -246,7 +246,7 @@ class Feedback(Actor):
                 return
             serving = self.serving()
             if serving is None or batch - serving > own.staleness:
-                await self._say_stalled(batch)
+                await self._report_stalled(batch)
                 return
             chosen = await self._choose(own.batch - begun, batch)
             if len(chosen) < own.batch - begun:
@@ -282,7 +282,7 @@ class Feedback(Actor):
                 chosen.append((rating, session.trajectory))
         return chosen
 
-    async def _say_stalled(self, batch: int) -> None:
+    async def _report_stalled(self, batch: int) -> None:
         if self._stalled != batch and not self.gate.running:
             self._stalled = batch
             text = (
@@ -294,7 +294,7 @@ class Feedback(Actor):
     # Candidates
 
     async def _next_candidate(self) -> None:
-        """Begin the gate for the newest version of the branch when no candidate is there."""
+        """Begin the gate for the newest version of the branch if there is no candidate."""
         if self.gate.running or self.promoted is None:
             return
         serving = self.serving()
@@ -303,9 +303,9 @@ class Feedback(Actor):
         if newest < 0 or newest in self._judged:
             return
         self._judged.add(newest)
-        same = self._heads[newest].state_hash == self._hash_of(serving)
-        failed = self.gate.state.candidate == PolicyRef("pinned", newest, run=self.branch.name)
-        if not same and not failed:  # a failed step makes a version with the old bytes
+        same_weights = self._heads[newest].state_hash == self._hash_of(serving)  # after failed steps
+        judged_before = self.gate.state.candidate == PolicyRef("pinned", newest, run=self.branch.name)
+        if not same_weights and not judged_before:
             seen = max(self.book.ratings, default=0)
             await self.gate.begin(PolicyRef("pinned", newest, run=self.branch.name), seen)
 
@@ -352,8 +352,8 @@ class Feedback(Actor):
         if not promotion.eval_id and self.promoted is not None:  # keep the rate that was measured last
             promotion = msgspec.structs.replace(promotion, rate=self.promoted.rate)
         async with self._one_at_a_time:
-            mine = self.gate.running and self.gate.state.candidate == promotion.policy
-            await self.gate.decide(promotion, "promoted" if mine else "rolled_back")
+            is_candidate = self.gate.running and self.gate.state.candidate == promotion.policy
+            await self.gate.decide(promotion, "promoted" if is_candidate else "rolled_back")
             if self.config.feedback.enabled and await self.branch.open(promotion):
                 text = f"{self.branch.name} begins at version {promotion.version}"
                 await self.event("branch_opened", text, branch=self.branch.name, version=promotion.version)
@@ -392,7 +392,7 @@ class Feedback(Actor):
     async def _purge_user(self, message: Message) -> Ack:
         """Remove everything under a user's hash."""
         if not isinstance(message, PurgeUser) or not message.user.isalnum():
-            return Ack(ok=False, detail="a purge names one user hash")
+            return Ack(ok=False, detail="expected a PurgeUser with one user hash of letters and digits")
         async with self._one_at_a_time:
             record, removed = await purge_user(self.bus, self.run, self.book, self.branch, message.user)
         text = f"{removed} messages, {len(record.ratings)} ratings"

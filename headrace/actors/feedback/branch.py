@@ -1,10 +1,11 @@
 """The ledger of the branch run: every rated session becomes a group of one rollout, closed in the order of its batches.
 
-In the branch the feedback actor replaces the curriculum: it alone writes SlotIssued and GroupClosed there, each closing
-on top of the one before, so the broker refuses a second feedback actor. The sessions are copied under the branch's
-name, with the branch's version numbers, and with their user's hash in the subject, so that a purge deletes them.
+In the branch the feedback actor replaces the curriculum: it alone writes SlotIssued and GroupClosed there. It writes
+each closing on top of the last one, so the broker refuses a second feedback actor. It copies the sessions under the
+branch's name, with the branch's version numbers, and with their user's hash in the subject, so that a purge deletes
+them.
 
-A rating's place is four records: SlotIssued, Trajectory, Score, GroupClosed. After a crash the existing ones are
+A rating in a batch has four records: SlotIssued, Trajectory, Score, GroupClosed. After a crash the existing records are
 reused.
 """
 
@@ -65,11 +66,11 @@ class BranchLedger:
         ):
             if isinstance(received.message, Fence):
                 return received.message
-        raise AssertionError("a stream is followed without end")
+        raise AssertionError("`Bus.follow` ended, which it never does")
 
     async def open(self, promotion: Promotion) -> bool:
-        """Begin the branch at a promoted version of the run. False when the branch exists, or the version is a
-        branch's."""
+        """Begin the branch at a promoted version of the run. False if the branch exists, or if the version belongs to a
+        branch."""
         if self.base is not None or promotion.branch:
             return False
         heads = self._bus.history("HR_WEIGHTS", WEIGHT_HEAD.at(run=self._run))
@@ -91,7 +92,7 @@ class BranchLedger:
 
     @property
     def places(self) -> int:
-        """Number of taken places in batches."""
+        """Number of ratings in batches so far."""
         return len(self.state.closings)
 
     def version_of(self, policy: PolicyRef) -> int | None:
@@ -103,8 +104,8 @@ class BranchLedger:
         return 0 if not policy.run and policy.version == self.base.base_version else None
 
     def oldest_version(self, trajectory: Trajectory) -> int | None:
-        """The oldest branch version that sampled a token of a trajectory; None when another version sampled any
-        token."""
+        """The oldest branch version that sampled a token of a trajectory; None if a version outside the branch sampled
+        any."""
         base = self.base
         versions = {span.version for turn in trajectory.turns for span in turn.spans if len(turn.ids)}
         if base is None or not versions:
@@ -114,14 +115,14 @@ class BranchLedger:
         return 0 if not trajectory.policy.run and versions == {base.base_version} else None
 
     async def place(self, feedback: Feedback, trajectory: Trajectory) -> str:
-        """Give a rated session the next place. Returns the group's name. WrongSequence when another feedback actor took
-        over."""
+        """Add a rated session to the current batch. Returns the group's name. WrongSequence once another feedback actor
+        has taken over."""
         group, oldest = trajectory.group, self.oldest_version(trajectory)
-        assert oldest is not None, f"{trajectory.id} was sampled by no version of {self.name}"
-        known = self.state.groups.get(group)
-        if known is not None and known.closings:
+        assert oldest is not None, f"no version of {self.name} sampled {trajectory.id}"
+        entry = self.state.groups.get(group)
+        if entry is not None and entry.closings:
             return group
-        if known is None:
+        if entry is None:
             await self._issue(trajectory)
         trajectory_seq = await self._copy(trajectory)
         score = await self._score(feedback, trajectory, trajectory_seq, oldest)
@@ -141,8 +142,8 @@ class BranchLedger:
 
     async def give_up(self, group: str, why: str) -> None:
         """Drop a group that was issued and cannot be trained on. why: the detail of its GroupDropped."""
-        known = self.state.groups.get(group)
-        if known is not None and known.open:
+        entry = self.state.groups.get(group)
+        if entry is not None and entry.open:
             dropped = GroupDropped(run=self.name, group=group, reason="cancelled", detail=why, group_size=1)
             await self._close(group, dropped)
 

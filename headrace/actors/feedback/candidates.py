@@ -1,4 +1,4 @@
-"""Runs a candidate through the stages of the gate: requests its benchmark, counts, publishes verdicts, promotes.
+"""Runs a candidate through the gate's stages: requests its benchmark, counts ratings, publishes verdicts, promotes.
 
 `ledger.gate` decides; this module reads and writes. The state is a value in HR_STATE by which gateways route. A verdict
 is published before its state is stored, so after a crash in between it is published again under the same message id.
@@ -45,12 +45,12 @@ class Candidates:
     async def recover(self) -> None:
         """Read the promoted version and the state of the gate, and request missing evaluations."""
         self._values = await self._bus.kv("HR_STATE")
-        held = await self._values.get(promotion_key(self._run))
-        self.promoted = held[0] if held is not None and isinstance(held[0], Promotion) else None
+        stored = await self._values.get(promotion_key(self._run))
+        self.promoted = stored[0] if stored is not None and isinstance(stored[0], Promotion) else None
         entry = await self._values.get(gate_key(self._run))
         if entry is not None and isinstance(entry[0], GateState):
             self.state = entry[0]
-        # A predecessor was killed between the promotion and the state after it.
+        # A predecessor may have been killed after the promotion and before it stored the state.
         if self.running and self.promoted is not None and self.promoted.policy == self.state.candidate:
             await self._take(gate.ended(self.state, "promoted", "promoted before a restart", time.time()))
         if self.state.stage == "benchmark":
@@ -62,14 +62,14 @@ class Candidates:
         return self.state.stage in RUNNING
 
     async def begin(self, candidate: PolicyRef, seen_seq: int) -> None:
-        """Begin with a new candidate; a version must have been promoted. seen_seq: as in `gate.begin`."""
+        """Begin the gate for a candidate; expects a promoted version. seen_seq: as in `gate.begin`."""
         assert self.promoted is not None
         await self._take(gate.begin(self._run, candidate, self.promoted.policy, self.rules, time.time(), seen_seq))
         if self.state.stage == "benchmark":
             await self._ask()
 
     async def _ask(self) -> None:
-        """Request the evaluations of both versions. One that was requested before is not repeated by the broker."""
+        """Request the evaluations of both versions. The broker drops a request that was published before."""
         settings = settings_of(self._config, temperature=1.0)
         for policy in (self.state.candidate, self.state.promoted):
             first = EvalRequest(
@@ -89,7 +89,7 @@ class Candidates:
         await self._compare()
 
     async def on_result(self, result: EvalResult) -> None:
-        """Use an evaluation's result, a new one or one from before a restart."""
+        """Record the result of one of the gate's evaluations; it may be from before a restart."""
         if result.id.startswith(EVALUATION):
             self._results[result.id] = result
             await self._compare()
@@ -104,7 +104,7 @@ class Candidates:
                 await self._take(move)
 
     def _measured(self, policy: PolicyRef) -> list[EvalResult]:
-        """The results of all trials of a version; empty while one is missing."""
+        """The results of all trials of a version; empty while any result is missing."""
         id = evaluation_id(policy, self.rules.tasks)
         ids = [trial_id(id, trial) for trial in range(self.rules.trials)]
         return [self._results[each] for each in ids] if all(each in self._results for each in ids) else []
@@ -112,14 +112,14 @@ class Candidates:
     async def on_shadow(self, turn: ShadowTurn) -> None:
         """Count a shadow turn, which the candidate answered without showing it to the user."""
         if turn.policy == self.state.candidate:
-            await self._go(gate.shadowed(self.state, turn.ok, self.rules, time.time()))
+            await self._apply(gate.shadowed(self.state, turn.ok, self.rules, time.time()))
 
     async def on_rating(self, policy: PolicyRef, up: bool, seq: int) -> None:
         """Count a user's rating of a session of `policy`."""
-        await self._go(gate.rated(self.state, policy, up, seq, self.rules, time.time()))
+        await self._apply(gate.rated(self.state, policy, up, seq, self.rules, time.time()))
 
     async def on_time(self) -> None:
-        """Hold back a candidate whose stage takes too long."""
+        """End the gate with the verdict `held` for a candidate whose stage takes longer than `stage_s`."""
         move = gate.overdue(self.state, self.rules, time.time())
         if move is not None:
             await self._take(move)
@@ -131,7 +131,7 @@ class Candidates:
         else:
             await self._promote(promotion)
 
-    async def _go(self, after: Move | GateState) -> None:
+    async def _apply(self, after: Move | GateState) -> None:
         if isinstance(after, Move):
             await self._take(after)
         elif after != self.state:
@@ -167,5 +167,5 @@ class Candidates:
         self.promoted = promotion
         await self._tell(promotion)
         if promotion.branch:
-            where = EVENT.at(run=token(promotion.branch), actor="feedback", type=Promotion.type_name)
-            await self._bus.publish(where, msgspec.structs.replace(promotion, run=promotion.branch, branch=""))
+            subject = EVENT.at(run=token(promotion.branch), actor="feedback", type=Promotion.type_name)
+            await self._bus.publish(subject, msgspec.structs.replace(promotion, run=promotion.branch, branch=""))

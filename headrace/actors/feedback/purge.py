@@ -26,7 +26,7 @@ async def purge_user(
         branch=branch.name,
         last_version_before=_last_version_before(branch, ratings),
     )
-    # Without this, groups that were issued and not closed would stay open.
+    # A group that was issued and not closed would otherwise stay open.
     for group in [name for name in branch.state.open if name.startswith(f"{user}.")]:
         await branch.give_up(group, PURGED)
     seq = await bus.publish(FATE.at(run=run, user=PURGED), record)
@@ -45,17 +45,17 @@ async def purge_user(
 
 
 def absorbed(record: FeedbackPurged) -> str:
-    """A text about the versions that were trained on purged ratings; empty without any."""
+    """A text about the versions that were trained on purged ratings; empty if there are none."""
     if record.last_version_before < 0:
         return ""
     return (
-        f"; versions of {record.branch} after {record.last_version_before} were trained on some of them and keep what "
-        "they learned"
+        f"; versions of {record.branch} after {record.last_version_before} were trained on some of them and are not "
+        "changed by the purge"
     )
 
 
 def _last_version_before(branch: BranchLedger, ratings: tuple[PurgedFeedback, ...]) -> int:
-    """The newest branch version before the first one that was trained on these ratings; -1 when none was."""
+    """The newest branch version that was trained on none of these ratings; -1 if no step used any of them."""
     groups = {rating.group for rating in ratings if rating.group}
     outcomes = branch.state.outcomes.values()
     trained = [outcome.step for outcome in outcomes if isinstance(outcome, StepDone) and groups & set(outcome.groups)]

@@ -60,11 +60,11 @@ class Cancelled(Exception):
 
 
 class NoEnvironment(Exception):
-    """No environment node has answered for too long."""
+    """No environment node answered within `[rollout] node_wait_s`."""
 
 
 class NoFreeNode(Exception):
-    """Every environment node has been full for too long."""
+    """No environment node had free capacity within `[rollout] room_wait_s`."""
 
 
 REASONS: tuple[tuple[type[Exception], str], ...] = (
@@ -85,8 +85,8 @@ class Rollout(Actor):
     role: ClassVar[str] = "rollout"
 
     async def start(self) -> None:
-        """Open plugins and servers, follow weights and lease, then pull. Unrecoverable for a part that cannot be
-        used."""
+        """Open plugins and MCP servers, follow weights and lease, then pull. Unrecoverable if a plugin, an MCP server
+        or the search model cannot be used."""
         self._policies = Policies(self.config, self.bus, self.run, self.id, self._on_swap, self._on_refused)
         self._sandboxes = Sandboxes(self.bus, self.config.environment.lease_s, self.waiting)
         tasks = self.config.tasks
@@ -133,8 +133,8 @@ class Rollout(Actor):
         reports = ServerReports(self.config, self.bus, self.id, self.event, self.metric)
         self.every(EVERY_S, lambda: reports.publish(self._policies.engine), "the server's metrics")
         leases = await self.bus.kv("HR_LEASE")
-        held = await leases.get(lease_key(self.run, self.id))
-        lease = held[0] if held is not None else None
+        entry = await leases.get(lease_key(self.run, self.id))
+        lease = entry[0] if entry is not None else None
         self._lanes = lease.lanes if isinstance(lease, CapacityLease) else self._own_lanes()
         for lane in LANES:
             await self._pull(lane)
@@ -162,7 +162,7 @@ class Rollout(Actor):
         await self.event("load_failed", f"version {version}: {why}", "error", version=version)
 
     async def _serve_clients(self) -> None:
-        """Answer turns of clients exactly while the production lane is leased."""
+        """Start or stop answering clients' turns: an actor answers while it has the production lane."""
         if "production" in self._lanes and not self._answering:
             run = token(self.run)
             handlers: dict[str, Callable[[Any], Awaitable[Message]]] = {
@@ -179,8 +179,8 @@ class Rollout(Actor):
                 await self.unserve(subscription)
 
     def _own_lanes(self) -> tuple[str, ...]:
-        """The lanes without a lease: actors in [production] rollouts serve production, the others train and
-        evaluate."""
+        """The lanes of an actor that has no lease: actors in [production] rollouts serve production, the others train
+        and evaluate."""
         if self.config.rollout.lanes:
             return self.config.rollout.lanes
         production = self.config.production
@@ -328,7 +328,7 @@ class Rollout(Actor):
 
     async def _wait_on(self, request: RolloutRequest, error: NoCapacity) -> None:
         """Hand back a request that got no sandbox, because a request behind it in the queue may own the capacity that
-        it waits for. It fails once it has waited as long as the configuration allows."""
+        it waits for. The request fails once it has waited for `node_wait_s` or `room_wait_s`."""
         before_s = 0.0 if error.answered else request.unanswered_s
         again = msgspec.structs.replace(
             request, waited_s=request.waited_s + error.waited_s, unanswered_s=before_s + error.unanswered_s
@@ -357,7 +357,7 @@ class Rollout(Actor):
         await self.event("handed_back", request.trajectory, lane=request.lane, handovers=again.handovers)
 
     async def _fail(self, request: RolloutRequest, error: Exception) -> None:
-        """Publish a SlotFailed for an attempt that infrastructure failed; its issuer may issue the slot again."""
+        """Publish a SlotFailed for an attempt that ended without a Trajectory; its issuer may issue the slot again."""
         reason = next(reason for kind, reason in REASONS if isinstance(error, kind))
         failed = SlotFailed(
             run=request.run,

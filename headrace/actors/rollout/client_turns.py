@@ -1,9 +1,9 @@
 """Samples turns for agents that run their own tools, and records them.
 
-A turn's input is the client's messages. The turn log holds the whole state of a session: an actor that did not write
-its last record reads it from the log. So any rollout actor of the production lane can answer any turn, and an actor
-that dies loses at most the turn that it was sampling. At its end a session becomes a Trajectory like any other, with
-token ids, log-probabilities, routes and versions as they were sampled.
+A turn's input is the client's messages. The turn log holds the whole state of a session, and an actor reads it there if
+another actor sampled the last turn. So any rollout actor of the production lane can answer any turn, and an actor that
+is killed loses at most the turn that it was sampling. When a session ends, it becomes a Trajectory with the sampled
+token ids, log-probabilities, routed experts and versions.
 """
 
 import json
@@ -34,7 +34,7 @@ Serve = Callable[[PolicyRef], AbstractAsyncContextManager[ClientServed]]
 
 
 class _Session:
-    """A cached session; the turn log holds all of it."""
+    """A session in the cache; all of it can be read from the turn log again."""
 
     def __init__(self, log: TurnLog, turns: Sequence[Turn]) -> None:
         self.log = log
@@ -69,7 +69,7 @@ class ClientTurns:
                     return ClientTurnDone(usage=ClientUsage(prompt=len(renderer.start(request.messages))))
                 try:
                     return await self._sampled(request, serving.engine, renderer)
-                except WrongSequence:  # another rollout actor answered in between: its records count
+                except WrongSequence:  # another rollout actor has answered a turn since: read its records first
                     self._sessions.pop(request.group, None)
                     return await self._sampled(request, serving.engine, renderer)
         except UnusableConversation as error:
@@ -101,8 +101,8 @@ class ClientTurns:
         limit = min(request.sampling.max_turn_tokens, request.context_tokens - len(context) - len(more))
         if limit < 1:
             raise UnusableConversation(
-                f"the conversation has {len(context) + len(more)} tokens; this policy takes {request.context_tokens}, "
-                "its own turn included: send a shorter history"
+                f"the conversation has {len(context) + len(more)} tokens; the policy's context, which must hold its "
+                f"answer too, has {request.context_tokens}: send a shorter history"
             )
         trajectory = trajectory_of(request.group)
         sample = await engine.sample(
@@ -117,7 +117,7 @@ class ClientTurns:
             )
         )
         if sample.stop == "abort":
-            raise EngineError(f"the engine gave up on {trajectory}")
+            raise EngineError(f"the engine aborted a turn of {trajectory}")
         parsed = renderer.parse(sample.ids, prompt=more)
         calls = tuple(
             ClientCall(
@@ -126,12 +126,12 @@ class ClientTurns:
             for at, call in enumerate(parsed.calls)
             if not call.error
         )
-        unread = [f"[a tool call that cannot be read: {call.error}]" for call in parsed.calls if call.error]
+        malformed = [f"[a tool call that cannot be read: {call.error}]" for call in parsed.calls if call.error]
         turn = _turn(len(session.turns), request.segment, more, sample, calls)
         await session.log.sampled(turn, "", "", engine.fingerprint)
         session.turns.append(turn)
         return ClientTurnDone(
-            text="\n".join([parsed.content.strip(), *unread]).strip(),
+            text="\n".join([parsed.content.strip(), *malformed]).strip(),
             calls=calls,
             stop="length" if sample.stop == "length" else "calls" if calls else "stop",
             usage=ClientUsage(prompt=len(context) + len(more), cached=len(context), sampled=len(sample.ids)),
@@ -139,7 +139,7 @@ class ClientTurns:
         )
 
     async def end(self, request: ClientSessionEnd) -> Ack:
-        """Publish the session's Trajectory; a session without a turn has none. A repeated request changes nothing."""
+        """Publish the session's Trajectory; a session without a turn gets none. A repeated request changes nothing."""
         session = await self._session(request.run, request.group)
         await session.log.flush()
         if not session.turns:
@@ -184,7 +184,7 @@ def _limited(request: ClientTurn, limit: int) -> Sampling:
 
 
 def _results(request: ClientTurn) -> tuple[ToolResult, ...]:
-    """The answers of the client's tools to the last turn."""
+    """The results that the client's tools gave for the calls of the last turn."""
     return tuple(
         ToolResult(call_id=message.call_id, ok=True, output=message.text)
         for message in request.messages[request.known :]

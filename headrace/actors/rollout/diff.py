@@ -1,4 +1,4 @@
-"""The diff of an episode: the workspace before against the workspace after."""
+"""Computes the diff of an episode: the changes between the workspace before and after it."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -32,12 +32,12 @@ def image_diff(
 ) -> tuple[Diff, tuple[Change, ...]]:
     """The changes of an image as a diff, and the changes of allowed paths with modes and links. files: path to content
     of the changed files. allowed: globs of the paths whose changes are extracted."""
-    mine = [change for change in changes if change.kind != "other" and globs.allowed(allowed, change.path)]
-    paths = {change.path for change in mine}
-    changed = {change.path: files[change.path] for change in mine if change.kind == "file"}
-    deleted = tuple(change.path for change in mine if change.kind == "gone")
+    extracted = [change for change in changes if change.kind != "other" and globs.allowed(allowed, change.path)]
+    paths = {change.path for change in extracted}
+    changed = {change.path: files[change.path] for change in extracted if change.kind == "file"}
+    deleted = tuple(change.path for change in extracted if change.kind == "gone")
     touched = tuple(dict.fromkeys(change.path for change in changes if change.path not in paths))
-    return Diff(changed, deleted, touched), tuple(mine)
+    return Diff(changed, deleted, touched), tuple(extracted)
 
 
 def diff(before: Mapping[str, bytes], after: Mapping[str, bytes], allowed: Sequence[str]) -> Diff:

@@ -1,7 +1,7 @@
 """One attempt from its request to its Trajectory: resume, acquire a sandbox, run the loop, extract the diff, publish.
 
-Nothing is lost with this process: a turn is stored before its calls run, the sandbox can be acquired again, and the
-Trajectory is published before the sandbox is released.
+The end of this process loses no work: a turn is stored before its calls run, another actor can acquire the sandbox, and
+the Trajectory is published before the sandbox is released.
 """
 
 import asyncio
@@ -123,7 +123,7 @@ class Episode:
     async def _run_with_copies(
         self, resume: ResumeState, engine: Engine, renderer: Renderer, started: float
     ) -> Trajectory:
-        """`_run_once`, repeated in a copy of the sandbox when the sandbox is lost and has a checkpoint."""
+        """Call `_run_once`; if the sandbox is lost and has a checkpoint, call it again in a copy of the sandbox."""
         while True:
             try:
                 return await self._run_once(resume, engine, renderer, started)
@@ -150,7 +150,7 @@ class Episode:
         self._fingerprint = engine.fingerprint
         sandbox = self._sandbox = await self._acquire(resume, renderer)
         if not resume.turns and self._digest is None and not task.image:
-            # It runs while the first turn is sampled, when no call has changed anything yet.
+            # The digest is computed while the first turn is sampled: no call has changed the workspace yet.
             self._digest = asyncio.create_task(self._digest_of(sandbox))
         episode = await run_episode(
             engine=engine,
@@ -207,8 +207,8 @@ class Episode:
         return await publish(self._bus, trajectory)
 
     async def _pull(self, sandbox: RemoteSandbox) -> tuple[OpResult, bool]:
-        """The workspace of a task without an image, and whether the candidate exceeded the limit. TreeTooLarge when it
-        was too large before."""
+        """The workspace of a task without an image, and whether the candidate exceeded the limit. TreeTooLarge if the
+        workspace was too large before the first call."""
         patterns = self._patterns()
         tree = await sandbox.call(PullTree(patterns=patterns, limit=PULL_LIMIT), f"{self._request.trajectory}-tree")
         over = tree.truncated and self._fits_at_first()
@@ -217,8 +217,9 @@ class Episode:
         return tree, over
 
     def _fits_at_first(self) -> bool:
-        """Whether the workspace was within the limit before the first call. Then the candidate filled it, which is an
-        outcome: as an infrastructure failure it would let a policy remove its failures from the baseline."""
+        """Whether the workspace was within the limit before the first call. If so, the candidate filled it, and that
+        counts as the candidate's outcome: with infrastructure failures a policy could remove its own failures from the
+        baseline."""
         sizes = [len(data) for data in self._task.files.values()]
         return bool(sizes) and sum(sizes) <= PULL_LIMIT  # without files the repository is in an image
 

@@ -1,9 +1,9 @@
 """Selects the engine and the renderer of a request.
 
-`latest` follows the versions that this node has staged, a pinned version is held while requests name it, and a scripted
-policy is an engine for one episode. The receiver of this node stores a verified file per version and announces it with
-WeightsStaged. The engine loads the newest one and switches to it between two decode steps; it skips versions in
-between.
+`latest` follows the versions that this node has staged, a pinned version stays loaded while requests name it, and a
+scripted policy is an engine for one episode. The receiver of this node stores a verified file per version and announces
+it with WeightsStaged. The engine loads the newest version and switches to it between two decode steps; it skips the
+versions in between.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks import UnknownSuite
 
 UNPIN_AFTER_S = 20.0
-"""Seconds for which an unused pinned version is held, because an evaluation's next request usually follows soon."""
+"""Seconds for which an unused pinned version stays loaded: an evaluation's next request usually follows soon."""
 STAGED_WITHIN_S = 60.0
 """Seconds that a request waits for the pinned version that it names."""
 
@@ -148,7 +148,7 @@ class Policies:
                 engine = await self._open_engine()
                 swap = await engine.load(staged.version, staged.path, staged.state_hash)
             except EngineError as error:
-                # The old version stays; a newer one may load.
+                # The engine keeps its version. A newer one is tried when it is staged.
                 self._refused = staged.version
                 await self._on_refused(staged.version, str(error))
                 continue
@@ -166,8 +166,8 @@ class Policies:
                 self._news.notify_all()
 
     async def reached(self, version: int, within_s: float = math.inf) -> None:
-        """Wait until `latest` is at least this version. NoPolicy after `[rollout] version_wait_s`, or after `within_s`
-        where that is shorter."""
+        """Wait until `latest` is at least this version. NoPolicy after `[rollout] version_wait_s` or `within_s`,
+        whichever is shorter."""
         limit_s = min(self._config.rollout.version_wait_s, within_s)
         try:
             async with asyncio.timeout(limit_s), self._news:
@@ -176,7 +176,7 @@ class Policies:
             has = f"serves version {self.version}" if self.version >= 0 else "has no version"
             raise NoPolicy(
                 f"run {self._run} {has} on {self._bus.node}, and version {version} or newer did not come within "
-                f"{limit_s:g} s: see whether its trainer, weight_sender and this node's weight_receiver run"
+                f"{limit_s:g} s: check that its trainer, its weight_sender and this node's weight_receiver run"
             ) from None
 
     @asynccontextmanager
@@ -193,10 +193,10 @@ class Policies:
         if policy.kind == "scripted":
             renderer = await self._scripted_renderer(task, wording)
             try:
-                known = _known(policy.name, task, oracle)
-                turns, message = script(policy.name, task, known), None
+                task_oracle = _oracle_of(policy.name, task, oracle)
+                turns, message = script(policy.name, task, task_oracle), None
                 if not task.sandbox:
-                    message = known.answer if policy.name == "oracle" else "done"
+                    message = task_oracle.answer if policy.name == "oracle" else "done"
                 engine: Engine = ScriptedEngine(turns, renderer, message)
             except ValueError as error:
                 raise NoPolicy(str(error)) from None
@@ -221,7 +221,7 @@ class Policies:
         renderers = await self._open_renderers()
         renderer = renderers.open(schemas.TABLE) if renderers is not None else None
         if not isinstance(renderer, NativeRenderer):
-            raise UnusableConversation("this policy has no chat format: it serves headrace's own sessions alone")
+            raise UnusableConversation("this policy has no chat format: it serves only headrace's own sessions")
 
         def of(turn: ClientTurn) -> ClientRenderer:
             return ClientRenderer(renderer, turn.tools)
@@ -322,17 +322,17 @@ class Policies:
                 f"run {self._run} has no renderer bundle in HR_STATE; its trainer publishes it before the first version"
             )
         try:
-            async with self._fetching:  # words of a new group take some 100 ms, once
+            async with self._fetching:  # rendering a new tool wording takes some 100 ms, once
                 return await asyncio.to_thread(renderers.open, schemas_of(tools_of(task)), wording)
         except (RendererError, PluginError) as error:
             raise NoPolicy(str(error)) from None
 
     async def _scripted_renderer(self, task: Task, wording: ToolWording | None) -> Renderer:
-        """The run's renderer; in a run with only scripted policies, bytes in the terse format."""
+        """The run's renderer; in a run with only scripted policies, the terse format over a byte tokenizer."""
         if await self._open_renderers() is not None:
             return await self._renderer(task, wording)
         if wording is not None:
-            raise NoPolicy(f"run {self._run} has no renderer bundle in HR_STATE, and other words for tools need one")
+            raise NoPolicy(f"run {self._run} has no renderer bundle in HR_STATE, and a varied tool wording needs one")
         try:
             more = tuple(tool for tool in schemas_of(tools_of(task)) if tool.name not in schemas.BY_NAME)
         except PluginError as error:
@@ -372,9 +372,9 @@ class Policies:
             await self._engine.stop()
 
 
-def _known(name: str, task: Task, oracle: Callable[[], Oracle]) -> Oracle:
-    """The oracle that a script gets. A suite that users judge has no solutions; only the script `oracle` needs them,
-    and gets NoPolicy."""
+def _oracle_of(name: str, task: Task, oracle: Callable[[], Oracle]) -> Oracle:
+    """The oracle that a script gets. A suite that users judge has no solutions; NoPolicy for the script `oracle`, which
+    needs them."""
     try:
         return oracle()
     except UnknownSuite as error:

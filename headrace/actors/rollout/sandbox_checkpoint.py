@@ -26,7 +26,7 @@ from headrace.sandboxes.client import CannotCopy, RemoteSandbox, Sandboxes, Supe
 MAX_BYTES = 7 << 20
 """Largest number of bytes of a stored checkpoint: to restore it, it must fit into one message."""
 MAX_COPIES = 3
-"""Largest number of copies of one attempt: its own actions may be the reason for which the machine ends."""
+"""Largest number of copies of one attempt: its own calls may end the machine, so copies must not repeat without end."""
 
 Report = Callable[..., Awaitable[None]]
 Runner = Callable[[ToolCall], Awaitable[ToolResult]]
@@ -61,17 +61,17 @@ async def restore(sandboxes: Sandboxes, acquire: Acquire, resume: ResumeState, p
     """A copy of the attempt's sandbox from its newest checkpoint. SandboxLost, NoCapacity."""
     assert resume.checkpoint is not None
     try:
-        place = await sandboxes.acquire(acquire, node=resume.checkpoint.node, patience_s=patience_s)
+        acquired = await sandboxes.acquire(acquire, node=resume.checkpoint.node, patience_s=patience_s)
     except Superseded:
         raise
     except SandboxLost:  # that node is gone: try any other
-        place = await sandboxes.acquire(acquire, patience_s=patience_s)
+        acquired = await sandboxes.acquire(acquire, patience_s=patience_s)
     # An attempt has one sandbox: the copy replaces the one that was just acquired.
-    await sandboxes.release(place)
+    await sandboxes.release(acquired)
     try:
-        return await sandboxes.restore(acquire, resume.checkpoint.data, place.node, patience_s)
+        return await sandboxes.restore(acquire, resume.checkpoint.data, acquired.node, patience_s)
     except CannotCopy as error:
-        raise SandboxLost(f"{place.node} cannot restore a checkpoint of {resume.sandbox}: {error}") from None
+        raise SandboxLost(f"{acquired.node} cannot restore a checkpoint of {resume.sandbox}: {error}") from None
 
 
 async def replay_calls(resume: ResumeState, run: Runner, external: Callable[[ToolCall], bool]) -> None:

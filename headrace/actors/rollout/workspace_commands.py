@@ -26,11 +26,12 @@ class WorkspaceCommands:
     """Runs WorkspaceCommands in this rollout actor's sandboxes."""
 
     def __init__(self, sandboxes: Sandboxes, lease_s: float, task: Callable[[TaskRef], Task]) -> None:
-        """task: the task of a reference; UnknownSuite."""
+        """task: returns the task of a reference, or raises UnknownSuite."""
         self._sandboxes, self._lease_s, self._task = sandboxes, lease_s, task
 
     async def run(self, request: WorkspaceCommand) -> WorkspaceReport:
-        """The report of a command: exit code, output and copies; `failed` gives the reason when it could not run."""
+        """Run a command. The report has its exit code, output and copies, or in `failed` the reason why it did not
+        run."""
         try:
             task = self._task(TaskRef(WORKSPACE, request.image or LIGHT))
             acquire = Acquire(
@@ -78,7 +79,8 @@ class WorkspaceCommands:
     async def _fork(
         self, sandbox: RemoteSandbox, acquire: Acquire, request: WorkspaceCommand
     ) -> tuple[RemoteSandbox, ...]:
-        """One held fork per copy; all of them or none. CannotCopy, NoCapacity, SandboxLost."""
+        """Fork the sandbox once per copy and hold the forks, all of them or none. CannotCopy, NoCapacity,
+        SandboxLost."""
         into = [msgspec.structs.replace(acquire, group=name, files={}) for name in request.copies]
         forks = await sandbox.fork(into)
         for name, fork in zip(request.copies, forks, strict=True):

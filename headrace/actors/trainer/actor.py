@@ -1,9 +1,9 @@
 """The trainer: makes batches from the closings, in their order, and a version from each batch.
 
-Batch k is the GroupClosed records kP to kP + P - 1 of the run, and takes version k to version k + 1. A manifest names
-everything that a step depends on. It is written before the step with an expected sequence, so a trainer that was
-replaced is refused there; a trainer that was killed runs published manifests again before it takes a new batch. Records
-are fetched while the previous step runs, and steps run in a worker thread.
+With P groups per step, batch k is the GroupClosed records kP to kP + P - 1 of the run. Its step turns version k into
+version k + 1. A manifest names everything that a step depends on. It is written before the step with an expected
+sequence, so the broker refuses a trainer that was replaced. A trainer that restarts runs published manifests again
+before it takes a new batch. Records are fetched while the previous step runs, and steps run in a worker thread.
 
 Files: <run>/snapshots/v<version>.safetensors, immutable, the newest bound + 1 of them; <run>/checkpoints/.
 """
@@ -75,16 +75,15 @@ class Trainer(Actor):
             raise Unrecoverable(f"TrainerError: {error}") from error
         await agree(self.bus, self.run, used)
         self._agreed = set(used)
-        own = self.config.curriculum
         self.folder = Path(self.config.run.dir) / self.run
-        self.groups_per_step = own.groups_per_step
+        self.groups_per_step = self.config.curriculum.groups_per_step
         self.trainer: PolicyTrainer | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._progress: Progress | None = None
         self._stopping = False
         self._bounds: Bounds | None = None
         """The staleness bound of every batch, read from the closings."""
-        self._ready: asyncio.Queue[Ready] = asyncio.Queue(2 * own.groups_per_step)
+        self._ready: asyncio.Queue[Ready] = asyncio.Queue(2 * self.groups_per_step)
         self.spawn(self.until_superseded(self._live), "training")
         self.every(1.0, self._measure, "metrics")
 
@@ -171,26 +170,26 @@ class Trainer(Actor):
         rate = 0.0
         while trainer.version in manifests:
             seq, manifest = manifests[trainer.version]
-            known = outcomes.get(manifest.step)
-            if known is not None and known.incarnation != manifest.incarnation:
-                known = None  # the newest manifest of this step has no outcome
-            rate = await self._again(trainer, seq, manifest, known)
+            recorded = outcomes.get(manifest.step)
+            if recorded is not None and recorded.incarnation != manifest.incarnation:
+                recorded = None  # the newest manifest of this step has no outcome
+            rate = await self._again(trainer, seq, manifest, recorded)
         self._step = trainer.version
         await self._publish(trainer, rate)
 
     async def _again(
-        self, trainer: PolicyTrainer, seq: int, manifest: StepManifest, known: StepDone | StepFailed | None
+        self, trainer: PolicyTrainer, seq: int, manifest: StepManifest, recorded: StepDone | StepFailed | None
     ) -> float:
-        """Repeat the step of a manifest. Returns its learning rate. A result with other bits becomes a new
-        incarnation."""
+        """Repeat the step of a manifest. Returns its learning rate. recorded: the published outcome; a result with
+        other bits is published as a new incarnation of the step."""
         fetched = await fetch(self.bus, manifest.groups)
         if manifest.base_hash != self._hash:
             window = StalenessWindow.as_in(manifest)
             seq, manifest = await self._announce(trainer, manifest.incarnation + 1, manifest.groups, window, fetched)
-            known = None
+            recorded = None
         result = await self._take(trainer, manifest, fetched)
-        if known is not None and known.state_hash != result.state_hash:
-            text = f"step {manifest.step} gave {result.state_hash}, published was {known.state_hash}"
+        if recorded is not None and recorded.state_hash != result.state_hash:
+            text = f"step {manifest.step} gave {result.state_hash}, its published result was {recorded.state_hash}"
             await self.event("new_incarnation", text, "warning", step=manifest.step)
             plan = records.StepPlan(
                 manifest.step,
@@ -203,8 +202,8 @@ class Trainer(Actor):
             )
             renewed = records.manifest(self.config, self.run, plan)
             seq = await self._write(renewed)
-            manifest, known = renewed, None
-        if known is None:
+            manifest, recorded = renewed, None
+        if recorded is None:
             await self._write(records.outcome(self.config, manifest, seq, result, 0.0, fetched[0].values()))
         self._hash = result.state_hash
         await self.event("step_again", f"step {manifest.step} after a restart", step=manifest.step)
@@ -216,21 +215,22 @@ class Trainer(Actor):
 
     async def _collect(self, taken: int) -> None:
         """Follow the closings and fetch their records ahead of the step."""
-        place = 0
+        position = 0
         async for received in self.bus.follow("HR_SCORE", CLOSE.where(run=self.run)):
             closed = received.message
             if isinstance(closed, StalenessBound):  # it precedes the closings of the first batch that it applies to
-                known = self._bounds
-                wanted = known.changed(closed.first_batch, closed.bound) if known else Bounds.constant(closed.bound)
-                self._bounds = wanted
+                bounds = self._bounds
+                self._bounds = (
+                    bounds.changed(closed.first_batch, closed.bound) if bounds else Bounds.constant(closed.bound)
+                )
             if not isinstance(closed, GroupClosed):
                 continue
-            if place >= taken:
+            if position >= taken:
                 group = records.batch_group(received.seq, closed)
                 links: list[Link] = []
                 fetched = await fetch(self.bus, [group], links)
                 await self._ready.put(Ready(group, fetched, tuple(links)))
-            place += 1
+            position += 1
 
     async def _next(self, trainer: PolicyTrainer) -> None:
         """Wait for one batch, then take its step in a trace of its own, with a link to each trajectory's span."""

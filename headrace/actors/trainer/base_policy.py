@@ -22,7 +22,7 @@ class Base(NamedTuple):
 
     file: Path
     state_hash: str
-    """Empty where the published bytes were rounded, because the trainer's weights are wider."""
+    """Empty if the published bytes were rounded, because the trainer's own weights have another hash."""
 
     def check(self, state_hash: str) -> None:
         """Unrecoverable when version 0 has other bytes than the base version."""

@@ -13,7 +13,7 @@ from headrace.messages.training import StepManifest
 from headrace.training.trainer import PolicyTrainer
 
 STORED_BEFORE_S = 60.0
-"""Largest age of a payload in the node's folder before its record, in seconds."""
+"""Longest time in seconds between storing a payload in the node's shared folder and publishing its record."""
 
 
 class CheckpointStore:
@@ -28,12 +28,12 @@ class CheckpointStore:
         self._name_checkpoint()
 
     def publish(self, version: int, state_hash: str) -> tuple[Path, int]:
-        """Write the served bytes of a version, once. Returns path and bytes. Older files are deleted; a sender links
-        its own."""
+        """Write the served bytes of a version, once. Returns the path and the number of bytes. Older files are deleted;
+        the weight sender keeps links of its own."""
         path = self.snapshots / f"v{version:08d}-{state_hash[:8]}.safetensors"
         if not path.exists():
-            found = self.trainer.publish(path)
-            assert found == state_hash, "the snapshot does not have the bits of the step"
+            written_hash = self.trainer.publish(path)
+            assert written_hash == state_hash, "the snapshot does not have the bits of the step"
         oldest = version - self.config.curriculum.staleness
         for other in self.snapshots.glob("v*.safetensors"):
             if int(other.name[1:9]) < oldest:
@@ -82,8 +82,8 @@ class CheckpointStore:
         return purged + (await retention.purge(bus, "HR_TURN", TURN.where(run=run), before) if before else 0)
 
     async def _turn_at(self, bus: Bus, run: str, moment: float) -> int:
-        """Sequence of the first turn record after `moment`, the time of the oldest kept trajectory; 0 without one.
-        Earlier turns are in their trajectories."""
+        """Sequence of the first turn record after `moment`, the time of the oldest kept trajectory; 0 if there is none.
+        Earlier records are not needed, because trajectories contain their turns."""
         async for received in bus.history("HR_TURN", TURN.where(run=run)):
             if received.time > moment:
                 return received.seq

@@ -20,7 +20,7 @@ from headrace.tasks.generated import repositories, traces
 from headrace.training.mid_training import Trace
 
 TOKENIZER_TRACES = 400
-"""Number of traces from which a tokenizer is trained: it takes a second, and they contain every word of the tools."""
+"""Number of traces from which a tokenizer is trained: this takes a second, and they contain all words of the tools."""
 BUNDLE = "renderer.json"
 """The bundle's file in the run's folder: a resumed run renders as before, even if the checkpoint's files changed."""
 

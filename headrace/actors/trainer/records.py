@@ -41,21 +41,21 @@ class StalenessWindow(NamedTuple):
 
     def words(self) -> dict[str, float | int | str | bool]:
         """The entries of a manifest's objective."""
-        kept: dict[str, float | int | str | bool] = {"keep_versions": self.next} if self.next > self.bound else {}
-        return {"staleness": self.bound} | kept
+        versions: dict[str, float | int | str | bool] = {"keep_versions": self.next} if self.next > self.bound else {}
+        return {"staleness": self.bound} | versions
 
 
 @cache
 def code() -> str:
-    """Version of the package, and the git revision where the code runs from a checkout."""
+    """Version of the package, and the git revision if the code runs from a checkout."""
     root = Path(headrace.__file__).resolve().parent.parent
     revision = ""
     if (root / ".git").exists():
         try:
-            asked = subprocess.run(
+            git = subprocess.run(
                 ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=5
             )
-            revision = asked.stdout.strip() if asked.returncode == 0 else ""
+            revision = git.stdout.strip() if git.returncode == 0 else ""
         except (OSError, subprocess.TimeoutExpired):
             revision = ""
     return f"headrace {headrace.__version__}{f' {revision}' if revision else ''}"
@@ -107,8 +107,8 @@ def outcome(
     waited_s: float,
     trajectories: Iterable[Trajectory] = (),
 ) -> StepDone | StepFailed:
-    """The StepDone or StepFailed of a step. waited_s: seconds that the trainer waited for the batch. trajectories: of
-    the batch."""
+    """The StepDone or StepFailed of a step. waited_s: seconds that the trainer waited for the batch. trajectories: the
+    batch's."""
     groups = tuple(group.group for group in manifest.groups)
     if result.failed:
         return StepFailed(
