@@ -13,6 +13,7 @@ missing. Folders left by processes that ended are removed.
 Source: Linux Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 from headrace.messages.tasks import SandboxLimits
 
+_log = logging.getLogger("headrace.vmhost")
 THREADS = 64
 """Limit of a QEMU with one virtual processor; it has 4 to 10."""
 _MEMORY, _PROCESSES = ("memory.max", "memory.limit_in_bytes"), ("pids.max",)
@@ -120,11 +122,25 @@ def create(name: str, *, processes: int, memory_mb: int = 0, vcpus: int = 0) -> 
 
 
 def enclose(pid: int, memory_mb: int, vcpus: int = 1) -> Group | None:
-    """Move a QEMU that has just started into a group of its own; None where there are no control groups."""
+    """Move a QEMU that has just started into a group of its own; None where there are no control groups.
+
+    A machine also runs without its group or one of the limits: they are a second bound around its own memory. The log
+    then says once which limits do not hold.
+    """
     group = create(str(pid), processes=THREADS + vcpus, memory_mb=memory_mb)
-    if group is not None:
+    if group is None:
+        _warn("machines get no control groups: only their own memory limits them; `headrace vm doctor` says why")
+    else:
         group.add(pid)
+        if group.refused:
+            _warn(f"machines run without limits that the kernel refuses: {'; '.join(group.refused)}")
     return group
+
+
+@lru_cache(64)
+def _warn(text: str) -> None:
+    """Log a warning, once."""
+    _log.warning(text)
 
 
 def _version_2() -> tuple[tuple[Path, ...], tuple[str, ...]]:

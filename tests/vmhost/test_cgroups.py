@@ -3,7 +3,6 @@
 import os
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -60,6 +59,21 @@ def test_a_limit_that_the_kernel_refuses_is_named(places: Places, monkeypatch: p
     assert whole is not None and whole.refused == () and whole.close()
 
 
+def test_a_machine_without_one_of_its_limits_is_logged_once(
+    places: Places, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cgroups, "_MEMORY", ("memory.current", "memory.stat"))
+    cgroups._warn.cache_clear()
+    for _ in range(2):
+        machine = subprocess.Popen(["sleep", "60"])
+        group = cgroups.enclose(machine.pid, 64)
+        machine.kill()
+        machine.wait()
+        assert group is not None and group.close()
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("machines run without limits that the kernel refuses: memory.")
+
+
 def test_what_a_killed_process_left_is_swept(places: Places) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
@@ -71,10 +85,14 @@ def test_what_a_killed_process_left_is_swept(places: Places) -> None:
     assert not any(folder.exists() for folder in left)
 
 
-def test_a_machine_without_groups_is_said_to_have_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_groups_is_said_to_have_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(cgroups, "_mount_point", lambda kind, controller: None)
     cgroups.places.cache_clear()
     try:
+        cgroups._warn.cache_clear()
         assert cgroups.places() is None and cgroups.enclose(os.getpid(), 64) is None
+        assert "machines get no control groups" in caplog.text
     finally:
         cgroups.places.cache_clear()
