@@ -3,7 +3,7 @@
     POST   /v1/sessions                {user, suite, task, prompt?, files?}   -> 202 {session}
     GET    /v1/sessions/ID?wait=S      state, turns, failed attempts, result; waits up to S seconds for a change
     POST   /v1/sessions/ID/feedback    {thumb: up|down, comment?}
-    DELETE /v1/users/USER              purge a user's data everywhere
+    DELETE /v1/users/USER              purge a user's data everywhere -> {purged, certificate}
     GET    /healthz                    {run, version, active, waiting}; 503 until a policy is served
     GET    /metrics
     /v1/agents ...                     headrace's own agent in a lasting workspace (gateway/agents/endpoints.py)
@@ -33,6 +33,7 @@ from headrace.gateway import tls
 from headrace.gateway.agents.opening import open_agents
 from headrace.gateway.agents.store import Order
 from headrace.gateway.endpoints import Endpoints
+from headrace.gateway.forgetting import Forgetting
 from headrace.gateway.http import HttpRefused, Listener, answer, read_json, wait_seconds
 from headrace.gateway.keys import ApiKeys, key_file
 from headrace.gateway.requests import NewFeedback, NewSession
@@ -46,8 +47,8 @@ from headrace.ledger.lost_attempts import REASON, lost_attempt
 from headrace.ledger.requests import limits_of, settings_of
 from headrace.ledger.state import RunState
 from headrace.messages import subjects
-from headrace.messages.operations import Ack, DeadLetter
-from headrace.messages.product import Feedback, OpenSession, PurgeUser, Traffic, gate_key, promotion_key
+from headrace.messages.operations import DeadLetter
+from headrace.messages.product import Feedback, OpenSession, Traffic, gate_key, promotion_key
 from headrace.messages.rollout import RolloutRequest, Sampling, SlotFailed, Trajectory, TurnDone, TurnSampled
 from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightsSwapped
@@ -80,6 +81,9 @@ class Gateway(Actor):
         self._incomplete: set[str] = set()
         """Groups of recovered sessions whose files are gone."""
         self._kept = await self.bus.kv("HR_SESSION")
+        tenant = self.config.production.tenant
+        forgetting = Forgetting(self.bus, self.run, tenant, self.keys, self.ratings, self._drop)
+        await forgetting.recover()
         after = await self._recover()
         group = {"run": self.run, "group": "*.*"}
         self.spawn(self._follow_turns(), "turns")
@@ -97,12 +101,13 @@ class Gateway(Actor):
         turns = Endpoints(self.clients, ApiKeys(key_file(self.config)))
         own = (self.bus, self.config, self.run, self.keys, self.split, self.sessions)
         self.agents, routes = await open_agents(*own, self._open, self.event, self.spawn, turns.admit, self.ratings)
+        self.spawn(forgetting.follow(), "the deny-list")
         self._listener = Listener(
             [
                 web.post("/v1/sessions", self._create),
                 web.get("/v1/sessions/{session}", self._read),
                 web.post("/v1/sessions/{session}/feedback", self._feedback),
-                web.delete("/v1/users/{user}", self._forget),
+                web.delete("/v1/users/{user}", forgetting.delete),
                 web.get("/healthz", self._health),
                 web.get("/metrics", self._metrics),
                 *turns.routes(),
@@ -243,12 +248,8 @@ class Gateway(Actor):
         await self.ratings.publish(feedback)
         return answer({"session": session.request.group, "thumb": feedback.thumb}, 202)
 
-    async def _forget(self, request: web.Request) -> web.Response:
-        """Purge a user from every stream that can hold the user's data."""
-        try:
-            user = self.keys.hash(self.config.production.tenant, request.match_info["user"])
-        except UnicodeEncodeError:
-            raise HttpRefused(400, "the user's name is not valid UTF-8") from None
+    async def _drop(self, user: str) -> None:
+        """Remove what this gateway holds of a user, by hash."""
         for group in [group for group in self.sessions if group.startswith(f"{user}.")]:
             session = self.sessions.pop(group)
             if not session.over:
@@ -256,11 +257,6 @@ class Gateway(Actor):
             await self._kept.delete(self._key(group))
         await self.clients.forget(user)
         await self.agents.forget(user)
-        subject = subjects.RPC.at(service="feedback", method="purge")
-        done = await self.bus.request(subject, PurgeUser(user=user), timeout=30.0)
-        if not isinstance(done, Ack) or not done.ok:
-            raise HttpRefused(503, getattr(done, "detail", "the feedback actor did not purge the user"))
-        return answer({"purged": done.detail})
 
     async def _health(self, request: web.Request) -> web.Response:
         """The version that is served, and the load."""

@@ -31,6 +31,8 @@ from headrace.messages.codec import UnreadableMessage, decode, encode
 from headrace.messages.operations import Ack, BlobRef
 from headrace.metrics import process as metrics
 
+OWNER_HEADER = "Hr-Owner"
+"""Of a request: the hash of the user whose data the request and its answer are."""
 MAX_INLINE = 1 << 20
 """Bytes of an encoded message above which it becomes a claim check."""
 RETRY_S = 20.0
@@ -43,6 +45,15 @@ _WRONG = (10071, 10164)
 class _PubAck(msgspec.Struct):
     seq: int = 0
     duplicate: bool = False
+
+
+class _Subjects(msgspec.Struct):
+    subjects: dict[str, int] | None = None
+
+
+class _StreamSubjects(msgspec.Struct):
+    state: _Subjects
+    total: int = 0
 
 
 class Bus(Records):
@@ -213,11 +224,13 @@ class Bus(Records):
     async def request(self, subject: str, message: Message, *, timeout: float = 10.0, owner: str = "") -> Message:
         """Ask and wait for the answer. BusTimeout, NoResponders, Denied.
 
-        A request over 1 MiB travels as a claim check; owner: the hash of the user whose data it then is.
+        A request or an answer over 1 MiB travels as a claim check; owner: the hash of the user whose data it then is.
         """
         payload, headers = encode(message)
         if len(payload) > MAX_INLINE:
             payload, headers = encode(await claim_checks.put(self._store_chunk, payload, headers, owner))
+        if owner:
+            headers = {**headers, OWNER_HEADER: owner}
         with tracing.sending(subject, "", len(payload)):
             tracing.inject(headers)
             reply = await self.connection.call(subject, payload, headers=headers, timeout=timeout)
@@ -250,7 +263,9 @@ class Bus(Records):
                 try:
                     payload, headers = encode(await handler(await self._resolve(decode(raw.data, raw.headers))))
                     if len(payload) > MAX_INLINE:
-                        payload, headers = encode(await claim_checks.put(self._store_chunk, payload, headers))
+                        owner = (raw.headers or {}).get(OWNER_HEADER, "")
+                        owner = owner if owner.isalnum() else ""  # it becomes a token of a subject
+                        payload, headers = encode(await claim_checks.put(self._store_chunk, payload, headers, owner))
                 except (
                     Exception
                 ) as error:  # an answer that cannot be encoded or stored is answered too, else the caller waits in vain
@@ -309,16 +324,31 @@ class Bus(Records):
             raise BusError(f"{stream} cannot be purged: {error}") from error
         return int(msgspec.json.decode(reply).get("purged", 0))
 
-    async def delete(self, stream: str, seq: int) -> bool:
-        """Remove one message that a work queue would keep for ever; only the role dead_letter may. False when it is
-        gone."""
+    async def delete(self, stream: str, seq: int, *, erase: bool = False) -> bool:
+        """Remove one message: one that a work queue would keep for ever, or one of a user. False when it is gone.
+
+        erase: overwrite its bytes in the broker's store as well. Denied.
+        """
         try:
-            await self.connection.api(f"STREAM.MSG.DELETE.{stream}", {"seq": seq, "no_erase": True})
+            await self.connection.api(f"STREAM.MSG.DELETE.{stream}", {"seq": seq, "no_erase": not erase})
         except ApiError as error:
             if error.code in (400, 404) or "no message found" in str(error):
                 return False
             raise
         return True
+
+    async def subjects(self, stream: str, filter: str) -> dict[str, int]:
+        """The subjects of a stream that match a filter, with the number of messages on each. Reads no message."""
+        counts: dict[str, int] = {}
+        while True:
+            request = {"subjects_filter": filter, "offset": len(counts)}
+            reply = await self.connection.patiently(
+                lambda request=request: self.connection.api(f"STREAM.INFO.{stream}", request)  # type: ignore[misc]
+            )
+            page = msgspec.json.decode(reply, type=_StreamSubjects)
+            counts |= page.state.subjects or {}
+            if not page.state.subjects or len(counts) >= page.total:
+                return counts
 
     def use_shared_memory(self, shared_memory: SharedMemoryStore | None) -> None:
         """Pass large payloads of episodes to processes of this node through files; upload them as `[bus]` says."""

@@ -18,7 +18,7 @@ from typing import NoReturn
 from headrace.cli import acp, deploy
 from headrace.cli.bus import backup, declare, permissions, restore
 from headrace.cli.config import explain
-from headrace.cli.feedback import gate, promote, rollback
+from headrace.cli.feedback import gate, promote, purge, rollback
 from headrace.cli.images import build as images_build
 from headrace.cli.images import gc as images_gc
 from headrace.cli.images import listing as images_list
@@ -56,6 +56,7 @@ COMMANDS: tuple[ModuleType, ...] = (
     staleness,
     gate,
     promote,
+    purge,
     rollback,
     replay,
     rejudge,

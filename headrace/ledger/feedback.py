@@ -71,8 +71,6 @@ class FeedbackBook:
         self.waiting: dict[int, Rating] = {}
         """Ratings that have not ended and have no place in a batch, oldest first."""
         self.by_user: dict[str, list[Rating]] = {}
-        self.denied: dict[str, float] = {}
-        """User to the time of the user's newest purge: ratings up to that time are never trained on."""
         self.problems: list[str] = []
 
     def apply(self, message: Message, seq: int, time: float = 0.0) -> bool:
@@ -83,7 +81,7 @@ class FeedbackBook:
             case FeedbackSettled() if message.run == self.run:
                 return self._settled(message)
             case FeedbackPurged() if message.run == self.run:
-                return self._purged(message, time)
+                return self._purged(message)
         return False
 
     def _received(self, feedback: Feedback, seq: int, time: float) -> bool:
@@ -111,8 +109,7 @@ class FeedbackBook:
         self.waiting.pop(rating.seq, None)
         return True
 
-    def _purged(self, record: FeedbackPurged, time: float) -> bool:
-        self.denied[record.user] = max(time, self.denied.get(record.user, 0.0))
+    def _purged(self, record: FeedbackPurged) -> bool:
         for entry in record.ratings:
             rating = self.ratings.setdefault(entry.seq, Rating(entry.seq, None, 0.0))
             rating.purged, rating.feedback = True, None

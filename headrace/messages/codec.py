@@ -82,6 +82,16 @@ def decode(payload: bytes | memoryview, headers: Mapping[str, str] | None) -> Me
         raise UnreadableMessage(f"{kind} cannot be upgraded: {type(error).__name__}: {error}") from error
 
 
+def plain(payload: bytes | memoryview, headers: Mapping[str, str] | None) -> bytes:
+    """The content of a payload without its compression. UnreadableMessage."""
+    if (headers or {}).get(ENCODING_HEADER) != "lz4":
+        return bytes(payload)
+    try:
+        return _decompress(payload)
+    except (ValueError, RuntimeError, MemoryError) as error:
+        raise UnreadableMessage(f"not a readable payload: {error}") from error
+
+
 def decode_as(cls: type[T], payload: bytes | memoryview, headers: Mapping[str, str] | None = None) -> T:
     """Read a payload as the given struct."""
     return _read(cls, cls.type_name, payload, headers)

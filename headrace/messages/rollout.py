@@ -85,6 +85,9 @@ class AttemptControl(Message, frozen=True, kw_only=True):
     """Cancel the running attempt of this group."""
     workspace: Name | None = None
     """Release the sandbox held under this name."""
+    user: Name | None = None
+    """Cancel every running attempt of this user, release the sandboxes held for the user and forget the user's
+    sessions."""
 
 
 @message("rollout_request")

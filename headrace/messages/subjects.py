@@ -82,7 +82,7 @@ LEDGER = Subject(
 FAIL = Subject(
     template="hr.fail.{run}.{group}",
     types=("slot_failed",),
-    publishers=("rollout", "judge"),
+    publishers=("rollout", "judge", "feedback"),
     readers=("curriculum", "evaluator", "gateway", "audit"),
 )
 TRAJ = Subject(
@@ -95,8 +95,8 @@ TURN = Subject(
     template="hr.turn.{run}.{trajectory}",
     types=("turn_sampled", "turn_done", "sandbox_kept"),
     publishers=("rollout",),
-    readers=("rollout", "gateway", "trainer"),
-    note="the trainer reads it to purge",
+    readers=("rollout", "gateway", "trainer", "feedback"),
+    note="the trainer and feedback read it to purge",
 )
 SCORE = Subject(
     template="hr.score.{run}.{judge}.{group}",
@@ -205,9 +205,10 @@ ADVISORY = Subject(
 DLQ = Subject(
     template="hr.dlq.{stream}.{consumer}",
     types=("dead_letter", "letter_settled"),
-    publishers=("dead_letter", "operator"),
-    readers=("operators", "curriculum", "evaluator", "gateway"),
-    note="an operator records the decision about a letter, and sends its message again",
+    publishers=("dead_letter", "operator", "feedback"),
+    readers=("operators", "curriculum", "evaluator", "gateway", "feedback"),
+    note="an operator records the decision about a letter, and sends its message again; feedback replaces letters of "
+    "purged users by copies without content",
 )
 RPC = Subject(
     template="hr.rpc.{service}.{method}",

@@ -34,7 +34,14 @@ class CannotCopy(Exception):
 
 
 async def ask(
-    bus: Bus, subject: str, message: Message, timeout: float, *, repeat: bool = True, patient: bool = True
+    bus: Bus,
+    subject: str,
+    message: Message,
+    timeout: float,
+    *,
+    repeat: bool = True,
+    patient: bool = True,
+    owner: str = "",
 ) -> Message:
     """Send a request to one node until it answers.
 
@@ -42,7 +49,7 @@ async def ask(
     again while the node may still run the first one (nodes recognise repeated calls and acquires by their ids).
     patient: wait up to `SILENCE_S` for a node without a subscription, then raise NodeSilent; also raise NodeSilent
     after the second timeout. An impatient call raises the first NoResponders, Disconnected or BusTimeout, so that the
-    caller can try another node.
+    caller can try another node. owner: see `Bus.request`.
     """
     retry = Backoff(RETRY_S, RETRY_S, jitter=0.3)
     silent_since = 0.0
@@ -52,7 +59,7 @@ async def ask(
     while True:
         try:
             left = deadline - time.monotonic()
-            return await bus.request(subject, message, timeout=max(min(wait.next(), left), 0.01))
+            return await bus.request(subject, message, timeout=max(min(wait.next(), left), 0.01), owner=owner)
         except BusTimeout as error:
             if time.monotonic() < deadline:
                 continue

@@ -1,4 +1,4 @@
-"""Sandboxes over request and reply: `RemoteSandbox` implements `messages.sandbox.Sandbox` for a sandbox on some node.
+"""Sandboxes over request and reply.
 
 `Sandboxes` belongs to one actor: it acquires sandboxes, renews their leases and releases them. Later slots of a group
 are acquired at the node that gave the group's first one, so that they share the group's machine.
@@ -6,7 +6,6 @@ are acquired at the node that gave the group's first one, so that they share the
 
 import asyncio
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,38 +13,25 @@ from contextlib import AbstractContextManager, nullcontext
 from headrace.backoff import Backoff
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusTimeout, Disconnected, NoResponders
-from headrace.messages.operations import Ack
 from headrace.messages.sandbox import (
     Acquire,
     Acquired,
-    Checkpoint,
-    Checkpointed,
-    Fork,
-    Forked,
     GroupKey,
     NoCapacity,
-    Op,
-    OpResult,
-    Release,
     ReleaseGroup,
-    Renew,
     Restore,
-    SandboxCall,
     SandboxKey,
     SandboxLost,
     SandboxReply,
     acquire_method,
 )
 from headrace.messages.subjects import RPC, RPC_NODE, token
-from headrace.sandboxes.calls import SILENCE_S, CannotCopy, NodeSilent, Superseded, ask, limit_of, refusal
+from headrace.sandboxes.calls import CannotCopy, NodeSilent, Superseded, ask, refusal
+from headrace.sandboxes.remote import ANSWER_S, RemoteSandbox
 from headrace.sandboxes.silence import Silence
 
 __all__ = ["CannotCopy", "NodeSilent", "RemoteSandbox", "Sandboxes", "Superseded"]
 
-ANSWER_S = 30.0
-"""Time that a node may need for an answer beyond the operation's own limit; a clone on a busy node takes seconds."""
-PULSE_S = 2.0
-"""Seconds between two renewals while a call runs. They detect a node that ended, which never answers the call."""
 ASK_AT_ONCE = 256
 """Most concurrent acquires of one actor that any node may answer. Without a bound, the acquires of a burst time out
 and are repeated, and nodes make sandboxes for requests that no caller waits for."""
@@ -65,129 +51,6 @@ class _Group:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.callers = 0
-
-
-class RemoteSandbox:
-    """A sandbox on some node. Methods raise SandboxLost (or NodeSilent, Superseded) when it cannot be used any more."""
-
-    def __init__(self, bus: Bus, acquired: Acquired, lease_s: float) -> None:
-        self._bus = bus
-        self._acquired = acquired
-        self._lease_s = lease_s
-        self.id, self.node, self.backend = acquired.sandbox, acquired.node, acquired.backend
-        self.capabilities = frozenset(acquired.capabilities)
-        """Names of what its backend can do (vmhost/backend.py)."""
-        self.plugins = acquired.plugins
-        """Its backend's identity, if the backend is a plugin."""
-        self.fresh = acquired.epoch == 1
-        """Whether this is its first owner."""
-        self.renewed = time.monotonic()
-        """When its node last renewed the lease (`time.monotonic`); every answered call renews it too."""
-
-    async def call(self, op: Op, call_id: str = "") -> OpResult:
-        """Run one operation. A repeat with the same `call_id` is answered from the node's record."""
-        acquired = self._acquired
-        call = SandboxCall(
-            sandbox=acquired.sandbox,
-            secret=acquired.secret,
-            epoch=acquired.epoch,
-            call_id=call_id or uuid.uuid4().hex,
-            op=op,
-        )
-        answer = asyncio.ensure_future(ask(self._bus, self.subject("call"), call, limit_of(op) + ANSWER_S))
-        watch = asyncio.ensure_future(self._until_lost())
-        try:
-            await asyncio.wait({answer, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise watch.result()
-        finally:
-            answer.cancel()
-            watch.cancel()
-        reply = answer.result()
-        self.renewed = time.monotonic()
-        if isinstance(reply, SandboxReply):
-            if reply.result is not None:
-                return reply.result
-            if reply.failure == "bad_request":
-                return OpResult(ok=False, error=reply.detail or "the node cannot run this operation")
-            if reply.failure == "refused":
-                raise Superseded(f"{self.id}: {reply.detail}")
-            raise SandboxLost(f"{self.id}: {reply.detail or reply.failure}")
-        raise SandboxLost(f"{self.id}: {getattr(reply, 'detail', type(reply).__name__)}")
-
-    async def _until_lost(self) -> SandboxLost:
-        """Wait until the node can no longer answer a running call; return the exception that says why."""
-        silent_since = 0.0
-        while True:
-            await asyncio.sleep(PULSE_S)
-            try:
-                ack = await self._renew(PULSE_S)  # without a bound, this would wait for a node that ends meanwhile
-            except NoResponders as error:
-                silent_since = silent_since or time.monotonic()
-                if time.monotonic() - silent_since > SILENCE_S:
-                    return NodeSilent(f"{self.id}: {error}")
-                continue
-            except (BusTimeout, Disconnected):
-                continue
-            silent_since = 0.0
-            if ack.detail.startswith("lost"):
-                # The node restarted. A new owner is no reason to return: the call's own answer reports it.
-                return SandboxLost(f"{self.id}: {ack.detail}")
-
-    async def renew(self) -> bool:
-        """Renew the lease; False when the sandbox is gone or has another owner."""
-        return (await self._renew(ANSWER_S)).ok
-
-    async def _renew(self, timeout: float) -> Ack:
-        acquired = self._acquired
-        request = Renew(sandbox=acquired.sandbox, secret=acquired.secret, epoch=acquired.epoch, lease_s=self._lease_s)
-        reply = await self._bus.request(self.subject("renew"), request, timeout=timeout)
-        self.renewed = time.monotonic()
-        return reply if isinstance(reply, Ack) else Ack(ok=False, detail=type(reply).__name__)
-
-    async def release(self) -> None:
-        """End the ownership. BusError when the node cannot be reached; the sandbox then ends with its lease."""
-        acquired = self._acquired
-        request = Release(sandbox=acquired.sandbox, secret=acquired.secret, epoch=acquired.epoch)
-        await self._bus.request(self.subject("release"), request, timeout=ANSWER_S)
-
-    async def checkpoint(self, whole: bool = False) -> bytes:
-        """The sandbox's present state, for `Sandboxes.restore`.
-
-        whole: include the template's pages, so that every node whose template has the same inputs can restore it;
-        otherwise only nodes with the same template files can. The sandbox needs its own machine (isolation
-        ``episode``) and no running call. CannotCopy, SandboxLost.
-        """
-        acquired = self._acquired
-        request = Checkpoint(sandbox=acquired.sandbox, secret=acquired.secret, epoch=acquired.epoch, whole=whole)
-        try:
-            reply = await self._bus.request(self.subject("checkpoint"), request, timeout=ANSWER_S)
-        except (NoResponders, BusTimeout, Disconnected) as error:
-            raise CannotCopy(f"{self.id}: {error}") from None
-        self.renewed = time.monotonic()
-        if isinstance(reply, Checkpointed):
-            return reply.data
-        raise refusal(reply, self.id)
-
-    async def fork(self, into: Sequence[Acquire]) -> list["RemoteSandbox"]:
-        """Copy this sandbox once per request; the copies and this sandbox continue from its present state.
-
-        into: requests with this sandbox's run, lane and role, and new keys. Like `checkpoint`, this needs a sandbox
-        with its own machine. CannotCopy, NoCapacity, SandboxLost.
-        """
-        acquired = self._acquired
-        request = Fork(sandbox=acquired.sandbox, secret=acquired.secret, epoch=acquired.epoch, into=tuple(into))
-        try:
-            reply = await self._bus.request(self.subject("fork"), request, timeout=ANSWER_S)
-        except (NoResponders, BusTimeout, Disconnected) as error:
-            raise CannotCopy(f"{self.id}: {error}") from None
-        if isinstance(reply, Forked):
-            return [RemoteSandbox(self._bus, copy, self._lease_s) for copy in reply.held]
-        raise refusal(reply, self.id)
-
-    def subject(self, method: str) -> str:
-        """The subject on which its node serves a method."""
-        return RPC_NODE.at(service="environment", node=self.node, method=method)
 
 
 class Sandboxes:
@@ -273,7 +136,7 @@ class Sandboxes:
             return None
         silence.answer()
         if isinstance(reply, Acquired):
-            return RemoteSandbox(self._bus, reply, self._lease_s)
+            return RemoteSandbox(self._bus, reply, self._lease_s, request.group)
         if isinstance(reply, SandboxReply) and reply.failure == "no_room":
             return None
         detail = getattr(reply, "detail", type(reply).__name__)
@@ -292,12 +155,15 @@ class Sandboxes:
         node cannot use the checkpoint; NoCapacity after `patience_s` seconds; SandboxLost.
         """
         subject = RPC_NODE.at(service="environment", node=node, method="restore")
+        owner = request.group.rpartition(".")[0]
         deadline = time.monotonic() + patience_s
         waits = _waits()
         while True:
-            reply = await ask(self._bus, subject, Restore(request=request, data=data), ANSWER_S, repeat=False)
+            reply = await ask(
+                self._bus, subject, Restore(request=request, data=data), ANSWER_S, repeat=False, owner=owner
+            )
             if isinstance(reply, Acquired):
-                return self._own(RemoteSandbox(self._bus, reply, self._lease_s))
+                return self._own(RemoteSandbox(self._bus, reply, self._lease_s, request.group))
             error = refusal(reply, request.group)
             if not isinstance(error, NoCapacity) or time.monotonic() > deadline:
                 if isinstance(error, NoCapacity):
@@ -342,6 +208,11 @@ class Sandboxes:
         self.forget(name)
         self._owned.add(sandbox)
         self._held[name] = sandbox, asyncio.create_task(release_later())
+
+    async def release_all_held(self, prefix: str) -> None:
+        """Release the sandboxes that are held under names with this prefix."""
+        for name in [name for name in self._held if name.startswith(prefix)]:
+            await self.release_held(name)
 
     def forget(self, name: str) -> None:
         """Stop the renewals of the sandbox held under this name; its next owner renews the lease."""

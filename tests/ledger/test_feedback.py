@@ -93,7 +93,6 @@ def test_a_purge_keeps_the_counts_without_the_records() -> None:
     for each in (book, after):
         report, wrong = examine(each, {BRANCH: branch}, each)
         assert wrong == [] and (report.ends["trained"], report.ends["purged"]) == (1, 2)
-        assert each.denied == {"gone": 5.0}
 
 
 def test_what_does_not_add_up_is_named() -> None:

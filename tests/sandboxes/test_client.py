@@ -24,7 +24,7 @@ from headrace.messages.sandbox import (
     acquire_method,
 )
 from headrace.messages.subjects import RPC
-from headrace.sandboxes import calls, client
+from headrace.sandboxes import calls, client, remote
 from headrace.sandboxes.client import NodeSilent, Sandboxes, Superseded
 from tests.conftest import Connect
 from tests.support.actors import living
@@ -114,9 +114,9 @@ async def test_a_node_that_is_gone_is_told_apart_from_a_sandbox_that_died(
 async def test_a_call_on_a_node_that_dies_does_not_wait_for_its_time_limit(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, started_anew: bool
 ) -> None:
-    for module in (client, calls):
+    for module in (remote, calls):
         monkeypatch.setattr(module, "SILENCE_S", 0.2 if not started_anew else 30.0)
-    monkeypatch.setattr(client, "PULSE_S", 0.2)
+    monkeypatch.setattr(remote, "PULSE_S", 0.2)
     sandboxes = Sandboxes(await connect("rollout"), 30.0)
     node = f"died{int(started_anew)}"
     bus = await connect("environment", node=node)

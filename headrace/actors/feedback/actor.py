@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -23,16 +24,14 @@ import msgspec
 from headrace.actors.feedback.branch import BranchLedger
 from headrace.actors.feedback.candidates import Candidates
 from headrace.actors.feedback.consent import Consent
-from headrace.actors.feedback.purge import absorbed, purge_user
+from headrace.actors.feedback.purge import Purges
 from headrace.bus.errors import WrongSequence
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
 from headrace.ledger.feedback import FeedbackBook, Rating, gated, outranks
 from headrace.messages import subjects
-from headrace.messages.base import Message
 from headrace.messages.evaluation import EvalResult
-from headrace.messages.operations import Ack
-from headrace.messages.product import Fate, FeedbackSettled, Promotion, PurgeUser, ShadowTurn
+from headrace.messages.product import Fate, FeedbackSettled, Promotion, ShadowTurn
 from headrace.messages.product import Feedback as UserFeedback
 from headrace.messages.rollout import PolicyRef, Trajectory
 from headrace.messages.weights import WeightHead
@@ -70,6 +69,10 @@ class Feedback(Actor):
         self._last_batch = 0.0
         self._one_at_a_time = asyncio.Lock()
         self._news = asyncio.Event()
+        folder = Path(self.config.run.dir) / self.run
+        own = (self.book, self.branch, self._one_at_a_time)
+        self.purges = Purges(self.bus, self.run, folder, *own, self.event)
+        await self.purges.recover()
         await self.gate.recover()
         await self.branch.recover(self.name(), self.id)
         filters = (subjects.FEEDBACK.where(), subjects.FATE.where(run=self.run))
@@ -87,8 +90,9 @@ class Feedback(Actor):
             self._act(self._work(after), "batches and candidates"),
             self.every(1.0, self._tick, "time"),
             self.every(5.0, self._measure, "figures"),
+            self.every(5.0, self.purges.sweep, "late records of purged users"),
         ]
-        self._purges = await self.serve(subjects.RPC.at(service="feedback", method="purge"), self._purge_user)
+        self._purging = await self.serve(subjects.RPC.at(service="feedback", method="purge"), self.purges.answer)
         await self.consume(
             subjects.EVENT,
             self._on_promotion,
@@ -121,7 +125,7 @@ class Feedback(Actor):
         self.status = "superseded"
         for task in self._acting:
             task.cancel()
-        await self.unserve(self._purges)
+        await self.unserve(self._purging)
         await asyncio.gather(*(consumer.halt() for consumer in self._consumers))
         await self.event("superseded", f"{successor.actor} {successor.id} acts for this run now", "error")
 
@@ -168,6 +172,8 @@ class Feedback(Actor):
         recent = self.book.counted(feedback.user, rating.time - own.window_s, rating.seq)
         if own.user_cap and recent >= own.user_cap:
             return "capped", f"{recent} ratings of this user within {own.window_s:g} s"
+        if feedback.user in self.purges.denied:
+            return "opted_out", "its user is on the deny-list"
         if not feedback.training_allowed:
             return "opted_out", f"tenant {feedback.tenant} did not opt in when the session was rated"
         if feedback.untrainable:
@@ -274,8 +280,8 @@ class Feedback(Actor):
                 await self._settle(rating, "unattributed", f"{feedback.trajectory} is not in HR_TRAJ any more")
             elif feedback.tenant not in allowed:
                 await self._settle(rating, "opted_out", f"tenant {feedback.tenant} has opted out since")
-            elif rating.time <= self.book.denied.get(feedback.user, 0.0):
-                await self._settle(rating, "discarded", "its user's data was purged")
+            elif feedback.user in self.purges.denied:
+                await self._settle(rating, "opted_out", "its user is on the deny-list")
             elif oldest is None or batch - oldest > self.config.feedback.staleness:
                 await self._settle(rating, "late", f"sampled by version {oldest}, the batch is {batch}")
             else:
@@ -366,7 +372,7 @@ class Feedback(Actor):
         head = await self.bus.last("HR_WEIGHTS", subjects.WEIGHT_HEAD.at(run=run))
         return head.message.version if head is not None and isinstance(head.message, WeightHead) else -1
 
-    # Time, figures, purges
+    # Time and figures
 
     async def _tick(self) -> None:
         async with self._one_at_a_time:
@@ -388,13 +394,3 @@ class Feedback(Actor):
             discarded=ends["discarded"],
             pending=ends["pending"],
         )
-
-    async def _purge_user(self, message: Message) -> Ack:
-        """Remove everything under a user's hash."""
-        if not isinstance(message, PurgeUser) or not message.user.isalnum():
-            return Ack(ok=False, detail="expected a PurgeUser with one user hash of letters and digits")
-        async with self._one_at_a_time:
-            record, removed = await purge_user(self.bus, self.run, self.book, self.branch, message.user)
-        text = f"{removed} messages, {len(record.ratings)} ratings"
-        await self.event("user_purged", text, user=message.user, messages=removed, ratings=len(record.ratings))
-        return Ack(detail=f"{removed} messages removed{absorbed(record)}")

@@ -1,62 +1,233 @@
-"""Deletes a user's data, and writes the record that keeps the ledger of feedback balanced."""
+"""Deletes a user's data, keeps the user out of later batches and certifies it.
+
+A purge has four parts. The deny-list comes first, so that gateways drop what they hold of the user. Requests under way
+are cancelled. The record that keeps the ledger of feedback balanced is written. Then passes over all streams delete the
+user's records until a pass finds none; the signed statement lists them.
+
+Records that were on their way meanwhile are deleted by further passes for `LATE_S`.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from headrace.actors.feedback.branch import BranchLedger
+from headrace.actors.feedback.certificate import Signer
+from headrace.actors.feedback.erasing import Eraser
 from headrace.bus.connection import Bus
 from headrace.ledger.feedback import FeedbackBook
-from headrace.messages.product import FeedbackPurged, PurgedFeedback
-from headrace.messages.subjects import FATE
+from headrace.messages.base import Message
+from headrace.messages.ledger import SlotIssued
+from headrace.messages.operations import Ack
+from headrace.messages.product import (
+    DeniedUser,
+    FeedbackPurged,
+    PurgeCertificate,
+    PurgedFeedback,
+    PurgeStatement,
+    PurgeUser,
+    certificate_key,
+    denied_key,
+)
+from headrace.messages.rollout import AttemptControl, SlotFailed
+from headrace.messages.subjects import FAIL, FATE, LEDGER, RPC, TRAJ, token
 from headrace.messages.training import StepDone
 
 PURGED = "purged"
 """Takes a user's place in the subject of purge records, so that a purge does not delete them."""
+CANCEL_S = 10.0
+"""How long a purge waits for rollout actors to end the user's attempts; after that it ends them in the ledger."""
+REPEAT_S = 0.5
+PASSES = 20
+"""Passes over the streams before a purge gives up because records keep coming."""
+LATE_S = 600.0
+KEPT = (
+    "HR_LEDGER and closings in HR_SCORE: names of sessions (the hash and a number), seeds, rewards and reasons",
+    "HR_FEEDBACK: sequences of the deleted ratings and the groups in which they were trained",
+    "HR_STATE: the hash on the deny-list, and this certificate",
+    "versions that were trained on purged ratings (absorbed_steps)",
+    "outside of the run: backups, webhooks that were sent, logs of processes, caches in the memory of engines",
+)
+"""Descriptions of the data that stays after a purge."""
 
 
-async def purge_user(
-    bus: Bus, run: str, book: FeedbackBook, branch: BranchLedger, user: str
-) -> tuple[FeedbackPurged, int]:
-    """Write a FeedbackPurged with the user's ratings, then delete everything under the user's hash. Returns the record
-    and the number of deleted messages."""
-    ratings = tuple(
-        PurgedFeedback(rating.seq, rating.group if rating.fate == "closed" else "") for rating in book.of_user(user)
-    )
-    record = FeedbackPurged(
-        run=run,
-        user=user,
-        ratings=ratings,
-        branch=branch.name,
-        last_version_before=_last_version_before(branch, ratings),
-    )
-    # A group that was issued and not closed would otherwise stay open.
-    for group in [name for name in branch.state.open if name.startswith(f"{user}.")]:
-        await branch.give_up(group, PURGED)
-    seq = await bus.publish(FATE.at(run=run, user=PURGED), record)
-    book.apply(record, seq, (await bus.get("HR_FEEDBACK", seq)).time)
-    removed = 0
-    for stream, filter in (
-        ("HR_FEEDBACK", f"hr.feedback.*.{user}"),
-        ("HR_FEEDBACK", f"hr.fate.*.{user}"),
-        ("HR_TRAJ", f"hr.traj.*.{user}.*"),
-        ("HR_TURN", f"hr.turn.*.{user}.*"),
-        ("HR_SCORE", f"hr.score.*.*.{user}.*"),
-        ("HR_BLOB", f"hr.blob.{user}.>"),
-    ):
-        removed += await bus.purge(stream, subject=filter)
-    return record, removed
+class Purges:
+    """The purges and the deny-list of one run."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        run: str,
+        folder: Path,
+        book: FeedbackBook,
+        branch: BranchLedger,
+        lock: asyncio.Lock,
+        event: Callable[..., Awaitable[None]],
+    ) -> None:
+        """folder: of the run, for the key. lock: held while the ledger of feedback changes. event: `Actor.event`."""
+        self._bus, self._run, self._book, self._branch = bus, run, book, branch
+        self._folder, self._lock, self._event = folder, lock, event
+        self.denied: set[str] = set()
+        """Users who are never trained on."""
+        self._late: dict[str, tuple[Eraser, float]] = {}
+
+    async def recover(self) -> None:
+        """Read the deny-list."""
+        values = await self._bus.kv("HR_STATE")
+        entries = (await values.items(denied_key(self._run, "*"))).values()
+        self.denied = {entry.user for entry, _ in entries if isinstance(entry, DeniedUser)}
+
+    async def answer(self, message: Message) -> PurgeCertificate | Ack:
+        """Answer a PurgeUser."""
+        if not isinstance(message, PurgeUser) or not message.user.isalnum():
+            return Ack(ok=False, detail="expected a PurgeUser with one user hash of letters and digits")
+        return await self.purge(message.user)
+
+    async def purge(self, user: str) -> PurgeCertificate | Ack:
+        """Purge a user. An Ack says why there is no certificate."""
+        asked = time.time()
+        values = await self._bus.kv("HR_STATE")
+        await values.put(denied_key(self._run, user), DeniedUser(run=self._run, user=user, since=asked))
+        self.denied.add(user)
+        eraser = Eraser(self._bus, self._run, user)
+        ended = await self._end_requests(user, eraser)
+        async with self._lock:
+            record = await self._record(user)
+        removed = 0
+        for _ in range(PASSES):
+            found = await eraser.erase()
+            removed += found
+            if not found:
+                break
+        else:
+            return Ack(ok=False, detail=f"records of the user still came after {PASSES} passes: ask again")
+        self._late[user] = eraser, time.monotonic() + LATE_S
+        statement = PurgeStatement(
+            run=self._run,
+            user=user,
+            branch=self._branch.name,
+            asked=asked,
+            ended=time.time(),
+            records=eraser.records(),
+            ended_requests=ended,
+            ratings=len(record.ratings),
+            last_version_before=record.last_version_before,
+            absorbed_steps=self._absorbed_steps(user),
+            pending_groups=self._pending_groups(user),
+            denied=True,
+            kept=KEPT,
+        )
+        detail = f"{removed} messages removed{_absorbed(record)}"
+        certificate = Signer(self._folder).certificate(statement, detail)
+        await values.put(certificate_key(self._run, user), certificate)
+        text = f"{removed} messages, {len(record.ratings)} ratings"
+        await self._event("user_purged", text, messages=removed, ratings=len(record.ratings))
+        return certificate
+
+    async def sweep(self) -> None:
+        """Delete records that were on their way during a purge."""
+        for user, (eraser, until) in [*self._late.items()]:
+            removed = await eraser.erase()
+            if removed:
+                text = f"{removed} messages of a purged user came after its certificate and are deleted"
+                await self._event("purged_late", text, "warning", messages=removed)
+            if time.monotonic() > until:
+                del self._late[user]
+
+    async def _end_requests(self, user: str, eraser: Eraser) -> tuple[str, ...]:
+        """Cancel the user's requests under way; the groups of those that had not ended."""
+        where = RPC.at(service="rollout", method=f"control-{token(self._run)}")
+        deadline, open_groups = time.monotonic() + CANCEL_S, await self._open_groups(user)
+        groups = tuple(sorted(open_groups))
+        while True:
+            await self._bus.emit(where, AttemptControl(run=self._run, user=user))
+            await asyncio.sleep(REPEAT_S)  # also without open sessions: gateways drop what they hold meanwhile
+            late, taken = time.monotonic() > deadline, await eraser.taken()
+            for stored, attempt in await eraser.queued():
+                # A rollout actor that took a request ends it itself, unless it is gone.
+                if (late or stored.seq > taken) and await eraser.drop_queued(stored) and attempt is not None:
+                    if attempt.group in open_groups:
+                        await self._fail(open_groups[attempt.group])
+            open_groups = await self._open_groups(user)
+            if not open_groups or late:
+                return groups
+
+    async def _open_groups(self, user: str) -> dict[str, SlotIssued]:
+        """The newest attempt of each of the user's sessions that has no end in the ledger."""
+        newest: dict[str, SlotIssued] = {}
+        failed: set[tuple[str, int]] = set()
+        filters = (LEDGER.where(run=self._run, group=f"{user}.*"), FAIL.where(run=self._run, group=f"{user}.*"))
+        async for received in self._bus.history("HR_LEDGER", *filters):
+            if isinstance(received.message, SlotIssued):
+                newest[received.message.group] = received.message
+            elif isinstance(received.message, SlotFailed):
+                failed.add((received.message.group, received.message.attempt))
+        finished = set()
+        for subject in await self._bus.subjects("HR_TRAJ", TRAJ.where(run=self._run, group=f"{user}.*")):
+            finished.add(".".join(subject.split(".")[-2:]))
+        return {
+            group: issued
+            for group, issued in newest.items()
+            if issued.lane == "production" and (group, issued.attempt) not in failed and group not in finished
+        }
+
+    async def _fail(self, issued: SlotIssued) -> None:
+        """End an attempt in the ledger that no rollout actor will take."""
+        failed = SlotFailed(
+            run=self._run,
+            lane="production",
+            group=issued.group,
+            slot=issued.slot,
+            attempt=issued.attempt,
+            reason="cancelled",
+            detail="its user's data was purged",
+        )
+        trajectory = f"{issued.group}-{issued.slot}-{issued.attempt}"
+        subject = FAIL.at(run=self._run, group=issued.group)
+        await self._bus.publish(subject, failed, msg_id=f"{self._run}.{trajectory}.cancelled")
+
+    async def _record(self, user: str) -> FeedbackPurged:
+        """Write the record of the user's ratings, so that the ledger balances without them."""
+        book, branch = self._book, self._branch
+        ratings = tuple(
+            PurgedFeedback(rating.seq, rating.group if rating.fate == "closed" else "") for rating in book.of_user(user)
+        )
+        record = FeedbackPurged(
+            run=self._run,
+            user=user,
+            ratings=ratings,
+            branch=branch.name,
+            last_version_before=min(self._absorbed_steps(user), default=-1),
+        )
+        # A group that was issued and not closed would otherwise stay open.
+        for group in [name for name in branch.state.open if name.startswith(f"{user}.")]:
+            await branch.give_up(group, PURGED)
+        seq = await self._bus.publish(FATE.at(run=self._run, user=PURGED), record)
+        book.apply(record, seq, (await self._bus.get("HR_FEEDBACK", seq)).time)
+        return record
+
+    def _groups(self, user: str) -> set[str]:
+        """Groups of the user's ratings in the branch, also of those that an earlier purge deleted."""
+        return {rating.group for rating in self._book.ratings.values() if rating.group.startswith(f"{user}.")}
+
+    def _absorbed_steps(self, user: str) -> tuple[int, ...]:
+        """The branch's steps that trained on the user's ratings. Step n made version n + 1, so the first of them is
+        also the last version before."""
+        groups, outcomes = self._groups(user), self._branch.state.outcomes.values()
+        return tuple(sorted(each.step for each in outcomes if isinstance(each, StepDone) and groups & set(each.groups)))
+
+    def _pending_groups(self, user: str) -> tuple[str, ...]:
+        """The user's groups in batches that have no outcome yet."""
+        named = [self._branch.state.groups.get(group) for group in sorted(self._groups(user))]
+        return tuple(group.name for group in named if group is not None and not group.steps)
 
 
-def absorbed(record: FeedbackPurged) -> str:
-    """A text about the versions that were trained on purged ratings; empty if there are none."""
+def _absorbed(record: FeedbackPurged) -> str:
+    """A text about the versions that were trained on purged ratings; empty without any."""
     if record.last_version_before < 0:
         return ""
     return (
         f"; versions of {record.branch} after {record.last_version_before} were trained on some of them and are not "
         "changed by the purge"
     )
-
-
-def _last_version_before(branch: BranchLedger, ratings: tuple[PurgedFeedback, ...]) -> int:
-    """The newest branch version that was trained on none of these ratings; -1 if no step used any of them."""
-    groups = {rating.group for rating in ratings if rating.group}
-    outcomes = branch.state.outcomes.values()
-    trained = [outcome.step for outcome in outcomes if isinstance(outcome, StepDone) and groups & set(outcome.groups)]
-    return min(trained, default=-1)

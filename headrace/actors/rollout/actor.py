@@ -262,10 +262,14 @@ class Rollout(Actor):
             self._cancelled.discard(work)
 
     async def _on_control(self, message: Message) -> None:
-        """Cancel a production attempt, and release a held sandbox, if this actor has them."""
+        """Cancel a production attempt, release a held sandbox, or both for all of a user, if this actor has them."""
         if isinstance(message, AttemptControl) and message.run == self.run:
+            if message.user:
+                self._clients.forget(message.user)
+                await self._sandboxes.release_all_held(f"{message.user}.")
             for work, request in self._running.items():
-                if request.group == message.group and request.lane == "production":
+                wanted = request.group == message.group or request.group.partition(".")[0] == message.user
+                if wanted and request.lane == "production":
                     self._cancelled.add(work)
                     work.cancel()
             if message.workspace:

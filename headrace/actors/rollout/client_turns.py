@@ -59,6 +59,11 @@ class ClientTurns:
         self._bus, self._rollout, self._serve, self._plugins = bus, rollout, serve, plugins
         self._sessions: dict[str, _Session] = {}
 
+    def forget(self, user: str) -> None:
+        """Drop the cached sessions of a user whose data is purged."""
+        for group in [group for group in self._sessions if group.startswith(f"{user}.")]:
+            del self._sessions[group]
+
     async def turn(self, request: ClientTurn) -> ClientTurnDone:
         """Sample and record a turn. The reply has `refused` for an unusable conversation, `failed` for
         infrastructure."""

@@ -71,7 +71,9 @@ def table() -> str:
         purging = [role for role, streams in PURGES.items() if stream.name in streams]
         if purging:
             lines.append(f"| purge {stream.name} | {', '.join(purging)} |")
-    lines += ["| delete a message of HR_TASK | dead_letter |", "| create, update, delete a stream | - |"]
+    lines.append("| purge KV_HR_SESSION | feedback |")
+    lines.append("| delete a message of HR_TASK | dead_letter, feedback |")
+    lines += ["| delete a message of HR_EVENT, HR_DLQ | feedback |", "| create, update, delete a stream | - |"]
     return "\n".join([*lines, "", _LIMITS])
 
 

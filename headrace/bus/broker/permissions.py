@@ -72,6 +72,7 @@ NARROWER: dict[str, dict[str, tuple[str, ...]]] = {
         s.LEDGER.template: ("hr.ledger.*.*.*",),
         s.TRAJ.template: ("hr.traj.*.*.*",),
         s.CLOSE.template: ("hr.close.*.*.*",),
+        s.FAIL.template: ("hr.fail.*.*.*",),
     },
 }
 """Role to template to filters, for publishers that may not publish the whole family."""
@@ -81,8 +82,11 @@ NO_BLOBS = ("scavenger",)
 
 PURGES: dict[str, tuple[str, ...]] = {
     "trainer": ("HR_TRAJ", "HR_TURN", "HR_SCORE", "HR_BLOB", "HR_WEIGHTS"),
-    "feedback": ("HR_FEEDBACK", "HR_TRAJ", "HR_TURN", "HR_SCORE", "HR_BLOB"),
+    "feedback": ("HR_FEEDBACK", "HR_TRAJ", "HR_TURN", "HR_SCORE", "HR_BLOB", "KV_HR_SESSION"),
 }
+
+ERASES: dict[str, tuple[str, ...]] = {"feedback": ("HR_TASK", "HR_EVENT", "HR_DLQ")}
+"""Role to the streams in which it deletes single records: a user's, which no subject names there."""
 
 SERVICES: dict[str, tuple[str, ...]] = {"environment": ("environment",)}
 """Services that a role answers for besides the one of its own name."""
@@ -193,6 +197,9 @@ def of(role: str) -> Permissions:
     if role in ACTORS:
         publish.append("$KV.HR_STATE.plugins.>")  # bus/runtime/plugins.py
     publish += [f"$JS.API.STREAM.PURGE.{stream}" for stream in PURGES.get(role, ())]
+    for stream in ERASES.get(role, ()):
+        publish += [f"$JS.API.STREAM.MSG.{verb}.{stream}" for verb in ("GET", "DELETE")]
+        publish.append(f"$JS.API.CONSUMER.INFO.{stream}.>")
     if role == "dead_letter":
         names = [stream.name for stream in s.STREAMS]
         publish += [f"$JS.API.STREAM.MSG.GET.{name}" for name in names]

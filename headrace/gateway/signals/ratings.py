@@ -8,6 +8,8 @@ window.
 import secrets
 from collections import OrderedDict
 
+import msgspec
+
 from headrace.bus.connection import Bus
 from headrace.messages import subjects
 from headrace.messages.product import Feedback
@@ -21,6 +23,8 @@ class Ratings:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
+        self.denied: set[str] = set()
+        """Users whose data was purged: their later ratings are stored as not allowed for training."""
         self._instance = secrets.token_hex(6)
         """Another gateway, or this one after a restart, counts anew: its message ids must not equal these."""
         self._newest: OrderedDict[str, tuple[str, int]] = OrderedDict()
@@ -28,6 +32,8 @@ class Ratings:
 
     async def publish(self, feedback: Feedback) -> None:
         """Store a rating. BusError."""
+        if feedback.user in self.denied:
+            feedback = msgspec.structs.replace(feedback, training_allowed=False)
         given = f"{feedback.signal}.{feedback.thumb}"
         before, number = self._newest.get(feedback.trajectory, (given, 0))
         if before != given:

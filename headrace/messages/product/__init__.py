@@ -1,4 +1,5 @@
-"""The product lane: serving users (serving.py), their ratings and the gate (ratings.py), their agents (agents.py)."""
+"""The product lane: serving users (serving.py), their ratings and the gate (ratings.py), their agents (agents.py),
+purges (privacy.py)."""
 
 from headrace.messages.product.agents import (
     Agent,
@@ -6,6 +7,15 @@ from headrace.messages.product.agents import (
     AgentSet,
     WorkspaceCommand,
     WorkspaceReport,
+)
+from headrace.messages.product.privacy import (
+    DeniedUser,
+    PurgeCertificate,
+    PurgedRecords,
+    PurgeStatement,
+    PurgeUser,
+    certificate_key,
+    denied_key,
 )
 from headrace.messages.product.ratings import (
     Arm,
@@ -36,7 +46,6 @@ from headrace.messages.product.serving import (
     ClientUsage,
     OpenSession,
     Promotion,
-    PurgeUser,
     Traffic,
     TurnStop,
     lease_key,
@@ -58,6 +67,7 @@ __all__ = [
     "ClientTurn",
     "ClientTurnDone",
     "ClientUsage",
+    "DeniedUser",
     "Fate",
     "Feedback",
     "FeedbackPurged",
@@ -67,8 +77,11 @@ __all__ = [
     "OpenSession",
     "PairedFigures",
     "Promotion",
+    "PurgeCertificate",
+    "PurgeStatement",
     "PurgeUser",
     "PurgedFeedback",
+    "PurgedRecords",
     "ShadowTurn",
     "Signal",
     "Stage",
@@ -77,6 +90,8 @@ __all__ = [
     "WorkspaceCommand",
     "WorkspaceReport",
     "branch_key",
+    "certificate_key",
+    "denied_key",
     "gate_key",
     "lease_key",
     "promotion_key",

@@ -114,14 +114,6 @@ class OpenSession(Message, frozen=True, kw_only=True):
     """False: the request's files are too large to keep, so it cannot be tried again."""
 
 
-@message("purge_user")
-class PurgeUser(Message, frozen=True, kw_only=True):
-    """Purge a user's data: feedback, trajectories, turns, scores and blobs under the user's hash. Answered with an
-    Ack."""
-
-    user: str
-
-
 @message("client_turn")
 class ClientTurn(Message, frozen=True, kw_only=True):
     """A request to a rollout actor of the production lane for a turn of an agent that runs its own tools. The turn log

@@ -1,159 +1,38 @@
 """The feedback actor over a real broker: each rating ends once, batches are closed, candidates pass the gate."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
-from uuid import uuid4
 
 import msgspec
 import pytest
 
 from headrace.actors.feedback.actor import Feedback
 from headrace.actors.gateway import Gateway
-from headrace.bus.connection import Bus
-from headrace.config import Config, Production, branch_config
+from headrace.config import Config, branch_config
 from headrace.config import Feedback as FeedbackSection
 from headrace.config import Gate as GateSection
-from headrace.config import Run as RunSection
 from headrace.messages import subjects
-from headrace.messages.base import Array
 from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.ledger import GroupClosed
-from headrace.messages.product import Feedback as UserFeedback
-from headrace.messages.product import GateVerdict, Promotion, PurgeUser, ShadowTurn
-from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Turn
-from headrace.messages.tasks import TaskRef
-from headrace.messages.training import StepDone
-from headrace.messages.weights import WeightHead
+from headrace.messages.product import (
+    Promotion,
+    PurgeCertificate,
+    PurgeUser,
+    ShadowTurn,
+)
+from headrace.messages.rollout import PolicyRef
 from headrace.replay.audit import prove
 from headrace.replay.feedback import feedback_books
 from tests.conftest import Connect
 from tests.support.actors import living
+from tests.support.product import BASE, Product, settings
 
 pytestmark = pytest.mark.anyio
-
-
-def settings(folder: Path, gate: GateSection | None = None, training: bool = True, **feedback: Any) -> Config:
-    return Config(
-        run=RunSection(dir=str(folder)),
-        production=Production(training_allowed=training),
-        feedback=FeedbackSection(**({"enabled": True, "batch": 2} | feedback)),
-        gate=gate or GateSection(),
-    )
-
-
-class Product:
-    """The parts around a feedback actor: what they publish, and what it answers."""
-
-    def __init__(self, connect: Connect, folder: Path) -> None:
-        self.connect, self.run, self.folder = connect, f"r{uuid4().hex[:8]}", folder
-        self.branch = f"{self.run}-feedback"
-        self._buses: dict[str, Bus] = {}
-        (folder / self.run).mkdir()
-
-    async def bus(self, role: str) -> Bus:
-        if role not in self._buses:
-            self._buses[role] = await self.connect(role)
-        return self._buses[role]
-
-    async def version(self, version: int, run: str = "") -> None:
-        run = run or self.run
-        head = WeightHead(run=run, version=version, state_hash=f"h{version}", manifest_seq=1, full_version=0)
-        await (await self.bus("weight_sync")).publish(subjects.WEIGHT_HEAD.at(run=run), head)
-
-    async def promote(self, version: int, branch: str = "") -> None:
-        where = subjects.EVENT.at(run=self.run, actor="operator", type="promotion")
-        promotion = Promotion(run=self.run, version=version, branch=branch, reason="by hand")
-        await (await self.bus("operator")).publish(where, promotion)
-
-    async def session(self, policy: PolicyRef, user: str = "ab12") -> str:
-        """The id of the trajectory of a new session."""
-        group = f"{user}.{uuid4().hex[:12]}"
-        turn = Turn(
-            index=0,
-            segment=0,
-            prompt_ids=Array.of([1, 2], "<i4"),
-            ids=Array.of([3], "<i4"),
-            logprobs=Array.of([-1.0], "<f4"),
-            spans=(Span(0, 2, policy.version),),
-        )
-        trajectory = Trajectory(
-            run=self.run,
-            lane="production",
-            group=group,
-            slot=0,
-            attempt=0,
-            id=f"{group}-0-0",
-            task=TaskRef("client", "default"),
-            family="client",
-            seed=0,
-            policy=policy,
-            sampling=Sampling(),
-            outcome="finished",
-            turns=(turn,),
-            diff={},
-        )
-        await (await self.bus("rollout")).publish(subjects.TRAJ.at(run=self.run, group=group), trajectory)
-        return trajectory.id
-
-    async def rate(self, trajectory: str, thumb: Literal["up", "down"] = "up", **changes: Any) -> int:
-        user = trajectory.partition(".")[0]
-        fields: dict[str, Any] = {"tenant": "default", "training_allowed": True} | changes
-        given = UserFeedback(user=user, run=self.run, trajectory=trajectory, thumb=thumb, **fields)
-        return await (await self.bus("gateway")).publish(subjects.FEEDBACK.at(tenant="default", user=user), given)
-
-    async def event(self, wanted: Callable[[Any], bool], run: str = "", actor: str = "feedback") -> Any:
-        """The first message on the run's events that fits."""
-        where = subjects.EVENT.where(run=run or self.run, actor=actor)
-        async for received in (await self.bus("operator")).follow("HR_EVENT", where):
-            if wanted(received.message):
-                return received.message
-
-    async def said(self, kind: str) -> Any:
-        return await self.event(lambda message: getattr(message, "kind", "") == kind)
-
-    async def verdict(self, stage: str, version: int) -> GateVerdict:
-        found = await self.event(
-            lambda message: (
-                isinstance(message, GateVerdict) and message.stage == stage and message.candidate.version == version
-            )
-        )
-        assert isinstance(found, GateVerdict)
-        return found
-
-    async def opened(self) -> None:
-        """Version 7 is promoted, and the branch begins there."""
-        await self.version(7)
-        await self.promote(7)
-        await self.said("branch_opened")
-
-    async def step(self, step: int) -> None:
-        """The branch's trainer takes a step."""
-        groups = [received.message async for received in (await self.bus("admin")).history(
-            "HR_SCORE", subjects.CLOSE.where(run=self.branch)
-        )]  # fmt: skip
-        names = tuple(each.group for each in groups if isinstance(each, GroupClosed))[2 * step : 2 * step + 2]
-        done = StepDone(
-            run=self.branch,
-            step=step,
-            manifest_seq=1,
-            groups=names,
-            staleness_bound=1,
-            waited_s=0.0,
-            version=step + 1,
-            state_hash="h",
-            trained_slots=2,
-        )
-        await (await self.bus("trainer")).publish(subjects.STEP.at(run=self.branch), done)
 
 
 @pytest.fixture
 def product(connect: Connect, tmp_path: Path) -> Product:
     return Product(connect, tmp_path)
-
-
-BASE = PolicyRef("pinned", 7)
 
 
 async def test_every_rating_ends_once_and_the_rest_becomes_batches(product: Product, connect: Connect) -> None:
@@ -234,37 +113,6 @@ async def test_consent_counts_again_when_a_batch_is_made(product: Product, conne
             while actor.book.ends({})["opted_out"] < 2:
                 await asyncio.sleep(0.01)
             assert not actor.branch.state.closings
-
-
-async def test_a_purged_user_is_in_the_books_and_nowhere_else(product: Product, connect: Connect) -> None:
-    config = settings(product.folder)
-    async with asyncio.timeout(120), living(Feedback, config, await connect("feedback"), product.run) as actor:
-        await product.opened()
-        await product.rate(await product.session(BASE, "gone"))
-        await product.rate(await product.session(BASE, "stays"))
-        await product.said("batch_closed")
-        await product.step(0)
-        await product.rate(await product.session(BASE, "gone"))
-        while actor.book.ends({product.branch: actor.branch.state})["trained"] < 2 or len(actor.book.ratings) < 3:
-            await asyncio.sleep(0.01)
-        gateway = await product.bus("gateway")
-        subject = subjects.RPC.at(service="feedback", method="purge")
-        answer = await gateway.request(subject, PurgeUser(user="gone"), timeout=60.0)
-        assert "after 0 were trained on" in answer.detail  # type: ignore[attr-defined]
-    admin = await connect("admin")
-    for stream in ("HR_FEEDBACK", "HR_TRAJ", "HR_SCORE"):
-        held = [r.subject async for r in admin.history(stream, *_all_of(stream, product)) if ".gone" in r.subject]
-        assert [subject for subject in held if not subject.startswith("hr.close.")] == []
-    report, _, faults = await feedback_books(admin, product.run)
-    assert report is not None and faults == []
-    assert (report.received, report.ends["trained"], report.ends["purged"]) == (3, 2, 1)
-
-
-def _all_of(stream: str, product: Product) -> list[str]:
-    if stream == "HR_FEEDBACK":
-        return [subjects.FEEDBACK.where(), subjects.FATE.where(run=product.run)]
-    kind = subjects.TRAJ if stream == "HR_TRAJ" else subjects.SCORE
-    return [kind.where(run=product.run), kind.where(run=product.branch)]
 
 
 async def test_a_candidate_goes_through_benchmark_shadow_and_canary(product: Product, connect: Connect) -> None:
@@ -388,5 +236,6 @@ async def test_of_two_feedback_actors_the_later_acts_and_the_earlier_stands_down
             assert early.status == "superseded" and not early.failed.done() and len(early.book.ratings) == 1
             user = PurgeUser(user="nobody")
             subject = subjects.RPC.at(service="feedback", method="purge")
-            assert (await (await product.bus("gateway")).request(subject, user, timeout=60.0)).ok  # type: ignore[attr-defined]
+            answer = await (await product.bus("gateway")).request(subject, user, timeout=60.0)
+            assert isinstance(answer, PurgeCertificate), answer
     assert not late.failed.done()

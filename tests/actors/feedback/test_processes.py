@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from headrace.messages.tasks import Grading, Oracle, Task, TaskRef, TestPlan
 from headrace.messages.training import StepDone
 from headrace.tasks.suites import write_suite
 from tests.launch.test_up import Up, command, headrace, up
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(600)]
 GROUPS = [
@@ -113,6 +116,14 @@ async def test_ratings_of_a_product_become_a_promoted_version_and_the_books_bala
         async for received in bus.follow("HR_EVENT", s.EVENT.where(run=run, actor="feedback", type="promotion")):
             if isinstance(received.message, Promotion) and received.message.branch == f"{run}-feedback":
                 break
+        for _ in range(3):  # requests under way when their user is purged
+            await client.call("POST", "/v1/sessions", {"user": "user1", "suite": "sums", "task": "1"})
+        purged = await asyncio.to_thread(command, tmp_path, "purge", "latest", "user1", "--output", "purge.json")
+        assert purged.returncode == 0, purged.stderr
+        report = await asyncio.to_thread(verified, tmp_path / "purge.json", started.run, bus.connection.url)
+        assert report["wrong"] == [] and report["checked"]["absorbed_steps"], report
+        assert report["checked"]["seconds"] < 60.0, report
+        print(report)
         await bus.close()
         started.process.send_signal(signal.SIGINT)
         code, _ = await started.end()
@@ -122,6 +133,15 @@ async def test_ratings_of_a_product_become_a_promoted_version_and_the_books_bala
     ends = ledger["feedback"]["ends"]
     assert ends["trained"] >= 2 and ledger["feedback"]["received"] == client.sessions == sum(ends.values())
     assert ledger["branches"][f"{run}-feedback"]["trained"] == ends["trained"]
+
+
+def verified(certificate: Path, run: Path, url: str) -> dict[str, Any]:
+    """The report of the reader that shares no code with headrace."""
+    script, seed = ROOT / "tests" / "foreign" / "verify_purge.py", run / "broker" / "credentials" / "operator.nk"
+    arguments = [sys.executable, str(script), str(certificate), str(run / "purge.pub"), url, str(seed)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 async def stages(bus: Bus, run: str) -> list[str]:

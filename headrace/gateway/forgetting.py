@@ -1,0 +1,67 @@
+"""Forgets users whose data is purged: the gateway drops their sessions, and marks their later ratings.
+
+A purge begins with an entry of the deny-list in HR_STATE. Every gateway follows the list, so a purge that an operator
+asks for by command reaches each of them.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from headrace.bus.connection import Bus
+from headrace.gateway.http import HttpRefused, answer
+from headrace.gateway.signals.ratings import Ratings
+from headrace.gateway.user_keys import UserKeys
+from headrace.messages import subjects
+from headrace.messages.operations import Ack
+from headrace.messages.product import DeniedUser, PurgeCertificate, PurgeUser, denied_key
+
+PURGE_S = 60.0
+
+
+class Forgetting:
+    """The deny-list of a gateway's run, and the endpoint that purges a user."""
+
+    def __init__(
+        self, bus: Bus, run: str, tenant: str, keys: UserKeys, ratings: Ratings, drop: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """drop: removes what the gateway holds of a user, by hash."""
+        self._bus, self._run, self._tenant, self._keys = bus, run, tenant, keys
+        self._ratings, self._drop = ratings, drop
+        self._newest = 0
+
+    async def recover(self) -> None:
+        """Read the list. The users in it are forgotten already: their purge emptied HR_SESSION."""
+        values = await self._bus.kv("HR_STATE")
+        for entry, revision in (await values.items(denied_key(self._run, "*"))).values():
+            self._newest = max(self._newest, revision)
+            if isinstance(entry, DeniedUser):
+                self._ratings.denied.add(entry.user)
+
+    async def follow(self) -> None:
+        """Forget the user of every new entry."""
+        values = await self._bus.kv("HR_STATE")
+        async for _, entry, revision in values.watch(denied_key(self._run, "*")):
+            if isinstance(entry, DeniedUser) and revision > self._newest:
+                self._ratings.denied.add(entry.user)
+                await self._drop(entry.user)
+
+    async def delete(self, request: web.Request) -> web.Response:
+        """DELETE /v1/users/USER: purge the user everywhere, and answer with the certificate."""
+        began = time.monotonic()
+        try:
+            user = self._keys.hash(self._tenant, request.match_info["user"])
+        except UnicodeEncodeError:
+            raise HttpRefused(400, "the user's name is not valid UTF-8") from None
+        await self._drop(user)
+        subject = subjects.RPC.at(service="feedback", method="purge")
+        done = await self._bus.request(subject, PurgeUser(user=user), timeout=PURGE_S)
+        if not isinstance(done, PurgeCertificate):
+            detail = done.detail if isinstance(done, Ack) else f"unexpected answer {done.type_name}"
+            raise HttpRefused(503, f"the user was not purged: {detail}")
+        certificate = msgspec.to_builtins(done)
+        return answer(
+            {"purged": done.detail, "seconds": round(time.monotonic() - began, 3), "certificate": certificate}
+        )

@@ -1,0 +1,160 @@
+"""`RemoteSandbox`: a sandbox on some node, over request and reply."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+
+from headrace.bus.connection import Bus
+from headrace.bus.errors import BusTimeout, Disconnected, NoResponders
+from headrace.messages.operations import Ack
+from headrace.messages.sandbox import (
+    Acquire,
+    Acquired,
+    Checkpoint,
+    Checkpointed,
+    Fork,
+    Forked,
+    Op,
+    OpResult,
+    Release,
+    Renew,
+    SandboxCall,
+    SandboxLost,
+    SandboxReply,
+)
+from headrace.messages.subjects import RPC_NODE
+from headrace.sandboxes.calls import SILENCE_S, CannotCopy, NodeSilent, Superseded, ask, limit_of, refusal
+
+ANSWER_S = 30.0
+"""Time that a node may need for an answer beyond the operation's own limit; a clone on a busy node takes seconds."""
+PULSE_S = 2.0
+"""Seconds between two renewals while a call runs. They detect a node that ended, which never answers the call."""
+
+
+class RemoteSandbox:
+    """A sandbox on some node. Methods raise SandboxLost (or NodeSilent, Superseded) when it cannot be used any more."""
+
+    def __init__(self, bus: Bus, acquired: Acquired, lease_s: float, group: str) -> None:
+        """group: the group that acquired it; calls and answers over 1 MiB are stored under its user."""
+        self._bus = bus
+        self._owner = group.rpartition(".")[0]
+        self._acquired = acquired
+        self._lease_s = lease_s
+        self.id, self.node, self.backend = acquired.sandbox, acquired.node, acquired.backend
+        self.capabilities = frozenset(acquired.capabilities)
+        """Names of what its backend can do (vmhost/backend.py)."""
+        self.plugins = acquired.plugins
+        """Its backend's identity, if the backend is a plugin."""
+        self.fresh = acquired.epoch == 1
+        """Whether this is its first owner."""
+        self.renewed = time.monotonic()
+        """When its node last renewed the lease (`time.monotonic`); every answered call renews it too."""
+
+    async def call(self, op: Op, call_id: str = "") -> OpResult:
+        """Run one operation. A repeat with the same `call_id` is answered from the node's record."""
+        acquired = self._acquired
+        call = SandboxCall(
+            sandbox=acquired.sandbox,
+            secret=acquired.secret,
+            epoch=acquired.epoch,
+            call_id=call_id or uuid.uuid4().hex,
+            op=op,
+        )
+        answer = asyncio.ensure_future(
+            ask(self._bus, self.subject("call"), call, limit_of(op) + ANSWER_S, owner=self._owner)
+        )
+        watch = asyncio.ensure_future(self._until_lost())
+        try:
+            await asyncio.wait({answer, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise watch.result()
+        finally:
+            answer.cancel()
+            watch.cancel()
+        reply = answer.result()
+        self.renewed = time.monotonic()
+        if isinstance(reply, SandboxReply):
+            if reply.result is not None:
+                return reply.result
+            if reply.failure == "bad_request":
+                return OpResult(ok=False, error=reply.detail or "the node cannot run this operation")
+            if reply.failure == "refused":
+                raise Superseded(f"{self.id}: {reply.detail}")
+            raise SandboxLost(f"{self.id}: {reply.detail or reply.failure}")
+        raise SandboxLost(f"{self.id}: {getattr(reply, 'detail', type(reply).__name__)}")
+
+    async def _until_lost(self) -> SandboxLost:
+        """Wait until the node can no longer answer a running call; return the exception that says why."""
+        silent_since = 0.0
+        while True:
+            await asyncio.sleep(PULSE_S)
+            try:
+                ack = await self._renew(PULSE_S)  # without a bound, this would wait for a node that ends meanwhile
+            except NoResponders as error:
+                silent_since = silent_since or time.monotonic()
+                if time.monotonic() - silent_since > SILENCE_S:
+                    return NodeSilent(f"{self.id}: {error}")
+                continue
+            except (BusTimeout, Disconnected):
+                continue
+            silent_since = 0.0
+            if ack.detail.startswith("lost"):
+                # The node restarted. A new owner is no reason to return: the call's own answer reports it.
+                return SandboxLost(f"{self.id}: {ack.detail}")
+
+    async def renew(self) -> bool:
+        """Renew the lease; False when the sandbox is gone or has another owner."""
+        return (await self._renew(ANSWER_S)).ok
+
+    async def _renew(self, timeout: float) -> Ack:
+        acquired = self._acquired
+        request = Renew(sandbox=acquired.sandbox, secret=acquired.secret, epoch=acquired.epoch, lease_s=self._lease_s)
+        reply = await self._bus.request(self.subject("renew"), request, timeout=timeout)
+        self.renewed = time.monotonic()
+        return reply if isinstance(reply, Ack) else Ack(ok=False, detail=type(reply).__name__)
+
+    async def release(self) -> None:
+        """End the ownership. BusError when the node cannot be reached; the sandbox then ends with its lease."""
+        acquired = self._acquired
+        request = Release(sandbox=acquired.sandbox, secret=acquired.secret, epoch=acquired.epoch)
+        await self._bus.request(self.subject("release"), request, timeout=ANSWER_S)
+
+    async def checkpoint(self, whole: bool = False) -> bytes:
+        """The sandbox's present state, for `Sandboxes.restore`.
+
+        whole: include the template's pages, so that every node whose template has the same inputs can restore it;
+        otherwise only nodes with the same template files can. The sandbox needs its own machine (isolation
+        ``episode``) and no running call. CannotCopy, SandboxLost.
+        """
+        acquired = self._acquired
+        request = Checkpoint(sandbox=acquired.sandbox, secret=acquired.secret, epoch=acquired.epoch, whole=whole)
+        try:
+            reply = await self._bus.request(self.subject("checkpoint"), request, timeout=ANSWER_S, owner=self._owner)
+        except (NoResponders, BusTimeout, Disconnected) as error:
+            raise CannotCopy(f"{self.id}: {error}") from None
+        self.renewed = time.monotonic()
+        if isinstance(reply, Checkpointed):
+            return reply.data
+        raise refusal(reply, self.id)
+
+    async def fork(self, into: Sequence[Acquire]) -> list["RemoteSandbox"]:
+        """Copy this sandbox once per request; the copies and this sandbox continue from its present state.
+
+        into: requests with this sandbox's run, lane and role, and new keys. Like `checkpoint`, this needs a sandbox
+        with its own machine. CannotCopy, NoCapacity, SandboxLost.
+        """
+        acquired = self._acquired
+        request = Fork(sandbox=acquired.sandbox, secret=acquired.secret, epoch=acquired.epoch, into=tuple(into))
+        try:
+            reply = await self._bus.request(self.subject("fork"), request, timeout=ANSWER_S)
+        except (NoResponders, BusTimeout, Disconnected) as error:
+            raise CannotCopy(f"{self.id}: {error}") from None
+        if isinstance(reply, Forked):
+            pairs = zip(reply.held, into, strict=True)
+            return [RemoteSandbox(self._bus, copy, self._lease_s, asked.group) for copy, asked in pairs]
+        raise refusal(reply, self.id)
+
+    def subject(self, method: str) -> str:
+        """The subject on which its node serves a method."""
+        return RPC_NODE.at(service="environment", node=self.node, method=method)
