@@ -27,7 +27,7 @@ def add(commands: "Commands") -> None:
 
 
 def deploy(args: argparse.Namespace) -> int:
-    """Write the files and name them."""
+    """Write the files and print their paths."""
     from pathlib import Path
 
     from headrace.bus.broker.server import CONF

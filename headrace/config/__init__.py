@@ -1,7 +1,7 @@
-"""One typed TOML for a run: a section per part, an attribute per choice.
+"""The typed configuration of a run, read from TOML: one section per part of the system, one attribute per key.
 
-Unknown keys, wrong types and missing files are refused with the key, what was expected and the line. Everything is
-imported from here; the files behind it are one per kind of section.
+Unknown keys, wrong types and missing files are refused with the key, its line and the expected value. Other packages
+import everything from here; each module contains the sections of one part of the system.
 """
 
 from headrace.config.base import ConfigError, Section

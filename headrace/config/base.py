@@ -1,7 +1,7 @@
-"""The base of every section of the configuration, the ranges of values, and the one error.
+"""The base of every section of the configuration, the ranges of values, and the error.
 
-A range stands in the type of a key, so that it is checked when a file is read and shows in the schema. Values that
-code sets directly are not checked.
+A range is part of a key's type, so it is checked when a file is read and appears in the schema. Values that code sets
+directly are not checked.
 """
 
 from typing import Annotated
@@ -11,7 +11,7 @@ from msgspec import Meta
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used; the text says which key, the line, what was expected and what was found."""
+    """The configuration cannot be used; the text names the key, its line, the expected value and the actual one."""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,7 +34,7 @@ Rate = Annotated[float, Meta(gt=0.0, le=1e3)]
 """A learning rate."""
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Duration = Annotated[float, Meta(gt=0.0, le=1e9)]
-"""Seconds, more than none."""
+"""Seconds, more than 0."""
 
 TOKEN = r"^[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?$"
 TOKEN_OR_EMPTY = r"^([a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?)?$"
@@ -65,7 +65,7 @@ WORDS = {
     VARIABLE_OR_EMPTY: "the name of an environment variable, or nothing",
     DEVICE: "auto, cpu, cuda or cuda:N",
 }
-"""Each pattern in words, for the error."""
+"""Description of each pattern, for error messages."""
 
 Token = Annotated[str, Meta(pattern=TOKEN)]
 """One token of a subject and one part of a path."""
@@ -84,6 +84,6 @@ Variable = Annotated[str, Meta(pattern=VARIABLE)]
 OptionalVariable = Annotated[str, Meta(pattern=VARIABLE_OR_EMPTY)]
 Device = Annotated[str, Meta(pattern=DEVICE)]
 Word = Annotated[str, Meta(pattern=PATH, max_length=4096)]
-"""One word of a command line, or one name that another part of the configuration gives a meaning."""
+"""One word of a command line, or one name whose meaning its own key defines."""
 Prompt = Annotated[str, Meta(max_length=1 << 20)]
 """Text of many lines."""

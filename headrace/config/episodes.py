@@ -1,4 +1,4 @@
-"""Sections of episodes: tasks, limits, how many at once, evaluation, the product lane."""
+"""Sections of episodes: tasks, limits, concurrency, evaluation, the product lane."""
 
 from typing import Annotated, Literal
 
@@ -26,12 +26,12 @@ from headrace.config.base import (
 
 
 class McpServer(Section, frozen=True, kw_only=True):
-    """An external MCP server whose tools tasks may offer as ``SERVER/TOOL``. Either a command or an address."""
+    """An external MCP server whose tools tasks may offer as ``SERVER/TOOL``. It has either a command or an address."""
 
     command: tuple[Word, ...] = ()
     """Program and arguments; it speaks MCP over its standard streams."""
     env: tuple[Variable, ...] = ()
-    """Names of environment variables that the command gets besides the usual few."""
+    """Names of further environment variables that the command gets."""
     url: HttpUrl = ""
     """Address of a server that speaks streamable HTTP."""
     key: OptionalVariable = ""
@@ -39,21 +39,21 @@ class McpServer(Section, frozen=True, kw_only=True):
     start_s: Duration = 30.0
     """Longest wait for the server's start."""
     calls: Positive = 20
-    """Calls of one episode, all tools of the server together."""
+    """The most calls of one episode, over all tools of the server."""
     call_s: Duration = 30.0
     """Longest wait for one answer."""
     result_bytes: Positive = 20_000
-    """Most bytes of one answer; the rest is cut."""
+    """The most bytes of one answer; the rest is cut."""
 
 
 class Tasks(Section, frozen=True, kw_only=True):
-    """Which suites."""
+    """The run's suites, and the conditions under which it trains on them."""
 
     suite: Path = "generated/train"
     heldout: Path = "generated/heldout"
     unseen: Path = "generated/unseen"
     dir: Path = "suites"
-    """Where suites made by `headrace tasks from-sdist` lie."""
+    """Folder of the suites that `headrace tasks` makes or imports."""
     train_on_logs: bool = False
     """Train on suites whose verdicts are read from printed lines, which a policy can forge (tasks/trust.py)."""
     uncertified: bool = False
@@ -87,14 +87,14 @@ class Limits(Section, frozen=True, kw_only=True):
     wall_s: Duration = 120.0
     max_parallel_calls: Annotated[int, Meta(ge=1, le=1024)] = 6
     reserve_tokens: Count = 0
-    """Context that is kept free for a summary with its thinking: it is asked for so many tokens before
+    """Tokens that are kept free for a summary with its thinking: the summary is requested this many tokens before
     context_tokens."""
     max_summaries: Count = 64
-    """Summaries of one attempt; one more ends it."""
+    """The most summaries of one attempt; it ends when it needs another one."""
 
 
 class Curriculum(Section, frozen=True, kw_only=True):
-    """Groups, batches, and how stale they may become."""
+    """Groups, batches, and the largest staleness of their tokens."""
 
     group_size: Annotated[int, Meta(ge=2, le=1024)] = 8
     groups_per_step: Annotated[int, Meta(ge=1, le=65536)] = 8
@@ -105,51 +105,52 @@ class Curriculum(Section, frozen=True, kw_only=True):
     on_stale: Literal["wait", "drop"] = "wait"
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
     speculate: Count = 0
-    """Number of last open slots of a group that are issued a second time; the first answer counts. This favours short
-    episodes; the audit says by how much."""
+    """Number of last open slots of a group that are issued a second time; the attempt that is scored first counts. This
+    favours short episodes; the audit measures by how much."""
     replace_flat: Count = 0
     """Dynamic sampling (DAPO, arXiv 2503.14476): groups whose rewards are all equal are dropped (reason flat) and
-    replaced, at most so many for each batch that has begun; what a batch leaves over counts for later ones. Beyond the
-    limit they are trained on as before: no gradient, but a place in the batch."""
+    replaced, at most this many per batch that has begun; later batches may use what earlier ones did not. Beyond the
+    limit such a group stays in its batch and has no gradient."""
     actor_wait_s: Duration = 21_600.0
-    """How long a run waits while it has no live judge, trainer, dead_letter, evaluator or certifier, whichever it needs
-    then: the curriculum ends with a sentence that names the role."""
+    """How long a run waits for a role that it needs and that has no live actor: judge, trainer, dead_letter, evaluator
+    or certifier. Then the curriculum ends with an error that names the role."""
     canaries: Share = 0.0
-    """Share of groups that get a task without a solution (tasks/impossible.py): an attempt that passes it has
+    """Share of groups that get a task without a solution (tasks/impossible.py): an attempt that passes such a task has
     cheated."""
 
 
 class Rollout(Section, frozen=True, kw_only=True):
-    """How many episodes at once."""
+    """Rollout actors: concurrent episodes, checkpoints, lanes, and how long attempts wait."""
 
     credit: Annotated[int, Meta(ge=1, le=10_000)] = 48
     """Episodes of one lane that a rollout actor runs at once: the engine batches over them."""
     checkpoint_every: Count = 0
-    """Turns between checkpoints of a sandbox that has a machine of its own (isolation = episode): when it is lost, the
-    attempt resumes in a copy. A few MiB each; 0 makes none, and the attempt is issued again."""
+    """Turns between checkpoints of a sandbox that has a machine of its own (isolation = episode). If that sandbox is
+    lost, the attempt resumes in a copy. A checkpoint takes a few MiB. 0: no checkpoints, and a lost attempt is issued
+    again."""
     lanes: tuple[Literal["train", "eval", "production"], ...] = ()
-    """Lanes that a rollout actor without a lease pulls. Empty: the product's own actors pull production, the others
-    train and eval, and all three without a product lane."""
+    """Lanes that a rollout actor without a lease pulls. Empty: with a product lane, the actors in [production] rollouts
+    pull production and the others train and eval; without a product lane, every actor pulls all three."""
     node_wait_s: Duration = 600.0
-    """How long an attempt waits while no environment node answers at all: then it fails with no_environment."""
+    """How long an attempt waits while no environment node answers; then it fails with no_environment."""
     room_wait_s: Duration = 21_600.0
-    """How long an attempt waits while every environment node is full: then it fails with no_capacity."""
+    """How long an attempt waits while every environment node is full; then it fails with no_capacity."""
     rollout_wait_s: Duration = 21_600.0
-    """How long requests wait while the run has no live rollout actor at all: then they become dead letters, and their
-    attempts fail with dead_letter."""
+    """How long requests wait while the run has no live rollout actor; then they become dead letters, and their attempts
+    fail with dead_letter."""
     version_wait_s: Duration = 21_600.0
-    """How long an attempt waits for a policy version: the first one comes after mid-training. Then it fails with
-    no_policy."""
+    """How long an attempt waits for a policy version; then it fails with no_policy. The first version is published
+    after mid-training."""
 
 
 class Judge(Section, frozen=True, kw_only=True):
-    """How many trajectories at once."""
+    """The judge: concurrent trajectories, second verdicts, severities, the reward's time, and the rubric's model."""
 
     credit: Annotated[int, Meta(ge=1, le=10_000)] = 32
-    """Trajectories that a judge works on at once; with group isolation a group's share one clone."""
+    """Trajectories that a judge works on at once; with group isolation the trajectories of a group share one clone."""
     again: Share = 0.05
-    """Share of verdicts from shared clones that are made a second time, in a clone of their own; every suspicious one
-    is, whatever the share."""
+    """Share of verdicts from shared clones that are made a second time, in a clone of their own. A suspicious verdict
+    is always made a second time."""
     severities: dict[Word, Literal["note", "zero"]] = {}
     """Rules of headrace/judging/rules.py with another severity: note reports a match, zero voids the pass."""
     reward_s: Duration = 30.0
@@ -168,14 +169,14 @@ class Judge(Section, frozen=True, kw_only=True):
     """The model's name at that endpoint."""
     model_folder: OptionalPath = ""
     """The folder of the weights that the endpoint serves: the hash of its files pins the judge of a run. Empty: the
-    model's name does."""
+    model's name pins it."""
     model_key: OptionalVariable = ""
     """Name of the environment variable that holds the API key; empty: no key is sent."""
     model_votes: Annotated[int, Meta(ge=1, le=99)] = 3
     """Answers per criterion. The order in which "met" and "not met" are offered alternates."""
     model_temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 0.7
     model_s: Duration = 120.0
-    """Seconds within which an answer has to come, retries included; after them the attempt is an infrastructure
+    """Seconds within which an answer must arrive, retries included; after them the attempt is an infrastructure
     failure."""
     model_parallel: Positive = 8
     """Requests of one judge actor at once."""
@@ -184,20 +185,20 @@ class Judge(Section, frozen=True, kw_only=True):
 
 
 class Evaluation(Section, frozen=True, kw_only=True):
-    """Measurements of the policy: before training, while it goes on, and after it."""
+    """Measurements of the policy before, during and after training."""
 
     heldout_tasks: Count = 200
     unseen_tasks: Count = 48
     before: bool = True
     before_greedy: bool = False
-    """Measure greedily before training too, not only at temperature 1."""
+    """Measure before training with greedy sampling too, not only at temperature 1."""
     after: bool = True
     every: Count = 0
-    """Measure after every so many steps while training goes on; 0 turns it off."""
+    """Number of steps between two measurements during training; 0: no measurements during training."""
     every_suites: tuple[Path, ...] = ()
     """Suites of these measurements; empty: [tasks] heldout."""
     every_tasks: Positive = 32
-    """Tasks of each of them, from the suite's first."""
+    """Number of tasks of each suite that are measured, counted from the suite's first."""
     every_temperature: Amount = 1.0
 
 
@@ -214,16 +215,16 @@ class Production(Section, frozen=True, kw_only=True):
     """PEM file of its private key."""
     tenant: Token = "default"
     training_allowed: bool = False
-    """Opt-in of `tenant`: its rated sessions may be trained on. It counts when a session is rated and again when a
-    batch is made. Tenants with API keys opt in with theirs (`headrace keys add --training`)."""
+    """Opt-in of `tenant`: its rated sessions may be trained on. It is checked when a session is rated and again when a
+    batch is made. Tenants with API keys opt in by their keys (`headrace keys add --training`)."""
     keys: OptionalPath = ""
     """File of API keys (`headrace keys`); empty: <run dir>/keys.json."""
     turn_tokens: Positive = 4096
-    """Most sampled tokens of a turn that a client's agent asks for."""
+    """The most sampled tokens of a turn that a client's agent requests."""
     context_tokens: Positive = 32768
-    """Longest context, prompt and turn together, of a client's agent."""
+    """The longest context of a client's agent, in tokens of prompt and turn together."""
     turn_s: Duration = 300.0
-    """Longest wait for such a turn."""
+    """The longest wait for such a turn."""
     idle_s: Duration = 900.0
     """A client's session ends after this time without a request."""
     limits: Limits = Limits(
@@ -233,7 +234,7 @@ class Production(Section, frozen=True, kw_only=True):
     agent_idle_s: Duration = 1800.0
     """How long the sandbox of an agent is held for the next run."""
     command_s: Duration = 120.0
-    """Limit of the commands `setup` and `check` of agents side by side."""
+    """Time limit of the commands `setup` and `check` of a set of agents."""
     webhook_hosts: tuple[Host, ...] = ()
     """Hosts that an agent's webhook may name; empty: none."""
     git_hosts: tuple[Host, ...] = ()
@@ -241,9 +242,10 @@ class Production(Section, frozen=True, kw_only=True):
     rollouts: tuple[Token, ...] = ("product",)
     """Ids of the rollout actors that belong to the product and may be lent."""
     reclaim_above: Count = 0
-    """Sessions running or waiting above this take lent capacity back at once."""
+    """Largest number of running and waiting sessions at which capacity is lent; above it, lent capacity is reclaimed at
+    once."""
     lend_after_s: Seconds = 3.0
-    """Quiet time before capacity is lent."""
+    """Seconds that the number must not be above `reclaim_above` before capacity is lent."""
     simulate: bool = False
     """Run simulated users against the gateway, with a day-and-night rhythm."""
     day_s: Duration = 40.0

@@ -1,4 +1,4 @@
-"""One key of the configuration: its value, the layer that set it, its type and range, and what it means.
+"""Explains one key of the configuration: its value, the layer that set it, its type and range, and its meaning.
 
 Layers, the last wins: defaults, the TOML file, the environment (`HEADRACE_SET_SECTION__KEY`), `--set`.
 """
@@ -22,7 +22,7 @@ from headrace.config.tree import Config
 
 
 class Explanation(NamedTuple):
-    """A key with its value and everything that is known about it."""
+    """A key with its value, the layer that set it, its type, default and meaning."""
 
     key: str
     value: Any
@@ -35,14 +35,14 @@ class Explanation(NamedTuple):
 def explain(
     key: str, path: str = "", overrides: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> Explanation:
-    """Explain `section.key` in a configuration. ConfigError names the nearest key where there is none."""
-    known = {f"{section}.{name}": (kind, default) for section, name, kind, default in keys()}
-    if key not in known:
-        near = difflib.get_close_matches(key, known, 1, 0.0)
+    """Explain `section.key` in a configuration. ConfigError names the nearest key if there is no such key."""
+    existing = {f"{section}.{name}": (kind, default) for section, name, kind, default in keys()}
+    if key not in existing:
+        near = difflib.get_close_matches(key, existing, 1, 0.0)
         raise ConfigError(f"there is no key {key!r}; the nearest is {near[0]}")
     config = load(path, overrides, environment)
     section, _, name = key.partition(".")
-    kind, default = known[key]
+    kind, default = existing[key]
     return Explanation(
         key,
         getattr(getattr(config, section), name),
@@ -108,21 +108,21 @@ def described(kind: msgspec.inspect.Type) -> str:
 
 
 def _meaning(section: str, name: str) -> str:
-    """The text under a key in its section's source, else the name and the text of the section."""
+    """The docstring under a key in its section's source; without one, the section's name and docstring."""
     kind = type(getattr(Config(), section))
     return _texts(section).get(name) or f"[{section}] " + re.sub(r"\s+", " ", kind.__doc__ or "")
 
 
 @functools.cache
 def _texts(section: str) -> dict[str, str]:
-    """The text under each key of a section that has one."""
+    """The docstrings of a section's keys; keys without one are missing."""
     [tree] = ast.parse(inspect.getsource(type(getattr(Config(), section)))).body
     assert isinstance(tree, ast.ClassDef)
     name = ""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = node.target.id
         elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            found[name] = re.sub(r"\s+", " ", str(node.value.value))
-    return found
+            texts[name] = re.sub(r"\s+", " ", str(node.value.value))
+    return texts

@@ -1,7 +1,7 @@
-"""Sections of the feedback loop: the branch that trains on rated sessions, and the gate before the users.
+"""Sections of the feedback loop: the branch that trains on rated sessions, and the gate that its versions must pass.
 
-The branch is a run of its own, with its own trainer, ledger and versions: production's tokens come from the promoted
-version, which the main run's trainer leaves behind.
+The branch is a run of its own, with its own trainer, ledger and versions: the product lane samples from the promoted
+version, while the main run's trainer continues with later versions.
 """
 
 from typing import Annotated
@@ -19,36 +19,36 @@ class Feedback(Section, frozen=True, kw_only=True):
     branch: Token = "feedback"
     """The branch's name is `<run>-<branch>`. A branch keeps its version 0; another version 0 needs another name."""
     batch: Positive = 8
-    """Rated sessions of a batch. Every batch makes a version, and a version is a candidate for promotion."""
+    """Rated sessions of a batch. Every batch makes a version, and the newest version becomes a candidate."""
     every_s: Seconds = 0.0
-    """Least time between two batches."""
+    """The shortest time between two batches."""
     staleness: Annotated[int, Meta(ge=0, le=64)] = 1
     """Largest staleness of a token, in branch versions. Batches wait while the promoted version is older than that,
-    because sessions of today would be too stale."""
+    because its sessions would be too stale."""
     user_cap: Count = 4
-    """Ratings of one user that count within `window_s`; 0 is no limit."""
+    """The most ratings of one user that count within `window_s`; 0 is no limit."""
     window_s: Duration = 86400.0
     late_s: Duration = 86400.0
     """A rating that arrives later than this after its session is not trained on."""
     learning_rate: Amount = 0.0
-    """Of the branch; 0 is that of [algorithm]."""
+    """Learning rate of the branch; 0 uses that of [algorithm]."""
     base: OptionalToken = ""
     """Set by headrace in the branch's own configuration: the run whose promoted version is version 0."""
 
 
 class Gate(Section, frozen=True, kw_only=True):
-    """The stages of a candidate before it serves everybody: benchmark, shadow, canary stages, promotion."""
+    """The stages of a candidate before it serves all users: benchmark, shadow, canary stages, promotion."""
 
     tasks: Count = 0
-    """Held-out tasks that candidate and promoted version are compared on, task by task; 0 skips the benchmark and
-    leaves the harm test alone between a candidate and the users."""
+    """Held-out tasks on which candidate and promoted version are compared, task by task. 0 skips the benchmark: then
+    only the harm test of the canary stages can stop a worse candidate."""
     trials: Annotated[int, Meta(ge=1, le=100)] = 1
     """Trials of each of these tasks, of both versions."""
     margin: Annotated[float, Meta(ge=-1.0, le=1.0)] = 0.0
-    """The lower confidence bound of the difference in pass rates has to be above this."""
+    """The lower confidence bound of the difference in pass rates must be above this."""
     shadow: Count = 0
-    """Turns of clients that the candidate answers too, unseen, before any user gets it; 0 skips the stage. Sessions of
-    headrace's own agent are not shadowed."""
+    """Number of clients' turns that the candidate also answers, without showing its answers, before it serves any user;
+    0 skips the stage. Sessions of headrace's own agent are not shadowed."""
     shadow_failures: Share = 0.05
     """Share of shadow turns that may fail."""
     canary: tuple[Share, ...] = (0.05, 0.25)
@@ -58,7 +58,7 @@ class Gate(Section, frozen=True, kw_only=True):
     alpha: Annotated[float, Meta(gt=0.0, lt=0.5)] = 0.05
     """Probability of a false verdict: half for the benchmark, half for the harm tests of all canary stages."""
     stage_s: Duration = 86400.0
-    """A stage that has not ended after this holds the candidate back."""
+    """A stage that takes longer ends with the verdict `held`."""
 
 
 def branch_name(run: str, section: Feedback) -> str:

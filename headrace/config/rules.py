@@ -1,7 +1,7 @@
-"""Rules between keys: values that are allowed alone but not together.
+"""Rules between keys: each value is allowed alone, but not together with another one.
 
-Each rule names the key to change and says in one clause why. They are checked when a configuration is read, in this
-order, and the first one that fails is the error.
+Each rule names the key to change and gives the reason in one clause. The rules are checked in this order when a
+configuration is read, and the first one that fails is the error.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,37 +20,40 @@ def problems(config: Config) -> Iterator[Problem]:
 
 
 def _limits(config: Config) -> Iterator[Problem]:
-    own = config.limits
-    if own.max_turn_tokens > own.max_tokens:
+    section = config.limits
+    if section.max_turn_tokens > section.max_tokens:
         yield (
             "limits.max_turn_tokens",
-            f"expected at most limits.max_tokens ({own.max_tokens}), got {own.max_turn_tokens}",
+            f"expected at most limits.max_tokens ({section.max_tokens}), got {section.max_turn_tokens}",
         )
-    if own.max_turn_tokens >= own.context_tokens:
+    if section.max_turn_tokens >= section.context_tokens:
         yield (
             "limits.max_turn_tokens",
-            f"expected less than limits.context_tokens ({own.context_tokens}), got {own.max_turn_tokens}",
+            f"expected less than limits.context_tokens ({section.context_tokens}), got {section.max_turn_tokens}",
         )
-    if own.reserve_tokens >= own.context_tokens:
+    if section.reserve_tokens >= section.context_tokens:
         yield (
             "limits.reserve_tokens",
-            f"expected less than limits.context_tokens ({own.context_tokens}), got {own.reserve_tokens}",
+            f"expected less than limits.context_tokens ({section.context_tokens}), got {section.reserve_tokens}",
         )
-    if 0 < own.reserve_tokens <= 2 * own.max_turn_tokens:
+    if 0 < section.reserve_tokens <= 2 * section.max_turn_tokens:
         yield (
             "limits.reserve_tokens",
-            f"expected 0, or more than {2 * own.max_turn_tokens}: a turn that begins below the limit and the "
-            f"summary may each have limits.max_turn_tokens ({own.max_turn_tokens}); got {own.reserve_tokens}",
+            f"expected 0, or more than {2 * section.max_turn_tokens}: a turn that begins below the limit and the "
+            f"summary may each have limits.max_turn_tokens ({section.max_turn_tokens}); got {section.reserve_tokens}",
         )
 
 
 def _curriculum(config: Config) -> Iterator[Problem]:
-    own = config.curriculum
-    if own.speculate >= own.group_size:
-        yield "curriculum.speculate", f"expected less than group_size ({own.group_size}), got {own.speculate}"
-    if own.replace_flat and config.algorithm.baseline != "group":
-        yield "curriculum.replace_flat", "expected 0 with algorithm.baseline = class: equal rewards still teach there"
-    slots = own.group_size * own.groups_per_step
+    section = config.curriculum
+    if section.speculate >= section.group_size:
+        yield "curriculum.speculate", f"expected less than group_size ({section.group_size}), got {section.speculate}"
+    if section.replace_flat and config.algorithm.baseline != "group":
+        yield (
+            "curriculum.replace_flat",
+            "expected 0 with algorithm.baseline = class: there, a group with equal rewards can have advantages",
+        )
+    slots = section.group_size * section.groups_per_step
     if config.algorithm.minibatches > slots:
         yield (
             "algorithm.minibatches",
@@ -79,29 +82,35 @@ def _mcp(config: Config) -> Iterator[Problem]:
 
 
 def _judge(config: Config) -> Iterator[Problem]:
-    own = config.judge
-    if own.rubric and not own.model_url:
+    section = config.judge
+    if section.rubric and not section.model_url:
         yield "judge.model_url", "expected the address of the endpoint that judges judge.rubric, got none"
-    if own.model_url and not own.model:
+    if section.model_url and not section.model:
         yield "judge.model", "expected the name of a model at judge.model_url, got none"
-    if own.model_folder and not own.model_url:
+    if section.model_folder and not section.model_url:
         yield "judge.model_folder", "expected none without judge.model_url: it pins the model of that endpoint"
-    if own.rubric_weight and config.algorithm.reward != "shaped":
+    if section.rubric_weight and config.algorithm.reward != "shaped":
         reward = config.algorithm.reward
         yield "judge.rubric_weight", f"expected 0: the reward {reward!r} decides itself what a rubric is worth"
 
 
 def _algorithm(config: Config) -> Iterator[Problem]:
-    own = config.algorithm
-    if not own.ratio_low <= 1.0 <= own.ratio_high:
-        yield "algorithm.ratio_low", f"expected ratio_low <= 1 <= ratio_high, got {own.ratio_low} and {own.ratio_high}"
-    if own.mask_low > own.tis_clip:
-        yield "algorithm.mask_low", f"expected at most tis_clip ({own.tis_clip}), got {own.mask_low}"
-    if own.overlong_penalty and not 1 <= own.overlong_tokens <= config.limits.max_tokens:
-        most = config.limits.max_tokens
-        yield "algorithm.overlong_tokens", f"expected 1 to limits.max_tokens ({most}), got {own.overlong_tokens}"
-    if own.overlong_penalty and own.reward != "shaped":
-        yield "algorithm.overlong_penalty", f"expected 0: the reward {own.reward!r} decides itself what length costs"
+    section = config.algorithm
+    if not section.ratio_low <= 1.0 <= section.ratio_high:
+        yield (
+            "algorithm.ratio_low",
+            f"expected ratio_low <= 1 <= ratio_high, got {section.ratio_low} and {section.ratio_high}",
+        )
+    if section.mask_low > section.tis_clip:
+        yield "algorithm.mask_low", f"expected at most tis_clip ({section.tis_clip}), got {section.mask_low}"
+    if section.overlong_penalty and not 1 <= section.overlong_tokens <= config.limits.max_tokens:
+        most, tokens = config.limits.max_tokens, section.overlong_tokens
+        yield "algorithm.overlong_tokens", f"expected 1 to limits.max_tokens ({most}), got {tokens}"
+    if section.overlong_penalty and section.reward != "shaped":
+        yield (
+            "algorithm.overlong_penalty",
+            f"expected 0: the reward {section.reward!r} decides itself what length costs",
+        )
 
 
 def _feedback(config: Config) -> Iterator[Problem]:
@@ -113,52 +122,58 @@ def _feedback(config: Config) -> Iterator[Problem]:
 
 
 def _policy(config: Config) -> Iterator[Problem]:
-    own = config.policy
-    if own.checkpoint:
-        return  # the checkpoint's own shape counts
-    if own.heads % own.kv_heads:
-        yield "policy.kv_heads", f"expected a divisor of heads ({own.heads}), got {own.kv_heads}"
-    if own.top_k > own.experts:
-        yield "policy.top_k", f"expected at most experts ({own.experts}), got {own.top_k}"
-    if own.head_dim % 2:
-        yield "policy.head_dim", f"expected an even number (rotary embedding), got {own.head_dim}"
+    section = config.policy
+    if section.checkpoint:
+        return  # the checkpoint determines the shape
+    if section.heads % section.kv_heads:
+        yield "policy.kv_heads", f"expected a divisor of heads ({section.heads}), got {section.kv_heads}"
+    if section.top_k > section.experts:
+        yield "policy.top_k", f"expected at most experts ({section.experts}), got {section.top_k}"
+    if section.head_dim % 2:
+        yield "policy.head_dim", f"expected an even number (rotary embedding), got {section.head_dim}"
 
 
 def _trainer(config: Config) -> Iterator[Problem]:
-    own = config.trainer
-    if own.ranks % own.expert_ranks:
-        yield "trainer.expert_ranks", f"expected a divisor of trainer.ranks ({own.ranks}), got {own.expert_ranks}"
-    if own.ranks > 1 and ":" in own.device:
-        yield "trainer.device", f"expected auto, cpu or cuda with trainer.ranks = {own.ranks}, got {own.device!r}"
+    section = config.trainer
+    if section.ranks % section.expert_ranks:
+        yield (
+            "trainer.expert_ranks",
+            f"expected a divisor of trainer.ranks ({section.ranks}), got {section.expert_ranks}",
+        )
+    if section.ranks > 1 and ":" in section.device:
+        yield (
+            "trainer.device",
+            f"expected auto, cpu or cuda with trainer.ranks = {section.ranks}, got {section.device!r}",
+        )
 
 
 def _machines(config: Config) -> Iterator[Problem]:
-    own = config.environment
-    if own.judge_share + own.production_share >= own.max_vms:
-        kept = own.judge_share + own.production_share
+    section = config.environment
+    if section.judge_share + section.production_share >= section.max_vms:
+        reserved = section.judge_share + section.production_share
         yield (
             "environment.max_vms",
-            f"expected more than judge_share + production_share ({kept}), or training gets no machine, "
-            f"got {own.max_vms}",
+            f"expected more than judge_share + production_share ({reserved}), or training gets no machine, "
+            f"got {section.max_vms}",
         )
-    if own.warm > own.max_vms:
-        yield "environment.warm", f"expected at most max_vms ({own.max_vms}), got {own.warm}"
+    if section.warm > section.max_vms:
+        yield "environment.warm", f"expected at most max_vms ({section.max_vms}), got {section.warm}"
 
 
 def _weights(config: Config) -> Iterator[Problem]:
-    own = config.weights
-    if own.collect_chains == 1:
+    section = config.weights
+    if section.collect_chains == 1:
         yield (
             "weights.collect_chains",
-            "expected 0 or at least 2, because joiners may still read the last chain but one; got 1",
+            "expected 0 or at least 2, because a node that joins may still read the previous chain; got 1",
         )
 
 
 def _production(config: Config) -> Iterator[Problem]:
-    own = config.production
-    if own.tls_certificate and not own.tls_key:
+    section = config.production
+    if section.tls_certificate and not section.tls_key:
         yield "production.tls_key", "expected the key of production.tls_certificate, got none"
-    if own.tls_key and not own.tls_certificate:
+    if section.tls_key and not section.tls_certificate:
         yield "production.tls_certificate", "expected the certificate of production.tls_key, got none"
 
 

@@ -1,4 +1,4 @@
-"""Sections of learning: mid-training, the objective and its guard, the trainer, replay."""
+"""Sections of training: mid-training, the objective and its guard, the trainer, replay."""
 
 from typing import Annotated, Literal
 
@@ -28,7 +28,7 @@ class MidTraining(Section, frozen=True, kw_only=True):
     context_weight: Share = 0.05
     """Loss weight of the tokens that a policy reads; those that it writes have 1. A pretrained policy needs 0."""
     processes: Threads = 2
-    """Processes that share each batch, one torch thread each. Part of the recipe: another number gives other bits."""
+    """Processes that share each batch, one torch thread each. The number changes the bits of the result."""
 
 
 class Algorithm(Section, frozen=True, kw_only=True):
@@ -62,11 +62,12 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """The band of clipped, decoupled, sequence and sequence_masked; clip-higher (DAPO) is 0.8 to 1.28, GSPO's own band
     0.9997 to 1.0004."""
     minibatches: Annotated[int, Meta(ge=1, le=65536)] = 1
-    """Number of updates that a batch is split into; decoupled differs from truncated only from the second update on."""
+    """Number of updates into which a batch is split; decoupled differs from truncated from the second update on."""
     kl_weight: Amount = 0.0
-    """Weight of the KL to the reference: the weights that RL starts from, which the trainer then keeps."""
+    """Weight of the KL divergence from the reference: the weights at the start of RL, of which the trainer keeps a
+    copy."""
     kl: Literal["k1", "k3"] = "k1"
-    """Estimator of that KL: k1 as a cost on each token's advantage, or k3 as GRPO's loss term."""
+    """Estimator of that KL divergence: k1 as a cost on each token's advantage, or k3 as GRPO's loss term."""
     grad_clip: Amount = 1.0
     max_grad_norm: Amount = 0.0
     """A step whose gradient norm (before clipping) is above this is refused; 0 is no limit."""
@@ -75,8 +76,8 @@ class Algorithm(Section, frozen=True, kw_only=True):
     guard_k1: Amount = 0.0
     """k1 above which the guard suspects a collapse (headrace/training/guard.py); 0 turns the guard off."""
     guard_patience: Positive = 2
-    """Consecutive steps above it after which the guard rolls back, when neither reward nor entropy confirms the
-    collapse before."""
+    """Consecutive steps above `guard_k1` after which the guard rolls back. It rolls back earlier if reward or entropy
+    confirms the collapse."""
     guard_reward: Share = 0.5
     """A reward below this share of its mean over calm steps confirms the collapse."""
     guard_entropy: Annotated[float, Meta(ge=1.0, le=1e12)] = 2.0
@@ -97,7 +98,7 @@ class Algorithm(Section, frozen=True, kw_only=True):
     sequence_mean: bool = False
     """Each sequence's terms are averaged over its own tokens (GSPO, GRPO), and constant_tokens is not read."""
     overlong_penalty: Amount = 0.0
-    """The built-in reward falls by so much, in a line over the last `overlong_tokens` sampled tokens before
+    """Amount by which the built-in reward falls, linearly over the last `overlong_tokens` sampled tokens before
     limits.max_tokens (DAPO's soft overlong punishment, arXiv 2503.14476)."""
     overlong_tokens: Count = 0
 
@@ -114,7 +115,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     threads: Threads = 1
     ranks: Threads = 1
     """Processes that train together: the actor's own and others that it starts on its machine, each with its part of
-    weights and optimizer. On CUDA one device each, and `device` names none of them."""
+    weights and optimizer. On CUDA each has one device, and `device` must not name one."""
     expert_ranks: Threads = 1
     """Ranks that share one copy of a mixture's experts, each with some of them; 1 shards experts like all other
     weights."""
@@ -123,11 +124,12 @@ class Trainer(Section, frozen=True, kw_only=True):
     checkpoint_every: Positive = 10
     micro_tokens: Positive = 8192
     frozen: tuple[Word, ...] = ()
-    """Parameters that no training changes, by patterns over headrace's names: embedding, layers.0.*, norm.
-    Layers below the first trained one cost no backward pass, and no delta names a frozen parameter."""
+    """Parameters that training does not change, by patterns over headrace's names: embedding, layers.0.*, norm.
+    Layers below the first trained one need no backward pass, and no delta contains a frozen parameter."""
 
 
 class Replay(Section, frozen=True, kw_only=True):
-    """The past of a run that can be replayed."""
+    """How much of a run can be replayed."""
 
     keep_steps: Count = 1000
+    """Number of newest steps whose records and checkpoints are kept; at least staleness + 2."""

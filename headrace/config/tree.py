@@ -42,17 +42,19 @@ class Config(Section, frozen=True, kw_only=True):
 
 
 def branch_config(config: Config, run: str) -> Config:
-    """The configuration of a run's branch: its trainer takes a batch as soon as it is closed, and trains for ever."""
+    """The configuration of a run's branch: its trainer takes a batch as soon as it is closed, and never finishes."""
     replace = msgspec.structs.replace
-    own = config.feedback
+    section = config.feedback
     algorithm = replace(
-        config.algorithm, baseline="class", learning_rate=own.learning_rate or config.algorithm.learning_rate
+        config.algorithm, baseline="class", learning_rate=section.learning_rate or config.algorithm.learning_rate
     )
     return replace(
         config,
         run=replace(config.run, id=""),
-        feedback=replace(own, enabled=False, base=run),
-        curriculum=replace(config.curriculum, groups_per_step=own.batch, staleness=own.staleness, steps=2**31 - 1),
+        feedback=replace(section, enabled=False, base=run),
+        curriculum=replace(
+            config.curriculum, groups_per_step=section.batch, staleness=section.staleness, steps=2**31 - 1
+        ),
         algorithm=algorithm,
         mid_training=replace(config.mid_training, tokens=0),
     )

@@ -1,12 +1,12 @@
 """Dropped slots by the length of their episodes: a policy whose long episodes are dropped learns to be short.
 
 Asynchronous training finishes short episodes first. If the dropped episodes are longer than the kept ones, the policy
-is trained on a biased sample, and a total such as "1 % dropped" hides it. So slots are put into buckets of equal size
-by length, in sampled tokens and in seconds, and each bucket says how many of its slots were dropped and why. The edges
+is trained on a biased sample, and a total such as "1 % dropped" does not show it. So slots are put into buckets of
+equal size by length, in sampled tokens and in seconds, and each bucket counts its dropped slots by reason. The edges
 are quantiles of all known lengths, those of dropped episodes included.
 
 A dropped attempt usually runs to its end, so its length is known too. Attempts that never ended have no length and are
-counted apart.
+counted separately.
 """
 
 from collections import Counter
@@ -61,7 +61,7 @@ def bucketed(pairs: Sequence[tuple[float, str]], buckets: int = BUCKETS) -> Iter
 
 
 def by_length(fates: Sequence[Fate], buckets: int = BUCKETS) -> DropsByLength:
-    """The report over some slots; its buckets are ascending by length."""
+    """The report over some slots; its buckets are sorted by length, shortest first."""
     unknown = Counter(fate.reason for fate in fates if fate.reason and fate.tokens is None)
     return DropsByLength(
         tokens=tuple(bucketed([(f.tokens, f.reason) for f in fates if f.tokens is not None], buckets)),

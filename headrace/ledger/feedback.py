@@ -17,10 +17,10 @@ from headrace.messages.product import Feedback, FeedbackPurged, FeedbackSettled,
 from headrace.messages.training import StepDone
 
 ENDS = ("trained", "late", "capped", "opted_out", "unattributed", "superseded", "purged", "discarded", "pending")
-"""Every rating is counted under exactly one of them."""
+"""The ends of ratings; every rating is counted under exactly one of them."""
 
 RANK: dict[Signal, int] = {"followup": 0, "diff": 1, "undo": 1, "thumb": 2}
-"""Of two ratings of a session the one with the higher rank counts; of equal ones the later."""
+"""Ranks of signals. Of two ratings of a session the one with the higher rank counts; of equal ranks, the later one."""
 
 
 def outranks(earlier: Feedback | None, later: Feedback) -> bool:
@@ -87,7 +87,7 @@ class FeedbackBook:
     def _received(self, feedback: Feedback, seq: int, time: float) -> bool:
         rating = self.ratings.get(seq)
         if rating is not None:
-            if rating.feedback is None and not rating.purged:  # its end was read before its record
+            if rating.feedback is None and not rating.purged:  # the FeedbackSettled was read before the Feedback
                 rating.feedback, rating.time = feedback, time
                 self.by_user.setdefault(feedback.user, []).append(rating)
             return False
@@ -170,15 +170,15 @@ def examine(
     closed = Counter((rating.branch, rating.group) for rating in book.ratings.values() if rating.fate == "closed")
     for (name, group), times in closed.items():
         if times > 1:
-            wrong.append(f"feedback: {times} ratings have the place of {group} in {name}")
+            wrong.append(f"feedback: {times} ratings name the group {group} of {name}; expected one")
         state_group = branches[name].groups.get(group)
         if state_group is None or not state_group.closings:
-            wrong.append(f"feedback: {group} should have a place in {name} and has none")
+            wrong.append(f"feedback: a rating names the group {group} of {name}, which is not closed")
     named = later.groups()
     for name, branch in branches.items():
         for each in branch.groups.values():
             if each.closings and not named & {(name, each.name), ("", each.name)}:
-                wrong.append(f"feedback: {each.name} has a place in {name} and no rating names it")
+                wrong.append(f"feedback: the group {each.name} of {name} is closed and no rating names it")
     received, ended = len(book.ratings), sum(ends[end] for end in ENDS)
     if received != ended:
         wrong.append(f"feedback: {received} ratings were received, {ended} are accounted for")

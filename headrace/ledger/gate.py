@@ -1,10 +1,10 @@
 """The gate that a candidate version passes before it serves users, as pure functions over its GateState.
 
-candidate -> benchmark -> shadow -> canary stages -> promoted; or held (nothing shows that it is better, or the numbers
-do not come), or rolled back (users get worse answers). The benchmark decides on paired tasks; ratings of users are a
-guard against harm only, because a small product never has enough of them to show a gain. The harm test is valid
-whenever it is evaluated (`algorithms.sequential`). It starts anew with every stage, because ratings under different
-shares come from different days.
+candidate -> benchmark -> shadow -> canary stages -> promoted; or held (no evidence that it is better, or too few
+results in time), or rolled back (users rate it worse). The benchmark decides on paired tasks; users' ratings only guard
+against harm, because a small product never has enough of them to show a gain. The harm test is valid whenever it is
+evaluated (`algorithms.sequential`). It starts anew with every stage, because ratings under different shares come from
+different days.
 """
 
 from collections.abc import Mapping
@@ -71,10 +71,10 @@ def shadowed(state: GateState, ok: bool, rules: Gate, now: float) -> Move | Gate
     if state.shadowed < rules.shadow:
         return state
     share = state.shadow_failed / state.shadowed
-    said = f"{state.shadow_failed} of {state.shadowed} shadow turns failed"
+    text = f"{state.shadow_failed} of {state.shadowed} shadow turns failed"
     if share > rules.shadow_failures:
-        return _to(state, "held", said, now)
-    return _canary(state, rules, now, said)
+        return _to(state, "held", text, now)
+    return _canary(state, rules, now, text)
 
 
 def rated(state: GateState, policy: PolicyRef, up: bool, seq: int, rules: Gate, now: float) -> Move | GateState:
@@ -100,8 +100,8 @@ def rated(state: GateState, policy: PolicyRef, up: bool, seq: int, rules: Gate, 
 
 
 def overdue(state: GateState, rules: Gate, now: float) -> Move | None:
-    """The held candidate, when its stage has not ended within `stage_s`; None before. It has too few ratings or trials
-    for a decision."""
+    """The verdict `held` once a stage has lasted longer than `stage_s`, with too few ratings or trials for a decision;
+    None before."""
     if state.stage in RUNNING and now - state.since > rules.stage_s:
         return _to(state, "held", f"{state.stage} has not ended within {rules.stage_s:g} s", now)
     return None
@@ -133,7 +133,7 @@ def _after_benchmark(state: GateState, rules: Gate, now: float, why: str) -> Mov
 
 
 def _canary(state: GateState, rules: Gate, now: float, why: str) -> Move:
-    """The next canary stage; the promotion where the configuration has no canary stages."""
+    """The next canary stage; the promotion if the configuration has no canary stages."""
     step = state.step + 1 if state.stage == "canary" else 0
     if not rules.canary:
         return _to(state, "promoted", why, now, share=1.0)

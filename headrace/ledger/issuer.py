@@ -26,7 +26,7 @@ class Issuer:
     """Writes attempts of one run and publishes their requests. `state` gets every record that was written."""
 
     def __init__(self, bus: Bus, state: RunState, request_of: Callable[[SlotIssued], RolloutRequest]) -> None:
-        """request_of: builds the request of a recorded attempt, always the same one."""
+        """request_of: builds the request of a recorded attempt; it must return the same one at every call."""
         self._bus, self._state, self._request_of = bus, state, request_of
         self._fence: tuple[str, int] | None = None
 
@@ -58,8 +58,8 @@ class Issuer:
     async def request(self, slots: Sequence[SlotIssued]) -> None:
         """Publish the requests of recorded attempts that have no end yet.
 
-        Harmless when they were published before: the broker drops a repeated message id, and a rollout actor that gets
-        a finished attempt once more acknowledges it.
+        Requests that were published before may be published again: the broker drops a repeated message id, and a
+        rollout actor that gets the request of a finished attempt acknowledges it.
         """
         running = [issued for issued in slots if not self._ended(issued)]
         await asyncio.gather(*(self._publish(issued) for issued in running))

@@ -1,9 +1,9 @@
-"""Finds the attempt that a dead letter ends. Without this the attempt would never end.
+"""Finds the attempt that a dead letter ends, so that its issuer does not wait for it without end.
 
-A RolloutRequest that no rollout could handle, and a Trajectory that the judge could not handle, leave their slot
-without an outcome. The dead letter carries the message, so the attempt is known from it. Where the payload cannot be
-read, the message id names the attempt: rollouts give both messages the id ``<run>.<trajectory>``. A request that was
-handed back carries the suffix ``.h<count>``, a retried dead letter ``.r<number>``.
+A RolloutRequest that no rollout actor could handle, and a Trajectory that the judge could not handle, leave their slot
+without an outcome. The dead letter contains the message, which names the attempt. If the payload cannot be read, the
+message id names it: both messages have the id ``<run>.<trajectory>``. A request that was handed back has the suffix
+``.h<count>``, a retried dead letter ``.r<number>``.
 """
 
 import re

@@ -1,6 +1,6 @@
-"""The one builder of a RolloutRequest: a ledger record names the attempt, these settings say how it runs.
+"""Builds every RolloutRequest, from a ledger record that names the attempt and from the settings of its lane.
 
-Curriculum, evaluator, gateway and command line all build their requests here, so the lanes cannot differ. The result
+Curriculum, evaluator, gateway and command line all build their requests here, so the lanes cannot differ. The request
 depends on nothing else: a successor that builds the request of a recorded attempt again gets the same one.
 """
 
@@ -14,7 +14,7 @@ from headrace.messages.sandbox import Isolation
 
 
 class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How an attempt runs, whichever attempt it is."""
+    """The fields of a RolloutRequest that are the same for many attempts."""
 
     sampling: Sampling
     """Its seed is not used: every attempt samples with the seed of its ledger record."""
@@ -22,12 +22,12 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     isolation: Isolation
     policy: PolicyRef = PolicyRef()
     prompt: str = ""
-    """Replaces the task's prompt where it is not empty."""
+    """Replaces the task's prompt, unless it is empty."""
     files: dict[str, bytes] = {}
-    """Replace the task's files where there are any."""
+    """Replace the task's files, unless there are none."""
     workspace: Workspace | None = None
     wording: ToolWording | None = None
-    """Other words for the tools. Its seed and the group's name give the seed of the group's words."""
+    """Another wording of the tools. Its seed and the group's name give the seed of the group's wording."""
 
     def request(self, issued: SlotIssued) -> RolloutRequest:
         """The request of a recorded attempt."""
@@ -70,7 +70,7 @@ def limits_of(limits: sections.Limits) -> Limits:
 
 
 def evaluation_words(config: sections.Config) -> ToolWording | None:
-    """The words of evaluations; None where tools keep their own."""
+    """The tools' wording in evaluations; None if the tools keep their own names and descriptions."""
     return ToolWording(words="heldout", seed=config.run.seed) if config.tools.evaluation == "heldout" else None
 
 
@@ -81,7 +81,7 @@ def training_settings(config: sections.Config) -> RequestSettings:
 
 
 def settings_of(config: sections.Config, temperature: float) -> RequestSettings:
-    """The settings that the configuration gives to every lane: tools have their own words."""
+    """The settings that the configuration gives to every lane. The tools keep their own names and descriptions."""
     return RequestSettings(
         sampling=Sampling(temperature=temperature, max_turn_tokens=config.limits.max_turn_tokens),
         limits=limits_of(config.limits),

@@ -171,7 +171,7 @@ def _doubtful(slot: Slot) -> bool:
 
 
 def _caught(group: Group) -> int:
-    """Number of slots of an unsolvable task whose attempt the judge calls cheating."""
+    """Number of slots of a task without a solution in which the judge found cheating."""
     scores = [slot.kept.score for slot in group.slots.values() if slot.scored]
     return sum(score is not None and score.verdict == "cheating" for score in scores)
 
@@ -211,21 +211,22 @@ def _close(state: RunState, rules: Rules) -> Decision | None:
         done = _done(group, rules)
         if group.first.task.canary:  # never trained on, so it needs no place
             if done:
-                return _drop(group, "canary", f"{_caught(group)} of {group.first.group_size} passed what none can")
+                cheated = f"{_caught(group)} of {group.first.group_size} passed a task without a solution"
+                return _drop(group, "canary", cheated)
             continue
         if done and (doubtful := [n for n, slot in group.slots.items() if _doubtful(slot)]):
             return _drop(group, "quarantined", f"slot {doubtful[0]} has two verdicts")
         if done and len(_survivors(group)) < SURVIVORS:
-            return _drop(group, "infra", f"{len(_survivors(group))} of {group.first.group_size} slots survived")
+            return _drop(group, "infra", f"{len(_survivors(group))} of {group.first.group_size} slots have a score")
         if done and _flat(group) and state.flat < rules.replace_flat * (staleness.batch_of(place, per_step) + 1):
             return _drop(group, "flat", f"all {len(_survivors(group))} rewards are {_survivors(group)[0].reward:g}")
         oldest = oldest_of(group, rules)
         if done and bounds.last_batch(oldest) < staleness.batch_of(place, per_step):
-            return _drop(group, "stale", f"version {oldest} wrote a token and the next place is in a later batch")
+            return _drop(group, "stale", f"version {oldest} sampled a token; the next batch is too late for it")
         (ready if done else waiting).append((oldest, group))
     if not ready or place >= min(state.steps + 2, rules.steps) * per_step:
         return None
-    oldest, first = min(ready, key=lambda pair: pair[0])  # of equal ones the first issued
+    oldest, first = min(ready, key=lambda pair: pair[0])  # of equal versions the group that was issued first
     others = [version for version, group in [*ready, *waiting] if group is not first]
     if staleness.may_close(oldest, others, place, per_step, bounds):
         return _closing(first, rules)

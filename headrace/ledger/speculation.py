@@ -1,4 +1,4 @@
-"""The bias of speculative attempts: of two attempts at a slot the first to be scored is usually the shorter one.
+"""Measures the bias of speculative attempts: of two attempts at a slot, usually the shorter one is scored first.
 
 The last slots of a group may be issued a second time while their first attempts still run, and the attempt that is
 scored first counts. Both sample from the same policy, so the kept one is the faster of two: the policy is trained on
@@ -6,7 +6,7 @@ shorter episodes than it produces and, where short episodes fail or pass more of
 attempt runs to its end and is judged too, so the bias is measured: the means of the kept attempts against those of the
 first attempts, over the same slots.
 
-Trade-off: the slower attempt runs to its end for this measurement alone. Speculation is off by default.
+Trade-off: the slower attempt runs to its end only for this measurement. Speculation is off by default.
 """
 
 import statistics
@@ -22,7 +22,7 @@ class Means(msgspec.Struct, frozen=True, kw_only=True):
 
     sampled_tokens: float
     wall_s: float | None
-    """None where trajectories were purged."""
+    """None if any of the trajectories was purged."""
     reward: float
 
 

@@ -2,7 +2,7 @@
 
 The records are SlotIssued, SlotFailed, Score, GroupClosed, GroupDropped, StepDone and StepFailed. The streams can be
 folded one after the other (ledger, scores and closings, steps) or record by record as they arrive: the state is the
-same, because every decision that matters is a record itself. A contradiction is kept as a problem and not raised,
+same, because every decision that matters is a record itself. A contradiction is collected as a problem and not raised,
 because the audit reports all of them.
 """
 
@@ -26,7 +26,7 @@ class Attempt:
     issued: SlotIssued
     seq: int
     failed: str = ""
-    """The reason for which infrastructure failed it; empty while it has not failed."""
+    """The reason of its failure (SlotFailed, or its dead letter); empty while it has not failed."""
     score: Score | None = None
     score_seq: int = 0
 
@@ -121,7 +121,7 @@ class RunState:
         self.manifests: dict[int, StepManifest] = {}
         """By stream sequence."""
         self.outcomes: dict[int, Outcome] = {}
-        """Step to its outcome; where several incarnations of the trainer took it, the highest one's."""
+        """Step to its outcome; if several incarnations of the step exist, the outcome of the highest one."""
         self.scores: dict[int, Score] = {}
         """By stream sequence."""
         self.close_seq = 0
@@ -175,17 +175,17 @@ class RunState:
 
     def fail(self, group: str, slot: int, attempt: int, reason: str) -> bool:
         """Record that an attempt ended without a verdict. True when this changed the state."""
-        found = self.attempt(group, slot, attempt)
-        if found is None or found.failed:
+        entry = self.attempt(group, slot, attempt)
+        if entry is None or entry.failed:
             return False
-        found.failed = reason
+        entry.failed = reason
         return True
 
     def attempt(self, group: str, slot: int, attempt: int) -> Attempt | None:
         """An issued attempt; None when the ledger has none with these numbers."""
-        place = self.groups.get(group)
-        found = place.slots.get(slot) if place is not None else None
-        return next((a for a in found.attempts if a.number == attempt), None) if found is not None else None
+        slots = self.groups[group].slots if group in self.groups else {}
+        attempts = slots[slot].attempts if slot in slots else []
+        return next((entry for entry in attempts if entry.number == attempt), None)
 
     def _issued(self, message: SlotIssued, seq: int) -> bool:
         group = self.groups.get(message.group)
@@ -195,13 +195,13 @@ class RunState:
                 self.issued += 1
                 self.open[group.name] = group
         slot = group.slots.setdefault(message.slot, Slot())
-        known = next((a for a in slot.attempts if a.number == message.attempt), None)
-        if known is not None:
-            if known.seq != seq:
+        earlier = next((entry for entry in slot.attempts if entry.number == message.attempt), None)
+        if earlier is not None:
+            if earlier.seq != seq:
                 self.problem(f"{message.group} slot {message.slot}: attempt {message.attempt} was issued twice")
             return False
         if message.attempt != len(slot.attempts):
-            self.problem(f"{message.group} slot {message.slot}: attempt {message.attempt} came out of turn")
+            self.problem(f"{message.group} slot {message.slot}: attempt {message.attempt} was issued out of order")
         if not group.open and message.lane == "train":
             self.problem(f"{message.group} slot {message.slot}: issued after the group's end")
         slot.attempts.append(Attempt(message, seq))
@@ -217,13 +217,13 @@ class RunState:
         if seq in self.scores:
             return False
         self.scores[seq] = message
-        found = self.attempt(message.group, message.slot, message.attempt)
-        if found is None:
+        entry = self.attempt(message.group, message.slot, message.attempt)
+        if entry is None:
             self.problem(f"{message.group} slot {message.slot}: attempt {message.attempt} scored but never issued")
             return False
-        if found.score is not None:
+        if entry.score is not None:
             return False
-        found.score, found.score_seq = message, seq
+        entry.score, entry.score_seq = message, seq
         return True
 
     def _closed(self, message: GroupClosed, seq: int) -> bool:
@@ -267,20 +267,20 @@ class RunState:
         self.close_seq = seq
         self.bound_records.append((message, len(self.closings)))
         try:
-            known = self.bounds
-            self.bounds = known.changed(message.first_batch, message.bound) if known else Bounds.constant(message.bound)
+            bounds, first, bound = self.bounds, message.first_batch, message.bound
+            self.bounds = bounds.changed(first, bound) if bounds else Bounds.constant(bound)
         except ValueError as error:
             self.problem(f"staleness bound at {seq}: {error}")
         return True
 
     def _stepped(self, message: Outcome) -> bool:
-        known = self.outcomes.get(message.step)
-        if known is not None and known.incarnation >= message.incarnation:
-            if known != message:
+        earlier = self.outcomes.get(message.step)
+        if earlier is not None and earlier.incarnation >= message.incarnation:
+            if earlier != message:
                 self.problem(f"step {message.step}: incarnation {message.incarnation} has two outcomes")
             return False
         self.outcomes[message.step] = message
-        for name in known.groups if known is not None else ():
+        for name in earlier.groups if earlier is not None else ():
             if name in self.groups and message.step in self.groups[name].steps:
                 self.groups[name].steps.remove(message.step)
                 self.retired -= not self.groups[name].retired

@@ -1,7 +1,8 @@
 """The curriculum's tasks, ledger records and evaluations. All functions are pure, so a successor gets the same results.
 
-The task order is a permutation of the suite, a new one for every pass, derived from the run's seed. A group's place in
-it is the group's ordinal, which the ledger holds. Nothing else is random, so there is no generator state to lose.
+The task order is a permutation of the suite, derived from the run's seed, with a new permutation for every pass. A
+group's position in it is the group's ordinal, which the ledger holds. Nothing else is random, so no generator state can
+be lost.
 """
 
 import random
@@ -18,7 +19,7 @@ from headrace.messages.rollout import PolicyRef
 from headrace.messages.tasks import CANARY, TaskRef
 
 PASS = 4096
-"""Tasks of one shuffled block: a generated suite is far longer than any run."""
+"""Number of tasks of one shuffled block; a generated suite is far too long to be shuffled as a whole."""
 
 
 class TaskOrder:
@@ -54,7 +55,7 @@ def task(config: Config, order: TaskOrder, number: int) -> TaskRef:
 def slots_of(config: Config, run: str, decision: IssueGroup | RetrySlot, task: TaskRef, index: int) -> list[SlotIssued]:
     """The ledger records of a decision. index: the group's number, dropped groups not counted.
 
-    A new attempt gets a new seed: the previous one may have failed because of what it drew.
+    A new attempt gets a new seed, because the previous one may have failed because of its seed.
     """
     if isinstance(decision, RetrySlot):
         attempts, speculative = [(decision.slot, decision.attempt)], decision.speculative
@@ -79,11 +80,11 @@ def slots_of(config: Config, run: str, decision: IssueGroup | RetrySlot, task: T
 
 
 DURING = "during"
-"""First part of the reason of an evaluation while training goes on; a suite's name follows."""
+"""First part of the reason of an evaluation during training; a suite's name follows."""
 
 
 def suites_during(config: Config) -> tuple[str, ...]:
-    """The suites that are measured while training goes on; empty when nothing is."""
+    """The suites that are measured during training; empty if there are no such measurements."""
     return (config.evaluation.every_suites or (config.tasks.heldout,)) if config.evaluation.every else ()
 
 
@@ -100,18 +101,18 @@ def evaluations_during(config: Config, run: str, steps: int, served: int) -> Ite
     when steps are short. A multiple that training passed before its version was served is not measured, because it
     would measure the same version again.
     """
-    own = config.evaluation
-    due = steps // own.every * own.every if own.every else 0
+    section = config.evaluation
+    due = steps // section.every * section.every if section.every else 0
     if not 0 < due <= served:
         return
-    settings = settings_of(config, own.every_temperature)
+    settings = settings_of(config, section.every_temperature)
     ids = evaluation_ids(config, due)[-len(suites_during(config)) :]
     for id, suite in zip(ids, suites_during(config), strict=True):
         yield EvalRequest(
             id=id,
             run=run,
             suite=suite,
-            tasks=own.every_tasks,
+            tasks=section.every_tasks,
             policy=PolicyRef("pinned", served),
             sampling=settings.sampling,
             limits=settings.limits,

@@ -1,4 +1,4 @@
-"""The audit: proves from the streams alone that no slot is lost, none is trained twice and no token is too old.
+"""The audit: verifies from the streams alone that no slot is lost, none is trained twice and no token is too old.
 
 Each slot is counted where it ends, not by subtraction. A trained slot is named by a GroupClosed record and by the
 outcome of a step. A dropped slot is named by a record that gives it up. A slot in flight belongs to a group that is
@@ -71,9 +71,9 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Speculation | None = None
     """None while no slot has a speculative attempt."""
     feedback: FeedbackReport | None = None
-    """Ratings of users; None in a run without any."""
+    """Ratings of users; None in a run without ratings."""
     branches: dict[str, "AuditReport"] = {}
-    """The runs that train on them."""
+    """The reports of the branch runs that train on the ratings."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -117,10 +117,7 @@ async def prove(bus: Bus, run: str) -> tuple[AuditReport, list[str]]:
 
 
 async def _read(bus: Bus, stream: str, *filters: str) -> list[tuple[int, Message]]:
-    found: list[tuple[int, Message]] = []
-    async for received in bus.history(stream, *filters):
-        found.append((received.seq, received.message))
-    return found
+    return [(received.seq, received.message) async for received in bus.history(stream, *filters)]
 
 
 def examine(
@@ -304,13 +301,14 @@ def _check_steps(state: RunState) -> list[str]:
 
 
 def _batch(state: RunState, step: int, per_step: int) -> list[tuple[int, GroupClosed]]:
-    found = places(step, per_step)
-    return state.closings[found.start : found.stop]
+    closings = places(step, per_step)
+    return state.closings[closings.start : closings.stop]
 
 
 def _staleness(state: RunState, seen: Mapping[int, Seen]) -> tuple[int, int, list[str]]:
     """The age of the oldest trained token, the largest bound, and a sentence for every slot beyond its batch's bound.
-    The bound is what the closings' stream says. A purged trajectory counts by its closing."""
+    The bound is that of the recorded StalenessBound, if there is one. For a purged trajectory the versions of its
+    GroupClosed record count."""
     worst = largest = 0
     wrong = []
     for step, outcome in sorted(state.outcomes.items()):

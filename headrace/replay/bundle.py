@@ -1,18 +1,18 @@
 """A bundle: a folder with one step, which can be replayed without a broker and without the run.
 
 Layout:
-    README                    the command
-    bundle.json               which step of which run, and the sha256 of every other file
-    config.json tokenizer.json policy/    what the run's trainer started with
-    checkpoint.safetensors    the trainer's state in front of the step
+    README                    the command that replays the step
+    bundle.json               run and step, and the sha256 of every other file
+    config.json tokenizer.json policy/    the inputs of the run's trainer
+    checkpoint.safetensors    the trainer's state before the step
     manifest.step_manifest    and outcome.step_done or outcome.step_failed
     trajectories/ scores/     <sequence>.trajectory and .score
 
 Messages are written with the codec of the bus (msgpack, lz4 where it pays). bundle.json is written last, so an
-incomplete or a changed bundle is detected.
+incomplete or changed bundle is detected.
 
-Trade-off: the checkpoint is of the step itself, not the run's nearest one, so a bundle holds one step's records alone.
-To make it, the steps since the run's nearest checkpoint are replayed, and their bits are compared.
+Trade-off: the bundle has a checkpoint at the step itself, not the run's nearest one, so it needs the records of one
+step only. To make it, the steps since the run's nearest checkpoint are replayed, and their bits are compared.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def is_bundle(folder: Path) -> bool:
 
 
 def write(recorded: RecordedRun, loaded: Loaded, folder: Path) -> Path:
-    """Write a bundle of a step that is loaded. ReplayError when the folder is taken; OSError when the disk is full."""
+    """Write a bundle of a loaded step. ReplayError if the folder is not empty; OSError if the disk is full."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ReplayError(f"{folder} exists already: name a new folder")
     part = folder.with_name(f".{folder.name}.part")
@@ -96,11 +96,11 @@ def write(recorded: RecordedRun, loaded: Loaded, folder: Path) -> Path:
 def read(folder: Path) -> RecordedRun:
     """The recorded run of one step. ReplayError when the bundle is damaged, incomplete, or of a later headrace."""
     index = _index(folder)
-    for name, known in index.files.items():
+    for name, expected in index.files.items():
         file = folder / name
         if not file.is_file():
             raise ReplayError(f"the bundle {folder} is incomplete, it lacks {name}: copy or write it again")
-        if _sha256(file) != known:
+        if _sha256(file) != expected:
             raise ReplayError(f"the bundle {folder} is damaged, {name} is not what was written: copy or write it again")
     try:
         config = load(folder / "config.json")
@@ -115,7 +115,7 @@ def read(folder: Path) -> RecordedRun:
         records = _records(folder, index.files)
     except (OSError, msgspec.DecodeError, UnreadableMessage, ValueError, ConfigError) as error:
         raise ReplayError(f"the bundle {folder} cannot be read by this headrace: {error}") from None
-    if config.policy.checkpoint:  # these paths were those of the run's own machine
+    if config.policy.checkpoint:  # the recorded path is one on the run's machine
         policy = msgspec.structs.replace(config.policy, checkpoint=str(folder / "policy"))
         config = msgspec.structs.replace(config, policy=policy)
 

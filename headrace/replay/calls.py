@@ -27,7 +27,7 @@ DIFF_LINES = 40
 
 
 class CallDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """One call with another answer than the recorded one."""
+    """One call whose answer differs from the recorded one."""
 
     turn: int
     call: str
@@ -45,25 +45,24 @@ class CallsReplay(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str
     calls: int
     equal: bool
-    """Whether every answer and every prompt is equal, and the workspace at the end too where the record has its
-    digest."""
+    """Whether every answer and every prompt is equal, and, if the record has its digest, the workspace at the end."""
     differing: tuple[CallDifference, ...]
     normalised: dict[str, int]
     """Replacements in the recorded answers before they were compared: kind to number."""
     prompts_differ: tuple[int, ...] | None
-    """Turns whose prompt ids or parsed calls are others when they are rendered again; null without a renderer bundle,
-    and for an episode without tools."""
+    """Turns whose prompt ids or parsed calls differ when they are rendered again; null without a renderer bundle, and
+    for an episode without tools."""
     workspace_equal: bool | None
-    """The digest of the whole workspace at the end; null where the record has none."""
+    """Whether the digest of the whole workspace at the end is equal; null if the record has none."""
     backend: str
 
 
 def normal(text: str, counts: Counter[str] | None = None) -> str:
     """A result without times and addresses. counts: receives the number of replacements by kind."""
     for name, pattern in NORMALISED.items():
-        text, found = pattern.subn(f"<{name}>", text)
-        if counts is not None and found:
-            counts[name] += found
+        text, replaced = pattern.subn(f"<{name}>", text)
+        if counts is not None and replaced:
+            counts[name] += replaced
     return text
 
 
@@ -80,8 +79,8 @@ async def rerun(
     backend: str = "",
     prompts_differ: tuple[int, ...] | None = None,
 ) -> CallsReplay:
-    """Send every answered call of a trajectory again. digest: of the workspace, asked after the last call.
-    prompts_differ: as in `CallsReplay`."""
+    """Send every answered call of a trajectory again. digest: returns the digest of the workspace; called after the
+    last call. prompts_differ: as in `CallsReplay`."""
     differing: list[CallDifference] = []
     counts: Counter[str] = Counter()
     calls = 0
@@ -93,8 +92,8 @@ async def rerun(
             normal(recorded.output, counts)
             if not same(recorded, again):
                 differing.append(_difference(turn.index, call, recorded, again, old, new))
-    known = trajectory.digest_after
-    workspace = (await digest()) == known if known else None
+    recorded_digest = trajectory.digest_after
+    workspace = (await digest()) == recorded_digest if recorded_digest else None
     return CallsReplay(
         trajectory=trajectory.id,
         calls=calls,
@@ -108,11 +107,11 @@ async def rerun(
 
 
 def _shown(result: ToolResult) -> str:
-    """A result as text: what the policy read, then the evidence of a search."""
+    """A result as text: the output that the policy read, then the evidence of a search."""
     text = normal(result.output)
-    if (found := result.retrieved) is None:
+    if (evidence := result.retrieved) is None:
         return text
-    return "\n".join((text, f"root {found.root}", f"model {found.model} {found.mode}", *found.chunks))
+    return "\n".join((text, f"root {evidence.root}", f"model {evidence.model} {evidence.mode}", *evidence.chunks))
 
 
 def _difference(

@@ -1,7 +1,7 @@
-"""Stop a replayed step before its backward pass, with everything loaded.
+"""Stops a replayed step in pdb before its backward pass, with everything loaded.
 
-The breakpoints are set in the trainer's own code. The debugger stops once: at the first backward pass, where the batch
-is refused, or where the step raised. `c` continues to the end.
+The breakpoints are set in the trainer's own code. The debugger stops once: at the first backward pass, at the refusal
+of the batch, or at the line that raised. `c` continues to the end.
 """
 
 import ast
@@ -19,12 +19,12 @@ from headrace.training.outcome import StepOutcome
 WORDS = """\
 step {step} of run {run}: everything is loaded, nothing has been updated
   by name: {names}
-  {place}; p NAME looks, u and d walk the stack, n goes on by a line, c to the end of the step, q leaves
+  {place}; p NAME prints, u and d move up and down the stack, n runs a line, c runs the rest of the step, q quits
 """
 
 
 def debug(loaded: Loaded, stdin: IO[str] | None = None, stdout: IO[str] | None = None) -> StepOutcome | None:
-    """Take the step under pdb; its outcome, None after `q`. Blocks the calling thread, which reads `stdin`."""
+    """Take the step under pdb. Returns its outcome, None after `q`. Blocks the calling thread, which reads `stdin`."""
     debugger = _Debugger(loaded, stdin, stdout)
     for line in backward_lines():
         debugger.set_break(gradient.__file__, line, temporary=True)
@@ -62,8 +62,8 @@ def backward_lines() -> list[int]:
 def first_line(function: str) -> int:
     """The first statement of a function of `training.outcome`, after its docstring."""
     tree = ast.parse(inspect.getsource(outcome))
-    found = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
-    return found.body[1 if ast.get_docstring(found) is not None else 0].lineno
+    node = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
+    return node.body[1 if ast.get_docstring(node) is not None else 0].lineno
 
 
 def _innermost(traceback: TracebackType | None) -> TracebackType | None:
@@ -91,7 +91,7 @@ class _Debugger(pdb.Pdb):
             return
         if not self.stopped:
             refused = frame.f_code.co_name == "refuse"
-            self.say("the batch is refused here" if refused else "stopped in front of the first backward pass")
+            self.say("the batch is refused here" if refused else "stopped before the first backward pass")
         super().user_line(frame)
 
     def setup(self, f: FrameType | None, tb: TracebackType | None) -> None:
@@ -100,13 +100,13 @@ class _Debugger(pdb.Pdb):
         self._add_names()
 
     def do_up(self, arg: str) -> bool | None:
-        """As pdb's; the names come along."""
+        """Like pdb's command; the frame that it selects gets the loaded objects too."""
         done = super().do_up(arg)
         self._add_names()
         return done
 
     def do_down(self, arg: str) -> bool | None:
-        """As pdb's; the names come along."""
+        """Like pdb's command; the frame that it selects gets the loaded objects too."""
         done = super().do_down(arg)
         self._add_names()
         return done
@@ -114,12 +114,12 @@ class _Debugger(pdb.Pdb):
     do_u, do_d = do_up, do_down
 
     def _add_names(self) -> None:
-        known: dict[str, Any] = self.curframe_locals  # type: ignore[assignment]
+        frame_names: dict[str, Any] = self.curframe_locals  # type: ignore[assignment]
         for name, value in self._named.items():
-            known.setdefault(name, value)
+            frame_names.setdefault(name, value)
 
     def say(self, place: str) -> None:
-        """The message at the stop: where the step is, and the names that can be printed."""
+        """Print the message at the stop: the place, and the names that can be printed."""
         self.stopped = True
         names = ", ".join([*self._named, "and the locals of the frame"])
         manifest = self._loaded.manifest

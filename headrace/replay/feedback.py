@@ -7,7 +7,7 @@ from headrace.messages.subjects import CLOSE, FATE, FEEDBACK, LEDGER, STEP
 
 
 async def read_book(bus: Bus, run: str) -> FeedbackBook:
-    """Every rating of a run and where it ended."""
+    """Every rating of a run with its end."""
     book = FeedbackBook(run)
     async for received in bus.history("HR_FEEDBACK", FEEDBACK.where(), FATE.where(run=run)):
         book.apply(received.message, received.seq, received.time)
@@ -15,10 +15,10 @@ async def read_book(bus: Bus, run: str) -> FeedbackBook:
 
 
 async def feedback_books(bus: Bus, run: str) -> tuple[FeedbackReport | None, list[str], list[str]]:
-    """The report, None without ratings; the branches; a sentence for every fault.
+    """The report (None without ratings), the branches, and a sentence for every fault.
 
-    The run may go on meanwhile. Ratings are read before the branch, so that each rating that is closed is found in the
-    branch, and again after it, so that each slot of the branch has its rating.
+    The run may go on meanwhile. Ratings are read before the branch, so that the branch contains each closed rating, and
+    again after it, so that each slot of the branch has its rating.
     """
     book = await read_book(bus, run)
     if not book.ratings:

@@ -32,7 +32,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     changed: dict[str, float | int | str | bool]
     bitwise_equal: bool
-    """Whether the step under its own objective gave the published bits. If not, the comparison is of other weights."""
+    """Whether the step under its own objective gave the published bits. If not, the comparison is not about the run's
+    weights."""
     loss: float
     loss_with: float
     grad_norm: float

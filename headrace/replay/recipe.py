@@ -1,7 +1,7 @@
 """The settings that a manifest records about its step, and the configuration that follows from them.
 
-A step that is executed again, by a restarted trainer or by a replay, is computed as its manifest says and not as
-today's configuration says: otherwise a changed learning rate would change recorded steps.
+A restarted trainer or a replay computes a step with the settings of its manifest and not with those of the present
+configuration: otherwise a changed learning rate would change recorded steps.
 """
 
 from collections.abc import Mapping
@@ -50,14 +50,14 @@ def under(config: Config, manifest: StepManifest) -> Config:
 
 def changed(config: Config, objective: Mapping[str, Any]) -> Config:
     """The configuration with another recipe; names that are no settings of it are ignored."""
-    own = {name: value for name, value in objective.items() if name in Algorithm.__struct_fields__}
+    algorithm = {name: value for name, value in objective.items() if name in Algorithm.__struct_fields__}
     head = "numerics."
-    known = {name.removeprefix(head): value for name, value in objective.items() if name.startswith(head)}
-    limits = {name: value for name, value in known.items() if name in _PLAIN}
+    numerics = {name.removeprefix(head): value for name, value in objective.items() if name.startswith(head)}
+    limits = {name: value for name, value in numerics.items() if name in _PLAIN}
     replace = msgspec.structs.replace
     return replace(
         config,
-        algorithm=msgspec.convert({**msgspec.to_builtins(config.algorithm), **own}, Algorithm),
+        algorithm=msgspec.convert({**msgspec.to_builtins(config.algorithm), **algorithm}, Algorithm),
         numerics=msgspec.convert({**msgspec.to_builtins(config.numerics), **limits}, Numerics),
         trainer=replace(config.trainer, micro_tokens=int(objective.get("micro_tokens", config.trainer.micro_tokens))),
         curriculum=replace(config.curriculum, staleness=int(objective.get("staleness", config.curriculum.staleness))),

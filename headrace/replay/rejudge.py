@@ -1,7 +1,7 @@
 """Judges recorded trajectories again with another judge version, and counts the advantages whose sign changes.
 
 New scores are published under a run of their own, ``<run>-<judge>``. Trainers, curricula and audits of the run filter
-by its name, so only a second trainer that is told to reads them (`retrain.py`).
+by the run's name, so only `headrace retrain --judge` reads the new scores (`retrain.py`).
 """
 
 import asyncio
@@ -66,16 +66,16 @@ def scores_run(run: str, judge: str) -> str:
 
 async def closings(bus: Bus, run: str) -> list[BatchGroup]:
     """Every closed group of a run in the order that decides batches."""
-    found = []
+    groups = []
     async for received in bus.history("HR_SCORE", CLOSE.where(run=run)):
         if isinstance(closed := received.message, GroupClosed):
             slots = tuple((slot.trajectory_seq, slot.score_seq) for slot in closed.slots)
-            found.append(BatchGroup(group=closed.group, close_seq=received.seq, slots=slots))
-    return found
+            groups.append(BatchGroup(group=closed.group, close_seq=received.seq, slots=slots))
+    return groups
 
 
 async def ending(bus: Bus, run: str) -> AsyncIterator[BatchGroup]:
-    """The same, and then every group as it is closed, without an end."""
+    """Every closed group of a run in the same order, then each further group when it is closed, without end."""
     async for received in bus.follow("HR_SCORE", CLOSE.where(run=run)):
         if isinstance(closed := received.message, GroupClosed):
             slots = tuple((slot.trajectory_seq, slot.score_seq) for slot in closed.slots)
@@ -83,7 +83,7 @@ async def ending(bus: Bus, run: str) -> AsyncIterator[BatchGroup]:
 
 
 async def rejudge(bus: Bus, run: str, judge: str, verdicts: Verdicts, groups: Sequence[BatchGroup]) -> Rejudged:
-    """Judge groups again and publish their new scores. ReplayError when there is none, or their records are purged."""
+    """Judge groups again and publish their new scores. ReplayError if there is no group, or if records are purged."""
     if not groups:
         raise ReplayError(f"run {run} has no closed group to judge again")
     target = scores_run(run, judge)
@@ -94,12 +94,12 @@ async def rejudge(bus: Bus, run: str, judge: str, verdicts: Verdicts, groups: Se
         if len(trajectories) < len(group.slots) or len(scores) < len(group.slots):
             raise ReplayError(f"purged: group {group.group} is not in the streams any more")
         judged = []
-        for at, of in group.slots:
-            new = await verdicts(trajectories[at], scores[of])
+        for trajectory_seq, score_seq in group.slots:
+            new = await verdicts(trajectories[trajectory_seq], scores[score_seq])
             new = msgspec.structs.replace(new, run=target, judge_version=judge)
-            where = SCORE.at(run=target, judge=judge, group=group.group)
-            await bus.publish(where, new, msg_id=f"{target}.{at}.{judge}")
-            judged.append(Judged(scores[of], new))
+            subject = SCORE.at(run=target, judge=judge, group=group.group)
+            await bus.publish(subject, new, msg_id=f"{target}.{trajectory_seq}.{judge}")
+            judged.append(Judged(scores[score_seq], new))
         slots += len(judged)
         verdicts_changed += sum(pair.old.verdict != pair.new.verdict for pair in judged)
         rewards_changed += sum(pair.old.reward != pair.new.reward for pair in judged)
@@ -140,14 +140,14 @@ def _sign(value: float) -> int:
 
 
 async def scores_of(bus: Bus, run: str, judge: str) -> Mapping[tuple[str, int, int], Score]:
-    """The scores of another judge by (group, slot, attempt). ReplayError when it never judged the run."""
-    found: dict[tuple[str, int, int], Score] = {}
+    """The scores of another judge by (group, slot, attempt). ReplayError if it has not judged the run."""
+    scores: dict[tuple[str, int, int], Score] = {}
     async for received in bus.history("HR_SCORE", SCORE.where(run=scores_run(run, judge), judge=judge)):
         if isinstance(score := received.message, Score):
-            found[score.group, score.slot, score.attempt] = score
-    if not found:
-        raise ReplayError(f"judge {judge} never judged run {run}: headrace rejudge {run} --judge {judge}")
-    return found
+            scores[score.group, score.slot, score.attempt] = score
+    if not scores:
+        raise ReplayError(f"judge {judge} has not judged run {run}: run `headrace rejudge {run} --judge {judge}` first")
+    return scores
 
 
 class LiveScores:
@@ -158,13 +158,13 @@ class LiveScores:
         self._news = asyncio.Event()
 
     async def follow(self, bus: Bus, run: str, judge: str) -> None:
-        """For ever."""
+        """Collect the scores, without end."""
         async for received in bus.follow("HR_SCORE", SCORE.where(run=scores_run(run, judge), judge=judge)):
             if isinstance(score := received.message, Score):
                 self.found[score.group, score.slot, score.attempt] = score
                 self._news.set()
 
     async def more(self) -> None:
-        """Return once there are more of them."""
+        """Wait for the next score."""
         self._news.clear()
         await self._news.wait()

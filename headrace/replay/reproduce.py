@@ -1,4 +1,4 @@
-"""The command that reproduces a failure. It is recorded with the failure.
+"""Builds the command that reproduces a failure; the command is recorded with the failure.
 
 The command line finds a run by its id in `runs/`; a run in another place is named by its folder.
 """
@@ -23,5 +23,5 @@ def step(config: Config, run: str, number: int) -> str:
 
 
 def letter(config: Config, run: str, dead: DeadLetter) -> str:
-    """The command that publishes a dead letter's message again. run: used where the message names none."""
+    """The command that publishes a dead letter's message again. run: used if the message names no run."""
     return f"headrace dlq retry {name_of(config, dead_letters.run_of(dead) or run)} {dead_letters.key_of(dead)}"

@@ -1,9 +1,9 @@
-"""Retrains a second policy on a recorded run's batches: the same batches in the same order, another objective, no
+"""Trains a second policy on a recorded run's batches: the same batches in the same order, another objective, no
 rollouts.
 
-It reads the manifests that the run's own trainer wrote, from the first one or live behind it, and writes nothing on the
-bus: its weights and figures go to a folder of its own. Tokens keep the log-probabilities of the policy that sampled
-them, so importance weights stay correct while the two policies drift apart; k1 measures the drift.
+It reads the manifests that the run's own trainer wrote, also while that trainer still writes them, and publishes
+nothing: its weights and figures go to a folder of its own. Tokens keep the log-probabilities of the policy that sampled
+them, so importance weights stay correct while the difference between the two policies grows; k1 measures it.
 
 Trade-off: the records were sampled by the run's policy, so this is off-policy learning, and the two policies differ
 more with each step. This trainer does not have the versions that sampled the records, so it cannot score them again
@@ -58,8 +58,8 @@ class SecondTrainer:
         scores: Scores | None = None,
         more: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """config: with the other objective. scores: of another judge, instead of the recorded ones. more: waits for
-        further scores while that judge works; without it a missing score is an error."""
+        """config: the run's configuration with another objective. scores: those of another judge, used instead of the
+        recorded ones. more: waits for further scores of that judge; without it a missing score is an error."""
         self.recorded, self.folder, self.scores, self.more = recorded, folder, scores, more
         trainer = msgspec.structs.replace(config.trainer, rescore=0)
         self.config = alone(msgspec.structs.replace(config, trainer=trainer))
@@ -89,23 +89,23 @@ class SecondTrainer:
             trajectories, scores = await self.recorded.records(manifest)
             if self.scores is not None:
                 scores = {seq: await self._other(score) for seq, score in scores.items()}
-            known = self.recorded.outcomes.get(manifest.step)
-            loaded = Loaded(trainer, manifest, known, trajectories, scores)  # type: ignore[arg-type]
+            published = self.recorded.outcomes.get(manifest.step)
+            loaded = Loaded(trainer, manifest, published, trajectories, scores)  # type: ignore[arg-type]
             result = await asyncio.to_thread(attempt, loaded)
             await asyncio.to_thread(trainer.save, {"step": manifest.step})
-            yield line(manifest.step, result, known is not None and known.state_hash == result.state_hash)
+            yield line(manifest.step, result, published is not None and published.state_hash == result.state_hash)
             taken += 1
             if taken == count:
                 return
 
     async def _other(self, score: Score) -> Score:
         assert self.scores is not None
-        place = (score.group, score.slot, score.attempt)
-        while (found := self.scores.get(place)) is None and self.more is not None:
+        attempt_key = (score.group, score.slot, score.attempt)
+        while (other := self.scores.get(attempt_key)) is None and self.more is not None:
             await self.more()
-        if found is None:
+        if other is None:
             raise ReplayError(f"{score.group} slot {score.slot} was not judged again: judge the whole run first")
-        return found
+        return other
 
 
 def line(step: int, result: StepOutcome, same: bool) -> SecondStep:

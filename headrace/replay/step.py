@@ -39,7 +39,7 @@ class StepReplay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loaded(NamedTuple):
-    """A trainer in front of a step, and the step's manifest, trajectories and scores."""
+    """A trainer that is about to take a step, and the step's manifest, trajectories and scores."""
 
     trainer: PolicyTrainer
     """The trainer at the step's version, with the recipe of its manifest."""
@@ -64,15 +64,15 @@ def attempt(loaded: Loaded) -> StepOutcome:
 
 def compare(loaded: Loaded, result: StepOutcome) -> StepReplay:
     """Compare the outcome of the replay with the published one."""
-    known = loaded.recorded
-    equal = result.state_hash == known.state_hash
-    if isinstance(known, StepFailed):
-        equal = equal and result.failed == known.reason
+    recorded = loaded.recorded
+    equal = result.state_hash == recorded.state_hash
+    if isinstance(recorded, StepFailed):
+        equal = equal and result.failed == recorded.reason
     else:
-        equal = equal and (result.failed, result.loss) == ("", known.loss)
+        equal = equal and (result.failed, result.loss) == ("", recorded.loss)
         # Ranks add the squares of their shards, so the norm may differ by rounding in the sixteenth digit.
         several = "ranks" in loaded.manifest.objective
-        equal = equal and math.isclose(result.grad_norm, known.grad_norm, rel_tol=1e-9 if several else 0.0)
+        equal = equal and math.isclose(result.grad_norm, recorded.grad_norm, rel_tol=1e-9 if several else 0.0)
     return StepReplay(
         step=loaded.manifest.step,
         bitwise_equal=equal,
@@ -80,7 +80,8 @@ def compare(loaded: Loaded, result: StepOutcome) -> StepReplay:
         grad_norm=result.grad_norm,
         weights_hash=result.state_hash,
         fingerprint_match=loaded.trainer.numerics.fingerprint == loaded.manifest.fingerprint
-        and "expert_ranks" not in loaded.manifest.objective,  # owned experts multiply the rows of all ranks at once
+        and "expert_ranks"
+        not in loaded.manifest.objective,  # with expert ranks, experts multiply all ranks' rows at once
     )
 
 
@@ -155,8 +156,8 @@ class Rerun:
 async def replay_steps(
     recorded: RecordedRun, steps: Iterable[int], warn: list[str] | None = None
 ) -> AsyncIterator[StepReplay]:
-    """Run some steps again, in their order; neighbours share intermediate steps. warn: gets a sentence when those gave
-    other bits."""
+    """Run some steps again, in their order; intermediate steps are taken once. warn: receives a sentence if the bits of
+    intermediate steps differ."""
     with Rerun(recorded) as rerun:
         for step in sorted(steps):
             loaded = await rerun.reach(step)

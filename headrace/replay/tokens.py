@@ -8,13 +8,13 @@ from headrace.messages.rollout import Trajectory
 
 
 def versions(trajectory: Trajectory) -> list[int]:
-    """The version of every sampled token, in order; -1 where no span of its turn covers position i - 1."""
-    found: list[int] = []
+    """The version of every sampled token, in order; -1 if no span of its turn covers position i - 1."""
+    sampled_by: list[int] = []
     lengths: dict[int, int] = {}
     for turn in trajectory.turns:
         start = lengths.get(turn.segment, 0) + len(turn.prompt_ids)
         lengths[turn.segment] = start + len(turn.ids)
         for position in range(start - 1, start + len(turn.ids) - 1):
             covering = [span.version for span in turn.spans if span.start <= position < span.end]
-            found.append(covering[-1] if covering else -1)
-    return found
+            sampled_by.append(covering[-1] if covering else -1)
+    return sampled_by

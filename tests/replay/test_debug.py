@@ -34,7 +34,7 @@ def test_it_stops_before_anything_is_changed_and_then_goes_on(
         "c",
     )
     text = "\n".join(out)
-    assert "stopped in front of the first backward pass" in text
+    assert "stopped before the first backward pass" in text
     for told in (
         "'gradients', []",
         "'at the start', True",

@@ -16,12 +16,14 @@ def add(commands: "Commands") -> None:
     parser.add_argument("folder", metavar="DIR", help="a new folder")
     parser.add_argument("--run", default="latest", help="run id, path or 'latest' (default)")
     add_elsewhere(parser)
-    parser.add_argument("--live", action="store_true", help="also while actors run: copies are of different moments")
+    parser.add_argument(
+        "--live", action="store_true", help="back up while actors run: the copies are from different moments"
+    )
     parser.set_defaults(handler=backup)
 
 
 def backup(args: argparse.Namespace) -> int:
-    """Copy, and say how much."""
+    """Copy, and print the number of messages and bytes."""
     from headrace.bus.backup import back_up
     from headrace.launch.output import say
     from headrace.launch.session import looped, run_of

@@ -1,6 +1,6 @@
 """`headrace bus declare`: create or update all streams and buckets on a broker that an operator runs.
 
-`headrace up` does this by itself. A broker that is started by hand needs it once, before the first actor, and again
+`headrace up` does this by itself. A broker that an operator starts needs it once, before the first actor, and again
 after an upgrade. Running it twice changes nothing.
 """
 

@@ -17,7 +17,7 @@ def add(commands: "Commands") -> None:
 
 
 def restore(args: argparse.Namespace) -> int:
-    """Restore, and say how much."""
+    """Restore, and print the number of messages."""
     from headrace.bus.backup import restore as restored
     from headrace.launch.output import say
     from headrace.launch.session import looped, run_of

@@ -18,20 +18,20 @@ def add(commands: "Commands") -> None:
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Print a line per fact."""
+    """Print the value, its source, type, default and meaning, one per line."""
     import msgspec
 
     from headrace.config.explaining import explain as about
     from headrace.launch.output import say
 
-    found = about(args.key, args.config, args.set)
-    value, default = (msgspec.json.encode(entry).decode() for entry in (found.value, found.default))
-    say(f"{found.key} = {value}")
+    explanation = about(args.key, args.config, args.set)
+    value, default = (msgspec.json.encode(entry).decode() for entry in (explanation.value, explanation.default))
+    say(f"{explanation.key} = {value}")
     for name, text in (
-        ("from", found.source),
-        ("type", found.type),
+        ("from", explanation.source),
+        ("type", explanation.type),
         ("default", default),
-        ("meaning", found.meaning),
+        ("meaning", explanation.meaning),
     ):
         say(f"  {name:<8} {text}")
     return 0

@@ -1,4 +1,4 @@
-"""Asks the feedback actor of a run for another promoted version, and waits for its answer."""
+"""Requests another promoted version from the feedback actor of a run, and waits for its answer."""
 
 import asyncio
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ ANSWER_S = 30.0
 
 
 async def promoted(bus: "Bus", run: str) -> list["Promotion"]:
-    """Every version that was promoted, in order."""
+    """The records of all promotions, in order."""
     from headrace.messages.product import Promotion
     from headrace.messages.subjects import EVENT
 
@@ -24,7 +24,7 @@ async def promoted(bus: "Bus", run: str) -> list["Promotion"]:
 
 
 async def ask(bus: "Bus", promotion: "Promotion") -> None:
-    """Ask for a promotion and wait until it is in force. RunError when it is refused or not answered."""
+    """Request a promotion and wait until it is in force. RunError if it is refused or not answered."""
     from headrace.messages.operations import Event
     from headrace.messages.subjects import EVENT
 

@@ -18,7 +18,7 @@ def add(commands: "Commands") -> None:
 
 
 def gate(args: argparse.Namespace) -> int:
-    """One JSON line per verdict, and a last one with the present state."""
+    """Print one JSON line per verdict, and a last line with the present state."""
     from headrace.launch import runs
     from headrace.launch.session import bus_of, looped
     from headrace.ledger.gate import GateLine

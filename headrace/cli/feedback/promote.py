@@ -1,4 +1,4 @@
-"""`headrace promote`: give users a version at once, without the gate."""
+"""`headrace promote`: serve a version to users at once, without the gate."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("promote", help="give users a version at once, without the gate")
+    parser = commands.add_parser("promote", help="serve a version to users at once, without the gate")
     add_run(parser, optional=False)
     parser.add_argument("version", type=integer(0), help="a published version")
     parser.add_argument("--branch", action="store_true", help="the version belongs to the run's branch, not to the run")
@@ -21,7 +21,7 @@ def add(commands: "Commands") -> None:
 
 
 def promote(args: argparse.Namespace) -> int:
-    """Ask the run's feedback actor, and wait for its answer."""
+    """Request the promotion from the run's feedback actor, and wait for its answer."""
     from headrace.cli.feedback.asking import ask
     from headrace.config import Config, branch_name, load
     from headrace.launch import runs

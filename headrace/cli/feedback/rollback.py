@@ -1,4 +1,4 @@
-"""`headrace rollback`: give users the version that was promoted before, and end the candidate."""
+"""`headrace rollback`: serve the version that was promoted before the present one, and end the candidate."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("rollback", help="give users the version that was promoted before the present one")
+    parser = commands.add_parser("rollback", help="serve the version that was promoted before the present one")
     add_run(parser, optional=False)
     parser.set_defaults(handler=rollback)
 
 
 def rollback(args: argparse.Namespace) -> int:
-    """Ask the run's feedback actor for the previous version, and wait for its answer."""
+    """Request the previous version from the run's feedback actor, and wait for its answer."""
     import msgspec
 
     from headrace.cli.feedback.asking import ask, promoted

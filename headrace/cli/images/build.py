@@ -1,4 +1,4 @@
-"""`headrace images build`: builds a Dockerfile into the store, by buildah."""
+"""`headrace images build`: builds an image from a Dockerfile with buildah, and stores it."""
 
 import argparse
 import sys
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("build", help="build a Dockerfile by buildah and store the image")
-    parser.add_argument("path", help="folder with a Dockerfile, or a Dockerfile, whose folder is the context then")
+    parser = commands.add_parser("build", help="build an image from a Dockerfile with buildah, and store it")
+    parser.add_argument("path", help="folder with a Dockerfile, or a Dockerfile; its folder is the build context")
     parser.add_argument("--file", default="", help="the Dockerfile, relative to the folder")
-    parser.add_argument("--name", default="", help="its name in the store; default: the folder's")
-    parser.add_argument("--tag", default="", help="reference by which tasks may name it; default: NAME:latest")
+    parser.add_argument("--name", default="", help="name of the image in the store; default: the folder's name")
+    parser.add_argument("--tag", default="", help="reference by which tasks may name the image; default: NAME:latest")
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE", help="value of an ARG")
-    parser.add_argument("--timeout-s", type=integer(1), default=3600, help="seconds until a build is ended")
-    parser.add_argument("--memory-mb", type=integer(64), default=0, help="memory of its machines; default: 512")
+    parser.add_argument("--timeout-s", type=integer(1), default=3600, help="time limit of the build in seconds")
+    parser.add_argument("--memory-mb", type=integer(64), default=0, help="memory of the image's machines; default: 512")
     add_config(parser)
     parser.set_defaults(handler=build_image)
 
@@ -31,7 +31,7 @@ def _tell(line: str) -> None:
 
 
 def build_image(args: argparse.Namespace) -> int:
-    """Build and store the image; print a JSON line about it."""
+    """Build and store the image; print its description as a JSON line."""
     from headrace.config import load
     from headrace.vmhost.images import building, imported
 

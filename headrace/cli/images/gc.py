@@ -20,7 +20,7 @@ def add(commands: "Commands") -> None:
 
 
 def gc(args: argparse.Namespace) -> int:
-    """Print a line per removed entry and the sum."""
+    """Remove the entries; print a line for each, and the sum."""
     from headrace.config import load
     from headrace.vmhost.templates import cache_gc
 

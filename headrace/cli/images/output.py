@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ImageReport(msgspec.Struct, frozen=True, kw_only=True):
-    """An image of the store, for a person."""
+    """The description of an image that the commands print."""
 
     name: str
     digest: str
@@ -27,7 +27,7 @@ class ImageReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def show(image: "Image") -> None:
-    """One JSON line."""
+    """Print the description of an image as one JSON line."""
     report = ImageReport(
         name=image.name,
         digest=image.digest,

@@ -18,14 +18,14 @@ def add(commands: "Commands") -> None:
         "pull", help="store a container image from a registry; an interrupted download continues"
     )
     parser.add_argument("reference", help="such as docker.io/org/app:1.2, or with @sha256:...")
-    parser.add_argument("--name", default="", help="its name in the store; default: from its tag")
-    parser.add_argument("--memory-mb", type=integer(64), default=0, help="memory of its machines; default: 512")
+    parser.add_argument("--name", default="", help="name of the image in the store; default: from its tag")
+    parser.add_argument("--memory-mb", type=integer(64), default=0, help="memory of the image's machines; default: 512")
     add_config(parser)
     parser.set_defaults(handler=pull)
 
 
 def pull(args: argparse.Namespace) -> int:
-    """Pull the image; print a JSON line about it."""
+    """Pull the image; print its description as a JSON line."""
     from headrace.config import load
     from headrace.vmhost.images import imported, registry
 

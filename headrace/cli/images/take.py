@@ -16,15 +16,15 @@ def add(commands: "Commands") -> None:
     text = "store a container image (docker save, OCI layout) or a root file system"
     parser = commands.add_parser("import", help=text)
     parser.add_argument("path", help="archive or folder")
-    parser.add_argument("--name", default="", help="its name in the store; default: from its tag or file name")
-    parser.add_argument("--tag", default="", help="the image to take from an archive of several")
-    parser.add_argument("--memory-mb", type=integer(64), default=0, help="memory of its machines; default: 512")
+    parser.add_argument("--name", default="", help="name of the image in the store; default: from its tag or file name")
+    parser.add_argument("--tag", default="", help="the image to import from an archive of several")
+    parser.add_argument("--memory-mb", type=integer(64), default=0, help="memory of the image's machines; default: 512")
     add_config(parser)
     parser.set_defaults(handler=take)
 
 
 def take(args: argparse.Namespace) -> int:
-    """Import the image; print a JSON line about it."""
+    """Import the image; print its description as a JSON line."""
     from headrace.config import load
     from headrace.vmhost.images import imported
 

@@ -1,4 +1,4 @@
-"""`headrace keys add`: a new API key for a tenant."""
+"""`headrace keys add`: creates an API key for a tenant."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ def add(commands: "Commands") -> None:
 
 
 def make(args: argparse.Namespace) -> int:
-    """Print the key."""
+    """Create and print the key."""
     from headrace.cli.keys.session import keys_of
     from headrace.launch.output import say
 

@@ -1,4 +1,4 @@
-"""The file of API keys that a command works on."""
+"""Opens the file of API keys for the commands of `headrace keys`."""
 
 import argparse
 from typing import TYPE_CHECKING

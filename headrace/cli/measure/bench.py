@@ -34,7 +34,7 @@ def add(commands: "Commands") -> None:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Run it; 1 when trials are without a verdict, or when the report differs from the streams."""
+    """Run the benchmark; 1 if trials have no verdict, or if the report differs from the streams."""
     from headrace.cli.replay.rejudge import verdicts
     from headrace.config import load
     from headrace.launch.measuring.benchmark import Wanted, benchmark, recomputed

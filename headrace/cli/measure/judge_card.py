@@ -22,7 +22,7 @@ def add(commands: "Commands") -> None:
 
 
 def handle(args: argparse.Namespace) -> int:
-    """Write the card and print a line per criterion; 1 when a criterion does not count."""
+    """Write the card and print a line per criterion; 1 if the card gives a criterion no weight."""
     import msgspec
 
     from headrace.config import load
@@ -46,14 +46,14 @@ def handle(args: argparse.Namespace) -> int:
         raise RunError(str(error)) from None
     card = made[0]
     Path(args.out).write_bytes(msgspec.json.format(msgspec.json.encode(card)))
-    for one in card.criteria:
-        counts = "counts" if one.counts else f"weight 0: {one.reason}"
+    for item in card.criteria:
+        counts = "counts" if item.counts else f"weight 0: {item.reason}"
         say(
-            f"{one.id}: kappa {one.kappa:.2f} [{one.kappa_low:.2f}, {one.kappa_high:.2f}], flips {one.flips:.1%}, "
-            f"retest {one.retest:.1%}, length bias {one.length_bias:+.2f}, {one.pairs} pairs; {counts}"
+            f"{item.id}: kappa {item.kappa:.2f} [{item.kappa_low:.2f}, {item.kappa_high:.2f}], flips {item.flips:.1%}, "
+            f"retest {item.retest:.1%}, length bias {item.length_bias:+.2f}, {item.pairs} pairs; {counts}"
         )
     say(f"{card.calls} calls, {card.prompt_tokens} + {card.completion_tokens} tokens, cost {card.cost:.4f}: {args.out}")
-    return 0 if all(one.counts for one in card.criteria) else 1
+    return 0 if all(item.counts for item in card.criteria) else 1
 
 
 async def measure(config: "Config", path: str) -> "Card":
@@ -62,7 +62,7 @@ async def measure(config: "Config", path: str) -> "Card":
 
     from headrace.judging.rubrics.card import labels
     from headrace.judging.rubrics.judge import RubricJudge
-    from headrace.judging.rubrics.measuring import measure as asked
+    from headrace.judging.rubrics.measuring import measure as measure_judge
     from headrace.judging.rubrics.rubric import RubricError
 
     # An existing card would give weak criteria no weight; a new card measures every criterion.
@@ -71,6 +71,6 @@ async def measure(config: "Config", path: str) -> "Card":
     if judge is None:
         raise RubricError("a card needs a rubric and a model: set [judge] rubric, model_url and model")
     try:
-        return await asked(judge, config.judge, labels(path))
+        return await measure_judge(judge, config.judge, labels(path))
     finally:
         await judge.close()

@@ -46,7 +46,7 @@ def dashboard(args: argparse.Namespace) -> int:
     async def body() -> int:
         async with AsyncExitStack() as closing:
             port = config.dashboard.port if args.port is None else args.port
-            url, credentials, own = config.bus.url, of_run(config.bus.credentials, folder.id), ""
+            url, credentials, broker_websocket = config.bus.url, of_run(config.bus.credentials, folder.id), ""
             active = None if url else running(folder.broker)
             if active is not None:
                 live = read_place(folder.path)
@@ -62,11 +62,12 @@ def dashboard(args: argparse.Namespace) -> int:
             if not url:
                 server = Server(folder.broker, need_free=0, origins=address.origins)
                 await closing.enter_async_context(await server.start())
-                url, credentials, own = server.url, str(folder.broker / "credentials"), server.websocket
+                url, credentials = server.url, str(folder.broker / "credentials")
+                broker_websocket = server.websocket
             bus = await closing.enter_async_context(
                 await Bus.connect(url, role="dashboard", credentials=Path(credentials) if credentials else None)
             )
-            websocket = websocket_of(config, own)
+            websocket = websocket_of(config, broker_websocket)
             page = await closing.enter_async_context(serving(config, folder.id, bus, address, websocket, credentials))
             say(f"{folder.id}: {address.url}")
             if args.users:

@@ -27,15 +27,15 @@ def export_metrics(args: argparse.Namespace) -> int:
     from headrace.launch import runs
     from headrace.launch.session import looped, run_of
 
-    found = runs.find(args.run)
-    targets = wanted(load(found.config, args.set).metrics)
+    run_folder = runs.find(args.run)
+    targets = wanted(load(run_folder.config, args.set).metrics)
     if not targets:
         raise ConfigError("[metrics] names no target: set tensorboard, wandb or mlflow")
-    folder = found.path / "exporters"
+    folder = run_folder.path / "exporters"
     folder.mkdir(exist_ok=True)
 
     async def body() -> int:
-        async with run_of(str(found.path), role="dashboard") as run:
+        async with run_of(str(run_folder.path), role="dashboard") as run:
             writers = {name: open_writer(name, target, run.id, folder) for name, target in targets.items()}
             try:
                 await follow(run.bus, run.id, writers, folder / "position.json")

@@ -1,4 +1,4 @@
-"""`headrace logs`: the logs of all processes of a run as one, filtered by actor, trace and level."""
+"""`headrace logs`: prints the merged logs of all processes of a run, filtered by actor, trace and level."""
 
 import argparse
 from typing import TYPE_CHECKING

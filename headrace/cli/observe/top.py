@@ -18,7 +18,7 @@ def add(commands: "Commands") -> None:
 
 
 def top(args: argparse.Namespace) -> int:
-    """Show the screen until the user leaves it."""
+    """Show the screen until the user quits."""
     import asyncio
     import time
 

@@ -1,4 +1,4 @@
-"""`headrace policy from-gguf`: a Hugging Face folder from a GGUF file."""
+"""`headrace policy from-gguf`: makes a Hugging Face folder from a GGUF file."""
 
 import argparse
 from pathlib import Path
@@ -20,7 +20,7 @@ def add(commands: "Commands") -> None:
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
         default="bfloat16",
-        help="dtype of weights and arithmetic; auto: bfloat16 where this CPU has instructions for it, else float32",
+        help="dtype of weights and arithmetic; auto: bfloat16 if this CPU has instructions for it, otherwise float32",
     )
     parser.add_argument(
         "--chat-template", metavar="FILE", help="a Jinja file that becomes the folder's chat_template.jinja"
@@ -52,6 +52,6 @@ def from_gguf(args: argparse.Namespace) -> int:
 
 
 def fast_dtype(cpuinfo: str = "/proc/cpuinfo") -> Literal["bfloat16", "float32"]:
-    """bfloat16 on a CPU that has instructions for it. Elsewhere it is emulated and 2.5 times slower than float32."""
+    """bfloat16 on a CPU that has instructions for it, otherwise float32: emulated bfloat16 is 2.5 times slower."""
     flags = set(Path(cpuinfo).read_text(encoding="utf-8").split())
     return "bfloat16" if flags & {"avx512_bf16", "amx_bf16"} else "float32"

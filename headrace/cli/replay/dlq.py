@@ -50,7 +50,7 @@ def handle(args: argparse.Namespace) -> int:
 
 
 async def dlq(args: argparse.Namespace) -> int:
-    """The same on the event loop."""
+    """Run the subcommand on the event loop."""
     from headrace.launch.session import bus_of
 
     folder = runs.find(args.run)
@@ -65,7 +65,7 @@ async def dlq(args: argparse.Namespace) -> int:
 
 
 def _require_broker(folder: RunDir) -> None:
-    """RunError when the run has no active broker."""
+    """RunError if the run has no active broker."""
     from headrace.bus.broker.server import running
     from headrace.config import Config, load
 
@@ -111,7 +111,7 @@ async def _show(bus: "Bus", name: str) -> int:
 
 
 async def _retry_or_drop(bus: "Bus", args: argparse.Namespace) -> int:
-    """Retry or drop; an entry is settled once."""
+    """Retry or drop entries. RunError for an entry that was retried or dropped before."""
     from headrace.bus.runtime.dead_letters import record_decision, resend
 
     for name in args.letter:

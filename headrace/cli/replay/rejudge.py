@@ -1,4 +1,4 @@
-"""`headrace rejudge`: judge the trajectories of a recorded run again, with today's rules or other rewards.
+"""`headrace rejudge`: judge the trajectories of a recorded run again, with the present rules or other rewards.
 
 The new scores are published under the name of the new judge version; the run's trainer does not read them.
 """
@@ -41,14 +41,14 @@ def add(commands: "Commands") -> None:
 
 
 def handle(args: argparse.Namespace) -> int:
-    """Judge the closed groups again; prints one JSON line, and with --follow one per group."""
+    """Judge the closed groups again; print one JSON line, and with --follow one per group."""
     from headrace.launch.session import looped
 
     return looped(rejudge(args))
 
 
 async def rejudge(args: argparse.Namespace) -> int:
-    """The same on the event loop."""
+    """Run the command on the event loop."""
     from headrace.config import load
     from headrace.judging.rubrics.client import EndpointFailed, EndpointRefused
     from headrace.judging.rubrics.rubric import RubricError
@@ -82,15 +82,15 @@ async def rejudge(args: argparse.Namespace) -> int:
                     one = await rejudging.rejudge(bus, folder.id, args.judge, judge, [group])
                     say(msgspec.json.encode(one).decode())
             groups = await rejudging.closings(bus, folder.id)
-            found = await rejudging.rejudge(bus, folder.id, args.judge, judge, groups[: args.groups or None])
+            report = await rejudging.rejudge(bus, folder.id, args.judge, judge, groups[: args.groups or None])
         except (ReplayError, RubricError, EndpointFailed, EndpointRefused) as error:
             raise RunError(str(error), 1) from None
-    say(msgspec.json.encode(found).decode())
+    say(msgspec.json.encode(report).decode())
     return 0
 
 
 CHANGED = {"algorithm": ("length_", "reward"), "judge": ("rubric", "model")}
-"""Section to the beginnings of the keys that `--with` takes."""
+"""Section to the prefixes of the keys that `--with` accepts."""
 
 
 def with_rewards(config: "Config", entries: list[str]) -> "Config":
@@ -105,8 +105,8 @@ def with_rewards(config: "Config", entries: list[str]) -> "Config":
                 f"{section}.{key} does not change a reward; expected algorithm.reward, .reward_options, "
                 ".length_penalty, .length_k or .length_q, or a key of judge.rubric or judge.model"
             )
-        own = msgspec.structs.replace(getattr(config, section), **{key: getattr(getattr(parsed, section), key)})
-        config = msgspec.structs.replace(config, **{section: own})
+        changed = msgspec.structs.replace(getattr(config, section), **{key: getattr(getattr(parsed, section), key)})
+        config = msgspec.structs.replace(config, **{section: changed})
     return config
 
 
@@ -133,8 +133,8 @@ def _rubrics(config: "Config") -> "RubricJudge | None":
 
 
 def verdicts(config: "Config", host: "Host | None", rubrics: "RubricJudge | None" = None) -> "Verdicts":
-    """The judge of this version. Hidden tests run in a sandbox of `host`; without one, recorded outcomes count.
-    Without `rubrics` the recorded answers of the rubric judge count."""
+    """A function that judges a trajectory with the rules of this version. Hidden tests run in a sandbox of `host`;
+    without `host` it uses the recorded outcomes. Without `rubrics` it uses the rubric judge's recorded answers."""
     from headrace.judging import rules
     from headrace.judging.candidates import Candidate
     from headrace.judging.examination import Options, examine

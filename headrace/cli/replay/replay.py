@@ -1,6 +1,7 @@
 """`headrace replay`: run a recorded step, several steps, a bundle or a trajectory's tool calls again, and compare.
 
-The result is one JSON line (one per step with `--steps`); NaN and infinity are null there. Exit code 1 unless equal.
+The result is one JSON line (one per step with `--steps`); NaN and infinity are null there. The exit code is 0 only if
+the results are equal.
 """
 
 import argparse
@@ -85,7 +86,7 @@ def _is_bundle(name: str) -> bool:
 
 @contextlib.asynccontextmanager
 async def recorded_run_of(name: str) -> "AsyncIterator[RecordedRun]":
-    """The records of a run, or of a bundle. ReplayError, RunError."""
+    """The recorded steps of a run or of a bundle. ReplayError, RunError."""
     from headrace.config import load
     from headrace.launch.session import bus_of
     from headrace.replay import bundle, recorded_run
@@ -100,9 +101,9 @@ async def recorded_run_of(name: str) -> "AsyncIterator[RecordedRun]":
         yield await recorded_run.of_run(bus, load(folder.config), folder.path, folder.id)
 
 
-def step_of(args: argparse.Namespace, found: "RecordedRun") -> int:
+def step_of(args: argparse.Namespace, recorded: "RecordedRun") -> int:
     """The step to replay: `--step`, or the only step of a bundle."""
-    return args.step if args.step is not None else next(iter(found.manifests))
+    return args.step if args.step is not None else next(iter(recorded.manifests))
 
 
 def _say(line: msgspec.Struct) -> None:
@@ -119,9 +120,9 @@ async def _step(args: argparse.Namespace) -> int:
     from headrace.replay.objective import differ
     from headrace.replay.step import Rerun, attempt, compare
 
-    async with recorded_run_of(args.run) as found:
-        step = step_of(args, found)
-        with Rerun(found) as rerun:
+    async with recorded_run_of(args.run) as recorded:
+        step = step_of(args, recorded)
+        with Rerun(recorded) as rerun:
             if args.changes:
                 difference = await differ(rerun, step, args.changes)
                 _warn(rerun, step)
@@ -130,8 +131,8 @@ async def _step(args: argparse.Namespace) -> int:
             loaded = await rerun.reach(step)
             _warn(rerun, step)
             if args.to:
-                bundle.write(found, loaded, Path(args.to))
-                say(f"step {step} of run {found.run}; run it anywhere with: headrace replay {args.to}")
+                bundle.write(recorded, loaded, Path(args.to))
+                say(f"step {step} of run {recorded.run}; run it anywhere with: headrace replay {args.to}")
                 return 0 if rerun.strayed < 0 else 1
             line = compare(loaded, attempt(loaded))
     _say(line)
@@ -148,9 +149,9 @@ def _debug(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
 
         async def fetch() -> Loaded:
-            async with recorded_run_of(args.run) as found:
-                rerun = stack.enter_context(Rerun(found))
-                loaded = await rerun.reach(step_of(args, found))
+            async with recorded_run_of(args.run) as recorded:
+                rerun = stack.enter_context(Rerun(recorded))
+                loaded = await rerun.reach(step_of(args, recorded))
             _warn(rerun, loaded.manifest.step)
             return loaded
 
@@ -158,7 +159,7 @@ def _debug(args: argparse.Namespace) -> int:
         outcome = debug.debug(loaded)
         if outcome is None:
             raise RunError(
-                f"the debugger was left before step {loaded.manifest.step} ended, so there is no result to compare", 1
+                f"the debugger was quit before step {loaded.manifest.step} ended, so there is no result to compare", 1
             )
         line = compare(loaded, outcome)
     _say(line)
@@ -170,8 +171,8 @@ async def _steps(args: argparse.Namespace) -> int:
 
     equal = True
     warnings: list[str] = []
-    async with recorded_run_of(args.run) as found:
-        async for line in replay_steps(found, choose(found, args.steps, args.seed), warnings):
+    async with recorded_run_of(args.run) as recorded:
+        async for line in replay_steps(recorded, choose(recorded, args.steps, args.seed), warnings):
             _say(line)
             equal = equal and line.bitwise_equal
     for text in warnings:

@@ -23,7 +23,9 @@ def add(commands: "Commands") -> None:
     """Declare the command."""
     parser = commands.add_parser("retrain", help="train a second policy on a run's recorded batches")
     add_run(parser, optional=False)
-    parser.add_argument("--to", required=True, metavar="DIR", help="its folder; training resumes where it stopped")
+    parser.add_argument(
+        "--to", required=True, metavar="DIR", help="folder of the second policy; training resumes where it stopped"
+    )
     add_changes(parser, "use another objective")
     parser.add_argument("--judge", default="", metavar="VERSION", help="learn from the scores that `rejudge` wrote")
     parser.add_argument("--steps", type=integer(0), default=0, help="number of steps; 0 means all")
@@ -32,14 +34,14 @@ def add(commands: "Commands") -> None:
 
 
 def handle(args: argparse.Namespace) -> int:
-    """Train; prints a JSON line per step and leaves the weights in the folder."""
+    """Train; print a JSON line per step and leave the weights in the folder."""
     from headrace.launch.session import looped
 
     return looped(retrain(args))
 
 
 async def retrain(args: argparse.Namespace) -> int:
-    """The same on the event loop."""
+    """Run the command on the event loop."""
     from headrace.config import load
     from headrace.launch import runs
     from headrace.launch.session import bus_of
@@ -52,20 +54,20 @@ async def retrain(args: argparse.Namespace) -> int:
     from headrace.training.trainer import TrainerError
 
     folder = runs.find(args.run)
-    own = load(folder.config)
+    run_config = load(folder.config)
     try:
-        config = other(own, args.changes)[0] if args.changes else own
+        config = other(run_config, args.changes)[0] if args.changes else run_config
         async with bus_of(folder, "replay") as bus:
-            found = await recorded_run.of_run(bus, own, folder.path, folder.id)
+            run = await recorded_run.of_run(bus, run_config, folder.path, folder.id)
             judging: asyncio.Task[None] | None = None
             if args.judge and args.follow:
                 live = rejudging.LiveScores()
                 judging = asyncio.create_task(live.follow(bus, folder.id, args.judge))
-                second = SecondTrainer(found, config, Path(args.to), live.found, live.more)
+                second = SecondTrainer(run, config, Path(args.to), live.found, live.more)
             else:
                 scores = await rejudging.scores_of(bus, folder.id, args.judge) if args.judge else None
-                second = SecondTrainer(found, config, Path(args.to), scores)
-            source = follow(bus, folder.id) if args.follow else recorded(found)
+                second = SecondTrainer(run, config, Path(args.to), scores)
+            source = follow(bus, folder.id) if args.follow else recorded(run)
             try:
                 async for line in second.steps(source, args.steps):
                     say(msgspec.json.encode(line).decode())
@@ -77,10 +79,10 @@ async def retrain(args: argparse.Namespace) -> int:
     return 0
 
 
-async def recorded(found: "RecordedRun") -> "AsyncIterator[StepManifest]":
+async def recorded(run: "RecordedRun") -> "AsyncIterator[StepManifest]":
     """The recorded batches, in order."""
-    for step in sorted(found.manifests):
-        yield found.manifests[step]
+    for step in sorted(run.manifests):
+        yield run.manifests[step]
 
 
 async def follow(bus: "Bus", run: str) -> "AsyncIterator[StepManifest]":

@@ -1,7 +1,7 @@
-"""`headrace replay RUN --trajectory ID`: repeats its tool calls in a fresh sandbox of this machine.
+"""`headrace replay RUN --trajectory ID`: repeats a trajectory's tool calls in a fresh sandbox of this machine.
 
-The sandbox is the recorded one: the task's repository, the trajectory's seed and isolation, the run's backend.
-A production trajectory cannot be repeated, because the repository belongs to a user and is not stored.
+The sandbox begins like the recorded one: with the task's repository, the trajectory's seed and isolation, and the run's
+backend. A production trajectory cannot be repeated, because the repository belongs to a user and is not stored.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ async def find(bus: "Bus", run: str, id: str) -> "Trajectory":
 
 
 async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -> CallsReplay:
-    """Run the calls again. folder: of the run, for its renderer bundle. ReplayError; VmhostError without a sandbox."""
+    """Run the calls again. folder: the run's, with its renderer bundle. ReplayError; VmhostError without a sandbox."""
     import msgspec
 
     from headrace.actors.trainer import initial_policy
@@ -72,7 +72,7 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
     except (McpError, KeyError) as error:
         raise ReplayError(f"the MCP servers of the run cannot be listed from {folder / LISTING}: {error}") from None
     recorded = {result.call_id: result for turn in trajectory.turns for result in turn.results}
-    file = folder / initial_policy.BUNDLE  # a run of scripted policies alone has none
+    file = folder / initial_policy.BUNDLE  # a run with only scripted policies has none
     detailed, prompts_differ = False, None
     searching = offers_search(config)
     task = with_search(with_tools(task, config.tasks.tools), searching)
@@ -110,7 +110,7 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
 
         async def run(call: "ToolCall") -> "ToolResult":
             if box.external(call):
-                return recorded[call.id]  # an external server may answer differently today
+                return recorded[call.id]  # an external server may give another answer now
             return await box.run(call, sandbox, task, f"{trajectory.id}/")
 
         async def digest() -> str:
@@ -124,8 +124,8 @@ async def replay_calls(config: Config, folder: Path, trajectory: "Trajectory") -
 
 
 def _recorded_search(config: Config, task: "Task", trajectory: "Trajectory") -> "SearchSession | None":
-    """Semantic search in this process, each call in its recorded mode. None when the trajectory has no search;
-    ReplayError when it was made with another model."""
+    """Semantic search in this process, each call in its recorded mode. None if the trajectory has no search;
+    ReplayError if its searches used another model."""
     from headrace.harness.tools.search.session import SearchSession, template_of
     from headrace.search.chunks import PATTERNS
     from headrace.search.local import LocalSearcher

@@ -1,4 +1,4 @@
-"""`headrace audit`: prove from the streams alone that nothing was lost, trained twice or trained too stale."""
+"""`headrace audit`: verify from the streams alone that nothing was lost, trained twice or trained too stale."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("audit", help="prove that nothing was lost, trained twice or too stale")
+    parser = commands.add_parser("audit", help="verify that nothing was lost, trained twice or too stale")
     add_run(parser)
     add_elsewhere(parser)
     parser.set_defaults(handler=audit)

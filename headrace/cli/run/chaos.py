@@ -1,4 +1,4 @@
-"""`headrace chaos`: a run into which faults are injected."""
+"""`headrace chaos`: starts a run and injects faults into it."""
 
 import argparse
 from typing import TYPE_CHECKING

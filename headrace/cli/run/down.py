@@ -1,4 +1,4 @@
-"""`headrace down`: end a run's processes, in order or by force, until none is left."""
+"""`headrace down`: end all processes of a run, first by request and then by force."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +16,11 @@ def add(commands: "Commands") -> None:
     add_run(parser)
     parser.add_argument("--dir", default="runs", help="folder of the runs; default: runs")
     parser.add_argument(
-        "--drain", type=number(0), default=10.0, metavar="SECONDS", help="time to end in order; default: 10"
+        "--drain",
+        type=number(0),
+        default=10.0,
+        metavar="SECONDS",
+        help="time that processes get to end by themselves; default: 10",
     )
     parser.set_defaults(handler=down)
 

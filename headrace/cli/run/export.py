@@ -1,4 +1,4 @@
-"""`headrace export`: a version of a run as a Hugging Face folder, with a model card."""
+"""`headrace export`: writes a version of a run as a Hugging Face folder, with a model card."""
 
 import argparse
 import json
@@ -64,7 +64,7 @@ async def export(chain: "Chain", args: argparse.Namespace) -> int:
 
 
 def card(folder: "RunDir", config: "Config", head: "WeightHead") -> str:
-    """The model card: where the weights come from, and the run's figures where the run has finished."""
+    """The model card: the origin of the weights, and the run's figures if the run has a report."""
     file = folder.path / "report.json"
     report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     base = config.policy.checkpoint

@@ -1,4 +1,4 @@
-"""Every message as a table of its fields, read from the structs and their docstrings: a part of docs/wire.md."""
+"""Builds the tables of all messages and their fields, from the structs and their docstrings, for docs/wire.md."""
 
 import ast
 import inspect

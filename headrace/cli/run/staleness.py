@@ -28,7 +28,7 @@ def add(commands: "Commands") -> None:
 
 
 def staleness(args: argparse.Namespace) -> int:
-    """Show the bounds, or ask for another one."""
+    """Show the bounds, or request another one."""
     from headrace.launch import runs
     from headrace.launch.session import bus_of, looped
 

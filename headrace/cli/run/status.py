@@ -1,4 +1,4 @@
-"""`headrace status`: the actors that are alive, the run's last step, and the versions that each region serves."""
+"""`headrace status`: prints the live actors, the run's last step, and the versions that each region serves."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ def add(commands: "Commands") -> None:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Print a line per fact."""
+    """Print the state, the last step, evaluations, regions and actors, one per line."""
     from headrace.cli.weights import regions
     from headrace.dashboard.report import curve_of
     from headrace.launch.output import say

@@ -1,4 +1,4 @@
-"""`headrace subjects`: the table of subjects and streams, as in docs/subjects.md."""
+"""`headrace subjects`: prints the table of subjects and streams; docs/subjects.md is its output."""
 
 import argparse
 from typing import TYPE_CHECKING

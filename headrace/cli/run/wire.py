@@ -33,7 +33,7 @@ def wire(args: argparse.Namespace) -> int:
 
 
 def golden(path: Path) -> int:
-    """Append today's encodings that the file lacks, unless a recorded one is read differently."""
+    """Append the present encodings that the file lacks, unless this version reads a recorded one differently."""
     from headrace.launch.output import complain, say
     from headrace.messages.golden import incompatible, read, today, unrecorded
 

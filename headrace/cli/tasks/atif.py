@@ -1,4 +1,4 @@
-"""`headrace tasks atif`: the trajectories of a run as ATIF 1.7 documents, one a line."""
+"""`headrace tasks atif`: writes the trajectories of a run as ATIF 1.7 documents, one per line."""
 
 import argparse
 import json
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = commands.add_parser("atif", help="write a run's trajectories as ATIF 1.7, one a line")
+    parser = commands.add_parser("atif", help="write a run's trajectories as ATIF 1.7, one per line")
     add_run(parser, optional=False)
     parser.add_argument("file", type=Path, metavar="FILE.jsonl")
     parser.set_defaults(handler=handle)
 
 
 def handle(args: argparse.Namespace) -> int:
-    """Write the file; 1 when no trajectory of the run is stored any more."""
+    """Write the file; 1 if no trajectory of the run is stored."""
     from headrace.launch.session import looped
 
     return looped(write(args))
 
 
 async def write(args: argparse.Namespace) -> int:
-    """The same on the event loop."""
+    """Run the command on the event loop."""
     from headrace import __version__
     from headrace.config import load
     from headrace.launch import runs
@@ -67,7 +67,7 @@ async def write(args: argparse.Namespace) -> int:
 
 
 async def _decoder(bus: "Bus", run: str) -> "Decode":
-    """The run's tokenizer; a run of scripts alone writes plain bytes."""
+    """The run's tokenizer; in a run with only scripted policies, a tokenizer of tags and single bytes."""
     from headrace.bus.payloads import renderer_bundles
     from headrace.rendering.schemas import tags
     from headrace.rendering.tokenizer import Tokenizer

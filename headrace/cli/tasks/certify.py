@@ -1,4 +1,4 @@
-"""`headrace tasks certify` and `headrace tasks certificates`: examine the tests of a suite, print what was found."""
+"""`headrace tasks certify` and `headrace tasks certificates`: examine the tests of a suite, and print the results."""
 
 import argparse
 from pathlib import Path
@@ -36,7 +36,7 @@ def add(commands: "Commands") -> None:
 
 
 def certify(args: argparse.Namespace) -> int:
-    """Certify every task; exit 1 where one is not certified."""
+    """Certify every task; 1 if a task is not certified."""
     from headrace.launch.session import looped
 
     return looped(examine(args))
@@ -47,7 +47,7 @@ async def examine(args: argparse.Namespace) -> int:
     import asyncio
 
     from headrace.config import load
-    from headrace.judging.certifying import certify as examined
+    from headrace.judging.certifying import certify as certificate_of
     from headrace.judging.machines import HostMachines
     from headrace.launch.guests import prepare_host
     from headrace.messages.sandbox import NoCapacity, SandboxLost
@@ -70,7 +70,7 @@ async def examine(args: argparse.Namespace) -> int:
 
     async def one(id: str) -> "Certificate":
         async with free:
-            made = await examined(suite, id, HostMachines(host), event, backend=host.backend)
+            made = await certificate_of(suite, id, HostMachines(host), event, backend=host.backend)
             say(line(made))
             return made
 

@@ -1,4 +1,4 @@
-"""`headrace tasks export`: tasks of a suite as Harbor folders."""
+"""`headrace tasks export`: writes tasks of a suite as Harbor folders."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`headrace tasks from-sdist`: a suite of mutations of a real package that the package's own tests catch."""
+"""`headrace tasks from-sdist`: makes a suite from mutations of a real package that the package's own tests detect."""
 
 import argparse
 from pathlib import Path
@@ -20,7 +20,7 @@ def add(commands: "Commands") -> None:
     parser.add_argument("--test-command", default="", help="command that runs its tests; default: python3 -m pytest")
     parser.add_argument("--count", type=integer(1), default=20, help="number of tasks")
     parser.add_argument("--seed", type=int, default=1, help="seed that draws the mutations")
-    parser.add_argument("--name", default="", help="suite name; default: the package's")
+    parser.add_argument("--name", default="", help="suite name; default: the package's name")
     add_config(parser)
     parser.set_defaults(handler=from_sdist)
 

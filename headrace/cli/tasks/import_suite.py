@@ -1,4 +1,4 @@
-"""`headrace tasks import`: a suite from SWE-bench or SWE-smith rows, Harbor folders or plain JSONL."""
+"""`headrace tasks import`: makes a suite from SWE-bench or SWE-smith rows, Harbor folders or plain JSONL."""
 
 import argparse
 from pathlib import Path
@@ -21,7 +21,7 @@ def add(commands: "Commands") -> None:
     parser = commands.add_parser("import", help="make a suite from tasks in another format")
     parser.add_argument("format", choices=FORMATS)
     parser.add_argument("source", type=Path, metavar="SOURCE", help="FILE.jsonl, or the folder of Harbor tasks")
-    parser.add_argument("--name", default="", help="suite name; default: the source's")
+    parser.add_argument("--name", default="", help="suite name; default: the source's name")
     parser.add_argument("--repos", type=Path, metavar="DIR", help="folder of checkouts, for rows that name a commit")
     parser.add_argument("--template", default="", help="run in this template instead of the task's image")
     parser.add_argument(

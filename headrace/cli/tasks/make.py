@@ -1,4 +1,4 @@
-"""`headrace tasks make features|commits`: certified tasks from packages and repositories that have tests."""
+"""`headrace tasks make features|commits`: makes certified tasks from packages and repositories that have tests."""
 
 import argparse
 import os
@@ -96,7 +96,7 @@ async def _source(args: argparse.Namespace, source: str, journal: "Journal", hos
 
 
 async def _features(lab: "Lab", source: str, args: argparse.Namespace) -> "AsyncIterator[tuple[str, Attempt]]":
-    """The candidates of a package, after its tests have run once as they are."""
+    """The candidates of a package, after its unchanged tests have run once."""
     import asyncio
 
     import msgspec
@@ -116,9 +116,9 @@ async def _features(lab: "Lab", source: str, args: argparse.Namespace) -> "Async
     plan, expected, seconds = await sdist.baseline(lab, package, "", 1, say)
     plan = msgspec.structs.replace(plan, timeout_s=sdist.limit(seconds))
     exam = await sdist.sealed(lab, package, Exam(plan=plan, expected=expected), say)
-    found = features.candidates(package, args.seed)
-    say(f"{package.name}: {len(expected)} tests pass in {seconds:.1f} s, {len(found)} features")
-    for feature in found:
+    candidates = features.candidates(package, args.seed)
+    say(f"{package.name}: {len(expected)} tests pass in {seconds:.1f} s, {len(candidates)} features")
+    for feature in candidates:
 
         async def attempt(feature: Any = feature) -> "tuple[Task, Oracle]":
             return await features.attempt(lab, package, feature, exam, args.name)
@@ -140,7 +140,7 @@ async def _commits(lab: "Lab", source: str, args: argparse.Namespace) -> "AsyncI
 
 
 async def _certify(task: "Task", oracle: "Oracle", source: str, journal: "Journal", host: "Host") -> None:
-    """Examine the task as `headrace tasks certify` does; NoTask when it is not certified."""
+    """Examine the task like `headrace tasks certify`; NoTask if it is not certified."""
     from headrace.judging import HostMachines
     from headrace.judging.certifying import certify
     from headrace.tasks.making.journal import NoTask, Single

@@ -1,4 +1,4 @@
-"""`headrace tasks show`: one task as the agent sees it."""
+"""`headrace tasks show`: prints one task as the agent sees it."""
 
 import argparse
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
-"""`headrace trainer plan`: bytes per device by cause, and whether they fit; in closed form, without torch.
+"""`headrace trainer plan`: prints the bytes per device by cause, and whether they fit; in closed form, without torch.
 
-CONFIG is a run's TOML, or a Hugging Face folder (or its config.json), of which only the shape is read.
+CONFIG is a run's TOML, or a Hugging Face folder (or its config.json). Of a folder only the shape is read.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def add(commands: "Commands") -> None:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Print the plan; 0 when it fits with a fifth to spare, 1 otherwise."""
+    """Print the plan; 0 if a fifth of the memory stays free, 1 otherwise."""
     from headrace.policy.config import CheckpointError
     from headrace.policy.layout import hugging_face
     from headrace.training import memory_plan
@@ -52,27 +52,27 @@ def plan(args: argparse.Namespace) -> int:
             devices=args.gpus, context=args.context, moment_bytes=args.moments, offload=args.offload
         )
         layout = layout._replace(tokens=args.tokens or layout.tokens, recompute=args.recompute or layout.recompute)
-        found = memory_plan.plan(policy, layout)
+        memory = memory_plan.plan(policy, layout)
         available = int(args.gpu_gib * memory_plan.GIB)
         other = memory_plan.fitting(policy, layout, available, SPARE)
     except (CheckpointError, ValueError) as error:
         raise RunError(str(error), 2) from None
     count = memory_plan.parameters(policy)
     say(f"{count.total / 1e9:.2f} G parameters, {count.experts / 1e9:.2f} G of them in experts; {words(layout)}")
-    for line in table(found):
+    for line in table(memory):
         say(line)
     limit = (1.0 - SPARE) * available
-    fits = found.total <= limit
-    said = "fits" if fits else "does not fit"
-    say(f"{said} {args.gpus} x {args.gpu_gib:g} GiB with {SPARE:.0%} to spare ({limit / memory_plan.GIB:.1f} GiB)")
+    fits = memory.total <= limit
+    verdict = "fits" if fits else "does not fit"
+    say(f"{verdict} {args.gpus} x {args.gpu_gib:g} GiB with {SPARE:.0%} to spare ({limit / memory_plan.GIB:.1f} GiB)")
     if not fits:
         say(f"fits with {words(other)}" if other is not None else "no setting makes it fit: use more devices")
     return 0 if fits else 1
 
 
-def table(found: "MemoryPlan") -> list[str]:
+def table(memory: "MemoryPlan") -> list[str]:
     """A line per cause, in GiB, and the total."""
-    rows = [*found._asdict().items(), ("total", found.total)]
+    rows = [*memory._asdict().items(), ("total", memory.total)]
     return [f"{name:>12} {value / (1 << 30):9.2f} GiB" for name, value in rows if value]
 
 

@@ -1,4 +1,4 @@
-"""`headrace vm doctor`: whether this host can run microVMs, and what it lacks."""
+"""`headrace vm doctor`: checks whether this host can run microVMs, and names missing parts."""
 
 import argparse
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""`headrace vm gc`: remove images, templates and files of the cache that nothing refers to."""
+"""`headrace vm gc`: removes images, templates and files from the cache to which nothing refers."""
 
 import argparse
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def add(commands: "Commands") -> None:
     """Declare the command."""
     parser = commands.add_parser("gc", help="remove cached files that no name, recipe or running host refers to")
-    either = parser.add_mutually_exclusive_group()  # a preview does not know what a forgotten name would free
+    either = parser.add_mutually_exclusive_group()  # a dry run cannot tell what `--forget` would free
     either.add_argument(
         "--forget", action="append", default=[], metavar="NAME", help="drop this image or task template first"
     )

@@ -1,4 +1,4 @@
-"""`headrace vm import`: a container image or a root file system becomes the root of a template."""
+"""`headrace vm import`: makes a container image or a root file system the root of a template."""
 
 import argparse
 from pathlib import Path
@@ -17,13 +17,13 @@ def add(commands: "Commands") -> None:
     parser = commands.add_parser("import", help=text)
     parser.add_argument("path", help="archive or folder")
     parser.add_argument("--name", default="", help="name of the template; default: from its tag or file name")
-    parser.add_argument("--tag", default="", help="the image to take from an archive of several")
+    parser.add_argument("--tag", default="", help="the image to import from an archive of several")
     add_config(parser)
     parser.set_defaults(handler=import_image)
 
 
 def import_image(args: argparse.Namespace) -> int:
-    """Import the image; print a JSON line about it."""
+    """Import the image; print its description as a JSON line."""
     from headrace.config import load
     from headrace.vmhost.images import imported
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of warm clones of a template, beside cold ones."""
+    """The cost of warm clones of a template, compared with cold ones."""
 
     template: str
     clones: int

@@ -1,7 +1,7 @@
-"""Parts that the commands of `headrace vm` share: a host, a fresh sandbox in it, a job's streamed output.
+"""Functions that the commands of `headrace vm` share: open a host and a sandbox in it, and stream a job's output.
 
-A command opens a host of its own and closes it at the end. Output appears as the job writes it, through the same calls
-that an agent's tools use.
+A command opens a host of its own and closes it at the end. Output is printed while the job writes it, through the calls
+that an agent's tools use too.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`headrace weights collect`: remove published versions that no receiver can need any more.
+"""`headrace weights collect`: removes published versions that no receiver needs any more.
 
 It reads with the role operator and purges with the role trainer, the only role with that permission.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = declare(commands, "collect", "remove versions that no receiver can need any more", collect)
+    parser = declare(commands, "collect", "remove versions that no receiver needs any more", collect)
     add_common(parser)
     parser.add_argument("--chains", type=int, default=3, help="number of newest chains to keep, at least 2; default: 3")
 

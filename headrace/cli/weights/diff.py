@@ -1,4 +1,4 @@
-"""`headrace weights diff`: the differences of two published versions, per tensor."""
+"""`headrace weights diff`: prints the differences between two published versions, per tensor."""
 
 import argparse
 import tempfile

@@ -1,4 +1,4 @@
-"""`headrace weights log`: a line per published version."""
+"""`headrace weights log`: prints a line per published version."""
 
 import argparse
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""`headrace weights regions`: the version that every node of every region holds and every replica serves.
+"""`headrace weights regions`: prints the version that every node of every region holds and every replica serves.
 
 `headrace status` prints the summary, a line per region.
 """
@@ -31,7 +31,7 @@ class ReplicaReport(Replica, frozen=True, kw_only=True):
 
 
 class RegionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The versions of one region; -1 where there is none."""
+    """The versions of one region; -1 if there is none."""
 
     staged: int
     """The oldest among the nodes' newest files."""
@@ -51,13 +51,13 @@ class RegionsReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
-    parser = declare(commands, "regions", "print which replica runs which version since when", regions)
+    parser = declare(commands, "regions", "print the version of every node and replica, and since when", regions)
     add_common(parser)
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of a table")
 
 
 async def regions(chain: "Chain", args: argparse.Namespace) -> int:
-    """A table, or with ``--json`` one line of JSON."""
+    """Print a table, or with ``--json`` one line of JSON."""
     current = await look(chain.bus, chain.folder.id)
     if args.json:
         say_report(current)

@@ -1,4 +1,4 @@
-"""The session of a `headrace weights` command: the run's broker in the right role, and the keys that it trusts."""
+"""The session of a `headrace weights` command: a connection with the command's role, and the keys that it trusts."""
 
 import argparse
 from collections.abc import Awaitable, Callable
