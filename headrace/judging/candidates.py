@@ -1,6 +1,7 @@
 """A candidate: a trajectory with both sides of its task, and the repository that its tests run in."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 
 import msgspec
 
@@ -41,12 +42,18 @@ def repository(task: Task, oracle: Oracle, diff: Mapping[str, bytes], deleted: S
 
 
 def image_changes(task: Task, trajectory: Trajectory) -> ApplyChanges:
-    """The allowed changes of an image, for a fresh sandbox of it. The trajectory's own claim is not trusted."""
+    """The allowed changes of an image, for a fresh sandbox of it. The trajectory's own claim is not trusted.
+
+    No real walk finds an entry below a link: such a path is forged, and would be written where the link points, which
+    may be outside the allowed paths.
+    """
+    links = {PurePosixPath(change.path) for change in trajectory.changes if change.kind == "link"}
     changes = tuple(
         change
         for change in trajectory.changes
         if change.kind != "other"
         and _allowed(task, change.path)
+        and links.isdisjoint(PurePosixPath(change.path).parents)
         and (change.kind != "file" or change.path in trajectory.diff)
     )
     files = {change.path: trajectory.diff[change.path] for change in changes if change.kind == "file"}
