@@ -97,7 +97,14 @@ def with_rewards(config: "Config", entries: list[str]) -> "Config":
     """The run's configuration with other rewards or another rubric judge. ConfigError, RunError."""
     from headrace.config import parse
 
-    parsed = parse("", "--with", entries)
+    # The keys of a rubric judge need one another, so the run's own are set beside the changes.
+    own_keys = {name: getattr(config.judge, name) for name in config.judge.__struct_fields__}
+    stored = [
+        f"judge.{name}={msgspec.json.encode(value).decode()}"
+        for name, value in own_keys.items()
+        if name.startswith(CHANGED["judge"])
+    ]
+    parsed = parse("", "--with", [*stored, *entries])
     for entry in entries:
         section, _, key = entry.partition("=")[0].strip().partition(".")
         if not key.startswith(CHANGED.get(section, ("no key",))):

@@ -11,7 +11,8 @@ from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.cli.main import main
-from headrace.config import Config, Environment
+from headrace.cli.replay.rejudge import with_rewards
+from headrace.config import Config, ConfigError, Environment, Judge
 from headrace.messages.subjects import CLOSE, SCORE, TRAJ
 from headrace.tasks import open_suite
 from tests.support import records
@@ -68,3 +69,11 @@ def test_a_right_answer_that_was_refused_gets_its_due(tmp_path: Path, capsys: py
         wrong, out, err = rejudge(*words)
         assert (wrong, out) == (code, "")
         assert says in err
+
+
+def test_a_change_of_the_judge_is_checked_beside_the_keys_that_the_run_has() -> None:
+    own = Judge(rubric="old.toml", rubric_weight=0.5, model_url="http://127.0.0.1:1/v1", model="one", model_folder="w1")
+    changed = with_rewards(Config(judge=own), ['judge.model="two"', 'judge.model_folder="w2"']).judge
+    assert changed == msgspec.structs.replace(own, model="two", model_folder="w2")
+    with pytest.raises(ConfigError, match="without judge"):
+        with_rewards(Config(), ['judge.model_folder="w2"'])
