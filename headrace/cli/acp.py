@@ -3,21 +3,19 @@
 import argparse
 import asyncio
 import importlib.util
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
+
+from headrace.cli.arguments import add_key, key_of
 
 if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
-
-KEY = "HEADRACE_API_KEY"
 
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
     parser = commands.add_parser("acp", help="serve a gateway's agents to an editor (Agent Client Protocol, stdio)")
     parser.add_argument("--url", required=True, help="address of the gateway, such as http://127.0.0.1:8080")
-    parser.add_argument("--key-file", type=Path, metavar="FILE", help=f"file with the API key; default: ${KEY}")
+    add_key(parser)
     parser.set_defaults(handler=serve)
 
 
@@ -27,13 +25,7 @@ def serve(args: argparse.Namespace) -> int:
 
     if importlib.util.find_spec("acp") is None:
         raise ConfigError("headrace acp needs the package agent-client-protocol: pip install 'headrace[acp]'")
-    try:
-        key = args.key_file.read_text().strip() if args.key_file else os.environ.get(KEY, "")
-    except OSError as error:
-        raise ConfigError(f"--key-file: {error}") from None
-    if not key:
-        raise ConfigError(f"headrace acp needs an API key: --key-file FILE or ${KEY} (headrace keys add TENANT)")
-    asyncio.run(_serve(args.url, key))
+    asyncio.run(_serve(args.url, key_of(args)))
     return 0
 
 

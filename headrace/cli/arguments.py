@@ -6,12 +6,15 @@ with exit code 2 before a command imports anything heavy.
 
 import argparse
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+KEY = "HEADRACE_API_KEY"
 RUN_HELP = "run id, path or 'latest'"
 
 
@@ -81,3 +84,21 @@ def add_set(parser: argparse.ArgumentParser) -> None:
 def add_changes(parser: argparse.ArgumentParser, text: str) -> None:
     """`--with`: changes to a recorded run's configuration."""
     parser.add_argument("--with", dest="changes", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
+
+
+def add_key(parser: argparse.ArgumentParser) -> None:
+    """The option `--key-file` of a client of the gateway; `key_of` reads it."""
+    parser.add_argument("--key-file", type=Path, metavar="FILE", help=f"file with the API key; default: ${KEY}")
+
+
+def key_of(args: argparse.Namespace) -> str:
+    """The API key. ConfigError."""
+    from headrace.config import ConfigError
+
+    try:
+        key = args.key_file.read_text().strip() if args.key_file else os.environ.get(KEY, "")
+    except OSError as error:
+        raise ConfigError(f"--key-file: {error}") from None
+    if not key:
+        raise ConfigError(f"expected an API key: --key-file FILE or ${KEY} (headrace keys add TENANT)")
+    return str(key)

@@ -27,6 +27,8 @@ from headrace.cli.images import take as images_take
 from headrace.cli.keys import add as keys_add
 from headrace.cli.keys import listing as keys_list
 from headrace.cli.keys import revoke as keys_revoke
+from headrace.cli.lines import report as lines_report
+from headrace.cli.lines import watch as lines_watch
 from headrace.cli.mcp import serve as mcp_serve
 from headrace.cli.measure import bench, judge_card
 from headrace.cli.observe import dashboard, export_metrics, logs, top
@@ -95,6 +97,7 @@ GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
         "guest images and sandboxes of this host",
         (build, import_image, pool, shell, vm_run, fork, facts, gc, doctor),
     ),
+    ("lines", "report which lines of agents a git repository still has", (lines_watch, lines_report)),
     ("keys", "API keys of the gateway", (keys_add, keys_list, keys_revoke)),
     (
         "weights",

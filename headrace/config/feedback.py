@@ -28,6 +28,8 @@ class Feedback(Section, frozen=True, kw_only=True):
     user_cap: Count = 4
     """The most ratings of one user that count within `window_s`; 0 is no limit."""
     window_s: Duration = 86400.0
+    settle_s: Duration = 0.0
+    """A provisional outcome waits so long for a final one of its session before a batch may take it."""
     late_s: Duration = 86400.0
     """A rating that arrives later than this after its session is not trained on."""
     learning_rate: Amount = 0.0

@@ -19,13 +19,19 @@ from headrace.messages.training import StepDone
 ENDS = ("trained", "late", "capped", "opted_out", "unattributed", "superseded", "purged", "discarded", "pending")
 """The ends of ratings; every rating is counted under exactly one of them."""
 
-RANK: dict[Signal, int] = {"followup": 0, "diff": 1, "undo": 1, "thumb": 2}
-"""Ranks of signals. Of two ratings of a session the one with the higher rank counts; of equal ranks, the later one."""
+RANK: dict[Signal, int] = {"followup": 0, "diff": 1, "undo": 1, "persistence": 1, "thumb": 2}
+"""Ranks of signals. Of two ratings of a session the one with the higher rank counts; of equal ranks, the later one. A
+provisional one has the lowest rank."""
+
+
+def rank(feedback: Feedback) -> int:
+    """The rank of a rating."""
+    return RANK[feedback.signal] if feedback.final else 0
 
 
 def outranks(earlier: Feedback | None, later: Feedback) -> bool:
     """Whether an earlier rating of a session stays in force although a later one came."""
-    return earlier is not None and RANK[earlier.signal] > RANK[later.signal]
+    return earlier is not None and rank(earlier) > rank(later)
 
 
 @dataclass(slots=True)
@@ -45,11 +51,11 @@ class Rating:
 
 
 def gated(earlier: Rating | None, feedback: Feedback) -> bool:
-    """Whether the gate counts a rating: one per session, and no follow-up, because a rule found it.
+    """Whether the gate counts a rating: one per session, and no provisional one.
 
     earlier: the rating of the session that was in force before."""
     before = earlier.feedback if earlier is not None else None
-    return feedback.signal != "followup" and (before is None or before.signal == "followup")
+    return rank(feedback) > 0 and (before is None or rank(before) == 0)
 
 
 class FeedbackReport(msgspec.Struct, frozen=True, kw_only=True):

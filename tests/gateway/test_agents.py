@@ -9,6 +9,7 @@ import json
 import random
 import subprocess
 import tarfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from headrace.gateway.acp.api import AgentsApi
 from headrace.gateway.keys import ApiKeys, key_file
 from headrace.gateway.signals.follow_ups import dissatisfied
+from headrace.gateway.signals.reporting import Noted, Repository
 from headrace.messages import subjects
 from headrace.messages.base import Array
 from headrace.messages.product import Feedback
@@ -36,6 +39,7 @@ from tests.conftest import Connect
 from tests.support.gateway import OpenGateway
 
 pytestmark = pytest.mark.anyio
+WRITTEN = b"def b():\n    # nothing\n    return 1\n}\n"
 
 
 class Product(OpenGateway):
@@ -99,7 +103,29 @@ async def product(connect: Connect, tmp_path: Path, request: pytest.FixtureReque
     await opened.gateway.shut(1.0)
 
 
-async def test_runs_follow_each_other_in_one_workspace(product: Product) -> None:
+async def persistence(product: Product, agent: str, run: str, folder: Path) -> list[dict[str, Any]]:
+    """The answers to reports about a run from a git repository that loses two of its three lines before a merge."""
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True)
+
+    folder.mkdir()
+    git("init", "-q")
+    repository = Repository(folder)
+    noted = Noted(url=product.url, agent=agent, run=run, since=time.time() - 700)
+    repository.note(noted)
+    (folder / "b.py").write_text("def b():\n        return 1\n")
+    async with AgentsApi(product.url, product.key) as api:
+        first = await repository.report(api, product.url, merged=False)
+        assert await repository.report(api, product.url, merged=False) == [], "each moment is reported once"
+        (folder / "c.py").write_text("return 1\n")  # not a file that the run changed
+        (folder / "b.py").write_text("x = 1\n    return 1\n")
+        then = await repository.report(api, product.url, merged=True)
+    assert repository.noted() == [], "a final outcome ends it"
+    return first + then
+
+
+async def test_runs_follow_each_other_in_one_workspace(product: Product, tmp_path: Path) -> None:
     status, made = await product.call(
         "POST", "/v1/agents", {"prompt": "write b", "workspace": {"files": {"a.py": "1"}}}, Idempotency_Key="k1"
     )
@@ -111,7 +137,7 @@ async def test_runs_follow_each_other_in_one_workspace(product: Product) -> None
     busy = await product.call("POST", f"/v1/agents/{agent}/runs", {"prompt": "more"})
     assert busy[0] == 409 and busy[1]["error"]["code"] == "agent_busy"
     await product.turn(first, 0)
-    await product.finish(first, {"b.py": b"2"})
+    await product.finish(first, {"b.py": WRITTEN})
     assert (await product.ended(agent, run))["changed"] == ["b.py"]
 
     await product.gateway.shut(1.0)  # the next gateway knows the agent and its files
@@ -129,12 +155,12 @@ async def test_runs_follow_each_other_in_one_workspace(product: Product) -> None
     asked = await product.asked(second["id"])
     assert asked.workspace is not None and first.workspace is not None
     assert (asked.workspace.name, asked.workspace.turn, asked.workspace.node) == (first.workspace.name, 1, "n1")
-    assert asked.files == {"a.py": b"1", "b.py": b"2"} and "write b" in asked.prompt and "drop a" in asked.prompt
+    assert asked.files == {"a.py": b"1", "b.py": WRITTEN} and "write b" in asked.prompt and "drop a" in asked.prompt
     await product.turn(asked, 0, sandbox="s2")
     await product.finish(asked, {}, ("a.py",))
     assert (await product.ended(agent, second["id"]))["restored"], "another sandbox than before is said"
     assert (await product.call("GET", f"/v1/agents/{agent}/artifacts"))[1] == {
-        "artifacts": [{"path": "b.py", "sizeBytes": 1}],
+        "artifacts": [{"path": "b.py", "sizeBytes": 38}],
         "deleted": ["a.py"],
     }
     assert (await product.call("GET", f"/v1/agents/{agent}/usage"))[1]["total"] == {
@@ -154,6 +180,11 @@ async def test_runs_follow_each_other_in_one_workspace(product: Product) -> None
     assert last == [("undo", "down"), ("diff", "up"), ("undo", "down"), ("diff", "up")], (
         "a changed mind is stored within the duplicate window too, and a repeated request is stored once"
     )
+    reported = await persistence(product, agent, run, tmp_path / "repository")
+    assert [(each["at"], each["kept"], each["thumb"]) for each in reported] == [("10m", 2, "up"), ("merge", 1, "down")]
+    newest = await product.admin.last("HR_FEEDBACK", subjects.FEEDBACK.where())
+    assert newest is not None and isinstance(newest.message, Feedback)
+    assert (newest.message.signal, newest.message.at, newest.message.final) == ("persistence", "merge", True)
     for odd in ({"diff": "rejected", "thumb": "up"}, {"undo": False}, {}):
         assert (await product.call("POST", where, odd))[0] == 400
     assert (await product.call("POST", f"/v1/agents/{agent}/archive"))[1]["status"] == "ARCHIVED"

@@ -163,7 +163,9 @@ class Feedback(Actor):
             return "unattributed", f"{feedback.trajectory} is not in HR_TRAJ"
         earlier = self._newest.get(feedback.trajectory)
         if earlier is not None and earlier.fate == "closed":
-            return "late", "its session has a place in a batch already"
+            place = "its session has a place in a batch already"
+            first = earlier.feedback
+            return "late", place if first is None or first.final else f"{place}, with its provisional outcome"
         if earlier is not None and earlier is not rating and not earlier.fate:
             if outranks(earlier.feedback, feedback):
                 return "superseded", f"record {earlier.seq} is a stronger signal on this session"
@@ -267,13 +269,15 @@ class Feedback(Actor):
     async def _choose(self, count: int, batch: int) -> list[tuple[Rating, Trajectory]]:
         """Up to `count` of the oldest ratings that may be trained on in a batch. Ratings that may not are settled
         here."""
-        allowed = self._consent.tenants()
+        allowed, now = self._consent.tenants(), time.time()
         chosen: list[tuple[Rating, Trajectory]] = []
         for rating in [*self.book.waiting.values()]:
             feedback = rating.feedback
             assert feedback is not None
             if len(chosen) == count:
                 break
+            if not feedback.final and now - rating.time < self.config.feedback.settle_s:
+                continue
             session = await self._session(feedback)
             oldest = self.branch.oldest_version(session.trajectory) if session is not None else None
             if session is None:

@@ -9,6 +9,7 @@
     GET  /v1/agents/ID/runs/RID/stream       server-sent events; resume with Last-Event-ID
     POST /v1/agents/ID/runs/RID/cancel       202
     POST /v1/agents/ID/runs/RID/feedback     {thumb | diff | undo, comment?} of a finished run -> 202
+    POST /v1/agents/ID/runs/RID/lines        {at: 10m | 24h | merge, files} -> 202 {added, kept, thumb}
     POST /v1/agents/ID/archive               no further runs; the sandbox is released
     GET  /v1/agents/ID/usage                 turns and tokens, per run and in all
     GET  /v1/agents/ID/artifacts             paths that the agent's runs changed
@@ -30,7 +31,7 @@ from headrace.bus.errors import BusError
 from headrace.config import Production
 from headrace.gateway.agents.events import Events
 from headrace.gateway.agents.guard import Handler, guarded
-from headrace.gateway.agents.requests import AgentRefused, NewAgent, NewRating, NewRun
+from headrace.gateway.agents.requests import AgentRefused, LaterFiles, NewAgent, NewRating, NewRun
 from headrace.gateway.agents.sets import AgentSets
 from headrace.gateway.agents.store import Agents
 from headrace.gateway.agents.views import agent_view, run_view
@@ -39,8 +40,9 @@ from headrace.gateway.agents.workspace import files_of
 from headrace.gateway.http import read_json
 from headrace.gateway.keys import ApiKey
 from headrace.gateway.signals.follow_ups import dissatisfied
+from headrace.gateway.signals.persistence import kept_lines
 from headrace.gateway.signals.ratings import Ratings
-from headrace.messages.product import Agent, AgentRun, Feedback, Signal
+from headrace.messages.product import Agent, AgentRun, Feedback, Moment, Signal
 from headrace.messages.rollout import Trajectory, TurnSampled
 
 MOST = 100
@@ -77,6 +79,7 @@ class AgentEndpoints:
             web.get(f"{run}/stream", self._guarded(self._stream)),
             web.post(f"{run}/cancel", self._guarded(self._cancel)),
             web.post(f"{run}/feedback", self._guarded(self._rate)),
+            web.post(f"{run}/lines", self._guarded(self._lines)),
             web.post(f"{agent}/archive", self._guarded(self._archive)),
             web.get(f"{agent}/usage", self._guarded(self._usage)),
             web.get(f"{agent}/artifacts", self._guarded(self._artifacts)),
@@ -141,14 +144,30 @@ class AgentEndpoints:
 
     async def _rate(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
         (agent, run), given = self._found(request, key), await read_json(request, NewRating)
+        trajectory = await self._finished(agent, run)
+        thumb: Literal["up", "down"] = "up" if given.up else "down"
+        await self._publish(agent, key, trajectory, thumb, given.signal, given.comment)
+        return web.json_response({"id": run.id, "signal": given.signal, "thumb": thumb}, status=202)
+
+    async def _finished(self, agent: Agent, run: AgentRun) -> Trajectory:
         trajectory = await self._agents.trajectory(agent, run)
         if trajectory is None:
             raise AgentRefused(
                 409, "run_not_finished", f"expected a finished run, this one is {run.state}: rate it when it has ended"
             )
-        thumb: Literal["up", "down"] = "up" if given.up else "down"
-        await self._publish(agent, key, trajectory, thumb, given.signal, given.comment)
-        return web.json_response({"id": run.id, "signal": given.signal, "thumb": thumb}, status=202)
+        return trajectory
+
+    async def _lines(self, request: web.Request, key: ApiKey) -> web.StreamResponse:
+        (agent, run), later = self._found(request, key), await read_json(request, LaterFiles)
+        trajectory = await self._finished(agent, run)
+        if not run.added:
+            raise AgentRefused(409, "no_lines", "this run added no lines, so none can be counted")
+        kept, added = kept_lines(run.added, later.files.values()), len(run.added)
+        thumb: Literal["up", "down"] = "up" if 2 * kept >= added else "down"
+        comment = f"{kept} of {added} lines"
+        await self._publish(agent, key, trajectory, thumb, "persistence", comment, later.at)
+        counted = {"id": run.id, "at": later.at, "added": added, "kept": kept, "thumb": thumb}
+        return web.json_response(counted, status=202)
 
     async def _judge_follow_up(self, agent: Agent, run: AgentRun, key: ApiKey) -> None:
         """Rate the run before `run` down if the prompt of `run` calls its work wrong."""
@@ -171,6 +190,7 @@ class AgentEndpoints:
         thumb: Literal["up", "down"],
         signal: Signal,
         comment: str,
+        at: Moment = "",
     ) -> None:
         feedback = Feedback(
             tenant=agent.tenant,
@@ -179,6 +199,8 @@ class AgentEndpoints:
             trajectory=trajectory.id,
             thumb=thumb,
             signal=signal,
+            final=signal != "followup" and at != "10m",
+            at=at,
             training_allowed=agent.training_allowed and key.training,
             comment=comment,
         )

@@ -86,6 +86,14 @@ class NewRun(msgspec.Struct, frozen=True, kw_only=True):
     prompt: Prompt
 
 
+class LaterFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/agents/ID/runs/RID/lines: the files that a run changed, as they are now."""
+
+    at: Literal["10m", "24h", "merge"]
+    files: Annotated[dict[str, str], Meta(max_length=MAX_FILES)] = {}
+    """Path to text; a file that is gone is left out."""
+
+
 class NewRating(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/agents/ID/runs/RID/feedback."""
 

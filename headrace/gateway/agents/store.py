@@ -21,6 +21,7 @@ from headrace.gateway.agents.requests import AgentRefused, NewAgent
 from headrace.gateway.agents.webhooks import Webhooks
 from headrace.gateway.keys import ApiKey
 from headrace.gateway.sessions import Session
+from headrace.gateway.signals.persistence import added_lines
 from headrace.gateway.split import Split
 from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
@@ -253,6 +254,8 @@ class Agents:
         ended = await self._ended(agent, run, session)
         done = ended.state == "FINISHED"
         files = await self._files_after(agent, run) if done else agent.files
+        if done:
+            ended = msgspec.structs.replace(ended, added=added_lines(agent.files, files))
         agent = msgspec.structs.replace(agent, files=files, runs=(*agent.runs[:-1], ended))
         if done and agent.set_id and self.check is not None:
             code, output = await self.check(agent)

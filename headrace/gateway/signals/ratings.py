@@ -34,7 +34,7 @@ class Ratings:
         """Store a rating. BusError."""
         if feedback.user in self.denied:
             feedback = msgspec.structs.replace(feedback, training_allowed=False)
-        given = f"{feedback.signal}.{feedback.thumb}"
+        given = f"{feedback.signal}{feedback.at}.{feedback.thumb}"
         before, number = self._newest.get(feedback.trajectory, (given, 0))
         if before != given:
             number += 1

@@ -23,6 +23,8 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
     sandbox: str = ""
     restored: bool = False
     """The sandbox of the previous run was gone, so this run began with that run's files alone."""
+    added: tuple[str, ...] = ()
+    """Digests of the lines that a finished run added, for the signal `persistence`."""
     check_code: int | None = None
     """Exit code of the set's check on the files of a finished run; None where it was not run."""
     check_output: str = ""

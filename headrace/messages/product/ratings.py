@@ -10,9 +10,11 @@ from headrace.messages.rollout import PolicyRef
 Fate = Literal["late", "capped", "opted_out", "unattributed", "superseded", "discarded", "closed"]
 """The end of a rating. ``closed``: it has a place in the branch's batches, and is trained when that batch is."""
 
-Signal = Literal["thumb", "diff", "undo", "followup"]
+Signal = Literal["thumb", "diff", "undo", "followup", "persistence"]
+Moment = Literal["", "10m", "24h", "merge"]
 """``diff``: the user accepted (up) or rejected (down) the changes that were shown. ``undo``: the user took them back.
-``followup``: the user's next prompt says that the work was wrong; `comment` quotes the words."""
+``followup``: the user's next prompt says that the work was wrong; `comment` quotes the words. ``persistence``: the
+share of the lines that the agent added and that are still there at a `Moment`; up from a half on."""
 
 Stage = Literal["idle", "benchmark", "shadow", "canary", "promoted", "held", "rolled_back"]
 
@@ -38,6 +40,10 @@ class Feedback(Message, frozen=True, kw_only=True):
     trajectory: str
     thumb: Literal["up", "down"]
     signal: Signal = "thumb"
+    final: bool = True
+    """False: a provisional outcome, which a final one of the session replaces until it has a place in a batch."""
+    at: Moment = ""
+    """Of a persistence: when the lines were counted. After 10 minutes it is provisional."""
     training_allowed: bool = False
     comment: str = ""
     untrainable: str = ""

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -69,6 +70,40 @@ async def test_every_rating_ends_once_and_the_rest_becomes_batches(product: Prod
     assert rewards[:2] == [1.0, 0.0], "the last thumb counts, and no diff after it"
     copied = await bus.last("HR_TRAJ", subjects.TRAJ.at(run=product.branch, group=first.rsplit("-", 2)[0]))
     assert copied is not None and copied.message.oldest_version == 0, "the promoted version is the branch's version 0"
+
+
+async def test_a_provisional_outcome_waits_for_the_final_one(product: Product, connect: Connect) -> None:
+    early: dict[str, Any] = {"signal": "persistence", "final": False, "at": "10m"}
+    final: dict[str, Any] = {"signal": "persistence", "at": "24h"}
+    waiting = settings(product.folder, user_cap=0, settle_s=3600.0)
+    async with asyncio.timeout(120):
+        async with living(Feedback, waiting, await connect("feedback"), product.run) as actor:
+            await product.opened()
+            first, second = await product.session(BASE), await product.session(BASE)
+            await product.rate(first, "up", **early)
+            await product.rate(second, "up", **early)
+            await product.rate(await product.session(BASE), "down")
+            await product.rate(first, "down", **final)  # closes the batch: the second one has no final outcome
+            await product.said("batch_closed")
+            ends = actor.book.ends({})
+            assert (ends["superseded"], ends["pending"], len(actor.book.waiting)) == (1, 3, 1)
+        at_once = settings(product.folder, user_cap=0)
+        async with living(Feedback, at_once, await connect("feedback"), product.run) as actor:
+            await product.rate(await product.session(BASE), "up")  # closes a batch with the provisional outcome
+            while len(actor.branch.state.closings) < 4:
+                await asyncio.sleep(0.01)
+            await product.rate(second, "down", **final)
+            while actor.book.ends({})["late"] < 1:
+                await asyncio.sleep(0.01)
+    admin = await connect("admin")
+    fates = [received.message async for received in admin.history("HR_FEEDBACK", subjects.FATE.where(run=product.run))]
+    assert [each.detail for each in fates if each.fate == "late"] == [
+        "its session has a place in a batch already, with its provisional outcome"
+    ]
+    closings = [r.message async for r in admin.history("HR_SCORE", subjects.CLOSE.where(run=product.branch))]
+    assert [each.slots[0].reward for each in closings if isinstance(each, GroupClosed)] == [0.0, 0.0, 1.0, 1.0]
+    report, _, faults = await feedback_books(admin, product.run)
+    assert report is not None and faults == [] and report.received == 6 == sum(report.ends.values())
 
 
 async def test_a_restart_goes_on_and_the_audit_proves_the_books(product: Product, connect: Connect) -> None:

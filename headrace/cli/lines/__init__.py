@@ -1,0 +1,1 @@
+"""Commands that report which lines of agents a repository still has."""
