@@ -153,8 +153,10 @@ class Bus(Records):
             metrics.published(tracing.template(subject), len(payload), time.perf_counter() - started)
             return seq
 
-    async def _store_chunk(self, subject: str, chunk: bytes, msg_id: str) -> int:
+    async def _store_chunk(self, subject: str, chunk: bytes, msg_id: str, lives_s: int = 0) -> int:
         headers = {"Nats-Msg-Id": msg_id, "Nats-Expected-Last-Subject-Sequence": "0"}
+        if lives_s:
+            headers["Nats-TTL"] = f"{lives_s}s"
         return await self._store(subject, chunk, headers)
 
     async def _store(self, subject: str, payload: bytes, headers: dict[str, str]) -> int:
@@ -224,11 +226,13 @@ class Bus(Records):
     async def request(self, subject: str, message: Message, *, timeout: float = 10.0, owner: str = "") -> Message:
         """Ask and wait for the answer. BusTimeout, NoResponders, Denied.
 
-        A request or an answer over 1 MiB travels as a claim check; owner: the hash of the user whose data it then is.
+        A request or an answer over 1 MiB travels as a claim check that expires; owner: the hash of the user whose data
+        it then is.
         """
         payload, headers = encode(message)
         if len(payload) > MAX_INLINE:
-            payload, headers = encode(await claim_checks.put(self._store_chunk, payload, headers, owner))
+            ref = await claim_checks.put(self._store_chunk, payload, headers, owner, expires=True)
+            payload, headers = encode(ref)
         if owner:
             headers = {**headers, OWNER_HEADER: owner}
         with tracing.sending(subject, "", len(payload)):
@@ -265,7 +269,8 @@ class Bus(Records):
                     if len(payload) > MAX_INLINE:
                         owner = (raw.headers or {}).get(OWNER_HEADER, "")
                         owner = owner if owner.isalnum() else ""  # it becomes a token of a subject
-                        payload, headers = encode(await claim_checks.put(self._store_chunk, payload, headers, owner))
+                        ref = await claim_checks.put(self._store_chunk, payload, headers, owner, expires=True)
+                        payload, headers = encode(ref)
                 except (
                     Exception
                 ) as error:  # an answer that cannot be encoded or stored is answered too, else the caller waits in vain

@@ -61,6 +61,8 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     """0 keeps for ever."""
     max_bytes: int = 1 << 30
     duplicate_window_s: float = 120.0
+    expiring: bool = False
+    """Messages may carry an expiry of their own (``Nats-TTL``)."""
     note: str = ""
 
 
@@ -274,7 +276,13 @@ STREAMS: tuple[Stream, ...] = (
         max_bytes=8 << 30,
         note="at least three full chains; one mirror per region",
     ),
-    Stream(name="HR_BLOB", subjects=("hr.blob.>",), max_bytes=8 << 30, note="claim checks, 1 MiB chunks"),
+    Stream(
+        name="HR_BLOB",
+        subjects=("hr.blob.>",),
+        max_bytes=8 << 30,
+        expiring=True,
+        note="claim checks, 1 MiB chunks; those of records as long as these, those of requests and answers two hours",
+    ),
     Stream(name="HR_STEP", subjects=("hr.step.>",), note="kept: manifests and outcomes of steps"),
     Stream(name="HR_EVENT", subjects=("hr.event.>",), discard="old", max_age_s=14 * _DAY, note="14 days"),
     Stream(

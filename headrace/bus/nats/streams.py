@@ -43,6 +43,7 @@ def config_of(stream: Stream, *, reserve: bool, replicas: int) -> dict[str, Any]
         "deny_delete": False,
         "deny_purge": False,
         "compression": "none",
+        "allow_msg_ttl": stream.expiring,
     }
 
 

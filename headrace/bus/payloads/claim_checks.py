@@ -7,11 +7,17 @@ at once, without making a consumer. Trade-off: a blob must fit into memory, as t
 
 A user's payloads (`subjects.owner`) lie under the user's hash, named by an HMAC with that hash as key: no two users
 share a blob, and one purge of ``hr.blob.<user>.>`` removes all blobs of a user, also those that no record refers to.
+
+No record refers to the payload of a request or an answer, so no purge of records finds it: it carries an expiry, and
+the broker deletes it. Its name holds the hour, so that a repeat of a request finds its chunks and so that no payload
+of a record is ever stored under a name that expires. One purge of ``hr.blob.rpc-<hour>.>`` removes all that belong to
+no user.
 """
 
 import asyncio
 import hashlib
 import hmac
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from headrace.bus.errors import CorruptPayload, WrongSequence
@@ -24,9 +30,11 @@ CHUNK = 1 << 20
 WINDOW = 8
 """Chunks in flight."""
 STREAM = "HR_BLOB"
+PERIOD_S = 3600
+"""A payload of a request or an answer lives for one to two of these; it is read within minutes, or never."""
 
-Store = Callable[[str, bytes, str], Awaitable[int]]
-"""(subject, chunk, message id) -> sequence; WrongSequence when that chunk is there already."""
+Store = Callable[[str, bytes, str, int], Awaitable[int]]
+"""(subject, chunk, message id, seconds to live or 0) -> sequence; WrongSequence when that chunk is there already."""
 
 
 def chunks(size: int) -> int:
@@ -42,28 +50,38 @@ def place(name: str, n: int) -> str:
 
 def subjects(ref: BlobRef) -> set[str]:
     """Subjects, or one filter, that cover all chunks of a blob."""
-    if ref.keyed:
+    if "." in ref.sha256:
         return {place(ref.sha256, n) for n in range(ref.chunks)}
     return {f"hr.blob.{ref.sha256}.>"}
 
 
 async def put(
-    store: Store, payload: bytes, headers: Mapping[str, str], owner: str = "", *, digest: str = ""
+    store: Store,
+    payload: bytes,
+    headers: Mapping[str, str],
+    owner: str = "",
+    *,
+    digest: str = "",
+    expires: bool = False,
 ) -> BlobRef:
     """Store a payload. With `owner`, a user's hash, the blob is that user's alone.
 
-    digest: the content's sha256, if the caller has it already.
+    digest: the content's sha256, if the caller has it already. expires: it is a request's or an answer's.
     """
+    hour = f"-{int(time.time() // PERIOD_S)}" if expires else ""
+    lives_s = 2 * PERIOD_S if expires else 0
     if owner:
-        digest = f"{owner}.{hmac.new(owner.encode(), payload, hashlib.sha256).hexdigest()}"
+        digest = f"{owner}.{hmac.new(f'{owner}{hour}'.encode(), payload, hashlib.sha256).hexdigest()}"
     digest = digest or hashlib.sha256(payload).hexdigest()
+    if expires and not owner:
+        digest = f"rpc{hour}.{digest}"
     count = chunks(len(payload))
     gate = asyncio.Semaphore(WINDOW)
 
     async def one(n: int) -> None:
         async with gate:
             try:
-                await store(place(digest, n), payload[n * CHUNK : (n + 1) * CHUNK], f"{digest}.{n}")
+                await store(place(digest, n), payload[n * CHUNK : (n + 1) * CHUNK], f"{digest}.{n}", lives_s)
             except WrongSequence:
                 pass  # stored before, by this process or another
 
@@ -97,7 +115,7 @@ async def get(connection: NatsConnection, ref: BlobRef) -> bytes:
     payload = b"".join(parts)
     if size != ref.bytes:
         raise CorruptPayload(f"blob {ref.sha256} has {size} of {ref.bytes} bytes")
-    if not ref.keyed and hashlib.sha256(payload).hexdigest() != ref.sha256:
+    if not ref.keyed and hashlib.sha256(payload).hexdigest() != ref.sha256.rpartition(".")[2]:
         raise CorruptPayload(f"blob {ref.sha256} has other content than its name says")
     return payload
 

@@ -10,7 +10,7 @@ import pytest
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError, BusTimeout, MessageGone, NoResponders, WrongSequence
-from headrace.bus.payloads import retention
+from headrace.bus.payloads import claim_checks, retention
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
 from headrace.messages.codec import encode
@@ -255,6 +255,34 @@ async def test_an_answer_may_repeat_the_content_of_its_request(connect: Connect)
     assert answers == [big, big]
     while answering._answering:  # the answer is sent, its task ends in one of the next turns
         await asyncio.sleep(0)
+
+
+async def test_the_payloads_of_requests_and_answers_expire(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No record refers to them, so nothing else deletes them. A record with the same content keeps its own."""
+    asking, answering, operator = await connect("rollout"), await connect("environment"), await connect("operator")
+    user, big = token_hex(10), Ack(detail=os.urandom(1 << 20).hex())
+
+    async def echo(message: Message) -> Message:
+        return message
+
+    await answering.respond("hr.rpc.environment.echo", echo)
+    before = await operator.last_seq("HR_BLOB")
+    for owner in ("", user):
+        assert await asking.request("hr.rpc.environment.echo", big, timeout=PATIENCE_S, owner=owner) == big
+    kept = await asking.put_blob(big)
+    lives = {
+        r.subject.split(".")[2].partition("-")[0]: r.headers.get("Nats-TTL")
+        async for r in operator.records("HR_BLOB", start=before + 1)
+    }
+    assert lives == {"rpc": "7200s", user: "7200s", kept.sha256: None}
+
+    monkeypatch.setattr(claim_checks, "PERIOD_S", 1)
+    payload, headers = encode(big)
+    short = await claim_checks.put(asking._store_chunk, payload, headers, expires=True)
+    async with asyncio.timeout(PATIENCE_S):
+        while await operator.subjects("HR_BLOB", f"hr.blob.{short.sha256.partition('.')[0]}.>"):
+            await asyncio.sleep(0.25)
+    assert await asking.get_blob(kept) == big
 
 
 async def test_an_answer_that_cannot_be_stored_is_an_answer_too(connect: Connect) -> None:
