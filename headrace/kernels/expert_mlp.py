@@ -32,7 +32,7 @@ def as_is(x: Tensor) -> Tensor:
     return x
 
 
-class Plan(NamedTuple):
+class RowLayout(NamedTuple):
     """The row of each (token, slot) pair. parts: (expert, first row, end row) of the experts that have rows."""
 
     parts: list[tuple[int, int, int]]
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     """int64 [N * k]: row of each (token, slot)."""
 
 
-def plan(experts: Tensor, count: int, pad: int, least: int = 1) -> Plan:
+def plan(experts: Tensor, count: int, pad: int, least: int = 1) -> RowLayout:
     """experts int64 [N, k], each below `count`. A part has at least `least` rows and a multiple of `pad`."""
     k = experts.shape[1]
     flat = experts.cpu().numpy().reshape(-1)
@@ -60,7 +60,9 @@ def plan(experts: Tensor, count: int, pad: int, least: int = 1) -> Plan:
     parts = [
         (e, end - size, end) for e, (end, size) in enumerate(zip(ends.tolist(), padded.tolist(), strict=True)) if size
     ]
-    return Plan(parts, rows, torch.from_numpy(source).to(experts.device), torch.from_numpy(slots).to(experts.device))
+    return RowLayout(
+        parts, rows, torch.from_numpy(source).to(experts.device), torch.from_numpy(slots).to(experts.device)
+    )
 
 
 def least_part(down: Tensor, dtype: torch.dtype, pad: int) -> int:
@@ -68,7 +70,7 @@ def least_part(down: Tensor, dtype: torch.dtype, pad: int) -> int:
     return batch_invariant.least_rows(down[0].numel(), dtype) if pad > 1 else 1
 
 
-def _products(x: Tensor, weights: Tensor, p: Plan) -> Tensor:
+def _products(x: Tensor, weights: Tensor, p: RowLayout) -> Tensor:
     """Each part of x [P, K] by its expert's matrix of [E, N, K] -> [P, N]."""
     out = x.new_empty(p.rows, weights.shape[1])
     for expert, first, end in p.parts:
@@ -76,7 +78,7 @@ def _products(x: Tensor, weights: Tensor, p: Plan) -> Tensor:
     return out
 
 
-def _combine(outer: Tensor, gates: Tensor, p: Plan) -> Tensor:
+def _combine(outer: Tensor, gates: Tensor, p: RowLayout) -> Tensor:
     """outer [P, D], gates float32 [N, k] -> [N, D], slots added in order."""
     k = gates.shape[1]
     weighted = outer.index_select(0, p.slots).view(-1, k, outer.shape[1]).float() * gates[..., None]
@@ -88,7 +90,7 @@ def _combine(outer: Tensor, gates: Tensor, p: Plan) -> Tensor:
 
 class _ExpertMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, p: Plan, cast: Cast) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, p: RowLayout, cast: Cast) -> Tensor:
         x = cast(x)
         out, inner = expert_forward(x, gates, gate_up, down, p, cast)
         ctx.save_for_backward(x, gates, gate_up, down, inner)
@@ -102,7 +104,7 @@ class _ExpertMlp(torch.autograd.Function):
 
 
 def expert_forward(
-    x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, p: Plan, cast: Cast
+    x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, p: RowLayout, cast: Cast
 ) -> tuple[Tensor, Tensor]:
     """(`expert_mlp`, its inner activations [P, 2I]); x is cast already."""
     inner = _products(x.index_select(0, p.source), gate_up, p)
@@ -110,7 +112,7 @@ def expert_forward(
 
 
 def expert_backward(
-    grad: Tensor, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, p: Plan, cast: Cast
+    grad: Tensor, x: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, inner: Tensor, p: RowLayout, cast: Cast
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, gates, gate_up and down from that of `expert_mlp`; x is cast already."""
     k, dim = gates.shape[1], x.shape[1]

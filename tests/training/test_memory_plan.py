@@ -55,11 +55,11 @@ class Fused(torch.autograd.Function):
 def saved(config: PolicyConfig, layer: Layer, tokens: int, patch: pytest.MonkeyPatch) -> int:
     """Bytes per token that a layer's autograd graph saves."""
 
-    def balanced(experts: Tensor, count: int, pad: int, least: int = 1) -> expert_mlp.Plan:
+    def balanced(experts: Tensor, count: int, pad: int, least: int = 1) -> expert_mlp.RowLayout:
         rows = experts.numel()
         each = rows // count
         index = torch.empty(rows, dtype=torch.int64, device=experts.device)
-        return expert_mlp.Plan([(e, e * each, (e + 1) * each) for e in range(count)], rows, index, index)
+        return expert_mlp.RowLayout([(e, e * each, (e + 1) * each) for e in range(count)], rows, index, index)
 
     patch.setattr(expert_mlp, "plan", balanced)
     truth: Callable[[Tensor], bool] = torch.Tensor.__bool__

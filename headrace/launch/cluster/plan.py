@@ -31,7 +31,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[Process, ...]
 
 
-class Plan(NamedTuple):
+class HostPlan(NamedTuple):
     """A host and its files: name to content."""
 
     host: Node
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
         return out.getvalue()
 
 
-def plan(cluster: Cluster, base: Path) -> list[Plan]:
+def plan(cluster: Cluster, base: Path) -> list[HostPlan]:
     """The plan of every host, the broker's first. base: the folder of the cluster's file. ConfigError.
 
     Keys that do not exist yet are made in the folder of `[bus] credentials`."""
@@ -107,7 +107,7 @@ def _check(cluster: Cluster, config: Config, file: Path) -> None:
             raise ConfigError(f"host {name} runs rollout without weight_receiver, so no version reaches it; add it")
 
 
-def _host(host: Node, config: Config, toml: bytes, keys: Path, own: Path) -> Plan:
+def _host(host: Node, config: Config, toml: bytes, keys: Path, own: Path) -> HostPlan:
     order = Order(
         host=host.name, run=config.run.id, url=config.bus.url, environment=host.environment, processes=host.processes
     )
@@ -130,7 +130,7 @@ def _host(host: Node, config: Config, toml: bytes, keys: Path, own: Path) -> Pla
                 f"{own / name}: {error.strerror}; host {host.name} needs this key: complete the folder with "
                 f"`python -m headrace.bus.broker.credentials {keys}`"
             ) from None
-    return Plan(host, order, files)
+    return HostPlan(host, order, files)
 
 
 def environment(order: Order, process: Process, inherited: dict[str, str]) -> dict[str, str]:

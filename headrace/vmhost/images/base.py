@@ -73,7 +73,7 @@ class Parts(NamedTuple):
     say: Callable[[str], None]
 
 
-class Plan(NamedTuple):
+class TemplatePlan(NamedTuple):
     """The meaning of a template's name: a built-in image, an imported one, or a recipe on top of another plan."""
 
     name: str
@@ -99,12 +99,12 @@ class Plan(NamedTuple):
         )
 
     @property
-    def machine(self) -> "Plan":
+    def machine(self) -> "TemplatePlan":
         """The template that an image's clones are clones of: one for all images whose machines have as much memory and
         as many processors."""
         vcpus = self.limits.vcpus
         name = f"{template.MACHINE}-{self.memory_mb}" + (f"-{vcpus}cpu" if vcpus > 1 else "")
-        return Plan(name, self.memory_mb, 1, drives=store.DRIVES, limits=SandboxLimits(vcpus=vcpus))
+        return TemplatePlan(name, self.memory_mb, 1, drives=store.DRIVES, limits=SandboxLimits(vcpus=vcpus))
 
     @property
     def root(self) -> imported.Image | None:
@@ -128,7 +128,7 @@ class Plan(NamedTuple):
         return template.key(self.name, parts.base, parts.version, hardware, self.slots)
 
 
-def plan(environment: Environment, name: str, depth: int = 0) -> Plan:
+def plan(environment: Environment, name: str, depth: int = 0) -> TemplatePlan:
     """The plan for a template of this name, which may carry a class (templates/classes.py). VmhostError when the name
     is unknown, or no such machine can be made."""
     name, limits = classes.split(name)
@@ -141,12 +141,12 @@ def plan(environment: Environment, name: str, depth: int = 0) -> Plan:
             raise VmhostError(f"the files of template {name} have a limit of their own: disk_mib is for images")
         if limits.memory_mib and name == "debian" and limits.memory_mib < DEBIAN_MB:
             raise VmhostError(f"template {name} needs at least {DEBIAN_MB} MiB, and memory_mib is {limits.memory_mib}")
-        return Plan(name, limits.memory_mib or memory, environment.slots_per_vm, limits=limits)
+        return TemplatePlan(name, limits.memory_mib or memory, environment.slots_per_vm, limits=limits)
     image = imported.find(cache, name)
     if image is not None:
         memory = limits.memory_mib or max(environment.memory_mb, image.memory_mb)
         capacity.upper_mib(memory, limits)
-        return Plan(name, memory, 1, image, limits=limits)
+        return TemplatePlan(name, memory, 1, image, limits=limits)
     recipe = task_templates.find(cache, name)
     if recipe is None:
         names = [*packages.FLAVOURS, *imported.names(cache), *task_templates.names(cache)]
@@ -154,14 +154,14 @@ def plan(environment: Environment, name: str, depth: int = 0) -> Plan:
     if depth == task_templates.DEPTH:
         raise VmhostError(f"{name}: more than {task_templates.DEPTH} levels of templates, or a circle of them")
     below = plan(environment, classes.named(recipe.base, limits), depth + 1)
-    return Plan(name, below.memory_mb, below.slots, None, recipe, below, limits=limits)
+    return TemplatePlan(name, below.memory_mb, below.slots, None, recipe, below, limits=limits)
 
 
-def _classed(wanted: Plan, parts: Parts) -> Template:
+def _classed(wanted: TemplatePlan, parts: Parts) -> Template:
     return msgspec.structs.replace(_one(wanted, parts), limits=wanted.limits)
 
 
-def _one(wanted: Plan, parts: Parts) -> Template:
+def _one(wanted: TemplatePlan, parts: Parts) -> Template:
     cache, say = parts.cache, parts.say
     if wanted.image is not None:
         wanted.image.segments()

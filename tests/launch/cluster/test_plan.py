@@ -12,14 +12,14 @@ from headrace.bus.broker.permissions import ROLES
 from headrace.cli.main import main
 from headrace.config import ConfigError
 from headrace.launch.cluster.file import read
-from headrace.launch.cluster.plan import Order, Plan, environment, plan
+from headrace.launch.cluster.plan import HostPlan, Order, environment, plan
 from tests.support.paths import ROOT
 
 RUN = '[run]\nid = "r1"\n[bus]\nurl = "nats://10.0.0.1:4222"\ncredentials = "credentials"\n'
 TEXT = (ROOT / "deploy" / "hosts" / "cluster.toml").read_text()
 
 
-def plans(folder: Path, text: str = TEXT, run: str = RUN) -> dict[str, Plan]:
+def plans(folder: Path, text: str = TEXT, run: str = RUN) -> dict[str, HostPlan]:
     (folder / "cluster.toml").write_text(text)
     (folder / "run.toml").write_text(run)
     return {one.host.name: one for one in plan(read(folder / "cluster.toml"), folder)}
