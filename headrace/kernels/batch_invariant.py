@@ -87,7 +87,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) ->
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(`rms_norm`, what each row was multiplied by, float32 [..., 1])."""
+    """(`rms_norm`, the factor of each row, float32 [..., 1])."""
     x32 = x.float()
     scale = torch.rsqrt((x32 * x32).mean(-1, keepdim=True) + eps)
     return weight * (x32 * scale).to(x.dtype), scale
@@ -199,11 +199,11 @@ def linear_triton(x: Tensor, weight: Tensor) -> Tensor:
 
 @jit
 def _rms_norm_kernel(x, weight, y, scales, d, heads, eps, BD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One row a program; weight [heads, d], a row's is that of its number modulo heads."""
+    """One row per program; weight [heads, d]: row r has the weight of head r modulo heads."""
     row, at = tl.program_id(0), tl.arange(0, BD)
     value = tl.load(x + row * d + at, mask=at < d, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / d + eps)
-    normed = (value * scale).to(y.dtype.element_ty).to(tl.float32)  # rounded twice, as the twin does
+    normed = (value * scale).to(y.dtype.element_ty).to(tl.float32)  # rounded twice, like the twin
     scaled = normed * tl.load(weight + (row % heads) * d + at, mask=at < d, other=0.0).to(tl.float32)
     tl.store(y + row * d + at, scaled.to(y.dtype.element_ty), mask=at < d)
     tl.store(scales + row, scale)

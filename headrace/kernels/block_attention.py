@@ -1,17 +1,17 @@
 """Attention over KV blocks of 64 in ascending order: the same bits for a decode step and for a whole sequence.
 
 Idea: a query's result is a sum over keys, and a fused kernel chooses the order of the sum by the length of its input.
-Here the order is fixed by position alone: blocks of exactly 64 keys, ascending, online softmax in float32. A block that
-is masked as a whole changes no bit (factor 1, summand 0), so sequences may be padded with blocks. Queries are rows of a
+Here the order is fixed by position alone: blocks of exactly 64 keys, ascending, online softmax in float32. A fully
+masked block changes no bit (factor 1, summand 0), so sequences may be padded with blocks. Queries are rows of a
 product, which may be padded, batched or sliced.
 
 Layout: `packed_attention` takes concatenated sequences, groups them into buckets by their number of blocks, and loops
 over each bucket's blocks with the queries that can see them. `cached_attention` takes new tokens over a paged cache;
 for a single new token all blocks go into one product, and only the sums run in order.
 
-Trade-off: a loop of small products instead of one fused call. Backward needs determinism, not this order, and is the
-usual recomputation from the saved log-sum-exp (FlashAttention-2, arXiv 2307.08691).
-Dimensions: N tokens, B sequences, T queries of a sequence, H query heads, V key-value heads, G = H / V, D head_dim.
+Trade-off: a loop of small products instead of one fused call. The backward pass needs determinism and not this order:
+it recomputes the scores from the saved log-sum-exp (FlashAttention-2, arXiv 2307.08691). Dimensions: N tokens, B
+sequences, T queries of a sequence, H query heads, V key-value heads, G = H / V, D head_dim.
 """
 
 from collections.abc import Sequence
@@ -287,7 +287,7 @@ def ragged_attention(
 ) -> Tensor:  # fmt: skip
     """`cached_attention` of packed new tokens q [N, H, D]: lengths[b] of them from position starts[b] on -> [N, H, D].
 
-    What a step of the model does with the places that it keeps for all layers, in one call.
+    It does in one call what a step of the model does with the places that its layers share.
     """
     steps, device = max(lengths), q.device
     grid = torch.tensor(starts, device=device)[:, None] + torch.arange(steps, device=device)

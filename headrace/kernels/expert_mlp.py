@@ -1,4 +1,5 @@
-"""SwiGLU of a mixture of experts: rows are grouped by expert, each group takes two products, outputs go back by slot.
+"""SwiGLU of a mixture of experts: rows are grouped by expert, each group takes two products, and each token gathers its
+outputs by slot.
 
 Idea: sort (token, slot) pairs by expert, pad each expert's part to a multiple of the row padding (and for 16-bit types
 to at least `batch_invariant.least_rows`), and multiply part by part. Each token then gathers its k outputs and adds
@@ -12,7 +13,8 @@ A `cast` rounds the inputs of the two products (see `mxfp8`). Backward uses the 
 as the identity (straight-through).
 
 Trade-off: backward is written by hand. It keeps the inner activations and gathers the rest again, which is less memory
-traffic than autograd's saved tensors. The plan is made with numpy on the CPU, because part sizes are needed there.
+traffic than autograd's saved tensors. The row layout is computed with numpy on the CPU, because part sizes are needed
+there.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
 """Products of many experts in one launch: forward, dgrad and wgrad, operands plain or in MXFP8.
 
-Idea: rows stand side by side by expert, as `expert_mlp.plan` lays them out; `ends` says where each expert's rows end.
-One tile shape for every group, the reduction in ascending tiles, no split: a row's bits do not depend on its group's
-size. An MXFP8 operand comes as its bytes and scales along the last dimension and is widened in registers, which is
-exact; the sums are float32.
+Idea: the rows of an expert are contiguous, as `expert_mlp.plan` lays them out; `ends` says where each expert's rows
+end. One tile shape for every group, the reduction in ascending tiles, no split: a row's bits do not depend on its
+group's size. An MXFP8 operand comes as its bytes and scales along the last dimension and is widened in registers, which
+is exact; the sums are float32.
 
     forward  y[t] = x[t] @ w[e].T         x [T, K], w [E, N, K] -> [T, N]
     dgrad    d[t] = g[t] @ w[e]           g [T, N], w [E, N, K] -> [T, K]
@@ -39,9 +39,10 @@ class Mx(NamedTuple):
 
 Operand = Tensor | Mx
 Ends = Sequence[int] | Tensor
-"""Where each expert's rows end; as int64 [E] on the device, so that nothing waits for it, multiples of `TILE`."""
+"""The end row of each expert. As int64 [E] on the device the host does not wait for it; it then consists of multiples
+of `TILE`."""
 TILE, WIDTH = 64, 128
-"""Rows and columns of a tile. Under skewed routing most experts have few rows."""
+"""Rows and columns of a tile. They are small because most experts have few rows under skewed routing."""
 
 
 def widened(x: Operand, dtype: torch.dtype) -> Tensor:
@@ -164,7 +165,8 @@ def _parts(x: Operand) -> tuple[Tensor, Tensor, bool]:
 def _tiles(ends: Ends, rows: int, device: torch.device) -> Tensor:
     """int32 [., 3]: expert, first row, end row of each tile.
 
-    Ends on the device stay there: they are multiples of `TILE`, and tiles beyond the last have no row.
+    Ends that are on the device are not copied to the host: they are multiples of `TILE`, and tiles beyond the last have
+    no row.
     """
     if isinstance(ends, Tensor):
         first = torch.arange(0, rows, TILE, device=device)

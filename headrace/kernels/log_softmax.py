@@ -38,7 +38,7 @@ def log_softmax_backward(grad: Tensor, logp: Tensor) -> Tensor:
 def _forward_kernel(x, logp, v, BV: tl.constexpr):  # type: ignore[no-untyped-def]
     """One row a program."""
     row, near = tl.program_id(0).to(tl.int64) * v, tl.arange(0, BV)
-    # Sums are kept by lane and added up once: a tile costs no reduction across threads.
+    # Each lane keeps its own sum, and the lanes are added once at the end: a tile needs no reduction across threads.
     peak = tl.full((BV,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BV,), dtype=tl.float32)
     for start in range(0, v, BV):

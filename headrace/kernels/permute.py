@@ -11,7 +11,7 @@ token's sum depends on its own rows alone. Each is the other's gradient; the gat
 Layout: slots int64 [N * k]: the row of each pair. source int64 [P]: the token of each row, 0 for padding. ends int64
 [E]: the end row of each expert. P is an upper bound that the host computes without waiting for the device: N k +
 min(E, N k) (pad - 1), rounded up to a multiple of pad.
-Trade-off: rows beyond the last part are copied and never used, and the gates' gradient reads each row once more.
+Trade-off: rows after the last part are copied and never used, and the gates' gradient reads each row once more.
 
 Twins: `expert_mlp.plan`, and below. Error: copies are exact; sums of k terms within k 2^-24 of the sum of magnitudes
 and one rounding of the result's dtype.
@@ -68,7 +68,7 @@ def unpermute_backward(grad: Tensor, rows: Tensor, slots: Tensor, gates: Tensor)
 
 @jit
 def _hits(experts, count, BP: tl.constexpr, BE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block of pairs by experts: 1 where a pair goes to an expert."""
+    """A matrix of pairs by experts: 1 where the router assigned the pair to the expert."""
     pair = tl.program_id(0) * BP + tl.arange(0, BP)
     expert = tl.load(experts + pair, mask=pair < count, other=-1)
     return pair, expert, (expert[:, None] == tl.arange(0, BE)[None, :]).to(tl.int32)
@@ -136,7 +136,7 @@ def _width(d: int) -> int:
 def plan_triton(experts: Tensor, count: int, pad: int, capacity: int = 0) -> Places:
     """Twin of `expert_mlp.plan` for a GPU: experts int64 [N, k], each below `count`. Nothing waits for the device.
 
-    capacity: rows to have at least.
+    capacity: least number of rows.
     """
     pairs, k, device = experts.numel(), experts.shape[1], experts.device
     flat, blocks = experts.reshape(-1).contiguous(), dispatch.tiles(experts.numel(), PAIRS)

@@ -93,7 +93,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     grad, logits, experts, out, e, scale,
     K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """One token: the gates' gradient to the logits'."""
+    """One token: computes the gradient of the logits from that of the gates."""
     row, at, slot = tl.program_id(0).to(tl.int64), tl.arange(0, BE), tl.arange(0, BK)
     live = at < e
     scores = _scores(logits, row, e, live, at, SIGMOID)

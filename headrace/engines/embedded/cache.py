@@ -31,14 +31,15 @@ class Session:
         self.clear()
 
     def clear(self) -> None:
-        """Start anew without positions; the caller has released the blocks."""
+        """Remove all positions; the caller has released the blocks."""
         self.ids: list[int] = []
         """The forwarded tokens, at positions 0..n-1."""
         self.blocks: list[int] = []
         self.routed = bytearray()
         self.spans: list[Span] = []
         self.calls: list[int] = []
-        """Context lengths, sampled tokens included, at the end of finished calls; earlier positions were reported."""
+        """Context lengths, sampled tokens included, at the end of finished calls; earlier calls reported the positions
+        before them."""
         self.pure: bytes | None = None
         """Key of the weights that wrote all positions; None without positions, or when several versions wrote them."""
         self.chain: list[bytes] = []

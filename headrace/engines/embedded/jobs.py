@@ -23,7 +23,7 @@ class Job:
         self.given = len(self.context)
         self.logprobs: list[float] = []
         self.pinned: LoadedWeights | None = None
-        """Held from the moment the request came, so that it outlives an unpin."""
+        """Set when the request arrives, so that the weights stay in memory after an unpin."""
         self.session = Session("")
         self.report = 0
         """First position that the sample has to report."""

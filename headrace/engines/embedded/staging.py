@@ -1,18 +1,18 @@
 """Staging in the embedded engine: loads a file into a model piece by piece, between two decode steps.
 
-Idea: a thread that builds the next model beside the decoding one costs it dearly, because both need the interpreter's
-lock for every small operation: 1 ms of Python in the second thread made steps of 1.4 ms into steps of 4. So the
-worker does it itself, in slices of a quarter of a millisecond; a step in flight sees one slice and no more. What
-waits for a disk (the file's first reading) is done in a thread, where it needs no lock.
+Idea: a second thread that builds the next model slows decoding, because both threads need the interpreter's lock for
+every small operation: 1 ms of Python in the second thread lengthens a step from 1.4 ms to 4 ms. So the worker stages by
+itself, in slices of a quarter of a millisecond, at most one after each step. The first read of the file waits for a
+disk; a thread does it, because it needs no lock.
 
-A model that is no longer served is filled anew for the next version, so the second set of memory is there for good and
-nothing is allocated, faulted in or given back while requests wait.
+The model that is no longer served receives the next version. So the memory of two models stays allocated, and no memory
+is allocated, faulted in or freed while requests wait.
 
-What is hashed: tensors of the engine's own dtype, where they will be served. Those that are published in fewer bits
-(bf16, or MXFP8 elements with their scales) are copied, the copy is hashed, and what it stands for is written into the
-model, exactly; an engine of fewer bits than the file has refuses it. So what the state hash names is what is served.
+The state hash covers the weights that are served. A tensor in the engine's own dtype is hashed in the model's memory. A
+tensor that is published in fewer bits (bf16, or MXFP8 elements with their scales) is copied and hashed, and its exact
+values are written into the model. A tensor that is published in more bits than the engine computes with is refused.
 
-Trade-off: copying and hashing takes its time from decoding, also where another core is idle.
+Trade-off: copying and hashing delay decoding, also when another core is idle.
 """
 
 import time
@@ -48,7 +48,7 @@ _EIGHT_BITS = "F8_E4M3"
 
 
 class Shell:
-    """A model without set weights, and its tensors under their published names. It is filled with one version after
+    """A model whose weights are not set yet, and its tensors under their published names. It receives one version after
     another."""
 
     def __init__(self, config: PolicyConfig, numerics: Numerics) -> None:
@@ -72,8 +72,8 @@ class LoadedWeights:
 
 
 def read_ahead(path: str) -> None:
-    """Have the file in memory, so that no step waits for a disk; the interpreter's lock is free meanwhile. A file
-    that cannot be read is reported when it is read in earnest.
+    """Read the file into the page cache, so that no step waits for a disk; the interpreter's lock is free meanwhile.
+    Errors are ignored here, because staging reads the file again and reports them.
     """
     try:
         with open(path, "rb", buffering=0) as file:
@@ -123,7 +123,7 @@ class Staging:
         known = {info.name: info for info in file.tensors}
         hashes = bytearray()
         copies: dict[str, Bits] = {}
-        """Copies of tensors that are converted before they are served, until their conversion."""
+        """Copies of tensors that must be converted before they are served; each is dropped after its conversion."""
         for info in file.tensors:
             source = file.array(info)
             if info.name in self.shell.bits and _same(info, self.shell.tensors[info.name]):
@@ -133,7 +133,7 @@ class Staging:
             hashes += yield from state.copied(source, copy, PIECE_BYTES)
             name = info.name.removesuffix(SCALE)
             if info.dtype == _EIGHT_BITS:
-                copies[info.name] = copy  # in the order of names its scales follow
+                copies[info.name] = copy  # its scales are the next name
             elif name in copies:
                 yield from self._widen_blocks(known[name], copies.pop(name), copy)
             elif info.name in self.shell.tensors:

@@ -7,7 +7,7 @@ decoding.
 
 Admission reserves all blocks that a request may need, so a running request always gets its blocks.
 
-After each step follows a slice of staging when a version is being staged (`staging`).
+While a version is being staged, each step is followed by a slice of staging (`staging`).
 """
 
 import math
@@ -233,8 +233,8 @@ class Worker(threading.Thread):
         self.running.append(job)
 
     def _reserve(self, job: Job, promised: int) -> bool:
-        """Whether all blocks that the request may need are available beside those promised; evicts idle sessions if
-        necessary."""
+        """Whether all blocks that the request may need are available and not reserved for other requests; evicts idle
+        sessions if necessary."""
         while self.store.available < promised + job.missing_blocks:
             idle = [session for session in self.sessions.values() if not session.busy and session.blocks]
             if not idle and not self.running:  # waiting requests may hold KV of earlier turns

@@ -50,7 +50,7 @@ class InFlight:
         self.rid = uuid.uuid4().hex
         """Of fixed length, because the server aborts every request whose id begins with the given one."""
         self.started = False
-        """Whether a token has arrived, so that the prompt was forwarded."""
+        """Whether a token has arrived: then the server has forwarded the prompt."""
 
     def heard(self, reply: Reply) -> None:
         """Called with the reply so far, at every event of the stream."""
@@ -309,7 +309,8 @@ class SglangEngine:
                 f"the server serves {strange[0]!r}, which this engine did not load; it loads its own version again"
             )
         if attempt.stretches and attempt.stretches[0].label != weights.label:
-            # It waited inside the server while weights changed: its prompt may mix both versions' keys and values.
+            # The attempt waited inside the server while weights changed, so its prompt may mix keys and values of both
+            # versions.
             self.counts["redrawn"] += 1
             return "abort"
         turn.add(attempt, start, weights, self._life.versions)

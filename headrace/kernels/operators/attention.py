@@ -112,7 +112,8 @@ def _(
 
 
 class Step(Protocol):
-    """The new tokens of a cached forward: `policy.cache.Step`. Places are made by the first layer, used by all."""
+    """The new tokens of a cached forward: `policy.cache.Step`. The first layer computes the places, and all layers use
+    them."""
 
     table: Tensor
     grid: Tensor

@@ -1,4 +1,4 @@
-"""Routing to experts, the experts' SwiGLU, and the rows that travel to experts on other processes."""
+"""Routing to experts, the experts' SwiGLU, and the rows that are sent to experts in other processes."""
 
 from typing import Any
 
@@ -91,7 +91,7 @@ def _cast(quantised: bool) -> expert_mlp.Cast:
 
 
 def _capacity(experts: Tensor, down: Tensor, dtype: torch.dtype, pad: int) -> int:
-    """Rows that hold every plan for so many pairs, on every device: known without a look at the selection."""
+    """An upper bound of the rows for a number of (token, slot) pairs, for every selection and device."""
     most = max(grouped_mm.TILE, pad + expert_mlp.least_part(down, dtype, pad))
     return experts.shape[0] * experts.shape[1] + down.shape[0] * most + grouped_mm.TILE
 
@@ -195,9 +195,10 @@ _experts.register_autograd(_pull_experts, setup_context=_keep_experts)
 def experts(
     x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, quantised: bool = False
 ) -> Tensor:
-    """x [N, D] through the experts int64 [N, k] under gates float32 [N, k] -> [N, D]. Differentiable but in experts.
+    """x [N, D] through the experts int64 [N, k] under gates float32 [N, k] -> [N, D]. Differentiable in x, gates,
+    gate_up and down.
 
-    quantised: what enters each product is rounded to MXFP8, row by row.
+    quantised: the inputs of each product are rounded to MXFP8, row by row.
     """
     if dispatch.twin(x):
         return expert_mlp.expert_mlp(x, gates, experts, gate_up, down, pad, _cast(quantised))

@@ -32,7 +32,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """x [..., K] as its quantised self, in its own dtype. A second time changes nothing."""
+    """x [..., K] quantised and widened again, in its own dtype. Idempotent."""
     return mxfp8.dequantise(*quantise(x), x.dtype)
 
 

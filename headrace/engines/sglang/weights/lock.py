@@ -105,7 +105,7 @@ class Gate:
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Inside this context no request enters."""
+        """While this context is open, no request enters."""
         self._closed = True
         try:
             yield
