@@ -35,7 +35,7 @@ MAY: dict[str, set[str]] = {
     "ledger": {"messages", "config", "algorithms", "bus"},
     "bench": {"messages", "algorithms", "bus", "ledger"},
     "replay": {"bus", "training", "policy", "messages", "algorithms", "weights", "config", "ledger"},
-    "gateway": {"messages", "config", "bus"},
+    "gateway": {"messages", "config", "bus", "judging"},
 }
 _LIBRARIES = set(MAY)
 MAY["actors"] = _LIBRARIES
@@ -72,6 +72,7 @@ PARTS: dict[tuple[str, str], set[str]] = {
     ("dashboard", "weights"): {"receiving"},
     ("judging", "vmhost"): {"guest", "images"},
     ("judging", "sandboxes"): {"calls"},
+    ("gateway", "judging"): {"rubrics"},  # the client of the judge model
     ("tasks", "vmhost"): {"guest", "agent_files"},
 }
 # Outside libraries that belong to some folders alone.

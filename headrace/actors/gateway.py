@@ -39,6 +39,7 @@ from headrace.gateway.keys import ApiKeys, key_file
 from headrace.gateway.requests import NewFeedback, NewSession
 from headrace.gateway.serving import ClientServing
 from headrace.gateway.sessions import Session, asked_by, attempt_record
+from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
 from headrace.gateway.user_keys import UserKeys
@@ -73,6 +74,7 @@ class Gateway(Actor):
         self.sessions: dict[str, Session] = {}
         self.split = Split()
         self.ratings = Ratings(self.bus)
+        self.follow_ups = FollowUps(self.config, self.spawn, self.event)
         self.version = -1
         self.requests: list[float] = []
         self._state = RunState(self.run)
@@ -99,8 +101,9 @@ class Gateway(Actor):
         await self.clients.start()
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
         turns = Endpoints(self.clients, ApiKeys(key_file(self.config)))
-        own = (self.bus, self.config, self.run, self.keys, self.split, self.sessions)
-        self.agents, routes = await open_agents(*own, self._open, self.event, self.spawn, turns.admit, self.ratings)
+        own = (self.bus, self.config, self.run, self.keys, self.split, self.sessions, self._open)
+        signals = (turns.admit, self.ratings, self.follow_ups)
+        self.agents, routes = await open_agents(*own, self.event, self.spawn, *signals)
         self.spawn(forgetting.follow(), "the deny-list")
         self._listener = Listener(
             [
@@ -125,6 +128,7 @@ class Gateway(Actor):
         """Close the port; open sessions continue without a gateway and are recovered by the next one."""
         if hasattr(self, "_listener"):
             await self._listener.stop()
+            await self.follow_ups.close()
 
     async def _recover(self) -> int:
         """Continue every open session from its state in the ledger. Returns the ledger's last sequence before that."""

@@ -28,6 +28,9 @@ class Feedback(Section, frozen=True, kw_only=True):
     user_cap: Count = 4
     """The most ratings of one user that count within `window_s`; 0 is no limit."""
     window_s: Duration = 86400.0
+    followup_judge: bool = False
+    """The model of [judge] reads an agent's next prompt and says whether the work before was wrong; only for users who
+    allow training. Without it a rule for English words does."""
     settle_s: Duration = 0.0
     """A provisional outcome waits so long for a final one of its session before a batch may take it."""
     late_s: Duration = 86400.0

@@ -39,7 +39,7 @@ from headrace.gateway.agents.webhooks import allowed
 from headrace.gateway.agents.workspace import files_of
 from headrace.gateway.http import read_json
 from headrace.gateway.keys import ApiKey
-from headrace.gateway.signals.follow_ups import dissatisfied
+from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.persistence import kept_lines
 from headrace.gateway.signals.ratings import Ratings
 from headrace.messages.product import Agent, AgentRun, Feedback, Moment, Signal
@@ -62,10 +62,12 @@ class AgentEndpoints:
         run: str,
         production: Production,
         ratings: Ratings,
+        follow_ups: FollowUps,
     ) -> None:
         """admit: returns the key of a request or raises HttpRefused."""
         self._agents, self._sets, self._events, self._admit = agents, sets, events, admit
         self._bus, self._run, self._production, self._ratings = bus, run, production, ratings
+        self._follow_ups = follow_ups
 
     def routes(self) -> list[web.RouteDef]:
         """The routes for an aiohttp application."""
@@ -170,17 +172,20 @@ class AgentEndpoints:
         return web.json_response(counted, status=202)
 
     async def _judge_follow_up(self, agent: Agent, run: AgentRun, key: ApiKey) -> None:
-        """Rate the run before `run` down if the prompt of `run` calls its work wrong."""
-        words = dissatisfied(run.prompt)
+        """Rate the run before `run` down when the prompt of `run` says that its work was wrong."""
         earlier = next((before for before, each in pairwise(agent.runs) if each.id == run.id), None)
-        if not words or earlier is None:
+        if earlier is None:
             return
-        try:
-            trajectory = await self._agents.trajectory(agent, earlier)
-            if trajectory is not None:  # a run that was cancelled or failed has no record to rate
-                await self._publish(agent, key, trajectory, "down", "followup", words)
-        except BusError as error:  # the new run has already begun, so the answer must not be an error
-            _log.warning("the rating by follow-up %s is lost: %s", run.id, error)
+
+        async def rate(words: str) -> None:
+            try:
+                trajectory = await self._agents.trajectory(agent, earlier)
+                if trajectory is not None:  # a run that was cancelled or failed has no record to rate
+                    await self._publish(agent, key, trajectory, "down", "followup", words)
+            except BusError as error:  # the new run has begun already, so its answer must not be an error
+                _log.warning("the rating by follow-up %s is lost: %s", run.id, error)
+
+        await self._follow_ups.judge(earlier.prompt, run.prompt, agent.training_allowed and key.training, rate)
 
     async def _publish(
         self,

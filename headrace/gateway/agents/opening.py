@@ -14,6 +14,7 @@ from headrace.gateway.agents.sets import AgentSets
 from headrace.gateway.agents.store import Agents, Open, Sessions
 from headrace.gateway.agents.webhooks import Webhooks
 from headrace.gateway.keys import ApiKey
+from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
 from headrace.gateway.user_keys import UserKeys
@@ -31,11 +32,14 @@ async def open_agents(
     spawn: Callable[[Coroutine[Any, Any, Any], str], Any],
     admit: Callable[[web.Request], ApiKey],
     ratings: Ratings,
+    follow_ups: FollowUps,
 ) -> tuple[AgentSets, list[web.RouteDef]]:
     """Load the stored agents and sets. Returns the sets, and the routes of both."""
     agents = Agents(bus, config, run, users, split, sessions, open, Webhooks(event), spawn)
     sets = AgentSets(bus, config, run, users, agents)
     await sets.start()
     await agents.start()
-    endpoints = AgentEndpoints(agents, sets, Events(bus, agents, sessions), admit, bus, run, config.production, ratings)
+    endpoints = AgentEndpoints(
+        agents, sets, Events(bus, agents, sessions), admit, bus, run, config.production, ratings, follow_ups
+    )
     return sets, [*endpoints.routes(), *SetEndpoints(sets, admit, config.production).routes()]
