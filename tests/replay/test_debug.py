@@ -78,4 +78,4 @@ def test_leaving_is_no_replay(
     for words in (("q",), ()):  # the end of the input leaves too
         code, _, err = under_debugger(headrace, monkeypatch, str(finished.folder), 1, *words)
         assert code == 1
-        assert "the debugger was left before step 1 ended" in err
+        assert "the debugger was quit before step 1 ended" in err

@@ -91,7 +91,7 @@ def test_another_objective_and_another_judge_teach_something_else(
     assert taught["judge"][0]["reward_mean"] == pytest.approx(1.0 - taught["own"][0]["reward_mean"])
     code, _, err = headrace("retrain", str(folder), "--to", str(tmp_path / "none"), "--judge", "j9")
     assert code == 1
-    assert "judge j9 never judged run" in err
+    assert "judge j9 has not judged run" in err
 
 
 def test_a_second_trainer_waits_for_the_other_judge(finished: Finished, opened: Server, tmp_path: Path) -> None:
