@@ -1,6 +1,6 @@
 """Shows that a policy learns from the final reward which values to keep in a summary.
 
-    python -m benchmarks.compaction [--seeds 1,2,3] [--arms trained,masked,truncated] [--steps 150] [--groups 8]
+    python -m benchmarks.compaction [--seeds 1,2,3] [--arms trained,masked,truncated] [--steps 150] [--processes 2]
 
 An episode has three segments. In the first one the policy reads four marked values; a summary holds one of them;
 a second summary summarises the first; the third segment asks for the answer. The key is the third value, and only the
@@ -17,11 +17,13 @@ The benchmark runs headrace's own engine, terse renderer, `harness.loop.sample_t
 
 import argparse
 import asyncio
+import multiprocessing
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -257,20 +259,43 @@ async def run(
     }
 
 
-async def measure(args: argparse.Namespace) -> Figures:
-    """All arms of a seed, then the next seed."""
+def warmed(seed: int, args: argparse.Namespace, folder: Path) -> Figures:
+    """Write the weights with which every arm of a seed starts; in a process of its own."""
     torch.set_num_threads(1)
-    world, figures = World(), Figures()
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in map(int, args.seeds.split(",")):
-            spent = time.process_time()
-            start = warm(world, shape(world, args), seed, args)
-            figures[f"warm_{seed}_cpu_s"] = round(time.process_time() - spent, 1)
-            for arm in args.arms.split(","):
-                found = await run(world, start, arm, seed, args, Path(folder))
+    world, spent = World(), time.process_time()
+    torch.save(warm(world, shape(world, args), seed, args), folder / f"warm-{seed}.pt")
+    return {f"warm_{seed}_cpu_s": round(time.process_time() - spent, 1)}
+
+
+def arm_of(seed: int, arm: str, args: argparse.Namespace, folder: Path) -> Figures:
+    """One arm of a seed; in a process of its own."""
+    torch.set_num_threads(1)
+    start = torch.load(folder / f"warm-{seed}.pt", weights_only=True)
+    return asyncio.run(run(World(), start, arm, seed, args, folder))
+
+
+def measure(args: argparse.Namespace) -> Figures:
+    """All arms of all seeds, each in a process; `--processes` of them at once."""
+    figures, started = Figures(), time.monotonic()
+    seeds, arms = list(map(int, args.seeds.split(","))), args.arms.split(",")
+    with (
+        tempfile.TemporaryDirectory() as root,
+        ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool,
+    ):
+        folder = Path(root)
+        waiting: set[Future[Figures]] = set()
+        begins = {pool.submit(warmed, seed, args, folder): seed for seed in seeds}
+        waiting.update(begins)
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in done:
+                found = future.result()
                 print(found, flush=True)
                 figures |= found
+                if future in begins:
+                    waiting |= {pool.submit(arm_of, begins[future], arm, args, folder) for arm in arms}
+    figures["processes"] = args.processes
+    figures["cpu_s"] = round(sum(value for name, value in figures.items() if name.endswith("_cpu_s")), 1)
     figures["wall_s"] = round(time.monotonic() - started, 1)
     return figures
 
@@ -288,6 +313,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warm-rate", type=float, default=3e-3)
     parser.add_argument("--dim", type=int, default=48)
     parser.add_argument("--batch", type=int, default=64, help="of the engine")
+    parser.add_argument("--processes", type=int, default=2, help="arms at once, one thread each")
     parser.add_argument("--verbose", action="store_true", help="print every step's share of right answers")
     return parser.parse_args()
 
@@ -295,7 +321,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Print one line per arm and seed, and the figures with their targets."""
     args = arguments()
-    figures = asyncio.run(measure(args))
+    figures = measure(args)
     seeds, arms = args.seeds.split(","), args.arms.split(",")
     worst = {arm: [figures[f"{arm}_{seed}"] for seed in seeds] for arm in arms}
     targets = {}
