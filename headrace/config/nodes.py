@@ -14,6 +14,7 @@ from headrace.config.base import (
     HttpUrl,
     OptionalPath,
     OptionalToken,
+    OptionalVariable,
     Path,
     Port,
     Reference,
@@ -131,8 +132,13 @@ class Environment(Section, frozen=True, kw_only=True):
     """Machines for sandboxes on a node."""
 
     backend: Reference = "auto"
-    """auto (which is qemu), qemu, container, process, an installed plugin of ``headrace.sandboxes``, or
-    module:attribute. Containers share the host's kernel and processes share everything; auto chooses neither."""
+    """auto (which is qemu), qemu, container, process, swerex, an installed plugin of ``headrace.sandboxes``, or
+    module:attribute. Containers share the host's kernel, processes and the sandboxes of a SWE-ReX server share
+    everything; auto chooses none of these."""
+    url: HttpUrl = ""
+    """Address of the SWE-ReX server, for backend = swerex."""
+    key: OptionalVariable = ""
+    """Name of the environment variable that holds that server's token; with an empty name no token is sent."""
     accel: Literal["auto", "kvm", "tcg"] = "auto"
     """auto: kvm if a machine boots under it, otherwise tcg."""
     isolation: Literal["episode", "group"] = "group"

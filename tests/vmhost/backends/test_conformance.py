@@ -3,9 +3,11 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.config import Environment, Sandboxes
@@ -28,6 +30,7 @@ from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import base, imported, packages
 from headrace.vmhost.node.host import Host
 from headrace.vmhost.qemu import probe
+from tests.support import swerex
 from tests.support.archives import Members, docker_save, file, folder, link
 from tests.support.hosts import CACHE
 from tests.support.paths import ROOT
@@ -53,17 +56,28 @@ def make_image(place: Path) -> None:
     imported.take(Path(CACHE), saved, IMAGE)
 
 
-@pytest.fixture(params=["process", "container", pytest.param("qemu", marks=pytest.mark.slow)])
-async def host(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Host]:
+@pytest.fixture(
+    params=[
+        "process",
+        "container",
+        pytest.param("qemu", marks=pytest.mark.slow),
+        pytest.param("swerex", marks=pytest.mark.slow),
+    ]
+)
+async def host(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Host]:
     if request.param == "container" and (why := unavailable()):
         pytest.skip(f"no containers here: {why}")
-    environment = Environment(backend=request.param, cache_dir=CACHE, warm=0)
-    if request.param != "process":
-        await asyncio.to_thread(base.ensure, environment)
-        await asyncio.to_thread(make_image, tmp_path)
-    opened = await Host.open(environment)
-    yield opened
-    await opened.close()
+    with ExitStack() as stack:
+        environment = Environment(backend=request.param, cache_dir=CACHE, warm=0)
+        if request.param == "swerex":
+            server = stack.enter_context(swerex.server(monkeypatch))
+            environment = msgspec.structs.replace(environment, url=server.url, key=swerex.TOKEN)
+        elif request.param != "process":
+            await asyncio.to_thread(base.ensure, environment)
+            await asyncio.to_thread(make_image, tmp_path)
+        opened = await Host.open(environment)
+        yield opened
+        await opened.close()
 
 
 def request(number: int = 0, **changes: Any) -> Acquire:
@@ -144,6 +158,10 @@ async def test_the_limits_of_a_task_hold_or_are_refused_by_name(host: Host) -> N
     if why := cgroups.lacks(SandboxLimits(vcpus=1, memory_mib=1)):
         pytest.skip(f"no limits here: {why}")
     has = host.capabilities
+    if not has.limit_memory:
+        with pytest.raises(VmhostError, match=r"lacks the capability .*limit_memory"):
+            await host.acquire(request(limits=SandboxLimits(memory_mib=256)))
+        return
     limits = SandboxLimits(vcpus=2, memory_mib=256, disk_mib=24 if has.limit_disk else 0)
     one, two = [await host.acquire(request(slot=slot, isolation="group", limits=limits)) for slot in range(2)]
     assert host.machine(one.id) is not host.machine(two.id)
