@@ -31,8 +31,8 @@ class Feedback(Section, frozen=True, kw_only=True):
     followup_judge: bool = False
     """The model of [judge] reads an agent's next prompt and says whether the work before was wrong; only for users who
     allow training. Without it a rule for English words does."""
-    settle_s: Duration = 0.0
-    """A provisional outcome waits so long for a final one of its session before a batch may take it."""
+    settle_s: Seconds = 0.0
+    """How long a provisional outcome waits for the final one of its session before a batch may contain it."""
     late_s: Duration = 86400.0
     """A rating that arrives later than this after its session is not trained on."""
     learning_rate: Amount = 0.0
