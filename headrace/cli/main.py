@@ -32,7 +32,9 @@ from headrace.cli.lines import watch as lines_watch
 from headrace.cli.mcp import serve as mcp_serve
 from headrace.cli.measure import bench, judge_card
 from headrace.cli.observe import dashboard, export_metrics, logs, top
+from headrace.cli.policy import collect as policy_collect
 from headrace.cli.policy import from_gguf
+from headrace.cli.policy import train as policy_train
 from headrace.cli.replay import dlq, rejudge, replay, retrain
 from headrace.cli.run import actor, audit, chaos, check, down, evaluate, launch, staleness, status, subjects, up, wire
 from headrace.cli.run import export as run_export
@@ -82,7 +84,7 @@ GROUPS: tuple[tuple[str, str, tuple[ModuleType, ...]], ...] = (
         (declare, backup, restore, permissions),
     ),
     ("config", "show where the value of a configuration key comes from", (explain,)),
-    ("policy", "checkpoints of a policy", (from_gguf,)),
+    ("policy", "checkpoints of a policy, and their training on data", (from_gguf, policy_train, policy_collect)),
     (
         "tasks",
         "make, import and export task suites",

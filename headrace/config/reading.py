@@ -110,13 +110,16 @@ def line_of(text: str, path: str) -> int:
     """The line on which a dotted key is written; 0 if the text does not have it."""
     *sections, key = re.sub(r"\[[^\]]*\]", "", path).split(".")
     wanted, current = ".".join(sections), ""
+    entry = re.search(r"\[(\d+)\]\.[^.\[]*$", path)  # of an array of tables: [[section.key]]
+    left = int(entry.group(1)) + 1 if entry else 0
     for number, line in enumerate(text.splitlines(), 1):
-        header = re.match(r"\s*\[([^\[\]]+)\]", line)
+        header = re.match(r"\s*\[{1,2}([^\[\]]+)\]", line)
         if header:
             current = header.group(1).strip()
-            if not wanted and current == key:
+            left -= current == wanted
+            if (not wanted and current == key) or (current == f"{wanted}.{key}" and not entry):
                 return number
-        elif current == wanted and re.match(rf"\s*{re.escape(key)}\s*=", line):
+        elif current == wanted and left <= 0 and re.match(rf"\s*{re.escape(key)}\s*=", line):
             return number
     return 0
 

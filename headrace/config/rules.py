@@ -147,6 +147,18 @@ def _trainer(config: Config) -> Iterator[Problem]:
         )
 
 
+def _mid_training(config: Config) -> Iterator[Problem]:
+    for number, source in enumerate(config.mid_training.data):
+        where = f"mid_training.data[{number}].path"
+        if source.kind == "generated" and source.path:
+            yield where, f"expected none with kind = 'generated', got {source.path!r}"
+        elif source.kind != "generated" and not source.path:
+            yield where, f"expected a file or folder with kind = {source.kind!r}, got none"
+    starts = [phase.start for phase in config.mid_training.phases]
+    if starts != sorted(set(starts)):
+        yield "mid_training.phases", f"expected values of start that rise, got {starts}"
+
+
 def _machines(config: Config) -> Iterator[Problem]:
     section = config.environment
     if section.judge_share + section.production_share >= section.max_vms:
@@ -197,6 +209,7 @@ RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _feedback,
     _policy,
     _trainer,
+    _mid_training,
     _machines,
     _weights,
     _production,

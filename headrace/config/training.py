@@ -4,7 +4,48 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from headrace.config.base import Above0, Amount, Count, Device, Positive, Rate, Reference, Section, Share, Threads, Word
+from headrace.config.base import (
+    Above0,
+    Amount,
+    Count,
+    Device,
+    OptionalPath,
+    Positive,
+    Rate,
+    Reference,
+    Section,
+    Share,
+    Threads,
+    Word,
+)
+
+Sequence = Annotated[int, Meta(ge=2, le=1 << 24)]
+"""Tokens of a sequence: a first one, which is no target, and those that it predicts."""
+
+
+class Data(Section, frozen=True, kw_only=True):
+    """One source of mid-training, a table [[mid_training.data]] (docs/data.md)."""
+
+    kind: Literal["generated", "chat", "text", "trajectories"]
+    """generated: traces of tool use; chat: JSONL of conversations; text: plain files, or JSONL with `text`;
+    trajectories: a file of `headrace policy collect`."""
+    path: OptionalPath = ""
+    """A file, or a folder whose files are read; none for generated."""
+    weight: Above0 = 1.0
+    """The source's share of the tokens is its weight over the sum of all weights."""
+    epochs: Count = 0
+    """Number of times that the source is read; 0 repeats it until `tokens` are reached."""
+
+
+class Phase(Section, frozen=True, kw_only=True):
+    """A later phase of mid-training, a table [[mid_training.phases]], such as one with a long context."""
+
+    start: Share
+    """Share of `tokens` after which the phase begins."""
+    sequence: Sequence
+    """As `mid_training.sequence`."""
+    batch_tokens: Count = 0
+    """As `mid_training.batch_tokens`; 0 keeps that."""
 
 
 class MidTraining(Section, frozen=True, kw_only=True):
@@ -29,6 +70,18 @@ class MidTraining(Section, frozen=True, kw_only=True):
     """Loss weight of the tokens that a policy reads; those that it writes have 1. A pretrained policy needs 0."""
     processes: Threads = 2
     """Processes that share each batch, one torch thread each. The number changes the bits of the result."""
+    data: tuple[Data, ...] = ()
+    """Sources, as tables [[mid_training.data]]. Empty: generated traces alone."""
+    sequence: Sequence = 4096
+    """Most tokens of one sequence of `data`: text is cut into such parts, and what is longer of others is dropped."""
+    phases: tuple[Phase, ...] = ()
+    """Later phases, as tables [[mid_training.phases]], in the order of their `start`."""
+    held_out: Annotated[float, Meta(ge=0.0, le=0.5)] = 0.01
+    """Share of the documents of each source of `data`, by a hash of their content, that is not trained on."""
+    evaluate_every: Positive = 200
+    """Steps between two measurements of the loss on held-out documents."""
+    evaluate_tokens: Positive = 32768
+    """Most tokens of a source that one such measurement reads."""
 
 
 class Algorithm(Section, frozen=True, kw_only=True):

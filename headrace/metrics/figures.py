@@ -69,6 +69,9 @@ FIGURES: dict[tuple[str, str], Figure] = {
     ("trainer", "groups_ready"): Figure("headrace_ready_groups", "Closed groups that wait for their batch."),
     ("trainer", "mid_training_tokens"): _count("headrace_mid_training_tokens", "Tokens read in mid-training."),
     ("trainer", "mid_training_loss"): Figure("headrace_mid_training_loss_nats", "Loss of mid-training per token."),
+    ("trainer", "mid_training_held_out_loss"): Figure(
+        "headrace_mid_training_held_out_loss_nats", "Loss on held-out documents of mid-training, mean over sources."
+    ),
     ("weight_sender", "version"): Figure("headrace_published_version", "Newest published version.", merge="max"),
     ("weight_sender", "wire_bytes"): Figure("headrace_version_wire_bytes", "Size of the newest delta on the wire."),
     ("weight_sender", "density"): Figure("headrace_version_changed_ratio", "Share of weights that the delta changes."),

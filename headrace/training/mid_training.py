@@ -8,22 +8,25 @@ to improve.
 
 The weights depend on the traces and the recipe alone, also after a trainer was killed. Weights, moments and the number
 of steps are saved regularly. A restarted trainer generates the traces of earlier steps again and skips them, which
-takes a twentieth of the time that learning from them took.
+takes a twentieth of the time that learning from them took. A Mixture of data is sought to the saved position instead.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+import torch
 
 from headrace.algorithms.adamw import OptimizerSettings
 from headrace.config import MidTraining
 from headrace.policy.model import Model
 from headrace.training import checkpoint
-from headrace.training.parallel.shards import Shards
+from headrace.training.data.mixture import Mixture, phase
+from headrace.training.parallel.shards import Shards, negative_logp, shares
 from headrace.training.parallel.shards import Text as Trace
 from headrace.training.state import TrainerState
 
@@ -47,6 +50,8 @@ class Progress:
     of_tokens: int
     loss: float
     seconds: float
+    held_out: Mapping[str, float] = field(default_factory=dict)
+    """Loss in nats on held-out documents by source, at steps where it was measured."""
 
 
 class MidTrainingFailed(Exception):
@@ -65,16 +70,52 @@ def learning_rate(recipe: MidTraining, done: float) -> float:
     return recipe.learning_rate * (1.0 - (1.0 - recipe.min_rate) * decayed)
 
 
-def batches(traces: Iterable[Trace], tokens: int) -> Iterator[list[Trace]]:
-    """Traces in order, cut into batches as soon as one has `tokens` or more; the unfinished rest is dropped."""
+def batches(traces: Iterable[Trace], tokens: int | Callable[[int], int], drawn: int = 0) -> Iterator[list[Trace]]:
+    """Traces in order, cut into batches as soon as one has `tokens` or more; the unfinished rest is dropped.
+
+    tokens: a number, or one for each number of targets drawn before the batch, which begins at `drawn`.
+    """
     members: list[Trace] = []
     size = 0
     for trace in traces:
         members.append(trace)
         size += len(trace.ids)
-        if size >= tokens:
+        if size >= (tokens if isinstance(tokens, int) else tokens(drawn)):
+            drawn += sum(len(member.ids) - 1 for member in members)
             yield members
             members, size = [], 0
+
+
+class _Batch(NamedTuple):
+    """A batch, and the position of the data before it."""
+
+    members: list[Trace]
+    position: str
+
+
+class _Batches:
+    """The batches of a run from a resumed step on."""
+
+    def __init__(self, traces: Iterable[Trace], recipe: MidTraining, step: int, tokens: int, position: str) -> None:
+        """step, tokens: done before. position: of a Mixture, empty at the start."""
+        self._mixture = traces if isinstance(traces, Mixture) else None
+        if self._mixture is not None and position:
+            self._mixture.seek(position)
+        limit = (lambda drawn: phase(recipe, drawn)[1]) if self._mixture is not None else recipe.batch_tokens
+        self._batches = batches(traces, limit, tokens)
+        if self._mixture is None:
+            for _ in range(step):
+                next(self._batches, None)
+
+    def position(self) -> str:
+        """Of the data, now; empty for what is generated again."""
+        return self._mixture.position() if self._mixture is not None else ""
+
+    def next(self) -> _Batch | None:
+        """The next batch; None at the end of the data."""
+        position = self.position()
+        members = next(self._batches, None)
+        return _Batch(members, position) if members is not None else None
 
 
 def run(
@@ -93,51 +134,80 @@ def run(
     """
     state = TrainerState(model, settings=OptimizerSettings((recipe.beta1, recipe.beta2), recipe.weight_decay))
     started = time.perf_counter()
-    tokens = _resume(kept, state, recipe) if kept is not None else 0
+    tokens, position = _resume(kept, state, recipe) if kept is not None else (0, "")
     saved = reported = started
     cost = 0.0
     seen: list[float] = []
-    stream = batches(traces, recipe.batch_tokens)
-    for _ in range(state.step):
-        next(stream, None)
-    members = next(stream, None)
-    following: list[list[Trace] | None] = []
+    stream = _Batches(traces, recipe, state.step, tokens, position)
+    batch = stream.next()
+    following: list[_Batch | None] = []
 
     def prefetch() -> None:
-        following.append(next(stream, None))
+        following.append(stream.next())
 
     on_cpu = model.embedding.device.type == "cpu"
     with Shards(model, recipe.processes if on_cpu else 1) as shards:
-        while members is not None and tokens < recipe.tokens:
-            loss = shards.backward(members, prefetch)
+        while batch is not None and tokens < recipe.tokens:
+            loss = shards.backward(batch.members, prefetch)
             norm = state.gradient_norm()
             if not math.isfinite(norm):
                 raise MidTrainingFailed(f"step {state.step}: loss {loss}, gradient norm {norm}")
             state.apply(learning_rate(recipe, min(1.0, tokens / recipe.tokens)), min(1.0, 1.0 / norm) if norm else 1.0)
             seen.append(loss)
-            tokens += sum(len(trace.ids) - 1 for trace in members)
-            members = following.pop()
+            tokens += sum(len(trace.ids) - 1 for trace in batch.members)
+            batch = following.pop()
+            ended = batch is None or tokens >= recipe.tokens
+            held_out: Mapping[str, float] = {}
+            if isinstance(traces, Mixture) and (ended or state.step % recipe.evaluate_every == 0):
+                held_out = held_out_loss(model, traces, recipe.evaluate_tokens)
             now = time.perf_counter()
-            if state.step % every == 0 or now - reported >= REPORT_S or tokens >= recipe.tokens:
-                progress(Progress(state.step, tokens, recipe.tokens, sum(seen) / len(seen), now - started))
+            if state.step % every == 0 or now - reported >= REPORT_S or ended or held_out:
+                progress(Progress(state.step, tokens, recipe.tokens, sum(seen) / len(seen), now - started, held_out))
                 reported = now
                 seen.clear()
             if kept is not None and now - saved >= max(KEEP_S, cost / KEEP_SHARE):
-                checkpoint.save(kept, state, position={"tokens": tokens, "recipe": _words(recipe)})
+                at = batch.position if batch is not None else stream.position()
+                about: dict[str, int | str] = {"tokens": tokens, "recipe": _words(recipe)}
+                checkpoint.save(kept, state, position=about | ({"data": at} if at else {}))
                 saved = time.perf_counter()
                 cost = saved - now
     return state.step
 
 
-def _resume(kept: Path, state: TrainerState, recipe: MidTraining) -> int:
-    """Restore the saved file, if there is one. Returns the number of tokens that were read before it was written."""
+def held_out_loss(model: Model, mixture: Mixture, most: int) -> dict[str, float]:
+    """The mean loss per target of each source's held-out documents, in nats, over about `most` tokens at most. Sources
+    without such documents are left out."""
+    losses: dict[str, float] = {}
+    for name, documents in mixture.held_out().items():
+        read, total, weight = 0, 0.0, 0.0
+        for document in documents:
+            total += _loss_sum(model, [document])
+            weight += sum(document.weights[1:])
+            read += len(document.ids)
+            if read >= most:
+                break
+        if weight:
+            losses[name] = total / weight
+    return losses
+
+
+@torch.no_grad()
+def _loss_sum(model: Model, texts: Sequence[Trace]) -> float:
+    (share,) = shares(texts, 1)
+    loss = negative_logp(model, share)
+    return 0.0 if loss is None else float(loss) * share.divisor
+
+
+def _resume(kept: Path, state: TrainerState, recipe: MidTraining) -> tuple[int, str]:
+    """Restore the saved file, if there is one. Returns the number of tokens that were read before it was written, and
+    the position of the data."""
     try:
         saved = checkpoint.load(kept, state)
     except FileNotFoundError:
-        return 0
+        return 0, ""
     if not _same(str(saved.position["recipe"]), recipe):
         raise MidTrainingFailed(f"{kept} was begun under another [mid_training]: go back to that, or remove the file")
-    return int(saved.position["tokens"])
+    return int(saved.position["tokens"]), str(saved.position.get("data", ""))
 
 
 def _same(saved: str, recipe: MidTraining) -> bool:

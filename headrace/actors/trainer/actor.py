@@ -10,7 +10,7 @@ Files: <run>/snapshots/v<version>.safetensors, immutable, the newest bound + 1 o
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeVar
@@ -35,6 +35,7 @@ from headrace.registry import merged
 from headrace.replay.fetching import Records, fetch
 from headrace.replay.recipe import under
 from headrace.training import opening
+from headrace.training.data.base import DataError
 from headrace.training.mid_training import Progress
 from headrace.training.outcome import StepOutcome
 from headrace.training.parallel.interface import GroupError
@@ -80,6 +81,8 @@ class Trainer(Actor):
         self.trainer: PolicyTrainer | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._progress: Progress | None = None
+        self._held_out: float | None = None
+        """Newest loss on held-out documents of mid-training, the mean over its sources."""
         self._stopping = False
         self._bounds: Bounds | None = None
         """The staleness bound of every batch, read from the closings."""
@@ -128,7 +131,7 @@ class Trainer(Actor):
                 self.config,
                 folder,
                 tokenizer_json=bundle.tokenizer_json,
-                traces=lambda: self._until_stopped(initial_policy.mid_training(self.config, bundle)),
+                traces=lambda: initial_policy.mid_training(self.config, bundle, self._end_if_stopped),
                 progress=self._on_progress,
                 base=base.file if base is not None else None,
             )
@@ -137,24 +140,26 @@ class Trainer(Actor):
             self.trainer = trainer = await self._in_thread(work)
         except GroupError as error:
             raise GroupError(f"the trainer's group did not start: {error}") from error
+        except DataError as error:
+            raise Unrecoverable(f"DataError: {error}") from error
         if base is not None and trainer.version == 0:
             base.check(await self._in_thread(trainer.state.hash))
         self.store = CheckpointStore(self.folder, trainer, self.config)
         await self.event("prepared", f"version {trainer.version}", version=trainer.version, resumed=trainer.resumed)
         return trainer
 
-    def _until_stopped(self, traces: Iterator[T]) -> Iterator[T]:
-        """Yield traces until the actor stops, then raise Stopped. Runs in the worker thread."""
-        for trace in traces:
-            if self._stopping:
-                raise Stopped
-            yield trace
+    def _end_if_stopped(self) -> None:
+        """Raise Stopped when the actor stops. Runs in the worker thread."""
+        if self._stopping:
+            raise Stopped
 
     def _on_progress(self, progress: Progress) -> None:
         """Record progress; raise Stopped when the actor stops. Runs in the worker thread."""
         self._progress = progress
-        if self._stopping:
-            raise Stopped
+        if progress.held_out:
+            initial_policy.record(self.folder, progress)
+            self._held_out = sum(progress.held_out.values()) / len(progress.held_out)
+        self._end_if_stopped()
 
     async def _catch_up(self, trainer: PolicyTrainer) -> None:
         """Repeat the steps that were published after the checkpoint, then publish the resulting version."""
@@ -381,5 +386,7 @@ class Trainer(Actor):
         progress = self._progress
         if progress is not None and (self.trainer is None or self.trainer.version == 0):
             await self.metric(mid_training_tokens=progress.tokens, mid_training_loss=progress.loss)
+            if self._held_out is not None:
+                await self.metric(mid_training_held_out_loss=self._held_out)
         if self.trainer is not None:
             await self.metric(version=self.trainer.version, groups_ready=self._ready.qsize())

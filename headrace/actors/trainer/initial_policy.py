@@ -1,7 +1,8 @@
-"""The run's renderer bundle, and the traces for the mid-training of a new policy."""
+"""The run's renderer bundle, and the data for the mid-training of a new policy."""
 
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +18,14 @@ from headrace.rendering.registry import Renderers
 from headrace.rendering.terse import Format
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks.generated import repositories, traces
-from headrace.training.mid_training import Trace
+from headrace.training.data import opening
+from headrace.training.data.mixture import Mixture
+from headrace.training.mid_training import Progress
 
 TOKENIZER_TRACES = 400
 """Number of traces from which a tokenizer is trained: this takes a second, and they contain all words of the tools."""
+HELD_OUT = "mid-training.jsonl"
+"""Losses on held-out documents, in the run's folder."""
 BUNDLE = "renderer.json"
 """The bundle's file in the run's folder: a resumed run renders as before, even if the checkpoint's files changed."""
 
@@ -70,7 +75,31 @@ def _write(file: Path, content: bytes) -> None:
     os.replace(part, file)
 
 
-def mid_training(config: Config, made: RendererBundle) -> Iterator[Trace]:
+def mid_training(
+    config: Config, made: RendererBundle, between: Callable[[], None] = lambda: None
+) -> Iterable[traces.Trace] | Mixture:
+    """The data of mid-training: the sources of `[[mid_training.data]]`, or generated traces alone.
+
+    between: called before each document; what it raises ends the iteration. DataError for data that is not right.
+    """
+    begin = partial(generated, config, made)
+    return opening.mixture(config, made, begin, between) if config.mid_training.data else _checked(begin(), between)
+
+
+def check_data(config: Config) -> None:
+    """Check all data of mid-training before anything is started. DataError, RendererError."""
+    if config.mid_training.tokens and config.mid_training.data:
+        with tempfile.TemporaryDirectory(prefix="headrace-data-") as folder:
+            mid_training(config, bundle(config, Path(folder)))
+
+
+def _checked(made: Iterator[traces.Trace], between: Callable[[], None]) -> Iterator[traces.Trace]:
+    for trace in made:
+        between()
+        yield trace
+
+
+def generated(config: Config, made: RendererBundle) -> Iterator[traces.Trace]:
     """An endless iterator of traces of tool use in the policy's own format."""
     renderer, recipe = Renderers(made).open(schemas_of(repositories.TOOLS)), config.mid_training
     return traces.mid_training_texts(
@@ -81,3 +110,10 @@ def mid_training(config: Config, made: RendererBundle) -> Iterator[Trace]:
         recipe.context_weight,
         multi_line=recipe.multi_line,
     )
+
+
+def record(folder: Path, progress: Progress) -> None:
+    """Append the losses on held-out documents to the run's file HELD_OUT."""
+    line = {"step": progress.step, "tokens": progress.tokens, "loss": progress.loss, "held_out": progress.held_out}
+    with (folder / HELD_OUT).open("ab") as file:
+        file.write(msgspec.json.encode(line) + b"\n")

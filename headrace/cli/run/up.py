@@ -7,6 +7,7 @@ from headrace.cli.arguments import add_set
 
 if TYPE_CHECKING:
     from headrace.cli.arguments import Commands
+    from headrace.config import Config
 
 
 def add(commands: "Commands") -> None:
@@ -23,4 +24,21 @@ def up(args: argparse.Namespace) -> int:
     from headrace.launch.session import looped
     from headrace.launch.up import up as start
 
-    return looped(start(load(args.config, args.set)))
+    config = load(args.config, args.set)
+    refuse_data(config)
+    return looped(start(config))
+
+
+def refuse_data(config: "Config") -> None:
+    """Refuse data of mid-training that is not right. RunError with exit code 2."""
+    if not config.mid_training.data or not config.mid_training.tokens:
+        return
+    from headrace.actors.trainer import initial_policy
+    from headrace.launch.runs import RunError
+    from headrace.rendering.base import RendererError
+    from headrace.training.data.base import DataError
+
+    try:
+        initial_policy.check_data(config)
+    except (DataError, RendererError) as error:
+        raise RunError(str(error), 2) from None

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool
+from headrace.rendering.base import RendererError
 from headrace.rendering.native.conversation import FILLER
 from headrace.rendering.native.renderer import NativeRenderer
 from headrace.rendering.native.slots import Kind, Slots
@@ -63,6 +64,26 @@ class ClientRenderer:
         ids = self._encode(slots, tail[end.start() :])
         return ids[1:] if stopped is not None and ids[:1] == [stopped] else ids
 
+    def turn(self, messages: Sequence[ClientMessage]) -> list[int]:
+        """The last message, an assistant's, as the policy writes it: from behind the opening in which `start` and
+        `delta` end to its stop. UnusableConversation."""
+        slots = Slots()
+        written = self._messages(slots, messages)
+        if len(messages[-1].calls) > 1 and not self._format.traits.parallel:
+            raise UnusableConversation("the chat template of this policy takes one call per turn")
+        # Templates that end a turn with the opening of the next one need a message behind it.
+        behind: list[Message] = [{"role": "user", "content": FILLER}]
+        if calls := written[-1].get("tool_calls"):
+            behind = [
+                {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": FILLER}
+                for call in calls
+            ]
+        opened, whole = self._render(written[:-1]), self._render([*written, *behind], generation=False)
+        try:
+            return self._renderer.written(slots, opened, whole)
+        except RendererError as error:
+            raise UnusableConversation(str(error)) from None
+
     def parse(self, ids: Sequence[int], *, prompt: Sequence[int]) -> Completion:
         """Thinking, text and calls of a sampled turn. prompt: the ids before it.
 
@@ -71,9 +92,9 @@ class ClientRenderer:
         read = self._renderer.read(ids, self._types, prompt=prompt)
         return msgspec.structs.replace(read, calls=tuple(map(_usable, read.calls)))
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[Message], *, generation: bool = True) -> str:
         try:
-            return self._format.template.render(messages, self._functions, generation=True)
+            return self._format.template.render(messages, self._functions, generation=generation)
         except TemplateRefused as error:
             raise UnusableConversation(f"the chat template of this policy refuses these messages: {error}") from None
 

@@ -146,19 +146,25 @@ class NativeRenderer:
             opened = conversation.render(messages, generation=True)
             messages += conversation.written(slots, calls, thought, before, field)
             whole = conversation.render(messages, generation=False)
-            start = self._common(opened, whole)
-            body, rest = whole[start:], opened[start:]
-            end = self._stops.search(body) or self._closers.search(body)
-            if end is None:
-                raise RendererError("the chat template does not end a turn with a stop token")
-            body = body[: end.end()]
-            begin, close = self._syntax.thinking
-            if begin in rest and close not in rest and not body.lstrip().startswith(close):
-                body = f"{slots.add('thought', thought)}\n{close}\n\n{body}"  # the opening begins to think
-                return self._encode(slots, body)
-            if not thought or slots.shown(body, "thought"):
-                return self._encode(slots, body)
+            ids = self.written(slots, opened, whole, thought)
+            if ids:
+                return ids
         raise RendererError("the chat template shows no thought of a turn with calls")
+
+    def written(self, slots: Slots, opened: str, whole: str, thought: str = "") -> list[int]:
+        """The ids of a turn: the text of `whole` behind the opening in which `opened` ends, up to the turn's stop.
+        Empty when a thought does not show in it."""
+        start = self._common(opened, whole)
+        body, rest = whole[start:], opened[start:]
+        end = self._stops.search(body) or self._closers.search(body)
+        if end is None:
+            raise RendererError("the chat template does not end a turn with a stop token")
+        body = body[: end.end()]
+        begin, close = self._syntax.thinking
+        if begin in rest and close not in rest and not body.lstrip().startswith(close):
+            body = f"{slots.add('thought', thought)}\n{close}\n\n{body}"  # the opening begins to think
+            return self._encode(slots, body)
+        return self._encode(slots, body) if not thought or slots.shown(body, "thought") else []
 
     def _common(self, first: str, second: str) -> int:
         """The length of two texts' common start, in whole added tokens and thinking tags."""

@@ -89,8 +89,17 @@ def shares(texts: Sequence[Text], count: int) -> list[Share]:
 def backward(model: Model, share: Share) -> float:
     """Add a share's gradient to the model. Returns its part of the batch's weighted mean negative log-likelihood, in
     nats."""
-    if not share.lengths:
+    loss = negative_logp(model, share)
+    if loss is None:
         return 0.0
+    torch.autograd.backward(loss)
+    return float(loss.detach())
+
+
+def negative_logp(model: Model, share: Share) -> Tensor | None:
+    """A share's part of the batch's weighted mean negative log-likelihood, in nats; None without a target."""
+    if not share.lengths:
+        return None
     device = model.embedding.device
     flat, weights = torch.tensor(share.ids, device=device), torch.tensor(share.weights, device=device)
     inside = torch.ones(len(flat), dtype=torch.bool, device=device)
@@ -99,11 +108,9 @@ def backward(model: Model, share: Share) -> float:
     hidden = model(flat[inside], [length - 1 for length in share.lengths])
     wanted = weights > 0
     if not bool(wanted.any()):
-        return 0.0
+        return None
     logp, _ = model.selected_logprobs(hidden[wanted], targets[wanted], 1.0)
-    loss = -(weights[wanted] * logp).sum() / share.divisor
-    torch.autograd.backward(loss)
-    return float(loss.detach())
+    return -(weights[wanted] * logp).sum() / share.divisor
 
 
 def _views(model: Model, memory: mmap.mmap, offset: int) -> list[Tensor]:

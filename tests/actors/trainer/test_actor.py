@@ -1,6 +1,7 @@
 """The trainer over a real broker: batches in the order of closings, and the same bits after any kill."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from headrace.actors.trainer.actor import Trainer
 from headrace.bus.connection import Bus
 from headrace.bus.errors import MessageGone, Unrecoverable, WrongSequence
 from headrace.bus.payloads import renderer_bundles
+from headrace.config.training import Data
 from headrace.messages.plugins import Plugin
 from headrace.messages.subjects import CLOSE, EVENT, STEP
 from headrace.messages.training import Behaviour, StepDone, StepFailed, StepManifest
@@ -354,7 +356,13 @@ async def test_records_that_are_not_to_be_replayed_are_purged(connect: Connect, 
 
 async def test_version_0_is_mid_trained_and_its_tokenizer_kept(connect: Connect, tmp_path: Path) -> None:
     run = new_run()
-    own: dict[str, dict[str, Any]] = {"mid_training": {"tokens": 4000, "batch_tokens": 512}, "policy": {"vocab": 420}}
+    lines = [json.dumps({"text": f"def f{number}(): return {number}"}) for number in range(40)]
+    (tmp_path / "code.jsonl").write_text("\n".join(lines))
+    data = (Data(kind="generated"), Data(kind="text", path=str(tmp_path / "code.jsonl")))
+    own: dict[str, dict[str, Any]] = {
+        "mid_training": {"tokens": 4000, "batch_tokens": 512, "data": data, "held_out": 0.2},
+        "policy": {"vocab": 420},
+    }
     setting = config(tmp_path, **own)
     admin = await connect()
     async with living(Trainer, setting, await connect("trainer"), run):
@@ -368,3 +376,5 @@ async def test_version_0_is_mid_trained_and_its_tokenizer_kept(connect: Connect,
     assert await renderer_bundles.fetch(admin, run) == bundle
     phases = [r.message.text async for r in admin.history("HR_EVENT", EVENT.where(run=run, type="event"))]
     assert "mid-training" in phases
+    (held_out,) = [json.loads(line) for line in (tmp_path / run / "mid-training.jsonl").read_text().splitlines()]
+    assert held_out["tokens"] >= 4000 and 0.0 < held_out["held_out"]["1:text"] < 7.0

@@ -1,0 +1,1 @@
+"""Sources of mid-training: readers of files by kind, an index of their documents, and the mixture."""
