@@ -112,13 +112,19 @@ def line_of(text: str, path: str) -> int:
     wanted, current = ".".join(sections), ""
     entry = re.search(r"\[(\d+)\]\.[^.\[]*$", path)  # of an array of tables: [[section.key]]
     left = int(entry.group(1)) + 1 if entry else 0
+    last = re.search(r"\[(\d+)\]$", path)
+    before = int(last.group(1)) if last else 0
     for number, line in enumerate(text.splitlines(), 1):
         header = re.match(r"\s*\[{1,2}([^\[\]]+)\]", line)
         if header:
             current = header.group(1).strip()
             left -= current == wanted
-            if (not wanted and current == key) or (current == f"{wanted}.{key}" and not entry):
+            if not wanted and current == key:
                 return number
+            if current == f"{wanted}.{key}" and not entry:
+                if not before:
+                    return number
+                before -= 1
         elif current == wanted and left <= 0 and re.match(rf"\s*{re.escape(key)}\s*=", line):
             return number
     return 0

@@ -2,15 +2,22 @@
 
 import argparse
 import os
+from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from headrace.cli.arguments import add_run, integer
 from headrace.launch.output import say
 from headrace.launch.runs import RunError
 
 if TYPE_CHECKING:
+    from headrace.bus.connection import Bus
     from headrace.cli.arguments import Commands
+    from headrace.messages.rollout import Trajectory
+    from headrace.training.data.trajectories import Segment
 
 
 def add(commands: "Commands") -> None:
@@ -36,7 +43,6 @@ async def collect(args: argparse.Namespace) -> int:
     """The same on the event loop."""
     from headrace.bus.payloads import renderer_bundles
     from headrace.launch.session import run_of
-    from headrace.replay import collecting
 
     target = Path(args.file)
     if target.exists():
@@ -46,11 +52,10 @@ async def collect(args: argparse.Namespace) -> int:
         bundle = await renderer_bundles.fetch(run.bus, run.id)
         if bundle is None:
             raise RunError(f"run {run.id} has no renderer bundle in HR_STATE: its trainer never started", 1)
-        wanted = collecting.Wanted(reward=args.reward, per_task=args.per_task)
         attempts, segments = 0, 0
         try:
             with part.open("wb") as file:
-                async for lines in collecting.attempts(run.bus, run.id, bundle.tokenizer_json, wanted):
+                async for lines in attempts(run.bus, run.id, bundle.tokenizer_json, args):
                     file.write(b"".join(lines))
                     attempts, segments = attempts + 1, segments + len(lines)
         except OSError as error:
@@ -61,3 +66,48 @@ async def collect(args: argparse.Namespace) -> int:
     os.replace(part, target)
     say(f"{target}: {attempts} attempts of run {run.id}, {segments} segments")
     return 0
+
+
+async def attempts(bus: "Bus", run: str, tokenizer_json: str, args: argparse.Namespace) -> AsyncIterator[list[bytes]]:
+    """The lines of each wanted attempt in the order of the closed groups; purged records are left out."""
+    from headrace.replay.fetching import fetch
+    from headrace.replay.rejudge import closings
+    from headrace.training.data.trajectories import tokenizer_hash
+
+    tokenizer, taken = tokenizer_hash(tokenizer_json), Counter[tuple[str, str]]()
+    for group in await closings(bus, run):
+        trajectories, scores = await fetch(bus, [group])
+        for trajectory_seq, score_seq in group.slots:
+            trajectory, score = trajectories.get(trajectory_seq), scores.get(score_seq)
+            if trajectory is None or score is None or score.reward < args.reward:
+                continue
+            task = (trajectory.task.suite, trajectory.task.task)
+            if taken[task] < args.per_task:
+                taken[task] += 1
+                yield [msgspec.json.encode(part) + b"\n" for part in segments(trajectory, score.reward, tokenizer)]
+
+
+def segments(trajectory: "Trajectory", reward: float, tokenizer: str) -> "list[Segment]":
+    """The segments of an attempt: the concatenation of what was shown and sampled, as it is recorded."""
+    from headrace.training.data.trajectories import Segment
+
+    ids: dict[int, list[int]] = {}
+    sampled: dict[int, list[tuple[int, int]]] = {}
+    for turn in trajectory.turns:
+        own = ids.setdefault(turn.segment, [])
+        own += map(int, turn.prompt_ids.tolist())
+        begin = len(own)
+        own += map(int, turn.ids.tolist())
+        sampled.setdefault(turn.segment, []).append((begin, len(own)))
+    return [
+        Segment(
+            ids=own,
+            sampled=sampled[number],
+            trajectory=trajectory.id,
+            segment=number,
+            task=f"{trajectory.task.suite}/{trajectory.task.task}",
+            reward=reward,
+            tokenizer=tokenizer,
+        )
+        for number, own in ids.items()
+    ]
