@@ -52,19 +52,19 @@ async def collect(args: argparse.Namespace) -> int:
         bundle = await renderer_bundles.fetch(run.bus, run.id)
         if bundle is None:
             raise RunError(f"run {run.id} has no renderer bundle in HR_STATE: its trainer never started", 1)
-        attempts, segments = 0, 0
+        count, written = 0, 0
         try:
             with part.open("wb") as file:
                 async for lines in attempts(run.bus, run.id, bundle.tokenizer_json, args):
                     file.write(b"".join(lines))
-                    attempts, segments = attempts + 1, segments + len(lines)
+                    count, written = count + 1, written + len(lines)
         except OSError as error:
             raise RunError(f"{target} cannot be written: {error.strerror}", 1) from None
-    if not attempts:
+    if not count:
         part.unlink()
         raise RunError(f"run {run.id} has no attempt with a reward of at least {args.reward:g}: lower --reward", 1)
     os.replace(part, target)
-    say(f"{target}: {attempts} attempts of run {run.id}, {segments} segments")
+    say(f"{target}: {count} attempts of run {run.id}, {written} segments")
     return 0
 
 
