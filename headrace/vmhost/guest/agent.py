@@ -5,9 +5,9 @@ not; its real user is another one, so no tool can signal or trace it. While noth
 run it waits in `poll` for output, exits and deadlines. It ends when its port closes.
 
 A candidate may fill the slot with processes. When the agent finds the slot full, when a killed job does not die because
-the others use all of the processor, or when a job or a test run fails by its time after the kernel refused a fork or
-memory, it ends all of them and answers that the limit was reached: an outcome of the task, after which the slot works
-again.
+the others use all of the processor, or when a job or a test run exceeds its time limit after the kernel refused a fork
+or memory, it ends all of them and answers that the limit was reached: an outcome of the task, after which the slot
+works again.
 """
 
 import os
@@ -21,14 +21,15 @@ from types import FrameType
 from typing import Any
 
 from . import background, jobs, tunnel
-from .files import Answer, Refused, Workspace
+from .files import Answer, OperationError, Workspace
 from .frames import Garbage, Reader, pack
 from .testing import pytests
 from .testing.worker import Worker
 from .tools import Namespace, Tools
 
 _DRAIN_READS = 32
-"""Reads of 64 KiB after a job's exit: more than the largest pipe holds, and a bound if another process still writes."""
+"""Largest number of reads of 64 KiB after a job's exit. The largest pipe holds less; another process may still
+write."""
 _LATE_NS = 100_000_000
 _DIE_S = 2.0
 """How long a killed job may take to die before every other process of the slot is killed as well."""
@@ -204,7 +205,7 @@ class SlotAgent:
         number = header["i"]
         try:
             answer = self.operate(number, header, bodies)
-        except Refused as refused:
+        except OperationError as refused:
             answer = {"ok": False, "error": str(refused)}, []
         except jobs.ProcessLimit:
             self._end_all(LIMIT_REACHED)
@@ -268,9 +269,9 @@ class SlotAgent:
         return {"ok": False, "error": f"no such operation: {header['op']}"}, []
 
     def user(self, name: str) -> Callable[[], None]:
-        """A function that turns a fork into that user. Refused if there is no such user."""
+        """A function that turns a fork into that user. OperationError if there is no such user."""
         if name not in ("", self.environment.get("USER", "")):
-            raise Refused(f"there is no user {name!r} here")
+            raise OperationError(f"there is no user {name!r} here")
         return self.become
 
     def _end_leftovers(self) -> None:
@@ -285,7 +286,8 @@ class SlotAgent:
         self.worker.end(reason)
 
     def _end_processes(self) -> None:
-        """Kill all of them and reap what dies within `_END_S`: a process that is not reaped counts to the limit."""
+        """Kill all of them and reap what dies within `_END_S`: a process that is not reaped counts towards the
+        limit."""
         deadline = time.monotonic() + _END_S
         self.tools.kill()
         while self._reap() and time.monotonic() < deadline:
@@ -294,7 +296,7 @@ class SlotAgent:
 
     def _command(self, header: dict[str, Any], stdin: bytes, folder: str, environment: dict[str, str]) -> jobs.Job:
         if not header["argv"]:
-            raise Refused("argv is empty")
+            raise OperationError("argv is empty")
         self._check_limit()
         body = jobs.command(header["argv"], folder, environment, self.user(header.get("user", "")))
         job = jobs.start(self.child(body), ("stdout", "stderr"), stdin, header["output_cap"], header["timeout_s"])
@@ -329,7 +331,7 @@ class SlotAgent:
 
     def _start_background(self, number: int, header: dict[str, Any], stdin: bytes) -> Answer:
         if not header["argv"]:
-            raise Refused("argv is empty")
+            raise OperationError("argv is empty")
         folder, become = self.workspace.resolve(header["cwd"]), self.user(header["user"])
         body = self.child(jobs.command(header["argv"], folder, self.environment | header["env"], become))
         self.background.ensure_capacity()

@@ -1,7 +1,7 @@
 """Jobs that outlive the call that started them: later calls follow, feed and end them; a terminal is optional.
 
 A job's output waits for the call that follows it, up to a cap. At the cap the agent stops reading, so the job blocks
-in its next write. No output is lost, memory stays bounded, and a job that nobody follows stands still.
+in its next write. No output is lost, memory stays bounded, and a job that no call follows is blocked.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from . import jobs
-from .files import Answer, Refused
+from .files import Answer, OperationError
 
 WITHOUT_LIMIT_S = 1e9
 REMEMBERED = 64
@@ -28,7 +28,7 @@ class Job(jobs.Job):
     """A job whose output is taken in pieces and whose input may continue."""
 
     follower: tuple[int, float, int] | None = None
-    """The call that follows it: its number, until when it waits, how many bytes of a stream it takes."""
+    """The call that follows it: its number, the end of its wait, and the largest number of bytes that it takes."""
     over = False
     keep_open = False
     terminal = -1
@@ -63,11 +63,11 @@ class Job(jobs.Job):
         self.output[name] += data
 
     def feed(self, data: bytes, last: bool) -> None:
-        """Add input. Refused when the job's input is closed or the job does not read it."""
+        """Add input. OperationError when the job's input is closed or the job does not read it."""
         if self.stdin < 0:
-            raise Refused("the job's input is closed")
+            raise OperationError("the job's input is closed")
         if len(self._unwritten) + len(data) > LARGEST_INPUT:
-            raise Refused(f"the job does not read its input: {LARGEST_INPUT >> 20} MiB of it waits already")
+            raise OperationError(f"the job does not read its input: {LARGEST_INPUT >> 20} MiB of it waits already")
         self._unwritten += data + (b"\x04" if last and self.terminal >= 0 else b"")
         self.keep_open = not last
         self._write()
@@ -107,11 +107,11 @@ class Background:
         self.jobs: dict[int, Job] = {}
 
     def ensure_capacity(self) -> None:
-        """Forget the oldest ended job if the list is full. Refused when all of its jobs still run."""
+        """Forget the oldest ended job if the list is full. OperationError when all of its jobs still run."""
         if len(self.jobs) >= REMEMBERED:
             ended = next((number for number, job in self.jobs.items() if job.over), None)
             if ended is None:
-                raise Refused(f"{REMEMBERED} jobs run already; stop one first")
+                raise OperationError(f"{REMEMBERED} jobs run already; stop one first")
             del self.jobs[ended]
 
     def add(self, number: int, job: Job) -> Answer:
@@ -153,7 +153,7 @@ class Background:
         """Send a signal to a job's whole session."""
         job = self._find(header["job"])
         if not 1 <= header["signal"] <= 64:
-            raise Refused(f"expected a signal from 1 to 64, got {header['signal']}")
+            raise OperationError(f"expected a signal from 1 to 64, got {header['signal']}")
         if not job.over:
             # A fork that has just begun has no session yet: then the signal goes to it alone.
             try:
@@ -164,7 +164,7 @@ class Background:
         return {}, []
 
     def deadlines(self) -> list[float]:
-        """When the calls that follow jobs must be answered at the latest."""
+        """The latest times at which the calls that follow jobs must be answered."""
         return [job.follower[1] for job in self.jobs.values() if job.follower is not None]
 
     def answer_followers(self) -> None:
@@ -178,7 +178,7 @@ class Background:
     def _find(self, number: int) -> Job:
         job = self.jobs.get(number)
         if job is None:
-            raise Refused(f"there is no job {number}")
+            raise OperationError(f"there is no job {number}")
         return job
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from .files import Answer, Refused, Workspace, shown
+from .files import Answer, OperationError, Workspace, shown
 
 MOST = 100_000
 """Largest number of entries that a walk reads."""
@@ -22,21 +22,21 @@ UNCHANGED = (
     *("/dev", "/proc", "/sys", "/tmp", "/run", "/etc/hosts", "/etc/hostname"),
     *(".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"),
 )
-"""Paths that no diff of an image holds: what the slot itself makes, temporary files, caches, and history."""
+"""Paths that no diff of an image holds: files that the slot itself makes, temporary files, caches, and history."""
 _OPAQUE = "trusted.overlay.opaque"
 _PIECE = 1 << 20
 
 
 def walk(upper: str, lower: Sequence[str], skip: Sequence[str], limit: int, originals: int) -> Answer:
-    """Changes below `upper`, as [path, kind, mode, target] in the order in which they are made again: ``gone``, or
-    ``file``, ``folder``, ``link`` and ``other`` for what there is now. lower: the layers below, the top first; skip:
+    """Changes below `upper`, as [path, kind, mode, target] in the order in which they are made again: ``gone`` for a
+    removed entry, otherwise ``file``, ``folder``, ``link`` or ``other``. lower: the layers below, the top first; skip:
     names of folders that are left out, and absolute paths of entries; limit: bytes of all contents.
 
     The bodies are the files' contents; then those that they replace, where these have at most `originals` bytes.
     """
     names = {entry for entry in skip if not entry.startswith("/")}
     paths = {entry for entry in skip if entry.startswith("/")}
-    found: list[tuple[str, str, int, str]] = []
+    changed: list[tuple[str, str, int, str]] = []
     bodies: list[bytes] = []
     before: list[bytes] = []
     had: list[str] = []
@@ -60,17 +60,17 @@ def walk(upper: str, lower: Sequence[str], skip: Sequence[str], limit: int, orig
                     continue
                 opaque = fresh or _opaque(upper + path) or old is None or not stat.S_ISDIR(old.st_mode)
                 if opaque and old is not None:
-                    found.append((path, "gone", 0, ""))
+                    changed.append((path, "gone", 0, ""))
                 if opaque or (old is not None and old.st_mode != status.st_mode):
-                    found.append((path, "folder", status.st_mode & 0o7777, ""))
+                    changed.append((path, "folder", status.st_mode & 0o7777, ""))
                 inner.append((path, opaque))
             elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
                 if old is not None and name not in names:
-                    found.append((path, "gone", 0, ""))
+                    changed.append((path, "gone", 0, ""))
             elif stat.S_ISLNK(status.st_mode):
                 target = os.readlink(upper + path)
                 if below is None or old is None or not stat.S_ISLNK(old.st_mode) or os.readlink(below) != target:
-                    found.append((path, "link", 0o777, target))
+                    changed.append((path, "link", 0o777, target))
             elif stat.S_ISREG(status.st_mode):
                 if status.st_size > left:
                     return {"entries": [], "truncated": True}, []
@@ -80,15 +80,15 @@ def walk(upper: str, lower: Sequence[str], skip: Sequence[str], limit: int, orig
                     if old.st_mode == status.st_mode and _content(below) == data:
                         continue
                 left -= len(data)
-                found.append((path, "file", status.st_mode & 0o7777, ""))
+                changed.append((path, "file", status.st_mode & 0o7777, ""))
                 bodies.append(data)
                 if regular and below is not None and old is not None and old.st_size <= originals:
                     had.append(path)
                     before.append(_content(below))
             else:
-                found.append((path, "other", status.st_mode & 0o7777, ""))
+                changed.append((path, "other", status.st_mode & 0o7777, ""))
         pending += reversed(inner)
-    return {"entries": found, "originals": had, "truncated": False}, bodies + before
+    return {"entries": changed, "originals": had, "truncated": False}, bodies + before
 
 
 def _below(lower: Sequence[str], path: str) -> str | None:
@@ -121,14 +121,14 @@ def _content(path: str) -> bytes:
 
 
 def apply(space: Workspace, header: dict[str, Any], bodies: Sequence[bytes]) -> Answer:
-    """Make changes again: what is gone first, then folders, files and links. Relative paths lie in the workspace.
-    Refused, naming the path that cannot be changed."""
+    """Make changes again: removals first, then folders, files and links. Relative paths lie in the workspace.
+    OperationError, naming the path that cannot be changed."""
     contents = iter(bodies)
     modes: list[tuple[str, int]] = []
     for path, kind, mode, target in header["entries"]:
         full = path if path.startswith("/") else f"{space.root}/{path}"
         if ".." in full.split("/") or "\0" in full:
-            raise Refused(f"{shown(path)}: expected a path without ..")
+            raise OperationError(f"{shown(path)}: expected a path without ..")
         try:
             if kind == "gone":
                 space.remove(full, path)
@@ -151,7 +151,7 @@ def apply(space: Workspace, header: dict[str, Any], bodies: Sequence[bytes]) -> 
                 out.write(next(contents))
                 os.fchmod(fd, mode)
         except OSError as error:
-            raise Refused(f"{shown(path)}: {error.strerror}") from None
+            raise OperationError(f"{shown(path)}: {error.strerror}") from None
     for full, mode in reversed(modes):  # last, because a folder's mode may forbid writing into it
         with suppress(OSError):
             os.chmod(full, mode)

@@ -22,7 +22,7 @@ SEARCH_S = 10.0
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_ /:=,<>!@#%&;\"'~`-")
 
 
-class Refused(Exception):
+class OperationError(Exception):
     """The operation is not possible; the text is one line that a policy can use."""
 
 
@@ -51,18 +51,18 @@ class Workspace:
         self.root = root
 
     def resolve(self, path: str) -> str:
-        """The absolute path of a workspace path. Refused when it leaves the workspace."""
+        """The absolute path of a workspace path. OperationError when it leaves the workspace."""
         if path == self.root or path.startswith(self.root + "/"):
             path = path[len(self.root) + 1 :]
         parts = [part for part in path.split("/") if part not in ("", ".")]
         if path.startswith("/") or ".." in parts or "\0" in path:
-            raise Refused(f"{shown(path)}: paths are relative to the workspace and may not leave it")
+            raise OperationError(f"{shown(path)}: paths are relative to the workspace and may not leave it")
         return "/".join([self.root, *parts])
 
     def paths(self, git: bool = False) -> Iterator[tuple[str, os.stat_result]]:
         """Relative path and status of every entry that is no folder, sorted. git: whether .git is included."""
         pending = [""]
-        found = []
+        file_paths = []
         while pending:
             folder = pending.pop()
             try:
@@ -70,13 +70,13 @@ class Workspace:
                     for entry in entries:
                         path = folder + entry.name
                         if not entry.is_dir(follow_symlinks=False):
-                            found.append(path)
+                            file_paths.append(path)
                         elif git or entry.name != ".git":
                             pending.append(path + "/")
             except OSError:
                 continue
-        found.sort()
-        for path in found:
+        file_paths.sort()
+        for path in file_paths:
             try:
                 yield path, os.lstat(f"{self.root}/{path}")
             except OSError:
@@ -101,16 +101,16 @@ class Workspace:
         try:
             fd = os.open(self.resolve(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            raise Refused(f"{shown(path)}: {error.strerror}") from None
+            raise OperationError(f"{shown(path)}: {error.strerror}") from None
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise Refused(f"{shown(path)}: not a regular file")
+                raise OperationError(f"{shown(path)}: not a regular file")
             data = b""
             while len(data) <= limit and (piece := os.read(fd, min(limit + 1 - len(data), 1 << 20))):
                 data += piece
         except OSError as error:
-            raise Refused(f"{shown(path)}: {error.strerror}") from None
+            raise OperationError(f"{shown(path)}: {error.strerror}") from None
         finally:
             os.close(fd)
         return data[:limit], len(data) > limit
@@ -121,7 +121,7 @@ class Workspace:
         return {"truncated": more, "data": 0}, [data]
 
     def write(self, paths: list[str], contents: list[bytes], delete: list[str]) -> Answer:
-        """WriteFiles. Folders come into being as needed; a deleted path may be a whole folder."""
+        """WriteFiles. Missing folders are created; a deleted path may be a whole folder."""
         for path in delete:
             self.remove(self.resolve(path), path)
         for path, content in zip(paths, contents, strict=True):
@@ -139,11 +139,11 @@ class Workspace:
                 finally:
                     os.close(fd)
             except OSError as error:
-                raise Refused(f"{shown(path)}: {error.strerror}") from None
+                raise OperationError(f"{shown(path)}: {error.strerror}") from None
         return {}, []
 
     def remove(self, target: str, path: str) -> None:
-        """Remove an entry, with all that is in it. target: its absolute path; path: the one for messages. Refused."""
+        """Remove an entry and its content. target: its absolute path; path: the one for messages. OperationError."""
         try:
             if not os.path.isdir(target) or os.path.islink(target):
                 os.unlink(target)
@@ -163,16 +163,16 @@ class Workspace:
         except FileNotFoundError:
             pass
         except OSError as error:
-            raise Refused(f"{shown(path)}: {error.strerror}") from None
+            raise OperationError(f"{shown(path)}: {error.strerror}") from None
 
     def replace(self, path: str, first: int, last: int, text: str) -> Answer:
         """ReplaceLines, 1-based and inclusive; last = first - 1 inserts before first."""
         data, more = self.content(path, 16 << 20)
         if more:
-            raise Refused(f"{shown(path)}: too large to edit by lines")
+            raise OperationError(f"{shown(path)}: too large to edit by lines")
         lines = data.splitlines(keepends=True)
         if not 1 <= first <= len(lines) + 1 or not first - 1 <= last <= len(lines):
-            raise Refused(f"{shown(path)} has {len(lines)} lines; lines {first} to {last} cannot be replaced")
+            raise OperationError(f"{shown(path)} has {len(lines)} lines; lines {first} to {last} cannot be replaced")
         new = text.encode("utf-8", "surrogateescape")
         if new and not new.endswith(b"\n") and (last < len(lines) or data.endswith(b"\n")):
             new += b"\n"
@@ -196,12 +196,12 @@ class Workspace:
             try:
                 hit = re.compile(pattern).search
             except (re.error, RecursionError, OverflowError) as error:
-                raise Refused(f"bad pattern: {error}") from None
+                raise OperationError(f"bad pattern: {error}") from None
         lines: list[str] = []
         hits = 0
 
         def give_up(_signal: int, _frame: FrameType | None) -> None:
-            raise Refused(f"the search took longer than {SEARCH_S:g} s")
+            raise OperationError(f"the search took longer than {SEARCH_S:g} s")
 
         before = None if needle else signal.signal(signal.SIGALRM, give_up)
         if not needle:

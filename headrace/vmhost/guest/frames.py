@@ -42,7 +42,7 @@ def start(nanoseconds: int, entropy: bytes) -> bytes:
 
 
 STARTED = pack({"i": 0})
-"""The answer to START: that of call 0."""
+"""The answer to START, in the form of an answer to call 0."""
 
 
 class Reader:

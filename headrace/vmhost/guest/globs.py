@@ -35,8 +35,8 @@ def _walk(pattern: list[str], path: list[str]) -> bool:
 
 
 def allowed(patterns: Iterable[str], path: str) -> bool:
-    """Whether a task allows changes of a path: a pattern that begins with a slash is for paths outside the workspace,
-    which are absolute, and no other is."""
+    """Whether a task allows changes of a path. Only a pattern that begins with a slash matches paths outside of the
+    workspace, which are absolute."""
     if ".." in path.split("/"):
         return False
     outside = path.startswith("/")

@@ -32,7 +32,7 @@ class Job:
     """One running process with its captured streams."""
 
     def __init__(self, pid: int, streams: dict[int, str], stdin: tuple[int, bytes], cap: int, timeout: float) -> None:
-        """streams: read ends and their names; stdin: write end (-1: none) and what goes into it; cap: bytes kept of a
+        """streams: read ends and their names; stdin: write end (-1: none) and the bytes for it; cap: bytes kept of a
         stream; timeout: seconds."""
         self.pid = pid
         self.streams = streams

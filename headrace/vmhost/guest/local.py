@@ -4,8 +4,8 @@ The host starts it with one end of a socket pair. Each request is a message ``{"
 agent's channel as a passed descriptor. ``join`` names the cgroup.procs files of the sandbox's control group; without
 one, and without root's rights, a limit on the user's processes bounds what a sandbox may fork.
 
-A sandbox ends when its channel closes. Its agent is the subreaper of all that it started; it kills them on its way out
-and removes its folder.
+A sandbox ends when its channel closes. Its agent is the subreaper of all that it started; before it exits, it kills
+them and removes its folder.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from . import agent
 
 _PDEATHSIG, _SUBREAPER = 1, 36
 _AGENTS_END_S = 5.0
-"""How long the warm process stays for agents that are ending."""
+"""How long the warm process waits for agents that are ending."""
 PROCESSES = 256
 """Processes that a sandbox may have at one time, its agent included."""
 
@@ -110,8 +110,8 @@ def _limit(join: list[str]) -> None:
 
 
 def _serve_slot(channel: socket.socket, root: str, join: list[str], libc: ctypes.CDLL) -> None:
-    # No signal at the parent's death: an agent that is killed leaves what it started. Its channel ends with the host,
-    # also with one that is killed, and then it ends everything.
+    # The agent gets no signal at its parent's death, because a killed agent leaves the processes that it started. Its
+    # channel closes when the host ends, also when the host is killed; then the agent ends everything.
     libc.prctl(_SUBREAPER, 1, 0, 0, 0)
     _limit(join)
     channel.setblocking(True)

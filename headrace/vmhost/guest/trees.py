@@ -10,7 +10,7 @@ import tarfile
 from collections.abc import Sequence
 from typing import Any
 
-from .files import Answer, Refused, Workspace, shown
+from .files import Answer, OperationError, Workspace, shown
 
 # Names of owners are not used, and looking them up would load the libraries that an image's configuration names.
 tarfile.pwd = tarfile.grp = None  # type: ignore[attr-defined]
@@ -24,7 +24,7 @@ def operate(space: Workspace, header: dict[str, Any], bodies: Sequence[bytes]) -
 
 
 def push(space: Workspace, path: str, data: bytes) -> Answer:
-    """Unpack an archive; existing files are replaced. Refused."""
+    """Unpack an archive; existing files are replaced. OperationError."""
     root = space.resolve(path)
     try:
         os.makedirs(root, exist_ok=True)
@@ -33,7 +33,7 @@ def push(space: Workspace, path: str, data: bytes) -> Answer:
             for member in tar:
                 parts = [part for part in member.name.split("/") if part not in ("", ".")]
                 if ".." in parts or member.name.startswith("/"):
-                    raise Refused(f"{shown(member.name)}: a path in an archive may not leave its folder")
+                    raise OperationError(f"{shown(member.name)}: a path in an archive may not leave its folder")
                 target = "/".join([root, *parts])
                 _extract(tar, member, root, target)
                 if member.isdir():
@@ -42,9 +42,9 @@ def push(space: Workspace, path: str, data: bytes) -> Answer:
             os.chmod(target, member.mode & 0o7777)
             os.utime(target, (member.mtime, member.mtime))
     except (tarfile.TarError, EOFError, ValueError):
-        raise Refused("expected a tar archive (plain, gzip, bzip2 or xz), got damaged or other data") from None
+        raise OperationError("expected a tar archive (plain, gzip, bzip2 or xz), got damaged or other data") from None
     except OSError as error:
-        raise Refused(f"{shown(str(error.filename or path))}: {error.strerror}") from None
+        raise OperationError(f"{shown(str(error.filename or path))}: {error.strerror}") from None
     return {}, []
 
 
@@ -91,7 +91,7 @@ def pull(space: Workspace, path: str, limit: int) -> Answer:
         nonlocal total
         total += member.size + 1024
         if total > limit:
-            raise Refused(f"{shown(path)}: more than {limit >> 20} MiB")
+            raise OperationError(f"{shown(path)}: more than {limit >> 20} MiB")
         return member if not member.isdev() or member.isfifo() else None
 
     try:
@@ -102,5 +102,5 @@ def pull(space: Workspace, path: str, limit: int) -> Answer:
             else:
                 tar.add(root, arcname=os.path.basename(root), filter=fits)
     except OSError as error:
-        raise Refused(f"{shown(str(error.filename or path))}: {error.strerror}") from None
+        raise OperationError(f"{shown(str(error.filename or path))}: {error.strerror}") from None
     return {"data": 0}, [out.getvalue()]

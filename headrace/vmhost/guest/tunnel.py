@@ -1,4 +1,4 @@
-"""Network access of a sandbox that has some: an HTTP proxy on its loopback, whose other side is on the host.
+"""Network access of a sandbox: an HTTP proxy on its loopback that forwards connections through the host.
 
 There is no network card. A process of the tools' user listens on loopback, understands CONNECT and absolute URLs, and
 passes bytes through the slot's channel (its standard input and output are those of a job). The host resolves names and
@@ -54,7 +54,7 @@ class Records:
 
 def target(head: bytes) -> tuple[str, bytes]:
     """A request's destination as ``name:port``, and the head for the server (empty for CONNECT). ValueError when it is
-    no request to a proxy."""
+    not a proxy request."""
     first, _, rest = head.partition(b"\r\n")
     try:
         method, place, version = first.decode("ascii").split(" ")

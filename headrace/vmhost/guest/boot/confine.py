@@ -1,6 +1,6 @@
 """Limits of a slot: which system calls it may make, and how much of the machine it may use.
 
-A seccomp filter refuses calls that no task needs and that reach what namespaces do not separate: keyrings, BPF,
+A seccomp filter refuses calls that no task needs and that reach resources outside of namespaces: keyrings, BPF,
 userfaultfd, io_uring, performance counters, mounts, modules, clocks; and every call of another architecture. A control
 group per slot gives each an equal share of the processor, however many processes it forks, and bounds its memory and
 its number of processes. A slot that exceeds them is killed or refused, and its siblings go on.
@@ -64,11 +64,11 @@ REFUSED = {
 }
 CGROUPS = "/sys/fs/cgroup"
 RESERVE, AGENT = 8 << 20, 5 << 20
-"""Bytes that no slot may use: the kernel's, and what the agent of every other slot needs to go on answering."""
+"""Bytes that no slot may use: those of the kernel, and those that each other slot's agent needs to go on answering."""
 
 
 _AGENT_WEIGHT = 10000
-"""The largest; the tools of a slot together have 100."""
+"""The largest cpu.weight; the tools of a slot together have 100."""
 _WRITE = os.O_WRONLY | os.O_CLOEXEC
 
 
@@ -105,7 +105,7 @@ def mount_cgroups() -> bool:
 
 
 def share(slots: int) -> int:
-    """Bytes that each of so many slots may use of the memory that is free before they are opened.
+    """Bytes that each of `slots` slots may use of the memory that is free before they are opened.
 
     The slots' files lie in memory, and killing processes does not free them. A slot that could fill all of the memory
     would end its siblings too.

@@ -28,16 +28,16 @@ PATIENCE_S = 60
 
 def devices(count: int) -> list[str]:
     """Paths of the drives hr0 to hr<count-1>, by their serial numbers. RuntimeError when one does not appear."""
-    found: dict[str, str] = {}
+    by_serial: dict[str, str] = {}
     deadline = time.monotonic() + _APPEAR_S
-    while len(found) < count and time.monotonic() < deadline:
+    while len(by_serial) < count and time.monotonic() < deadline:
         for name in os.listdir("/sys/block"):
             with suppress(OSError), open(f"/sys/block/{name}/serial") as file:
-                found[file.read().strip()] = f"/dev/{name}"
+                by_serial[file.read().strip()] = f"/dev/{name}"
         time.sleep(0.01)
-    if len(found) < count:
-        raise RuntimeError(f"{len(found)} of {count} drives appeared within {_APPEAR_S} s")
-    return [found[f"hr{number}"] for number in range(count)]
+    if len(by_serial) < count:
+        raise RuntimeError(f"{len(by_serial)} of {count} drives appeared within {_APPEAR_S} s")
+    return [by_serial[f"hr{number}"] for number in range(count)]
 
 
 def share_mounts(count: int) -> None:
@@ -48,14 +48,14 @@ def share_mounts(count: int) -> None:
 
 
 def keep_mounts() -> None:
-    """In a slot: take a copy of the mounts, in which only the image is left."""
+    """In a slot: copy the mounts, and keep only the image in the copy."""
     mount("none", "/", "", REC | PRIVATE)
     for path in (UPPER, *(f"{LOWER}/{number}" for number in range(len(os.listdir(LOWER))))):
         syscalls.libc.umount2(path.encode(), syscalls.DETACH)
 
 
 def forget(paths: Sequence[str]) -> None:
-    """Drop what the kernel read from the empty drives: a clone's hold other data."""
+    """Drop the data that the kernel read from the empty drives, because a clone's drives hold other data."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         fcntl.ioctl(fd, _FLUSH_BUFFERS)
@@ -65,8 +65,8 @@ def forget(paths: Sequence[str]) -> None:
 
 
 def attach(paths: Sequence[str], count: int, size: str) -> None:
-    """Mount the image of the first `count` drives, the bottom first. size: of the writable layer, as tmpfs takes it.
-    OSError."""
+    """Mount the image of the first `count` drives, the bottom first. size: capacity of the writable layer, as tmpfs
+    writes it. OSError."""
     attach_at("", paths[:count], size)
 
 

@@ -1,8 +1,8 @@
 """A slot whose root is a container image: its programs see the image's files, user, folder and environment.
 
 Such a slot has its machine for itself and is forked while the template is built, long before its image is known
-(drives.py). The tools run as the image's user, which may be root. Root keeps here what a container engine leaves to
-root in a container: a few capabilities, no way to gain more, /proc/sys read-only, no device nodes.
+(drives.py). The tools run as the image's user, which may be root. Root keeps here the rights that a container engine
+leaves to root in a container: a few capabilities, no way to gain more, /proc/sys read-only, no device nodes.
 
 The slot's agent is loaded from the machine's own root, which it no longer sees once it has changed its root. Everything
 that it may need later is therefore imported before that.
@@ -22,7 +22,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from .. import agent, changes, trees
-from ..files import Answer, Refused, Workspace
+from ..files import Answer, OperationError, Workspace
 from ..frames import Reader, pack
 from . import confine, drives, syscalls
 from .slot import Slot, mount_devices, set_oom_score
@@ -55,8 +55,8 @@ class WaitingSlot(Slot):
         self._ready_read, self._ready_write = os.pipe()
 
     def begin(self, image: dict[str, Any]) -> None:
-        """Let the slot go on with its image, and wait until it has. RuntimeError when it ended instead; then the
-        machine's serial log says why."""
+        """Let the slot continue in its image, and wait until it has begun. RuntimeError when it ended instead; the
+        machine's serial log has the reason."""
         os.close(self._ready_write)
         os.write(self._gate_write, pack(image))
         os.close(self._gate_write)
@@ -148,15 +148,17 @@ class WaitingSlot(Slot):
 
 
 class ImageSlotAgent(agent.SlotAgent):
-    """An agent without a Python of ours for the tools: an image's tests run by a command of the image."""
+    """An agent whose tools have no Python of headrace: an image's tests run by a command of the image."""
 
     def _tests(self, number: int, header: dict[str, Any]) -> Answer | None:
         if header["kind"] != "command":
-            raise Refused(f"an imported image runs its tests by a command of its own, not by kind {header['kind']!r}")
+            raise OperationError(
+                f"an imported image runs its tests by a command of its own, not by kind {header['kind']!r}"
+            )
         return super()._tests(number, header)
 
     def user(self, name: str) -> Callable[[], None]:
-        """A function that turns a fork into a user of the image, given by name or number. Refused if there is none."""
+        """A function that turns a fork into the image's user of that name or number. OperationError without one."""
         if not name:
             return self.become
         try:
@@ -168,7 +170,7 @@ class ImageSlotAgent(agent.SlotAgent):
             users, groups = [], []
         entry = next((row for row in users if len(row) > 3 and name in (row[0], row[2])), None)
         if entry is None and not name.isdigit():
-            raise Refused(f"there is no user {name!r} here")
+            raise OperationError(f"there is no user {name!r} here")
         uid, gid = (int(entry[2]), int(entry[3])) if entry else (int(name), 0)
         extra = [int(row[2]) for row in groups if len(row) > 3 and entry and entry[0] in row[3].split(",")]
 
@@ -185,17 +187,17 @@ class ImageSlotAgent(agent.SlotAgent):
         return become
 
     def _move(self, folder: str, fill: bool) -> None:
-        """Make another folder of the image the workspace. fill: files follow, so it is made where there is none.
-        Refused where there is none otherwise."""
+        """Make another folder of the image the workspace. fill: files will be written there, so a missing folder is
+        created; otherwise a missing folder is an OperationError."""
         if not folder.startswith("/") or ".." in folder.split("/"):
-            raise Refused("expected an absolute path without ..")
+            raise OperationError("expected an absolute path without ..")
         if fill and not os.path.lexists(folder):
             user = os.geteuid()
             with _as_root():
                 os.makedirs(folder)
                 os.chown(folder, user, -1)
         if not os.path.isdir(folder):
-            raise Refused("the image has no such folder")
+            raise OperationError("the image has no such folder")
         self.root = "/" + "/".join(part for part in folder.split("/") if part not in ("", "."))
         self.workspace = Workspace(self.root)
         os.chdir(self.root)

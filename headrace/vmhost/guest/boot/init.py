@@ -165,7 +165,8 @@ class Control:
         return {"slots": self.slots, "pytest": False}
 
     def _attach(self, header: dict[str, Any]) -> dict[str, Any]:
-        """Mount the image and let the slot begin in it; the slot's mounts, which nothing may change from then on."""
+        """Mount the image and let the slot begin in it. Returns the slot's mounts, which nothing may change from then
+        on."""
         if self.waiting is None:
             raise ValueError("this machine has its image already")
         waiting, self.waiting = self.waiting, None
@@ -192,7 +193,7 @@ class Control:
 
 
 def _pages() -> dict[str, Any]:
-    from . import pages  # used once, while a template is built; slots need not carry it
+    from . import pages  # used once, while a template is built; slots do not need it
 
     return pages.report()
 

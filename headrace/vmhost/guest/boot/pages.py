@@ -67,7 +67,7 @@ def _files(folder: str, device: int) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _pin(path: str, size: int) -> int:
-    """Map and lock a file for good; the address of the mapping."""
+    """Map and lock a file permanently. Returns the address of the mapping."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED | _LOCKED | _POPULATE, fd, 0)

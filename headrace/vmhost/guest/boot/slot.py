@@ -27,7 +27,7 @@ _NAMESPACES = syscalls.NEWNS | syscalls.NEWUTS | syscalls.NEWIPC | syscalls.NEWP
 
 
 def say(text: str) -> None:
-    """Write a line to the kernel log, which the template's build reads on the serial port; of a container, which has no
+    """Write a line to the kernel log, which the template's build reads on the serial port; in a container, which has no
     kernel log, to standard error."""
     try:
         with open("/dev/kmsg", "w") as log:

@@ -4,8 +4,8 @@ Candidate and hidden tests share a process, so everything in it can be read or f
 (tasks/sealing.py) therefore holds no expectation: where the original asserts that a value equals a literal, it passes
 the value to `observe`, and the judge compares it outside. Reporting the right value requires knowing it.
 
-Values travel as tagged JSON, so that 1, 1.0 and "1" stay apart until Python's own ``==`` brings them together on the
-other side. An instance of a subclass counts as one of its built-in base; any other object is opaque and equals nothing.
+Values are sent as tagged JSON, which keeps 1, 1.0 and "1" distinct; the judge compares them with Python's own ``==``.
+An instance of a subclass counts as one of its built-in base; any other object is opaque and equals nothing.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The test process: runs plain ``test_*`` functions in a process that is already warm.
 
-It is forked ahead of need and serves several runs, because under emulation a fork and a fresh import machinery cost
-more than the tests. Two things keep a run cheap: an importer that looks for workspace modules only where they can be
-(`a/b.py`, `a/b/__init__.py`), and a report made without the traceback module. Modules of the workspace are dropped
+It is forked before it is needed and serves several runs, because under emulation a fork and a fresh import machinery
+cost more than the tests. Two things keep a run cheap: an importer that looks for workspace modules only where they can
+be (`a/b.py`, `a/b/__init__.py`), and a report made without the traceback module. Modules of the workspace are dropped
 after every run, so that the next one loads the files as they are then.
 
 The candidate's code runs in this process, so nothing that it reports is proof. The judge expects certain test names,

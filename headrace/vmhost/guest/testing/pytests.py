@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import jobs
-from ..files import Answer, Refused, Workspace
+from ..files import Answer, OperationError, Workspace
 from .observing import Observations
 
 Rows = list[tuple[str, str, str, list[str]]]
@@ -138,7 +138,7 @@ def command_outcome(workspace: Workspace, argv: list[str], job: jobs.Job) -> Ans
             path = path or (argv[number + 1] if number + 1 < len(argv) else "")
             try:
                 tests = _junit(workspace.content(path, 16 << 20)[0])
-            except (Refused, ValueError) as error:
+            except (OperationError, ValueError) as error:
                 return header | {"ok": False, "error": header["error"] or f"no readable report: {error}"}, bodies
             if job.timed_out:
                 return header | {"tests": tests}, bodies
