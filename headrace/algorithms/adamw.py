@@ -1,4 +1,4 @@
-"""AdamW over the masters: torch's own fused update, without the class around it.
+"""AdamW over the masters, by torch's own fused update function instead of its optimizer class.
 
 `torch.optim.AdamW` imports torch's compiler with its first step: 2 s of processor time and its memory in every trainer,
 also after every restart, for a compiler that nothing here calls. The function that its `step` calls is public and gives
@@ -32,7 +32,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def zero(cls, parameter: Tensor) -> "Moments":
-        """Those of a parameter before its first update."""
+        """The moments of a parameter before its first update."""
         return cls(
             torch.zeros((), dtype=torch.float32, device=parameter.device),
             torch.zeros_like(parameter, memory_format=torch.preserve_format),

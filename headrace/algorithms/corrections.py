@@ -16,7 +16,7 @@ With r = p_trainer / p_behaviour of a token, s = exp(mean of log r over its sequ
 The last four use `band`: PPO's is (0.8, 1.2), GSPO's is as narrow as (0.9997, 1.0004).
 
 Why there is a choice: an upper truncation only bounds the variance. A token whose probability fell far and whose
-advantage is negative is still pushed down; masks and bands stop that too. At a lag of four and a learning rate of 2e-3
+advantage is negative is still lowered; masks and bands stop that too. At a lag of four and a learning rate of 2e-3
 the tiny policy collapsed under truncation, under masks and, later, under sequence masks; clipping and the guard each
 kept it from collapsing (`python -m benchmarks.lag_study`: one or two seeds each). The decoupled objective keeps the
 trust region around the proximal policy, which is the trainer's own log-probabilities from before the step, so a
@@ -95,7 +95,8 @@ def importance_weights(tokens: SampledTokens, clip: float, low: float | None = N
 
 
 def pessimistic(ratio: Tensor, advantage: Tensor, band: Band) -> Corrected:
-    """min(ratio A, clip(ratio) A): beyond the band, on the side to which A pushes, a constant without a gradient."""
+    """min(ratio A, clip(ratio) A): beyond the band, on the side to which A moves the ratio, the term is constant and
+    has no gradient."""
     cut = ((ratio > band.high) & (advantage > 0.0)) | ((ratio < band.low) & (advantage < 0.0))
     bounded = torch.where(cut, ratio.detach().clamp(band.low, band.high), ratio)
     return Corrected(bounded * advantage, cut)

@@ -156,7 +156,7 @@ def _segment(trajectory: Trajectory, turns: Sequence[Turn], advantage: float) ->
         start = length + len(turn.prompt_ids)
         length = start + len(turn.ids)
         if not len(turn.ids):
-            continue  # the engine returned nothing, or the trajectory ended on results
+            continue  # the engine returned no token, or the trajectory ended after tool results
         if start == 0:
             raise BatchError(f"trajectory {trajectory.id}: turn {turn.index} sampled without a context")
         if len(turn.logprobs) != len(turn.ids):

@@ -87,7 +87,7 @@ class StateSnapshot:
 
     @classmethod
     def of(cls, state: TrainerState) -> "StateSnapshot":
-        """The state as it is now."""
+        """A copy of the current state."""
         return cls(state.version, state.step, {name: value.clone() for name, value in state.tensors().items()})
 
     def restore(self, state: TrainerState) -> None:
@@ -171,7 +171,7 @@ class Guard:
 
     @classmethod
     def load(cls, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "Guard":
-        """The guard of a `dump`. ValueError when the data is not one."""
+        """The guard that a `dump` describes. ValueError for other data."""
         found = cls()
         try:
             found.calm = [BatchMetrics(*map(float, reading)) for reading in about["calm"]]

@@ -113,7 +113,7 @@ class PolicyTrainer:
             model.load_state(huggingface.load(config.policy.checkpoint)[1])
         _freeze(model, config.trainer.frozen).to(device)
         if config.mid_training.tokens > 0 and base is None:
-            model.numerics = probe(policy, exact=False)  # no bits are compared here; a fifth faster
+            model.numerics = probe(policy, exact=False)  # bits are not compared here, and this is a fifth faster
             mid_training.run(model, traces(), config.mid_training, progress, kept=folder / "mid-training.safetensors")
             model.numerics = numerics
         trainer = cls(config, folder, TrainerState(_served(config, model), settings=settings), numerics)

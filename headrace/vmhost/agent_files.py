@@ -1,4 +1,4 @@
-"""The slot agent's source files: what a guest image, the process backend and cold test runs carry.
+"""The slot agent's source files, which guest images, the process backend and cold test runs contain.
 
 The host reads them here, so that the package itself imports nothing that a guest would have to load.
 """

@@ -93,7 +93,7 @@ class Machine(Protocol):
         working directory. SandboxLost; VmhostError where there is no image, or the backend lacks ``upper_diff``."""
 
     def leave(self, channel: Channel) -> None:
-        """A slot was released while the machine goes on: end its processes at the lowest cost."""
+        """A slot was released and the machine continues: end the slot's processes at the lowest cost."""
 
     def kill(self) -> None:
         """End the machine now. Idempotent."""

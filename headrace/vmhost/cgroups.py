@@ -28,7 +28,7 @@ THREADS = 64
 """Limit of a QEMU with one virtual processor; it has 4 to 10."""
 _MEMORY, _PROCESSES = ("memory.max", "memory.limit_in_bytes"), ("pids.max",)
 _PERIOD_US = 100_000
-"""A group with N processors runs N times so long in each such period (the kernel's default)."""
+"""A group with N processors may run N times this long in each such period (the kernel's default)."""
 
 
 class Places(NamedTuple):

@@ -38,7 +38,7 @@ from headrace.vmhost.guest.frames import Garbage
 Frame = tuple[dict[str, Any], list[bytes]]
 
 
-# What the answer is sent on as (msgpack) holds no larger integer.
+# The answer is forwarded as msgpack, which has no larger integer.
 _Integer = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
 
 

@@ -1,9 +1,9 @@
-"""Experts that live on different processes: rows travel to them and back (GShard, arXiv 2006.16668).
+"""Experts in different processes: rows are sent to them and back (GShard, arXiv 2006.16668).
 
 Idea: each process of an expert group owns an equal run of experts. A layer's rows are sorted by owner, sent, multiplied
-there by the function that a single process uses, and sent back; gates and the sum over slots stay where the rows came
-from. Sending changes only the order of rows, and a row's bits do not depend on the rows beside it: in exact mode the
-forward pass gives the same bits as on one process.
+there by the function that a single process uses, and sent back; the gates and the sum over slots are computed in the
+process that sent the rows. Sending changes only the order of rows, and a row's bits do not depend on the rows beside
+it: in exact mode the forward pass gives the same bits as on one process.
 
 With several expert groups a run of experts is cut once more: each process stores float32 masters of its part, the parts
 are cast and gathered from the other groups before they are multiplied, and gradients are added in the order of ranks.

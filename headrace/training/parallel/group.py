@@ -1,8 +1,8 @@
 """The processes that train one policy together: membership, orders of the first process, shared results.
 
-The idea: every process holds a `ShardedTrainer` and calls the same methods with the same arguments, so all of them take
+The idea: every process holds a `ShardedTrainer` and calls the same methods with the same arguments, so all of them make
 the same decisions from the same numbers. The first process, the actor's, sends each call to the others before it makes
-it. Orders, figures and hashes travel over gloo; on CUDA devices shards and gradients travel over NCCL.
+it. Orders, figures and hashes are sent over gloo; on CUDA devices shards and gradients are sent over NCCL.
 
 A process that dies resets its connections, so every collective that waits for it raises in the others. `GroupError` in
 the first process means that its group has ended and that the trainer must be opened again.
@@ -113,7 +113,7 @@ def join(device: torch.device, rank: int, size: int, store: Any = None) -> None:
 
 
 def leave() -> None:
-    """Leave the group. The caller must hold no sharded model any more.
+    """Leave the group. The caller must have freed its sharded models.
 
     Gloo's threads free tensors late; a tensor that is still alive when the interpreter ends aborts the process (PyTorch
     #179291, #190489).

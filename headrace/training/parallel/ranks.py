@@ -75,7 +75,7 @@ class Ranks:
             },
         )
         assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already; its watcher says how
+        with suppress(BrokenPipeError):  # it has ended already; its watcher reports how
             process.stdin.write(hello)
             process.stdin.flush()
         return process

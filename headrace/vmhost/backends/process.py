@@ -91,7 +91,7 @@ class ProcessBackend:
 
     @classmethod
     def requirements(cls, environment: Environment) -> Iterator[Requirement]:
-        """Nothing; the sentence warns of what this backend does not do."""
+        """No requirement; the text warns that this backend isolates nothing."""
         text = f"backend = {environment.backend}: sandboxes are plain processes and NOT isolated"
         if not cls.capabilities.isolated:
             yield Requirement("", True, text)

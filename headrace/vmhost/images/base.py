@@ -1,4 +1,4 @@
-"""Builds templates from nothing: packages, probe, boot, freeze. Everything is cached by content and made once per
+"""Builds templates from the start: packages, probe, boot, freeze. Every part is cached by content and made once per
 machine.
 
 Any number of processes may call `ensure` at once: one builds, the others wait on a lock file and then load.
@@ -40,7 +40,7 @@ def ensure(
 ) -> dict[str, Template]:
     """The templates by name, made where they are missing, damaged or of other parts. Blocks; VmhostError.
 
-    `say` hears one line per thing that takes long.
+    `say` gets one line for each step that takes long.
     """
     cache = Path(environment.cache_dir).absolute()
     try:
@@ -51,7 +51,7 @@ def ensure(
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            for left in cache.glob("making-*"):  # of a process that died: the maker holds the lock
+            for left in cache.glob("making-*"):  # left by a process that died: a live maker would hold the lock
                 shutil.rmtree(left, ignore_errors=True)
             version = process.version()
             base = packages.base(cache, say)
@@ -100,8 +100,8 @@ class TemplatePlan(NamedTuple):
 
     @property
     def machine(self) -> "TemplatePlan":
-        """The template that an image's clones are clones of: one for all images whose machines have as much memory and
-        as many processors."""
+        """The template from which an image's clones are made: one for all images whose machines have equal memory and
+        equally many processors."""
         vcpus = self.limits.vcpus
         name = f"{template.MACHINE}-{self.memory_mb}" + (f"-{vcpus}cpu" if vcpus > 1 else "")
         return TemplatePlan(name, self.memory_mb, 1, drives=store.DRIVES, limits=SandboxLimits(vcpus=vcpus))

@@ -50,7 +50,7 @@ class BuildOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build(cache: Path, source: Path, request: Request, options: BuildOptions, say: Callable[[str], None]) -> Image:
-    """Build a folder with a Dockerfile, or a Dockerfile with its own folder, and store the image. say: hears the output
+    """Build a folder with a Dockerfile, or a Dockerfile with its own folder, and store the image. say: gets the output
     line by line. VmhostError with the end of the output."""
     if shutil.which(PROGRAM) is None:
         raise VmhostError(f"{PROGRAM} is not installed: apt-get install {PROGRAM}, or import an image built elsewhere")
@@ -61,7 +61,7 @@ def build(cache: Path, source: Path, request: Request, options: BuildOptions, sa
     place.mkdir(parents=True, exist_ok=True)
     with (place / "lock").open("w") as lock:
         _take(lock, options.timeout_s, say)
-        for left in place.glob("output-*"):  # of a process that died: the builder holds the lock
+        for left in place.glob("output-*"):  # left by a process that died: a live builder would hold the lock
             shutil.rmtree(left, ignore_errors=True)
         making = Path(tempfile.mkdtemp(dir=place, prefix="output-"))
         runner = _Runner(place, making, options.timeout_s, say)

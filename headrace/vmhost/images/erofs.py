@@ -62,8 +62,8 @@ Places = tuple[tuple[int, int], ...]
 
 
 def write(out: BinaryIO, top: Node) -> dict[int, Places]:
-    """Write the tree below `top`; where the contents lie then, by the identity of their nodes. A node may have several
-    names. OSError."""
+    """Write the tree below `top`. Returns the places of the contents, by the identity of their nodes. A node may have
+    several names. OSError."""
     nodes = _in_order(top)
     packed = {id(node): _xattrs(node.xattrs) for node in nodes}
     end = _SUPER_AT + _SUPER

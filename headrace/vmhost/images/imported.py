@@ -1,8 +1,8 @@
 """Imported images: a user's container image (or bare root file system) in the store, ready to be a machine's root.
 
-An image is a folder ``root-<digest>`` with ``image.json``: who its programs run as, where, with which environment, and
-which segments of the store hold its files (see store). It is named by its contents; a name is a link to it, so
-importing again under the same name moves the name and leaves running machines alone until `gc`.
+An image is a folder ``root-<digest>`` with ``image.json``: the user, folder and environment of its programs, and the
+segments of the store that hold its files (see store). It is named by its contents; a name is a link to it, so a second
+import under the same name moves the name; running machines are not affected, and `gc` removes the old folder.
 
 No template is made for an image: its machines are clones of one generic template and attach the segments as drives.
 Their memory does not depend on the image's size.
@@ -133,7 +133,8 @@ def _take(cache: Path, making: Path, source: str, request: Request, read: Read) 
 
 
 def _split_others(cache: Path, making: Path, others: Sequence[Image], new: Image, at: int) -> None:
-    """Images whose single segment holds the layers that the new image shares rest on the shared segment as well."""
+    """Let other images use the shared segment too: those whose single segment holds the layers that the new image
+    shares."""
     for number, image in enumerate(others):
         if len(image.boundaries) == 1 and len(image.layers) > at and image.layers[:at] == new.layers[:at]:
             work = making / f"split-{number}"
@@ -285,13 +286,13 @@ def name_of(text: str) -> str:
 
 
 def _keep(cache: Path, making: Path, image: Image) -> Image:
-    """Into the cache under its digest, and the name to it."""
+    """Move the image into the cache under its digest, and point the name at it."""
     content = msgspec.structs.replace(image, name="", source="", tags=(), boundaries=(), bytes=0, skipped=0)
     image = msgspec.structs.replace(image, digest=hashlib.sha256(msgspec.json.encode(content)).hexdigest())
     folder = cache / f"root-{image.digest[:16]}"
     folder.mkdir(exist_ok=True)
     before = _load(folder)
-    if before is not None:  # it keeps the references by which tasks name it
+    if before is not None:  # the stored one keeps the references by which tasks name it
         image = msgspec.structs.replace(image, tags=tuple(dict.fromkeys((*before.tags, *image.tags))))
     _record(folder, making, image)
     link = making.parent / f"making-{image.name}-{image.digest[:16]}"

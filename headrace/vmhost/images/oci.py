@@ -61,7 +61,7 @@ class Source:
         if self._folder is None:
             file = stack.enter_context(path.open("rb"))
             plain = _plain(file)
-            if plain is not file:  # compressed from outside: its files are wanted in no order, so it is unpacked once
+            if plain is not file:  # a compressed archive cannot be read in any order, so it is unpacked once
                 _copy(plain, spool)
                 spool.seek(0)
                 file = cast(Any, spool)
@@ -105,7 +105,7 @@ class Source:
 
 
 class _Hashing(io.RawIOBase):
-    """Reads through, and computes the SHA-256 of the data that passed."""
+    """Passes reads to another file, and computes the SHA-256 of the data."""
 
     def __init__(self, inner: IO[bytes]) -> None:
         self._inner = inner
@@ -256,7 +256,7 @@ def _layer(source: Blobs, tree: Tree, number: int, name: str, digest: str, diff:
 
 
 def _plain(stream: Any) -> IO[bytes]:
-    """The stream decompressed, whatever its media type says it is."""
+    """The decompressed stream. The format comes from its first bytes, not from its media type."""
     if hasattr(stream, "peek"):
         magic = stream.peek(4)[:4]
     else:

@@ -1,8 +1,8 @@
 """The guests' files: Debian packages, unpacked and packed into initramfs archives.
 
 mmdebstrap with ``--variant=extract`` downloads and unpacks without running a single maintainer script: 8 s instead of
-55 s for an installed tree (measured), no root needed in principle, and nothing in the tree that a script generated. The
-results of those scripts that a guest needs are made here: users, byte code (by the guest's own interpreter), links.
+55 s for an installed tree (measured), without root's rights in principle, and the tree holds no output of a script.
+This module makes the results that a guest needs: users, byte code (by the guest's own interpreter), links.
 
 Two flavours come from one download. ``light``: kernel, Python with its standard library, busybox. ``debian``: that and
 bash, coreutils, git, ripgrep, pytest, and ruff from PyPI. Both are roots in RAM: no disk to snapshot, no file system to
@@ -39,7 +39,7 @@ _RECIPE = 6
 MODULES = ("virtio_ring", "virtio", "virtio_mmio", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio_pci")
 CONSOLE = "virtio_console"
 DRIVES = ("virtio_blk", "libcrc32c", "erofs", "overlay")
-"""Modules of a machine with drives, in the order in which they need each other; ext4 is built in."""
+"""Modules of a machine with drives, each after those that it needs; ext4 is built in."""
 FLAVOURS = ("light", "debian")
 _DRIVE_FILES = frozenset(f"lib/modules/{module}.ko" for module in DRIVES)
 TOOL_UID, KEEPER_UID = 20100, 20200
@@ -65,7 +65,7 @@ _LIGHT_NOT = re.compile(r".*/(_ssl|_hashlib|_sqlite3|_curses|_dbm|readline|nis|o
 
 
 def folder(cache: Path) -> Path:
-    """Where the base of this version's rules lies, made or not."""
+    """The folder of the base that this version's rules give, whether it was made or not."""
     recipe = json.dumps([_RECIPE, _PACKAGES, _RUFF, _NOWHERE.pattern, _LIGHT.pattern, _LIGHT_NOT.pattern])
     return cache / f"base-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
 
@@ -107,7 +107,7 @@ def kernel_release(base: Path) -> str:
 
 def download(tar: Path, packages: Sequence[str], *words: str) -> None:
     """A root of Debian packages as an archive. Tries the machine's default mirror, then whatever its own apt is
-    configured with. words: further ones for mmdebstrap. VmhostError."""
+    configured with. words: further arguments for mmdebstrap. VmhostError."""
     command = ["mmdebstrap", "--quiet", *words, f"--include={','.join(packages)}", "bookworm", str(tar)]
     sources = [p for p in ("/etc/apt/sources.list.d/debian.sources", "/etc/apt/sources.list") if _has_bookworm(p)]
     for mirrors in ([], *([source] for source in sources)):
@@ -235,7 +235,7 @@ def _entries(tree: Path, flavour: str) -> Iterator[cpio.Entry]:
 
 
 def _drives(tree: Path) -> Iterator[cpio.Entry]:
-    """The modules of machines with drives, which the others do not carry."""
+    """The modules of machines with drives, which other machines do not get."""
     for name in sorted(_DRIVE_FILES):
         if not (tree / name).is_file():
             raise VmhostError(f"the guest image has no {name}: linux-image-cloud-amd64 did not bring it")

@@ -1,6 +1,6 @@
 """Pulls container images from registries: the manifest for linux/amd64, then the layers that the store lacks.
 
-A download that is cut goes on where it stopped, also in a later pull, and no blob is used before its digest was
+An interrupted download continues where it stopped, also in a later pull, and no blob is used before its digest was
 checked. Credentials come from docker's ``config.json``, its credential helpers included. Loopback registries are asked
 over HTTP, all others over HTTPS.
 

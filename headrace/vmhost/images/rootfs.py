@@ -157,7 +157,7 @@ class Tree:
             node.data = os.fsencode(inode.target)
             node.size = len(node.data)
         elif stat.S_ISREG(inode.mode):
-            # The present places: the tree moves its contents to blobs later.
+            # The current places: the tree moves its contents to blobs later.
             file, places = self.files[inode.file], inode.places
             node.content = lambda: erofs.pieces(file, places)
         return node
@@ -204,7 +204,7 @@ class Tree:
         return b"".join(erofs.pieces(self.files[inode.file], inode.places))[:limit]
 
     def _walk(self, path: str, last: bool, make: int = -1) -> str:
-        """Follow links; with `make`, missing folders come into being in that layer."""
+        """Follow links; with `make`, missing folders are created in that layer."""
         done: list[str] = []
         parts = path.split("/")[::-1]
         hops = 0

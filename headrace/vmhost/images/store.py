@@ -117,7 +117,7 @@ class Builder:
         return tuple(self._below)
 
     def begin(self, diffs: Sequence[str]) -> int:
-        """Decide where the segments end; the number of layers that the store has already."""
+        """Decide where the segments end. Returns the number of layers that the store has already."""
         self.layers = chains(diffs)
         best: tuple[str, ...] = ()
         common = 0

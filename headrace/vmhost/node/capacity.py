@@ -1,4 +1,4 @@
-"""The capacity of a node for another machine: memory, processors, disk.
+"""The capacity of a node for one more machine: memory, processors, disk.
 
 Memory: every machine may grow to its full size, so the part that running machines have not used yet counts as used.
 Processors: the recent use by all machines is measured; a node whose machines keep it busy starts no further machine for

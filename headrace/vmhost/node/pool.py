@@ -25,7 +25,7 @@ class PooledMachine:
         self.left = slots if shared else 1
         """Sandboxes that may still be admitted."""
         self.closing = not shared
-        """Whether it ends with its last sandbox."""
+        """Whether the machine ends with its last sandbox."""
         self.used = 0
         """Sandboxes ever admitted."""
         self.live: set[str] = set()

@@ -114,7 +114,8 @@ class Clone:
         await self._monitor.send("stop")
 
     async def rehearse(self) -> None:
-        """Open the first slot and write there, then remove it: what runs for the first time costs most. SandboxLost."""
+        """Open the first slot and write there, then remove it: code that runs for the first time costs most.
+        SandboxLost."""
         slot = await self.open(0)
         # If the slot's user may not write there, the refusal rehearses the same code.
         await slot.call({"op": "open", "seed": 0, "time": 0, "paths": [_REHEARSAL[0]]}, [b"1"], START_S)

@@ -19,7 +19,7 @@ def open_drives(count: int, image: Image | None = None) -> list[int]:
     try:
         if image is not None:
             fds += store.open_blobs(image.segments())
-        # QEMU wants a descriptor with the rights that it asks for: this one can only be read.
+        # QEMU needs a descriptor with exactly the rights that it asks for: this one is read-only.
         fds += [os.open(_empty().path, os.O_RDONLY | os.O_CLOEXEC) for _ in range(count - len(fds))]
     except OSError as error:
         for fd in fds:

@@ -12,7 +12,7 @@ Documentation/staging/static-keys; here those of packet time stamps and socket f
 read-only memory, lists their addresses. At such an address the two forms of that branch are accepted, and nothing else.
 
 In a machine with an image on drives the template's own root is checked as everywhere: the slot agent and its Python.
-The image's files are the image user's to change, as in any machine; the files behind the drives are read-only for QEMU.
+The image's user may change the image's files, as in any machine; QEMU opens the files behind the drives read-only.
 
 Not covered: memory that legitimate work writes too, such as heaps and stacks of running processes, the kernel's data
 and its modules. `differences` finds the changes that root can make there without writing a fixed page in the report of

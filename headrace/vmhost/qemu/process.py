@@ -3,7 +3,7 @@
 The device list of a template and of its clones comes from one function, because a snapshot only loads into the machine
 that it was taken from. There is no network card and no entropy device: the root is in RAM, shared copy-on-write with
 the template's file, and each slot has one serial port. A machine for images also has read-only drives. Their files are
-inherited descriptors as well, and a clone may have other files behind them than its template: equal sizes suffice.
+inherited descriptors as well, and a clone may use other files than its template: equal sizes suffice.
 
 A QEMU ends with the process that started it (PR_SET_PDEATHSIG, set by setpriv before the exec), also after a SIGKILL.
 The signal belongs to the starting *thread*, so clones are started from the event loop's thread.
@@ -107,7 +107,8 @@ _users = itertools.count()
 
 
 def _nobody(accel: Accel) -> list[str]:
-    """Arguments of setpriv that select an unused user; none without root's rights, which there are none to drop."""
+    """Arguments of setpriv that select an unused user; none without root's rights, because there are no rights to
+    drop."""
     if os.geteuid() != 0:
         return []
     user = str(1 << 30 | (os.getpid() & 0x3FFF) << 16 | next(_users) & 0xFFFF)

@@ -90,7 +90,8 @@ def compose(template_state: bytes, devices: bytes) -> bytes:
 
 
 def mapping(pid: int, name: str) -> tuple[int, int]:
-    """First and last-plus-one address of a machine's memory in its process, by what that is mapped as. VmhostError."""
+    """First and last-plus-one address of a machine's memory in its process, found by the name of the mapping.
+    VmhostError."""
     try:
         with open(f"/proc/{pid}/maps") as maps:
             for line in maps:

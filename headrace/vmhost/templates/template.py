@@ -96,7 +96,7 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The name by which a node finds it: that of its image is a digest."""
+        """The name by which a node finds it; a template of an image is named by the image's digest."""
         name = self.image.digest if self.image is not None and not self.attached else self.manifest.name
         return classes.named(name, self.limits)
 
@@ -341,7 +341,7 @@ async def _freeze(
     try:
         opened = await _ask(channels[0], _opening(name, drives, slots))
         facts = await _ask(channels[0], {"op": "facts"})
-        for channel in channels[1:] if not drives else ():  # the slot of an image waits for it
+        for channel in channels[1:] if not drives else ():  # the slot of an image waits until it gets the image
             await _exercise(channel)
         if opened["pytest"]:
             await _ask(channels[1], *_files())

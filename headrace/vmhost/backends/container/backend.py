@@ -1,8 +1,8 @@
 """The `container` backend: a container of a stored image for every sandbox, under the kernel that the host shares.
 
 One warm process per host forks the containers (process.py). A container has a control group that bounds its memory and
-its number of processes; its files are in memory and count. It has no kernel of its own: a fault of the host's
-kernel is open to it, so it is never used for the production lane.
+its number of processes; its files are in memory and count. It has no kernel of its own: its programs can exploit a
+defect of the host's kernel, so it is never used for the production lane.
 """
 
 import asyncio
@@ -209,7 +209,7 @@ class ContainerBackend:
         return made
 
     def ended(self, machine: ContainerMachine) -> None:
-        """A container was ended: kill what is left of it and remove its control group."""
+        """A container was ended: kill its remaining processes and remove its control group."""
         self._alive.discard(machine)
         task = asyncio.get_running_loop().create_task(_remove(machine.group))
         self._leaving.add(task)

@@ -5,8 +5,8 @@ tmpfs (guest/boot/drives.py), and a slot with namespaces, capabilities and secco
 (guest/boot/images.py). The agent is Python that was loaded before the root changed, because an image may have none.
 That is why no program such as bubblewrap starts it.
 
-A container's first process stands outside its slot. It sees the writable layer and answers what changed there; nothing
-that a policy writes reaches it. The host's file systems are unmounted in its mount namespace (pivot_root).
+A container's first process is outside the slot. It sees the writable layer and reports the changes in it; nothing that
+a policy writes reaches this process. The host's file systems are unmounted in its mount namespace (pivot_root).
 
 Sources: loop(4), pivot_root(2), mount_namespaces(7).
 """
@@ -61,7 +61,7 @@ def loop_device(blob: int) -> tuple[str, int]:
 
 
 class Container:
-    """One container, in the process that stands outside its slot."""
+    """One container, in the process outside its slot."""
 
     def __init__(self, request: dict[str, Any], control: int, port: int, blobs: list[int]) -> None:
         """request: ``root`` (an empty folder), ``join`` (files of the control group), ``image`` and ``size``; control
@@ -76,7 +76,8 @@ class Container:
                 file.write("0")
         self._make_root()
         slot = images.WaitingSlot(self.port, self.request["size"])
-        # Users of containers are users of the host, whose processes would count: the control group is the limit.
+        # Users of containers are users of the host, so a limit per user would count the host's processes too: the
+        # control group is the limit.
         slot.processes = resource.getrlimit(resource.RLIMIT_NPROC)[1]
         slot.oom_score = 0  # a root without CAP_SYS_RESOURCE may not lower it
         slot.open([self.control])
@@ -94,7 +95,7 @@ class Container:
                     view = view[os.write(self.control, view) :]
 
     def _make_root(self) -> None:
-        """A root of our own in a new mount namespace, with the image mounted where the slot expects it."""
+        """A separate root in a new mount namespace, with the image mounted where the slot expects it."""
         root = self.request["root"]
         syscalls.check(syscalls.libc.unshare(syscalls.NEWNS), "unshare")
         mount("none", "/", "", REC | PRIVATE)
