@@ -1,4 +1,5 @@
-"""Compiles every Triton kernel for GPUs that are not there: registers, spills, shared memory, tensor-core instruction.
+"""Compiles every Triton kernel for GPUs that this machine lacks: registers, spills, shared memory, tensor-core
+instruction.
 
     python -m benchmarks.ahead_of_time [--write] [launcher ...]
 
@@ -37,7 +38,8 @@ Row = dict[Any, Any]
 
 
 def launchers() -> dict[str, Callable[[], Any]]:
-    """A name for each launch of a kernel. Import of the kernels is here: they look for a GPU when they are imported."""
+    """A name for each launch of a kernel. The kernels are imported here, because they look for a GPU at their
+    import."""
     torch.cuda.is_available = lambda: True
     from headrace.kernels import (
         attention_backward,
@@ -110,7 +112,7 @@ def launchers() -> dict[str, Callable[[], Any]]:
 
 
 def _described(kernel: Any, args: tuple[Any, ...], options: Row) -> tuple[Row, Row, Row]:
-    """What `triton.compile` wants of a launch: types, constants, multiples of 16."""
+    """The arguments of `triton.compile` for a launch: types, constants, multiples of 16."""
     named = dict(zip(kernel.arg_names, args, strict=False)) | {n: options[n] for n in kernel.arg_names if n in options}
     types: Row = {}
     constants: Row = {}
@@ -151,7 +153,7 @@ def _measured(compiled: Any) -> Row:
 
 
 def compiled(names: list[str]) -> list[Row]:
-    """A row for each kernel and architecture that the named launchers launch; all of them when there are none."""
+    """A row for each kernel and architecture that the named launchers launch; without names, those of all launchers."""
     every = launchers()
     import triton
     from triton.backends.compiler import GPUTarget

@@ -60,15 +60,16 @@ EVALUATE = "HEADRACE_BENCHMARK_EVALUATE"
 """The step after which an evaluation is asked for; none when it is not set."""
 EVAL_TASKS = 48
 BALANCED = ("algorithm.minibatches=8", "numerics.recompute=true", "trainer.micro_tokens=1")
-"""Overrides of the balanced cells: eight updates a batch, activations computed twice, a trajectory at a time.
-Few steps of it (--balanced), because groups without advantage, which a better policy has more of, cost no updates."""
+"""Overrides of the balanced cells: eight updates per batch, activations computed twice, one trajectory at a time. These
+cells have few steps (--balanced), because a better policy has more groups without advantage, and those cost no
+updates."""
 
 
 class Waiting(Environment):
     """The environment actor, with a random wait before each call of a rollout."""
 
     async def start(self) -> None:
-        """Start as every environment does."""
+        """Start like every environment actor, then set up the waits."""
         self.median, self.sigma, self.longest = map(float, os.environ[WAITS].split())
         self.calls: dict[tuple[str, int], int] = {}
         await super().start()
@@ -88,7 +89,7 @@ class Waiting(Environment):
 
 
 class Asking(Actor):
-    """Asks for an evaluation of the newest version after some step, as an operator would."""
+    """Requests an evaluation of the newest version after one step, in an operator's role."""
 
     role: ClassVar[str] = "operator"
 
@@ -115,7 +116,7 @@ class Asking(Actor):
 
 
 class Missing(Exception):
-    """A cell has no stored result and may not be run (--kept)."""
+    """A cell has no stored result, and --kept forbids running it."""
 
 
 def drawn(seed: int, median: float, sigma: float, longest: float) -> float:

@@ -4,9 +4,10 @@
 
 THIS IS A SIMULATION of machines. Real: nats-server, the environment actor of every node (its leases, its pool,
 its queue group, its heartbeats), the client (`headrace.sandboxes`), every message. Simulated: QEMU. The start time of a
-simulated machine is log-normal through the p50 and p99 of measured clones, with at most `--starts` starts at once on a
-node. Its private memory lies between that of a parked clone and that of a clone after a pytest run; a node refuses when
-its memory is full. The defaults were measured on two cores under TCG (`python -m benchmarks.vm_clone` measures again).
+simulated machine is log-normally distributed with the p50 and p99 of measured clones; a node has at most `--starts`
+starts at once on a node. Its private memory lies between that of a parked clone and that of a clone after a pytest run;
+a node refuses when its memory is full. The defaults were measured on two cores under TCG (`python -m
+benchmarks.vm_clone` measures again).
 
 First some seconds at each rate, arrivals evenly spaced, all released; then the whole burst at once, all of it held.
 Times are from a request's arrival to its sandbox, the client process's own queue included. Many nodes share a process,
@@ -65,7 +66,7 @@ class Answers:
         return {}, []
 
     def close(self, reason: str) -> None:
-        """Idempotent."""
+        """Close it; idempotent."""
         if not self.lost.done():
             self.lost.set_result(reason)
             self.ended.set_result(None)
@@ -97,7 +98,7 @@ class SimulatedMachine:
         """Do nothing, because the slot ends with its machine."""
 
     def kill(self) -> None:
-        """Give the memory back."""
+        """Free its memory."""
         self._channel.close("released")
         if not self.lost.done():
             self.lost.set_result("released")
@@ -120,7 +121,7 @@ class SimulatedBackend:
         self.used = 0.0
 
     def slots_of(self, template: str) -> int:
-        """One each."""
+        """One slot per machine."""
         return 1
 
     async def machine(self, template: str, limits: SandboxLimits) -> SimulatedMachine:
@@ -154,7 +155,7 @@ class SimulatedBackend:
         return 0.0
 
     async def settle(self) -> None:
-        """Nothing lingers."""
+        """No ended machine is left to wait for."""
 
     async def close(self) -> None:
         """There is nothing to release."""
@@ -286,12 +287,12 @@ class Child:
         return child
 
     async def line(self) -> str:
-        """The next."""
+        """The next line of its output."""
         assert self.process.stdout is not None
         return (await self.process.stdout.readline()).decode().strip()
 
     async def ask(self, text: str) -> dict[str, Any]:
-        """A line in, the next JSON out."""
+        """Write one line, and return the next line of output as JSON."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{text}\n".encode())
         while not (answer := await self.line()).startswith("{"):

@@ -11,7 +11,7 @@ process of its own: typed messages, trace context in every header, message ids. 
     upload   the same, and every payload stored at the broker too, seconds later; the delay is a figure of its own
     disk     payloads in a folder on the broker's disk, as safe as the broker's own store, nothing uploaded
 In Ray, two producer actors call one buffer actor with the same arrays, which go through its object store in
-memory. Both sides take turns in every round, in changing order. Ratios are taken within a round; figures are medians
+memory. Both sides run in every round, in alternating order. Ratios are taken within a round; figures are medians
 over rounds. CPU is that of all processes of a side, the broker among ours and Ray's own among Ray's.
 """
 
@@ -203,7 +203,7 @@ class Rounds:
         self.values: dict[str, list[float]] = {}
 
     def add(self, name: str, value: float) -> None:
-        """One more."""
+        """Add a value of one round."""
         self.values.setdefault(name, []).append(value)
 
     def ratio(self, above: str, below: str) -> float | None:

@@ -2,9 +2,9 @@
 
     python -m venv .cache/ray && .cache/ray/bin/pip install ray numpy
 
-`benchmarks.bus` starts this file with that interpreter and sends it a line per measurement, so that both sides take
-turns in one run. It imports nothing of headrace. A trajectory is a dictionary of numpy arrays of the sizes that ours
-has; Ray puts it into its object store (plasma) and the receiving actor maps it.
+`benchmarks.bus` starts this file with that interpreter and sends it a line per measurement, so that both sides
+alternate in one run. It imports nothing of headrace. A trajectory is a dictionary of numpy arrays of the same sizes as
+headrace's; Ray puts it into its object store (plasma) and the receiving actor maps it.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """Runs of `headrace up` as cells of a grid: starts them, stores their figures, and reads these from their streams.
 
-A cell is a `headrace up` from a policy that was mid-trained once, with a process of ours beside it where a benchmark
-needs an actor of its own. A cell's figures are kept in a file next to its folder, so that an interrupted benchmark
+A cell is a `headrace up` from a policy that was mid-trained once, and a process of this module next to it where a
+benchmark needs its own actor. A cell's figures are kept in a file next to its folder, so that an interrupted benchmark
 resumes. A cell that was run with other settings is run again.
 """
 

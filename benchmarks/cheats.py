@@ -1,4 +1,4 @@
-"""Runs known ways to pass without a repair in real microVMs: are they prevented, and are they detected?
+"""Runs known ways to pass without a repair in real microVMs, and reports whether each is prevented and detected.
 
     python -m benchmarks.cheats [--task 0] [--pairs 6]
 

@@ -8,9 +8,9 @@ repeat, each figure is the best of `repeats` in wall time, and ratios come from 
 again by the trainer's code, which gives each engine's largest difference of a log-probability (`generate` reports no
 routes, so none are replayed for it). Then the pause of a swap under running requests, to a version in which one weight
 in a hundred moved: in place and by abort and resume, both loaded from disk, and in place by the loader inside the
-server (`sparse`). Then the time in which a server full of training turns gives all of them back; and a user's turn on
-such a server and on an idle one. SGLang runs in processes of its own and gets the processor time that other programs
-leave. With `--batches ""` only the server is measured.
+server (`sparse`). Then the time in which a server full of training turns returns all of them, and the time of a user's
+turn on such a server and on an idle one. SGLang runs in processes of its own and gets only the processor time that
+other programs do not use. With `--batches ""` only the server is measured.
 """
 
 import argparse

@@ -197,7 +197,7 @@ def main() -> None:
     environment = Environment(warm_most=1)  # clones that are kept ready after a burst are not part of an episode's cost
     try:
         costs: dict[str, list[Cost]] = {"group": [], "alone": [], "plain": []}
-        for _ in range(arguments.repeats):  # in turn, so that other load of the machine affects all three
+        for _ in range(arguments.repeats):  # alternately, so that other load of the machine affects all three
             costs["group"].append(uvloop.run(_measure(environment, "group", arguments.groups, GROUP)))
             costs["alone"].append(uvloop.run(_measure(environment, "episode", arguments.alone, 1)))
             costs["plain"].append(uvloop.run(_measure(environment, None, arguments.plain, 1)))

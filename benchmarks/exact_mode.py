@@ -4,8 +4,8 @@
 
 The demo's tiny policy on one thread: the embedded engine draws `tokens` ids after prompts of 100 at batch 1, 8, 32 and
 64 (prefill, draws and bookkeeping included), then a training step over 64 sequences of 200 tokens, forward and
-backward. Exact and ordinary arithmetic alternate; each figure is the best of `repeats`, in processor time, which a
-busy machine distorts least. At the end both samplers' log-probabilities are scored again by the trainer's code.
+backward. Exact and ordinary arithmetic alternate; each figure is the best of `repeats`, in processor time, which other
+load distorts least. At the end both samplers' log-probabilities are scored again by the trainer's code.
 """
 
 import argparse

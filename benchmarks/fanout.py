@@ -3,15 +3,16 @@
     python -m benchmarks.fanout [--raw-mib 288] [--wire-mib 64] [--mbit 200] [--cut-s 20]
 
 A hub and four regions in network namespaces, 80 to 150 ms of round trip and `--mbit` each way (`wide_area`: the
-endpoints are the kernel's TCP, the links a router of ours, MTU 32000). Brokers run the configuration of deploy/regions;
-sender and receivers are `headrace actor` processes, the frames are the sender's own. The weights are normal; a step
-moves a share of them at random, by magnitudes as steps at 1e-4 have: as many as give `--wire-mib` of delta. In one run:
-a version as a full snapshot, one as a delta, one during which a region's link drops every packet for `--cut-s`, and a
-region that joins late.
+endpoints are the kernel's TCP; a router process simulates the links; MTU 32000). Brokers run the configuration of
+deploy/regions; sender and receivers are `headrace actor` processes, the frames are the sender's own. The weights are
+normal; a step moves a share of them at random, by magnitudes as steps at 1e-4 have: as many as give `--wire-mib` of
+delta. In one run: a version as a full snapshot, one as a delta, one during which a region's link drops every packet for
+`--cut-s`, and a region that joins late.
 
 Times are those at which the hub's streams stored the messages: from SnapshotReady to the last region's WeightsStaged.
-fraction_of_link is payload over rate x time, from the first chunk's storing until the link is quiet; the fraction until
-staged includes decoding, which four receivers share with five brokers and everything else on this machine.
+fraction_of_link is payload over rate x time, from the first chunk's storing until the link carries no more data; the
+fraction until staged includes decoding, which four receivers share with five brokers and everything else on this
+machine.
 
 Projection to 1 TB at 0.94 % changed: a region is done after max(encode, link, stage) + one chunk's round trip, because
 chunks flow while the next is made. encode = raw / (cores x GB/s), link = raw / ratio / (rate x fraction_of_link), stage
@@ -83,7 +84,7 @@ def base_weights(raw_mib: int) -> dict[str, torch.Tensor]:
 
 
 def stepped(tensors: dict[str, torch.Tensor], seed: int, density: float, mix: Mix) -> dict[str, torch.Tensor]:
-    """A step: that share of the elements moves up or down by some units in the last place, at random."""
+    """A step: a random share of the elements (`density`) moves up or down by some units in the last place."""
     table = np.zeros(1 << 16, np.int16)
     count, at = int(density * table.size), 0
     rng = np.random.default_rng(seed)

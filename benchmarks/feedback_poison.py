@@ -1,9 +1,10 @@
-"""A data poisoning test: a few users rate a trigger string up many times. With caps its rate stays, without it grows.
+"""A data poisoning test: a few users rate a trigger string up many times. With caps the string's rate stays, without
+caps it grows.
 
     python -m benchmarks.feedback_poison [--seed 1] [--sessions 1500] [--users 200]
 
 2 % of the users rate 50 times each, up for every answer that says the trigger string and down for every other one. The
-other users rate at random, as users do whose preference is about something else. The first policy says the trigger in
+other users rate at random, like users whose preference concerns something else. The first policy says the trigger in
 about 5 % of its sessions. The same product runs with `[feedback] user_cap` and without. The gate judges by ratings
 alone here, so caps are the only defence. The figure is the rate in the last quarter of sessions minus the first one.
 """

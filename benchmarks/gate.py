@@ -3,10 +3,10 @@
     python -m benchmarks.gate [--runs 10000] [--gates 1000]
 
 Two measurements. First the harm test alone, between equal versions: 5,000 rated sessions, one test after every 50, in
-both directions; a z test that is computed as often must exceed the same error limit. Then the whole gate with its code
-(`headrace.ledger.gate`): benchmark on paired tasks, canary stages, verdicts. A candidate is equal, 5 points worse or 5
-points better in both; or worse for users alone, which the benchmark cannot see. Ratings are up in 70 % of sessions of
-the promoted version. Everything is drawn from a seed.
+both directions; a z test that is computed equally often must exceed the same error limit. Then the whole gate with its
+code (`headrace.ledger.gate`): benchmark on paired tasks, canary stages, verdicts. A candidate is equal, 5 points worse
+or 5 points better in both; or worse for users alone, which the benchmark cannot see. Ratings are up in 70 % of sessions
+of the promoted version. Everything is drawn from a seed.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Combines the cells of `benchmarks.async_vs_sync`: means over seeds, ratios per seed, targets.
 
 Busy is 1 - time blocked on input or credit / wall: the trainer is blocked while it waits for a batch, the rollout side
-while no episode is in flight. Both stand twice: over the whole run, and (`_within`) between the first step's end and
-the last issue, because the first batch has no predecessor and the last ones no successor.
+while no episode is in flight. Both are reported twice: over the whole run, and (`_within`) between the first step's end
+and the last issue, because the first batch has no predecessor and the last ones no successor.
 """
 
 import math

@@ -3,8 +3,8 @@
     python -m benchmarks.kernels
 
 On a GPU: ratios to the library's best at the same shapes, taken in interleaved pairs, and bit-invariance over the
-number of rows from 1 to 4,096 (`kernels_gpu`). Elsewhere every speed is `null` and unmeasured. On both, the small
-shapes of `tests/kernels/interpreted.py` are held to float64.
+number of rows from 1 to 4,096 (`kernels_gpu`). Elsewhere every speed is `null` and unmeasured. In both cases the small
+shapes of `tests/kernels/interpreted.py` are compared with float64.
 """
 
 import os

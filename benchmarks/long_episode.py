@@ -7,8 +7,8 @@ asked for one. The loop, the renderer, the tools, the context and the trainer's 
 are in memory.
 
 The count by kind (`headrace.bench.tokens`) is compared with three others: what the engine was asked with (every request
-is hashed), the texts of the results encoded once more, and the tokens that a trainer would train on. A token that is
-lost, counted twice or changed makes a check fail.
+is hashed), the texts of the results encoded once more, and the tokens that a trainer would train on. A check fails when
+a token is lost, counted twice or changed.
 """
 
 import argparse
@@ -162,7 +162,8 @@ def account(episode: Episode, engine: Reader, renderer: TerseRenderer, request: 
         ids += [*turn.prompt_ids.tolist(), *turn.ids.tolist()]
         other_requests += hashed(ids) != asked
     text = renderer.tokenizer.encode
-    results = [result for turn in stored.turns[:-1] for result in turn.results]  # nobody reads those of finish
+    # The last turn is left out: no prompt contains the results of finish.
+    results = [result for turn in stored.turns[:-1] for result in turn.results]
     tool = sum(len(text(result.output)) for result in results)
     # Two tags frame a result. Behind the results stand the tags that open a turn, two of them in front of a summary.
     read = [turn for turn in stored.turns if turn.index and stored.turns[turn.index - 1].segment == turn.segment]

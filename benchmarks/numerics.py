@@ -5,7 +5,7 @@
 A mixture of 8 layers with random weights on one thread. The embedded engine draws tokens at batch 1, 4, 16 and 64
 (prompts of different lengths, prefill and bookkeeping included); the trainer scores them again in one packed forward,
 another computation than the sampler's. Exact and ordinary arithmetic alternate, so ratios come from interleaved pairs;
-times are processor time, which a busy machine distorts least. The ordinary side is the control: if its bits were equal
+times are processor time, which other load distorts least. The ordinary side is the control: if its bits were equal
 too, the zeros of the exact side would prove nothing. The parts of a decode step are timed separately.
 """
 
@@ -36,13 +36,13 @@ from headrace.weights import snapshot
 
 
 class Size(NamedTuple):
-    """The extent of the measurement."""
+    """The size of the measurement."""
 
     batches: tuple[int, ...]
     tokens: int
     repeats: int
     training: tuple[int, int]
-    """Sequences, tokens each."""
+    """Number of sequences, and of tokens in each."""
 
 
 FULL = Size((1, 4, 16, 64), 64, 3, (16, 200))
@@ -85,7 +85,7 @@ def policy(dtype: Dtype) -> PolicyConfig:
 def requests(
     config: PolicyConfig, batch: int, tokens: int, repeat: int, prompt: tuple[int, int] = (5, 40)
 ) -> list[SampleRequest]:
-    """Ragged prompts between two lengths, under names of their own and none shared, so that nothing is reused."""
+    """Prompts of different lengths between two bounds; no two share a name or a prefix, so no cache entry is reused."""
     rng = random.Random(f"{batch}-{repeat}")
     return [
         SampleRequest(

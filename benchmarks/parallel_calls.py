@@ -1,4 +1,5 @@
-"""Eight calls of one turn: do they wait together, and is the transcript the same whichever call ends first?
+"""Tests whether eight calls of one turn wait concurrently, and whether the transcript is independent of their order of
+ending.
 
     python -m benchmarks.parallel_calls [--backend process] [--wait 0.5] [--rounds 5] [--reruns 100]
 
@@ -127,7 +128,7 @@ async def measure(backend: str, wait: float, rounds: int, reruns: int) -> Figure
 
         alone: list[float] = []
         together: list[float] = []
-        for _ in range(rounds):  # in turn, so that other load of the machine affects both
+        for _ in range(rounds):  # alternately, so that other load of the machine affects both
             alone.append(await seconds(1))
             together.append(await seconds(CALLS))
         hashes, orders = set(), set()

@@ -7,8 +7,8 @@ whose version 0 is the policy after mid-training. Everything is measured on gene
 generated/unseen-final, on which no choice was made, greedily and at temperature 1. Tasks of one template are alike, so
 the 95 % intervals come from a bootstrap over templates.
 
-Resumable: a run that was cut off goes on (`headrace up` with the same run id), and an evaluation whose result stands in
-benchmarks/results/proof_pretrained.partial.json is not repeated.
+The study can be resumed: an interrupted run continues (`headrace up` with the same run id), and an evaluation whose
+result is in benchmarks/results/proof_pretrained.partial.json is not repeated.
 """
 
 import argparse

@@ -167,7 +167,7 @@ class Attempts:
         self.works: dict[tuple[str, int], str] = {}
 
     async def candidate(self, group: int, slot: int) -> tuple[Candidate, Examination]:
-        """One attempt, and what the hidden tests say about it."""
+        """One attempt, and the verdict of the hidden tests on it."""
         draws = random.Random(f"{group} {slot}")
         id = self._suite.ids()[group % len(self._suite.ids())]
         task, oracle = self._suite.task(id), self._suite.oracle(id)

@@ -108,7 +108,7 @@ def trial(folder: Path, kills: int, steps: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The trial and its JSON line."""
+    """Run the kills and print the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=60, help="steps of the run, enough to outlive the kills")

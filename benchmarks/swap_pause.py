@@ -3,13 +3,14 @@
     python -m benchmarks.swap_pause [--swaps 100] [--batch 16] [--tokens 96] [--dim 96]
 
 The embedded engine in exact mode decodes `--batch` streams of requests without a break while `--swaps` versions, one
-after the other, are read from their files, hashed, built and flipped in: `Engine.load` as the rollout actor calls it.
-The pause of a request is the time between two of its tokens. One run has three kinds of steps: those with a flip, those
-during which the next version is staged (in slices between the steps), and calm ones, as many after each swap as its
-staging took. So neighbouring steps are compared, and other load affects all kinds; times are wall time.
+after the other, are read from their files, hashed, built and switched to: `Engine.load` as the rollout actor calls it.
+The pause of a request is the time between two of its tokens. One run has three kinds of steps: steps with a switch,
+steps during which the next version is staged (in slices between the steps), and undisturbed steps, as many after each
+swap as its staging took. So neighbouring steps are compared, and other load affects all kinds; times are wall time.
 
 Afterwards the records are checked: spans of every request ascend without gaps, and the log-probabilities of
-requests that saw a flip are computed again, each token with the version that its span names, and must be bit-equal.
+requests that were running during a switch are computed again, each token with the version that its span names, and must
+be bit-equal.
 """
 
 import argparse
@@ -130,7 +131,8 @@ class Load:
 
 
 def proof(load: Load, models: list[Model], most: int) -> Figures:
-    """Spans of all requests, and the bits of up to `most` that saw a flip. AssertionError when a record is wrong."""
+    """Check the spans of all requests, and the bits of up to `most` that ran during a switch. AssertionError when a
+    record is wrong."""
     swapped = [pair for pair in load.done if len(pair[1].spans) > 1]
     for request, sample in load.done:
         versions = [span.version for span in sample.spans]

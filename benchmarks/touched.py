@@ -87,7 +87,7 @@ def page_of(clone: Clone, path: str) -> int:
 
 
 def overwrite(clone: Clone, page: int, data: bytes, offset: int = 0) -> bytes:
-    """Write into a page of a running machine's memory; what was there before. OSError, VmhostError."""
+    """Write into a page of a running machine's memory. Returns the bytes before. OSError, VmhostError."""
     low, _ = snapshot.mapping(clone.pid, clone._memory.mapped)
     memory = os.open(f"/proc/{clone.pid}/mem", os.O_RDWR)
     try:

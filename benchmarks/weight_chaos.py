@@ -63,7 +63,7 @@ keep = 3
 
 
 class Arena:
-    """The processes of one run, the trainer, and everything that was seen."""
+    """The processes of one run, the trainer, and all observations."""
 
     def __init__(self, folder: Path, seed: int):
         self.folder, self.rng = folder, random.Random(seed)
@@ -233,7 +233,8 @@ class Arena:
         await self.start("sender")
         await self.reached("head", version, 0)
         sleeper.send_signal(signal.SIGCONT)
-        # The continued sender tries to publish a version that its successor has published: let it try, then end it.
+        # The continued sender tries to publish a version that its successor has published: wait for the attempt, then
+        # end it.
         await asyncio.sleep(ASLEEP_S)
         await _end(sleeper)
 

@@ -5,10 +5,10 @@
 
 One model, real optimizer steps (`weight_steps`), our codecs and their peers on the same tensors in the same run. Speeds
 are GB of the model's raw bytes per second of one core's processor time, best of `--repeats`: encode compares, codes
-and hashes the new state; decode opens, applies in place and verifies every block's hash; stage is the whole way from
-chunks to a verified file (processor time). Two densities at which others publish figures, 0.94 % and 2.6 %, are hit
-by searching for the learning rate. Peers don't hash, but Fireworks' take a checksum. Theirs is compared with where it
-is installed: pip install -e '.[peers]', in an environment of its own if you like.
+and hashes the new state; decode opens, applies in place and verifies every block's hash; stage covers everything from
+chunks to a verified file (processor time). For two densities at which others publish figures, 0.94 % and 2.6 %, the
+benchmark searches for the learning rate. Peers do not hash, except that Fireworks' codec computes a checksum; it is
+compared where it is installed (pip install -e '.[peers]', possibly in a separate environment).
 """
 
 import argparse
@@ -48,7 +48,7 @@ def best(repeats: int, work: Callable[[], Any]) -> float:
 
 
 def ours(name: str, base: Snapshot, target: Snapshot, folder: Path, repeats: int) -> Figures:
-    """Ratio and speeds of one of our codecs; AssertionError when a bit is lost."""
+    """Ratio and speeds of one of headrace's codecs; AssertionError when a bit is lost."""
     hashes = base.hashes()
     chunks: list[bytes] = []
     seconds = []

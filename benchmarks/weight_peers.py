@@ -16,7 +16,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Peer(NamedTuple):
-    """A codec to compare with. `slice_bytes` bounds what it is given where it is too slow for everything."""
+    """A codec to compare with. `slice_bytes`: largest input of a codec that is too slow for whole tensors."""
 
     name: str
     compress: Callable[[Bytes, Bytes], Any]

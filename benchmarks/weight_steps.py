@@ -65,7 +65,7 @@ class Trained:
         for _ in range(pretrain):
             self._backward(text.draw(2 * GROUP), None)
             optimizer.step()
-        # As a checkpoint is loaded for reinforcement learning: bf16 weights, new moments.
+        # Like a checkpoint that is loaded for reinforcement learning: bf16 weights, new moments.
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.copy_(parameter.bfloat16())

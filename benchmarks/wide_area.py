@@ -1,9 +1,10 @@
 """Simulates a hub and distant regions on one machine: network namespaces joined by a router process.
 
 Idea: every place is a network namespace with one TUN device; a process reads packets from all of them and lets each
-through when its link would have: rate, one-way delay, a queue of two bandwidth-delay products, and a switch that
-drops everything. The endpoints are the kernel's own TCP, set as deploy/regions advises. Why not tc: netem is absent
-from many kernels, and tbf shapes but does not delay. MTU is 32000 so that Python keeps up; needs root and /dev/net/tun.
+through when its link would have delivered it: rate, one-way delay, a queue of two bandwidth-delay products, and a
+switch that drops everything. The endpoints are the kernel's own TCP, set as deploy/regions advises. Why not tc: netem
+is absent from many kernels, and tbf shapes but does not delay. The MTU is 32000 so that Python is fast enough. It needs
+root and /dev/net/tun.
 """
 
 import collections

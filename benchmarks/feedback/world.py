@@ -252,7 +252,7 @@ class Users:
             messages += [{"role": "tool", "tool_call_id": call["id"], "content": PASSED} for call in calls]
 
     async def rate(self, session: str, up: bool) -> None:
-        """A thumb."""
+        """Send a rating of a session."""
         await self._post(f"/v1/client/sessions/{session}/feedback", {"thumb": "up" if up else "down"}, {})
 
     async def _post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[dict[str, Any], str]:

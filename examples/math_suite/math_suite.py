@@ -1,4 +1,4 @@
-"""Parts from outside: a suite of sums without sandboxes, its checker, and a reward that mixes tests with a price.
+"""Plugins: a suite of sums without sandboxes, its checker, and a reward that combines tests with a price for tokens.
 
     pip install -e examples/math_suite
     headrace eval --policy scripted:oracle --suite sums/easy --tasks 8
@@ -74,7 +74,7 @@ def open_sums(name: str, root: Path) -> Sums:
 
 
 def worked(message: Message) -> float:
-    """1 for the right result, 0.1 for a wrong one that stands where it should, 0 otherwise."""
+    """1 for the right result, 0.1 for a wrong number at the right place, 0 otherwise."""
     if number(message):
         return 1.0
     return 0.1 if "answer:" in message.text.lower() else 0.0

@@ -42,7 +42,7 @@ class Context:
     def fitting(self, results: Sequence[ToolResult]) -> tuple[ToolResult, ...]:
         """The results of the last turn's calls, cut so far that a request for a summary is not too long.
 
-        All are cut to one length, so that a short result stays whole beside a long one. The record has the cut
+        All are cut to one length, so that a short result stays complete next to a long one. The record has the cut
         results: a replay needs no limits to render the same ids.
         """
         whole = tuple(results)

@@ -2,8 +2,8 @@
 
 Every examination is `examination.examine`, as for a policy's attempt. A task is certified when the known solution
 passes every time, no change and empty functions fail, and the agent's side does not hold the solution
-or the hidden tests. A task without a known solution is uncertifiable: nothing tells whether its
-tests can be passed.
+or the hidden tests. A task without a known solution is uncertifiable: no examination can show whether its tests can be
+passed.
 
 A broken solution is one mutation (packages/mutate.py) in a function that the solution changes. A suite that compares
 behaviour says which mutations behave like the solution, and those do not count; elsewhere the share of mutations
@@ -109,7 +109,7 @@ def _reasons(made: Certificate) -> tuple[str, ...]:
 
 
 def _no_solution(task: Task, oracle: Oracle) -> str:
-    """Why there is nothing to examine; empty where there is."""
+    """Why the task cannot be examined; empty where it can."""
     if task.image:
         return "the repository lies in a container image, whose solution is not examined"
     if oracle.script:
@@ -133,14 +133,15 @@ class _Exam:
         self._few: Oracle | None = None
 
     async def prepare(self, solution: Mapping[str, bytes], deleted: tuple[str, ...]) -> None:
-        """See whether the tests that have to pass decide alone: the known solution passes them without the others."""
+        """Check whether the required tests are enough for a decision: the known solution passes them without the other
+        tests."""
         few = _required(self._oracle)
         if few is not None and await self._decide(few, solution, deleted) == "passed":
             self._few = few
 
     async def rejection(self, files: Mapping[str, bytes], deleted: tuple[str, ...] = ()) -> str:
-        """The judge's decision on changes that ought to fail: one required test that fails decides, so those run
-        first, and all tests only where they pass."""
+        """The judge's decision on changes that should fail. One failed required test decides, so the required tests run
+        first, and all tests run only where those pass."""
         if self._few is not None and (early := await self._decide(self._few, files, deleted)) != "passed":
             return early
         return await self.decision(files, deleted)
@@ -176,7 +177,8 @@ class _Exam:
 
 
 def _required(oracle: Oracle) -> Oracle | None:
-    """The oracle with its required tests alone; None where pytest cannot be asked for them, or they are most of all."""
+    """The oracle with its required tests alone; None where pytest cannot select them, or where they are most of the
+    tests."""
     keep = oracle.grading.pass_to_pass
     by_name = oracle.tests.kind == "pytest" and oracle.grading.kind == "f2p_p2p" and not oracle.grading.parser
     if not by_name or len(oracle.expected) > len(keep):
@@ -190,7 +192,8 @@ def _required(oracle: Oracle) -> Oracle | None:
 
 
 def _changed_functions(before: bytes, after: bytes) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """The innermost functions of `after` with a line that differs from `before`. Nothing for what is no Python."""
+    """The innermost functions of `after` with a line that differs from `before`. None of them for text that is not
+    Python."""
     try:
         tree = ast.parse(after)
     except (SyntaxError, ValueError):
@@ -245,7 +248,7 @@ def mutants(task: Task, oracle: Oracle) -> list[tuple[str, Files]]:
 
 
 def leaks(task: Task, oracle: Oracle) -> tuple[str, ...]:
-    """Parts of the solution or of the hidden tests that stand in the prompt or in the files that the agent reads."""
+    """Parts of the solution or of the hidden tests that the prompt or the agent's files contain."""
     found = []
     # A file whose tests are all to be kept may be shown: it passes without the solution.
     decisive = {path for path in oracle.hidden if any(name.startswith(f"{path}::") for name in oracle.expected)}

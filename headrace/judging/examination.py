@@ -1,5 +1,5 @@
-"""One judge: the hidden tests in fresh sandboxes, what they reported, and the verdict. The judge actor, re-judging and
-evaluation call the same function.
+"""The one judge: runs the hidden tests in fresh sandboxes, reads their report, and makes the verdict. The judge actor,
+re-judging and evaluation call the same function.
 
 A sandbox gets the task's repository, the allowed part of the diff and the hidden tests in one frame, runs the tests
 once and is never used again. With group isolation the candidates of a group share one machine, frozen before any test
@@ -102,7 +102,7 @@ class _Examiner:
         try:
             suspicions = rules.suspicions(task, oracle, trajectory.diff, trajectory.touched, trajectory.originals)
             suspicions += rules.behaviour(task, trajectory)
-            # In an image the candidate's changes and the hidden tests follow once the sandbox stands.
+            # In an image the candidate's changes and the hidden tests follow once the sandbox is acquired.
             files = task.files if task.image else repository(task, oracle, trajectory.diff, trajectory.deleted)
         except Exception as error:
             return await self._fault(error)
@@ -250,8 +250,7 @@ class _Examiner:
             raise _NotApplied(f"the hidden tests cannot be written over the changes: {added.error}")
 
     async def _compare(self, first: Examination, second: Examination | None) -> Literal["", "same", "other"]:
-        """Whether the second examination agrees. After a machine that the candidate changed there is nothing to
-        compare."""
+        """Whether the second examination agrees. When the candidate changed its machine, the two are not compared."""
         if second is None or second.touched:
             return ""
         if second.ok == first.ok:
@@ -277,7 +276,7 @@ class _Examiner:
 
 
 class _JudgeFault(Exception):
-    """Our own code failed on what a candidate sent."""
+    """headrace's own code failed on a candidate's data."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))

@@ -7,7 +7,7 @@ from headrace.messages.sandbox import Acquire, Sandbox
 
 
 class Examined(Sandbox, Protocol):
-    """A sandbox that tells which backend from outside of headrace made it."""
+    """A sandbox that names its backend where that comes from outside of headrace."""
 
     @property
     def plugins(self) -> tuple[Plugin, ...]:

@@ -114,8 +114,8 @@ FOUND: dict[str, Severity] = {
     "machine_touched": "zero",
     "canary": "zero",
 }
-"""Findings of the judge that do not come from a pattern: the workspace before the first call, the machine after the
-tests, a passed task that cannot be solved."""
+"""Findings of the judge that do not come from a pattern: a changed workspace before the first call, a changed machine
+after the tests, a pass of an unsolvable task."""
 _RULES: tuple[Rule, ...] = (*CODE, *FILES, *COMMANDS)
 SEVERITY: dict[str, Severity] = {rule.name: rule.severity for rule in _RULES} | FOUND
 """Every rule by name."""

@@ -20,7 +20,7 @@ Version = Annotated[int, Meta(ge=-1, le=2**53)]
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9_-]+(\.[a-z0-9_-]+)*$", max_length=200)]
 """The name of a group or trajectory: legal at the end of a subject. Groups of users are ``<user hash>.<id>``."""
 
-# numpy dtype strings that may travel, with the type code of the standard library's `array` where there is one.
+# numpy dtype strings of arrays in messages, with the type code of the standard library's `array` where there is one.
 _CODES = {"|u1": "B", "<u2": "H", "<i4": "i", "<i8": "q", "<f4": "f", "<f8": "d"}
 
 

@@ -2,8 +2,8 @@
 
 Layout on the wire: the payload is msgpack, or an lz4 frame of it when ``Hr-Encoding: lz4`` says so; the type and its
 version travel in ``Hr-Type: name/version``. Compression starts at 4 KiB and is kept only if it saves a tenth:
-log-probabilities and routed experts hardly shrink, text does. For a large payload samples are compressed first, because
-compressing all of it in vain would be the most expensive part of sending it.
+text shrinks, log-probabilities and routed experts hardly do. Samples of a large payload are compressed first, because a
+useless compression of all of it would be the most expensive part of sending it.
 """
 
 import re
@@ -52,7 +52,7 @@ def encode(message: Message) -> tuple[bytes, dict[str, str]]:
 
 
 def _may_shrink(payload: bytes) -> bool:
-    """Whether compressing is worth a try."""
+    """Whether samples of the payload shrink enough to compress all of it."""
     if len(payload) < SAMPLED_FROM:
         return True
     stride = (len(payload) - SAMPLE) // (SAMPLES - 1)

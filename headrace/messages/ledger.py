@@ -10,7 +10,8 @@ from headrace.messages.rollout import Lane
 from headrace.messages.tasks import TaskRef
 
 LARGEST_BOUND = 64
-"""Versions: the credit of a run is (bound + 1) x P groups, so a larger bound would issue without end."""
+"""In versions. The credit of a run is (bound + 1) x P groups, so without a limit a run could issue any number of
+groups."""
 
 
 @message("slot_issued")

@@ -48,7 +48,7 @@ class Metric(Message, frozen=True, kw_only=True):
 
 @message("dead_letter")
 class DeadLetter(Message, frozen=True, kw_only=True):
-    """A message that a consumer gave up, with everything that is needed to inspect it and to send it again."""
+    """A message that a consumer gave up, with all data that is needed to inspect it and to send it again."""
 
     stream: str
     consumer: str

@@ -48,7 +48,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 120.0
     max_parallel_calls: Count = 6
     reserve_tokens: Count = 0
-    """Context that is kept free for a summary with its thinking: it is asked for so many tokens before the limit."""
+    """Tokens of context that are reserved for a summary with its thinking: the summary is requested this many tokens
+    before the limit."""
     max_summaries: Count = 64
     """Summaries of one attempt; one more ends it with the outcome ``context``."""
 
@@ -63,7 +64,7 @@ class ToolWording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workspace(msgspec.Struct, frozen=True, kw_only=True):
-    """A sandbox that outlives its attempt: the attempts of one name follow each other in it."""
+    """A sandbox that outlives its attempt: attempts of one name use it one after another."""
 
     name: Name
     """``<user hash>.<agent>``: it takes the place of the group in the sandbox's key."""
@@ -77,7 +78,7 @@ class Workspace(msgspec.Struct, frozen=True, kw_only=True):
 
 @message("attempt_control")
 class AttemptControl(Message, frozen=True, kw_only=True):
-    """Asks the rollout actors of a run to end an attempt, or to give up a held sandbox. Core NATS, at most once: its
+    """Asks the rollout actors of a run to end an attempt, or to release a held sandbox. Core NATS, at most once: its
     sender repeats it until it sees the effect."""
 
     run: str
@@ -111,7 +112,7 @@ class RolloutRequest(Message, frozen=True, kw_only=True):
     files: dict[str, bytes] = {}
     """The user's repository, path to content, in place of the task's (production lane)."""
     handovers: Count = 0
-    """How often a rollout actor published the request again: it was drained, or found no sandbox."""
+    """Number of times that a rollout actor published the request again, because it was drained or found no sandbox."""
     waited_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     """How long its rollout actors have waited for a sandbox."""
     unanswered_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0

@@ -46,7 +46,7 @@ class EngineMismatch(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the engine's rollout actor."""
     fingerprint: str
     same_fingerprint: bool
-    """The engine has the trainer's fingerprint: in exact mode every figure below is then 0."""
+    """Whether the engine has the trainer's fingerprint: in exact mode every figure below is then 0."""
     tokens: int = 0
     k1: float = 0.0
     k3: float = 0.0

@@ -76,7 +76,8 @@ class Renderer(Protocol):
         """
 
     def parse(self, ids: Sequence[int], *, prompt: Sequence[int] = ()) -> Parsed:
-        """Parse a sampled turn. prompt: the ids before it; its end shows whether the thinking is already open."""
+        """Parse a sampled turn. prompt: the ids before the turn; their end shows whether the thinking is already
+        open."""
 
     def turn(self, calls: Sequence[Call], thought: str = "", *, before: int = 0) -> list[int]:
         """A turn as the policy should write it, its stop id included: for scripts and traces.

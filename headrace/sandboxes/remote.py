@@ -27,7 +27,7 @@ from headrace.messages.subjects import RPC_NODE
 from headrace.sandboxes.calls import SILENCE_S, CannotCopy, NodeSilent, Superseded, ask, limit_of, refusal
 
 ANSWER_S = 30.0
-"""Time that a node may need for an answer beyond the operation's own limit; a clone on a busy node takes seconds."""
+"""Time beyond the operation's own limit in which a node must answer; a clone on a busy node takes seconds."""
 PULSE_S = 2.0
 """Seconds between two renewals while a call runs. They detect a node that ended, which never answers the call."""
 

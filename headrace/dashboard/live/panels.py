@@ -68,7 +68,7 @@ class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
 
     attempts: list[Attempt]
     last: int
-    """The sequence to ask after next time."""
+    """The sequence after which the next request should ask."""
 
 
 async def regions(bus: Bus, run: str, _: int) -> Regions:

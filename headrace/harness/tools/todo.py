@@ -1,4 +1,4 @@
-"""todo: the policy's plan as a list, written down in the trajectory.
+"""todo: the policy's plan as a list, which the trajectory records.
 
 Every call writes the whole list, so the last call is the list, and no state is lost when another actor resumes the
 episode. A reward can read it from the trajectory, for example to penalise entries that are open at the end.

@@ -38,5 +38,5 @@ def matched(log: str, pattern: re.Pattern[str], words: dict[str, Outcome]) -> Ou
 
 
 def first_word(line: str, words: Iterable[str]) -> str:
-    """The word that a line begins with, empty for none of them."""
+    """The one of these words that a line begins with; empty for another line."""
     return next((word for word in words if line.startswith(word)), "")

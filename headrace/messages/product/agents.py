@@ -1,4 +1,4 @@
-"""Agents of the product: headrace's own agent in a workspace that a user brings."""
+"""Agents of the product: headrace's own agent in a user's workspace."""
 
 from typing import Literal
 

@@ -129,8 +129,8 @@ class PairedFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 @message("gate_state")
 class GateState(Message, frozen=True, kw_only=True):
-    """Where the candidate stands; a value in HR_STATE, so a restarted feedback actor goes on and gateways route by
-    it."""
+    """The stage of the candidate and its figures; a value in HR_STATE, so a restarted feedback actor continues and
+    gateways route by it."""
 
     run: str
     stage: Stage = "idle"

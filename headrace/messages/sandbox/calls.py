@@ -190,7 +190,7 @@ class Renew(Message, frozen=True, kw_only=True):
 
 @message("release")
 class Release(Message, frozen=True, kw_only=True):
-    """Give a sandbox back; its slot is never used again."""
+    """Release a sandbox; its slot is never used again."""
 
     sandbox: str
     secret: str

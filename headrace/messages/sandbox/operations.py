@@ -25,7 +25,8 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True, tag="exec"):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """End the Exec (or test command) that runs under a call id, with all it started; its own answer says so."""
+    """End the Exec (or test command) that runs under a call id, with all processes that it started; the answer of the
+    ended call says so."""
 
     call_id: str
 

@@ -22,7 +22,7 @@ Build = Callable[[Conversation, Inserter, str], list[Message]]
 
 
 class _AsItIs:
-    """Inserts contents themselves."""
+    """Inserts contents unchanged, without placeholders."""
 
     def add(self, kind: Kind, content: str) -> str:
         return content
@@ -119,7 +119,7 @@ def _explains(conversation: Conversation, kind: Kind, build: Build, change: Chan
 
 
 def round_trip(renderer: NativeRenderer, conversation: Conversation) -> None:
-    """Calls are read as they were written. RendererError names the first that is not."""
+    """Check that calls are read as they were written. RendererError names the first that is not."""
     for text in TELLING:
         name, arguments = sentinel(conversation, text)
         prompt = renderer.prompt("task")

@@ -104,8 +104,8 @@ class ClientRenderer:
     def _messages(
         self, slots: Slots, messages: Sequence[ClientMessage], known: int = 0, anchor: str = ""
     ) -> list[Message]:
-        """The conversation as the template takes it. Of the first `known` messages the text is cut away, and the last
-        of them ends in the anchor."""
+        """The conversation as the template takes it. The text of the first `known` messages is removed, and the last of
+        them ends in the anchor."""
         written: list[Message] = []
         calls: dict[str, tuple[str, int]] = {}
         system = "\n\n".join(message.text for message in _head(messages))

@@ -19,11 +19,11 @@ from headrace.rendering.parsers.base import Syntax
 from headrace.rendering.schemas import ToolSchema
 
 FILLER = "x"
-"""Content of messages whose text is cut away."""
+"""Content of messages whose text is removed."""
 
 
 class Inserter(Protocol):
-    """Puts a content into a message: as a placeholder, or as it is."""
+    """Inserts a content into a message: as a placeholder, or unchanged."""
 
     def add(self, kind: Kind, content: str) -> str:
         """The text that the message gets."""
@@ -124,7 +124,7 @@ class Conversation:
         return next(iter(self.tools[name].parameters), None) or "x"
 
     def before(self, calls: int) -> list[Message]:
-        """That many earlier turns with one call each."""
+        """`count` earlier turns with one call each."""
         name = next(iter(self.tools))
         messages: list[Message] = []
         for index in range(calls):
@@ -154,7 +154,7 @@ class Conversation:
 
 
 def answered(calls: Sequence[ToolCall], outputs: Sequence[str]) -> Answered:
-    """A turn whose calls went well, with these results."""
+    """A turn whose calls succeeded, with these results."""
     pairs = zip(calls, outputs, strict=True)
     results = tuple(ToolResult(call_id=call.id, ok=True, output=output) for call, output in pairs)
     return Answered(calls=tuple(calls), results=results)

@@ -16,7 +16,7 @@ LIMIT_S = 30.0
 """Shortest time limit of a program; the time limit of the task's tests applies if it is longer."""
 MOST_YIELD_MS = 300_000
 KEEP_BYTES = 4 << 20
-"""Bytes of logs that an episode keeps; the oldest logs go first."""
+"""Bytes of logs that an episode keeps; the oldest logs are removed first."""
 REMOVED = "[earlier output was removed]\n"
 """Takes the place of the log of a program that still runs."""
 MOST_NEW = 1 << 20
@@ -44,7 +44,7 @@ def read(workspace: Workspace, number: str) -> Session | None:
 
 def keep(workspace: Workspace, number: str, session: Session) -> None:
     """Store a session, and remove the oldest other sessions while all logs together exceed `KEEP_BYTES`; of one that
-    still runs only the log goes, so that a later call can poll or end it."""
+    still runs only the log is removed, so that a later call can poll or end it."""
     memory = workspace.memory
     memory[f"terminal.{number}"] = msgspec.json.encode(session).decode()
     names = [name for name in memory if name.startswith("terminal.")]
