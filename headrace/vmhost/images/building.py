@@ -77,6 +77,27 @@ def build(cache: Path, source: Path, request: Request, options: BuildOptions, sa
             shutil.rmtree(making, ignore_errors=True)
 
 
+def layers(cache: Path) -> list[Path]:
+    """Folders with the layers of earlier builds, and what builds left behind."""
+    return [path for path in (cache / "buildah").glob("*") if path.name != "lock"]
+
+
+def forget(cache: Path, dry: bool = False) -> bool:
+    """Remove the layers of earlier builds; False while a build uses them. dry: only ask."""
+    try:
+        lock = (cache / "buildah" / "lock").open("r+")
+    except OSError:
+        return True
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        for path in () if dry else layers(cache):
+            shutil.rmtree(path)
+        return True
+
+
 def _take(lock: IO[str], timeout_s: float, say: Callable[[str], None]) -> None:
     """Wait until no other build uses the layers: each removes what builds left behind. VmhostError."""
     deadline = time.monotonic() + timeout_s

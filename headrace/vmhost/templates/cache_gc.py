@@ -18,7 +18,7 @@ import msgspec
 from headrace.config import Environment
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import base as image
-from headrace.vmhost.images import imported, packages, store
+from headrace.vmhost.images import building, imported, packages, store
 from headrace.vmhost.qemu import probe, process
 from headrace.vmhost.templates import task_templates
 
@@ -62,6 +62,9 @@ def holdings(environment: Environment) -> list[Entry]:
             entries.append(Entry(str(path), "layers of images", _mib(path), users and f"the images {users}"))
         elif path.name == "downloads":
             entries.append(Entry(str(path), "downloads that were cut", _mib(path), ""))
+        elif path.name == "buildah" and building.layers(cache):
+            why = "" if building.forget(cache, dry=True) else "a build uses them"
+            entries.append(Entry(str(path), "layers of Dockerfiles", _mib(path), why))
         elif path.name.startswith("base-"):
             entries.append(
                 Entry(str(path), "base image", _mib(path), "this version's packages" if path == base else "")
@@ -106,6 +109,10 @@ def collect(environment: Environment, forget: tuple[str, ...] = (), only: tuple[
                 continue
             if entry.what.startswith("template"):
                 if image.remove(path):
+                    removed.append(entry)
+                continue
+            if path.name == "buildah":
+                if building.forget(cache):
                     removed.append(entry)
                 continue
             with suppress(FileNotFoundError):

@@ -1,5 +1,6 @@
 """Dockerfiles built into the image store by a real buildah."""
 
+import fcntl
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from headrace.vmhost.backends.container.backend import unavailable
 from headrace.vmhost.images import packages
 from headrace.vmhost.node.host import Host
 from headrace.vmhost.qemu import probe
+from headrace.vmhost.templates import cache_gc
 from tests.support.hosts import CACHE, ask
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
@@ -51,6 +53,20 @@ def test_what_is_missing_is_said(
     (tmp_path / "buildah").chmod(0o755)
     assert build(str(tmp_path)) == 3
     assert "has no Dockerfile and no Containerfile: name the file by --file" in capsys.readouterr().err
+
+
+def test_layers_of_builds_are_removed_unless_a_build_uses_them(tmp_path: Path) -> None:
+    environment = Environment(cache_dir=str(tmp_path))
+    place = tmp_path / "buildah"
+    (place / "store" / "vfs").mkdir(parents=True)
+    (place / "store" / "vfs" / "layer").write_bytes(bytes(3 << 20))
+    with (place / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (used,) = cache_gc.holdings(environment)
+        assert (used.what, used.why) == ("layers of Dockerfiles", "a build uses them") and used.mib > 2.9
+        assert cache_gc.collect(environment) == [] and (place / "store").exists()
+    assert [entry.path for entry in cache_gc.collect(environment, only=cache_gc.IMAGES)] == [str(place)]
+    assert not (place / "store").exists() and (place / "lock").exists() and cache_gc.holdings(environment) == []
 
 
 @pytest.mark.slow
