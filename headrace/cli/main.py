@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
+from headrace import __version__
 from headrace.cli import acp, deploy
 from headrace.cli.bus import backup, declare, permissions, restore
 from headrace.cli.config import explain
@@ -127,6 +128,7 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(
         prog="headrace", description="Reinforcement learning for coding agents, as actors on a NATS message bus."
     )
+    top.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMANDS:
         module.add(commands)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import headrace
 from headrace.cli.main import COMMANDS, GROUPS, main, parser
 from headrace.messages import subjects
 from tests.support.paths import ROOT
@@ -41,6 +42,12 @@ def test_mistakes_end_in_one_sentence(
     assert main(args) == code
     said = capsys.readouterr().err
     assert says in said and said.startswith("headrace: ") and said.count("\n") == 1
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"headrace {headrace.__version__}\n"
 
 
 def test_every_command_has_help() -> None:
