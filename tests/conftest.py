@@ -25,13 +25,13 @@ Connect = Callable[..., Awaitable[Bus]]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A test that hangs says where it waits."""
+    """Reports where a hanging test waits."""
     watchdog.register(config)
 
 
 @pytest.fixture(autouse=True)
 def failures_of_actors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Print the error that an actor fails with: without a supervisor nothing else says why its test waits."""
+    """Print the error with which an actor fails: without a supervisor nothing else reports why its test waits."""
     fail = Actor.fail
 
     def printed(actor: Actor, error: BaseException) -> None:

@@ -164,7 +164,7 @@ async def test_a_dead_letter_of_a_request_counts_as_a_failure(connect: Connect) 
 
 
 async def test_a_successor_goes_on_where_the_killed_one_was(connect: Connect) -> None:
-    """Killed without any goodbye, twice; in between its counterpart works on."""
+    """The curriculum is killed twice without a shutdown; its counterpart continues in between."""
     run = new_run()
     async with world(connect, run) as other:
         other.train = True
@@ -194,7 +194,7 @@ async def test_a_successor_goes_on_where_the_killed_one_was(connect: Connect) ->
 
 
 def kill(actor: Curriculum) -> None:
-    """As kill -9 would: its tasks end where they stand, nothing is told to anybody."""
+    """Like kill -9: the tasks end at once, and nothing is published."""
     for task in list(actor._tasks):
         task.cancel()
 
@@ -205,7 +205,7 @@ async def test_a_zombie_is_refused_at_its_first_write(connect: Connect) -> None:
         old = Curriculum(config(steps=4), await connect("curriculum"), run, "c-old")
         await old.start()
         asked = [await other.next_request() for _ in range(8)]
-        kill(old)  # stopped, not dead: its state is as it was
+        kill(old)  # stopped, not dead: its state is unchanged
         async with living(Curriculum, config(steps=4), await connect("curriculum"), run, "c-new"):
             before = await ledger(other.bus, run)
             again = [issued for issued in before if issued.group == "g000000" and issued.slot == 0]
@@ -228,7 +228,7 @@ async def test_a_zombie_that_wakes_up_stands_down_and_says_so(connect: Connect) 
         async with living(Curriculum, config(steps=4), await connect("curriculum"), run, "c-old") as old:
             asked = [await other.next_request() for _ in range(8)]
             async with living(Curriculum, config(steps=4), await connect("curriculum"), run, "c-new"):
-                # Both hear of it, and both want to issue the slot again.
+                # Both read the failure, and both try to issue the slot again.
                 await other.fail(asked[0], "sandbox_lost")
                 again = await other.request_for(asked[0].group, asked[0].slot, 1)
                 assert again.attempt == 1
@@ -260,7 +260,7 @@ async def test_evaluations_are_asked_for_once_and_end_the_run(connect: Connect) 
             ("heldout_after_t1", 1, 1.0),
             ("heldout_after_greedy", 1, 0.0),
         ]
-        # Restarted before the answers are there: it does not ask again, and ends when they come.
+        # Restarted before the answers exist: it does not request again, and ends when they arrive.
         async with living(Curriculum, config(steps=1, before=8, after=8), await connect("curriculum"), run):
             for ask in asked:
                 result = EvalResult(
@@ -289,7 +289,7 @@ async def test_an_operator_changes_the_bound_and_the_audit_reads_it_from_the_str
         assert await staleness.change(operator, run, 3) == 0
         held += [await other.next_request() for _ in range(8)]
         kill(first)
-        # A successor with another configuration: what the streams say counts, and nothing is obeyed twice.
+        # A successor with another configuration: the streams decide, and no request is carried out twice.
         async with living(Curriculum, config(steps, staleness=0), await connect("curriculum"), run, "c-2"):
             for request in held:
                 await other.solve(request)
@@ -348,4 +348,4 @@ async def test_a_run_ends_only_when_its_last_version_is_on_the_wire(connect: Con
 
 
 async def no_version(_: int) -> None:
-    """The sender is slow today."""
+    """A sender that publishes versions slowly."""

@@ -60,13 +60,13 @@ async def letter(bus: Bus, group: str) -> DeadLetter:
 
 
 async def soon(what: Awaitable[T]) -> T:
-    """Wait, but not for ever."""
+    """Wait with a time limit."""
     async with asyncio.timeout(PATIENCE_S):
         return await what
 
 
 async def empty(bus: Bus, seq: int) -> bool:
-    """Whether the work queue has forgotten a message."""
+    """Whether the work queue has removed a message."""
     try:
         await bus.get("HR_TASK", seq)
     except MessageGone:
@@ -125,7 +125,7 @@ async def test_an_actor_that_was_down_finds_the_notice_later(connect: Connect) -
 
 
 class Killed(DeadLetterActor):
-    """Dies with the notice in its hand."""
+    """Dies after it received the notice and before it handled it."""
 
     took: asyncio.Event
 
@@ -152,7 +152,8 @@ async def test_the_next_actor_writes_what_a_killed_one_held(connect: Connect) ->
 
 
 async def test_a_message_that_ran_out_of_deliveries_leaves_the_queue(connect: Connect) -> None:
-    """Nobody rejected it: its consumer died. Only the broker reports it, and would keep the message without end."""
+    """No consumer rejected the message: its consumer died. Only the broker reports it, and would keep the message for
+    ever."""
     admin = await connect()
     seq = await ask(admin, "g000003")
     bus = await connect("rollout")

@@ -1,6 +1,6 @@
 """Eight slots of a scripted policy through rollout, environment and judge, each in a process of its own.
 
-The figure that it prints is what the path costs beside engine and sandbox: CPU of the three actor processes and of the
+The printed figure is the cost of the path without engine and sandbox: CPU of the three actor processes and of the
 broker per episode, judge included. It is reported, and only its order of magnitude is asserted.
 """
 
@@ -93,7 +93,7 @@ async def group_of_scores(bus: Bus, run: str, policy: str, group: str, task: str
 
 
 async def started(bus: Bus, run: str) -> None:
-    """Every actor said that it runs."""
+    """Every actor published that it runs."""
     names: set[str] = set()
     async for received in bus.follow("HR_EVENT", EVENT.where(run=run, type="event")):
         if received.message.kind == "started":

@@ -1,4 +1,4 @@
-"""The evaluator over a real broker: every task once, infrastructure apart, and a successor that goes on."""
+"""The evaluator over a real broker: every task once, infrastructure failures apart, and a successor that continues."""
 
 import asyncio
 import contextlib
@@ -101,7 +101,7 @@ async def test_our_own_failures_are_tried_again_and_never_count_against_the_poli
 
 
 async def lose(other: FakeWorkers, request: RolloutRequest) -> None:
-    """Nobody could fill it: a dead letter is all that is left."""
+    """No actor could fill the slot: only a dead letter is left."""
     letter = r.letter(f"{other.run}.{request.trajectory}")
     await other.bus.publish(DLQ.at(stream="hr_task", consumer="rollout"), letter)
 
@@ -127,7 +127,7 @@ async def test_a_successor_asks_again_for_what_is_open_and_counts_what_is_done(c
             result = await answer(other.bus, other.run)
         assert (result.tasks, result.passed, result.infra_failures) == (10, 7, 0)
         assert len(await issued(other.bus, other.run)) == 11
-        # A third one has nothing left to do, and does not answer twice.
+        # A third evaluator has nothing to do, and does not answer twice.
         async with living(Evaluator, Config(), await connect("evaluator"), other.run, "e-3") as third:
             assert (third.open, third._asked) == ({}, {})
         where = EVENT.where(run=other.run, actor="evaluator", type="eval_result")

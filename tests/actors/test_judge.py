@@ -1,4 +1,4 @@
-"""The judge over a real broker and real sandboxes: what passes, what does not, and what happens when a sandbox dies."""
+"""The judge over a real broker and real sandboxes: verdicts on good and bad attempts, and the loss of a sandbox."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -143,7 +143,7 @@ async def test_our_own_failure_is_no_verdict(
 async def test_a_severity_of_a_rule_that_does_not_exist_is_told(
     connect: Connect, tmp_path: Path, observer: Bus
 ) -> None:
-    """Before, a misspelt rule kept its severity in silence."""
+    """Before, a misspelt rule kept its severity without an error."""
     severities = JudgeSection(severities={"mispelt": "zero", "machine_touched": "note"})
     async with living(Judge, config(tmp_path, judge=severities), await connect("judge"), "j6"):
         where = EVENT.where(run="j6", actor="judge", type="event")
@@ -191,7 +191,7 @@ if len(_seen.read_text()) > 1:
 async def test_some_verdicts_are_made_again_alone_and_two_that_differ_are_said(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus
 ) -> None:
-    # What reaches across sandboxes needs a hole; under the process backend the host's files are one.
+    # An attack on another sandbox needs a leak; in the process backend the host's files are one.
     spy = MEETS_ITS_SIBLINGS.replace(b"{mark}", str(tmp_path / "mark").encode())
     section = JudgeSection(again=1.0)
     async with living(Judge, config(tmp_path, judge=section), await connect("judge"), "j8"):

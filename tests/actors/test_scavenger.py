@@ -1,4 +1,4 @@
-"""The scavenger lends after a quiet while and takes back at once, over a real broker."""
+"""The scavenger lends capacity after a time without traffic and reclaims it at once, over a real broker."""
 
 import asyncio
 import time
@@ -67,7 +67,7 @@ async def test_a_successor_takes_back_what_was_lent(connect: Connect) -> None:
 
 
 class Told:
-    """A scavenger that is told traffic and whose leases are read, without waiting for anybody."""
+    """A scavenger that gets traffic from the test, and whose leases the test reads."""
 
     def __init__(self, config: Config, bus: Bus) -> None:
         self.actor = Scavenger(config, bus, "r1", "scavenger-3")

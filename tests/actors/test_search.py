@@ -1,4 +1,5 @@
-"""The search actor over a real broker: answers by words while vectors are missing, then by both, and says which."""
+"""The search actor over a real broker: answers by words while vectors are missing, then by both, and the reply names
+the mode."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -47,7 +48,7 @@ TASK = Task(
 
 
 class Files:
-    """A sandbox that is a dictionary, and counts what is pulled out of it."""
+    """A sandbox over a dictionary that counts the pulled files."""
 
     def __init__(self) -> None:
         self.files = dict(FILES)

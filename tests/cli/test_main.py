@@ -1,4 +1,4 @@
-"""The command line: one sentence and an exit code for whatever goes wrong."""
+"""The command line: one sentence and an exit code for every error."""
 
 import argparse
 import subprocess

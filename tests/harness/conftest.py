@@ -1,4 +1,4 @@
-"""Fixtures that the harness tests share: a renderer, a sampler that plays a script of token ids, a request."""
+"""Fixtures that the harness tests share: a renderer, an engine with given token ids, a request."""
 
 from collections.abc import Callable, Sequence
 

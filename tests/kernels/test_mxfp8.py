@@ -1,4 +1,5 @@
-"""Blocks of 32 with a power of two: exact scales, bounded error, really quantised, and nothing depends on company."""
+"""Blocks of 32 with a power of two: exact scales, bounded error, really quantised, and a row does not depend on other
+rows."""
 
 import pytest
 import torch

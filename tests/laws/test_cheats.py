@@ -1,4 +1,4 @@
-"""A pass means a repair: known ways around it, played out (benchmarks/cheats.py has the catalogue and its table)."""
+"""A pass means a repair: runs the known cheats (benchmarks/cheats.py has the catalogue and its table)."""
 
 from collections.abc import AsyncIterator
 from typing import Any

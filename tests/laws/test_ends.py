@@ -101,7 +101,7 @@ class Product:
         )
 
     async def ask(self, http: aiohttp.ClientSession, number: int) -> None:
-        """One request, to its end."""
+        """Send one request and wait for its end."""
         kind = number % 12
         good = {"user": f"user{number % 5}", "suite": "generated/heldout", "task": str(number % 40)}
         if kind == 5:

@@ -81,7 +81,7 @@ def test_the_previous_version_is_read_as_todays(renamed: Any) -> None:
 
 @pytest.mark.anyio
 async def test_a_record_of_the_previous_version_is_read_from_its_stream(connect: Connect, renamed: Any) -> None:
-    """Written by who was not replaced yet, beside one of today: the same reader takes both, in their order."""
+    """A record of an actor that is not upgraded yet, next to a current one: the same reader reads both, in order."""
     bus = await connect("admin")
     where = EVENT.at(run="versions", actor="trainer", type="event")
     await bus.publish_raw(where, msgpack.encode(Before(who="old", took=0.25)), {"Hr-Type": "renamed_in_test/1"})

@@ -1,4 +1,4 @@
-"""Models people have, against transformers: logits of random tiny ones of each architecture and rope scaling."""
+"""Published model families against transformers: logits of random tiny models of each architecture and rope scaling."""
 
 import json
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ def made(config: PolicyConfig) -> Model:
 
 
 def theirs(kind: str, fields: Mapping[str, Any]) -> Any:
-    """A random model of theirs whose norms and corrections matter."""
+    """A random model of transformers whose norms and corrections affect the logits."""
     torch.manual_seed(3)
     kinds: dict[str, Any] = {
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),

@@ -188,7 +188,7 @@ def closing(streams: Streams, group: str) -> int:
 
 
 def lose_a_slot(streams: Streams) -> None:
-    """The closing of a trained group forgets one of its slots, and everybody believes it."""
+    """The closing of a trained group lacks one of its slots, and all later records agree with it."""
     at = closing(streams, "g000000")
     closed = streams.scores[at][1]
     assert isinstance(closed, GroupClosed)
@@ -201,7 +201,7 @@ def lose_a_slot(streams: Streams) -> None:
 
 
 def train_twice(streams: Streams) -> None:
-    """A zombie takes a batch that was taken."""
+    """A superseded trainer takes a batch again."""
     manifest = streams.steps[0][1]
     done = streams.steps[1][1]
     assert isinstance(manifest, StepManifest)

@@ -1,4 +1,4 @@
-"""The same recorded run for another judge and for another trainer; the run itself sees neither."""
+"""Another judge and another trainer use a recorded run; the run itself does not change."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from tests.replay.conftest import Finished, Run
 
 @pytest.fixture(scope="module")
 def judged(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path, str]]:
-    """A copy of the run, judged again by one who likes what the first did not; the line that told of it."""
+    """A copy of the run that another judge has judged with opposite verdicts, and the command's line."""
     folder = tmp_path_factory.mktemp("judged") / finished.run
     shutil.copytree(finished.folder, folder, ignore=shutil.ignore_patterns("server.json"))
     server = uvloop.run(open_store(folder / "broker"))
@@ -95,7 +95,7 @@ def test_another_objective_and_another_judge_teach_something_else(
 
 
 def test_a_second_trainer_waits_for_the_other_judge(finished: Finished, opened: Server, tmp_path: Path) -> None:
-    """Both live behind the run: a batch is taken when its groups are judged again, and not before."""
+    """Both follow the run: a batch is taken when its groups are judged again, and not before."""
 
     async def same(made: Trajectory, old: Score) -> Score:
         return old
@@ -126,7 +126,7 @@ def test_a_second_trainer_waits_for_the_other_judge(finished: Finished, opened: 
 
 
 def test_a_second_trainer_follows_a_run_that_lives(finished: Finished, opened: Server, tmp_path: Path) -> None:
-    """History first, then what comes; here nothing comes, and it waits."""
+    """It reads the history first and then waits for new records; here none arrive."""
 
     async def body() -> list[bool]:
         async with await Bus.connect(opened.url, role="replay", credentials=opened.credentials) as bus:

@@ -49,7 +49,7 @@ class FakeWorkers:
         self._rollout.spawn(self._follow(), "closings")
 
     async def stop(self) -> None:
-        """Let go; what failed in here fails the test."""
+        """End the tasks; an error in one of them fails the test."""
         await self._rollout.shut(1)
         if self._rollout.failed.done():
             raise self._rollout.failed.result()
@@ -67,7 +67,7 @@ class FakeWorkers:
             self.requests.put_nowait(received.message)
 
     async def next_request(self) -> RolloutRequest:
-        """The next request that nobody answered."""
+        """The next unanswered request."""
         async with asyncio.timeout(PATIENCE_S):
             return await self.requests.get()
 
@@ -101,7 +101,7 @@ class FakeWorkers:
         await self.bus.publish(subject, score, msg_id=f"{self.run}.{seq}.j1")
 
     async def fail(self, request: RolloutRequest, reason: str) -> None:
-        """Our own parts failed an attempt."""
+        """Publish an infrastructure failure of an attempt."""
         failure = records.failed(request.group, request.slot, request.attempt, reason, lane=request.lane, run=self.run)
         where = FAIL.at(run=self.run, group=request.group)
         await self.bus.publish(where, failure, msg_id=f"{self.run}.{request.trajectory}.{reason}")

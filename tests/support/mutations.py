@@ -1,4 +1,5 @@
-"""One sample of every message type, made from its struct, and what a careless or hostile writer could make of it."""
+"""One sample of every message type, made from its struct, and mutations of it, as a faulty or hostile writer could
+publish them."""
 
 import math
 import random

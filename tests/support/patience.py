@@ -1,4 +1,4 @@
-"""How long a test waits for an event that it is sure of."""
+"""How long a test waits for an event that must happen."""
 
 PATIENCE_S = 240.0
 """Far above the longest wait that a loaded machine needs, also while another process builds the guest images, and below

@@ -103,6 +103,6 @@ class WeightRun:
 
 
 async def within(seconds: float, what: Any) -> Any:
-    """Wait, but not for ever: a hang is a failure with this line in it."""
+    """Wait with a time limit: a hang becomes a failure with this text."""
     async with asyncio.timeout(seconds):
         return await what

@@ -1,4 +1,4 @@
-"""Refusals, the alarm, and a policy that really collapses: seen, taken back, and the same after a restart."""
+"""Refusals, the alarm, and a policy that really collapses: detected, rolled back, and the same after a restart."""
 
 import math
 from pathlib import Path

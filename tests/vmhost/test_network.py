@@ -1,4 +1,4 @@
-"""The way out of a sandbox: what is on the list gets through, each request leaves a line, nothing else gets out."""
+"""Network access of a sandbox: listed destinations are reachable, each request is logged, all others are refused."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ BIG = 300_000
 
 
 class World(NamedTuple):
-    """A host, a server of our own outside, and what was said about requests."""
+    """A host, a server outside of it, and the logged requests."""
 
     host: Host
     port: int

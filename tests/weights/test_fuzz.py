@@ -1,6 +1,6 @@
 """Corruption of every kind on chunks, manifests, heads, bases and staged files is refused in words or harmless: never
 another state. Flipped, overwritten, dropped, repeated, truncated, spliced, swapped; reordered, doubled, from another
-version, for another base; under no signature, a stranger's, another message's, or one that was true before.
+version, for another base; without a signature, or with that of a stranger, of another message, or of an earlier record.
 
 The small number runs always; `make fuzz` asks for 10,000 by the environment variable HEADRACE_FUZZ.
 """
@@ -175,12 +175,12 @@ class Attack:
                 forged = msgspec.structs.replace(truth, signature=stolen, signer=PUBLISHER.public)
         assert isinstance(forged, WeightManifest | WeightHead)
         trust().check(forged)
-        # What is spliced in whole is true, only elsewhere: that is the place's to find out.
+        # A complete message that is inserted at another place has a valid signature: only its place shows the error.
         true = {canonical(message) for message in both}
         assert canonical(forged) in true, "a signature held for other words"
 
     def head(self, version: int) -> None:
-        """Heads that are damaged, and true ones at another place."""
+        """Damaged heads, and valid heads at another place."""
         payload, headers = encode(self.heads[version])
         other = encode(self.heads[3 - version])[0]
         if self.draw(2):

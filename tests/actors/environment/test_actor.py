@@ -65,7 +65,7 @@ def call(held: Acquired, op: ReadFile | WriteFiles | Exec, call_id: str = "c1") 
 
 @pytest.fixture
 async def client(connect: Connect) -> AsyncIterator[Bus]:
-    """A rollout's connection, beside a living environment actor."""
+    """A rollout's connection, while an environment actor runs."""
     async with living(Environment, CONFIG, await connect("environment", node="n1"), ANY_RUN):
         yield await connect("rollout")
 
@@ -131,7 +131,7 @@ async def test_acquires_of_one_key_at_the_same_time_share_one_sandbox(client: Bu
 
 
 async def test_who_asked_last_holds_it_however_long_it_took(client: Bus) -> None:
-    """As an asker does whose first answer was slow: it holds what the second says."""
+    """A caller whose first answer is slow asks twice; the second answer's sandbox is the one that it holds."""
     for slot in range(4):
         asked = [asyncio.create_task(take(client, wanted(f"g5{slot // 2}", slot))) for _ in range(3)]
         first, second, last = [await one for one in asked]

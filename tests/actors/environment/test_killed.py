@@ -68,7 +68,7 @@ def machines(process: subprocess.Popen[bytes]) -> list[int]:
 
 
 class SandboxUsers(FakeWorkers):
-    """Does about sandboxes what a rollout does: acquires, calls, and fails the slot when the sandbox is lost."""
+    """Uses sandboxes like a rollout actor: acquires, calls, and fails the slot when the sandbox is lost."""
 
     def __init__(self, bus: Bus, run: str, sandboxes: Sandboxes) -> None:
         super().__init__(bus, run, groups_per_step=PER_STEP, bound=BOUND)

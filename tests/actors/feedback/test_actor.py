@@ -126,7 +126,7 @@ async def test_a_restart_goes_on_and_the_audit_proves_the_books(product: Product
     assert (report.received, report.ends["trained"], report.ends["pending"]) == (4, 2, 2)
     whole, _ = await prove(admin, product.run)
     assert whole.feedback == report and whole.branches[product.branch].issued == 4
-    # A closing that no rating stands for is found.
+    # The audit finds a closing without a rating.
     extra = [r.message async for r in admin.history("HR_SCORE", subjects.CLOSE.where(run=product.branch))][-1]
     forged = msgspec.structs.replace(extra, group="ef56.000000000000")
     issued = [r.message async for r in admin.history("HR_LEDGER", subjects.LEDGER.where(run=product.branch))][-1]
@@ -151,7 +151,7 @@ async def test_consent_counts_again_when_a_batch_is_made(product: Product, conne
 
 
 async def test_a_candidate_goes_through_benchmark_shadow_and_canary(product: Product, connect: Connect) -> None:
-    """Killed in the middle: the stage and its counts are kept."""
+    """The actor is killed during a stage: the stage and its counts are kept."""
     rules = GateSection(tasks=20, trials=2, shadow=2, canary=(0.25,), sessions=3)
     config = settings(product.folder, rules, batch=50, user_cap=0)
     candidate = PolicyRef("pinned", 1, run=product.branch)
@@ -182,7 +182,7 @@ async def test_a_candidate_goes_through_benchmark_shadow_and_canary(product: Pro
             assert (done.treated.sessions, done.control.sessions) == (3, 2)
             while actor.promoted is None or actor.promoted.policy != candidate:
                 await asyncio.sleep(0.01)
-        # The receiver of the branch keeps what is promoted: it reads its own run's events alone.
+        # The receiver of the branch keeps the promoted version, although it reads only its own run's events.
         told = await product.event(lambda message: isinstance(message, Promotion), run=product.branch)
         assert (told.run, told.version) == (product.branch, 1)
 
@@ -216,7 +216,7 @@ async def answer(product: Product, request: EvalRequest, passed: int) -> None:
 async def test_an_operators_promotion_reaches_new_sessions_and_ends_the_candidate(
     product: Product, connect: Connect
 ) -> None:
-    """Also the one of an earlier version; one that was never published is refused."""
+    """A promotion of an earlier version is accepted too; one of a version that was never published is refused."""
     config = settings(product.folder, GateSection(canary=(0.25,)))
     candidate = PolicyRef("pinned", 1, run=product.branch)
     async with asyncio.timeout(120):

@@ -1,4 +1,4 @@
-"""`headrace up` with a branch, as real processes: a thumb over HTTP becomes a version that passes the gate."""
+"""`headrace up` with a branch, as real processes: a rating over HTTP leads to a version that passes the gate."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ class Client:
             await asyncio.sleep(0.1)
 
     async def rated(self) -> None:
-        """One session from its request to its thumb."""
+        """One session from its request to its rating."""
         self.sessions += 1
         asked = {"user": f"user{self.sessions}", "suite": "sums", "task": "1"}
         where = f"/v1/sessions/{(await self.call('POST', '/v1/sessions', asked))['session']}"
@@ -108,7 +108,7 @@ async def test_ratings_of_a_product_become_a_promoted_version_and_the_books_bala
             if isinstance(received.message, StepDone):
                 break
         gateway = next(process for process in started.family() if "gateway" in process.actors)
-        os.kill(gateway.pid, signal.SIGKILL)  # the feedback actor too: it goes on where the streams say it is
+        os.kill(gateway.pid, signal.SIGKILL)  # the feedback actor too: it continues from the position in the streams
         verdicts = asyncio.create_task(stages(bus, run))
         while not verdicts.done():
             await client.rated()

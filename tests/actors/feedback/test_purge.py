@@ -61,7 +61,7 @@ async def test_a_purged_user_is_in_the_books_and_nowhere_else(
         forged = msgspec.structs.replace(answer, statement=answer.statement.replace('"ratings":2', '"ratings":1'))
         assert "signature" in (await verified(forged, product, server, tmp_path))["wrong"][0]
 
-        await product.rate(await product.session(BASE, "gone99"))  # the user comes back, and is never trained on
+        await product.rate(await product.session(BASE, "gone99"))  # a later session: it is never trained on
         await product.rate(await product.session(BASE, "stays"))
         while actor.book.ends({product.branch: actor.branch.state})["opted_out"] < 1:
             await asyncio.sleep(0.01)

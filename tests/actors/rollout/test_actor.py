@@ -1,4 +1,4 @@
-"""The rollout actor over a real broker and real sandboxes: what it publishes, and what survives whom."""
+"""The rollout actor over a real broker and real sandboxes: its records, and what remains after each part is killed."""
 
 import asyncio
 import os
@@ -307,7 +307,7 @@ async def test_a_microvm_that_is_killed_fails_the_slot_and_not_the_policy(
         living(Rollout, config(tmp_path), await connect("rollout"), "a10", "roll"),
     ):
         await issue(observer, request("a10", "g1", suite=GATED))
-        # Something ran in the guest, and the visible test waits there for a gate that will never come.
+        # A test ran in the guest, and the visible test waits for a gate file that is never made.
         await first(observer, "HR_EVENT", EVENT.at(run="a10", actor="environment", type="tool_log"), ToolLog)
         for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
             if Path(f"/proc/{pid}/comm").read_text().startswith("qemu"):
@@ -332,7 +332,7 @@ async def test_a_tree_that_is_too_large_to_pull_fails_the_slot_and_is_no_empty_d
 async def test_a_candidate_that_fills_its_workspace_gets_an_outcome(
     connect: Connect, environment: Environment, tmp_path: Path, observer: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As infrastructure it would let a policy remove its failures from the baseline."""
+    """If this counted as infrastructure, a policy could remove its failures from the baseline."""
     suite = open_suite("generated/train")
     size = {id: sum(map(len, suite.task(id).files.values())) for id in suite.ids()[:20]}
     solved = {id: sum(map(len, (suite.task(id).files | suite.oracle(id).solution).values())) for id in suite.ids()[:20]}

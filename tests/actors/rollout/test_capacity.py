@@ -41,7 +41,7 @@ async def test_a_request_that_waits_for_room_lets_the_holder_of_that_room_pass(
             await issue(observer, request("capacity", "g1", suite=GATED))
             await first(observer, "HR_TURN", TURN.at(run="capacity", trajectory="g1-0-0"), TurnSampled)
             await issue(observer, request("capacity", "g2", policy="idle"))
-        # g1 went back behind g2, and the only machine is still its own.
+        # g1 was handed back behind g2, and still holds the only machine.
         (tmp_path / "gate").touch()
         async with living(Rollout, narrow, await connect("rollout"), "capacity", "heir"):
             async with asyncio.timeout(PATIENCE_S):
@@ -97,7 +97,8 @@ async def test_a_request_without_room_goes_round_the_queue_ever_more_slowly(
 async def test_a_request_that_never_gets_a_sandbox_fails_with_what_to_do(
     connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: bool
 ) -> None:
-    """Waits add up over hand-overs. A full node is no missing one: it ends by the longer wait alone."""
+    """Waits add up over hand-overs. A full node does not count as a missing node, so only the longer wait ends the
+    attempt."""
     monkeypatch.setattr(episode, "CAPACITY_WAIT_S", 0.1)
     run = f"never{int(node)}"
     observer = await connect("admin")

@@ -65,7 +65,7 @@ class Client:
         self.session = ""
 
     async def turn(self, **changes: Any) -> dict[str, Any]:
-        """Ask for a turn and take it into the history."""
+        """Request a turn and append it to the history."""
         body = {"model": "latest", "messages": self.messages, "tools": [{"type": "function", "function": TOOL}]}
         async with self.http.post(f"{self.url}/v1/chat/completions", json=body | changes) as answer:
             reply: dict[str, Any] = await answer.json()
@@ -143,13 +143,13 @@ async def test_a_session_is_sampled_recorded_and_rated(
         first["usage"][key] for key in ("prompt_tokens", "completion_tokens")
     )
 
-    # What a client sends becomes no control token: those of the prompt are the template's own.
+    # Text of a client never becomes a control token: those in the prompt come from the template.
     tokenizer = Tokenizer.parse(tokenizer_json())
     prompt = [int(id) for id in end.turns[0].prompt_ids.tolist()]
     assert prompt.count(tokenizer.tags["<|im_start|>"]) == 2 and prompt.count(tokenizer.tags["<|im_end|>"]) == 1
     assert HOSTILE in tokenizer.decode(prompt)
 
-    # The record holds the sampler's own numbers: scoring it again gives the same bits.
+    # The record holds the sampler's numbers: scoring it again gives the same bits.
     spans: list[Span] = [span for turn in end.turns for span in turn.spans]
     targets: list[int] = []
     logprobs: list[float] = []

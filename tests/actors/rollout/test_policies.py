@@ -165,7 +165,7 @@ async def test_the_train_lane_waits_for_the_version_that_its_requests_ask_for(
     state = await (await connect("curriculum")).kv("HR_STATE")
     async with living(Rollout, config(tmp_path), await connect("rollout", node="here"), "b2", "roll") as actor:
         await first(observer, "HR_EVENT", EVENT.where(run="b2", type="weights_swapped"), swapped(0))
-        # One that slips through before the lane closes is held, not sampled.
+        # A request that arrives just before the lane closes is held and not sampled.
         await issue(observer, "b2", "early", min_version=1)
         while not actor._running:
             await asyncio.sleep(0.01)
@@ -192,7 +192,7 @@ async def test_a_pinned_version_serves_beside_the_latest(
         await issue(observer, "b3", "latest")
         ends = await asyncio.gather(end_of(observer, "b3", "pinned"), end_of(observer, "b3", "latest"))
         assert [end.oldest_version for end in ends] == [0, 2]
-        # A version that is staged only now is waited for.
+        # The request waits for a version that is staged only now.
         await issue(observer, "b3", "rebuilt", policy=PolicyRef(kind="pinned", version=1))
         await stage(observer, "b3", "here", 1, *versions[1])
         assert (await end_of(observer, "b3", "rebuilt")).oldest_version == 1
@@ -214,7 +214,7 @@ async def test_a_pin_that_this_node_never_gets_fails_its_slot_with_the_reason(
         async with asyncio.timeout(PATIENCE_S):
             while owner._pins:
                 await asyncio.sleep(0.01)
-        await owner._unpinning  # an engine that never had the version has nothing to let go
+        await owner._unpinning  # an engine that never had the version has nothing to release
 
 
 @pytest.mark.parametrize("of", ["", "elsewhere"])

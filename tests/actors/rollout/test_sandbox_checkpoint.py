@@ -1,4 +1,4 @@
-"""A sandbox that was kept: an attempt goes on in a copy that holds what its calls would not make again."""
+"""Checkpoints of a sandbox: an attempt continues in a copy with the state that repeated calls would not give."""
 
 import asyncio
 import os
@@ -62,7 +62,7 @@ def says(command: str) -> list[Call]:
 
 
 class Script(ScriptedEngine):
-    """Turns by hand; before turn `gate` it says that it is there and waits."""
+    """An engine with given turns; before turn `gate` it sets an event and waits."""
 
     def __init__(self, renderer: TerseRenderer, gate: int) -> None:
         super().__init__([says(SECRET), says("cat secret.txt"), says(LOOK), says(LOOK), [("finish", {})]], renderer)
@@ -95,7 +95,7 @@ def request(run: str, **changes: Any) -> RolloutRequest:
 
 
 def episode(bus: Bus, wanted: RolloutRequest, told: Told, every: int = 2) -> Episode:
-    """On a set of sandboxes of its own, as in a process of its own."""
+    """A rollout actor with its own `Sandboxes`, as in a separate process."""
     schedule = CheckpointSchedule(every, told)
     return Episode(
         wanted,
@@ -125,7 +125,8 @@ async def environment(connect: Connect) -> AsyncIterator[Environment]:
 async def test_an_attempt_goes_on_in_a_copy_of_its_sandbox(
     connect: Connect, environment: Environment, renderer: TerseRenderer, another: bool
 ) -> None:
-    """The machine dies behind turn 2; turn 1 was kept. `another`: with its rollout, so that an heir goes on."""
+    """The machine dies after turn 2; the checkpoint is of turn 1. `another`: its rollout dies too, and another one
+    continues."""
     bus, told, wanted = await connect("rollout"), Told(), request(f"kept{int(another)}")
     first = episode(bus, wanted, told)
     engine = Script(renderer, gate=3)

@@ -1,4 +1,4 @@
-"""The turn log on a real broker: what a successor finds, and that only one of two holders can write."""
+"""The turn log on a real broker: a successor reads all turns, and only one of two holders can write."""
 
 import pytest
 

@@ -217,7 +217,7 @@ COLLAPSING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 async def test_a_rollback_is_a_record_that_replays_and_survives_a_kill(connect: Connect, tmp_path: Path) -> None:
-    """A policy that runs away from its samples: the guard takes it back, and so does a replay, bit for bit."""
+    """A policy that diverges from its samples: the guard rolls it back, and so does a replay, bit for bit."""
     feeder = RunFeeder(await connect(), new_run(), tmp_path)
     setting = config(tmp_path, **COLLAPSING)
     taken: StepFailed | None = None
@@ -248,7 +248,7 @@ async def test_a_rollback_is_a_record_that_replays_and_survives_a_kill(connect: 
 
 
 class Raising(Trainer):
-    """A step that breaks in its first lines, once."""
+    """A step that raises at its start, once."""
 
     async def _in_thread(self, work: Any) -> Any:
         if self.status == "step 1" and not hasattr(self, "raised"):

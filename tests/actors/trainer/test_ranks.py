@@ -36,7 +36,7 @@ def several(folder: Path, count: int, **trainer: Any) -> Config:
 
 
 async def alone(server: Server, folder: Path, steps: int, count: int = 1) -> list[str]:
-    """Hashes of versions 0 to `steps` by one process, or by ranks that nobody disturbs."""
+    """Hashes of versions 0 to `steps` by one process, or by ranks that are not killed."""
     async with (
         await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
         await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
@@ -147,7 +147,7 @@ async def test_more_ranks_and_owned_experts(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 async def test_resumed_with_fewer_and_fewer_ranks(connect: Connect, server: Server, tmp_path: Path) -> None:
-    """4, then 2, then 1: the checkpoint does not tell how many wrote it, so not even a new incarnation is needed."""
+    """4, then 2, then 1: the checkpoint does not depend on the number of ranks, so no new incarnation is needed."""
     (tmp_path / "one").mkdir()
     want = await alone(server, tmp_path / "one", 6)
     feeder = RunFeeder(await connect(), new_run(), tmp_path)
@@ -163,7 +163,7 @@ async def test_resumed_with_fewer_and_fewer_ranks(connect: Connect, server: Serv
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_a_random_rank_is_killed_twenty_times(connect: Connect, server: Server, tmp_path: Path) -> None:
-    """At a random moment of a step, or between two: the same bits as a run that nobody disturbed."""
+    """Killed at a random moment of a step or between two: the same bits as an undisturbed run."""
     trials, draw = 20, random.Random(18)
     (tmp_path / "one").mkdir()
     want = await alone(server, tmp_path / "one", trials, 4)

@@ -1,4 +1,5 @@
-"""A trainer that dies anywhere, or sleeps while another takes over: the same bits, and no zombie is believed."""
+"""A trainer that dies at any point, or is stopped while another takes over: the same bits, and the stopped one's
+records are ignored."""
 
 import asyncio
 import os
@@ -42,7 +43,7 @@ async def straight(server: Server, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 class Dying(Trainer):
-    """Stands still for good at one point of step 1 (0-based), which ends in a checkpoint."""
+    """Stops permanently at one point of step 1 (0-based), which ends in a checkpoint."""
 
     point = ""
 
@@ -174,7 +175,7 @@ async def test_what_a_zombie_writes_is_refused_whatever_it_is(connect: Connect, 
     await old.start()
     await feeder.batch(0)
     await feeder.version(1)
-    kill(old)  # its tasks are gone, its sequence is not
+    kill(old)  # its tasks have ended, its sequence stays
     async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run, "t-new"):
         await feeder.batch(1)
         await feeder.version(2)

@@ -1,4 +1,4 @@
-"""Old chains go by themselves as full snapshots are laid; nobody who joins, and nothing that is pinned, misses them."""
+"""Old chains are removed after full snapshots; a receiver that joins and a pinned version lose nothing."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Collector(Trainer):
-    """The trainer's collecting alone."""
+    """The trainer's garbage collection alone."""
 
     async def start(self) -> None:
         self.spawn(self._forget_weights(), "old weights")

@@ -64,7 +64,7 @@ async def test_kill_9_in_the_middle_of_a_version_shows_nothing_and_loses_nothing
         await within(PATIENCE_S, first(run, f"hr.weights.{run.id}.0.0.*"))
         child.kill()
         await child.wait()
-    # On a starved machine the kill may come after the head; then the version is whole. In part it is never there.
+    # On a starved machine the kill may come after the head; then the version is complete. It is never there in part.
     assert {head.state_hash for head in await run.heads()} <= {run.hashes[0]}
     node = run.trainer.node
     async with actors(run, server) as child:

@@ -1,4 +1,5 @@
-"""The sender over a real broker: skips to the newest, survives at any point, and is refused when it slept."""
+"""The sender over a real broker: it skips to the newest version, survives a kill at any point, and is refused after a
+pause in which another one published."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Runs that share a broker have an account each: neither sees, writes, purges or consumes what is the other's."""
+"""Runs that share a broker have an account each: neither sees, writes, purges or consumes records of the other."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The broker of our own: it dies with its parent, and says in one sentence why it does not run."""
+"""The embedded broker: it dies with its parent, and its error says in one sentence why it does not run."""
 
 import asyncio
 import os

@@ -147,7 +147,7 @@ async def test_5_a_forbidden_publish_fails_at_once(connect: Connect) -> None:
 
 
 async def test_6_connect_is_bounded_also_when_nobody_speaks() -> None:
-    """A port that accepts and says nothing, as a stopped process does."""
+    """A port that accepts connections and sends nothing, like a stopped process."""
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
@@ -240,7 +240,7 @@ async def test_a_refused_api_call_has_its_numbers(connect: Connect) -> None:
 
 
 async def test_a_cancelled_task_ends_wherever_it_was(connect: Connect) -> None:
-    """nats-py swallows a cancellation that arrives while it flushes, and the task would go on for ever."""
+    """nats-py suppresses a cancellation that arrives while it flushes, and the task would run for ever."""
     bus = await connect()
 
     async def read() -> None:

@@ -92,7 +92,7 @@ async def test_too_many_failures_end_the_process_with_a_code(server: Server, con
 async def test_parts_that_a_failed_start_never_made_are_no_failures_of_their_own(
     server: Server, connect: Connect
 ) -> None:
-    """They hid the reason behind "object has no attribute"."""
+    """Before, "object has no attribute" replaced the reason."""
     run = f"r{token_hex(4)}"
     life = supervisor(server, run, restarts=1)
     async with asyncio.timeout(PATIENCE_S):

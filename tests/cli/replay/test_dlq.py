@@ -1,4 +1,4 @@
-"""Dead letters in a person's hands: listed, shown, sent again, settled; on a run that lives and on one that is over."""
+"""An operator's commands for dead letters: list, show, send again, settle; on an active run and on a finished one."""
 
 import asyncio
 import json
@@ -76,7 +76,7 @@ async def _fill(config: Config, server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The folder of a run with three letters, which names itself in their commands, and a copy of it as it was then."""
+    """The folder of a run with three letters, whose commands name that folder, and a copy of its original state."""
     folder = tmp_path_factory.mktemp("dlq") / records.RUN
     config = parse(f'[run]\ndir = "{folder.parent}"')
     server = uvloop.run(Server(folder / "broker").start())
@@ -91,7 +91,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def place(filled: tuple[Path, Path]) -> Iterator[Place]:
-    """The run as it was filled: no test sees what another one settled."""
+    """The run in its original state, so that no test sees the decisions of another one."""
     folder, copy = filled
     shutil.rmtree(folder)
     shutil.copytree(copy, folder)

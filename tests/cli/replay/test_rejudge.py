@@ -1,4 +1,4 @@
-"""`headrace rejudge`: the judge of today on the trajectories of then, in real sandboxes."""
+"""`headrace rejudge`: the current judge on recorded trajectories, in real sandboxes."""
 
 import json
 from pathlib import Path

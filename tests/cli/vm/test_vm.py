@@ -122,7 +122,7 @@ def test_a_shell_takes_what_is_typed() -> None:
 @pytest.mark.vm
 @pytest.mark.slow
 def test_ctrl_c_goes_to_the_job_and_the_second_ends_it() -> None:
-    """As a terminal sends it: to every process of the group. The machine must not hear it."""
+    """Ctrl-C as a terminal sends it, to every process of the group. The machine must not get the signal."""
     stubborn = "trap 'echo heard' INT; echo ready; while :; do sleep 0.1; done"
     words = [sys.executable, "-m", "headrace.cli", "vm", "run", "--set", CACHE, "--", "sh", "-c", stubborn]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as process:
@@ -137,7 +137,7 @@ def test_ctrl_c_goes_to_the_job_and_the_second_ends_it() -> None:
 @pytest.mark.vm
 @pytest.mark.slow
 def test_a_recipe_that_fails_leaves_the_one_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And nothing where there was none."""
+    """Without an entry it removes nothing."""
     for source in (*(ROOT / ".cache" / "headrace").glob("base-*"), ROOT / ".cache" / "headrace" / "probe.json"):
         (tmp_path / source.name).symlink_to(source)
     here = ["--set", f"environment.cache_dir={json.dumps(str(tmp_path))}", "--set", "environment.slots_per_vm=1"]

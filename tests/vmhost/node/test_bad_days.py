@@ -1,4 +1,4 @@
-"""Hosts on bad days: slots that die, names that are strange, output without bounds, many acquires, a full disk."""
+"""Failures of a host: slots that die, unusual names, unbounded output, many acquires, a full disk."""
 
 import asyncio
 import gc
@@ -129,7 +129,7 @@ def footprint() -> tuple[int, int, int]:
 
 
 def objects() -> int:
-    """What Python holds: of an acquire that was given back it must be nothing."""
+    """Objects that Python holds: a released acquire must leave none."""
     gc.collect()
     return len(gc.get_objects())
 

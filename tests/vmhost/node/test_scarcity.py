@@ -92,7 +92,7 @@ def test_a_machine_that_gets_no_memory_says_so_and_the_next_may() -> None:
 
 
 def test_a_burst_gets_what_fits_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it is asked for before the first machine has taken anything."""
+    """All memory is requested before the first machine has used any."""
     monkeypatch.setattr("headrace.vmhost.node.capacity.free_mb", lambda: RESERVE_MB + 2.5 * (224 + OVERHEAD_MB))
 
     async def body() -> None:
@@ -114,7 +114,7 @@ async def text(sandbox: VmSandbox, script: str) -> str:
 
 
 def test_a_sandbox_that_writes_without_end_fills_what_is_its_own() -> None:
-    """Files lie in memory: a full one may not take what its siblings need."""
+    """Files are in memory: a full sandbox must not use the memory that its siblings need."""
 
     async def body() -> None:
         host = await Host.open(Environment(backend="qemu", cache_dir=str(CACHE), warm=0))

@@ -1,4 +1,4 @@
-"""Clones of an image that had clones before begin with the image attached: nobody can tell, but for the cost."""
+"""Clones of an image that had clones before begin with the image attached: only the cost differs."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Real machines on bad days: killed, stalled, flooding, attacked; nothing is left over and only the culprit suffers."""
+"""Failures of real machines: killed, stalled, flooding, attacked; nothing is left over and only the faulty machine is
+lost."""
 
 import asyncio
 import os
@@ -173,7 +174,7 @@ async def test_a_machine_killed_in_a_call_is_lost_at_once_and_the_next_attempt_g
 
 
 async def test_a_machine_that_died_before_it_is_ended_is_still_counted(host: Host) -> None:
-    """Its death and our order to end it meet: who reaps it must be the one who reads its CPU time."""
+    """Its death and the host's kill coincide: the same code must reap the process and read its CPU time."""
     machine = clone_of(host, await host.acquire(ask()))
     os.kill(machine.pid, signal.SIGKILL)
     while Path(f"/proc/{machine.pid}/stat").read_text().rpartition(") ")[2][0] != "Z":  # the loop hears nothing yet

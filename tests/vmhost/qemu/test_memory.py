@@ -1,4 +1,4 @@
-"""The memory that clones share can't be written, and what runs them is nobody."""
+"""The memory that clones share cannot be written, and the QEMU processes run as an unprivileged user."""
 
 import asyncio
 import errno

@@ -1,4 +1,4 @@
-"""The store: what lies on it is what it was, and others' files are linked, not copied."""
+"""The store: its files never change, and files of other runs are linked and not copied."""
 
 from pathlib import Path
 
