@@ -19,7 +19,7 @@ CLIENTS := .cache/clients
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: release help setup debian demo demo-pretrained proof proof-pretrained test test-all test-clients test-sglang test-kernels fuzz chaos chaos-weights lint format docs clean web browser screenshots
+.PHONY: release help setup debian demo demo-pretrained proof proof-pretrained test test-all test-clients test-sglang test-kernels fuzz chaos chaos-weights lint format docs clean web browser screenshots own
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -116,6 +116,9 @@ fuzz: setup ## check that none of 10,000 corrupted weight chunks, manifests, hea
 ROUNDS ?= 200
 chaos: setup ## faults in every process of a run, then kill -9 of `headrace up` itself; one JSON line (40 minutes at most)
 	$(BIN)/python -m benchmarks.chaos
+
+own: setup ## examples/own on two hosts in network namespaces: launched, used, audited, exported (root, sshd, containers; minutes)
+	$(BIN)/pytest -m slow tests/launch/cluster/test_own.py
 
 chaos-weights: setup ## kill or stop sender, receiver and broker at every stage of a version, 200 times
 	$(BIN)/python -m benchmarks.weight_chaos --rounds $(ROUNDS)

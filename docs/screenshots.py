@@ -15,9 +15,12 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
-VIEWS = ("overview", "groups", "trajectories", "ledger")
+VIEWS = (
+    *("overview", "actors", "groups", "trajectories", "behaviour"),
+    *("ledger", "letters", "regions", "feedback", "scavenger"),
+)
 READY = (
-    "return !!window.headrace && headrace.state.users !== null && document.querySelector('#view').innerText.length > 80"
+    "return !!window.headrace && headrace.state.users !== null && document.querySelector('#view').innerText.length > 20"
 )
 
 

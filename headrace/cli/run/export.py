@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.cli.arguments import add_elsewhere
 from headrace.cli.weights.session import add_version, declare
 from headrace.launch.output import say
 from headrace.launch.runs import RunError
@@ -24,6 +25,7 @@ def add(commands: "Commands") -> None:
     parser.add_argument("run", help="run id, path or 'latest'")
     parser.add_argument("dir", metavar="DIR", help="folder to write; must be new or empty")
     add_version(parser)
+    add_elsewhere(parser)
     parser.add_argument("--unsigned", action="store_true", help="accept versions without a signature")
 
 
@@ -40,17 +42,18 @@ async def export(chain: "Chain", args: argparse.Namespace) -> int:
     from headrace.weights.publishing import precision
 
     folder, target = chain.folder, Path(args.dir)
-    config = load(folder.config) if folder.config.is_file() else Config()
+    config = load(args.config) if args.config else load(folder.config) if folder.config.is_file() else Config()
     bundle = await renderer_bundles.fetch(chain.bus, folder.id)
     if bundle is None:
         raise RunError(f"run {folder.id} has no renderer bundle in HR_STATE: its trainer never started", 1)
     head = await report.commit_of(chain.bus, folder.id, args.version)
-    with tempfile.TemporaryDirectory(prefix="export-", dir=folder.path) as temporary:
+    place = folder.path if folder.path.is_dir() else None  # actors on other hosts leave no folder here
+    with tempfile.TemporaryDirectory(prefix="export-", dir=place) as temporary:
         weights = Path(temporary) / "weights"
         await chains.obtain(chain.bus, head, weights, lambda version, state_hash: None, trust=chain.trust)
         try:
             parts = Export(
-                config=hugging_face.read(folder.path / "checkpoints" / "policy"),
+                config=hugging_face.read(described(folder, config)),
                 # Weights in eight bits become bfloat16, which holds them exactly and every reader supports.
                 tensors=precision.restore(snapshot.read(weights)),
                 bundle=bundle,
@@ -61,6 +64,16 @@ async def export(chain: "Chain", args: argparse.Namespace) -> int:
             raise RunError(str(error)) from None
     say(f"version {head.version} of run {folder.id} in {target}: {shape.dtype}, state {head.state_hash}")
     return 0
+
+
+def described(folder: "RunDir", config: "Config") -> Path:
+    """The folder whose config.json has the policy's shape. RunError when this machine has none."""
+    own = folder.path / "checkpoints" / "policy"
+    if own.is_dir():
+        return own
+    if not config.policy.checkpoint:
+        raise RunError(f"there is no {own}: copy it from the host of the trainer")
+    return Path(config.policy.checkpoint)
 
 
 def card(folder: "RunDir", config: "Config", head: "WeightHead") -> str:

@@ -2,6 +2,8 @@
 
 import argparse
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.cli.arguments import add_run
@@ -49,14 +51,23 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 def execute(command: Command, args: argparse.Namespace, role: str) -> int:
     """Open the run and run the command. RunError, code 1, for a version that is missing or not trusted."""
     from headrace.launch import runs
-    from headrace.launch.session import bus_of, looped
+    from headrace.launch.session import bus_of, looped, run_of
     from headrace.weights.signing import Trust
     from headrace.weights.state import WeightError
 
     async def body() -> int:
-        folder = runs.find(args.run)
-        async with bus_of(folder, role) as bus:
-            section = load(folder.config).weights if folder.config.is_file() else Weights()
+        elsewhere = getattr(args, "config", "")
+        async with AsyncExitStack() as closing:
+            if elsewhere:
+                run = await closing.enter_async_context(run_of("", elsewhere, role))
+                if run.id != args.run:
+                    raise RunError(f"{elsewhere} is about run {run.id}, not {args.run}: name that one")
+                config = load(elsewhere)
+                folder, bus, section = RunDir(Path(config.run.dir) / run.id), run.bus, config.weights
+            else:
+                folder = runs.find(args.run)
+                bus = await closing.enter_async_context(bus_of(folder, role))
+                section = load(folder.config).weights if folder.config.is_file() else Weights()
             try:
                 trust = Trust.load(bus.credentials, section.publishers, unsigned=section.unsigned or args.unsigned)
                 return await command(Chain(bus, folder, section, trust), args)

@@ -68,11 +68,11 @@ def hosts(tmp_path: Path) -> Iterator[list[str]]:
             sh("ip", "-n", name, "link", "set", "lo", "up")
             config = tmp_path / f"sshd{number}"
             config.write_text(SERVER.format(address=address, folder=tmp_path))
-            # `ip netns exec` gives a mount namespace of its own; the other host's folder and the test's are hidden.
+            # In a mount namespace of its own the other host's folder is hidden. `ip netns exec` would hide /sys, too.
             hidden = f"mount -t tmpfs none {tmp_path / f'host{3 - number}'} && exec {SSHD} -D -e -f {config}"
             servers.append(
                 subprocess.Popen(
-                    ["ip", "netns", "exec", name, "sh", "-c", hidden],
+                    ["nsenter", f"--net=/run/netns/{name}", "unshare", "--mount", "sh", "-c", hidden],
                     stderr=subprocess.PIPE,
                     start_new_session=True,
                 )
