@@ -31,7 +31,7 @@ from headrace.bus.errors import BusError, WrongSequence
 from headrace.bus.runtime.actor import Actor
 from headrace.gateway import tls
 from headrace.gateway.agents.opening import open_agents
-from headrace.gateway.agents.store import Order
+from headrace.gateway.agents.store import GatewayParts, Order
 from headrace.gateway.endpoints import Endpoints
 from headrace.gateway.forgetting import Forgetting
 from headrace.gateway.http import HttpRefused, Listener, answer, read_json, wait_seconds
@@ -101,9 +101,9 @@ class Gateway(Actor):
         await self.clients.start()
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
         turns = Endpoints(self.clients, ApiKeys(key_file(self.config)))
-        own = (self.bus, self.config, self.run, self.keys, self.split, self.sessions, self._open)
-        signals = (turns.admit, self.ratings, self.follow_ups)
-        self.agents, routes = await open_agents(*own, self.event, self.spawn, *signals)
+        own = (self.bus, self.config, self.run, self.keys, self.split, self.sessions)
+        parts = GatewayParts(*own, self._open, self.event, self.spawn)
+        self.agents, routes = await open_agents(parts, turns.admit, self.ratings, self.follow_ups)
         self.spawn(forgetting.follow(), "the deny-list")
         self._listener = Listener(
             [

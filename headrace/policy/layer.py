@@ -91,12 +91,17 @@ class Layer(nn.Module):
         h = operators.rms_norm(x, self.mlp_norm, c.eps)
         if not self.sparse:
             return x + _mlp(h, self.gate_up, self.down, pad)
-        out, experts = moe.mixture(
-            h, self.router, self.gate_up, self.down, c.top_k, c.normalise_top_k, pad,
-            replay if chosen.experts is None else chosen.experts,
-            self.rule if chosen.experts is None else self.rule._replace(plausible=0.0),
-            getattr(self, "correction", None), self.function,
-        )  # fmt: skip
+        layer = moe.Mixture(
+            router=self.router,
+            gate_up=self.gate_up,
+            down=self.down,
+            k=c.top_k,
+            normalise=c.normalise_top_k,
+            rule=self.rule if chosen.experts is None else self.rule._replace(plausible=0.0),
+            correction=getattr(self, "correction", None),
+            function=self.function,
+        )
+        out, experts = moe.mixture(h, layer, pad, replay if chosen.experts is None else chosen.experts)
         chosen.experts = experts
         if c.shared_experts:
             out = out + _mlp(h, self.shared_gate_up, self.shared_down, pad)

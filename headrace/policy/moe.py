@@ -1,10 +1,10 @@
 """Mixture of experts: router and experts put together, and the recorded routes that a trainer replays.
 
-The arithmetic is in `kernels.operators`. Routes travel as small unsigned integers; here they
-become int64 with -1 for "no record", and a record that is missing where it is needed is an error, no silent default.
+The arithmetic is in `kernels.operators`. Messages hold routes as small unsigned integers; here they become int64 with
+-1 for "no record". A missing record that is needed is an error; there is no default.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,22 +25,37 @@ class ExpertFunction(Protocol):
         """x [N, D] through its experts [N, k], weighted by gates [N, k] -> [N, D]."""
 
 
-def mixture(
-    x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, k: int, normalise: bool, pad: int,
-    replay: Tensor | None = None, rule: Rule = SOFTMAX, correction: Tensor | None = None,
-    function: ExpertFunction = operators.experts,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+class Mixture(NamedTuple):
+    """The weights of one layer's experts, and how a token's experts are chosen and weighted."""
+
+    router: Tensor
+    """[E, D]"""
+    gate_up: Tensor
+    """[E, 2I, D]"""
+    down: Tensor
+    """[E, D, I]"""
+    k: int
+    """Experts of a token."""
+    normalise: bool
+    """Whether a token's gates are divided by their sum."""
+    rule: Rule = SOFTMAX
+    correction: Tensor | None = None
+    """float32 [E], see `kernels.route`."""
+    function: ExpertFunction = operators.experts
+
+
+def mixture(x: Tensor, of: Mixture, pad: int, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [N, D] through its k experts -> (out [N, D], experts int64 [N, k]).
 
     replay: selections int64 [N, k] instead of the live ones, -1 where there is none. pad 1 is ordinary mode.
-    correction float32 [E]: see `kernels.route`; sigmoid scores come from a float32 product, as DeepSeek computes them.
+    Sigmoid scores come from a float32 product, as DeepSeek computes them.
     """
-    if rule.sigmoid:
-        logits = operators.linear(x.float(), router.float(), pad)
+    if of.rule.sigmoid:
+        logits = operators.linear(x.float(), of.router.float(), pad)
     else:
-        logits = operators.linear(x, router, pad)
-    gates, experts = operators.route(logits, k, normalise, replay, rule, correction)
-    return function(x, gates, experts, gate_up, down, pad), experts
+        logits = operators.linear(x, of.router, pad)
+    gates, experts = operators.route(logits, of.k, of.normalise, replay, of.rule, of.correction)
+    return of.function(x, gates, experts, of.gate_up, of.down, pad), experts
 
 
 def widen(routed: Tensor, layers: int, k: int) -> Tensor:

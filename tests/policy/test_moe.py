@@ -48,7 +48,7 @@ def test_the_gradient_is_that_of_gather_and_renormalise() -> None:
         for shape in ((40, 12), (5, 12), (5, 16, 12), (5, 12, 8))
     )
     replay = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(40)])
-    out, _ = moe.mixture(x, router, gate_up, down, 2, True, 4, replay)
+    out, _ = moe.mixture(x, moe.Mixture(router, gate_up, down, 2, True), 4, replay)
     got = torch.autograd.grad(out.square().sum(), (x, router, gate_up, down))
 
     gates = torch.softmax(x @ router.T, -1).gather(1, replay)

@@ -26,14 +26,12 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
-from headrace.config import Production
 from headrace.gateway.agents.events import Events
 from headrace.gateway.agents.guard import Handler, guarded
 from headrace.gateway.agents.requests import AgentRefused, LaterFiles, NewAgent, NewRating, NewRun
 from headrace.gateway.agents.sets import AgentSets
-from headrace.gateway.agents.store import Agents
+from headrace.gateway.agents.store import Agents, GatewayParts
 from headrace.gateway.agents.views import agent_view, run_view
 from headrace.gateway.agents.webhooks import allowed
 from headrace.gateway.agents.workspace import files_of
@@ -54,20 +52,18 @@ class AgentEndpoints:
 
     def __init__(
         self,
+        parts: GatewayParts,
         agents: Agents,
         sets: AgentSets,
         events: Events,
         admit: Callable[[web.Request], ApiKey],
-        bus: Bus,
-        run: str,
-        production: Production,
         ratings: Ratings,
         follow_ups: FollowUps,
     ) -> None:
         """admit: returns the key of a request or raises HttpRefused."""
         self._agents, self._sets, self._events, self._admit = agents, sets, events, admit
-        self._bus, self._run, self._production, self._ratings = bus, run, production, ratings
-        self._follow_ups = follow_ups
+        self._bus, self._run, self._production = parts.bus, parts.run, parts.config.production
+        self._ratings, self._follow_ups = ratings, follow_ups
 
     def routes(self) -> list[web.RouteDef]:
         """The routes for an aiohttp application."""

@@ -12,16 +12,13 @@ from typing import Any
 
 import msgspec
 
-from headrace.bus.connection import Bus
 from headrace.bus.errors import BusTimeout, NoResponders
-from headrace.config import Config
 from headrace.gateway.agents.comparing import file_diffs, overlaps
 from headrace.gateway.agents.merging import Merged, merge
 from headrace.gateway.agents.requests import AgentRefused, NewAgent
-from headrace.gateway.agents.store import KEPT_BYTES, Agents, Member, idempotent_id
+from headrace.gateway.agents.store import KEPT_BYTES, Agents, GatewayParts, Member, idempotent_id
 from headrace.gateway.agents.views import agent_view, check_view, run_view
 from headrace.gateway.keys import ApiKey
-from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
 from headrace.messages.product import Agent, AgentSet, WorkspaceCommand, WorkspaceReport
 from headrace.messages.rollout import AttemptControl
@@ -34,8 +31,9 @@ Control = Callable[[AttemptControl], Awaitable[None]]
 class AgentSets:
     """All sets of agents of one run of headrace."""
 
-    def __init__(self, bus: Bus, config: Config, run: str, users: UserKeys, agents: Agents) -> None:
-        self._bus, self._config, self._run, self._users, self._agents = bus, config, run, users, agents
+    def __init__(self, parts: GatewayParts, agents: Agents) -> None:
+        self._bus, self._config, self._run, self._users = parts.bus, parts.config, parts.run, parts.users
+        self._agents = agents
         self._sets: dict[str, AgentSet] = {}
         self._making: dict[str, asyncio.Lock] = {}
         agents.check = self.check

@@ -51,6 +51,22 @@ Open = Callable[[Order], Awaitable[None]]
 """Opens a run as a session. BusError."""
 
 
+class GatewayParts(NamedTuple):
+    """The parts of a gateway that its agents API uses."""
+
+    bus: Bus
+    config: Config
+    run: str
+    users: UserKeys
+    split: Split
+    sessions: Sessions
+    open: Open
+    event: Callable[..., Awaitable[None]]
+    """Publishes an event."""
+    spawn: Callable[[Coroutine[Any, Any, Any], str], Any]
+    """Starts a task of the gateway."""
+
+
 class Member(NamedTuple):
     """The set of an agent, and the agent's share of the preparation."""
 
@@ -65,20 +81,11 @@ class Member(NamedTuple):
 class Agents:
     """All agents of one run of headrace."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        config: Config,
-        run: str,
-        users: UserKeys,
-        split: Split,
-        sessions: Sessions,
-        open: Open,
-        webhooks: Webhooks,
-        spawn: Callable[[Coroutine[Any, Any, Any], str], Any],
-    ) -> None:
-        self._bus, self._config, self._run, self._users, self._split = bus, config, run, users, split
-        self._sessions, self._open, self._webhooks, self._spawn = sessions, open, webhooks, spawn
+    def __init__(self, parts: GatewayParts) -> None:
+        self._bus, self._config, self._run, self._users = parts.bus, parts.config, parts.run, parts.users
+        self._split = parts.split
+        self._sessions, self._open, self._spawn = parts.sessions, parts.open, parts.spawn
+        self._webhooks = Webhooks(parts.event)
         self._agents: dict[str, Agent] = {}
         self._creating: set[str] = set()
         self._cancelling: set[str] = set()
