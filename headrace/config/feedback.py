@@ -29,8 +29,8 @@ class Feedback(Section, frozen=True, kw_only=True):
     """The most ratings of one user that count within `window_s`; 0 is no limit."""
     window_s: Duration = 86400.0
     followup_judge: bool = False
-    """The model of [judge] reads an agent's next prompt and says whether the work before was wrong; only for users who
-    allow training. Without it a rule for English words does."""
+    """The model of [judge] decides whether an agent's next prompt calls the earlier work wrong; only for users who
+    allow training. For other users, and without this key, a rule for English words decides."""
     settle_s: Seconds = 0.0
     """How long a provisional outcome waits for the final one of its session before a batch may contain it."""
     late_s: Duration = 86400.0

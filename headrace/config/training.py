@@ -20,7 +20,7 @@ from headrace.config.base import (
 )
 
 Sequence = Annotated[int, Meta(ge=2, le=1 << 24)]
-"""Tokens of a sequence: a first one, which is no target, and those that it predicts."""
+"""Number of tokens of a sequence; the first one is not a target."""
 
 
 class Data(Section, frozen=True, kw_only=True):
@@ -43,9 +43,9 @@ class Phase(Section, frozen=True, kw_only=True):
     start: Share
     """Share of `tokens` after which the phase begins."""
     sequence: Sequence
-    """As `mid_training.sequence`."""
+    """Replaces `mid_training.sequence` in this phase."""
     batch_tokens: Count = 0
-    """As `mid_training.batch_tokens`; 0 keeps that."""
+    """Replaces `mid_training.batch_tokens` in this phase; 0 keeps it."""
 
 
 class MidTraining(Section, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
-"""Forgets users whose data is purged: the gateway drops their sessions, and marks their later ratings.
+"""Removes purged users from a gateway: it drops their sessions, and marks their later ratings.
 
-A purge begins with an entry of the deny-list in HR_STATE. Every gateway follows the list, so a purge that an operator
-asks for by command reaches each of them.
+A purge begins with an entry of the deny-list in HR_STATE. Every gateway follows the list, so a purge by an operator's
+command reaches each of them.
 """
 
 import time
@@ -27,13 +27,13 @@ class Forgetting:
     def __init__(
         self, bus: Bus, run: str, tenant: str, keys: UserKeys, ratings: Ratings, drop: Callable[[str], Awaitable[None]]
     ) -> None:
-        """drop: removes what the gateway holds of a user, by hash."""
+        """drop: removes the gateway's data of a user, by the user's hash."""
         self._bus, self._run, self._tenant, self._keys = bus, run, tenant, keys
         self._ratings, self._drop = ratings, drop
         self._newest = 0
 
     async def recover(self) -> None:
-        """Read the list. The users in it are forgotten already: their purge emptied HR_SESSION."""
+        """Read the list. The users in it have no sessions left, because their purge deleted them from HR_SESSION."""
         values = await self._bus.kv("HR_STATE")
         for entry, revision in (await values.items(denied_key(self._run, "*"))).values():
             self._newest = max(self._newest, revision)
@@ -41,7 +41,7 @@ class Forgetting:
                 self._ratings.denied.add(entry.user)
 
     async def follow(self) -> None:
-        """Forget the user of every new entry."""
+        """Remove the user of every new entry."""
         values = await self._bus.kv("HR_STATE")
         async for _, entry, revision in values.watch(denied_key(self._run, "*")):
             if isinstance(entry, DeniedUser) and revision > self._newest:

@@ -29,7 +29,7 @@ class Signer:
         (folder / PUBLIC).write_text(self.public_key + "\n")
 
     def certificate(self, statement: PurgeStatement, detail: str) -> PurgeCertificate:
-        """Sign a statement. detail: one sentence for the person who asked."""
+        """Sign a statement. detail: one sentence for the operator."""
         text = msgspec.json.encode(statement, order="sorted")
         signature = self._key.sign(text).signature.hex()
         return PurgeCertificate(statement=text.decode(), signature=signature, public_key=self.public_key, detail=detail)

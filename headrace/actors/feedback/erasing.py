@@ -1,7 +1,7 @@
-"""Deletes a user's records from the streams, and notes what was deleted.
+"""Deletes a user's records from the streams, and counts and hashes the deleted records.
 
-Where the subject names the user, one purge deletes all. Queued requests, dead letters and events have no user in their
-subjects: they are found by the user's hash in their content and deleted one by one.
+If the subject names the user, one purge deletes all records on it. The subjects of queued requests, dead letters and
+events name no user: such records are found by the user's hash in their content and deleted one by one.
 """
 
 import hashlib
@@ -28,13 +28,13 @@ BY_SUBJECT = (
     ("HR_TURN", "hr.turn.*.{user}.*"),
     ("HR_SCORE", "hr.score.*.*.{user}.*"),
 )
-"""Streams whose subjects name the user. Readers of records, which are counted and hashed."""
+"""Streams whose subjects name the user, and filters of these subjects. Their records are read, counted and hashed."""
 UNREAD = (
     ("HR_BLOB", "hr.blob.{user}.>"),
     ("KV_HR_SESSION", "$KV.HR_SESSION.*.session.{user}.>"),
     ("KV_HR_SESSION", "$KV.HR_SESSION.*.session.*.{user}.>"),
 )
-"""Chunks of payloads and values of buckets: the feedback actor may delete them and may not read them."""
+"""Chunks of payloads and values of buckets, which the feedback actor may delete but not read."""
 EVENTS = ("tool_log", "rejected", "event", "shadow_turn")
 """Types of events that can name a user."""
 
@@ -57,7 +57,7 @@ class Eraser:
         """Sequence up to which a stream was searched: a later pass reads only what came since."""
 
     async def erase(self) -> int:
-        """One pass over all streams; the number of deleted messages."""
+        """Make one pass over all streams. Returns the number of deleted messages."""
         removed = 0
         for stream, template in BY_SUBJECT:
             removed += await self._purge(stream, template.format(user=self._user))
@@ -72,7 +72,7 @@ class Eraser:
         return removed + await self._search()
 
     async def _purge(self, stream: str, filter: str) -> int:
-        """Read and delete the records on a filter. A record that comes in between stays for the next pass."""
+        """Read and delete the records on a filter. A record that arrives in between is deleted in the next pass."""
         found, last = self._of(stream, filter), 0
         async for record in self._bus.records(stream, filter):
             found.add(record.seq, bytes(record.data))
@@ -90,7 +90,7 @@ class Eraser:
         return removed
 
     async def _naming(self, stream: str, *filters: str) -> AsyncIterator[Received[Any]]:
-        """New records of a stream that name the user and still say something about the user."""
+        """New records of a stream whose content names the user."""
         start = self._after[stream] + 1
         async for record in self._bus.records(stream, *filters, start=start):
             self._after[stream] = record.seq
@@ -104,8 +104,8 @@ class Eraser:
         return deleted
 
     async def _replace(self, record: Received[Any]) -> None:
-        """Write a copy of a dead letter without its content: the ledger counts letters, and the headers name the
-        attempt."""
+        """Write a copy of a dead letter without its content, because the ledger counts dead letters and the headers
+        name the attempt."""
         try:
             letter = decode(record.data, record.headers)
         except UnreadableMessage:
@@ -176,8 +176,8 @@ class _Found:
 
 
 def mentions(data: bytes, headers: dict[str, str], user: str) -> bool:
-    """Whether a stored record has a user's hash in its content. A dead letter without content does not count: it holds
-    the name of an attempt alone."""
+    """Whether a stored record has a user's hash in its content. A dead letter without content does not count, because
+    it only names an attempt."""
     try:
         contents = [plain(data, headers)]
         if headers.get(TYPE_HEADER, "").partition("/")[0] in ("dead_letter", "rejected"):

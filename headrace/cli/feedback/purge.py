@@ -28,7 +28,7 @@ def add(commands: "Commands") -> None:
 
 
 def purge(args: argparse.Namespace) -> int:
-    """Ask the run's feedback actor, and write its certificate."""
+    """Request the purge from the run's feedback actor, and write its certificate."""
     import msgspec
 
     from headrace.bus.errors import BusError

@@ -1,1 +1,1 @@
-"""Commands that convert checkpoints of policies."""
+"""Commands that convert and mid-train policies, and collect data for it."""

@@ -1,4 +1,4 @@
-"""`headrace policy collect`: good attempts of a recorded run as data for mid-training, by rejection sampling."""
+"""`headrace policy collect`: writes good attempts of a recorded run as data for mid-training, by rejection sampling."""
 
 import argparse
 import os
@@ -33,14 +33,14 @@ def add(commands: "Commands") -> None:
 
 
 def handle(args: argparse.Namespace) -> int:
-    """Write the file; it gets its name when it is complete."""
+    """Write the file under a temporary name, and rename it when it is complete."""
     from headrace.launch.session import looped
 
     return looped(collect(args))
 
 
 async def collect(args: argparse.Namespace) -> int:
-    """The same on the event loop."""
+    """Run the command on the event loop."""
     from headrace.bus.payloads import renderer_bundles
     from headrace.launch.session import run_of
 
@@ -88,20 +88,20 @@ async def attempts(bus: "Bus", run: str, tokenizer_json: str, args: argparse.Nam
 
 
 def segments(trajectory: "Trajectory", reward: float, tokenizer: str) -> "list[Segment]":
-    """The segments of an attempt: the concatenation of what was shown and sampled, as it is recorded."""
+    """The segments of an attempt: the recorded prompt and sampled ids, concatenated."""
     from headrace.training.data.trajectories import Segment
 
     ids: dict[int, list[int]] = {}
     sampled: dict[int, list[tuple[int, int]]] = {}
     for turn in trajectory.turns:
-        own = ids.setdefault(turn.segment, [])
-        own += map(int, turn.prompt_ids.tolist())
-        begin = len(own)
-        own += map(int, turn.ids.tolist())
-        sampled.setdefault(turn.segment, []).append((begin, len(own)))
+        segment_ids = ids.setdefault(turn.segment, [])
+        segment_ids += map(int, turn.prompt_ids.tolist())
+        begin = len(segment_ids)
+        segment_ids += map(int, turn.ids.tolist())
+        sampled.setdefault(turn.segment, []).append((begin, len(segment_ids)))
     return [
         Segment(
-            ids=own,
+            ids=segment_ids,
             sampled=sampled[number],
             trajectory=trajectory.id,
             segment=number,
@@ -109,5 +109,5 @@ def segments(trajectory: "Trajectory", reward: float, tokenizer: str) -> "list[S
             reward=reward,
             tokenizer=tokenizer,
         )
-        for number, own in ids.items()
+        for number, segment_ids in ids.items()
     ]

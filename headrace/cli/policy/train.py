@@ -87,7 +87,7 @@ def train(config: "Config", target: Path) -> None:
 
 
 def card(config: "Config", digest: str) -> str:
-    """The model card: where the weights come from."""
+    """The model card: the origin of the weights."""
     sources = [
         f"| {source.kind} | `{Path(source.path).name}` | {source.weight:g} |" for source in config.mid_training.data
     ]

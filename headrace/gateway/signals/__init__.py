@@ -1,1 +1,1 @@
-"""The ways in which users judge sessions, and how a judgement becomes a record."""
+"""The signals by which users rate sessions, and the publication of ratings."""

@@ -51,7 +51,7 @@ _SCHEMA: dict[str, Any] = {
 MOST_CHARS = 8000
 """Characters of each message that the model reads."""
 SEEDS = 2
-"""Answers that are asked for until one quotes the message."""
+"""The most answers that are requested until one quotes the message."""
 
 
 class FollowUps:
@@ -79,9 +79,9 @@ class FollowUps:
             )
 
     async def judge(self, earlier: str, prompt: str, allowed: bool, rate: Callable[[str], Awaitable[None]]) -> None:
-        """Call `rate` with the words that say so if a prompt is dissatisfied with the work on an earlier one.
+        """If a prompt calls the work on an earlier prompt wrong, call `rate` with the words that say this.
 
-        allowed: whether the user's text may be sent to the model; its answer comes in the background."""
+        allowed: whether the user's text may be sent to the model, whose answer is awaited in the background."""
         if self._endpoint is not None and allowed:
             self._spawn(self._ask(self._endpoint, earlier, prompt, rate), "judge of a follow-up")
         elif words := dissatisfied(prompt):

@@ -1,7 +1,7 @@
-"""Counts the lines of an agent that are still there later.
+"""Counts the lines that an agent added and that still exist later.
 
-A line is known by a digest of its text without indentation, so that the gateway keeps no source code for it. Lines
-without a letter or digit do not count: another author writes a bracket as well.
+A line is identified by a digest of its text without indentation, so the gateway stores no source code. Lines without a
+letter or digit do not count, because any author may write the same bracket.
 """
 
 import hashlib
@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 MOST_LINES = 20_000
-"""Added lines of a run that are counted; with more, the first ones."""
+"""The most added lines of a run that are counted; further lines are ignored."""
 
 
 def added_lines(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> tuple[str, ...]:
     """Digests of the lines that files have after a run and not before, each as often as it was added.
 
-    Paths to contents; a file that is not text adds no line."""
+    before, after: path to content. A file that is not text adds no line."""
     added: list[str] = []
     for path in sorted(after):
         if after[path] != before.get(path):

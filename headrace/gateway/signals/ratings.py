@@ -26,7 +26,7 @@ class Ratings:
         self.denied: set[str] = set()
         """Users whose data was purged: their later ratings are stored as not allowed for training."""
         self._instance = secrets.token_hex(6)
-        """Another gateway, or this one after a restart, counts anew: its message ids must not equal these."""
+        """Part of the message ids: other gateways, and this one after a restart, count from 0 and need other ids."""
         self._newest: OrderedDict[str, tuple[str, int]] = OrderedDict()
         """Trajectory to its newest rating and the number of changes before it."""
 

@@ -1,6 +1,7 @@
 """Reports to the gateway which lines of its agents a git repository still has: after 10 minutes, 24 hours, at merge.
 
-A run is noted in a file of the git folder. `headrace lines report` sends what is due; a hook calls it after a merge.
+A file in the git folder lists the followed runs. `headrace lines report` sends the reports that are due; a git hook
+calls it after a merge.
 """
 
 import os
@@ -17,7 +18,7 @@ NOTES = "headrace-lines.json"
 MOMENTS = {"10m": 600.0, "24h": 86400.0}
 """Name to seconds after the run was noted."""
 GIVE_UP_S = 7 * 86400.0
-"""A run that could not be reported for so long is not followed further."""
+"""Seconds after which a run that could not be reported is no longer followed."""
 HOOK = "post-merge"
 HOOK_LINE = "headrace lines report --merged"
 
@@ -37,7 +38,7 @@ class Noted(msgspec.Struct, kw_only=True):
     reported: list[str] = []
 
     def due(self, now: float, merged: bool) -> list[str]:
-        """The moments that have come and were not reported."""
+        """The moments that are due and were not reported."""
         moments = [moment for moment, seconds in MOMENTS.items() if now - self.since >= seconds]
         moments += ["merge"] if merged else []
         return [moment for moment in moments if moment not in self.reported]
@@ -81,7 +82,7 @@ class Repository:
         new.replace(self._git / NOTES)
 
     def install_hook(self) -> Path:
-        """Make the hook that reports after a merge. LinesError when the repository has another one."""
+        """Install the hook that reports after a merge. LinesError if the repository has another post-merge hook."""
         path = self._git / "hooks" / HOOK
         if path.exists() and HOOK_LINE not in path.read_text(errors="replace"):
             raise LinesError(f"{path} exists: add the line `{HOOK_LINE}` to it")
@@ -92,7 +93,7 @@ class Repository:
         return path
 
     async def report(self, api: AgentsApi, url: str, *, merged: bool) -> list[dict[str, Any]]:
-        """Report what is due to one gateway; its answers. Runs with a final outcome are not followed further."""
+        """Send the due reports to one gateway; return its answers. Runs with a final outcome are no longer followed."""
         answers, entries, now = [], self.noted(), time.time()
         for noted in entries:
             where = f"/v1/agents/{noted.agent}/runs/{noted.run}"
@@ -109,7 +110,7 @@ class Repository:
         return answers
 
     def _text(self, path: str) -> str | None:
-        """A file of the work tree as text; None for a file that is gone, is no text or is outside of the tree."""
+        """A file of the work tree as text; None if it does not exist, is not text or is outside the tree."""
         file = (self._top / path).resolve()
         if not file.is_relative_to(self._top.resolve()):
             return None
