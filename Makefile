@@ -110,8 +110,11 @@ $(KERNELS)/%/.installed:
 	$(@D)/bin/pip install -q --disable-pip-version-check $(PIP_ARGS) $(WANTED)
 	@touch $@
 
-fuzz: setup ## check that none of 10,000 corrupted weight chunks, manifests, heads and files is ever served
+FORGED = tests/judging/test_forged_frames.py tests/judging/test_candidates.py tests/judging/logs/test_forged_logs.py \
+  tests/tasks/test_observations.py tests/tasks/test_certificates.py
+fuzz: setup ## 10,000 corrupted weight files are never served; 265,000 forged frames, changes, logs, values are never rewarded
 	HEADRACE_FUZZ=10000 $(BIN)/pytest -rP --timeout 3600 tests/weights/test_fuzz.py
+	$(BIN)/pytest -m slow --timeout 3600 $(FORGED)
 
 ROUNDS ?= 200
 chaos: setup ## faults in every process of a run, then kill -9 of `headrace up` itself; one JSON line (40 minutes at most)

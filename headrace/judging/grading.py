@@ -59,7 +59,7 @@ def reward(written: bytes | None) -> float:
         if isinstance(data, dict):
             data = data["reward"] if "reward" in data or len(data) != 1 else next(iter(data.values()))
         value = float(data)
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         raise RefusedOutput(f"expected a number in the reward file, got {written[:80]!r}") from None
     if not math.isfinite(value):
         raise RefusedOutput(f"expected a finite reward, got {value}")

@@ -78,7 +78,7 @@ def read(name: str, root: str | Path) -> SuiteCertificates | None:
         return None
     try:
         made = msgspec.json.decode(path.read_bytes(), type=SuiteCertificates)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} does not hold certificates: {error}") from None
     if made.suite != name or made.address != _address(made.certificates):
         raise ValueError(f"{path} was changed after it was written; certify {name} again")

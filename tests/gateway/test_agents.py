@@ -4,11 +4,9 @@ import asyncio
 import base64
 import hashlib
 import hmac
-import io
 import json
 import random
 import subprocess
-import tarfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -37,6 +35,7 @@ from headrace.messages.rollout import (
 )
 from tests.conftest import Connect
 from tests.support.gateway import OpenGateway
+from tests.support.uploads import bombs, bundle_of, tar_of
 
 pytestmark = pytest.mark.anyio
 WRITTEN = b"def b():\n    # nothing\n    return 1\n}\n"
@@ -347,31 +346,6 @@ async def test_the_end_of_a_run_is_posted_with_a_signature_and_again_after_an_er
     assert (status, refused["error"]["code"]) == (400, "invalid_webhook")
 
 
-def tar_of(**entries: bytes | None) -> str:
-    """Base64 of a tar; None: a symbolic link."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w:gz") as archive:
-        for name, content in entries.items():
-            member = tarfile.TarInfo(name.replace("__", "/"))
-            if content is None:
-                member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
-            else:
-                member.size = len(content)
-            archive.addfile(member, io.BytesIO(content or b""))
-    return base64.b64encode(stream.getvalue()).decode()
-
-
-def bundle_of(folder: Path) -> str:
-    """Base64 of a git bundle with one file."""
-    repository = folder / "repository"
-    repository.mkdir()
-    (repository / "a.py").write_text("1")
-    git = ("git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b")
-    for words in (("init", "-q"), ("add", "a.py"), ("commit", "-qm", "x"), ("bundle", "create", "-q", "../b", "HEAD")):
-        subprocess.run((*git, *words), check=True, capture_output=True)
-    return base64.b64encode((folder / "b").read_bytes()).decode()
-
-
 async def test_a_workspace_comes_from_a_tar_or_a_bundle_and_stays_inside_its_folder(
     product: Product, tmp_path: Path
 ) -> None:
@@ -388,6 +362,11 @@ async def test_a_workspace_comes_from_a_tar_or_a_bundle_and_stays_inside_its_fol
         {"git": {"url": "https://127.0.0.1/x"}},
         {"files": {"/etc/x": ""}},
         {"files": {"a": "1"}, "tar": tar_of(a=b"1")},
+        {"tar": base64.b64encode(base64.b64decode(tar_of(a=b"1"))[:-9]).decode()},
+        {"tar": tar_of("x", a=b"1")},
     ):
         status, refused = await product.call("POST", "/v1/agents", {"prompt": "x", "workspace": odd})
         assert (status, refused["error"]["code"]) == (400, "invalid_workspace"), (odd, refused)
+    for bomb in bombs(tmp_path):
+        status, refused = await product.call("POST", "/v1/agents", {"prompt": "x", "workspace": bomb})
+        assert (status, refused["error"]["code"]) == (413, "workspace_too_large"), refused

@@ -5,13 +5,17 @@ connects only by https, to hosts that the operator named.
 """
 
 import asyncio
+import bz2
 import io
+import lzma
 import os
 import subprocess
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from headrace.gateway.agents.requests import AgentRefused, WorkspaceSource
@@ -19,6 +23,8 @@ from headrace.gateway.requests import MAX_FILES, safe_path
 
 MOST_BYTES = 6 << 20
 """The most bytes of a workspace's files in all, because they are sent in one message."""
+MOST_UNPACKED = 4 * MOST_BYTES
+"""The most bytes of an uncompressed tar. Its headers are read into memory, and a small archive may hold a huge one."""
 GIT_S = 120.0
 
 
@@ -45,7 +51,7 @@ def _from_tar(data: bytes) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     total = 0
     try:
-        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        with tarfile.open(fileobj=io.BytesIO(_uncompressed(data)), mode="r:") as archive:
             for member in archive:
                 if member.isdir() or member.type in (tarfile.XGLTYPE, tarfile.XHDTYPE):
                     continue
@@ -57,9 +63,28 @@ def _from_tar(data: bytes) -> dict[str, bytes]:
                 content = archive.extractfile(member)
                 assert content is not None
                 files[member.name.removeprefix("./")] = content.read()
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise _bad(f"tar: expected a tar file in base64: {error}") from None
+    except (tarfile.TarError, zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, OverflowError) as error:
+        raise _bad(f"tar: expected a tar file in base64: {str(error)[:200]}") from None
     return _bounded(files)
+
+
+def _uncompressed(data: bytes) -> bytes:
+    """The archive without its compression. ValueError, zlib.error, OSError, EOFError, lzma.LZMAError; AgentRefused."""
+    stream: Any
+    if data.startswith(b"\x1f\x8b"):
+        stream = zlib.decompressobj(wbits=31)
+    elif data.startswith(b"BZh"):
+        stream = bz2.BZ2Decompressor()
+    elif data.startswith(b"\xfd7zXZ\0"):
+        stream = lzma.LZMADecompressor(memlimit=128 << 20)
+    else:
+        return data
+    plain: bytes = stream.decompress(data, MOST_UNPACKED + 1)
+    if len(plain) > MOST_UNPACKED:
+        raise _too_large()
+    if not stream.eof or stream.unused_data.strip(b"\0"):
+        raise ValueError("the compressed data is cut off, or other data follows it")
+    return plain
 
 
 def _from_bundle(data: bytes) -> dict[str, bytes]:
@@ -81,16 +106,9 @@ def _cloned(url: str, more: Sequence[str]) -> dict[str, bytes]:
             "GIT_ALLOW_PROTOCOL": "file:https",
         }
         options = ["-c", "core.hooksPath=/dev/null", "-c", "core.symlinks=false", "-c", "http.followRedirects=false"]
-        argv = ["git", *options, "clone", "-q", "--no-tags", *more, "--", url, str(target)]
-        try:
-            done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=GIT_S)
-        except FileNotFoundError:
-            raise AgentRefused(501, "no_git", "this gateway has no git: send files or a tar") from None
-        except subprocess.TimeoutExpired:
-            raise _bad(f"git: the repository was not cloned within {GIT_S:g} s") from None
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["git gave no reason"])[-1]
-            raise _bad(f"git: the clone failed: {reason}")
+        _git(["git", *options, "clone", "-q", "--no-checkout", "--no-tags", *more, "--", url, str(target)], env)
+        _refuse_large(target, env)
+        _git(["git", "-C", str(target), *options, "checkout", "-q", "--force", "HEAD"], env)
         files: dict[str, bytes] = {}
         total = 0
         for path in sorted(target.rglob("*")):
@@ -102,6 +120,35 @@ def _cloned(url: str, more: Sequence[str]) -> dict[str, bytes]:
                 raise _too_large()
             files[relative.as_posix()] = path.read_bytes()
     return _bounded(files)
+
+
+def _git(argv: Sequence[str], env: dict[str, str]) -> None:
+    """Run a command of git. AgentRefused."""
+    try:
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, errors="replace", timeout=GIT_S)
+    except FileNotFoundError:
+        raise AgentRefused(501, "no_git", "this gateway has no git: send files or a tar") from None
+    except subprocess.TimeoutExpired:
+        raise _bad(f"git: the repository was not cloned within {GIT_S:g} s") from None
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["git gave no reason"])[-1]
+        raise _bad(f"git: the clone failed: {reason}")
+
+
+def _refuse_large(repository: Path, env: dict[str, str]) -> None:
+    """Add up the files before they are written: a small bundle may hold 10 billion of them. AgentRefused."""
+    argv = ["git", "-C", str(repository), "ls-tree", "-r", "-l", "HEAD"]
+    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as listing:
+        assert listing.stdout is not None
+        total = number = 0
+        for line in listing.stdout:
+            size = line.partition(b"\t")[0].split()[-1]
+            total, number = total + (int(size) if size.isdigit() else 0), number + 1
+            if total > MOST_BYTES or number > MAX_FILES:
+                listing.kill()
+                raise _too_large()
+    if listing.returncode:
+        raise _bad("git: the repository has no commit that HEAD names; put HEAD into the bundle")
 
 
 def _bounded(files: dict[str, bytes]) -> dict[str, bytes]:

@@ -1,4 +1,8 @@
-"""A log parser: from the text that a test command wrote to test names with their outcomes."""
+"""A log parser: from the text that a test command wrote to test names with their outcomes.
+
+The text may be chosen to be slow: a pattern here takes time in proportion to its line, also where it does not match. So
+no two parts of a pattern that repeat may match the same characters, and no pattern is searched for from every place.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 from headrace.judging.logs.base import Outcome, Outcomes, matched
 
-_GO = re.compile(r"^--- (?P<word>PASS|FAIL|SKIP): (?P<name>.+) \(.+\)$")
+_GO = re.compile(r"^--- (?P<word>PASS|FAIL|SKIP): (?P<name>.+) \([^()]+\)$")
 _CARGO = re.compile(r"^test\s+(?P<name>\S+)\s+\.\.\.\s+(?P<word>\w+)$")
 _JEST = re.compile(r"^(?P<word>[✓✕○])\s(?P<name>.+?)(?:\s\(\d+(?:\.\d+)?\s*m?s\))?$")
 _TAP = re.compile(r"^(?P<word>ok|not ok) \d+ (?P<name>.+)$")

@@ -1,11 +1,12 @@
 """Logs of Python's runners: pytest in four spellings, unittest, Django's and sympy's runner."""
 
+import itertools
 import re
 
 from headrace.judging.logs.base import WORDS, Outcome, Outcomes, first_word, lines
 
 _COUNT = re.compile(r"\[\d+\]$")
-_OPTIONS = re.compile(r"(.*?)\[(.*)\]")
+_OPTIONS = re.compile(r"([^\[]*)\[(.*)\]")
 _SUFFIXES: tuple[tuple[str, Outcome], ...] = (
     (" ... ok", "passed"),
     (" ... OK", "passed"),
@@ -14,14 +15,9 @@ _SUFFIXES: tuple[tuple[str, Outcome], ...] = (
     (" ... ERROR", "error"),
 )
 _HEADS: tuple[tuple[str, Outcome], ...] = (("FAIL:", "failed"), ("ERROR:", "error"))
-_SILENCED = re.compile(
-    r"^(?P<name>.*?) \.\.\. (?:Testing against Django installed in (?s:.*?) silenced\)\.|Internal Server Error: /.*/"
-    r"|System check identified no issues \(0 silenced\))\nok$",
-    re.MULTILINE,
-)
 _MIGRATION = "Applying sites.0002_alter_domain_unique...test_no_migrations"
 _VERSION = "--version is equivalent to version"
-_SYMPY_HEAD = re.compile(r"_+ (?P<file>.*\.py):(?P<name>.*) _+")
+_SYMPY_HEAD = re.compile(r"_+ (?P<file>[^:]*\.py):(?P<name>[^ ]*) _+$")
 _SYMPY_WORDS: tuple[tuple[str, Outcome], ...] = ((" E", "error"), (" F", "failed"), (" ok", "passed"))
 _UNITTEST = re.compile(r"^(?P<name>\w+ \([\w.]+\)|[\w.]+)(?:\s.*)? \.\.\. (?P<word>ok|FAIL|ERROR|skipped|expected)\b")
 _UNITTEST_WORDS: dict[str, Outcome] = {
@@ -53,7 +49,7 @@ def pytest_options(log: str) -> Outcomes:
     """As `pytest`; an absolute path in a parameter is cut to its last part, because it differs between machines."""
     found: Outcomes = {}
     for name, outcome in pytest(log).items():
-        match = _OPTIONS.search(name)
+        match = _OPTIONS.match(name)
         if match:
             main, option = match.groups()
             if option.startswith("/") and not option.startswith("//") and "*" not in option:
@@ -152,15 +148,37 @@ def django(log: str) -> Outcomes:
                 found[line.split()[1]] = outcome
         if line.startswith("ok") and last:
             found[last] = "passed"
-    found |= {match["name"]: "passed" for match in _SILENCED.finditer(log)}
+    return found | _silenced(log)
+
+
+def _silenced(log: str) -> Outcomes:
+    """Tests whose line ends with a report of Django itself, before a line with ``ok`` alone."""
+    found: Outcomes = {}
+    rows = [line.rstrip("\r") for line in log.split("\n")]
+    waiting = ""
+    for row, after in itertools.pairwise(rows):
+        name, _, report = row.partition(" ... ")
+        if report.startswith("Testing against Django installed in ") and not waiting:
+            waiting = name
+        if after != "ok":
+            continue
+        internal = report.startswith("Internal Server Error: /") and report.count("/") > 1 and report.endswith("/")
+        if internal or report == "System check identified no issues (0 silenced)":
+            found[name] = "passed"
+        if waiting and row.endswith(" silenced)."):
+            found[waiting] = "passed"
+            waiting = ""
     return found
 
 
 def sympy(log: str) -> Outcomes:
     """sympy's ``bin/test --verbose``: ``test_name ok``, and a headline for each failure."""
-    found: Outcomes = {f"{match['file']}:{match['name']}": "failed" for match in _SYMPY_HEAD.finditer(log)}
-    for line in lines(log):
-        line = line.strip()
+    found: Outcomes = {}
+    stripped = [line.strip() for line in lines(log)]
+    for line in stripped:
+        if match := _SYMPY_HEAD.match(line):
+            found[f"{match['file']}:{match['name']}"] = "failed"
+    for line in stripped:
         for suffix, outcome in _SYMPY_WORDS:
             if line.startswith("test_") and line.endswith(suffix):
                 found[line.split()[0]] = outcome

@@ -43,6 +43,6 @@ def parse(name: str, log: str) -> Outcomes:
         inner = log.split(START, 1)[1].rsplit(END, 1)[0]
     outcomes = PARSERS[name](inner) or PARSERS[name](log)
     code = _CODE.search(log.rpartition(END)[2])
-    if code and int(code[1]) and outcomes and not {"failed", "error"} & set(outcomes.values()):
+    if code and code[1].strip("-0") and outcomes and not {"failed", "error"} & set(outcomes.values()):
         raise NotATestRun(f"the tests ended with exit code {code[1]}, and no failure is in the log")
     return outcomes

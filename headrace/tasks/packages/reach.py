@@ -7,9 +7,10 @@ unnoticed and is not used, but no task is wrong, because whole runs decide about
 """
 
 import ast
-import json
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+import msgspec
 
 from headrace.messages.sandbox import Exec, ReadFile, SandboxLost
 from headrace.messages.tasks import TestPlan
@@ -56,6 +57,14 @@ Place = tuple[str, int]
 """Path and first line of a function, its decorators included."""
 
 
+class _Report(msgspec.Struct):
+    """The report of the traced run. A package may write something else there."""
+
+    outside: list[int]
+    tests: dict[str, list[int]]
+    functions: list[Place]
+
+
 class Reach(NamedTuple):
     """Tests by what they call."""
 
@@ -96,15 +105,15 @@ async def traced(lab: Lab, files: Mapping[str, bytes], plan: TestPlan) -> Reach:
         async with lab.sandbox(tree, 0, False) as sandbox:
             ran = await sandbox.call(Exec(argv=argv, timeout_s=plan.timeout_s))
             answer = await sandbox.call(ReadFile(path=f"{_FOLDER}/report", limit=_ROOM))
-        report = json.loads(answer.data)
-        places = [(str(path), int(line)) for path, line in report["functions"]]
+        report = msgspec.json.decode(answer.data, type=_Report)
+        places = report.functions
         return Reach(
-            frozenset(places[number] for number in report["outside"]),
-            {name: frozenset(places[number] for number in found) for name, found in report["tests"].items()},
+            frozenset(places[number] for number in report.outside),
+            {name: frozenset(places[number] for number in found) for name, found in report.tests.items()},
         )
     except SandboxLost as error:
         raise SuiteError(f"the traced run lost its sandbox: {error}") from None
-    except (ValueError, KeyError, TypeError, IndexError):
+    except (ValueError, IndexError, RecursionError):
         lines = f"{ran.stdout}\n{ran.stderr}".strip().splitlines()
         raise SuiteError(
             f"the traced run gives no report: {lines[-1] if lines else ran.error or answer.error}"[:300]

@@ -67,6 +67,10 @@ async def test_a_change_is_reached_by_the_tests_that_call_its_function(tmp_path:
         reach = await traced(lab, package.files, TestPlan(kind="pytest", paths=package.tests, timeout_s=120))
         with pytest.raises(SuiteError, match="gives no report"):
             await traced(lab, {**package.files, "pytest.py": b"raise OSError"}, TestPlan(paths=package.tests))
+        for text in ("'[' * 100_000", "'[]'", '\'{"outside": [1e999], "tests": [], "functions": []}\'', "'9' * 5_000"):
+            forger = f"import os\nopen('.headrace-reach/report', 'w').write({text})\nos._exit(0)\n"
+            with pytest.raises(SuiteError, match="gives no report"):
+                await traced(lab, {**package.files, "pytest.py": forger.encode()}, TestPlan(paths=package.tests))
     finally:
         await host.close()
     source = package.files["sums.py"]
