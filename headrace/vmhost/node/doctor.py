@@ -9,6 +9,7 @@ import msgspec
 from headrace.config import Environment
 from headrace.vmhost import cgroups
 from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.images import packages
 from headrace.vmhost.node import capacity
 from headrace.vmhost.qemu import probe, process
 from headrace.vmhost.templates import cache_gc
@@ -35,10 +36,11 @@ def doctor(environment: Environment | None = None) -> list[Finding]:
         memory(wanted),
         _disk(cache),
     ]
-    bases = [folder for folder in cache.glob("base-*") if (folder / "done").exists()]
-    if findings[0].good and bases:
-        findings.append(_probe(bases[-1], cache, wanted))
-    elif not bases:
+    base = packages.folder(cache)  # one of an earlier version would be booted anew at every call
+    made = (base / "done").exists()
+    if findings[0].good and made:
+        findings.append(_probe(base, cache, wanted))
+    elif not made:
         findings.append(Finding(True, f"no guest image in {cache} yet: the first run builds it (about half a minute)"))
     findings += [_rights(), _cgroups(), _memory_of_others(), _cache(wanted)]
     return sorted(findings, key=lambda finding: finding.good)

@@ -1,6 +1,7 @@
 """Templates are refused when they are not what they say, and images that do not boot say why."""
 
 import asyncio
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -28,6 +29,21 @@ def test_a_machine_without_qemu_is_told_what_to_install(monkeypatch: pytest.Monk
     bad = [finding.text for finding in doctor.doctor(Environment(cache_dir=str(tmp_path))) if not finding.good]
     assert any("qemu-system-x86_64 is not installed" in text for text in bad)
     assert any("mmdebstrap is missing" in text for text in bad)
+
+
+@pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed")
+def test_the_doctor_looks_at_the_base_of_this_version_alone(tmp_path: Path) -> None:
+    """A base of an earlier version was booted at every call, and its choice replaced the remembered one."""
+    base = packages.folder(tmp_path)
+    for folder in (base, *(tmp_path / f"base-{digit * 16}" for digit in "0123456789abcdef")):
+        folder.mkdir()
+        (folder / "done").touch()
+    known = [process.version(), os.uname().release, probe._cpu(), probe._boot_id(), base.name, "auto", process.no_kvm()]
+    choice = {"conditions": known, "accel": "tcg", "machine": "microvm", "why": "remembered"}
+    (tmp_path / "probe.json").write_text(json.dumps(choice))
+    texts = [finding.text for finding in doctor.doctor(Environment(cache_dir=str(tmp_path)))]
+    assert "machines boot with tcg on microvm: remembered" in texts
+    assert json.loads((tmp_path / "probe.json").read_text()) == choice
 
 
 @pytest.mark.parametrize(("mode", "says"), [(0o600, "only root may open"), (0o660, ""), (0o666, "")])
