@@ -11,6 +11,8 @@ import asyncio
 from pathlib import Path
 from typing import ClassVar
 
+from msgspec.structs import replace
+
 from headrace.bus.broker import credentials, keys
 from headrace.bus.errors import WrongSequence
 from headrace.bus.runtime.actor import Actor
@@ -19,7 +21,7 @@ from headrace.messages.training import SnapshotReady
 from headrace.weights import chain, heads, shards, snapshot
 from headrace.weights.publishing import precision, release, squash
 from headrace.weights.publishing.encoding import Encoding
-from headrace.weights.publishing.release import Commit, Origin
+from headrace.weights.publishing.release import Commit, NewVersion
 from headrace.weights.receiving.store import SnapshotStore
 from headrace.weights.signing import Trust
 from headrace.weights.snapshot import Snapshot
@@ -111,7 +113,7 @@ class WeightSender(Actor):
 
     async def _publish(self, ready: SnapshotReady) -> None:
         base, section = await self._base(), self.config.weights
-        path, state_hash, origin = await self._target(ready)
+        path, new = await self._target(ready)
         target = Snapshot(path)
         before = self.commit
         cut = shards.assign(target.tensors, section.shards)
@@ -125,16 +127,12 @@ class WeightSender(Actor):
         self.commit = await release.release(
             self.bus,
             encoding,
-            self.run,
-            ready.version,
+            new,
             before,
-            state_hash=state_hash,
-            rate=ready.learning_rate,
             signer=self.signer,
-            origin=origin,
             after=self._last_head,
         )
-        self.store.put(ready.version, state_hash)
+        self.store.put(ready.version, new.state_hash)
         self.store.keep(0, [ready.version])
         await self._tell(encoding)
         if release.full_snapshot_due(self.commit, section.anchor_every):
@@ -149,14 +147,15 @@ class WeightSender(Actor):
             target, base, name=section.codec, base_hashes=hashes, shards=section.shards, workers=section.encoders
         )
 
-    async def _target(self, ready: SnapshotReady) -> tuple[Path, str, Origin]:
-        """The file that is published, its state hash, and its origin.
+    async def _target(self, ready: SnapshotReady) -> tuple[Path, NewVersion]:
+        """The file that is published, and its description.
 
         The trainer's file is rounded only when it has the bits that were announced.
         """
         kind = self.config.weights.precision
+        new = NewVersion(self.run, ready.version, ready.state_hash, ready.learning_rate)
         if kind == precision.AS_TRAINED:
-            return await asyncio.to_thread(self.store.take, ready.path, ready.version), ready.state_hash, Origin()
+            return await asyncio.to_thread(self.store.take, ready.path, ready.version), new
         path = self.store.path(ready.version)
 
         def rounded() -> str:
@@ -166,7 +165,7 @@ class WeightSender(Actor):
             return precision.publish(ready.path, path, kind)
 
         state_hash = await asyncio.to_thread(rounded)
-        return path, state_hash, Origin(precision=kind, source_hash=ready.state_hash)
+        return path, replace(new, state_hash=state_hash, precision=kind, source_hash=ready.state_hash)
 
     async def _squash(self, count: int) -> None:
         """Publish one delta over the last `count` deltas. It only saves bytes, so a failure only causes an event."""

@@ -36,9 +36,8 @@ class Run:
         digest = snapshot.write(self.path(version), self.tensors)
         base = Snapshot(self.path(self.commit.head.version)) if self.commit else None
         encoding = Encoding(Snapshot(self.path(version)), base, name=self.codec)
-        self.commit = await release.release(
-            self.bus, encoding, self.id, version, self.commit, state_hash=digest, signer=self.signer
-        )
+        new = release.NewVersion(self.id, version, digest)
+        self.commit = await release.release(self.bus, encoding, new, self.commit, signer=self.signer)
         self.heads.append(self.commit.head)
         return self.commit.head
 

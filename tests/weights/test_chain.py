@@ -48,9 +48,8 @@ class Run:
 
     async def publish(self, version: int, *, density: float = 0.01) -> WeightHead:
         encoding, digest = self.encoding(version, density=density)
-        self.commit = await release.release(
-            self.bus, encoding, self.id, version, self.commit, state_hash=digest, rate=1e-6
-        )
+        new = release.NewVersion(self.id, version, digest, learning_rate=1e-6)
+        self.commit = await release.release(self.bus, encoding, new, self.commit)
         self.heads.append(self.commit.head)
         return self.commit.head
 
@@ -185,7 +184,7 @@ async def test_a_cancelled_release_commits_nothing(run: Run) -> None:
                 await asyncio.Event().wait()
             return await run.bus.publish(subject, message, **options)
 
-    task = asyncio.create_task(release.release(Stalling(), encoding, run.id, 1, run.commit, state_hash=digest))
+    task = asyncio.create_task(release.release(Stalling(), encoding, release.NewVersion(run.id, 1, digest), run.commit))
     await at_manifest.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -202,7 +201,7 @@ async def test_a_sender_that_slept_is_refused_and_its_version_stays_unseen(run: 
     encoding, digest = run.encoding(1)
     head = await run.publish(2)
     with pytest.raises(WrongSequence):
-        await release.release(run.bus, encoding, run.id, 1, slept, state_hash=digest)
+        await release.release(run.bus, encoding, release.NewVersion(run.id, 1, digest), slept)
     found = await chain.head(run.bus, run.id)
     assert found is not None and found[1] == head
     way = await chain.plan(run.bus, head)
@@ -215,7 +214,7 @@ async def test_bits_that_are_not_the_announced_ones_are_never_committed(run: Run
     await run.publish(0)
     encoding, _ = run.encoding(1)
     with pytest.raises(WeightError, match="the trainer announced 0000"):
-        await release.release(run.bus, encoding, run.id, 1, run.commit, state_hash="0" * 32)
+        await release.release(run.bus, encoding, release.NewVersion(run.id, 1, "0" * 32), run.commit)
     found = await chain.head(run.bus, run.id)
     assert found is not None and found[1].version == 0
 

@@ -48,15 +48,19 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     full_bytes: int = 0
 
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The precision of a version and the state hash of the trainer's file; empty when that file is published
-    unchanged."""
+class NewVersion(msgspec.Struct, frozen=True):
+    """A version to publish, as the trainer announced it."""
 
+    run: str
+    version: int
+    state_hash: str
+    """Of the file that is published."""
+    learning_rate: float = 0.0
+    """Of the step that made it."""
     precision: str = ""
+    """Rounding from the trainer's file to the published one; empty when the trainer's file is published unchanged."""
     source_hash: str = ""
-
-
-_AS_IT_IS = Origin()
+    """State hash of the trainer's file where the published one is rounded."""
 
 
 async def upload(sink: Sink, encoding: Encoding, run: str, version: int, *, first: int = 0) -> list[ChunkInfo]:
@@ -102,26 +106,22 @@ async def _store(sink: Sink, run: str, version: int, shard: int, seq: int, data:
 async def release(
     sink: Sink,
     encoding: Encoding,
-    run: str,
-    version: int,
+    new: NewVersion,
     before: Commit | None,
     *,
-    state_hash: str,
-    rate: float = 0.0,
     signer: Signer | None = None,
-    origin: Origin = _AS_IT_IS,
     after: int = 0,
 ) -> Commit:
     """Publish a version after `before`: a delta when the encoding has a base (the state of `before`), otherwise a full
     snapshot. WeightError, and no commit, when the file has another state hash than the trainer announced.
 
-    rate: the learning rate of the step. after: the sequence of the last record on the head's subject, used when
-    `before` is None.
+    after: the sequence of the last record on the head's subject, used when `before` is None.
     """
+    run, version = new.run, new.version
     chunks = await upload(sink, encoding, run, version)
-    if encoding.state_hash != state_hash:
+    if encoding.state_hash != new.state_hash:
         raise WeightError(
-            f"the file of version {version} has state {encoding.state_hash}, the trainer announced {state_hash}"
+            f"the file of version {version} has state {encoding.state_hash}, the trainer announced {new.state_hash}"
         )
     base = before if encoding.base is not None else None
     manifest = sealed(
@@ -132,9 +132,9 @@ async def release(
             base=base.manifest if base is not None else None,
             base_seq=base.head.manifest_seq if base is not None else 0,
             step=version,
-            learning_rate=rate,
-            precision=origin.precision,
-            source_hash=origin.source_hash,
+            learning_rate=new.learning_rate,
+            precision=new.precision,
+            source_hash=new.source_hash,
         ),
         signer,
     )
@@ -145,11 +145,11 @@ async def release(
             run=run,
             version=version,
             manifest_seq=seq,
-            state_hash=state_hash,
+            state_hash=new.state_hash,
             full_version=version if base is None else base.head.full_version,
             full_seq=seq if base is None else base.head.full_seq,
             after=after,
-            source_hash=origin.source_hash,
+            source_hash=new.source_hash,
         ),
         signer,
     )

@@ -65,7 +65,8 @@ async def publish(root: Path, versions: list[dict[str, Tensor]], bundle: Rendere
                 path = root / f"{version}.safetensors"
                 digest = snapshot.write(path, tensors)
                 encoding = Encoding(Snapshot(path), base, name="d8-zstd")
-                commit = await release.release(bus, encoding, "r1", version, commit, state_hash=digest, signer=key)
+                new = release.NewVersion("r1", version, digest)
+                commit = await release.release(bus, encoding, new, commit, signer=key)
                 base = Snapshot(path)
 
 
