@@ -17,11 +17,11 @@ from headrace.search.keywords import Bag, scores
 from headrace.search.tree import Folder, changes, tree
 
 KEYWORD_SHARE = 0.3
-"""Weight of the keyword score in a hybrid rank; the vectors have the remainder."""
+"""Weight of the keyword score in a hybrid rank; the vectors have the rest of 1."""
 
 
 class Piece:
-    """A chunk with the values that are computed from it once."""
+    """A chunk, and the values that are computed once from it."""
 
     __slots__ = ("bag", "chunk", "hash")
 
@@ -30,7 +30,7 @@ class Piece:
 
 
 class Index:
-    """An immutable state of a workspace; `changed` makes the next one and shares all that stays."""
+    """An immutable state of a workspace; `changed` makes the next one, which shares all unchanged parts."""
 
     def __init__(self, files: Mapping[str, str], pieces: Mapping[str, Sequence[Piece]], folder: Folder) -> None:
         self.files, self._by_path, self.tree = dict(files), dict(pieces), folder

@@ -20,14 +20,14 @@ class Bag(dict[str, int]):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.length = 0
-        for word, count in Counter(_WORD.findall(text)).items():  # the same few words again and again
+        for word, count in Counter(_WORD.findall(text)).items():  # code repeats few words
             word = _plain(word)
             self[word] = self.get(word, 0) + count
             self.length += count
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words; snake and camel case are taken apart, plural s is dropped."""
+    """Lower-case words; snake and camel case are split, a plural s is removed."""
     return [_plain(word) for word in _WORD.findall(text)]
 
 

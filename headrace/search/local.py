@@ -1,4 +1,4 @@
-"""A search service in this process: for replays, benchmarks and tests. It waits for vectors as long as they take."""
+"""A search service in this process: for replays, benchmarks and tests. It waits until all vectors are computed."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from headrace.search.service import Indexes
 
 
 class LocalSearcher:
-    """Answers requests from indexes of its own."""
+    """Answers requests from its own indexes."""
 
     def __init__(self, indexes: Indexes) -> None:
         self._indexes = indexes

@@ -86,7 +86,7 @@ class Indexes:
                 self._templates.pop(root)
             else:
                 return False
-        # Texts of similar length together, so that little is padded.
+        # Texts of similar length are embedded together, so that little is padded.
         part: list[Piece] = sorted(missing, key=lambda piece: (len(piece.chunk.text), piece.hash))[:SLICE]
         self.vectors.put(
             template, [piece.hash for piece in part], self._model().embed([piece.chunk.text for piece in part])

@@ -1,6 +1,6 @@
 """A Merkle tree over the files of a workspace: one hash per file, per folder, and one for the whole.
 
-Two trees with one root hold the same files. Folders with equal hashes are not looked into when two trees are compared.
+Two trees with one root hold the same files. A comparison of two trees skips folders with equal hashes.
 """
 
 from collections.abc import Mapping

@@ -18,7 +18,7 @@ CASES = [(shape, dtype) for shape in tiny.SHAPES for dtype in ("float32", "bfloa
 
 
 def decoded(model: Model, sequences: list[Tensor], *, first: int, chunk: int) -> list[Tensor]:
-    """Hidden states of all positions, as a sampler would come by them: `first` tokens in chunks, then one by one."""
+    """Hidden states of all positions, as a sampler computes them: `first` tokens in chunks, then one by one."""
     blocks = 4
     cache = KVCache(model.config, len(sequences) * blocks)
     tables = [list(range(i * blocks, (i + 1) * blocks))[::-1] for i in range(len(sequences))]

@@ -1,4 +1,4 @@
-"""A world small enough to learn in a test: the policy reads a word and is rewarded for even tokens."""
+"""A task small enough to learn in a test: the policy reads a word and is rewarded for even tokens."""
 
 import random
 from collections.abc import Mapping, Sequence

@@ -180,7 +180,8 @@ class NativeRenderer:
         return at
 
     def parse(self, ids: Sequence[int], *, prompt: Sequence[int] = ()) -> Parsed:
-        """Thinking, text and calls; a call of no known tool, or with other arguments than it takes, has an error."""
+        """Thinking, text and calls. A call of an unknown tool, or with arguments that its tool does not take, has an
+        error."""
         completion = self.read(ids, self._types, prompt=prompt)
         calls = [self._checked(call, str(index)) for index, call in enumerate(completion.calls)]
         if not self.parallel:

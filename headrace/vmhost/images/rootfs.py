@@ -1,9 +1,9 @@
 """A root file system as an index: paths to inodes, and their contents in one spool file.
 
 Layers of a container image are applied to this index and never to the host's own disk, so nothing in an archive can
-reach outside: a link that points at ``/etc`` or ``../..`` is a few bytes that only the guest will ever follow, owners
-and modes need no privileges, and names that no file system here would take are kept as they are. The price is one copy
-of the contents on disk.
+reach outside: a link that points at ``/etc`` or ``../..`` is a few bytes that only the guest follows, owners and modes
+need no privileges, and names that this host's file systems refuse stay unchanged. The price is one copy of the contents
+on disk.
 
 Whiteouts as in the OCI image specification, "Image Layer Filesystem Changeset": ``.wh.NAME`` hides NAME of lower
 layers, ``.wh..wh..opq`` everything of lower layers in its folder; neither touches entries of its own layer, whatever

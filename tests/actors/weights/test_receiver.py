@@ -99,7 +99,7 @@ async def test_a_restart_finds_what_is_staged_and_builds_again_what_is_damaged(r
 
 
 async def test_chunks_without_a_head_are_not_seen(run: WeightRun) -> None:
-    """A sender dies between chunks, manifest and head: no receiver notices until a successor commits."""
+    """A sender dies between chunks, manifest and head: no receiver acts until a successor commits."""
     first = await run.actor(WeightSender)
     receiver = await run.actor(WeightReceiver)
     await run.train(0)

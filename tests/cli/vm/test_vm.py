@@ -20,7 +20,7 @@ CACHE = f"environment.cache_dir={json.dumps(str(ROOT / '.cache' / 'headrace'))}"
 
 def test_an_image_is_imported_shown_and_forgotten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cache").mkdir()
-    (tmp_path / "link").symlink_to("cache")  # what is reached by a link is no less referred to
+    (tmp_path / "link").symlink_to("cache")  # an entry that is reached by a link is referenced too
     here = ("--set", f"environment.cache_dir={json.dumps(str(tmp_path / 'link'))}")
     image = docker_save(tmp_path / "a.tar", [[folder("bin"), file("bin/sh", b"x" * 70_000)]], WorkingDir="/app")
     assert main(["vm", "import", str(image), "--name", "mine", *here]) == 0
