@@ -87,6 +87,22 @@ def test_keys_come_with_the_credentials_folder(tmp_path: Path) -> None:
     Trust.load(None, [key.public]).check(sealed(HEAD, key))
 
 
+def test_no_key_of_a_sibling_signs_a_version(tmp_path: Path) -> None:
+    """Every role of a run has a key, and so has every role of another run; only the publisher's signs what is taken."""
+    folder, other = credentials.write(tmp_path / "credentials"), credentials.write(tmp_path / "other")
+    publisher, trusted = Key.parse((folder / "weight_publisher.nk").read_text()), Trust.load(folder)
+    siblings = {*folder.glob("*.nk"), *other.glob("*.nk")} - {folder / "weight_publisher.nk"}
+    messages: tuple[Any, ...] = (HEAD, MANIFEST, SQUASH)
+    assert len(siblings) > 25 and other / "weight_publisher.nk" in siblings and folder / "weight_sync.nk" in siblings
+    for path in siblings:
+        for message in messages:
+            forged = sealed(message, Key.parse(path.read_text()))
+            with pytest.raises(Untrusted, match="signed by"):
+                trusted.check(forged)
+            with pytest.raises(Untrusted, match="was changed"):
+                trusted.check(msgspec.structs.replace(forged, signer=publisher.public))
+
+
 @pytest.mark.parametrize(
     "text", ["", "U", "x" * 56, PUBLISHER.public[:-1], PUBLISHER.public[:-1] + "7", PUBLISHER.seed]
 )

@@ -175,6 +175,23 @@ async def test_nobody_hears_what_is_not_for_him(connect: Connect) -> None:
             await judge.connection.subscribe(subject, hear)
 
 
+@pytest.mark.parametrize("role", ROLES)
+async def test_no_sibling_answers_for_an_environment(connect: Connect, role: str) -> None:
+    """An observation is a node's answer: other roles neither take its calls nor write into the inbox of who asked."""
+    bus = await connect(role)
+    for asker in ("rollout", "judge", role):
+        with pytest.raises(Denied, match="may not publish on _INBOX"):
+            await bus.publish(f"_INBOX.{asker}.x.1", event())
+    if role != "environment":
+
+        async def take(_: object) -> None:
+            raise AssertionError
+
+        for subject in ("hr.rpc.environment.n1.call", "hr.rpc.environment.acquire-r1", "hr.rpc.environment.>"):
+            with pytest.raises(Denied, match="may not subscribe"):
+                await bus.connection.subscribe(subject, take)
+
+
 async def test_a_refusal_is_told_also_when_nobody_waits(connect: Connect) -> None:
     judge = await connect("judge")
     told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
