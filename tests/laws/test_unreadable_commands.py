@@ -36,6 +36,7 @@ READERS: dict[str, tuple[str, ...]] = {
     "dlq list": ("dlq", "list", RUN),
     "dlq show": ("dlq", "show", RUN, "1"),
     "export": ("export", RUN, "{folder}"),
+    "policy collect": ("policy", "collect", RUN, "{folder}.jsonl", "--reward", "-9"),
     "tasks atif": ("tasks", "atif", RUN, "{folder}.jsonl"),
     "bus backup": ("bus", "backup", "{folder}", "--run", RUN, "--live"),
     "weights log": ("weights", "log", RUN),
@@ -50,6 +51,8 @@ READERS: dict[str, tuple[str, ...]] = {
 OTHERS = {
     "up, actor, chaos, launch, eval, bench": "start actors, which test_unreadable.py drives",
     "dashboard, top, export-metrics": "follow a live run: test_unreadable.py and `views` drive their readers",
+    "purge, lines report, lines watch": "ask a running actor",
+    "policy train": "reads files of text",
     "dlq retry, dlq drop, promote, rollback, staleness, weights squash": "write; they read what the others read",
     "retrain": "replays steps as `replay` does, for minutes",
     "bus restore": "writes the files of a backup",
@@ -160,7 +163,7 @@ def test_unreadable_records_change_nothing_that_is_printed_or_shown(
     said: list[str] = []
     clean = printed("clean")
     assert not any("skipped" in error for error in said)
-    assert [command for command, (code, _) in clean.items() if code] == ["dlq show", "export"], [
+    assert [command for command, (code, _) in clean.items() if code] == ["dlq show", "export", "policy collect"], [
         text for text in said if text
     ]
     shown = uvloop.run(views(store))
