@@ -20,6 +20,7 @@ from headrace.cli.main import main, parser
 from headrace.dashboard.live import attempt, history, panels
 from headrace.dashboard.live.panels import PANELS
 from headrace.dashboard.records import collect
+from headrace.launch.measuring import evaluation
 from headrace.messages import subjects as s
 from headrace.tasks.packages.fetch import unpack
 from headrace.weights.signing import PUBLIC_FILE
@@ -140,6 +141,7 @@ async def views(store: Server) -> dict[str, object]:
         }
         return read | {
             "behaviour": (await panels.behaviour(bus, RUN, 0)).attempts,
+            "newest version of eval": await evaluation.newest(report, RUN),
             "report": await collect(report, RUN, []),
             "history": await history.records(bus, RUN, users=True),
             "attempt": await attempt.describe(bus, RUN, last.seq, last.message, lambda _: {}),
