@@ -19,7 +19,7 @@ CLIENTS := .cache/clients
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: release help setup debian demo demo-pretrained proof proof-pretrained test test-all test-clients test-sglang test-kernels fuzz chaos chaos-weights lint format docs clean web browser screenshots own
+.PHONY: image release help setup debian demo demo-pretrained proof proof-pretrained test test-all test-clients test-sglang test-kernels fuzz chaos chaos-weights lint format docs clean web browser screenshots own
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,6 +62,11 @@ proof: setup ## the demo's recipe on three seeds, 500 held-out tasks each, one V
 release: setup ## wheel, sdist, SBOM and checksums of HEAD in dist/, equal in every bit when built twice
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[release]'
 	$(BIN)/python deploy/release/build.py
+
+image: setup ## a container image of HEAD in dist/, by buildah, as root (minutes; 1.5 GB)
+	@command -v buildah >/dev/null || DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends buildah crun >/dev/null
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[release]'
+	$(BIN)/python deploy/release/image.py --pip-args="$(PIP_ARGS)"
 
 lint: setup ## ruff, mypy --strict and the word list of docs/style.md
 	$(BIN)/ruff check .

@@ -1,7 +1,9 @@
-"""`make release` twice from one commit: equal files."""
+"""`make release` twice from one commit gives equal files, and the image of `make image` runs as its own user."""
 
 import importlib.util
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,3 +35,30 @@ def test_two_builds_of_one_commit_are_equal(tmp_path: Path) -> None:
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path / "one", check=True)
     parts = {part["name"].lower() for part in json.loads(first["headrace.cdx.json"])["components"]}
     assert {"msgspec", "torch", "nats-py"} <= parts
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("buildah") is None, reason="needs root and buildah")
+def test_the_image_runs_as_its_user(tmp_path: Path) -> None:
+    """One build, of minutes; the root of the image is what a registry's client would unpack."""
+    words = [sys.executable, str(ROOT / "deploy/release/image.py"), "--out", str(tmp_path / "dist")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout)
+    store = ("buildah", "--storage-driver", "vfs", "--root", f"{tmp_path}/store", "--runroot", f"{tmp_path}/run")
+
+    def buildah(*words: str) -> str:
+        return subprocess.run([*store, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    container = buildah("from", f"oci-archive:{line['archive']}")
+    try:
+        for words_inside, says in (
+            (("id", "-u"), "10001"),
+            (("headrace", "--version"), "headrace"),
+            (("nats-server", "--version"), "nats-server: v2"),
+            (("qemu-system-x86_64", "--version"), "QEMU emulator"),
+            (("python", "-c", "import torch, headrace.cli.main; print(torch.__version__)"), "2."),
+        ):
+            assert says in buildah("run", "--isolation", "chroot", container, "--", *words_inside), words_inside
+    finally:
+        buildah("rm", "--all")
+        buildah("rmi", "--all", "--force")

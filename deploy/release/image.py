@@ -1,0 +1,105 @@
+"""Builds a container image of headrace from HEAD into dist/, without Docker: an OCI archive, and its digest.
+
+`make image` runs it, as root. The root holds Debian's packages and a virtual environment in /opt/headrace with the
+wheel of `make release`, the packages of constraints.txt and the broker; buildah makes the image of it. Every time in it
+is the commit's (SOURCE_DATE_EPOCH), and modules are compiled with the hashes of their sources, not their times.
+
+Trade-off: one layer of 1.5 GB, most of it torch, so that nothing but this file has to be right. A node with GPUs needs
+torch's CUDA build in it: `--pip-args` names the index. SGLang keeps an image of its own (docs/sglang.md).
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.vmhost.errors import VmhostError
+from headrace.vmhost.images import packages
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+DEBIAN = ("python3", "python3-venv", "ca-certificates", "qemu-system-x86", "mmdebstrap", "cpio")
+EXTRAS = "acp,mcp"
+USER = 10001
+"""The user of the pods that `headrace deploy k8s` describes."""
+INSTALL = f"""
+set -e
+python3 -m venv /opt/headrace
+/opt/headrace/bin/pip install --quiet --no-index --no-compile --find-links /opt/wheels "headrace[{EXTRAS}]"
+rm -rf /opt/wheels /root/.cache
+/opt/headrace/bin/python -m compileall -qq --invalidation-mode unchecked-hash /opt/headrace/lib || true
+useradd --uid {USER} --user-group --home-dir /var/lib/headrace --create-home --skel /nonexistent headrace
+"""
+"""Some packages hold a few files for newer Pythons, which compileall reports by its exit code."""
+
+
+def run(*words: str, cwd: Path | None = None, **env: str) -> str:
+    """Standard output of a command. SystemExit with its last line of output when it fails."""
+    done = subprocess.run(words, cwd=cwd, env=os.environ | env, capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise SystemExit(f"image: {' '.join(words[:4])} ended with code {done.returncode}: {(said or [''])[-1]}")
+    return done.stdout
+
+
+def wheels(folder: Path, pip_args: Sequence[str]) -> str:
+    """Download headrace's wheel and all that it needs into a folder; its version."""
+    release = folder.parent / "release"
+    run(sys.executable, str(HERE / "build.py"), "--out", str(release))
+    (wheel,) = release.glob("headrace-*.whl")
+    words = ("-m", "pip", "download", "--quiet", "--only-binary", ":all:", "--dest", str(folder))
+    run(sys.executable, *words, "-c", str(ROOT / "constraints.txt"), *pip_args, f"{wheel}[{EXTRAS}]")
+    return wheel.name.split("-")[1]
+
+
+def root(tar: Path, wheelhouse: Path) -> None:
+    """The root of the image as an archive."""
+    hooks = (f'copy-in "{wheelhouse}" /opt', f'chroot "$1" sh -c {shlex.quote(INSTALL)}')
+    try:
+        packages.download(tar, DEBIAN, "--variant=minbase", *(f"--customize-hook={hook}" for hook in hooks))
+    except VmhostError as error:
+        raise SystemExit(f"image: {error}") from None
+
+
+def build(out: Path, pip_args: Sequence[str]) -> tuple[Path, str]:
+    """Write the image into a folder; its archive and digest."""
+    if os.geteuid() != 0 or shutil.which("buildah") is None:
+        raise SystemExit("image: expected root and buildah: apt-get install buildah")
+    moment = os.environ.get("SOURCE_DATE_EPOCH") or run("git", "log", "-1", "--format=%ct", cwd=ROOT).strip()
+    os.environ["SOURCE_DATE_EPOCH"] = moment  # for mmdebstrap, pip and the wheel
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix="making-") as scratch:
+        place = Path(scratch)
+        version = wheels(place / "wheels", pip_args)
+        root(place / "root.tar", place / "wheels")
+        buildah = ("buildah", "--storage-driver", "vfs", "--root", f"{place}/store", "--runroot", f"{place}/run")
+        words = ("--isolation", "chroot", "--timestamp", moment, "--iidfile", f"{place}/id")
+        run(*buildah, "bud", *words, "--file", str(HERE / "Containerfile"), str(place))
+        made = (place / "id").read_text().strip()
+        archive = out / f"headrace-{version}.oci.tar"
+        archive.unlink(missing_ok=True)
+        run(*buildah, "push", "--digestfile", f"{place}/digest", made, f"oci-archive:{archive}:headrace:{version}")
+        digest = (place / "digest").read_text().strip()
+        run(*buildah, "rmi", "--all", "--force")
+    return archive, digest
+
+
+def main() -> None:
+    """Build, and print the archive, its size and the image's digest as JSON."""
+    parser = argparse.ArgumentParser(description="a container image of HEAD")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument("--pip-args", default="", help="further arguments for pip, for example an index")
+    args = parser.parse_args()
+    archive, digest = build(args.out.resolve(), shlex.split(args.pip_args))
+    line = {"archive": str(archive), "digest": digest, "mib": archive.stat().st_size >> 20}
+    sys.stdout.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()
