@@ -254,6 +254,7 @@ async def test_a_suite_from_a_source_tree(tree: Path, host: Host, tmp_path: Path
             open_suite(bad, tmp_path)
 
 
+@pytest.mark.slow  # the way is that of the suite above; what a command reports has tests in tests/vmhost/node
 async def test_a_suite_with_a_command_of_its_own(tree: Path, host: Host, tmp_path: Path) -> None:
     command = "env PYTHONPATH=src python -m pytest -q -p no:cacheprovider -c /dev/null --rootdir . tests/test_area.py"
     suite = await sdist.build(
