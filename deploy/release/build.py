@@ -9,30 +9,14 @@ import argparse
 import gzip
 import hashlib
 import io
-import os
-import subprocess
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from commit import ROOT, epoch, run
+
 SUMS = "SHA256SUMS"
-
-
-def run(*words: str, cwd: Path, **env: str) -> bytes:
-    """Standard output of a command. SystemExit with its last line of output when it fails."""
-    done = subprocess.run(words, cwd=cwd, env=os.environ | env, capture_output=True)
-    if done.returncode:
-        said = (done.stderr or done.stdout).decode("utf-8", "replace").strip().splitlines()
-        raise SystemExit(f"release: {' '.join(words[:4])} ended with code {done.returncode}: {(said or [''])[-1]}")
-    return done.stdout
-
-
-def epoch() -> int:
-    """The time that archives carry: SOURCE_DATE_EPOCH, or that of the last commit."""
-    given = os.environ.get("SOURCE_DATE_EPOCH", "")
-    return int(given or run("git", "log", "-1", "--format=%ct", cwd=ROOT))
 
 
 def normalised(archive: bytes, moment: int) -> bytes:
@@ -60,7 +44,7 @@ def build(out: Path) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch) / "tree"
         tree.mkdir()
-        export = run("git", "archive", "--format=tar", "HEAD", cwd=ROOT)
+        export = run("git", "archive", "--format=tar", "HEAD")
         with tarfile.open(fileobj=io.BytesIO(export)) as tar:
             tar.extractall(tree, filter="tar")
         built = Path(scratch) / "built"

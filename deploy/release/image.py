@@ -13,17 +13,17 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from commit import ROOT, epoch, run
+
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import packages
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 DEBIAN = ("python3", "python3-venv", "ca-certificates", "qemu-system-x86", "mmdebstrap", "cpio")
 EXTRAS = "acp,mcp"
 USER = 10001
@@ -37,15 +37,6 @@ rm -rf /opt/wheels /root/.cache
 useradd --uid {USER} --user-group --home-dir /var/lib/headrace --create-home --skel /nonexistent headrace
 """
 """Some packages hold a few files for newer Pythons, which compileall reports by its exit code."""
-
-
-def run(*words: str, cwd: Path | None = None, **env: str) -> str:
-    """Standard output of a command. SystemExit with its last line of output when it fails."""
-    done = subprocess.run(words, cwd=cwd, env=os.environ | env, capture_output=True, text=True)
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise SystemExit(f"image: {' '.join(words[:4])} ended with code {done.returncode}: {(said or [''])[-1]}")
-    return done.stdout
 
 
 def wheels(folder: Path, pip_args: Sequence[str]) -> str:
@@ -71,7 +62,7 @@ def build(out: Path, pip_args: Sequence[str]) -> tuple[Path, str]:
     """Write the image into a folder; its archive and digest."""
     if os.geteuid() != 0 or shutil.which("buildah") is None:
         raise SystemExit("image: expected root and buildah: apt-get install buildah")
-    moment = os.environ.get("SOURCE_DATE_EPOCH") or run("git", "log", "-1", "--format=%ct", cwd=ROOT).strip()
+    moment = str(epoch())
     os.environ["SOURCE_DATE_EPOCH"] = moment  # for mmdebstrap, pip and the wheel
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix="making-") as scratch:

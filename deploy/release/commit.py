@@ -1,0 +1,22 @@
+"""The commit that a release is built from: where it lies, its time, and the commands that build it."""
+
+import os
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*words: str, cwd: Path = ROOT, **env: str) -> bytes:
+    """Standard output of a command. SystemExit with its last line of output when it fails."""
+    done = subprocess.run(words, cwd=cwd, env=os.environ | env, capture_output=True)
+    if done.returncode:
+        said = (done.stderr or done.stdout).decode("utf-8", "replace").strip().splitlines()
+        raise SystemExit(f"release: {' '.join(words[:4])} ended with code {done.returncode}: {(said or [''])[-1]}")
+    return done.stdout
+
+
+def epoch() -> int:
+    """The time that archives carry: SOURCE_DATE_EPOCH, or that of the last commit."""
+    given = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return int(given or run("git", "log", "-1", "--format=%ct"))
