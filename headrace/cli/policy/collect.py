@@ -16,8 +16,6 @@ from headrace.launch.runs import RunError
 if TYPE_CHECKING:
     from headrace.bus.connection import Bus
     from headrace.cli.arguments import Commands
-    from headrace.messages.rollout import Trajectory
-    from headrace.training.data.trajectories import Segment
 
 
 def add(commands: "Commands") -> None:
@@ -72,7 +70,7 @@ async def attempts(bus: "Bus", run: str, tokenizer_json: str, args: argparse.Nam
     """The lines of each wanted attempt in the order of the closed groups; purged records are left out."""
     from headrace.replay.fetching import fetch
     from headrace.replay.rejudge import closings
-    from headrace.training.data.trajectories import tokenizer_hash
+    from headrace.training.data.trajectories import segments, tokenizer_hash
 
     tokenizer, taken = tokenizer_hash(tokenizer_json), Counter[tuple[str, str]]()
     for group in await closings(bus, run):
@@ -85,29 +83,3 @@ async def attempts(bus: "Bus", run: str, tokenizer_json: str, args: argparse.Nam
             if taken[task] < args.per_task:
                 taken[task] += 1
                 yield [msgspec.json.encode(part) + b"\n" for part in segments(trajectory, score.reward, tokenizer)]
-
-
-def segments(trajectory: "Trajectory", reward: float, tokenizer: str) -> "list[Segment]":
-    """The segments of an attempt: the recorded prompt and sampled ids, concatenated."""
-    from headrace.training.data.trajectories import Segment
-
-    ids: dict[int, list[int]] = {}
-    sampled: dict[int, list[tuple[int, int]]] = {}
-    for turn in trajectory.turns:
-        segment_ids = ids.setdefault(turn.segment, [])
-        segment_ids += map(int, turn.prompt_ids.tolist())
-        begin = len(segment_ids)
-        segment_ids += map(int, turn.ids.tolist())
-        sampled.setdefault(turn.segment, []).append((begin, len(segment_ids)))
-    return [
-        Segment(
-            ids=segment_ids,
-            sampled=sampled[number],
-            trajectory=trajectory.id,
-            segment=number,
-            task=f"{trajectory.task.suite}/{trajectory.task.task}",
-            reward=reward,
-            tokenizer=tokenizer,
-        )
-        for number, segment_ids in ids.items()
-    ]

@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from headrace.messages.rollout import Trajectory
 from headrace.training.data.base import Document, next_line
 
 
@@ -29,6 +30,30 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 def tokenizer_hash(tokenizer_json: str) -> str:
     """The name of a tokenizer: ids of another one mean other text."""
     return sha256(tokenizer_json.encode()).hexdigest()
+
+
+def segments(trajectory: Trajectory, reward: float, tokenizer: str) -> list[Segment]:
+    """The segments of an attempt: its recorded ids, turn after turn. tokenizer: its `tokenizer_hash`."""
+    ids: dict[int, list[int]] = {}
+    sampled: dict[int, list[tuple[int, int]]] = {}
+    for turn in trajectory.turns:
+        segment_ids = ids.setdefault(turn.segment, [])
+        segment_ids += map(int, turn.prompt_ids.tolist())
+        begin = len(segment_ids)
+        segment_ids += map(int, turn.ids.tolist())
+        sampled.setdefault(turn.segment, []).append((begin, len(segment_ids)))
+    return [
+        Segment(
+            ids=segment_ids,
+            sampled=sampled[number],
+            trajectory=trajectory.id,
+            segment=number,
+            task=f"{trajectory.task.suite}/{trajectory.task.task}",
+            reward=reward,
+            tokenizer=tokenizer,
+        )
+        for number, segment_ids in ids.items()
+    ]
 
 
 class TrajectoryReader:
