@@ -61,7 +61,7 @@ MAY["chaos"] = {"launch", "dashboard", "bus", "messages", "metrics", "config", "
 MAY["cli"] = _LIBRARIES | {"actors", "dashboard", "launch", "chaos"}
 
 # Modules below all folders: they import the standard library alone.
-FOUNDATION = {"backoff", "nkeys", "parent_death"}
+FOUNDATION = {"backoff", "nkeys", "parent_death", "secret_files"}
 # headrace/registry.py stands above these folders and below all others.
 REGISTRY_IMPORTS = {"messages"}
 

@@ -1,12 +1,12 @@
 """Signs the statement of a purge."""
 
-import os
 from pathlib import Path
 
 import msgspec
 import nacl.signing
 
 from headrace.messages.product import PurgeCertificate, PurgeStatement
+from headrace.secret_files import read_or_make
 
 KEY, PUBLIC = "purge.key", "purge.pub"
 """Files of the run's folder: the seed (mode 0600) and the public key, both hexadecimal."""
@@ -16,15 +16,8 @@ class Signer:
     """The Ed25519 key with which a run signs its certificates; made at its first use."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / KEY
-        try:
-            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            with os.fdopen(handle, "w") as file:
-                file.write(bytes(nacl.signing.SigningKey.generate()).hex())
-        except FileExistsError:
-            pass
-        self._key = nacl.signing.SigningKey(bytes.fromhex(path.read_text()))
+        seed = read_or_make(folder / KEY, bytes(nacl.signing.SigningKey.generate()).hex().encode())
+        self._key = nacl.signing.SigningKey(bytes.fromhex(seed.decode()))
         self.public_key = bytes(self._key.verify_key).hex()
         (folder / PUBLIC).write_text(self.public_key + "\n")
 

@@ -15,13 +15,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
 from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost import agent_files, cgroups
-from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent, Requirement
+from headrace.vmhost.backend import Capabilities, OnEvent, Requirement
+from headrace.vmhost.backends.lacking import WithoutCopies, lacks
 from headrace.vmhost.cgroups import Group
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
@@ -29,10 +30,6 @@ from headrace.vmhost.guest.frames import LIMIT
 from headrace.vmhost.guest.local import PROCESSES
 
 _START = "import sys; sys.path.insert(0, sys.argv[2]); from guest import local; local.main(int(sys.argv[1]))"
-
-
-def _lacks(capability: str) -> NoReturn:
-    raise VmhostError(f"the process backend lacks the capability {capability}; use a backend that has it, such as qemu")
 
 
 class ProcessMachine:
@@ -61,15 +58,15 @@ class ProcessMachine:
 
     async def name(self, slot: int, hostname: str) -> None:
         """Processes share the host's name. VmhostError."""
-        _lacks("hostname")
+        lacks("process", "hostname")
 
     async def check_integrity(self, thorough: bool) -> tuple[str, ...]:
         """There is no machine besides the host. VmhostError."""
-        _lacks("inspect")
+        lacks("process", "inspect")
 
     async def changes(self, limit: int, originals: int) -> tuple[dict[str, Any], list[bytes], str]:
         """There is no image below the workspace. VmhostError."""
-        _lacks("upper_diff")
+        lacks("process", "upper_diff")
 
     def leave(self, channel: Channel) -> None:
         """Close the channel: the agent ends and kills everything that it started."""
@@ -83,7 +80,7 @@ class ProcessMachine:
             self._lost.set_result("released")
 
 
-class ProcessBackend:
+class ProcessBackend(WithoutCopies):
     """Local agents behind the Backend protocol."""
 
     name = "process"
@@ -154,18 +151,6 @@ class ProcessBackend:
     def slots_of(self, template: str) -> int:
         """Every machine has the same number."""
         return self.slots
-
-    async def fork(self, machine: Machine) -> MakeMachine:
-        """Processes cannot be copied. VmhostError."""
-        _lacks("fork")
-
-    async def checkpoint(self, machine: Machine, slot: int, whole: bool) -> bytes:
-        """Processes cannot be copied. VmhostError."""
-        _lacks("checkpoint")
-
-    async def restore(self, data: bytes) -> tuple[MakeMachine, int]:
-        """Processes cannot be copied. VmhostError."""
-        _lacks("checkpoint")
 
     def shortage(self, template: str, limits: SandboxLimits) -> str:
         """Processes are small: max_vms alone bounds them."""

@@ -18,13 +18,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
 from headrace.messages.tasks import SandboxLimits
 from headrace.vmhost import cgroups
-from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent, Requirement
+from headrace.vmhost.backend import Capabilities, OnEvent, Requirement
+from headrace.vmhost.backends.lacking import WithoutCopies, lacks
 from headrace.vmhost.cgroups import Group
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
@@ -41,10 +42,6 @@ PROCESSES = 512
 """Processes that a container may have at one time, its agent included."""
 OVERHEAD_MB = 64
 """Memory of a container besides its image's: the agent, and what its processes hold in the kernel."""
-
-
-def _lacks(capability: str) -> NoReturn:
-    raise VmhostError(f"the container backend lacks the capability {capability}; use a backend that has it, like qemu")
 
 
 class ContainerMachine:
@@ -78,11 +75,11 @@ class ContainerMachine:
 
     async def name(self, slot: int, hostname: str) -> None:
         """VmhostError."""
-        _lacks("hostname")
+        lacks("container", "hostname")
 
     async def check_integrity(self, thorough: bool) -> tuple[str, ...]:
         """There is no machine besides the host. VmhostError."""
-        _lacks("inspect")
+        lacks("container", "inspect")
 
     async def changes(self, limit: int, originals: int) -> tuple[dict[str, Any], list[bytes], str]:
         """The changes of its programs, read outside the slot (guest/changes.py). SandboxLost."""
@@ -107,7 +104,7 @@ class ContainerMachine:
         self._backend.ended(self)
 
 
-class ContainerBackend:
+class ContainerBackend(WithoutCopies):
     """Containers behind the Backend protocol."""
 
     name = "container"
@@ -219,18 +216,6 @@ class ContainerBackend:
         """An image has its container for itself. VmhostError."""
         self._image(template)
         return 1
-
-    async def fork(self, machine: Machine) -> MakeMachine:
-        """Containers cannot be copied. VmhostError."""
-        _lacks("fork")
-
-    async def checkpoint(self, machine: Machine, slot: int, whole: bool) -> bytes:
-        """Containers cannot be copied. VmhostError."""
-        _lacks("checkpoint")
-
-    async def restore(self, data: bytes) -> tuple[MakeMachine, int]:
-        """Containers cannot be copied. VmhostError."""
-        _lacks("checkpoint")
 
     def shortage(self, template: str, limits: SandboxLimits) -> str:
         """Why another container could not grow to its full size; empty when it can."""

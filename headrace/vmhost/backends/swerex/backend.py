@@ -10,20 +10,17 @@ tests by name need pytest there.
 import asyncio
 import os
 from collections.abc import Iterator
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from headrace.config import Environment
 from headrace.messages.sandbox import SandboxLost
 from headrace.messages.tasks import SandboxLimits
-from headrace.vmhost.backend import Capabilities, Machine, MakeMachine, OnEvent, Requirement
+from headrace.vmhost.backend import Capabilities, OnEvent, Requirement
+from headrace.vmhost.backends.lacking import WithoutCopies, lacks
 from headrace.vmhost.backends.swerex.link import Link
 from headrace.vmhost.channel import Channel
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.guest.frames import LIMIT
-
-
-def _lacks(capability: str) -> NoReturn:
-    raise VmhostError(f"the swerex backend lacks the capability {capability}; use a backend that has it, such as qemu")
 
 
 class RemoteMachine:
@@ -60,15 +57,15 @@ class RemoteMachine:
 
     async def name(self, slot: int, hostname: str) -> None:
         """Sandboxes share the server's name. VmhostError."""
-        _lacks("hostname")
+        lacks("swerex", "hostname")
 
     async def check_integrity(self, thorough: bool) -> tuple[str, ...]:
         """Nobody looks at the server from outside. VmhostError."""
-        _lacks("inspect")
+        lacks("swerex", "inspect")
 
     async def changes(self, limit: int, originals: int) -> tuple[dict[str, Any], list[bytes], str]:
         """There is no layer below the workspace. VmhostError."""
-        _lacks("upper_diff")
+        lacks("swerex", "upper_diff")
 
     def leave(self, channel: Channel) -> None:
         """Close the channel: the agent ends and kills everything that it started."""
@@ -79,7 +76,7 @@ class RemoteMachine:
         self._end("released")
 
 
-class SwerexBackend:
+class SwerexBackend(WithoutCopies):
     """A SWE-ReX server behind the Backend protocol."""
 
     name = "swerex"
@@ -118,18 +115,6 @@ class SwerexBackend:
     def slots_of(self, template: str) -> int:
         """Every machine has the same number."""
         return self.slots
-
-    async def fork(self, machine: Machine) -> MakeMachine:
-        """VmhostError."""
-        _lacks("fork")
-
-    async def checkpoint(self, machine: Machine, slot: int, whole: bool) -> bytes:
-        """VmhostError."""
-        _lacks("checkpoint")
-
-    async def restore(self, data: bytes) -> tuple[MakeMachine, int]:
-        """VmhostError."""
-        _lacks("checkpoint")
 
     def shortage(self, template: str, limits: SandboxLimits) -> str:
         """The server's capacity is unknown here: max_vms alone bounds sandboxes."""
