@@ -145,6 +145,14 @@ def _trainer(config: Config) -> Iterator[Problem]:
             "trainer.device",
             f"expected auto, cpu or cuda with trainer.ranks = {section.ranks}, got {section.device!r}",
         )
+    if section.lora.rank and section.ranks > 1:
+        yield "trainer.ranks", f"expected 1 with trainer.lora.rank = {section.lora.rank}, got {section.ranks}"
+    if section.lora.rank and config.engine.kind == "sglang":
+        yield (
+            "trainer.lora.rank",
+            f"expected 0 with engine.kind = 'sglang', which gets whole weights and no adapters, got "
+            f"{section.lora.rank}; set engine.kind = 'embedded'",
+        )
 
 
 def _mid_training(config: Config) -> Iterator[Problem]:

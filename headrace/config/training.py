@@ -160,6 +160,24 @@ class Algorithm(Section, frozen=True, kw_only=True):
             raise ValueError(f"schedule {self.schedule!r} needs decay_steps of at least 1, got {self.decay_steps}")
 
 
+Module = Literal[
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+]  # fmt: skip
+"""A projection that an adapter may change, by Hugging Face's name; the last four are those of latent attention."""
+
+
+class Lora(Section, frozen=True, kw_only=True):
+    """Low-rank adapters (LoRA): training changes them alone, and a delta carries nothing else."""
+
+    rank: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """0: no adapters, all weights are trained."""
+    alpha: Annotated[float, Meta(gt=0.0, le=65536.0)] = 32.0
+    """An adapter's output is multiplied by alpha / rank."""
+    targets: tuple[Module, ...] = ()
+    """Adapted projections; empty: all of attention, and those of a dense MLP (not of experts)."""
+
+
 class Trainer(Section, frozen=True, kw_only=True):
     """The trainer's process."""
 
@@ -179,6 +197,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     frozen: tuple[Word, ...] = ()
     """Parameters that training does not change, by patterns over headrace's names: embedding, layers.0.*, norm.
     Layers below the first trained one need no backward pass, and no delta contains a frozen parameter."""
+    lora: Lora = Lora()
+    """Low-rank adapters, [trainer.lora]: rank (0 is none), alpha, targets. They are then the only trained weights, in
+    mid-training too."""
 
 
 class Replay(Section, frozen=True, kw_only=True):

@@ -31,6 +31,16 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True):
     """Whether rotary pairs are neighbouring elements instead of halves."""
 
 
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """Low-rank adapters over fixed weights (LoRA, arXiv 2106.09685): see `policy.adapters`."""
+
+    rank: int
+    alpha: float
+    """BA is multiplied by alpha / rank."""
+    targets: tuple[str, ...]
+    """Adapted projections of every layer, by Hugging Face's names: q_proj."""
+
+
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Dimensions of a decoder in elements: dense (experts 0) or a mixture, with grouped or `latent` attention.
 
@@ -80,6 +90,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the output projection of attention has a bias (grouped attention only)."""
     rotary_dim: int = 0
     """Leading part of a query and key that is rotated (grouped attention only); 0 is head_dim."""
+    adapter: Adapter | None = None
+    """Low-rank adapters, the only weights that are trained; published beside the others under names of their own."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.kernels import batch_invariant, operators
+from headrace.policy.adapters import low_rank
 from headrace.policy.config import Latent
 
 _EPS = 1e-6
@@ -48,15 +49,15 @@ def project(
     """h [N, D] -> q, k, v [N, heads, nope + rope], rotated; v is zero beyond value_dim."""
     own = dict(layer.named_parameters(recurse=False))
     if latent.q_rank:
-        low = operators.rms_norm(operators.linear(h, own["q_a"], pad), own["q_a_norm"], _EPS)
-        q = operators.linear(low, own["q_b"], pad)
+        low = operators.rms_norm(low_rank.linear(layer, h, "q_a", pad), own["q_a_norm"], _EPS)
+        q = low_rank.linear(layer, low, "q_b", pad)
     else:
-        q = operators.linear(h, own["q"], pad)
+        q = low_rank.linear(layer, h, "q", pad)
     q_plain, q_turned = torch.split(q.view(len(h), heads, -1), [latent.nope_dim, latent.rope_dim], -1)
-    both = operators.linear(h, own["kv_a"], pad)
+    both = low_rank.linear(layer, h, "kv_a", pad)
     low, k_turned = torch.split(both, [latent.kv_rank, latent.rope_dim], -1)
     low = operators.rms_norm(low.contiguous(), own["kv_a_norm"], _EPS)
-    kv = operators.linear(low, own["kv_b"], pad).view(len(h), heads, -1)
+    kv = low_rank.linear(layer, low, "kv_b", pad).view(len(h), heads, -1)
     k_plain, v = torch.split(kv, [latent.nope_dim, latent.value_dim], -1)
     q_turned = _turn(q_turned, cos, sin, latent.interleaved)
     k_turned = _turn(k_turned[:, None], cos, sin, latent.interleaved).expand(-1, heads, -1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headrace.kernels import batch_invariant, operators
 from headrace.kernels.route import Rule
 from headrace.policy import latent, moe
+from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -71,6 +72,7 @@ class Layer(nn.Module):
         if self.sparse and c.scores == "sigmoid":
             # A rule balances the load (arXiv 2408.15664); the loss has no gradient here.
             self.correction = nn.Parameter(torch.zeros(c.experts), requires_grad=False)
+        self.adapted = low_rank.add_parameters(self, c, index)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, pad: int, replay: Tensor | None, chosen: Chosen
@@ -86,11 +88,12 @@ class Layer(nn.Module):
         mixed = attend(q, k, v)
         if c.latent:
             mixed = mixed[..., : c.latent.value_dim]
-        mixed = operators.linear(mixed.reshape(len(x), -1), self.out, pad)
+        mixed = low_rank.linear(self, mixed.reshape(len(x), -1), "out", pad)
         x = x + (mixed + self.out_bias if c.out_bias else mixed)
         h = operators.rms_norm(x, self.mlp_norm, c.eps)
         if not self.sparse:
-            return x + _mlp(h, self.gate_up, self.down, pad)
+            inner = batch_invariant.swiglu(low_rank.linear(self, h, "gate_up", pad))
+            return x + low_rank.linear(self, inner, "down", pad)
         layer = moe.Mixture(
             router=self.router,
             gate_up=self.gate_up,
@@ -111,7 +114,7 @@ class Layer(nn.Module):
         c = self.config
         if c.latent:
             return latent.project(self, h, c.latent, c.heads, cos, sin, pad)
-        h = operators.linear(h, self.qkv, pad)
+        h = low_rank.linear(self, h, "qkv", pad)
         if c.qkv_bias:
             h = h + self.qkv_bias
         h = h.view(-1, c.heads + 2 * c.kv_heads, c.head_dim)

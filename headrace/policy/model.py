@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from headrace.kernels import operators
 from headrace.kernels.block_attention import Packing
 from headrace.policy import attention, moe
+from headrace.policy.adapters import low_rank
 from headrace.policy.cache import KVCache, Step
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layer import Attend, Chosen, Layer
@@ -59,7 +60,10 @@ class Model(nn.Module):
         """New random weights, the same for the same seed. Residual outputs start small, the head nearly flat."""
         generator = torch.Generator().manual_seed(seed)
         shrink = (2 * self.config.layers) ** -0.5
+        low_rank.reset(self, seed)
         for name, parameter in self.named_parameters():
+            if low_rank.is_adapter(name):
+                continue
             kind = name.rsplit(".", 1)[-1]
             if kind == "norm" or kind.endswith("_norm"):
                 parameter.fill_(1.0)

@@ -26,6 +26,7 @@ from headrace.kernels import batch_invariant, block_attention, expert_mlp, mxfp8
 from headrace.kernels.block_attention import BLOCK, Packing
 from headrace.kernels.route import Rule, route, sigmoid
 from headrace.kernels.selected_logprob import from_logits, scaled
+from headrace.policy.adapters import low_rank, shape
 from headrace.policy.config import PolicyConfig
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
@@ -95,6 +96,9 @@ def products(config: PolicyConfig) -> list[tuple[int, int]]:
         shapes += [(c.dim, low.q_rank)] if low.q_rank else []
     if c.experts:
         shapes.append((c.dim, c.experts))
+    for module in shape.targeted(c, 0):
+        rank = c.adapter.rank if c.adapter else 0
+        shapes += [(module.inputs, rank), (rank, module.outputs)]
     return sorted({(k, min(n, _WIDEST)) for k, n in shapes})
 
 
@@ -279,6 +283,9 @@ def _fingerprint(config: PolicyConfig, numerics: Numerics) -> str:
     small = msgspec.structs.replace(config, layers=layers, vocab=min(config.vocab, _WIDEST))
     with torch.no_grad():
         model = Model(small, numerics, seed=1)
+        for name, parameter in model.named_parameters():
+            if low_rank.is_adapter(name):  # zeros would hide the arithmetic of adapters
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)) * 0.1)
         lengths = (37, 70, 1)
         ids = torch.arange(sum(lengths)) * 7 % small.vocab
         logp, entropy = model.selected_logprobs(model(ids, lengths), ids.flip(0), 0.9)

@@ -14,6 +14,7 @@ fifth of the memory free for them.
 from typing import NamedTuple
 
 from headrace.config import Config
+from headrace.policy.adapters import shape
 from headrace.policy.config import PolicyConfig
 
 GIB = 1 << 30
@@ -74,7 +75,7 @@ class Parameters(NamedTuple):
 
     total: int
     frozen: int
-    """Corrections of routers: no gradient, no master."""
+    """Without gradient and master: corrections of routers; with an adapter, everything else."""
     experts: int
     """In mixtures, without shared experts."""
     largest_layer: int
@@ -86,7 +87,8 @@ def parameters(config: PolicyConfig) -> Parameters:
     outside = config.vocab * config.dim * (1 if config.tied else 2) + config.dim
     frozen = config.experts * config.sparse_layers if config.scores == "sigmoid" else 0
     experts = 3 * config.experts * config.expert_dim * config.dim * config.sparse_layers
-    return Parameters(sum(layers) + outside, frozen, experts, max(layers, default=0))
+    whole, adapter = sum(layers) + outside, shape.parameters(config)
+    return Parameters(whole + adapter, whole if adapter else frozen, experts, max(layers, default=0))
 
 
 def _layer(c: PolicyConfig, index: int) -> int:
@@ -115,7 +117,8 @@ def activation_bytes(config: PolicyConfig, sparse: bool) -> int:
     """Bytes per token that one layer saves for backward, with fused attention.
 
     Each term is a saved tensor: inputs of norms and products, rotated queries and keys, values, attention's output and
-    log-sum-exp, the MLP's inner width, and in float32 what norms and routing keep per row.
+    log-sum-exp, the MLP's inner width, and in float32 what norms and routing keep per row. An adapter saves the outputs
+    of its A; the inputs of fixed weights stay counted, although few of them are saved then.
     """
     c, size = config, element_bytes(config)
     wide, row = 4 * c.dim, 2  # both norms' inputs and outputs; both norms' scales
@@ -129,6 +132,8 @@ def activation_bytes(config: PolicyConfig, sparse: bool) -> int:
         if c.qk_norm:  # normalising queries and keys keeps the whole product
             wide += (c.heads + 2 * c.kv_heads) * c.head_dim
             row += c.heads + c.kv_heads
+    if c.adapter:
+        wide += len(shape.targeted(c, 0)) * c.adapter.rank
     if not sparse:
         return size * (wide + 3 * (c.dense_dim or c.expert_dim)) + 4 * row
     wide += c.top_k * 2 * c.expert_dim + 3 * c.shared_experts * c.expert_dim
@@ -149,11 +154,11 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     count, size = parameters(config), element_bytes(config)
     share = -(-count.total // layout.devices)
     trained = -(-(count.total - count.frozen) // layout.devices)
-    same = (
-        config.dtype == "float32" and not layout.rounded
-    )  # masters are the weights themselves, but for experts on the eight-bit grid
-    mastered = -(-count.experts // layout.devices) if same and config.expert_format == "mxfp8" else trained
-    masters = 0 if same and config.expert_format != "mxfp8" else 4 * mastered
+    same = config.dtype == "float32" and not layout.rounded
+    """Masters are the weights themselves, but for trained experts on the eight-bit grid."""
+    on_grid = config.expert_format == "mxfp8" and config.adapter is None
+    mastered = -(-count.experts // layout.devices) if same else trained
+    masters = 0 if same and not on_grid else 4 * mastered
     moments = 2 * layout.moment_bytes * trained
     per_layer = [activation_bytes(config, config.sparse(index)) for index in range(config.layers)]
     tokens = -(-layout.tokens // layout.context)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from torch import Tensor
 
 from headrace.algorithms.adamw import OptimizerSettings
 from headrace.algorithms.registry import ADVANTAGES, LOSSES
@@ -25,6 +26,7 @@ from headrace.messages.judging import Score
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import StepManifest
+from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import checkpoint as huggingface
 from headrace.policy.layout import hugging_face
@@ -108,9 +110,9 @@ class PolicyTrainer:
             return trainer
         model = Model(policy, numerics, seed=config.run.seed)
         if base is not None:
-            model.load_state(snapshot.read(base))
+            model.load_state(_adapters(model) | snapshot.read(base))
         elif config.policy.checkpoint:
-            model.load_state(huggingface.load(config.policy.checkpoint)[1])
+            model.load_state(_adapters(model) | huggingface.load(config.policy.checkpoint)[1])
         _freeze(model, config.trainer.frozen).to(device)
         if config.mid_training.tokens > 0 and base is None:
             model.numerics = probe(policy, exact=False)  # bits are not compared here, and this is a fifth faster
@@ -336,8 +338,11 @@ def _served(config: Config, model: Model) -> Model:
 
 
 def _freeze(model: Model, patterns: Sequence[str]) -> Model:
-    """The model with the named parameters frozen. TrainerError when a pattern matches none, or when all are frozen."""
+    """The model with the named parameters frozen, and with all but its adapters where it has some. TrainerError when a
+    pattern matches none, or when all are frozen."""
     names = [name for name, _ in model.named_parameters()]
+    for name in names if model.config.adapter else ():
+        model.get_parameter(name).requires_grad_(low_rank.is_adapter(name))
     for pattern in patterns:
         matching = fnmatch.filter(names, pattern)
         if not matching:
@@ -351,10 +356,15 @@ def _freeze(model: Model, patterns: Sequence[str]) -> Model:
     return model
 
 
+def _adapters(model: Model) -> dict[str, Tensor]:
+    """The model's new adapters under their published names: a checkpoint has none."""
+    return {name: value for name, value in model.state().items() if low_rank.is_published(name)}
+
+
 def _policy(config: Config, folder: Path, tokenizer_json: str) -> PolicyConfig:
     """The run's policy config. The first start writes it with the tokenizer; later starts compare them.
     TrainerError."""
-    policy = hugging_face.from_section(config.policy)
+    policy = hugging_face.of_run(config)
     size = len(Tokenizer.parse(tokenizer_json))
     if size > policy.vocab:
         raise TrainerError(

@@ -292,7 +292,7 @@ class Policies:
         async with self._opening:
             if self._engine is None:
                 section = self._config.engine
-                policy = hugging_face.from_section(self._config.policy)
+                policy = hugging_face.of_run(self._config)
                 try:
                     opener = ENGINES.get(section.kind)
                 except PluginError as error:

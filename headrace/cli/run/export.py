@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headrace.config import Config
     from headrace.launch.runs import RunDir
     from headrace.messages.weights import WeightHead
+    from headrace.policy.config import PolicyConfig
 
 
 def add(commands: "Commands") -> None:
@@ -24,6 +25,7 @@ def add(commands: "Commands") -> None:
     parser = declare(commands, "export", "write a version of a run as a Hugging Face folder", export)
     parser.add_argument("run", help="run id, path or 'latest'")
     parser.add_argument("dir", metavar="DIR", help="folder to write; must be new or empty")
+    parser.add_argument("--adapter", action="store_true", help="write the adapter alone, as a PEFT folder")
     add_version(parser)
     add_elsewhere(parser)
     parser.add_argument("--unsigned", action="store_true", help="accept versions without a signature")
@@ -33,8 +35,8 @@ async def export(chain: "Chain", args: argparse.Namespace) -> int:
     """Rebuild the version from the stream, verify it, and write the folder."""
     from headrace.bus.payloads import renderer_bundles
     from headrace.config import Config, load
+    from headrace.policy.adapters import peft
     from headrace.policy.config import CheckpointError
-    from headrace.policy.layout import hugging_face
     from headrace.policy.layout.export import Export
     from headrace.policy.layout.export import export as write
     from headrace.weights import chain as chains
@@ -52,28 +54,37 @@ async def export(chain: "Chain", args: argparse.Namespace) -> int:
         weights = Path(temporary) / "weights"
         await chains.obtain(chain.bus, head, weights, lambda version, state_hash: None, trust=chain.trust)
         try:
-            parts = Export(
-                config=hugging_face.read(described(folder, config)),
-                # Weights in eight bits become bfloat16, which holds them exactly and every reader supports.
-                tensors=precision.restore(snapshot.read(weights)),
-                bundle=bundle,
-                card=card(folder, config, head),
-            )
-            shape = write(parts, target)
+            # Weights in eight bits become bfloat16, which holds them exactly and every reader supports.
+            shape, tensors = shape_of(folder, config), precision.restore(snapshot.read(weights))
+            text = card(folder, config, head)
+            if args.adapter:
+                size = peft.export(shape, tensors, base_of(config), text, target)
+                say(f"adapter of version {head.version} of run {folder.id} in {target}: {size:,} bytes")
+                return 0
+            shape = write(Export(config=shape, tensors=tensors, bundle=bundle, card=text), target)
         except CheckpointError as error:
             raise RunError(str(error)) from None
     say(f"version {head.version} of run {folder.id} in {target}: {shape.dtype}, state {head.state_hash}")
     return 0
 
 
-def described(folder: "RunDir", config: "Config") -> Path:
-    """The folder whose config.json has the policy's shape. RunError when this machine has none."""
+def shape_of(folder: "RunDir", config: "Config") -> "PolicyConfig":
+    """The policy's shape. RunError when this machine has no description of it, CheckpointError."""
+    from headrace.policy.layout import hugging_face
+
     own = folder.path / "checkpoints" / "policy"
     if own.is_dir():
-        return own
+        return hugging_face.read(own)
     if not config.policy.checkpoint:
         raise RunError(f"there is no {own}: copy it from the host of the trainer")
-    return Path(config.policy.checkpoint)
+    return hugging_face.of_run(config)
+
+
+def base_of(config: "Config") -> str:
+    """The checkpoint that an adapter belongs on. RunError when the run began without one."""
+    if not config.policy.checkpoint:
+        raise RunError("--adapter: the run began with weights that nobody else has; export it without --adapter", 2)
+    return config.policy.checkpoint
 
 
 def card(folder: "RunDir", config: "Config", head: "WeightHead") -> str:

@@ -47,7 +47,7 @@ def plan(args: argparse.Namespace) -> int:
             config, policy = Config(), hugging_face.read(path if path.is_dir() else path.parent)
         else:
             config = load(args.config, args.set)
-            policy = hugging_face.from_section(config.policy)
+            policy = hugging_face.of_run(config)
         layout = memory_plan.layout_of(config)._replace(
             devices=args.gpus, context=args.context, moment_bytes=args.moments, offload=args.offload
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.messages.rollout import RendererBundle
+from headrace.policy.adapters import low_rank
 from headrace.policy.config import CheckpointError, PolicyConfig
 from headrace.policy.layout import checkpoint
 
@@ -23,7 +24,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
 
     config: PolicyConfig
     tensors: Mapping[str, Tensor]
-    """Weights under Hugging Face names, float32 or bfloat16."""
+    """Weights under Hugging Face names, float32 or bfloat16; adapters among them are merged."""
     bundle: RendererBundle
     card: str
     """The model card, Markdown."""
@@ -37,8 +38,10 @@ def export(parts: Export, target: Path, shard_bytes: int = checkpoint.SHARD_BYTE
     """
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty: expected a new folder")
-    config = msgspec.structs.replace(parts.config, dtype=_dtype(parts.tensors), expert_format="")
-    checkpoint.save(target, parts.tensors, config, shard_bytes=shard_bytes)
+    config = msgspec.structs.replace(parts.config, dtype=_dtype(parts.tensors), expert_format="", adapter=None)
+    adapter = parts.config.adapter
+    tensors = low_rank.merge(adapter, parts.tensors) if adapter else parts.tensors
+    checkpoint.save(target, tensors, config, shard_bytes=shard_bytes)
     (target / "tokenizer.json").write_text(parts.bundle.tokenizer_json, encoding="utf-8")
     for name, content in _settings(parts.bundle, config).items():
         (target / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -19,9 +19,10 @@ from typing import Any
 
 import msgspec
 
-from headrace.config import Policy
+from headrace.config import Config, Policy
 from headrace.policy import rope
-from headrace.policy.config import CheckpointError, Latent, PolicyConfig
+from headrace.policy.adapters import shape
+from headrace.policy.config import Adapter, CheckpointError, Latent, PolicyConfig
 
 _QWEN3 = {"attention_bias": False, "use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
 _DEEPSEEK3 = {"attention_bias": False, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -47,6 +48,10 @@ _ARCHITECTURES = {
 }
 
 
+_ADAPTER = "headrace_adapter"
+"""The field of config.json, within a run's folder only: what is exported has no adapter in its config.json."""
+
+
 def from_section(section: Policy) -> PolicyConfig:
     """The shape that a [policy] section asks for; its `checkpoint`, a Hugging Face folder, replaces everything else."""
     if section.checkpoint:
@@ -54,6 +59,14 @@ def from_section(section: Policy) -> PolicyConfig:
         return msgspec.structs.replace(config, expert_format=section.expert_format or config.expert_format)
     fields = {name: getattr(section, name) for name in section.__struct_fields__ if name != "checkpoint"}
     return PolicyConfig(**{name: value for name, value in fields.items() if name in PolicyConfig.__struct_fields__})
+
+
+def of_run(config: Config) -> PolicyConfig:
+    """The shape of a run's policy: that of [policy], with the adapter of [trainer.lora]. CheckpointError."""
+    policy, lora = from_section(config.policy), config.trainer.lora
+    if not lora.rank:
+        return policy
+    return msgspec.structs.replace(policy, adapter=shape.resolved(policy, lora.rank, lora.alpha, lora.targets))
 
 
 def read(folder: str | Path) -> PolicyConfig:
@@ -100,10 +113,13 @@ def parse(raw: dict[str, Any]) -> PolicyConfig:
             "tied": bool(raw.get("tie_word_embeddings", False)),
             "max_positions": positions,
             "expert_format": "mxfp8" if quantised else "",
+            "adapter": msgspec.convert(raw[_ADAPTER], Adapter) if _ADAPTER in raw else None,
         }
         return PolicyConfig(**shared, **_READERS[kind](raw))
     except KeyError as error:
         raise CheckpointError(f"config.json has no {error.args[0]!r}") from None
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"config.json, {_ADAPTER}: {error}") from None
 
 
 def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
@@ -254,6 +270,8 @@ def as_json(c: PolicyConfig) -> dict[str, Any]:
         del out["head_dim"], out["use_sliding_window"], out["sliding_window"]
     if c.expert_format:
         out["quantization_config"] = {"quant_method": c.expert_format, "modules_to_convert": ["mlp.experts"]}
+    if c.adapter:
+        out[_ADAPTER] = msgspec.to_builtins(c.adapter)
     return out
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from headrace.policy.adapters import low_rank
 from headrace.policy.config import Latent, PolicyConfig
 
 
@@ -21,6 +22,7 @@ def views(c: PolicyConfig, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         head = f"layers.{index}."
         layer = {name[len(head) :]: value for name, value in own.items() if name.startswith(head)}
         at = f"model.{head}"
+        out |= low_rank.views(c, layer, index, at)
         out[at + "input_layernorm.weight"] = layer["attention_norm"]
         out[at + "post_attention_layernorm.weight"] = layer["mlp_norm"]
         out |= _latent(layer, c.latent, at) if c.latent else _grouped(layer, c, at)

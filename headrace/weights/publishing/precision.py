@@ -7,7 +7,8 @@ times fewer bytes change than in bf16: measured), and the state hash is that of 
 - ``bf16``: every floating tensor rounded to nearest, ties to even.
 - ``mxfp8``: OCP microscaling (OCP MX specification 1.0): e4m3 elements in blocks of 32 along the last dimension, one
   power-of-two scale each (e8m0, biased by 127, as uint8 in ``<name>_scale``), by `kernels.mxfp8`, with which the
-  embedded engine reads them back. Embeddings, output head, routers, norms and tensors without whole blocks stay bf16.
+  embedded engine reads them back. Embeddings, output head, routers, norms, adapters and tensors without whole blocks
+  stay bf16.
 
 Under ``bf16`` a float32 trainer holds rounded weights itself (`training.served.precision`), so the rounding here
 changes no number. Trade-off of ``mxfp8``: the trainer's own weights are not the served ones, so re-scoring measures the
@@ -27,7 +28,7 @@ from headrace.weights.state import WeightError
 
 AS_TRAINED, BF16, MXFP8 = "as_trained", "bf16", "mxfp8"
 SCALE = "_scale"
-KEPT = ("*embed*", "*norm*", "*lm_head*", "*.mlp.gate.weight", "*router*")
+KEPT = ("*embed*", "*norm*", "*lm_head*", "*.mlp.gate.weight", "*router*", "*.lora_?.weight")
 """Tensors that stay bf16 under mxfp8."""
 
 

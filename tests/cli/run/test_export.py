@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from torch import Tensor
@@ -18,6 +19,7 @@ from headrace.bus.payloads import renderer_bundles
 from headrace.cli.main import main
 from headrace.config import Config, MidTraining, Policy
 from headrace.config import Run as RunSection
+from headrace.config.training import Lora, Trainer
 from headrace.launch import runs
 from headrace.messages.rollout import RendererBundle
 from headrace.policy.config import PolicyConfig
@@ -109,6 +111,7 @@ def test_a_version_of_a_run_that_began_with_a_checkpoint(
         run=RunSection(dir=str(tmp_path / "runs"), id="r1"),
         policy=Policy(checkpoint=str(source)),
         mid_training=MidTraining(tokens=0),
+        trainer=Trainer(lora=Lora(rank=0 if kind == "qwen3" else 4)),
     )
     trainer = start(tmp_path, config)
     model = trainer.state.model
@@ -120,6 +123,17 @@ def test_a_version_of_a_run_that_began_with_a_checkpoint(
     compared(tmp_path / "out", model.config, states[1])
     assert main(["export", "r1", "first", "--version", "0"]) == 0
     compared(tmp_path / "first", model.config, states[0])
+    code = main(["export", "r1", "adapter", "--adapter", "--version", "1"])
+    if kind == "qwen3":
+        assert code == 2 and "the policy has no adapter" in capsys.readouterr().err
+    else:
+        assert code == 0
+        settings = json.loads(Path("adapter/adapter_config.json").read_text())
+        assert (settings["r"], settings["base_model_name_or_path"]) == (4, str(source))
+        written = safetensors.torch.load_file("adapter/adapter_model.safetensors")
+        own = {name.removeprefix("base_model.model."): value for name, value in written.items()}
+        assert own.keys() == {name for name in states[1] if ".lora_" in name}
+        assert all(torch.equal(value, states[1][name]) for name, value in own.items())
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained("out")
     assert tokenizer("a = 12")["input_ids"] == original().encode("a = 12").ids
     assert tokenizer.chat_template == TEMPLATE

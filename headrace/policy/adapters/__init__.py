@@ -1,0 +1,1 @@
+"""Low-rank adapters: their shape, their arithmetic, and their form outside of headrace."""

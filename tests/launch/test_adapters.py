@@ -1,0 +1,81 @@
+"""A whole run that trains adapters alone: exact, in tiny deltas, and out again merged and as a PEFT folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from headrace.policy.adapters import low_rank, shape
+from headrace.policy.layout import checkpoint, hugging_face
+from headrace.policy.model import Model
+from headrace.weights import snapshot
+from tests.launch.test_model_families import REWARD, made
+from tests.launch.test_up import FEW, HEADRACE, command, up
+from tests.support import tiny
+from tests.support.paths import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # by PEFT
+async def test_three_steps_of_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    made("llama", folder)
+    (tmp_path / "own_reward.py").write_text(REWARD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    settings = FEW | {
+        "policy.checkpoint": str(folder),
+        "weights.precision": "as_trained",
+        "mid_training.tokens": 0,
+        "curriculum.steps": 3,
+        "curriculum.group_size": 2,
+        "curriculum.groups_per_step": 1,
+        "limits.max_turns": 2,
+        "limits.context_tokens": 4096,
+        "algorithm.reward": "own_reward:parity",
+        "trainer.frozen": [],
+        "trainer.lora.rank": 4,
+        "evaluation.every": 2,
+        "evaluation.every_tasks": 1,
+    }
+    async with up(tmp_path, *HEADRACE, "up", str(ROOT / "deploy" / "demo-pretrained.toml"), **settings) as run:
+        code, said = await run.end(1500.0)
+    assert code == 0, said
+    report = json.loads((run.run / "report.json").read_text())
+    assert report["ledger"]["balanced"] and report["steps"] == 3 and report["failed_steps"] == 0
+    assert report["rescored_tokens"] > 0 and report["max_abs_dlp"] == 0.0
+
+    (trained,) = (run.run / "snapshots").glob("v00000003-*.safetensors")
+    config, before = checkpoint.load(folder)
+    tensors = snapshot.read(trained)
+    moved = {name for name, tensor in tensors.items() if name not in before or not torch.equal(tensor, before[name])}
+    assert moved == {name for name in tensors if low_rank.is_published(name)}
+
+    adapted = hugging_face.read(run.run / "checkpoints" / "policy")
+    assert adapted.adapter is not None and moved and adapted.adapter.rank == 4
+    mine = Model(adapted, tiny.numerics(adapted), seed=None)
+    mine.load_state(tensors)
+    ids = tiny.tokens(config, 150)
+    with torch.no_grad():
+        want = mine.logits(mine(ids, [len(ids)]))
+    for target, more in (("out", ()), ("adapter", ("--adapter",))):
+        done = command(tmp_path, "export", "latest", target, *more)
+        assert done.returncode == 0, done.stderr
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(ids[None]).logits[0], want, rtol=0, atol=1e-4)
+    size = (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size
+    assert 4 * shape.parameters(adapted) < size < 4 * shape.parameters(adapted) + 20_000
+
+    peft = pytest.importorskip(
+        "peft", reason="PEFT is not installed: the layout of its folder was checked by size alone"
+    )
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        got = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(ids[None]).logits[0]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
