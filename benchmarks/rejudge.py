@@ -232,7 +232,7 @@ async def record(folder: Path, attempts: Attempts, groups: int, size: int, own: 
                 of = await admin.publish(where, score)
                 slots.append(
                     ClosedSlot(
-                        slot=slot, attempt=0, trajectory_seq=at, score_seq=of, reward=reward,
+                        slot=slot, attempt=0, trajectory_seq=at, score_seq=of, reward=score.reward,
                         oldest_version=score.oldest_version,
                     )
                 )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from headrace.algorithms.rewards import Given
 from headrace.bus.errors import Reject, Unrecoverable
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime import ack_waits
@@ -190,7 +191,8 @@ class Judge(Actor):
 
     async def _publish(self, seq: int, candidate: Candidate, verdict: Verdict, wall_s: float) -> None:
         trajectory = candidate.trajectory
-        reward, reason = 0.0, ""
+        reward: Given = 0.0
+        reason = ""
         if not verdict.reason:  # with a reason (refused output, a fault of the judge) the reward is 0 by definition
             try:
                 reward = await self._rewarder.reward(trajectory, verdict)

@@ -48,6 +48,20 @@ def leave_one_out_advantages(rewards: Sequence[float]) -> list[float]:
     return [value * scale for value in centred]
 
 
+def to_go(advantages: Sequence[float]) -> list[float]:
+    """The sum of each turn's and all later turns' advantages: what the tokens of a turn led to.
+
+    DeepSeekMath's process supervision (arXiv 2402.03300, section 4.1.3): the rewards of all turns of a group are one
+    pool with one baseline, and a token's advantage is the sum over its own and the following turns. With
+    `normalised_advantages` it is that formula exactly; the default does not divide by the deviation, for the reason
+    above. The advantage of the final reward is added to every token, as MT-GRPO adds the two (arXiv 2505.11821).
+    """
+    sums: list[float] = []
+    for value in reversed(advantages):
+        sums.append(value + (sums[-1] if sums else 0.0))
+    return sums[::-1]
+
+
 def class_advantages(
     judged: Sequence[tuple[str, float]], advantage: Callable[[Sequence[float]], list[float]] = group_advantages
 ) -> list[float]:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
-from headrace.messages.judging import RubricScore
+from headrace.messages.judging import RubricScore, TurnRewards
 from headrace.messages.rollout import Trajectory
 from headrace.messages.sandbox import TestOutcome
 from headrace.registry import Registry
@@ -47,8 +47,11 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     overlong_tokens and max_tokens."""
 
 
-Reward = Callable[[Judged], float | Awaitable[float]]
-"""A finite number for one attempt. An exception, a time limit or another value is `reward_error`."""
+Given = float | TurnRewards
+"""A finite number for one attempt, or one for the attempt and one for each of its turns."""
+
+Reward = Callable[[Judged], Given | Awaitable[Given]]
+"""The reward of one attempt. An exception, a time limit or another value is `reward_error`."""
 
 REWARDS: Registry[Reward] = Registry("rewards", {"shaped": "headrace.algorithms.rewards:shaped"}, needs=("__call__",))
 

@@ -60,7 +60,16 @@ def headline(report: Report) -> str:
             f"{number(unseen.before_greedy)}, {number(unseen.after_greedy)}",
         ),
         ("Held-out tasks", report.heldout_tasks),
+        *(
+            (f"Loss on held-out documents of {source}: before, after", f"{number(loss.before)}, {number(loss.after)}")
+            for source, loss in report.held_out_loss.items()
+        ),
         ("Steps", report.steps),
+        *(
+            [("Mean reward of a turn: first, last step", f"{number(turns[0])}, {number(turns[-1])}")]
+            if (turns := report.turn_rewards)
+            else []
+        ),
         (
             "Episodes in isolated sandboxes"
             if report.isolated

@@ -71,6 +71,14 @@ class CurvePoint(msgspec.Struct, frozen=True):
     tasks: int
 
 
+class HeldOutLoss(msgspec.Struct, frozen=True):
+    """The loss on one source's held-out documents, in nats per target: before mid-training, and after it."""
+
+    before: float | None
+    """None where mid-training began before it was measured, with an older version."""
+    after: float
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Durations in seconds, CPU in milliseconds or seconds as the name says, rates from 0 to 1."""
 
@@ -98,7 +106,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Reason of an evaluation before or after training to its families: (passed, tasks)."""
     curve: tuple[CurvePoint, ...]
     """Pass rates while training went on, by suite and version."""
+    held_out_loss: dict[str, HeldOutLoss]
+    """Of each source of `[[mid_training.data]]` that has held-out documents: number and kind."""
     steps: int
+    turn_rewards: tuple[float, ...]
+    """The mean reward of a turn in each step whose reward gives turns their own."""
     failed_steps: int
     episodes: int
     tool_calls: int
@@ -192,7 +204,9 @@ def build(
         ),
         families={result.reason: result.families for result in results if not is_during(result)},
         curve=curve_of(results),
+        held_out_loss=held_out_of(watch),
         steps=len(steps),
+        turn_rewards=tuple(round(step.turn_reward_mean, 4) for step in steps if step.turn_reward_mean is not None),
         failed_steps=len(watch.failed_steps),
         episodes=records.episodes,
         tool_calls=records.tool_calls,
@@ -259,6 +273,15 @@ def worst_engines(steps: Sequence[StepDone]) -> list[EngineMismatch]:
         if key not in worst or not engine.k3 <= worst[key].k3:
             worst[key] = engine
     return [worst[key] for key in sorted(worst)]
+
+
+def held_out_of(watch: Watch) -> dict[str, HeldOutLoss]:
+    """The losses that the trainer told, by source."""
+    told = (event.data for _, event in watch.events if event.kind == "held_out_loss")
+    return {
+        str(data["source"]): HeldOutLoss(float(data["before"]) if "before" in data else None, float(data["after"]))
+        for data in told
+    }
 
 
 def is_during(result: EvalResult) -> bool:

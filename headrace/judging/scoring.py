@@ -10,15 +10,16 @@ import inspect
 import math
 import traceback
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
-from headrace.algorithms.rewards import REWARDS, Judged, Option, shaped_parts
+from headrace.algorithms.rewards import REWARDS, Given, Judged, Option, shaped_parts
 from headrace.config import Config
 from headrace.judging import checkers, rules
 from headrace.judging.candidates import Candidate
 from headrace.judging.verdicts import Verdict
-from headrace.messages.judging import Score
+from headrace.messages.judging import Score, TurnRewards
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import Trajectory
 from headrace.registry import merged, plugins
@@ -61,8 +62,8 @@ class Rewarder:
         }
         return cls(algorithm.reward, options, config.judge.reward_s)
 
-    async def reward(self, trajectory: Trajectory, verdict: Verdict) -> float:
-        """The reward of one attempt, a finite number. RewardError, RewardBroken."""
+    async def reward(self, trajectory: Trajectory, verdict: Verdict) -> Given:
+        """The reward of one attempt: finite numbers. RewardError, RewardBroken."""
         judged = self._judged(trajectory, verdict)
         try:
             value = await self._call(judged)
@@ -75,8 +76,10 @@ class Rewarder:
         self._failures = 0
         return value
 
-    def parts(self, trajectory: Trajectory, verdict: Verdict, reward: float) -> dict[str, float]:
-        """The parts of a reward that was given; one from outside the package is one part."""
+    def parts(self, trajectory: Trajectory, verdict: Verdict, reward: Given) -> dict[str, float]:
+        """The parts of a reward that was given; one from outside the package is one part, and its turns another."""
+        if isinstance(reward, TurnRewards):
+            return {self.name: reward.final, "turns": reward.total - reward.final}
         if not REWARDS.builtin(self.name):
             return {self.name: reward}
         return shaped_parts(self._judged(trajectory, verdict))
@@ -96,7 +99,7 @@ class Rewarder:
             options=self._options,
         )
 
-    async def _call(self, judged: Judged) -> float:
+    async def _call(self, judged: Judged) -> Given:
         if REWARDS.builtin(self.name):
             value = self._reward(judged)
         else:
@@ -105,6 +108,8 @@ class Rewarder:
                 value = await asyncio.to_thread(self._reward, judged)
                 if inspect.isawaitable(value):
                     value = await value
+        if isinstance(value, TurnRewards):
+            return _checked(value, judged.turns)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"expected a finite number, got {value!r}")
         return float(value)
@@ -115,8 +120,24 @@ class Rewarder:
         return f"raised {type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))[-3000:]}"
 
 
+def _checked(value: TurnRewards, turns: int) -> TurnRewards:
+    """ValueError unless there is one finite number for each turn."""
+    if len(value.turns) != turns:
+        raise ValueError(f"expected TurnRewards with one reward for each of {turns} turns, got {len(value.turns)}")
+    if not math.isfinite(value.total):
+        raise ValueError(f"expected finite numbers, got {value!r}")
+    return value
+
+
+def _fields(reward: Given) -> dict[str, Any]:
+    """A Score's fields for a reward."""
+    if isinstance(reward, TurnRewards):
+        return {"reward": reward.total, "by_turn": reward}
+    return {"reward": reward, "by_turn": None}
+
+
 def score_of(
-    candidate: Candidate, seq: int, verdict: Verdict, reward: float, *, reason: str = "", by: Rewarder, wall_s: float
+    candidate: Candidate, seq: int, verdict: Verdict, reward: Given, *, reason: str = "", by: Rewarder, wall_s: float
 ) -> Score:
     """The Score of a trajectory that lies at sequence `seq`. reason: why the reward is 0, beside the verdict's own."""
     trajectory = candidate.trajectory
@@ -131,7 +152,7 @@ def score_of(
         family=candidate.task.family,
         judge_version=rules.VERSION,
         verdict=verdict.decision,
-        reward=reward,
+        **_fields(reward),
         passed=verdict.passed,
         tests=verdict.tests,
         value=verdict.value,
@@ -155,13 +176,13 @@ def score_of(
     )
 
 
-def scored_again(old: Score, trajectory: Trajectory, verdict: Verdict, reward: float, by: Rewarder) -> Score:
+def scored_again(old: Score, trajectory: Trajectory, verdict: Verdict, reward: Given, by: Rewarder) -> Score:
     """A recorded Score with another verdict and reward; its run and judge version are set by the caller."""
     return msgspec.structs.replace(
         old,
         verdict=verdict.decision,
         passed=verdict.passed,
-        reward=reward,
+        **_fields(reward),
         tests=verdict.tests,
         value=verdict.value,
         suspicions=verdict.suspicions,

@@ -1,5 +1,6 @@
 """The judge's verdicts."""
 
+import math
 from typing import Literal
 
 import msgspec
@@ -46,6 +47,20 @@ class RubricScore(msgspec.Struct, frozen=True, kw_only=True):
     """Cost by the configured prices."""
 
 
+class TurnRewards(msgspec.Struct, frozen=True, kw_only=True):
+    """A reward that also gives each turn one of its own."""
+
+    final: float = 0.0
+    """For the attempt as a whole."""
+    turns: tuple[float, ...]
+    """One for each turn of the Trajectory, in order; 0.0 where a turn earns nothing."""
+
+    @property
+    def total(self) -> float:
+        """The sum of all of them."""
+        return self.final + math.fsum(self.turns)
+
+
 @message("score")
 class Score(Message, frozen=True, kw_only=True):
     """The judge's verdict and reward for one trajectory, which it names by stream sequence."""
@@ -61,7 +76,9 @@ class Score(Message, frozen=True, kw_only=True):
     judge_version: str
     verdict: Literal["passed", "failed", "cheating", "candidate_crash"]
     reward: float
-    """The reward after penalties (length). Pass rates count verdicts, not rewards."""
+    """The reward after penalties (length), rewards of turns included. Pass rates count verdicts, not rewards."""
+    by_turn: TurnRewards | None = None
+    """The reward's part for each turn; None where the attempt has one reward."""
     passed: bool
     tests: tuple[TestOutcome, ...] = ()
     value: float | None = None

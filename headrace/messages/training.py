@@ -67,6 +67,8 @@ class StepFigures(Message, frozen=True, kw_only=True):
     grad_norm: float = 0.0
     learning_rate: float = 0.0
     reward_mean: float = 0.0
+    turn_reward_mean: float | None = None
+    """Mean over the turns of attempts whose reward gives each turn its own; None without any."""
     pass_rate: float = 0.0
     trained_slots: int = 0
     tokens: int = 0

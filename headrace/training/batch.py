@@ -4,19 +4,20 @@ The idea: a segment's context is the concatenation of its turns' (prompt_ids, id
 sampled token of a segment was never forwarded, so the inputs of a segment of n tokens are its first n - 1, and the
 routed rows and the spans cover the same positions. Only sampled tokens have a loss, summaries included: the final
 reward of a trajectory reaches every token that it sampled, in all its segments (self-summarisation as in Composer 2).
+The reward of a turn reaches the tokens of that turn and of the turns before it (`advantages.to_go`).
 
 A token's version is that of the span that forwarded the position before it, in the turn that sampled it. When a
 trajectory moves to an engine that lacks its KV cache, that engine forwards the whole context again. The token after a
 position was sampled from the position's first forward, so the routes of the first forward are replayed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from headrace.algorithms.advantages import class_advantages, group_advantages
+from headrace.algorithms.advantages import class_advantages, group_advantages, to_go
 from headrace.algorithms.registry import Advantage
 from headrace.messages.base import Array
 from headrace.messages.judging import Score
@@ -51,9 +52,23 @@ class Segment:
     spans: tuple[Span, ...]
     """The spans of every forward, in the order of the record, cut to the N inputs; re-scoring repeats them."""
     advantage: float
+    """Of the attempt's final reward, for every token."""
     temperature: float
     index: int = 0
     """Index among the segments of the batch."""
+    turn_advantages: Tensor | None = None
+    """float32 [M]: what the rewards of turns add to each token's advantage; None without such rewards."""
+
+    @property
+    def advantages(self) -> Tensor:
+        """float32 [M]: the advantage of each token."""
+        whole = torch.full((len(self.targets),), self.advantage)
+        return whole if self.turn_advantages is None else whole + self.turn_advantages
+
+    @property
+    def trained(self) -> bool:
+        """Whether any token has an advantage."""
+        return self.advantage != 0.0 if self.turn_advantages is None else bool(self.advantages.any())
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,8 @@ class Batch:
     passed: int
     groups: tuple[str, ...]
     fingerprints: frozenset[str]
+    turn_rewards: tuple[float, ...] = ()
+    """The rewards of turns, of the attempts that have such rewards."""
 
     @property
     def tokens(self) -> int:
@@ -112,21 +129,41 @@ def build(
                 raise BatchError(f"trajectory {trajectory.id}: its score belongs to another slot")
             members.append((trajectory, score))
         grouped.append(members)
-    if by_class:
-        judged = [(trajectory.family, score.reward) for members in grouped for trajectory, score in members]
-        values = iter(class_advantages(judged, advantage))
-    else:
-        values = (value for members in grouped for value in advantage([score.reward for _, score in members]))
+
+    def relative(rewards: Callable[[Score], Sequence[float]]) -> Iterator[float]:
+        """The advantages of some rewards of all slots, in order."""
+        pools = [[(made.family, reward) for made, score in members for reward in rewards(score)] for members in grouped]
+        if by_class:
+            return iter(class_advantages([pair for pool in pools for pair in pool], advantage))
+        return (value for pool in pools if pool for value in advantage([reward for _, reward in pool]))
+
+    finals, of_turns = relative(lambda score: (_final(score),)), relative(_turns)
     for members in grouped:
         for trajectory, score in members:
-            value = next(values)
-            segments.extend(segments_of(trajectory, value, len(segments)))
+            if score.by_turn is not None and len(score.by_turn.turns) != len(trajectory.turns):
+                raise BatchError(f"trajectory {trajectory.id}: its score has rewards for another number of turns")
+            value, turns = next(finals), to_go([next(of_turns) for _ in _turns(score)])
+            segments.extend(segments_of(trajectory, value, len(segments), turns))
             fingerprints.add(trajectory.fingerprint)
             rewards.append(score.reward)
             passed += score.passed
     return Batch(
-        tuple(segments), len(rewards), tuple(rewards), passed, tuple(g.group for g in groups), frozenset(fingerprints)
+        tuple(segments),
+        len(rewards),
+        tuple(rewards),
+        passed,
+        tuple(g.group for g in groups),
+        frozenset(fingerprints),
+        tuple(reward for members in grouped for _, score in members for reward in _turns(score)),
     )
+
+
+def _final(score: Score) -> float:
+    return score.reward if score.by_turn is None else score.by_turn.final
+
+
+def _turns(score: Score) -> tuple[float, ...]:
+    return () if score.by_turn is None else score.by_turn.turns
 
 
 def tensor(array: Array) -> Tensor:
@@ -136,17 +173,25 @@ def tensor(array: Array) -> Tensor:
     return torch.frombuffer(bytearray(array.data), dtype=_DTYPES[array.dtype]).reshape(array.shape)
 
 
-def segments_of(trajectory: Trajectory, advantage: float = 0.0, first: int = 0) -> list[Segment]:
-    """The segments of one trajectory that hold sampled tokens, in order. first: index of the first one."""
+def segments_of(
+    trajectory: Trajectory, advantage: float = 0.0, first: int = 0, of_turns: Sequence[float] = ()
+) -> list[Segment]:
+    """The segments of one trajectory that hold sampled tokens, in order. first: index of the first one. of_turns: what
+    the tokens of each turn get beside `advantage`; empty: nothing."""
     turns: dict[int, list[Turn]] = {}
-    for turn in trajectory.turns:
+    added: dict[int, list[float]] = {}
+    for place, turn in enumerate(trajectory.turns):
         turns.setdefault(turn.segment, []).append(turn)
-    built = [_segment(trajectory, turns[number], advantage) for number in sorted(turns)]
+        if of_turns:
+            added.setdefault(turn.segment, []).extend([of_turns[place]] * len(turn.ids))
+    built = [_segment(trajectory, turns[number], advantage, added.get(number)) for number in sorted(turns)]
     sampled = (segment for segment in built if segment is not None)
     return [replace(segment, index=first + place) for place, segment in enumerate(sampled)]
 
 
-def _segment(trajectory: Trajectory, turns: Sequence[Turn], advantage: float) -> Segment | None:
+def _segment(
+    trajectory: Trajectory, turns: Sequence[Turn], advantage: float, added: Sequence[float] | None = None
+) -> Segment | None:
     parts: list[Tensor] = []
     positions: list[Tensor] = []
     versions: list[int] = []
@@ -179,6 +224,7 @@ def _segment(trajectory: Trajectory, turns: Sequence[Turn], advantage: float) ->
         spans=tuple(_spans(turns, covered)),
         advantage=advantage,
         temperature=trajectory.sampling.temperature,
+        turn_advantages=None if added is None else torch.tensor(added),
     )
 
 

@@ -77,7 +77,7 @@ class _Sums(NamedTuple):
 
 def computed(batch: Batch, algorithm: Algorithm) -> list[Segment]:
     """Segments that have a gradient: those with an advantage, or all of them with a KL term."""
-    return [s for s in batch.segments if s.advantage != 0.0 or algorithm.kl_weight > 0.0]
+    return [s for s in batch.segments if s.trained or algorithm.kl_weight > 0.0]
 
 
 def minibatches(segments: Sequence[Segment], parts: int) -> list[list[Segment]]:

@@ -52,7 +52,7 @@ class MicroBatch:
             rows=torch.cat([s.positions + start for s, start in zip(segments, starts, strict=True)]).to(device),
             targets=torch.cat([segment.targets for segment in segments]).to(device),
             behaviour=torch.cat([segment.behaviour for segment in segments]).to(device),
-            advantage=torch.cat([torch.full((len(s.targets),), s.advantage) for s in segments]).to(device),
+            advantage=torch.cat([segment.advantages for segment in segments]).to(device),
             temperature=segments[0].temperature,
         )
 

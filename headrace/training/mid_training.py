@@ -43,7 +43,8 @@ REPORT_S = 5.0
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of mid-training. `loss` is the weighted mean over the tokens since the last report, in nats."""
+    """The progress of mid-training. `loss` is the weighted mean over the tokens since the last report, in nats; NaN
+    before the first step."""
 
     step: int
     tokens: int
@@ -146,6 +147,9 @@ def run(
         following.append(stream.next())
 
     on_cpu = model.embedding.device.type == "cpu"
+    if isinstance(traces, Mixture) and not tokens:
+        if first := held_out_loss(model, traces, recipe.evaluate_tokens):
+            progress(Progress(0, 0, recipe.tokens, math.nan, time.perf_counter() - started, first))
     with Shards(model, recipe.processes if on_cpu else 1) as shards:
         while batch is not None and tokens < recipe.tokens:
             loss = shards.backward(batch.members, prefetch)

@@ -11,6 +11,7 @@ update is refused, the updates before it are undone.
 Trade-off: one pass over each batch (a single epoch, as in Composer 2). More passes would need a clipped ratio.
 """
 
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -81,6 +82,7 @@ def take(
         grad_norm=max(update.norm for update in updates),
         learning_rate=rate,
         reward_mean=batch.reward,
+        turn_reward_mean=statistics.fmean(batch.turn_rewards) if batch.turn_rewards else None,
         pass_rate=batch.passed / batch.trajectories,
         trained_slots=0 if last.reason else batch.trajectories,
         tokens=batch.tokens,

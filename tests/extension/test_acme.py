@@ -131,7 +131,7 @@ async def test_an_episode_with_a_plugin_in_each_seam(host: Host) -> None:
     )
     assert [(plugin.seam, plugin.name) for plugin in again.plugins] == behind
 
-    advantages = ADVANTAGES.get("best_of")([reward, 0.0])
+    advantages = ADVANTAGES.get("best_of")([score.reward, 0.0])
     assert advantages == [1.0, 0.0]
     logp = torch.tensor([-1.0, -2.0], requires_grad=True)
     loss = LOSSES.get("plain")(SampledTokens(logp, logp.detach(), torch.tensor(advantages)), Correction())

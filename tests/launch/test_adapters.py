@@ -1,4 +1,4 @@
-"""A whole run that trains adapters alone: exact, in tiny deltas, and out again merged and as a PEFT folder."""
+"""A whole run that trains adapters alone, by rewards of turns: exact, and out again merged and as a PEFT folder."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,20 @@ from headrace.policy.adapters import low_rank, shape
 from headrace.policy.layout import checkpoint, hugging_face
 from headrace.policy.model import Model
 from headrace.weights import snapshot
-from tests.launch.test_model_families import REWARD, made
+from tests.launch.test_model_families import made
 from tests.launch.test_up import FEW, HEADRACE, command, up
 from tests.support import tiny
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+
+REWARD = """\
+from headrace.messages.judging import TurnRewards
+
+def parity(judged):
+    shares = [sum(id % 2 for id in turn.ids.tolist()) / max(1, len(turn.ids)) for turn in judged.trajectory.turns]
+    return TurnRewards(final=shares[-1], turns=tuple(shares))
+"""
 
 
 @pytest.mark.timeout(1800)
@@ -28,10 +36,17 @@ async def test_three_steps_of_an_adapter(tmp_path: Path, monkeypatch: pytest.Mon
     made("llama", folder)
     (tmp_path / "own_reward.py").write_text(REWARD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    texts = str(tmp_path / "texts.jsonl")
+    lines = [json.dumps({"text": f"def f{number}(): return {number}"}) for number in range(60)]
+    Path(texts).write_text("\n".join(lines))
+    recipe = (ROOT / "deploy" / "demo-pretrained.toml").read_text(encoding="utf-8")
+    (tmp_path / "own.toml").write_text(f'{recipe}\n[[mid_training.data]]\nkind = "text"\npath = "{texts}"\n')
     settings = FEW | {
         "policy.checkpoint": str(folder),
         "weights.precision": "as_trained",
-        "mid_training.tokens": 0,
+        "mid_training.tokens": 3000,
+        "mid_training.batch_tokens": 500,
+        "mid_training.held_out": 0.3,
         "curriculum.steps": 3,
         "curriculum.group_size": 2,
         "curriculum.groups_per_step": 1,
@@ -43,12 +58,15 @@ async def test_three_steps_of_an_adapter(tmp_path: Path, monkeypatch: pytest.Mon
         "evaluation.every": 2,
         "evaluation.every_tasks": 1,
     }
-    async with up(tmp_path, *HEADRACE, "up", str(ROOT / "deploy" / "demo-pretrained.toml"), **settings) as run:
+    async with up(tmp_path, *HEADRACE, "up", str(tmp_path / "own.toml"), **settings) as run:
         code, said = await run.end(1500.0)
     assert code == 0, said
     report = json.loads((run.run / "report.json").read_text())
     assert report["ledger"]["balanced"] and report["steps"] == 3 and report["failed_steps"] == 0
     assert report["rescored_tokens"] > 0 and report["max_abs_dlp"] == 0.0
+    assert len(report["turn_rewards"]) == 3 and all(0.0 < mean < 1.0 for mean in report["turn_rewards"])
+    losses = report["held_out_loss"]["0:text"]
+    assert losses["after"] < losses["before"], "mid-training of the adapters alone learned nothing"
 
     (trained,) = (run.run / "snapshots").glob("v00000003-*.safetensors")
     config, before = checkpoint.load(folder)

@@ -145,6 +145,9 @@ class Trainer(Actor):
         if base is not None and trainer.version == 0:
             base.check(await self._in_thread(trainer.state.hash))
         self.store = CheckpointStore(self.folder, trainer, self.config)
+        for source, losses in initial_policy.held_out(self.folder).items():
+            told = ", ".join(f"{name} mid-training {loss:.4f}" for name, loss in losses.items())
+            await self.event("held_out_loss", f"{source}: {told} nats", "info", source=source, **losses)
         await self.event("prepared", f"version {trainer.version}", version=trainer.version, resumed=trainer.resumed)
         return trainer
 
@@ -385,7 +388,9 @@ class Trainer(Actor):
     async def _measure(self) -> None:
         progress = self._progress
         if progress is not None and (self.trainer is None or self.trainer.version == 0):
-            await self.metric(mid_training_tokens=progress.tokens, mid_training_loss=progress.loss)
+            await self.metric(mid_training_tokens=progress.tokens)
+            if progress.step:
+                await self.metric(mid_training_loss=progress.loss)
             if self._held_out is not None:
                 await self.metric(mid_training_held_out_loss=self._held_out)
         if self.trainer is not None:

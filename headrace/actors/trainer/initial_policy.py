@@ -112,6 +112,27 @@ def generated(config: Config, made: RendererBundle) -> Iterator[traces.Trace]:
     )
 
 
+class HeldOut(msgspec.Struct, frozen=True):
+    """One line of HELD_OUT."""
+
+    step: int
+    held_out: dict[str, float]
+
+
+def held_out(folder: Path) -> dict[str, dict[str, float]]:
+    """The recorded losses by source: `before` where they were measured before the first step, and `after`."""
+    try:
+        lines = (folder / HELD_OUT).read_bytes().splitlines()
+    except FileNotFoundError:
+        return {}
+    found = [msgspec.json.decode(line, type=HeldOut) for line in lines]
+    losses: dict[str, dict[str, float]] = {}
+    for entry in found:
+        for source, loss in entry.held_out.items():
+            losses.setdefault(source, {})["after" if entry.step else "before"] = loss
+    return {source: loss for source, loss in losses.items() if "after" in loss}
+
+
 def record(folder: Path, progress: Progress) -> None:
     """Append the losses on held-out documents to the run's file HELD_OUT."""
     line = {"step": progress.step, "tokens": progress.tokens, "loss": progress.loss, "held_out": progress.held_out}

@@ -64,7 +64,8 @@ def train(config: "Config", target: Path) -> None:
     def progress(done: "Progress") -> None:
         held_out = "".join(f", {name} {loss:.4f}" for name, loss in done.held_out.items())
         held_out = f"; held out{held_out[1:]}" if held_out else ""
-        say(f"step {done.step}: {done.tokens:,} of {done.of_tokens:,} tokens, loss {done.loss:.4f}{held_out}")
+        loss = f", loss {done.loss:.4f}" if done.step else ""
+        say(f"step {done.step}: {done.tokens:,} of {done.of_tokens:,} tokens{loss}{held_out}")
         if done.held_out:
             initial_policy.record(folder, done)
 

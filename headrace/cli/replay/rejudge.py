@@ -14,6 +14,7 @@ from headrace.launch.output import say
 from headrace.launch.runs import RunError
 
 if TYPE_CHECKING:
+    from headrace.algorithms.rewards import Given
     from headrace.cli.arguments import Commands
     from headrace.config import Config
     from headrace.judging.rubrics.judge import RubricJudge
@@ -186,7 +187,7 @@ def verdicts(config: "Config", host: "Host | None", rubrics: "RubricJudge | None
         rubric = old.rubric if rubrics is None else await rubrics.judge(candidate)
         verdict = msgspec.structs.replace(verdict, rubric=None if verdict.reason else rubric)
         try:
-            value = 0.0 if verdict.reason else await reward.reward(trajectory, verdict)
+            value: Given = 0.0 if verdict.reason else await reward.reward(trajectory, verdict)
         except (RewardError, RewardBroken) as error:
             raise ReplayError(str(error)) from None
         return scored_again(old, trajectory, verdict, value, reward)

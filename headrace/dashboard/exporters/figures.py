@@ -22,6 +22,8 @@ def figures(message: Message, steps: int) -> tuple[int, dict[str, float]] | None
     """
     if isinstance(message, StepDone):
         values = {f"train/{name}": float(getattr(message, name)) for name in _OF_STEPS}
+        if message.turn_reward_mean is not None:
+            values["train/turn_reward_mean"] = message.turn_reward_mean
         if message.behaviour is not None:
             values |= {f"behaviour/{name}": value for name, value in msgspec.structs.asdict(message.behaviour).items()}
         return message.step, {name: value for name, value in values.items() if math.isfinite(value)}

@@ -15,6 +15,9 @@ from headrace.bus.connection import Bus
 from headrace.bus.errors import MessageGone, Unrecoverable, WrongSequence
 from headrace.bus.payloads import renderer_bundles
 from headrace.config.training import Data
+from headrace.dashboard.report import held_out_of
+from headrace.dashboard.watch import Watch
+from headrace.messages.operations import Event
 from headrace.messages.plugins import Plugin
 from headrace.messages.subjects import CLOSE, EVENT, STEP
 from headrace.messages.training import Behaviour, StepDone, StepFailed, StepManifest
@@ -376,5 +379,14 @@ async def test_version_0_is_mid_trained_and_its_tokenizer_kept(connect: Connect,
     assert await renderer_bundles.fetch(admin, run) == bundle
     phases = [r.message.text async for r in admin.history("HR_EVENT", EVENT.where(run=run, type="event"))]
     assert "mid-training" in phases
-    (held_out,) = [json.loads(line) for line in (tmp_path / run / "mid-training.jsonl").read_text().splitlines()]
-    assert held_out["tokens"] >= 4000 and 0.0 < held_out["held_out"]["1:text"] < 7.0
+    first, last = (json.loads(line) for line in (tmp_path / run / "mid-training.jsonl").read_text().splitlines())
+    assert (first["step"], first["loss"]) == (0, None) and last["tokens"] >= 4000
+    watch = Watch(admin, run, setting, started=0.0)
+    watch.events = [
+        (0.0, r.message)
+        async for r in admin.history("HR_EVENT", EVENT.where(run=run, type="event"))
+        if isinstance(r.message, Event)
+    ]
+    (losses,) = [loss for source, loss in held_out_of(watch).items() if source == "1:text"]
+    assert (losses.before, losses.after) == (first["held_out"]["1:text"], last["held_out"]["1:text"])
+    assert losses.before is not None and 0.0 < losses.after < losses.before
