@@ -11,6 +11,7 @@ TINY: dict[str, Any] = {
     "policy.layers": 1,
     "policy.heads": 1,
     "mid_training.tokens": 4000,
+    "mid_training.processes": 1,
     "curriculum.groups_per_step": 2,
     "curriculum.group_size": 4,
     "limits.max_turns": 2,

@@ -102,9 +102,7 @@ async def started(bus: Bus, run: str) -> None:
                 return
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param("process", marks=pytest.mark.slow), pytest.param("qemu", marks=pytest.mark.vm)]
-)
+@pytest.mark.parametrize("backend", ["process", pytest.param("qemu", marks=[pytest.mark.vm, pytest.mark.slow])])
 async def test_eight_slots_pass_and_the_path_is_cheap(
     connect: Connect, server: Server, tmp_path: Path, backend: Literal["process", "qemu"]
 ) -> None:

@@ -1,10 +1,11 @@
 """`headrace acp` as an editor starts it: the protocol's own client, a real subprocess, a gateway with its actors."""
 
 import asyncio
+import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -24,9 +25,11 @@ from tests.gateway.test_agents import Product
 from tests.support.actors import living
 from tests.support.paths import ROOT
 
-acp = pytest.importorskip("acp", reason="the extra `acp` is not installed")
-
-pytestmark = pytest.mark.anyio
+# Imported in the test alone: the protocol's models take 2 s of processor time, which every worker would spend.
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(importlib.util.find_spec("acp") is None, reason="the extra `acp` is not installed"),
+]
 
 EDIT: list[list[Call]] = [
     [("edit_file", {"path": "app.py", "lines": "2", "text": "two"}), ("terminal", {"command": "cat app.py"})],
@@ -48,6 +51,8 @@ class Editor:
         self.news.set()
 
     async def request_permission(self, session_id: str, tool_call: Any, options: Any, **kwargs: Any) -> Any:
+        import acp
+
         self.on_ask()
         allow = next(option.option_id for option in options if option.kind == "allow_once")
         return acp.RequestPermissionResponse(outcome=acp.schema.AllowedOutcome(outcome="selected", option_id=allow))
@@ -72,6 +77,8 @@ async def test_an_editor_prompts_gets_updates_merges_the_diff_and_cancels(
     monkeypatch.setattr(policies, "script", lambda *_: next(scripts))
     monkeypatch.setattr(Split, "policy", lambda *_: PolicyRef(kind="scripted", name="idle"))
 
+    import acp
+
     product = Product(connect, tmp_path, "acp")
     product.config = msgspec.structs.replace(product.config, environment=Section(backend="process", lease_s=30.0))
     folder = tmp_path / "folder"
@@ -91,10 +98,11 @@ async def test_an_editor_prompts_gets_updates_merges_the_diff_and_cancels(
             asyncio.timeout(300),
             living(Environment, product.config, await connect("environment"), product.run),
             living(Rollout, product.config, await connect("rollout"), product.run, "product"),
-            acp.spawn_agent_process(editor, *command, env=env) as (agent, _),
+            acp.spawn_agent_process(cast(Any, editor), *command, env=env) as (agent, _),
         ):
             opened = await agent.initialize(protocol_version=acp.PROTOCOL_VERSION)
-            assert opened.protocol_version == acp.PROTOCOL_VERSION and opened.agent_info.name == "headrace"
+            assert opened.protocol_version == acp.PROTOCOL_VERSION and opened.agent_info
+            assert opened.agent_info.name == "headrace"
             session = (await agent.new_session(cwd=str(folder), mcp_servers=[])).session_id
             ended = await agent.prompt(session_id=session, prompt=[acp.text_block("mend app.py")])
             assert ended.stop_reason == "end_turn"

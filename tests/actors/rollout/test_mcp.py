@@ -1,6 +1,7 @@
 """An episode whose task offers the tools of an external MCP server, over a real broker and with a real server."""
 
 import asyncio
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -28,8 +29,10 @@ from tests.support.judging import first
 from tests.support.paths import ROOT
 from tests.support.region_brokers import free_port
 
-pytest.importorskip("mcp", reason="the package mcp is not installed")
-pytestmark = pytest.mark.anyio
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="the package mcp is not installed"),
+]
 SERVER = str(ROOT / "tests" / "support" / "mcp_server.py")
 SCRIPT: list[list[Call]] = [
     [("docs_repeat", {"text": "ab", "times": "30"}), ("docs_repeat", {"text": "ab", "times": "many"})],

@@ -7,13 +7,9 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.chrome.options import Options
-from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.support.ui import WebDriverWait
 
 from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
@@ -30,6 +26,9 @@ from headrace.messages.rollout import PolicyRef, Sampling, Span, ToolCall, ToolR
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import StepDone
 from headrace.messages.weights import WeightsStaged, WeightsSwapped
+
+if TYPE_CHECKING:
+    from selenium import webdriver
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
@@ -146,7 +145,11 @@ async def site(anyio_backend: object, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[webdriver.Chrome]:
+def browser() -> Iterator["webdriver.Chrome"]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.options import Options
+    from selenium.webdriver.chrome.service import Service
+
     options = Options()
     options.binary_location = str(CHROMIUM)
     for word in (
@@ -162,10 +165,11 @@ def browser() -> Iterator[webdriver.Chrome]:
     driver.quit()
 
 
-async def shows(browser: webdriver.Chrome, *texts: str) -> None:
+async def shows(browser: "webdriver.Chrome", *texts: str) -> None:
     """Wait until the page shows every text."""
+    from selenium.webdriver.support.ui import WebDriverWait
 
-    def look(driver: webdriver.Chrome) -> bool:
+    def look(driver: "webdriver.Chrome") -> bool:
         seen = driver.find_element("tag name", "body").text
         return all(text in seen for text in texts)
 
@@ -182,7 +186,7 @@ async def admin(site: Site) -> Bus:
     return await Bus.connect(site.server.url, role="admin", credentials=site.server.credentials)
 
 
-async def test_history_and_live_records_are_on_the_page(site: Site, browser: webdriver.Chrome) -> None:
+async def test_history_and_live_records_are_on_the_page(site: Site, browser: "webdriver.Chrome") -> None:
     await asyncio.to_thread(browser.get, site.address.url)
     await shows(browser, RUN, "live", "50 %", "Staleness of tokens")
     await until(lambda: browser.execute_script("return headrace.state.users !== null"))
@@ -195,7 +199,7 @@ async def test_history_and_live_records_are_on_the_page(site: Site, browser: web
     assert browser.execute_script("return headrace.state.counts.unreadable + headrace.state.counts.refused") == 0
 
 
-async def test_an_attempt_opens_by_its_link(site: Site, browser: webdriver.Chrome) -> None:
+async def test_an_attempt_opens_by_its_link(site: Site, browser: "webdriver.Chrome") -> None:
     await asyncio.to_thread(browser.get, f"{site.address.url}#/t/{site.seq}")
     await shows(
         browser,
@@ -206,7 +210,7 @@ async def test_an_attempt_opens_by_its_link(site: Site, browser: webdriver.Chrom
     assert len(calls) == 2 and calls[0].location["y"] == calls[1].location["y"]  # parallel calls are side by side
 
 
-async def test_four_views_show_what_the_page_s_process_reads(site: Site, browser: webdriver.Chrome) -> None:
+async def test_four_views_show_what_the_page_s_process_reads(site: Site, browser: "webdriver.Chrome") -> None:
     staged = WeightsStaged(run=RUN, node="n1", region="eu", version=3, path="v3", state_hash="0" * 32, stage_s=0.25)
     swapped = WeightsSwapped(run=RUN, rollout="r1", node="n1", version=2, state_hash="0" * 32, pause_ms=1.5)
     verdict = GateVerdict(
@@ -239,7 +243,7 @@ async def test_four_views_show_what_the_page_s_process_reads(site: Site, browser
     assert browser.execute_script("return headrace.state.fault ?? ''") == ""
 
 
-async def test_the_page_comes_back_after_the_broker_was_killed(site: Site, browser: webdriver.Chrome) -> None:
+async def test_the_page_comes_back_after_the_broker_was_killed(site: Site, browser: "webdriver.Chrome") -> None:
     await asyncio.to_thread(browser.get, site.address.url)
     await shows(browser, "live")
     await site.server.kill()
@@ -250,7 +254,7 @@ async def test_the_page_comes_back_after_the_broker_was_killed(site: Site, brows
     await shows(browser, "live", "8\nof 40")
 
 
-async def test_a_page_of_another_origin_is_refused(site: Site, browser: webdriver.Chrome) -> None:
+async def test_a_page_of_another_origin_is_refused(site: Site, browser: "webdriver.Chrome") -> None:
     other = Address("127.0.0.1", 0)
     async with await Bus.connect(site.server.url, role="dashboard", credentials=site.server.credentials) as bus:
         page = await page_of(site.server, bus, other)

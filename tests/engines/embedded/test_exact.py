@@ -88,7 +88,7 @@ async def test_a_small_cache_evicts_and_forwards_again(tmp_path: Path) -> None:
     assert_equal(versions, records)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 async def test_ordinary_arithmetic_is_close_and_not_equal(tmp_path: Path, dtype: Dtype) -> None:
     """bfloat16 rounds so coarsely that a tiny model may come out equal by luck: there only closeness is asked."""
     versions = Versions(tiny.config(dtype), tmp_path, exact=False)

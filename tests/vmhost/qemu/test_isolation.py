@@ -1,0 +1,138 @@
+"""Slots of one machine attack each other and the machine, and reach neither."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+
+import pytest
+
+from headrace.messages.sandbox import (
+    Exec,
+    GroupKey,
+    ListFiles,
+    ReadFile,
+    RunTests,
+    WriteFiles,
+)
+from headrace.messages.tasks import TestPlan
+from headrace.vmhost.node.host import Host, VmSandbox
+from tests.support.hosts import ask, environment
+
+pytestmark = [pytest.mark.anyio, pytest.mark.vm]
+
+
+@pytest.fixture(scope="module")
+async def host() -> AsyncIterator[Host]:
+    opened = await Host.open(environment())
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def group(host: Host) -> AsyncIterator[list[VmSandbox]]:
+    """Three sandboxes of one machine."""
+    name = secrets.token_hex(4)
+    taken = [await host.acquire(ask(slot, group=name)) for slot in range(3)]
+    yield taken
+    for sandbox in taken:
+        host.release(sandbox.id)
+    host.release_group(GroupKey("r1", "train", "rollout", name))
+
+
+async def test_slots_do_not_see_each_other(group: list[VmSandbox]) -> None:
+    one, two, _ = group
+    await one.call(WriteFiles(files={"secret": b"1", "../tmp/x": b""}))
+    await one.call(Exec(argv=("sh", "-c", "echo 1 > /tmp/secret; sleep 300 & nc -l -p 999 &")))
+    seen = await two.call(Exec(argv=("sh", "-c", "ls /workspace /tmp; ps | grep -c slee[p]; hostname")))
+    assert seen.stdout == "/tmp:\n\n/workspace:\na.txt\n0\nsandbox\n"
+
+
+ATTACKS = (
+    "kill -9 1; kill -9 -1",
+    "echo x > /opt/headrace/guest/keeper.py",
+    "echo x > /usr/lib/python3.11/os.py",
+    "mount -t tmpfs none /opt",
+    "mount -o remount,rw /",
+    "echo x > /dev/kmsg",
+    "echo x > /proc/1/mem",
+    "echo 0 > /proc/sys/kernel/dmesg_restrict",
+    "unshare -U true",
+    "cat /proc/1/environ",
+    "ls /proc/1/fd",
+    "mknod /tmp/port c 240 1",
+    "ls /dev/vport*",
+    "chown 0 a.txt",
+    "su -c true",
+)
+
+
+async def test_attacks_from_inside_a_slot_fail(group: list[VmSandbox]) -> None:
+    for attack in ATTACKS:
+        script = f"({attack}) > /dev/null 2>&1 && echo done"
+        failed = await group[0].call(Exec(argv=("sh", "-c", script), timeout_s=20.0))
+        assert "done" not in failed.stdout, attack
+        for sandbox in group:
+            assert (await sandbox.call(ReadFile(path="a.txt"))).data == b"one\n", attack
+
+
+async def test_a_keeper_survives_its_tools_and_a_fork_bomb_its_siblings(group: list[VmSandbox]) -> None:
+    one, two, _ = group
+    bomb = Exec(argv=("sh", "-c", "f() { f | f & }; f; sleep 1"), timeout_s=1.0)
+    task = asyncio.create_task(one.call(bomb))
+    assert (await two.call(Exec(argv=("echo", "fine")))).stdout == "fine\n"
+    await task
+    assert (await two.call(ReadFile(path="a.txt"))).data == b"one\n"
+
+
+REACHES = """
+import ctypes, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+calls = {"add_key": (248, b"user", b"a", b"b", 1, -3), "keyctl": (250, 0, -3, 1), "unshare": (272, 0x10000000)}
+calls |= {"bpf": (321, 0, 0, 0), "io_uring": (425, 1, 0), "userfaultfd": (323, 0), "x32": (0x40000000 + 39,)}
+print(*(name for name, call in calls.items() if libc.syscall(*call) >= 0 or ctypes.get_errno() != 1))
+here = socket.socket(socket.AF_UNIX)
+try:
+    here.connect(chr(0) + "hr-test")
+    print("abstract socket")
+except ConnectionRefusedError:
+    print("getpid works" if os.getpid() else "")
+"""
+"""Attacks that namespaces alone leave open, tried from inside."""
+
+
+async def test_what_namespaces_do_not_separate_is_refused(group: list[VmSandbox]) -> None:
+    listens = "import socket, time; s = socket.socket(socket.AF_UNIX); s.bind(chr(0) + 'hr-test'); s.listen(); "
+    waits = "until grep -q hr-test /proc/net/unix; do sleep 0.05; done"
+    one, two, _ = group
+    started = Exec(argv=("sh", "-c", f'python3 -c "{listens}time.sleep(60)" & {waits}'))
+    assert (await two.call(started)).ok
+    found = await one.call(Exec(argv=("python3", "-c", REACHES)))
+    assert found.stdout == "\ngetpid works\n", found
+
+
+@pytest.mark.slow
+async def test_a_slot_that_takes_all_memory_is_killed_alone(group: list[VmSandbox]) -> None:
+    one, two, _ = group
+    hog = "kept = [bytearray(1 << 20) for _ in range(1 << 14)]"
+    done, tests = await asyncio.gather(
+        one.call(Exec(argv=("python3", "-c", hog))),
+        two.call(WriteFiles(files={"test_a.py": b"def test_a():\n    assert sum(range(10)) == 45\n"})),
+    )
+    assert done.code == -9, done
+    assert tests.ok and (await two.call(RunTests(plan=TestPlan(paths=("test_a.py",))))).ok
+    assert (await one.call(ReadFile(path="a.txt"))).data == b"one\n"
+    groups = [(await box.call(Exec(argv=("cat", "/proc/self/cgroup")))).stdout for box in (one, two)]
+    assert groups[0] != groups[1] and all(text.startswith("0::/") and len(text) > 5 for text in groups), groups
+
+
+async def test_a_full_workspace_is_an_error_of_its_owner(group: list[VmSandbox]) -> None:
+    one, two, _ = group
+    full = await one.call(WriteFiles(files={"big": b"x" * (40 << 20)}))
+    assert not full.ok and "No space left" in full.error
+    assert (await two.call(WriteFiles(files={"small": b"x"}))).ok
+
+
+async def test_output_without_end_is_cut_and_ended(group: list[VmSandbox]) -> None:
+    endless = await group[0].call(Exec(argv=("yes",), timeout_s=1.0, output_cap=4096))
+    assert endless.timed_out and endless.truncated and len(endless.stdout) == 4096
+    assert (await group[0].call(ListFiles())).stdout == "a.txt"
