@@ -15,7 +15,7 @@ from headrace.bus.connection import Bus
 from headrace.ledger import lost_attempts
 from headrace.ledger.evaluation import group_prefix
 from headrace.messages.evaluation import EvalRequest
-from headrace.messages.judging import Score
+from headrace.messages.judging import Agreement, Score
 from headrace.messages.ledger import SlotIssued
 from headrace.messages.operations import DeadLetter
 from headrace.messages.rollout import SlotFailed, Trajectory, TurnDone
@@ -77,6 +77,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     failures: tuple[Failure, ...]
     tasks: tuple[str, ...]
     """Every task that was issued, in the suite's order."""
+    agreements: dict[str, Agreement]
+    """Criterion to the rubric judge's agreement with labels. A run has one judge and one card."""
 
 
 class _Slot:
@@ -97,6 +99,7 @@ async def measure(bus: Bus, trials: Sequence[EvalRequest]) -> Measured:
     attempts: list[Attempt] = []
     failures: list[Failure] = []
     tasks: dict[str, None] = {}
+    agreements: dict[str, Agreement] = {}
     for trial, request in enumerate(trials):
         slots = await _slots(bus, request)
         groups = sorted({group for group, _ in slots})
@@ -107,6 +110,7 @@ async def measure(bus: Bus, trials: Sequence[EvalRequest]) -> Measured:
             kept = slot.kept()
             if kept is not None:
                 seq, score = kept
+                agreements |= _agreements(score)
                 episode, wall_from = trajectories[score.trajectory_seq]
                 attempts.append(_attempt(trial, seq, score, episode, wall_from, ended.get(episode.id, {})))
             failures += [
@@ -114,7 +118,17 @@ async def measure(bus: Bus, trials: Sequence[EvalRequest]) -> Measured:
                 for number, reason in sorted(slot.reasons.items())
                 if number not in slot.scores
             ]
-    return Measured(attempts=tuple(attempts), failures=tuple(failures), tasks=tuple(tasks))
+    return Measured(
+        attempts=tuple(attempts),
+        failures=tuple(failures),
+        tasks=tuple(tasks),
+        agreements=dict(sorted(agreements.items())),
+    )
+
+
+def _agreements(score: Score) -> dict[str, Agreement]:
+    criteria = score.rubric.criteria if score.rubric is not None else ()
+    return {one.id: one.agreement for one in criteria if one.agreement is not None}
 
 
 async def _slots(bus: Bus, request: EvalRequest) -> dict[tuple[str, int], _Slot]:

@@ -14,6 +14,7 @@ from headrace.algorithms.paired import (
     silent_share,
 )
 from headrace.bench.attempts import Attempt, Failure, Measured
+from headrace.messages.judging import Agreement
 
 RESAMPLES = 1000
 
@@ -73,6 +74,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     verdicts: dict[str, int]
     adherence: dict[str, float]
     """Criterion of the rubric to the mean share of votes that found it met."""
+    agreements: dict[str, Agreement] = {}
+    """Criterion to the judge's agreement with labels; a criterion that is on no card is not in it."""
     means: Means
     calls_by_tool: dict[str, float]
     invalid_call_share: float
@@ -137,6 +140,7 @@ def report(id: str, run: str, policy: str, suite: str, trials: int, measured: Me
             name: _mean(row.rubric[name] for row in rows if name in row.rubric)
             for name in sorted({name for row in rows for name in row.rubric})
         },
+        agreements=measured.agreements,
         means=Means(
             prompt_tokens=_mean(row.tokens.prompt for row in rows),
             observed_tokens=_mean(row.tokens.observed for row in rows),

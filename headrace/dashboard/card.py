@@ -39,6 +39,11 @@ def _compared(comparison: Comparison) -> Rows:
     yield "Calls of an attempt, ratio", number(comparison.calls_ratio)
 
 
+def _kappa(one: Report, criterion: str) -> str:
+    known = one.agreements.get(criterion)
+    return "not measured" if known is None else f"{known.kappa:.2f} [{known.low:.2f}, {known.high:.2f}]"
+
+
 def _figures(one: Report) -> Rows:
     means = one.means
     yield "pass@1 (95 % interval over tasks)", f"{one.pass_1.mean:.3f} [{one.pass_1.low:.3f}, {one.pass_1.high:.3f}]"
@@ -48,7 +53,10 @@ def _figures(one: Report) -> Rows:
     )
     yield "Verdicts", ", ".join(f"{name} {count}" for name, count in one.verdicts.items())
     if one.adherence:
-        yield "Rubric: criteria met", ", ".join(f"{name} {share:.2f}" for name, share in one.adherence.items())
+        yield (
+            "Rubric: criteria met (kappa of the judge, 95 % interval)",
+            ", ".join(f"{name} {share:.2f} ({_kappa(one, name)})" for name, share in one.adherence.items()),
+        )
     yield "Infrastructure: attempts failed, trials without a verdict", f"{one.infra_failures}, {one.infra_lost}"
     yield "Tokens: sampled in turns, in summaries", f"{number(means.acting_tokens)}, {number(means.summary_tokens)}"
     yield "Tokens: prompts, results of calls", f"{number(means.prompt_tokens)}, {number(means.observed_tokens)}"

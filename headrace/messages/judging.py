@@ -12,6 +12,17 @@ from headrace.messages.sandbox import TestOutcome
 from headrace.messages.tasks import TaskRef
 
 
+class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+    """The agreement of a rubric judge with labels on one criterion, from the judge's card."""
+
+    kappa: float
+    """Cohen's kappa."""
+    low: float
+    high: float
+    """Its 95 % interval, by bootstrap over the pairs."""
+    pairs: Count
+
+
 class CriterionScore(msgspec.Struct, frozen=True, kw_only=True):
     """A rubric judge's answer about one criterion."""
 
@@ -23,6 +34,8 @@ class CriterionScore(msgspec.Struct, frozen=True, kw_only=True):
     """Share of votes that found the criterion met."""
     reason: str = ""
     """The first vote's reason."""
+    agreement: Agreement | None = None
+    """None without a card, and for a criterion that is not on it."""
 
 
 class RubricScore(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from headrace.bench.requests import requests, shares
 from headrace.config import Config
 from headrace.dashboard.card import card
 from headrace.messages.evaluation import EvalRequest, EvalResult
+from headrace.messages.judging import Agreement, CriterionScore, RubricScore
 from headrace.messages.rollout import PolicyRef, RolloutRequest
 from headrace.messages.subjects import EVENT
 from tests.conftest import Connect
@@ -21,12 +22,30 @@ from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 TASKS, TRIALS = 10, 3
+AGREEMENT = Agreement(kappa=0.71, low=0.6, high=0.8, pairs=40)
+RUBRIC = RubricScore(
+    rubric="practices",
+    digest="d",
+    model="m",
+    value=0.5,
+    criteria=(
+        CriterionScore(id="scope", weight=1.0, met=0.5, agreement=AGREEMENT),
+        CriterionScore(id="brief", weight=0.0, met=1.0),
+    ),
+    calls=2,
+    cached=0,
+    prompt_tokens=0,
+    completion_tokens=0,
+    cost=0.0,
+)
+"""The answers about every attempt; the second criterion is on no card."""
 
 
 async def measured(connect: Connect, unlucky: str, good: int) -> tuple[Report, list[EvalResult]]:
     """Three trials of ten tasks: the first `good` pass always, the next in the first trial only. One attempt at
     `unlucky` fails in trial 0, and all of them in trial 1."""
     other = FakeWorkers(await connect(), f"r{token_hex(4)}", groups_per_step=1)
+    other.rubric = RUBRIC
     await other.start()
 
     async def answer(request: RolloutRequest) -> None:
@@ -69,6 +88,8 @@ async def test_the_report_follows_from_the_streams_and_infrastructure_stands_apa
     assert made.pass_k.mean == pytest.approx(4 / 9), "the task without all of its trials is left out"
     assert made.sampled_tokens_per_pass == pytest.approx(3 * made.attempts / 13)
     assert made.silent >= 0.95
+    assert made.adherence == {"scope": 0.5, "brief": 1.0} and made.agreements == {"scope": AGREEMENT}
+    assert "brief 1.00 (not measured), scope 0.50 (0.71 [0.60, 0.80])" in card([made], None)
 
 
 async def test_two_policies_are_compared_task_by_task(connect: Connect) -> None:

@@ -3,11 +3,14 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from headrace.algorithms.staleness import Bounds
 from headrace.bus.connection import Bus
 from headrace.bus.nats.received import Received
 from headrace.bus.runtime.actor import Actor
 from headrace.config import Config
+from headrace.messages.judging import RubricScore
 from headrace.messages.ledger import GroupClosed, StalenessBound
 from headrace.messages.rollout import RolloutRequest
 from headrace.messages.subjects import CLOSE, EVENT, FAIL, SCORE, STEP, TASK, TRAJ
@@ -31,6 +34,7 @@ class FakeWorkers:
         self.answer: Callable[[RolloutRequest], Awaitable[None]] | None = None
         self.train = False
         self.version = 0
+        self.rubric: RubricScore | None = None
         self.closings: list[tuple[int, GroupClosed]] = []
         self._lanes = lanes
         self._changed = asyncio.Condition()
@@ -97,6 +101,8 @@ class FakeWorkers:
             task=request.task,
             run=self.run,
         )
+        if self.rubric is not None:
+            score = msgspec.structs.replace(score, rubric=self.rubric)
         subject = SCORE.at(run=self.run, judge="j1", group=request.group)
         await self.bus.publish(subject, score, msg_id=f"{self.run}.{seq}.j1")
 

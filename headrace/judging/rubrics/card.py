@@ -13,6 +13,7 @@ from statistics import fmean
 import msgspec
 
 from headrace.judging.rubrics.rubric import RubricError, digest
+from headrace.messages.judging import Agreement
 from headrace.messages.tasks import Criterion
 
 KAPPA = 0.4
@@ -90,8 +91,19 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
     def keeps(self, criterion: Criterion) -> bool:
         """Whether a criterion counts; a criterion that is not on the card does not."""
+        known = self._of(criterion)
+        return known is not None and known.counts
+
+    def agreement(self, criterion: Criterion) -> Agreement | None:
+        """The agreement with labels on a criterion; None where the card does not have it."""
+        known = self._of(criterion)
+        if known is None:
+            return None
+        return Agreement(kappa=known.kappa, low=known.kappa_low, high=known.kappa_high, pairs=known.pairs)
+
+    def _of(self, criterion: Criterion) -> CriterionCard | None:
         known = {each.id: each for each in self.criteria}.get(criterion.id)
-        return known is not None and known.digest == digest(criterion.text) and known.counts
+        return known if known is not None and known.digest == digest(criterion.text) else None
 
     def require(self, judge: str, criteria: Sequence[Criterion], path: str) -> None:
         """RubricError when the card is about another judge, or lacks a criterion."""

@@ -114,6 +114,7 @@ class RubricJudge:
             pitfall=criterion.pitfall,
             met=sum(answer.met for answer in answers) / len(answers),
             reason=answers[0].reason[:REASON],
+            agreement=None if self.card is None else self.card.agreement(criterion),
         )
 
     async def votes(self, criterion: Criterion, task: str, work: str, usage: Usage) -> Sequence[Answer]:

@@ -128,6 +128,8 @@ async def test_criteria_that_the_card_rejects_weigh_nothing_and_answers_are_boug
         third = await judge.judge(candidate())
         await judge.close()
         assert third is not None and [one.weight for one in third.criteria] == [2.0, 0.0] and third.value == 1.0
+        assert [one.agreement and one.agreement.kappa for one in third.criteria] == [one.kappa for one in card.criteria]
+        assert all(one.agreement is None for one in first.criteria)
         assert third.digest != first.digest
         with pytest.raises(RubricError, match="is the card of m1/"):
             RubricJudge.of(msgspec.structs.replace(config, judge=msgspec.structs.replace(with_card, model="m2")))
