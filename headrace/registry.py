@@ -25,7 +25,18 @@ from headrace.messages.plugins import Plugin
 
 T = TypeVar("T")
 
-SEAMS = ("tools", "engines", "sandboxes", "suites", "rewards", "renderers", "advantages", "losses", "checkers")
+SEAMS = (
+    "tools",
+    "engines",
+    "sandboxes",
+    "suites",
+    "rewards",
+    "renderers",
+    "advantages",
+    "losses",
+    "checkers",
+    "readers",
+)
 
 
 class PluginError(Exception):

@@ -32,8 +32,11 @@ from headrace.messages.golden import examples
 from headrace.messages.rollout import Trajectory
 from headrace.messages.tasks import Criterion
 from headrace.registry import SEAMS, Registry
+from headrace.rendering.bundle import terse_bundle
 from headrace.rendering.registry import RENDERERS
+from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks.suites import SUITES
+from headrace.training.data.registry import READERS
 from headrace.vmhost.backends.registry import BACKENDS
 from tests.support.paths import ROOT
 
@@ -46,6 +49,7 @@ SEAM_REGISTRIES: dict[str, Registry[Any]] = {
     "my_renderers": RENDERERS,
     "my_advantages": ADVANTAGES,
     "my_losses": LOSSES,
+    "my_readers": READERS,
     "my_machines": BACKENDS,
     "my_engines": ENGINES,
 }
@@ -254,7 +258,7 @@ def my_modules(tmp_path: Path) -> Path:
 
 
 def test_parts_of_the_page_on_extending_are_loaded_and_work(
-    my_modules: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    my_modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(my_modules))
     names = dict(re.findall(r"\"(my_\w+):([\w./]+)", text_of(ROOT / "docs" / "extending.md")))
@@ -276,6 +280,8 @@ def test_parts_of_the_page_on_extending_are_loaded_and_work(
             options={"share": 0.5},
         )
         assert parts["my_rewards"](judged) == 0.5
+        pairs = parts["my_readers"](terse_bundle(Tokenizer.train((), 300).dump()))
+        assert pairs.encode(b'["1+1", "2"]', tmp_path).weights == [0.0, 0.0, 0.0, 1.0]
         assert parts["my_advantages"]([0.0, 1.0, 1.0]) == [0.0, 1.0, 1.0]
         assert parts["my_checkers"](Message(text="abc", prompt="", reference={"length": "6"})) == 0.5
         assert main(["tasks", "show", "my_suites:open_mine/easy", "0"]) == 0

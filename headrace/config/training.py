@@ -26,9 +26,9 @@ Sequence = Annotated[int, Meta(ge=2, le=1 << 24)]
 class Data(Section, frozen=True, kw_only=True):
     """One source of mid-training, a table [[mid_training.data]] (docs/data.md)."""
 
-    kind: Literal["generated", "chat", "text", "trajectories"]
+    kind: Reference
     """generated: traces of tool use; chat: JSONL of conversations; text: plain files, or JSONL with `text`;
-    trajectories: a file of `headrace policy collect`."""
+    trajectories: a file of `headrace policy collect`; or an entry point of headrace.readers, or module:attribute."""
     path: OptionalPath = ""
     """A file, or a folder whose files are read; none for generated."""
     weight: Above0 = 1.0

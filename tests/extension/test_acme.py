@@ -24,7 +24,8 @@ from headrace.algorithms.rewards import REWARDS
 from headrace.bus.errors import Unrecoverable
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.plugins import key_of
-from headrace.config import Algorithm, Environment, Production, Tasks
+from headrace.config import Algorithm, Config, Environment, MidTraining, Production, Tasks
+from headrace.config.training import Data
 from headrace.harness.loop import run_episode
 from headrace.harness.scripted import ScriptedEngine, script
 from headrace.harness.tools.registry import TOOLS, schemas_of
@@ -42,6 +43,10 @@ from headrace.rendering.registry import RENDERERS
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks import open_suite
 from headrace.tasks.suites import SUITES, suite_plugins
+from headrace.training.data import opening
+from headrace.training.data.base import DataError
+from headrace.training.data.mixture import Mixture
+from headrace.training.data.registry import READERS
 from headrace.vmhost.backends.registry import BACKENDS
 from headrace.vmhost.node.host import Host
 from tests.conftest import Connect
@@ -56,6 +61,7 @@ SEAMS: dict[str, registry.Registry[Any]] = {
     "half": REWARDS,
     "best_of": ADVANTAGES,
     "plain": LOSSES,
+    "pairs": READERS,
 }
 
 
@@ -287,3 +293,25 @@ def test_the_first_example_runs() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].endswith(": 2 turns, finished, passed")
     assert len((ROOT / "examples" / "hello_episode.py").read_text().splitlines()) <= 40
+
+
+def test_a_reader_of_training_data_and_the_faults_of_one(tmp_path: Path) -> None:
+    file = tmp_path / "a.pairs"
+    file.write_text('{"question": "1 + 1 is", "answer": "2"}\n' * 2 + '{"question": "and"}\n')
+    bundle = terse_bundle(Tokenizer.train((), 300).dump())
+
+    def opened(kind: str) -> Mixture:
+        recipe = MidTraining(data=(Data(kind=kind, path=str(file)),), held_out=0.0)
+        return opening.mixture(Config(mid_training=recipe), bundle, lambda: iter(()))
+
+    with pytest.raises(DataError, match=r"a\.pairs, line 3: the reader 'pairs' raised KeyError: 'answer'"):
+        opened("pairs")
+    with pytest.raises(
+        DataError, match="expected one of chat, text, trajectories, pairs or module:attribute, got 'no'"
+    ):
+        opened("no")
+    file.write_text('{"question": "1 + 1 is", "answer": "2"}\n' * 2)
+    with pytest.raises(DataError, match=r"the reader 'acme\.rewards:half' raised AttributeError"):
+        opened("acme.rewards:half")
+    document = next(iter(opened("pairs")))
+    assert document.teaches and document.weights.count(1.0) == 1

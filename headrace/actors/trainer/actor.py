@@ -39,7 +39,7 @@ from headrace.training.data.base import DataError
 from headrace.training.mid_training import Progress
 from headrace.training.outcome import StepOutcome
 from headrace.training.parallel.interface import GroupError
-from headrace.training.trainer import PolicyTrainer, TrainerError, plugins_of
+from headrace.training.trainer import PolicyTrainer, TrainerError
 from headrace.weights import chain
 from headrace.weights.publishing import collect
 from headrace.weights.signing import Trust
@@ -71,7 +71,7 @@ class Trainer(Actor):
     async def start(self) -> None:
         """Prepare in the background, because mid-training may take minutes. Unrecoverable for an unknown plugin."""
         try:
-            used = plugins_of(self.config.algorithm)
+            used = initial_policy.plugins_used(self.config)
         except TrainerError as error:
             raise Unrecoverable(f"TrainerError: {error}") from error
         await agree(self.bus, self.run, used)

@@ -9,9 +9,12 @@ from pathlib import Path
 import msgspec
 
 from headrace.config import Config
+from headrace.config.training import Data
 from headrace.harness.sync_tools import answer
 from headrace.harness.tools.registry import TOOLS, schemas_of
+from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import RendererBundle
+from headrace.registry import merged
 from headrace.rendering.base import RendererError
 from headrace.rendering.bundle import checkpoint_bundle, terse_bundle
 from headrace.rendering.registry import Renderers
@@ -19,8 +22,11 @@ from headrace.rendering.terse import Format
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks.generated import repositories, traces
 from headrace.training.data import opening
+from headrace.training.data import registry as readers
+from headrace.training.data.base import DataError
 from headrace.training.data.mixture import Mixture
 from headrace.training.mid_training import Progress
+from headrace.training.trainer import TrainerError, plugins_of
 
 TOKENIZER_TRACES = 400
 """Number of traces from which a tokenizer is trained: this takes a second, and they contain all words of the tools."""
@@ -86,9 +92,23 @@ def mid_training(
     return opening.mixture(config, made, begin, between) if config.mid_training.data else _checked(begin(), between)
 
 
+def plugins_used(config: Config) -> tuple[Plugin, ...]:
+    """The plugins of a run's steps, and the readers of its mid-training. TrainerError for a name that no registry
+    has."""
+    try:
+        return merged(plugins_of(config.algorithm), readers.plugins_of(_data(config)))
+    except DataError as error:
+        raise TrainerError(str(error)) from None
+
+
+def _data(config: Config) -> tuple[Data, ...]:
+    """The sources of a run that trains on them."""
+    return config.mid_training.data if config.mid_training.tokens else ()
+
+
 def check_data(config: Config) -> None:
     """Check all data of mid-training before anything is started. DataError, RendererError."""
-    if config.mid_training.tokens and config.mid_training.data:
+    if _data(config):
         with tempfile.TemporaryDirectory(prefix="headrace-data-") as folder:
             mid_training(config, bundle(config, Path(folder)))
 

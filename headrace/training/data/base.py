@@ -1,5 +1,6 @@
 """Documents, and the protocol of a reader: one file of this folder is one kind of data."""
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
@@ -51,6 +52,25 @@ class Reader(Protocol):
 
     def encode(self, record: bytes, path: Path) -> Document:
         """The document of a record. ValueError as in `check`."""
+
+
+class Lines(ABC):
+    """The base of readers of JSONL: one record is one line, and a long document is not cut."""
+
+    suffixes: tuple[str, ...] = (".jsonl",)
+    splits = False
+
+    def next(self, file: BinaryIO, path: Path, line: int) -> tuple[bytes, int] | None:
+        """One line."""
+        return next_line(file)
+
+    def check(self, record: bytes, path: Path) -> None:
+        """As `Reader.check`; a record that can be encoded is right."""
+        self.encode(record, path)
+
+    @abstractmethod
+    def encode(self, record: bytes, path: Path) -> Document:
+        """As `Reader.encode`."""
 
 
 def next_line(file: BinaryIO) -> tuple[bytes, int] | None:

@@ -7,7 +7,7 @@ are the targets; a message with `"weight": 0` is only shown.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -15,7 +15,7 @@ from msgspec import Meta
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool
 from headrace.rendering.native.client import ClientRenderer, UnusableConversation
 from headrace.rendering.native.renderer import NativeRenderer
-from headrace.training.data.base import Document, next_line
+from headrace.training.data.base import Document, Lines
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -60,19 +60,12 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """Loss weight of each message: 0 for all but an assistant's."""
 
 
-class ChatReader:
+class ChatReader(Lines):
     """Reads conversations. renderer: of the policy, with any tools."""
-
-    suffixes: tuple[str, ...] = (".jsonl",)
-    splits = False
 
     def __init__(self, renderer: NativeRenderer) -> None:
         self._renderer = renderer
         self._decoder = msgspec.json.Decoder(_Line)
-
-    def next(self, file: BinaryIO, path: Path, line: int) -> tuple[bytes, int] | None:
-        """One line."""
-        return next_line(file)
 
     def check(self, record: bytes, path: Path) -> None:
         """Fields, roles and calls are right; the template is not asked."""

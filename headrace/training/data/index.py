@@ -18,12 +18,13 @@ ENCODED = 16
 class Index:
     """The checked documents of one source."""
 
-    def __init__(self, path: Path, reader: Reader, held_out: float) -> None:
-        """held_out: share of the documents, by a hash of their bytes. DataError for the first that is not right."""
+    def __init__(self, path: Path, reader: Reader, held_out: float, source: str = "") -> None:
+        """held_out: share of the documents, by a hash of their bytes. source: hash of a reader from outside. DataError
+        for the first that is not right."""
         self._reader = reader
         self._paths = _files(path, reader)
         self._trained, self._held = _Records(), _Records()
-        content = blake2b(digest_size=16)
+        content = blake2b(source.encode(), digest_size=16)
         for number, file in enumerate(self._paths):
             seen = 0
             for record, raw in _records(file, reader):
@@ -40,7 +41,7 @@ class Index:
                 is_held = int.from_bytes(digest, "little") < held_out * 2**64
                 (self._held if is_held else self._trained).add(number, record)
         self.digest = content.hexdigest()
-        """Names the content: another one has other positions."""
+        """Names content and reader: others have other positions."""
         if not len(self._trained):
             raise DataError(f"{path}: expected documents to train on, got {len(self._held)} held-out and no other")
 

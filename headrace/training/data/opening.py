@@ -14,11 +14,13 @@ from headrace.training.data.base import DataError, Reader
 from headrace.training.data.chat import ChatReader
 from headrace.training.data.index import Index
 from headrace.training.data.mixture import Encoded, Files, Generated, Mixture, Source
+from headrace.training.data.registry import open_reader
 from headrace.training.data.text import TextReader
 from headrace.training.data.trajectories import TrajectoryReader
 
 
-def _chat(bundle: RendererBundle) -> Reader:
+def open_chat(bundle: RendererBundle) -> Reader:
+    """Conversations, rendered as episodes are. DataError for a policy without a chat template."""
     renderer = Renderers(bundle).open(schemas.TABLE)
     if not isinstance(renderer, NativeRenderer):
         raise DataError(
@@ -28,22 +30,16 @@ def _chat(bundle: RendererBundle) -> Reader:
     return ChatReader(renderer)
 
 
-def _text(bundle: RendererBundle) -> Reader:
+def open_text(bundle: RendererBundle) -> Reader:
+    """Plain text and code."""
     tokenizer = Tokenizer.parse(bundle.tokenizer_json)
     ends = ("<|endoftext|>", "<|end_of_text|>", bundle.special_tokens.get("eos_token", ""))
     return TextReader(tokenizer, next((id for end in ends if (id := tokenizer.tag(end)) is not None), None))
 
 
-def _trajectories(bundle: RendererBundle) -> Reader:
+def open_trajectories(bundle: RendererBundle) -> Reader:
+    """Recorded ids of the same tokenizer."""
     return TrajectoryReader(bundle.tokenizer_json, len(Tokenizer.parse(bundle.tokenizer_json)))
-
-
-READERS: dict[str, Callable[[RendererBundle], Reader]] = {
-    "chat": _chat,
-    "text": _text,
-    "trajectories": _trajectories,
-}
-"""The reader of each kind that has files."""
 
 
 def mixture(
@@ -72,6 +68,6 @@ def _open(
     name = f"{number}:{entry.kind}"
     if entry.kind == "generated":
         return Generated(name, generated, weight=entry.weight)
-    reader = READERS[entry.kind](bundle)
-    index = Index(Path(entry.path), reader, held_out)
+    reader, source = open_reader(entry.kind, bundle)
+    index = Index(Path(entry.path), reader, held_out, source)
     return Files(name, index, weight=entry.weight, epochs=entry.epochs, splits=reader.splits, seed=seed)

@@ -5,12 +5,11 @@
 
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
 from headrace.messages.rollout import Trajectory
-from headrace.training.data.base import Document, next_line
+from headrace.training.data.base import Document, Lines
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,19 +55,12 @@ def segments(trajectory: Trajectory, reward: float, tokenizer: str) -> list[Segm
     ]
 
 
-class TrajectoryReader:
+class TrajectoryReader(Lines):
     """Reads segments that one tokenizer wrote."""
-
-    suffixes: tuple[str, ...] = (".jsonl",)
-    splits = False
 
     def __init__(self, tokenizer_json: str, vocab: int) -> None:
         self._tokenizer, self._vocab = tokenizer_hash(tokenizer_json), vocab
         self._decoder = msgspec.json.Decoder(Segment)
-
-    def next(self, file: BinaryIO, path: Path, line: int) -> tuple[bytes, int] | None:
-        """One line."""
-        return next_line(file)
 
     def check(self, record: bytes, path: Path) -> None:
         """Ids of this tokenizer, and turns that lie within them."""

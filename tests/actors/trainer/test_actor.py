@@ -1,7 +1,6 @@
 """The trainer over a real broker: batches in the order of closings, and the same bits after any kill."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +8,12 @@ import msgspec
 import pytest
 import torch
 
-from headrace.actors.trainer import initial_policy
 from headrace.actors.trainer.actor import Trainer
 from headrace.bus.connection import Bus
 from headrace.bus.errors import MessageGone, Unrecoverable, WrongSequence
-from headrace.bus.payloads import renderer_bundles
-from headrace.config.training import Data
-from headrace.dashboard.report import held_out_of
-from headrace.dashboard.watch import Watch
-from headrace.messages.operations import Event
 from headrace.messages.plugins import Plugin
 from headrace.messages.subjects import CLOSE, EVENT, STEP
 from headrace.messages.training import Behaviour, StepDone, StepFailed, StepManifest
-from headrace.rendering.tokenizer import Tokenizer
 from headrace.replay.fetching import Records
 from headrace.replay.recorded_run import of_run
 from headrace.replay.step import replay_steps
@@ -355,38 +347,3 @@ async def test_records_that_are_not_to_be_replayed_are_purged(connect: Connect, 
     assert len(closings) == 12, "closings are kept"
     names = sorted(path.name for path in (feeder.folder / "checkpoints").glob("v*"))
     assert names == ["v00000002.safetensors", "v00000004.safetensors", "v00000006.safetensors"]
-
-
-async def test_version_0_is_mid_trained_and_its_tokenizer_kept(connect: Connect, tmp_path: Path) -> None:
-    run = new_run()
-    lines = [json.dumps({"text": f"def f{number}(): return {number}"}) for number in range(40)]
-    (tmp_path / "code.jsonl").write_text("\n".join(lines))
-    data = (Data(kind="generated"), Data(kind="text", path=str(tmp_path / "code.jsonl")))
-    own: dict[str, dict[str, Any]] = {
-        "mid_training": {"tokens": 4000, "batch_tokens": 512, "data": data, "held_out": 0.2},
-        "policy": {"vocab": 420},
-    }
-    setting = config(tmp_path, **own)
-    admin = await connect()
-    async with living(Trainer, setting, await connect("trainer"), run):
-        async for received in admin.follow("HR_EVENT", EVENT.where(run=run, type="snapshot_ready")):
-            assert received.message.version == 0
-            break
-    text = (tmp_path / run / "tokenizer.json").read_text()
-    assert len(Tokenizer.parse(text)) <= 420
-    bundle = initial_policy.bundle(setting, tmp_path / run)
-    assert bundle.tokenizer_json == text and bundle.renderer == "terse"
-    assert await renderer_bundles.fetch(admin, run) == bundle
-    phases = [r.message.text async for r in admin.history("HR_EVENT", EVENT.where(run=run, type="event"))]
-    assert "mid-training" in phases
-    first, last = (json.loads(line) for line in (tmp_path / run / "mid-training.jsonl").read_text().splitlines())
-    assert (first["step"], first["loss"]) == (0, None) and last["tokens"] >= 4000
-    watch = Watch(admin, run, setting, started=0.0)
-    watch.events = [
-        (0.0, r.message)
-        async for r in admin.history("HR_EVENT", EVENT.where(run=run, type="event"))
-        if isinstance(r.message, Event)
-    ]
-    (losses,) = [loss for source, loss in held_out_of(watch).items() if source == "1:text"]
-    assert (losses.before, losses.after) == (first["held_out"]["1:text"], last["held_out"]["1:text"])
-    assert losses.before is not None and 0.0 < losses.after < losses.before

@@ -163,7 +163,7 @@ def test_a_fault_names_file_line_and_what_was_expected(
 def test_a_large_file_is_cut_into_documents_and_is_never_read_whole(tmp_path: Path) -> None:
     line = "é" * 100 + "\n"
     (tmp_path / "a.txt").write_text(line * 5000 + "é" * 400_000)
-    reader = opening.READERS["text"](BUNDLE)
+    reader = opening.open_text(BUNDLE)
     with (tmp_path / "a.txt").open("rb") as file:
         parts = []
         while (found := reader.next(file, tmp_path / "a.txt", 1)) is not None:
