@@ -29,6 +29,11 @@ def add(commands: "Commands") -> None:
     parser.add_argument("--count", type=integer(1), default=10, help="tasks of each source")
     parser.add_argument("--tries", type=integer(1), default=60, help="candidates of each source that are tried")
     parser.add_argument("--seed", type=int, default=1, help="seed that draws the features")
+    parser.add_argument(
+        "--changed-tests",
+        action="store_true",
+        help="commits: run only the test files that a commit adds or changes, for repositories with long test runs",
+    )
     add_config(parser)
     parser.set_defaults(handler=make)
 
@@ -134,7 +139,7 @@ async def _commits(lab: "Lab", source: str, args: argparse.Namespace) -> "AsyncI
     for commit in commits.commits(Path(source)):
 
         async def attempt(commit: commits.Commit = commit) -> "tuple[Task, Oracle]":
-            return await commits.attempt(lab, Path(source), commit, name, args.name, say)
+            return await commits.attempt(lab, Path(source), commit, args.name, say, args.changed_tests)
 
         yield commits.id_of(name, commit), attempt
 

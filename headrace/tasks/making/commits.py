@@ -34,6 +34,8 @@ class Commit(NamedTuple):
     id: str
     parent: str
     message: str
+    tests: tuple[str, ...]
+    """Paths of the tests that it adds, changes or removes."""
 
 
 def commits(repository: Path) -> Iterator[Commit]:
@@ -46,7 +48,7 @@ def commits(repository: Path) -> Iterator[Commit]:
         code = [path for path in paths if path.endswith(".py")]
         tests = [path for path in code if is_test(path)]
         if len(parents) == 1 and tests and 0 < len(code) - len(tests) <= _FILES:
-            yield Commit(id, parents[0], _git(repository, "log", "-1", "--format=%B", id).strip())
+            yield Commit(id, parents[0], _git(repository, "log", "-1", "--format=%B", id).strip(), tuple(tests))
 
 
 def _git(repository: Path, *arguments: str) -> str:
@@ -73,10 +75,16 @@ def tree(repository: Path, commit: str, name: str) -> Package:
 
 
 async def attempt(
-    lab: Lab, repository: Path, commit: Commit, name: str, suite: str, say: Callable[[str], None]
+    lab: Lab, repository: Path, commit: Commit, suite: str, say: Callable[[str], None], changed: bool = False
 ) -> tuple[Task, Oracle]:
-    """Both sides of a commit's task. NoTask."""
+    """Both sides of a commit's task. changed: only the test files that the commit adds or changes decide, as in
+    SWE-bench (arXiv 2310.06770); the others do not run. NoTask."""
+    name = repository.resolve().name
     before, after = tree(repository, commit.parent, name), tree(repository, commit.id, name)
+    if changed:
+        after = msgspec.structs.replace(after, tests=tuple(path for path in after.tests if path in commit.tests))
+        if not after.tests:
+            raise NoTask("it adds and changes no file of tests")
     right = await lab.run(after.files, first_plan(after))
     good = passed(right)
     if right.timed_out or not good:

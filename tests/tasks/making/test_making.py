@@ -118,14 +118,16 @@ def test_the_command_makes_certified_tasks_and_goes_on(tmp_path: Path, capsys: p
 
 
 @pytest.mark.slow
-def test_a_commit_is_a_certified_task(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--changed-tests",)], ids=["all", "changed"])
+def test_a_commit_is_a_certified_task(tmp_path: Path, options: tuple[str, ...]) -> None:
     def commit(message: str) -> str:
         who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
         for arguments in (["add", "."], [*who, "commit", "-q", "-m", message], ["rev-parse", "HEAD"]):
             done = subprocess.run(["git", *arguments], cwd=tree, check=True, capture_output=True, text=True)
         return done.stdout.strip()
 
-    tree = write(tmp_path / "words", FILES | {"words/old.py": "x = 1\n"})
+    more = {"words/old.py": "x = 1\n", "tests/test_more.py": "def test_more():\n    assert True\n"}
+    tree = write(tmp_path / "words", FILES | more)
     subprocess.run(["git", "init", "-q"], cwd=tree, check=True)
     commit("Words")
     right = WORDS.replace('text.split()]\n    joined = "".join', 'text.split("-")]\n    joined = ".".join')
@@ -138,13 +140,15 @@ def test_a_commit_is_a_certified_task(tmp_path: Path) -> None:
     wanted = commit("Initials have points\n\nSigned-off-by: a <a@b.c>")
     write(tree, {"words/text.py": right + "\n\nx = 1\n"})
     commit("Without tests")
-    assert make("commits", tree, tmp_path / "suites") == 0
+    assert make("commits", tree, tmp_path / "suites", *options) == 0
     suite = open_suite("made", tmp_path / "suites")
     assert list(suite.ids()) == [f"words--{wanted[:12]}"]
     task, oracle = suite.task(suite.ids()[0]), suite.oracle(suite.ids()[0])
     assert task.prompt == "Make this change:\n\nInitials have points\n"
     assert task.files["words/text.py"].decode() == WORDS and task.files["tests/test_words.py"].decode() == TESTS
-    assert oracle.expected == ("tests/test_words.py::test_initials",) and len(oracle.grading.pass_to_pass) == 3
+    kept = oracle.grading.pass_to_pass
+    assert oracle.expected == ("tests/test_words.py::test_initials",) and len(kept) == 3 + (not options)
+    assert ("tests/test_more.py::test_more" in kept) == (not options)
     assert oracle.solution == {"words/text.py": right.encode()} and oracle.removed == ("words/old.py",)
     assert certificates.refusal(suite, tmp_path / "suites", False) == ""
 
