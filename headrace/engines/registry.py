@@ -23,6 +23,7 @@ class EngineSetup(NamedTuple):
 
     section: EngineSection
     policy: PolicyConfig
+    """With `adapter`, versions hold low-rank adapters beside the weights, and the engine has to compute with them."""
     run: Path
     """The run's folder on this node, for logs and for the tokenizer."""
     id: str

@@ -246,8 +246,10 @@ def _close(state: RunState, rules: Rules) -> Decision | None:
 
 
 def _flat(group: Group) -> bool:
-    """Whether all rewards are equal: they then give no advantage."""
-    return len({slot.reward for slot in _survivors(group)}) == 1
+    """Whether all rewards are equal, those of turns too: they then give no advantage."""
+    scores = [score for slot in group.slots.values() if (score := slot.kept.score) is not None]
+    turns = {reward for score in scores for reward in score.turn_rewards}
+    return len({score.final_reward for score in scores}) == 1 and len(turns) < 2
 
 
 def _too_late(versions: Iterable[int], place: int, per_step: int, bounds: Bounds) -> int | None:

@@ -115,6 +115,16 @@ class Score(Message, frozen=True, kw_only=True):
     calls: Count = 0
     wall_ms: float = 0.0
 
+    @property
+    def final_reward(self) -> float:
+        """The reward of the attempt as a whole."""
+        return self.reward if self.by_turn is None else self.by_turn.final
+
+    @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        """The rewards of its turns; none where the attempt has one reward."""
+        return () if self.by_turn is None else self.by_turn.turns
+
 
 @message("certificate")
 class Certificate(Message, frozen=True, kw_only=True):

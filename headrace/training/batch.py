@@ -137,12 +137,12 @@ def build(
             return iter(class_advantages([pair for pool in pools for pair in pool], advantage))
         return (value for pool in pools if pool for value in advantage([reward for _, reward in pool]))
 
-    finals, of_turns = relative(lambda score: (_final(score),)), relative(_turns)
+    finals, of_turns = relative(lambda score: (score.final_reward,)), relative(lambda score: score.turn_rewards)
     for members in grouped:
         for trajectory, score in members:
             if score.by_turn is not None and len(score.by_turn.turns) != len(trajectory.turns):
                 raise BatchError(f"trajectory {trajectory.id}: its score has rewards for another number of turns")
-            value, turns = next(finals), to_go([next(of_turns) for _ in _turns(score)])
+            value, turns = next(finals), to_go([next(of_turns) for _ in score.turn_rewards])
             segments.extend(segments_of(trajectory, value, len(segments), turns))
             fingerprints.add(trajectory.fingerprint)
             rewards.append(score.reward)
@@ -154,16 +154,8 @@ def build(
         passed,
         tuple(g.group for g in groups),
         frozenset(fingerprints),
-        tuple(reward for members in grouped for _, score in members for reward in _turns(score)),
+        tuple(reward for members in grouped for _, score in members for reward in score.turn_rewards),
     )
-
-
-def _final(score: Score) -> float:
-    return score.reward if score.by_turn is None else score.by_turn.final
-
-
-def _turns(score: Score) -> tuple[float, ...]:
-    return () if score.by_turn is None else score.by_turn.turns
 
 
 def tensor(array: Array) -> Tensor:

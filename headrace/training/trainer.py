@@ -243,10 +243,10 @@ class PolicyTrainer:
 
     def save(self, position: Mapping[str, int | str]) -> None:
         """Replace the checkpoint durably; after it returns, records before `position` are not needed again."""
-        kept = {version: self.versions[version].state() for version in self.versions.earlier}
+        kept = {version: _trained(self.versions[version]) for version in self.versions.earlier}
         self.versions.release()
         if self.reference is not None:
-            kept[-1] = self.reference.state()
+            kept[-1] = _trained(self.reference)
         guard = self.guard if self.guarded else None
         file = self.folder / "checkpoint.safetensors"
         checkpoint.save(file, self.state, kept=kept, position=position, guard=guard)
@@ -265,7 +265,7 @@ class PolicyTrainer:
         later = self.state.model
         for version in sorted(contents.kept, reverse=True):
             model = copy.deepcopy(self.state.model)
-            model.load_state(contents.kept[version])
+            model.load_state({**model.state(), **contents.kept[version]})
             if version < 0:
                 self.reference = model
             else:
@@ -357,8 +357,13 @@ def _freeze(model: Model, patterns: Sequence[str]) -> Model:
 
 
 def _adapters(model: Model) -> dict[str, Tensor]:
-    """The model's new adapters under their published names: a checkpoint has none."""
+    """The model's adapters under their published names."""
     return {name: value for name, value in model.state().items() if low_rank.is_published(name)}
+
+
+def _trained(model: Model) -> dict[str, Tensor]:
+    """The published tensors in which versions can differ: all of them, or the adapters."""
+    return _adapters(model) if model.config.adapter else model.state()
 
 
 def _policy(config: Config, folder: Path, tokenizer_json: str) -> PolicyConfig:

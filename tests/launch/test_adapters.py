@@ -4,16 +4,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
 
 from headrace.policy.adapters import low_rank, shape
+from headrace.policy.adapters import peft as peft_folder
 from headrace.policy.layout import checkpoint, hugging_face
 from headrace.policy.model import Model
 from headrace.weights import snapshot
-from tests.launch.test_model_families import made
+from tests.launch.test_model_families import FAMILIES, made
 from tests.launch.test_up import FEW, HEADRACE, command, up
+from tests.policy.test_families import theirs
 from tests.support import tiny
 from tests.support.paths import ROOT
 
@@ -29,7 +32,6 @@ def parity(judged):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # by PEFT
 async def test_three_steps_of_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -68,6 +70,9 @@ async def test_three_steps_of_an_adapter(tmp_path: Path, monkeypatch: pytest.Mon
     losses = report["held_out_loss"]["0:text"]
     assert losses["after"] < losses["before"], "mid-training of the adapters alone learned nothing"
 
+    done = command(tmp_path, "replay", "latest", "--step", "2")
+    assert done.returncode == 0 and json.loads(done.stdout)["bitwise_equal"], done.stderr
+
     (trained,) = (run.run / "snapshots").glob("v00000003-*.safetensors")
     config, before = checkpoint.load(folder)
     tensors = snapshot.read(trained)
@@ -90,10 +95,25 @@ async def test_three_steps_of_an_adapter(tmp_path: Path, monkeypatch: pytest.Mon
     size = (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size
     assert 4 * shape.parameters(adapted) < size < 4 * shape.parameters(adapted) + 20_000
 
-    peft = pytest.importorskip(
-        "peft", reason="PEFT is not installed: the layout of its folder was checked by size alone"
-    )
-    base: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        got = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(ids[None]).logits[0]
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # by PEFT
+async def test_peft_computes_what_the_policy_computes(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed; names and sizes of its folder are tested")
+    for kind in ("llama", "qwen3", "deepseek_v3"):
+        fields = FAMILIES[kind][1] | {"vocab_size": 300}
+        theirs(kind, fields).save_pretrained(tmp_path / kind)
+        plain, before = checkpoint.load(tmp_path / kind)
+        config = msgspec.structs.replace(plain, adapter=shape.resolved(plain, 4, 8.0, ()))
+        model = tiny.model(config, exact=False)
+        model.load_state({**model.state(), **before})
+        for name, parameter in model.named_parameters():
+            if low_rank.is_adapter(name):
+                torch.nn.init.normal_(parameter, std=0.1)
+        written = peft_folder.export(config, model.state(), str(tmp_path / kind), "", tmp_path / f"{kind}-adapter")
+        assert written == 4 * shape.parameters(config)
+        ids = tiny.tokens(config, 100)
+        base: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind, dtype=torch.float32)
+        with torch.no_grad():
+            want = model.logits(model(ids, [100]))
+            got = peft.PeftModel.from_pretrained(base, tmp_path / f"{kind}-adapter").eval()(ids[None]).logits[0]
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4)

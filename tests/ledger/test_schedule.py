@@ -12,6 +12,7 @@ from headrace.config import ConfigError, parse
 from headrace.ledger.schedule import IssueGroup, RetrySlot, Rules, decide, finished
 from headrace.ledger.state import RunState
 from headrace.messages.base import Message
+from headrace.messages.judging import TurnRewards
 from headrace.messages.ledger import GroupDropped, StalenessBound
 from headrace.messages.tasks import TaskRef
 from headrace.messages.training import StepDone
@@ -384,13 +385,16 @@ def test_groups_with_equal_rewards_are_replaced_up_to_the_limit() -> None:
     assert [(drop.group, drop.reason, drop.detail) for drop in drops] == [("g000000", "flat", "all 2 rewards are 1")]
     assert [closing.group for _, closing in world.state.closings] == ["g000001"]
     assert world.state.issued == 5 and world.state.index == 4, "another group takes its place"
-    for passed, slot in ((True, 0), (False, 1)):
-        world.write("score", r.score("g000002", slot, passed=passed))
+    world.write("score", r.score("g000002", 0))
+    world.write("score", r.score("g000002", 1, passed=False))
     world.carry_out()
     assert [closing.group for _, closing in world.state.closings] == ["g000001", "g000002"], "an advantage is kept"
-    world.finish("g000003")
+    for slot, turns in ((0, TurnRewards(turns=(1.0, 0.0))), (1, TurnRewards(turns=(0.0, 1.0)))):
+        world.write("score", msgspec.structs.replace(r.score("g000003", slot), by_turn=turns))
+    world.finish("g000004")
     world.carry_out()
-    assert world.state.groups["g000003"].dropped is not None, "the second batch has begun"
+    assert world.state.closings[-1][1].group == "g000003", "turns differ although the sums are equal"
+    assert world.state.groups["g000004"].dropped is not None, "the second batch has begun"
     assert world.successor().flat == world.state.flat == 2
     with pytest.raises(ConfigError, match=r"curriculum\.replace_flat: expected 0 with algorithm\.baseline = class"):
         parse("[curriculum]\nreplace_flat = 1\n[algorithm]\nbaseline = 'class'\n")

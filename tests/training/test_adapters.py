@@ -17,6 +17,7 @@ from headrace.policy.config import CheckpointError, Latent
 from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.training import memory_plan
+from headrace.weights import snapshot
 from headrace.weights.publishing.encoding import Encoding
 from headrace.weights.snapshot import Snapshot
 from tests.support import tiny, world
@@ -44,6 +45,8 @@ def test_adapters_alone_are_trained_published_and_resumed_and_an_engine_samples_
     trainer.publish(tmp_path / "0")
     outcomes = advance(trainer, 1)
     trainer.save({})
+    kept = [name for name in snapshot.read(tmp_path / "a" / "checkpoint.safetensors") if name.startswith("kept.")]
+    assert kept and all(low_rank.is_published(name) for name in kept), "a kept version holds what can differ"
     outcomes += advance(trainer, 1)
     assert all(o.exact and not o.failed and o.max_abs_dlp == 0.0 and o.rescored_tokens for o in outcomes)
     resumed = prepare(tmp_path / "a", ADAPTED)

@@ -145,8 +145,10 @@ def _parts(score: Score | None) -> list[tuple[str, str]]:
     if score is None:
         return []
     passed = sum(test.outcome == "passed" for test in score.tests)
+    turns = ", ".join(f"{reward:g}" for reward in score.turn_rewards)
     return [
         ("hidden tests", f"{passed} of {len(score.tests)} passed"),
+        *([("rewards of turns", turns)] if turns else []),
         ("sampled tokens", str(score.sampled_tokens)),
         *([("computed by", f"{plugin.name} {plugin.version}") for plugin in score.plugins]),
     ]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import safetensors.torch
 import torch
 
 from headrace.config import Config, MidTraining, parse
@@ -189,7 +190,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_a_killed_command_resumes_and_writes_the_same_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_command_resumes_and_writes_the_same_folder(tmp_path: Path, rank: int) -> None:
     """`headrace policy train`, with kill -9 twice; the checkpoints are written after every step."""
     made = config(tmp_path)
     recipe = msgspec.structs.replace(made.mid_training, tokens=6000)
@@ -198,7 +200,8 @@ def test_a_killed_command_resumes_and_writes_the_same_folder(tmp_path: Path) -> 
     data = [source for source in recipe.data if source.kind != "trajectories"]  # those of another tokenizer
     recipe = msgspec.structs.replace(recipe, data=tuple(data))
     file = tmp_path / "config.json"
-    file.write_bytes(msgspec.json.encode({"policy": policy, "mid_training": recipe}))
+    lora = {"lora": {"rank": rank}}
+    file.write_bytes(msgspec.json.encode({"policy": policy, "mid_training": recipe, "trainer": lora}))
 
     def start(folder: str) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-c", SCRIPT, "policy", "train", str(file), str(tmp_path / folder)]
@@ -223,6 +226,7 @@ def test_a_killed_command_resumes_and_writes_the_same_folder(tmp_path: Path) -> 
     assert last.returncode == 0, said
     names = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert "mid-training.jsonl" in names and "model.safetensors" in names
+    assert not any("lora" in name for name in safetensors.torch.load_file(tmp_path / "whole" / "model.safetensors"))
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes(), name
     assert not (tmp_path / "killed.training").exists()
