@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import expert_mlp
+from headrace.policy.adapters import low_rank, shape
 from headrace.policy.config import Latent, PolicyConfig
 from headrace.policy.layer import Chosen, Layer
 from headrace.policy.model import Model
@@ -39,7 +40,8 @@ LATENT = PolicyConfig(
     latent=Latent(q_rank=512, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
 )  # fmt: skip
 BIASED = msgspec.structs.replace(QWEN["0.6B"], qkv_bias=True, qk_norm=False, out_bias=True, tied=False)
-SHAPES = {**QWEN, "latent": LATENT, "biased": BIASED, "float32": POLICY}
+ADAPTED = msgspec.structs.replace(QWEN["0.6B"], adapter=shape.resolved(QWEN["0.6B"], 64, 32.0, ()))
+SHAPES = {**QWEN, "latent": LATENT, "biased": BIASED, "float32": POLICY, "adapted": ADAPTED}
 
 
 class Fused(torch.autograd.Function):
@@ -92,7 +94,8 @@ def test_the_closed_form_is_within_five_percent_of_the_meta_device(name: str, mo
     with torch.device("meta"):
         model = Model(config, Numerics(exact=False, row_pad=1, reason="", fingerprint=""), seed=None)
     assert parameters(config).total == sum(parameter.numel() for parameter in model.parameters())
-    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    trained = (low_rank.is_adapter(name) if config.adapter else p.requires_grad for name, p in model.named_parameters())
+    frozen = sum(p.numel() for p, is_trained in zip(model.parameters(), trained, strict=True) if not is_trained)
     assert parameters(config).frozen == frozen
     for index in {0, config.layers - 1}:
         layer = model.layers[index]
