@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import inspect
 
@@ -19,6 +20,7 @@ def test_defaults_are_a_whole_configuration() -> None:
     config = parse("")
     assert config == Config()
     assert config.curriculum.group_size >= 2
+    assert msgspec.json.decode(msgspec.json.encode(config), type=Config) == config, "every default is in its range"
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,9 @@ class Bus(Records):
         if self.shared_memory is not None and not owner and self.shared_memory.takes(subject, len(payload)):
             ref = await self.shared_memory.put(self._store_chunk, payload, headers)
         if ref is None and len(payload) > MAX_INLINE:
-            ref = await claim_checks.put(self._store_chunk, payload, headers, owner)
+            stream = s.stream_of(subject)
+            lives_s = int(stream.payloads_s) if stream is not None else 0
+            ref = await claim_checks.put(self._store_chunk, payload, headers, owner, lives_s=lives_s)
         if ref is not None:
             payload, headers = encode(ref)
         return await self.publish_raw(
@@ -231,7 +233,7 @@ class Bus(Records):
         """
         payload, headers = encode(message)
         if len(payload) > MAX_INLINE:
-            ref = await claim_checks.put(self._store_chunk, payload, headers, owner, expires=True)
+            ref = await claim_checks.put(self._store_chunk, payload, headers, owner, lives_s=claim_checks.REQUEST_S)
             payload, headers = encode(ref)
         if owner:
             headers = {**headers, OWNER_HEADER: owner}
@@ -269,7 +271,9 @@ class Bus(Records):
                     if len(payload) > MAX_INLINE:
                         owner = (raw.headers or {}).get(OWNER_HEADER, "")
                         owner = owner if owner.isalnum() else ""  # it becomes a token of a subject
-                        ref = await claim_checks.put(self._store_chunk, payload, headers, owner, expires=True)
+                        ref = await claim_checks.put(
+                            self._store_chunk, payload, headers, owner, lives_s=claim_checks.REQUEST_S
+                        )
                         payload, headers = encode(ref)
                 except (
                     Exception

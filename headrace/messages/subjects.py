@@ -63,7 +63,15 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     duplicate_window_s: float = 120.0
     expiring: bool = False
     """Messages may carry an expiry of their own (``Nats-TTL``)."""
+    queued_payloads_s: float = 0.0
+    """Of a work queue, whose records go when they are handled: how long their payloads live."""
     note: str = ""
+
+    @property
+    def payloads_s(self) -> float:
+        """Seconds that payloads over 1 MiB of its records live at least; 0 where a purge removes them with the
+        records."""
+        return self.queued_payloads_s or self.max_age_s
 
 
 _LIBRARY = ("every actor",)
@@ -255,6 +263,7 @@ STREAMS: tuple[Stream, ...] = (
         discard="new",
         max_bytes=256 << 20,
         duplicate_window_s=3600.0,
+        queued_payloads_s=60 * _DAY,  # a request that became a dead letter can be issued again for 30 days
         note="one durable per run and lane, rollout-<run>-<lane>; max_deliver 5",
     ),
     Stream(name="HR_LEDGER", subjects=("hr.ledger.>", "hr.fail.>"), note="kept: SlotIssued and SlotFailed"),
@@ -281,7 +290,8 @@ STREAMS: tuple[Stream, ...] = (
         subjects=("hr.blob.>",),
         max_bytes=8 << 30,
         expiring=True,
-        note="claim checks, 1 MiB chunks; those of records as long as these, those of requests and answers two hours",
+        note="claim checks, 1 MiB chunks; those of records as long as these (HR_TASK: 60 days), those of requests and "
+        "answers two hours",
     ),
     Stream(name="HR_STEP", subjects=("hr.step.>",), note="kept: manifests and outcomes of steps"),
     Stream(name="HR_EVENT", subjects=("hr.event.>",), discard="old", max_age_s=14 * _DAY, note="14 days"),

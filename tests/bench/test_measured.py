@@ -16,6 +16,7 @@ from headrace.messages.judging import Agreement, CriterionScore, RubricScore
 from headrace.messages.rollout import PolicyRef, RolloutRequest
 from headrace.messages.subjects import EVENT
 from tests.conftest import Connect
+from tests.support import mutations
 from tests.support.actors import living
 from tests.support.fake_workers import FakeWorkers
 from tests.support.patience import PATIENCE_S
@@ -71,7 +72,14 @@ async def measured(connect: Connect, unlucky: str, good: int) -> tuple[Report, l
                 results[received.message.id] = received.message
                 if len(results) == TRIALS:
                     break
-    made = report("bench1", other.run, f"{other.run}:2", first.suite, TRIALS, await measure(other.bus, trials))
+
+    async def read() -> Report:
+        return report("bench1", other.run, f"{other.run}:2", first.suite, TRIALS, await measure(other.bus, trials))
+
+    made = await read()
+    if unlucky:
+        assert await mutations.pollute(other.bus, other.run) > 300
+        assert await read() == made, "records that nobody can read change nothing"
     await other.stop()
     return made, [results[request.id] for request in trials]
 

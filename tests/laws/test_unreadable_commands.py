@@ -5,7 +5,7 @@ type among its own. `READERS` and `OTHERS` together are all commands, so that a 
 """
 
 import argparse
-import itertools
+import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +17,7 @@ from headrace.bus.broker.server import Server, open_store
 from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.cli.main import main, parser
+from headrace.dashboard.exporters.follow import follow
 from headrace.dashboard.live import attempt, history, panels
 from headrace.dashboard.live.panels import PANELS
 from headrace.dashboard.records import collect
@@ -25,6 +26,7 @@ from headrace.messages import subjects as s
 from headrace.tasks.packages.fetch import unpack
 from headrace.weights.signing import PUBLIC_FILE
 from tests.support import mutations
+from tests.support.patience import PATIENCE_S
 
 RUN = "recorded"
 ARCHIVE = Path(__file__).with_name("recorded") / "run.tar.xz"
@@ -50,7 +52,8 @@ READERS: dict[str, tuple[str, ...]] = {
 }
 """Command to its arguments; `{folder}` is a name that is new for each pass."""
 OTHERS = {
-    "up, actor, chaos, launch, eval, bench": "start actors, which test_unreadable.py drives",
+    "up, actor, chaos, launch, eval": "start actors, which test_unreadable.py drives",
+    "bench": "tests/bench/test_measured.py pollutes the streams that its report is read from",
     "dashboard, top, export-metrics": "follow a live run: test_unreadable.py and `views` drive their readers",
     "purge, lines report, lines watch": "ask a running actor",
     "policy train": "reads files of text",
@@ -104,23 +107,30 @@ async def declared(store: Server) -> None:
         await declare(admin)
 
 
-async def pollute(store: Server) -> int:
-    """Publish mutated records of every type and remove those that can be read; how many are left."""
+async def polluted(store: Server) -> int:
     async with await Bus.connect(store.url, role="admin", credentials=store.credentials) as admin:
-        streams = [stream for stream in s.STREAMS if stream.name not in ("HR_BLOB", "HR_ADVISORY", "HR_TASK")]
-        clean = {stream.name: await admin.last_seq(stream.name) for stream in streams}
-        places: dict[str, str] = {}
-        for record in itertools.islice(mutations.mutations(RUN, seed=5), 0, None, 5):
-            await admin.connection.send(record.subject, record.payload, record.headers)
-            stream = s.stream_of(record.subject)
-            places[stream.name if stream is not None else ""] = record.subject
-        for place in places.values():  # acknowledged: everything before it is stored
-            await admin.publish_raw(place, b"", {"Hr-Type": "no_such_type/1"})
-        for stream in streams:
-            later = clean[stream.name] + 1
-            for seq in [read.seq async for read in admin.history(stream.name, *stream.subjects, start=later)]:
-                await admin.delete(stream.name, seq)
-        return sum([await admin.last_seq(name) - last for name, last in clean.items()])
+        return await mutations.pollute(admin, RUN)
+
+
+class Written:
+    """A writer of `export-metrics` that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.lines: list[object] = []
+
+    def write(self, *figures: object) -> None:
+        self.lines.append(figures)
+
+    def close(self) -> None:
+        pass
+
+
+async def exported(bus: Bus, state: Path) -> list[object]:
+    """The figures of the finished run."""
+    written = Written()
+    async with asyncio.timeout(PATIENCE_S):
+        await follow(bus, RUN, {"written": written}, state)
+    return written.lines
 
 
 def test_every_command_has_its_place() -> None:
@@ -128,7 +138,7 @@ def test_every_command_has_its_place() -> None:
     assert sorted(listed) == sorted(commands(parser()))
 
 
-async def views(store: Server) -> dict[str, object]:
+async def views(store: Server, state: Path) -> dict[str, object]:
     """The records as the report and the live page read them."""
     async with (
         await Bus.connect(store.url, role="operator", credentials=store.credentials) as report,
@@ -144,6 +154,7 @@ async def views(store: Server) -> dict[str, object]:
             "newest version of eval": await evaluation.newest(report, RUN),
             "report": await collect(report, RUN, []),
             "history": await history.records(bus, RUN, users=True),
+            "export-metrics": await exported(bus, state),
             "attempt": await attempt.describe(bus, RUN, last.seq, last.message, lambda _: {}),
         }
 
@@ -168,8 +179,8 @@ def test_unreadable_records_change_nothing_that_is_printed_or_shown(
     assert [command for command, (code, _) in clean.items() if code] == ["dlq show", "export", "policy collect"], [
         text for text in said if text
     ]
-    shown = uvloop.run(views(store))
-    assert uvloop.run(pollute(store)) > 300
+    shown = uvloop.run(views(store, folder / "clean"))
+    assert uvloop.run(polluted(store)) > 300
     assert printed("polluted") == clean
-    assert uvloop.run(views(store)) == shown
+    assert uvloop.run(views(store, folder / "polluted")) == shown
     assert sum("skipped an unreadable record" in error for error in said) > len(READERS) // 2

@@ -1,6 +1,7 @@
 """One sample of every message type, made from its struct, and mutations of it, as a faulty or hostile writer could
 publish them."""
 
+import itertools
 import math
 import random
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import lz4.frame
 from msgspec import inspect, msgpack
 
+from headrace.bus.connection import Bus
 from headrace.messages import TYPES
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
@@ -118,3 +120,21 @@ def mutations(run: str, seed: int = 1, per_field: int = 1) -> Iterator[Record]:
 
 def _headers(cls: type[Message]) -> dict[str, str]:
     return {"Hr-Type": f"{cls.type_name}/{cls.type_version}"}
+
+
+async def pollute(admin: Bus, run: str) -> int:
+    """Publish mutated records of every type and remove those that can be read; how many are left."""
+    streams = [stream for stream in s.STREAMS if stream.name not in ("HR_BLOB", "HR_ADVISORY", "HR_TASK")]
+    clean = {stream.name: await admin.last_seq(stream.name) for stream in streams}
+    places: dict[str, str] = {}
+    for record in itertools.islice(mutations(run, seed=5), 0, None, 5):
+        await admin.connection.send(record.subject, record.payload, record.headers)
+        stream = s.stream_of(record.subject)
+        places[stream.name if stream is not None else ""] = record.subject
+    for place in places.values():  # acknowledged: everything before it is stored
+        await admin.publish_raw(place, b"", {"Hr-Type": "no_such_type/1"})
+    for stream in streams:
+        later = clean[stream.name] + 1
+        for seq in [read.seq async for read in admin.history(stream.name, *stream.subjects, start=later)]:
+            await admin.delete(stream.name, seq)
+    return sum([await admin.last_seq(name) - last for name, last in clean.items()])

@@ -8,10 +8,11 @@ at once, without making a consumer. Trade-off: a blob must fit into memory, as t
 A user's payloads (`subjects.owner`) lie under the user's hash, named by an HMAC with that hash as key: no two users
 share a blob, and one purge of ``hr.blob.<user>.>`` removes all blobs of a user, also those that no record refers to.
 
-No record refers to the payload of a request or an answer, so no purge of records finds it: it carries an expiry, and
-the broker deletes it. Its name holds the hour, so that a repeat of a request finds its chunks and so that no payload
-of a record is ever stored under a name that expires. One purge of ``hr.blob.rpc-<hour>.>`` removes all that belong to
-no user.
+A payload expires with what refers to it, where no purge of records finds it: those of requests and answers, to which no
+record refers, and those of records that the broker itself deletes, by age or once they are handled
+(`subjects.Stream.payloads_s`). The broker deletes them, too. The name of such a payload holds its lifetime and the
+time, so that a repeat finds its chunks, and so that no payload of a record that stays is ever stored under a name that
+expires.
 """
 
 import asyncio
@@ -30,8 +31,10 @@ CHUNK = 1 << 20
 WINDOW = 8
 """Chunks in flight."""
 STREAM = "HR_BLOB"
-PERIOD_S = 3600
-"""A payload of a request or an answer lives for one to two of these; it is read within minutes, or never."""
+REQUEST_S = 3600
+"""A payload of a request or an answer lives so long at least; it is read within minutes, or never."""
+_PERIOD_S = 86_400
+"""Equal payloads share a name for so many seconds, or for their lifetime where that is shorter."""
 
 Store = Callable[[str, bytes, str, int], Awaitable[int]]
 """(subject, chunk, message id, seconds to live or 0) -> sequence; WrongSequence when that chunk is there already."""
@@ -62,26 +65,27 @@ async def put(
     owner: str = "",
     *,
     digest: str = "",
-    expires: bool = False,
+    lives_s: int = 0,
 ) -> BlobRef:
     """Store a payload. With `owner`, a user's hash, the blob is that user's alone.
 
-    digest: the content's sha256, if the caller has it already. expires: it is a request's or an answer's.
+    digest: the content's sha256, if the caller has it already. lives_s: seconds that it is needed; 0: until a purge
+    removes it with the records that refer to it.
     """
-    hour = f"-{int(time.time() // PERIOD_S)}" if expires else ""
-    lives_s = 2 * PERIOD_S if expires else 0
+    period_s = min(lives_s, _PERIOD_S)
+    expiry = f"for{lives_s}-{int(time.time() // period_s)}" if lives_s else ""
     if owner:
-        digest = f"{owner}.{hmac.new(f'{owner}{hour}'.encode(), payload, hashlib.sha256).hexdigest()}"
+        digest = f"{owner}.{hmac.new(f'{owner}{expiry}'.encode(), payload, hashlib.sha256).hexdigest()}"
     digest = digest or hashlib.sha256(payload).hexdigest()
-    if expires and not owner:
-        digest = f"rpc{hour}.{digest}"
+    if expiry and not owner:
+        digest = f"{expiry}.{digest}"
     count = chunks(len(payload))
     gate = asyncio.Semaphore(WINDOW)
 
     async def one(n: int) -> None:
         async with gate:
             try:
-                await store(place(digest, n), payload[n * CHUNK : (n + 1) * CHUNK], f"{digest}.{n}", lives_s)
+                await store(place(digest, n), payload[n * CHUNK : (n + 1) * CHUNK], f"{digest}.{n}", lives_s + period_s)
             except WrongSequence:
                 pass  # stored before, by this process or another
 

@@ -257,7 +257,7 @@ async def test_an_answer_may_repeat_the_content_of_its_request(connect: Connect)
         await asyncio.sleep(0)
 
 
-async def test_the_payloads_of_requests_and_answers_expire(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_payloads_of_requests_and_answers_expire(connect: Connect) -> None:
     """No record refers to them, so nothing else deletes them. A record with the same content keeps its own."""
     asking, answering, operator = await connect("rollout"), await connect("environment"), await connect("operator")
     user, big = token_hex(10), Ack(detail=os.urandom(1 << 20).hex())
@@ -274,15 +274,32 @@ async def test_the_payloads_of_requests_and_answers_expire(connect: Connect, mon
         r.subject.split(".")[2].partition("-")[0]: r.headers.get("Nats-TTL")
         async for r in operator.records("HR_BLOB", start=before + 1)
     }
-    assert lives == {"rpc": "7200s", user: "7200s", kept.sha256: None}
+    assert lives == {"for3600": "7200s", user: "7200s", kept.sha256: None}
 
-    monkeypatch.setattr(claim_checks, "PERIOD_S", 1)
     payload, headers = encode(big)
-    short = await claim_checks.put(asking._store_chunk, payload, headers, expires=True)
+    short = await claim_checks.put(asking._store_chunk, payload, headers, lives_s=1)
     async with asyncio.timeout(PATIENCE_S):
         while await operator.subjects("HR_BLOB", f"hr.blob.{short.sha256.partition('.')[0]}.>"):
             await asyncio.sleep(0.25)
     assert await asking.get_blob(kept) == big
+
+
+async def test_payloads_of_records_that_the_broker_deletes_expire(connect: Connect) -> None:
+    """A record goes by its age or once it is handled, without a purge that would find its payload."""
+    admin = await connect()
+    big = Event(kind="test", text=os.urandom(1 << 20).hex(), run="r1", actor="a", id="a-1")
+    event = s.EVENT.at(run="r1", actor="a", type="event")
+    for where, name, lives_s in (
+        (event, "for1209600", 15 * 86400),
+        (s.TASK.at(run="r1", lane="train", suite="s"), "for5184000", 61 * 86400),
+        (s.STEP.at(run="r1"), "", None),
+    ):
+        before = await admin.last_seq("HR_BLOB")
+        await admin.publish(where, big)
+        chunks = [r async for r in admin.records("HR_BLOB", start=before + 1)]
+        assert len(chunks) == 3 and all(r.subject.split(".")[2].startswith(name) for r in chunks)
+        assert {r.headers.get("Nats-TTL") for r in chunks} == {None if lives_s is None else f"{lives_s}s"}
+    assert [r.message async for r in admin.history("HR_EVENT", event)] == [big]
 
 
 async def test_an_answer_that_cannot_be_stored_is_an_answer_too(connect: Connect) -> None:
