@@ -23,7 +23,7 @@ from headrace.bus.runtime.presence import LOOK_S, Absences
 from headrace.ledger import lost_attempts, training
 from headrace.ledger.issuer import Issuer
 from headrace.ledger.requests import training_settings
-from headrace.ledger.schedule import Decision, IssueGroup, RetrySlot, Rules, bounds_of, decide, finished
+from headrace.ledger.schedule import Decision, IssueGroup, RetrySlot, Rules, awaited, bounds_of, decide, finished
 from headrace.ledger.state import RunState
 from headrace.messages.evaluation import EvalRequest, EvalResult
 from headrace.messages.judging import Certificate, CertifyAsked
@@ -220,7 +220,7 @@ class Curriculum(Actor):
     async def _wait(self) -> None:
         open_, steps = len(self.state.open), self.state.steps
         self.status = f"step {steps} of {self.rules.steps}, {open_} groups open"
-        await self.news(self._news)
+        await self.news(self._news, lambda: awaited(self.state, self.rules))
 
     async def _set_bound(self) -> None:
         """Write a StalenessBound among the closings: the configured one first, then each that an operator requests."""
@@ -249,7 +249,7 @@ class Curriculum(Actor):
     async def _first_version(self) -> None:
         """Wait until an engine serves a version."""
         self.status = "waiting for version 0"
-        with self.waiting():
+        with self.waiting("an engine that serves version 0"):
             async for _ in self.bus.follow("HR_EVENT", EVENT.where(run=self.run, actor="*", type="weights_swapped")):
                 return
 
@@ -289,7 +289,7 @@ class Curriculum(Actor):
                 await self.publish_event(asked, msg_id=f"{self.run}.{hash}.certify")
         while missing := self._wanted.keys() - self._made.keys():
             self.status = f"waiting for {len(missing)} certificates"
-            await self.news(self._news)
+            await self.news(self._news, self.status)
         for suite in {suite.name: suite for suite, _ in self._wanted.values()}.values():
             made = [self._made[hash] for hash, (part, _) in self._wanted.items() if part.name == suite.name]
             certificates.write(suite, made, Path(section.dir) / "certificates")

@@ -85,7 +85,7 @@ class Evaluator(Actor):
                 await self._answer(evaluation)
             recovered = True
             self.status = f"{len(self.open)} evaluations open"
-            await self.news(self._news)
+            await self.news(self._news, f"scores of evaluation {next(iter(self.open))}" if self.open else "")
 
     async def _open(self) -> None:
         """Look up the tasks of new requests. A request for an unknown suite gets a result with the reason at once."""

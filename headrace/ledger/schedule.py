@@ -93,6 +93,15 @@ def finished(state: RunState, rules: Rules) -> bool:
     return state.steps >= rules.steps and not state.open
 
 
+def awaited(state: RunState, rules: Rules) -> str:
+    """The records without which the run does not go on, in words."""
+    if groups := list(state.open.values()):
+        return f"{groups[0].missing}, and those of {len(groups) - 1} more groups"
+    if state.steps < rules.steps:
+        return f"step {state.steps} of the trainer"
+    return f"evaluations, or an engine that serves version {state.steps}"
+
+
 def decide(state: RunState, rules: Rules) -> list[Decision]:
     """The next decisions. The caller applies them before it calls again; an empty list means: wait for a record."""
     if state.steps >= rules.steps:

@@ -101,6 +101,12 @@ class Group:
         """Whether the group's credit is free again: the step of its batch is over, or the group was dropped."""
         return self.dropped is not None or bool(self.steps)
 
+    @property
+    def missing(self) -> str:
+        """The scores that an open group waits for, in words."""
+        slots = [str(number) for number, slot in self.slots.items() if slot.kept.score is None]
+        return f"scores of group {self.name}, slots {', '.join(slots)}"
+
     def attempts(self) -> Iterator[tuple[int, Attempt]]:
         """Every (slot, attempt)."""
         for number, slot in self.slots.items():

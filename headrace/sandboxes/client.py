@@ -57,10 +57,14 @@ class Sandboxes:
     """All sandboxes that one actor owns."""
 
     def __init__(
-        self, bus: Bus, lease_s: float, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        bus: Bus,
+        lease_s: float,
+        waiting: Callable[[str, float], AbstractContextManager[None]] = lambda what, since: nullcontext(),
     ) -> None:
         """lease_s: length of a lease in seconds. waiting: a context manager that is entered while no node has capacity,
-        so that the actor does not count that time as work."""
+        with the reason and the time
+        since when, so that the actor does not count that time as work and reports a wait that lasts."""
         self._bus = bus
         self._lease_s = lease_s
         self._waiting = waiting
@@ -82,7 +86,8 @@ class Sandboxes:
         `node` does not answer.
         """
         key = SandboxKey.of(request).in_group
-        deadline = time.monotonic() + patience_s
+        began = time.monotonic()
+        deadline = began + patience_s
         silence = Silence()
         group = self._groups.setdefault(key, _Group())
         group.callers += 1
@@ -104,7 +109,7 @@ class Sandboxes:
                     if sandbox is not None:
                         self._remember(key, sandbox.node)
                         return self._own(sandbox)
-                    with self._waiting():
+                    with self._waiting(f"capacity for a sandbox of {request.group}, slot {request.slot}", began):
                         try:
                             async with asyncio.timeout(waits.next()):
                                 await self._released.wait()
@@ -156,7 +161,8 @@ class Sandboxes:
         """
         subject = RPC_NODE.at(service="environment", node=node, method="restore")
         owner = request.group.rpartition(".")[0]
-        deadline = time.monotonic() + patience_s
+        began = time.monotonic()
+        deadline = began + patience_s
         waits = _waits()
         while True:
             reply = await ask(
@@ -169,7 +175,7 @@ class Sandboxes:
                 if isinstance(error, NoCapacity):
                     error.waited_s = patience_s
                 raise error
-            with self._waiting():
+            with self._waiting(f"capacity for the sandbox of {request.group} on {node}", began):
                 await waits.sleep()
 
     def _own(self, sandbox: RemoteSandbox) -> RemoteSandbox:

@@ -291,8 +291,9 @@ class Rollout(Actor):
         if request.policy.kind == "latest" and request.policy.run in ("", self.run):
             # The request was pulled before the first version, or just before the lane was paused. It waits here,
             # because a redelivery would count as a failed delivery.
-            with self.waiting():
-                await self._policies.reached(max(0, request.min_version) if request.lane == "train" else 0)
+            version = max(0, request.min_version) if request.lane == "train" else 0
+            with self.waiting(f"version {version} for {request.trajectory}"):
+                await self._policies.reached(version)
 
         def oracle() -> Oracle:
             return self._suite(request.task.suite).oracle(request.task.task)

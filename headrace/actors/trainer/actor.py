@@ -246,7 +246,7 @@ class Trainer(Actor):
         self.status = f"waiting for batch {k}"
         started = time.monotonic()
         batch: list[Ready] = []
-        with self.waiting():
+        with self.waiting(lambda: f"batch {k}: {len(batch)} of {self.groups_per_step} groups are closed"):
             while len(batch) < self.groups_per_step:
                 batch.append(await self._ready.get())
         waited = time.monotonic() - started

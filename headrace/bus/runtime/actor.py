@@ -20,6 +20,7 @@ from headrace.bus.nats.records import Skipped
 from headrace.bus.runtime import ack_waits, logging, tracing
 from headrace.bus.runtime.delivery import DeliveryHandler, Handler
 from headrace.bus.runtime.utilization import Utilization
+from headrace.bus.runtime.waits import Waits, What
 from headrace.config import Config
 from headrace.messages import subjects as s
 from headrace.messages.base import Message
@@ -49,6 +50,7 @@ class Actor:
         self.started = False
         """Whether `start` has returned."""
         self._utilization = Utilization()
+        self._waits = Waits()
         self._consumers: list[Consumer] = []
         self._subscriptions: list[Any] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -216,16 +218,27 @@ class Actor:
         await self.bus.emit(s.METRIC.at(actor=self.role), record)
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """A context around waiting for input or credit: that time does not count as busy."""
-        with self._utilization.waiting():
+    def waiting(self, what: What = "", since: float | None = None) -> Iterator[None]:
+        """A context around waiting for input or credit: that time does not count as busy.
+
+        what: the reason, where work stands still meanwhile: a wait that lasts is reported with it. since: as of
+        `Waits.named`.
+        """
+        named = self._waits.named(what, since) if what else contextlib.nullcontext()
+        with self._utilization.waiting(), named:
             yield
 
-    async def news(self, event: asyncio.Event) -> None:
-        """Wait for an event and clear it; the wait does not count as busy."""
-        with self.waiting():
+    async def news(self, event: asyncio.Event, what: What = "") -> None:
+        """Wait for an event and clear it; the wait does not count as busy. what: as of `waiting`."""
+        with self.waiting(what):
             await event.wait()
         event.clear()
+
+    async def report_waits(self) -> None:
+        """Publish an event about the waits that last (`Waits.report`). The supervisor calls this often."""
+        text, seconds = self._waits.report()
+        if text:
+            await self.event("still_waiting", text, "warning", seconds=seconds)
 
     async def until_superseded(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do work that writes under a fence. When another actor of this kind has taken over the run, the broker

@@ -190,6 +190,7 @@ class Supervisor:
         presence = await actor.bus.kv("HR_PRESENCE")
         while True:
             await self._send_heartbeat(self._describe(life, actor, actor.take_utilization()), actor, presence)
+            await actor.report_waits()
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _send_heartbeat(self, beat: Heartbeat, actor: Actor, presence: KeyValue) -> None:

@@ -10,6 +10,7 @@ from secrets import token_hex
 import pytest
 
 from headrace.bus.broker.server import Server
+from headrace.bus.runtime import waits
 from headrace.bus.runtime.actor import Actor
 from headrace.bus.runtime.supervisor import EXIT_GAVE_UP, Supervisor
 from headrace.config import Config
@@ -134,6 +135,28 @@ async def test_beats_presence_and_ping(server: Server, connect: Connect) -> None
     while states[-1] != "stopped":
         states.append((await asyncio.wait_for(beats.get(), PATIENCE_S)).state)
     assert await presence.get("judge.j4") is None
+
+
+class WaitsForBatch(Actor):
+    role = "trainer"
+
+    async def start(self) -> None:
+        self.spawn(self.news(asyncio.Event(), "batch 7"), "waiting")
+
+
+async def test_a_wait_that_lasts_is_an_event(server: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "WATCHDOG_S", 0.01)
+    run = f"r{token_hex(4)}"
+    life = supervisor(server, run)
+    task = asyncio.create_task(life.run([(WaitsForBatch, "t1")]))
+    bus = await connect("operator")
+    async with asyncio.timeout(PATIENCE_S):
+        async for received in bus.follow("HR_EVENT", s.EVENT.where(run=run, type="event")):
+            if received.message.kind == "still_waiting":
+                break
+    assert received.message.level == "warning" and received.message.text.endswith(" s: batch 7")
+    life.stop()
+    assert await asyncio.wait_for(task, PATIENCE_S) == 0
 
 
 async def test_no_broker_gives_up_with_its_own_code() -> None:
