@@ -25,7 +25,8 @@ from headrace.messages.sandbox import Sandbox
 from headrace.messages.tasks import Task
 from headrace.rendering.base import Renderer
 
-Outcome = Literal["finished", "max_turns", "max_tokens", "wall_time", "context"]
+Outcome = Literal["finished", "max_turns", "max_tokens", "wall_time", "context", "cancelled"]
+"""``cancelled`` is not the loop's: a rollout actor writes it for the turns of an attempt that its user ended."""
 OnSampled = Callable[[Turn], Awaitable[None]]
 OnDone = Callable[[int, tuple[ToolResult, ...]], Awaitable[None]]
 
@@ -37,9 +38,9 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
     turns: tuple[Turn, ...]
     outcome: Outcome
-    malformed_calls: int
-    sampled_tokens: int
-    wall_s: float
+    malformed_calls: int = 0
+    sampled_tokens: int = 0
+    wall_s: float = 0.0
 
 
 async def _ignore_sampled(turn: Turn) -> None:

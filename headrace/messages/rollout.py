@@ -240,7 +240,8 @@ class Trajectory(Message, frozen=True, kw_only=True):
     seed: int
     policy: PolicyRef
     sampling: Sampling
-    outcome: Literal["finished", "max_turns", "max_tokens", "wall_time", "context", "sandbox_limit"]
+    outcome: Literal["finished", "max_turns", "max_tokens", "wall_time", "context", "sandbox_limit", "cancelled"]
+    """``cancelled``: a user of the production lane ended it; the turns until then are here, the diff is empty."""
     turns: tuple[Turn, ...]
     diff: dict[str, bytes]
     """Changed or new files among the allowed paths: path to content."""

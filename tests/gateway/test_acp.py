@@ -17,7 +17,7 @@ from headrace.config import Environment as Section
 from headrace.gateway.split import Split
 from headrace.messages import subjects
 from headrace.messages.product import Feedback
-from headrace.messages.rollout import PolicyRef
+from headrace.messages.rollout import PolicyRef, Trajectory
 from headrace.rendering.base import Call
 from headrace.vmhost.node import host
 from tests.conftest import Connect
@@ -124,6 +124,20 @@ async def test_an_editor_prompts_gets_updates_merges_the_diff_and_cancels(
             await editor.until("tool_call", 1)
             await agent.cancel(session_id=session)
             assert (await waiting).stop_reason == "cancelled"
+            where = subjects.FEEDBACK.where()
+            rated = (await anext(product.admin.follow("HR_FEEDBACK", where, start=rating.seq + 1))).message
+            assert (rated.signal, rated.thumb, rated.final, rated.comment) == (
+                "cancel",
+                "down",
+                False,
+                "turns until then: 1",
+            )
+            where = subjects.TRAJ.at(run=product.run, group=rated.trajectory.rsplit("-", 2)[0])
+            record = await product.admin.last("HR_TRAJ", where)
+            assert record is not None and isinstance(record.message, Trajectory) and not record.message.diff
+            assert record.message.outcome == "cancelled" and record.message.id == rated.trajectory
+            (turn,) = record.message.turns
+            assert [call.name for call in turn.calls] == ["terminal"] and not turn.results, "the call was under way"
             with pytest.raises(acp.RequestError):
                 await agent.prompt(session_id="none", prompt=[acp.text_block("x")])
     finally:

@@ -16,6 +16,7 @@ import msgspec
 from headrace.actors.rollout.client_turns import ClientTurns
 from headrace.actors.rollout.diff import TreeTooLarge
 from headrace.actors.rollout.episode import Episode
+from headrace.actors.rollout.failures import CANCELLED, PURGED, Cancelled, NoEnvironment, NoFreeNode, failure
 from headrace.actors.rollout.message import MessageEpisode
 from headrace.actors.rollout.policies import NoPolicy, Policies
 from headrace.actors.rollout.sandbox_checkpoint import CheckpointSchedule
@@ -38,7 +39,7 @@ from headrace.messages.base import Message
 from headrace.messages.ledger import Admission, admission_key
 from headrace.messages.plugins import Plugin
 from headrace.messages.product import CapacityLease, lease_key
-from headrace.messages.rollout import AttemptControl, Lane, RolloutRequest, SlotFailed, Trajectory
+from headrace.messages.rollout import AttemptControl, Lane, RolloutRequest, Trajectory
 from headrace.messages.sandbox import NoCapacity, SandboxLost
 from headrace.messages.search import SearchLost
 from headrace.messages.subjects import FAIL, RPC, TASK, token
@@ -53,30 +54,6 @@ from headrace.tasks import UnknownSuite, open_suite
 from headrace.tasks.suites import suite_plugins
 
 LANES: tuple[Lane, ...] = get_args(Lane)
-
-
-class Cancelled(Exception):
-    """The user ended the attempt."""
-
-
-class NoEnvironment(Exception):
-    """No environment node answered within `[rollout] node_wait_s`."""
-
-
-class NoFreeNode(Exception):
-    """No environment node had free capacity within `[rollout] room_wait_s`."""
-
-
-REASONS: tuple[tuple[type[Exception], str], ...] = (
-    (Cancelled, "cancelled"),
-    (SandboxLost, "sandbox_lost"),
-    (EngineError, "engine_error"),
-    (SearchLost, "search_lost"),
-    (NoPolicy, "no_policy"),
-    (TreeTooLarge, "tree_too_large"),
-    (NoEnvironment, "no_environment"),
-    (NoFreeNode, "no_capacity"),
-)
 
 
 class Rollout(Actor):
@@ -117,7 +94,8 @@ class Rollout(Actor):
             lambda ref: with_search(with_tools(self._suite(ref.suite).task(ref.task), tasks.tools), searching)
         )
         self._running: dict[asyncio.Task[Trajectory | None], RolloutRequest] = {}
-        self._cancelled: set[asyncio.Task[Trajectory | None]] = set()
+        self._cancelled: dict[asyncio.Task[Trajectory | None], str] = {}
+        """Attempts that a user ended, with the reason: the turns of `CANCELLED` ones are published."""
         self._handing_back: set[asyncio.Task[Trajectory | None]] = set()
         self._pulls: dict[Lane, Consumer] = {}
         self._clients = ClientTurns(self.bus, self.id, self._policies.serving_clients, self._plugins)
@@ -237,7 +215,7 @@ class Rollout(Actor):
             trajectory = await asyncio.shield(work)
         except asyncio.CancelledError:
             if work in self._cancelled:
-                await self._fail(request, Cancelled("the user cancelled the run"))
+                await self._fail(request, Cancelled(self._cancelled[work]))
             elif work in self._handing_back:
                 await self._republish(request)
             else:
@@ -250,7 +228,7 @@ class Rollout(Actor):
             await self.event("superseded", str(error), "warning", trajectory=request.trajectory)
         except NoCapacity as error:
             await self._wait_on(request, error)
-        except (SandboxLost, EngineError, SearchLost, NoPolicy, TreeTooLarge) as error:
+        except (SandboxLost, EngineError, SearchLost, NoPolicy, TreeTooLarge, Cancelled) as error:
             await self._fail(request, error)
         else:
             if trajectory is not None:
@@ -259,7 +237,7 @@ class Rollout(Actor):
         finally:
             del self._running[work]
             self._handing_back.discard(work)
-            self._cancelled.discard(work)
+            self._cancelled.pop(work, None)
 
     async def _on_control(self, message: Message) -> None:
         """Cancel a production attempt, release a held sandbox, or both for all of a user, if this actor has them."""
@@ -270,8 +248,11 @@ class Rollout(Actor):
             for work, request in self._running.items():
                 wanted = request.group == message.group or request.group.partition(".")[0] == message.user
                 if wanted and request.lane == "production":
-                    self._cancelled.add(work)
-                    work.cancel()
+                    # A cancellation is sent until the run has ended, also while its turns are being published.
+                    why = PURGED if message.user else CANCELLED
+                    if why == PURGED or work not in self._cancelled:
+                        self._cancelled[work] = why
+                        work.cancel()
             if message.workspace:
                 await self._sandboxes.release_held(message.workspace)
 
@@ -299,7 +280,16 @@ class Rollout(Actor):
             return self._suite(request.task.suite).oracle(request.task.task)
 
         async with self._policies.serving(request.policy, task, oracle, request.wording) as (engine, renderer):
-            return await episode.run(resume, engine, renderer)
+            try:
+                return await episode.run(resume, engine, renderer)
+            except asyncio.CancelledError:
+                work = asyncio.current_task()
+                cancelled = work is not None and self._cancelled.get(work) == CANCELLED
+                if not cancelled or not isinstance(episode, Episode):
+                    raise
+                if (trajectory := await episode.cancelled(renderer)) is None:
+                    raise Cancelled(CANCELLED) from None
+                return trajectory
 
     async def _plugins_of(self, task: Task) -> tuple[Plugin, ...]:
         """The plugins of an attempt. A tool that only the task names is compared with the run's at its first use.
@@ -363,20 +353,10 @@ class Rollout(Actor):
 
     async def _fail(self, request: RolloutRequest, error: Exception) -> None:
         """Publish a SlotFailed for an attempt that ended without a Trajectory; its issuer may issue the slot again."""
-        reason = next(reason for kind, reason in REASONS if isinstance(error, kind))
-        failed = SlotFailed(
-            run=request.run,
-            lane=request.lane,
-            group=request.group,
-            slot=request.slot,
-            attempt=request.attempt,
-            reason=reason,
-            detail=str(error),
-            rollout=self.id,
-        )
+        failed = failure(request, error, self.id)
         subject = FAIL.at(run=request.run, group=request.group)
-        await self.bus.publish(subject, failed, msg_id=f"{request.run}.{request.trajectory}.{reason}")
-        await self.event("slot_failed", str(error), "warning", reason=reason, trajectory=request.trajectory)
+        await self.bus.publish(subject, failed, msg_id=f"{request.run}.{request.trajectory}.{failed.reason}")
+        await self.event("slot_failed", str(error), "warning", reason=failed.reason, trajectory=request.trajectory)
 
     async def _measure(self) -> None:
         version = self._policies.version

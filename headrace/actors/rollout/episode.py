@@ -18,6 +18,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.config import Rollout as RolloutSection
 from headrace.engines.base import Engine
+from headrace.harness.loop import Episode as Turns
 from headrace.harness.loop import run_episode
 from headrace.harness.prompt import toolbox_for
 from headrace.harness.tools.search.session import SearchSession, template_of
@@ -71,6 +72,7 @@ class Episode:
         self._log = TurnLog(bus, request.run, request.group, request.trajectory)
         self._sandbox: RemoteSandbox | None = None
         self._fingerprint = ""
+        self._started = time.monotonic()
         self._digest: asyncio.Task[str] | None = None
         self._checkpoints = checkpoints
         self._searcher = searcher
@@ -90,9 +92,9 @@ class Episode:
         When cancelled, superseded or cut off from the broker, it leaves the sandbox to a successor or to the end of its
         lease; after any other end it releases the sandbox.
         """
-        started = time.monotonic()
+        self._started = time.monotonic()
         try:
-            trajectory = await self._run_with_copies(resume, engine, renderer, started)
+            trajectory = await self._run_with_copies(resume, engine, renderer)
         except (asyncio.CancelledError, Superseded, BusError):
             if self._sandbox is not None and not self._hold(self._sandbox):
                 self._sandboxes.stop_renewing(self._sandbox)
@@ -112,6 +114,25 @@ class Episode:
             self._sandboxes.give_back(self._sandbox)
         return trajectory
 
+    async def cancelled(self, renderer: Renderer) -> Trajectory | None:
+        """Publish the turns of an attempt that its user cancelled; None before the first one. The workspace is not
+        read, because a call may still run in it."""
+        turns = (await self._log.read()).turns
+        if not turns:
+            return None
+        trajectory = trajectory_of(
+            self._request,
+            self._task,
+            Turns(turns=turns, outcome="cancelled"),
+            renderer=renderer,
+            fingerprint=self._fingerprint,
+            rollout=self._rollout,
+            since=self._started,
+            plugins=(*self._plugins, *(self._sandbox.plugins if self._sandbox is not None else ())),
+        )
+        backend = self._sandbox.backend if self._sandbox is not None else ""
+        return await publish(self._bus, msgspec.structs.replace(trajectory, backend=backend))
+
     def _hold(self, sandbox: RemoteSandbox) -> bool:
         """Keep the sandbox of a workspace for the next request in it."""
         workspace = self._request.workspace
@@ -120,13 +141,11 @@ class Episode:
             return True
         return False
 
-    async def _run_with_copies(
-        self, resume: ResumeState, engine: Engine, renderer: Renderer, started: float
-    ) -> Trajectory:
+    async def _run_with_copies(self, resume: ResumeState, engine: Engine, renderer: Renderer) -> Trajectory:
         """Call `_run_once`; if the sandbox is lost and has a checkpoint, call it again in a copy of the sandbox."""
         while True:
             try:
-                return await self._run_once(resume, engine, renderer, started)
+                return await self._run_once(resume, engine, renderer)
             except Superseded:
                 raise
             except SandboxLost:
@@ -145,7 +164,7 @@ class Episode:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
 
-    async def _run_once(self, resume: ResumeState, engine: Engine, renderer: Renderer, started: float) -> Trajectory:
+    async def _run_once(self, resume: ResumeState, engine: Engine, renderer: Renderer) -> Trajectory:
         request, task = self._request, self._task
         self._fingerprint = engine.fingerprint
         sandbox = self._sandbox = await self._acquire(resume, renderer)
@@ -184,7 +203,7 @@ class Episode:
             renderer=renderer,
             fingerprint=self._fingerprint,
             rollout=self._rollout,
-            since=started,
+            since=self._started,
             plugins=(*self._plugins, *sandbox.plugins),
         )
         trajectory = msgspec.structs.replace(

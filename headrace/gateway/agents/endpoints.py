@@ -64,6 +64,7 @@ class AgentEndpoints:
         self._agents, self._sets, self._events, self._admit = agents, sets, events, admit
         self._bus, self._run, self._production = parts.bus, parts.run, parts.config.production
         self._ratings, self._follow_ups = ratings, follow_ups
+        agents.rate_cancelled = self._rate_cancelled
 
     def routes(self) -> list[web.RouteDef]:
         """The routes for an aiohttp application."""
@@ -144,7 +145,7 @@ class AgentEndpoints:
         (agent, run), given = self._found(request, key), await read_json(request, NewRating)
         trajectory = await self._finished(agent, run)
         thumb: Literal["up", "down"] = "up" if given.up else "down"
-        await self._publish(agent, key, trajectory, thumb, given.signal, given.comment)
+        await self._publish(agent, key.training, trajectory, thumb, given.signal, given.comment)
         return web.json_response({"id": run.id, "signal": given.signal, "thumb": thumb}, status=202)
 
     async def _finished(self, agent: Agent, run: AgentRun) -> Trajectory:
@@ -163,7 +164,7 @@ class AgentEndpoints:
         kept, added = kept_lines(run.added, later.files.values()), len(run.added)
         thumb: Literal["up", "down"] = "up" if 2 * kept >= added else "down"
         comment = f"{kept} of {added} lines"
-        await self._publish(agent, key, trajectory, thumb, "persistence", comment, later.at)
+        await self._publish(agent, key.training, trajectory, thumb, "persistence", comment, later.at)
         counted = {"id": run.id, "at": later.at, "added": added, "kept": kept, "thumb": thumb}
         return web.json_response(counted, status=202)
 
@@ -176,17 +177,23 @@ class AgentEndpoints:
         async def rate(words: str) -> None:
             try:
                 trajectory = await self._agents.trajectory(agent, earlier)
-                if trajectory is not None:  # a run that was cancelled or failed has no record to rate
-                    await self._publish(agent, key, trajectory, "down", "followup", words)
+                if trajectory is not None:  # a run that failed has no record to rate
+                    await self._publish(agent, key.training, trajectory, "down", "followup", words)
             except BusError as error:  # the new run has begun already, so its answer must not be an error
                 _log.warning("the rating by follow-up %s is lost: %s", run.id, error)
 
         await self._follow_ups.judge(earlier.prompt, run.prompt, agent.training_allowed and key.training, rate)
 
+    async def _rate_cancelled(self, agent: Agent, run: AgentRun) -> None:
+        """Rate a run down because its user cancelled it. Provisional: a later rating of the user's counts instead."""
+        trajectory = await self._agents.trajectory(agent, run)
+        if trajectory is not None:  # one that was cancelled before its first turn has no record to rate
+            await self._publish(agent, True, trajectory, "down", "cancel", f"turns until then: {len(trajectory.turns)}")
+
     async def _publish(
         self,
         agent: Agent,
-        key: ApiKey,
+        training: bool,
         trajectory: Trajectory,
         thumb: Literal["up", "down"],
         signal: Signal,
@@ -200,9 +207,9 @@ class AgentEndpoints:
             trajectory=trajectory.id,
             thumb=thumb,
             signal=signal,
-            final=signal != "followup" and at != "10m",
+            final=signal not in ("followup", "cancel") and at != "10m",
             at=at,
-            training_allowed=agent.training_allowed and key.training,
+            training_allowed=agent.training_allowed and training,
             comment=comment,
         )
         await self._ratings.publish(feedback)

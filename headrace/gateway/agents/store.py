@@ -91,6 +91,8 @@ class Agents:
         self._cancelling: set[str] = set()
         self.check: Callable[[Agent], Awaitable[tuple[int | None, str]]] | None = None
         """Tests the files of an agent of a set: exit code and output."""
+        self.rate_cancelled: Callable[[Agent, AgentRun], Awaitable[None]] | None = None
+        """Rates a run that its user cancelled."""
 
     async def start(self) -> None:
         """Load the agents that an earlier gateway stored, and wait for the ends of their runs."""
@@ -271,6 +273,8 @@ class Agents:
             if id not in self._agents:  # its user's data was purged meanwhile
                 return
         await self._keep(agent)
+        if ended.state == "CANCELLED" and self.rate_cancelled is not None:
+            await self.rate_cancelled(agent, ended)
         if agent.webhook and ended.state in ("FINISHED", "ERROR"):
             await self._webhooks.post(agent, ended)
 
@@ -286,7 +290,8 @@ class Agents:
         trajectory = await self.trajectory(agent, run)
         if trajectory is not None:
             changed = tuple(sorted((*trajectory.diff, *trajectory.deleted)))
-            return replace(run, state="FINISHED", detail=trajectory.outcome, changed=changed)
+            ended: Any = "CANCELLED" if trajectory.outcome == "cancelled" else "FINISHED"
+            return replace(run, state=ended, detail=trajectory.outcome, changed=changed)
         if session is not None:
             reason, detail = str(session.result.get("reason", "")), str(session.result.get("detail", ""))
         else:  # the run failed while no gateway was running

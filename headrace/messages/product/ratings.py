@@ -10,7 +10,7 @@ from headrace.messages.rollout import PolicyRef
 Fate = Literal["late", "capped", "opted_out", "unattributed", "superseded", "discarded", "closed"]
 """The end of a rating. ``closed``: it has a place in the branch's batches, and is trained when that batch is."""
 
-Signal = Literal["thumb", "diff", "undo", "followup", "persistence"]
+Signal = Literal["thumb", "diff", "undo", "followup", "persistence", "cancel"]
 Moment = Literal["", "10m", "24h", "merge"]
 """``diff``: the user accepted (up) or rejected (down) the changes that were shown. ``undo``: the user took them back.
 ``followup``: the user's next prompt says that the work was wrong; `comment` quotes the words. ``persistence``: the
