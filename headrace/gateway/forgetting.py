@@ -37,14 +37,16 @@ class Forgetting:
         values = await self._bus.kv("HR_STATE")
         for entry, revision in (await values.items(denied_key(self._run, "*"))).values():
             self._newest = max(self._newest, revision)
-            if isinstance(entry, DeniedUser):
+            if isinstance(entry, DeniedUser) and not entry.readmitted:
                 self._ratings.denied.add(entry.user)
 
     async def follow(self) -> None:
-        """Remove the user of every new entry."""
+        """Remove the user of every new entry, unless the entry readmits the user."""
         values = await self._bus.kv("HR_STATE")
         async for _, entry, revision in values.watch(denied_key(self._run, "*")):
-            if isinstance(entry, DeniedUser) and revision > self._newest:
+            if isinstance(entry, DeniedUser) and entry.readmitted:
+                self._ratings.denied.discard(entry.user)
+            elif isinstance(entry, DeniedUser) and revision > self._newest:
                 self._ratings.denied.add(entry.user)
                 await self._drop(entry.user)
 

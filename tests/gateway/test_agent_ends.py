@@ -3,10 +3,13 @@
 import asyncio
 
 import aiohttp
+import msgspec
 import pytest
 
 from headrace.actors import gateway
+from headrace.messages.product import DeniedUser, denied_key
 from tests.gateway.test_agents import Product, cut_stream, product
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 __all__ = ["product"]
@@ -82,3 +85,15 @@ async def test_a_purge_ends_the_stream_of_a_run_with_a_last_event(product: Produ
             rest = await answer.content.read()
     assert b"HTTP/1.1" not in rest and rest.endswith(b"event: done\ndata: {}\n\n"), rest
     assert b'"detail": "purged"' in rest
+
+
+async def test_a_readmitted_user_is_off_the_deny_list_of_the_gateway(product: Product) -> None:
+    values, denied = await product.admin.kv("HR_STATE"), product.gateway.ratings.denied
+    entry = DeniedUser(run=product.run, user="ab12", since=1.0)
+    async with asyncio.timeout(PATIENCE_S):
+        await values.put(denied_key(product.run, "ab12"), entry)
+        while "ab12" not in denied:
+            await asyncio.sleep(0.01)
+        await values.put(denied_key(product.run, "ab12"), msgspec.structs.replace(entry, readmitted=2.0))
+        while "ab12" in denied:
+            await asyncio.sleep(0.01)

@@ -55,7 +55,7 @@ OTHERS = {
     "up, actor, chaos, launch, eval": "start actors, which test_unreadable.py drives",
     "bench": "tests/bench/test_measured.py pollutes the streams that its report is read from",
     "dashboard, top, export-metrics": "follow a live run: test_unreadable.py and `views` drive their readers",
-    "purge, lines report, lines watch": "ask a running actor",
+    "purge, readmit, lines report, lines watch": "ask a running actor",
     "policy train": "reads files of text",
     "dlq retry, dlq drop, promote, rollback, staleness, weights squash": "write; they read what the others read",
     "retrain": "replays steps as `replay` does, for minutes",

@@ -12,6 +12,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
+
 from headrace.actors.feedback.branch import BranchLedger
 from headrace.actors.feedback.certificate import Signer
 from headrace.actors.feedback.erasing import Eraser
@@ -27,6 +29,7 @@ from headrace.messages.product import (
     PurgedFeedback,
     PurgeStatement,
     PurgeUser,
+    ReadmitUser,
     certificate_key,
     denied_key,
 )
@@ -76,13 +79,28 @@ class Purges:
         """Read the deny-list."""
         values = await self._bus.kv("HR_STATE")
         entries = (await values.items(denied_key(self._run, "*"))).values()
-        self.denied = {entry.user for entry, _ in entries if isinstance(entry, DeniedUser)}
+        self.denied = {entry.user for entry, _ in entries if isinstance(entry, DeniedUser) and not entry.readmitted}
 
     async def answer(self, message: Message) -> PurgeCertificate | Ack:
-        """Answer a PurgeUser."""
-        if not isinstance(message, PurgeUser) or not message.user.isalnum():
-            return Ack(ok=False, detail="expected a PurgeUser with one user hash of letters and digits")
-        return await self.purge(message.user)
+        """Answer a PurgeUser or a ReadmitUser."""
+        if not isinstance(message, PurgeUser | ReadmitUser) or not message.user.isalnum():
+            return Ack(ok=False, detail="expected a PurgeUser or ReadmitUser with one user hash of letters and digits")
+        return await (self.purge if isinstance(message, PurgeUser) else self.readmit)(message.user)
+
+    async def readmit(self, user: str) -> Ack:
+        """Take a user off the deny-list: later sessions are trained on as far as their tenant allows it."""
+        values = await self._bus.kv("HR_STATE")
+        known = await values.get(denied_key(self._run, user))
+        if known is None or not isinstance(known[0], DeniedUser) or known[0].readmitted:
+            return Ack(ok=False, detail="this user is not on the deny-list")
+        if user in self._late:
+            left = self._late[user][1] - time.monotonic()
+            text = f"the user's purge deletes late records for another {left:.0f} s: ask again after that"
+            return Ack(ok=False, detail=text)
+        await values.put(denied_key(self._run, user), msgspec.structs.replace(known[0], readmitted=time.time()))
+        self.denied.discard(user)
+        await self._event("user_readmitted", f"denied since {known[0].since:.0f} (seconds since the epoch)")
+        return Ack(detail="the user is off the deny-list; what was purged stays purged")
 
     async def purge(self, user: str) -> PurgeCertificate | Ack:
         """Purge a user. An Ack says why there is no certificate."""

@@ -14,6 +14,7 @@ from headrace.messages.product.privacy import (
     PurgedRecords,
     PurgeStatement,
     PurgeUser,
+    ReadmitUser,
     certificate_key,
     denied_key,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "PurgeUser",
     "PurgedFeedback",
     "PurgedRecords",
+    "ReadmitUser",
     "ShadowTurn",
     "Signal",
     "Stage",

@@ -23,15 +23,25 @@ class PurgeUser(Message, frozen=True, kw_only=True):
     user: str
 
 
+@message("readmit_user")
+class ReadmitUser(Message, frozen=True, kw_only=True):
+    """Take a user off the deny-list. Answered with an Ack: of a user who is not on it, or whose purge is not over, with
+    the reason."""
+
+    user: str
+
+
 @message("denied_user")
 class DeniedUser(Message, frozen=True, kw_only=True):
-    """A user whose data was purged, a value in HR_STATE: no later session of the user is trained on. Every purge writes
-    it anew, and gateways then drop what they hold of the user."""
+    """A user whose data was purged, a value in HR_STATE: no later session of the user is trained on until the user is
+    readmitted. Every purge writes it anew, and gateways then drop what they hold of the user."""
 
     run: str
     user: str
     since: float
     """Seconds since the epoch."""
+    readmitted: float = 0.0
+    """Seconds since the epoch at which the user was taken off the list; 0.0 while the user is on it."""
 
 
 class PurgedRecords(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,8 @@ import pytest
 
 from headrace.actors.feedback.actor import Feedback
 from headrace.bus.broker.server import Server
+from headrace.cli.main import main
+from headrace.config import Bus as BusSection
 from headrace.ledger.lost_attempts import lost_attempt
 from headrace.messages import subjects
 from headrace.messages.operations import DeadLetter
@@ -34,7 +36,7 @@ def product(connect: Connect, tmp_path: Path) -> Product:
 
 
 async def test_a_purged_user_is_in_the_books_and_nowhere_else(
-    product: Product, connect: Connect, server: Server, tmp_path: Path
+    product: Product, connect: Connect, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = settings(product.folder)
     async with asyncio.timeout(120), living(Feedback, config, await connect("feedback"), product.run) as actor:
@@ -67,10 +69,24 @@ async def test_a_purged_user_is_in_the_books_and_nowhere_else(
             await asyncio.sleep(0.01)
         left = (await verified(answer, product, server, tmp_path))["wrong"]
         assert any("HR_TRAJ still holds" in reason for reason in left), "the reader sees what is readable"
+
+        folder = product.folder / product.run
+        reached = msgspec.structs.replace(config, bus=BusSection(url=server.url, credentials=str(server.credentials)))
+        (folder / "config.json").write_bytes(msgspec.json.encode(reached))
+        words = ("readmit", str(folder), "gone99", "--hash")
+        assert await asyncio.to_thread(main, words) == 1
+        assert "deletes late records for another" in capsys.readouterr().err
+        actor.purges._late.clear()
+        assert await asyncio.to_thread(main, words) == 0
+        assert "off the deny-list" in capsys.readouterr().out
+        assert await asyncio.to_thread(main, words) == 1
+        assert "not on the deny-list" in capsys.readouterr().err
+        await product.rate(await product.session(BASE, "gone99"))
+        await product.said("batch_closed")
     admin = await connect("admin")
     report, _, faults = await feedback_books(admin, product.run)
     assert report is not None and faults == []
-    assert (report.received, report.ends["trained"], report.ends["purged"], report.ends["opted_out"]) == (5, 2, 1, 1)
+    assert (report.received, report.ends["trained"], report.ends["purged"], report.ends["opted_out"]) == (6, 2, 1, 1)
     letters = [received.message async for received in admin.history("HR_DLQ", "hr.dlq.>")]
     lost = [lost_attempt(letter) for letter in letters if isinstance(letter, DeadLetter)]
     assert [attempt.group for attempt in lost if attempt is not None and attempt.run == product.run] == ["gone99.b"]
