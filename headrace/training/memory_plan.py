@@ -154,8 +154,8 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     count, size = parameters(config), element_bytes(config)
     share = -(-count.total // layout.devices)
     trained = -(-(count.total - count.frozen) // layout.devices)
+    # Masters are the weights themselves, but for trained experts on the eight-bit grid.
     same = config.dtype == "float32" and not layout.rounded
-    """Masters are the weights themselves, but for trained experts on the eight-bit grid."""
     on_grid = config.expert_format == "mxfp8" and config.adapter is None
     mastered = -(-count.experts // layout.devices) if same else trained
     masters = 0 if same and not on_grid else 4 * mastered

@@ -10,6 +10,7 @@ from headrace.policy.config import Adapter, CheckpointError, PolicyConfig
 
 A, B = "lora_A.weight", "lora_B.weight"
 """The last part of the published names, as PEFT has them."""
+_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class Module(NamedTuple):
@@ -75,6 +76,3 @@ def resolved(c: PolicyConfig, rank: int, alpha: float, targets: Sequence[str]) -
                 f"[trainer.lora] targets: expected names among {', '.join(possible)}, got {name!r}: {why}"
             )
     return Adapter(rank=rank, alpha=alpha, targets=tuple(name for name in possible if not targets or name in targets))
-
-
-_MLP = ("gate_proj", "up_proj", "down_proj")
