@@ -149,8 +149,9 @@ class Watch:
                 f"staleness {last.staleness_max}/{last.staleness_bound}",
                 f"k1 {last.k1:+.4f}",
             ]
-        parts.append(f"{self.metric('environment', 'vms'):.0f} VMs")
-        parts.append(f"{self.tokens_per_s():.0f} tokens/s")
+        if self.phase != "mid-training":  # it uses neither sandboxes nor engines
+            parts.append(f"{self.metric('environment', 'vms'):.0f} VMs")
+            parts.append(f"{self.tokens_per_s():.0f} tokens/s")
         left = self.seconds_left()
         if left is not None:
             parts.append(f"about {left:.0f} s left in this phase")
