@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from nats.aio.msg import Msg
 
-from headrace.bus.broker import keys
+from headrace.bus.broker import keys, tls
 from headrace.bus.broker.permissions import READERS
 from headrace.bus.errors import ApiError, BusError, MessageGone, NoResponders, WrongSequence
 from headrace.bus.nats import ordered_reader
@@ -88,14 +88,16 @@ class Bus(Records):
     ) -> "Bus":
         """Connect within `timeout` seconds. BusError says in one sentence why not.
 
-        credentials: a folder of ``<role>.nk`` seeds, or one seed file.
+        credentials: a folder of ``<role>.nk`` seeds, or one seed file. With ``ca.pem`` beside the seeds the connection
+        is by TLS (broker/tls.py).
         """
         try:
             key = keys.load(credentials, role)
+            context = tls.client_context(Path(credentials)) if credentials else None
         except ValueError as error:
             raise BusError(str(error)) from None
         id = id or f"{role}-{os.getpid()}-{token_hex(3)}"
-        connection = NatsConnection(url, role, key)
+        connection = NatsConnection(url, role, key, context)
         await connection.connect(id, timeout)
         bus = cls(connection, id=id, node=node or s.token(socket.gethostname()))
         bus.credentials = Path(credentials) if credentials else None

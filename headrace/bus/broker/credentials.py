@@ -5,7 +5,8 @@ the sender's node alone, ``weight_publisher.pub`` on every node that receives.
 
 ``python -m headrace.bus.broker.credentials FOLDER`` makes them for a broker that an operator starts by hand. With
 ``--run`` (once per run) runs that share a broker get an account each, with seeds in ``FOLDER/<run>``. Every command
-that is given FOLDER then takes the seeds of its own run (`of_run`).
+that is given FOLDER then takes the seeds of its own run (`of_run`). With certificates in it the broker requires TLS
+(broker/tls.py).
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from headrace.bus.broker import tls
 from headrace.bus.broker.keys import Key
 from headrace.bus.broker.permissions import ROLES, accounts_conf, users_conf
 from headrace.bus.errors import BusError
@@ -37,7 +39,7 @@ def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
         run_folder = folder / run
         roles[run] = _seeds(run_folder)
         _publisher(run_folder)
-    private(folder / "users.conf", accounts_conf(roles))
+    private(folder / "users.conf", accounts_conf(roles) + tls.server_conf(folder))
     return folder
 
 
@@ -74,7 +76,7 @@ def write(folder: Path) -> Path:
     Existing seeds stay valid, so that a broker that is restarted on the same run accepts the actors that are still
     alive.
     """
-    private(folder / "users.conf", users_conf(_seeds(folder)))
+    private(folder / "users.conf", users_conf(_seeds(folder)) + tls.server_conf(folder))
     _publisher(folder)
     return folder
 

@@ -26,7 +26,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from headrace.bus.broker import credentials
+from headrace.bus.broker import credentials, tls
 from headrace.bus.broker.keys import Key
 from headrace.bus.broker.permissions import LINK_ROLE, ROLES, Permissions, of, users_conf
 from headrace.bus.connection import Bus
@@ -119,7 +119,8 @@ async def declare_mirror(bus: Bus, *, reserve: bool = False) -> None:
 def prepare_hub(folder: Path, *, host: str = "0.0.0.0", port: int = 7422) -> Path:
     """Make the folder of a hub's broker: configuration, credentials, and the address for regions. Returns the
     folder."""
-    credentials.write(folder / "credentials")
+    keys = credentials.write(folder / "credentials")
+    (folder / "leaf_tls.conf").write_text(tls.server_conf(keys))
     (folder / "nats.conf").write_bytes(HUB_CONF.read_bytes())
     (folder / "self.conf").write_text(f'LEAF_HOST: "{host}"\nLEAF_PORT: {port}\n')
     return folder
@@ -141,7 +142,8 @@ def prepare_region(folder: Path, name: str, hub: str, key: str | Path) -> Path:
     credentials.adopt_publisher(seeds, Path(key).parent)
     public = {role: Key.parse((seeds / f"{role}.nk").read_text(encoding="ascii")).public for role in ROLES}
     del public[LINK_ROLE]
-    credentials.private(seeds / "region.conf", users_conf(public, near_permissions))
+    credentials.private(seeds / "region.conf", users_conf(public, near_permissions) + tls.server_conf(seeds))
+    (folder / "hub_tls.conf").write_text(tls.link_conf(seeds))
     credentials.private(folder / "self.conf", f'REGION: "{name}"\nHUB: "{hub}"\nHUB_SEED: "{seed}"\n')
     (folder / "mappings.conf").write_text(mappings())
     (folder / "nats.conf").write_bytes(REGION_CONF.read_bytes())

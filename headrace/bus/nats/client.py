@@ -10,11 +10,13 @@ a header block, end its read loop in the same way; the broker stores such messag
 `PRIVATE` names every private member that this file uses; a test looks for each of them in the installed nats-py.
 """
 
+import nats.errors
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 
 PRIVATE: dict[type, tuple[str, ...]] = {
     Client: (
+        "_connect_command",
         "_flush_pending",
         "_parse_header_lines",
         "_pongs",
@@ -23,6 +25,7 @@ PRIVATE: dict[type, tuple[str, ...]] = {
         "_process_pong",
         "_public_nkey",
         "_remove_sub",
+        "_server_info",
         "_send_unsubscribe",
     ),
     Subscription: ("_id", "_pending_queue", "_stop_processing"),
@@ -30,8 +33,22 @@ PRIVATE: dict[type, tuple[str, ...]] = {
 """Class of nats-py to the private members that are used here."""
 
 
+class NoTls(nats.errors.Error):
+    """The broker offers no TLS, and the client has to use it."""
+
+
 class NatsClient(Client):
     """A nats-py client that survives late pongs and can end subscriptions in order."""
+
+    tls_only = False
+    """Whether a broker that offers no TLS is refused, also at a reconnect."""
+
+    def _connect_command(self) -> bytes:
+        """The first command, which follows the handshake."""
+        if self.tls_only and not self._server_info.get("tls_required"):
+            raise NoTls("the broker offers no TLS")
+        command: bytes = super()._connect_command()
+        return command
 
     def set_public_key(self, public: str) -> None:
         """Sign in with this NKEY; the signature comes from the `signature_cb` option of `connect`."""

@@ -10,6 +10,7 @@ cancellations again.
 import asyncio
 import itertools
 import re
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from nats.aio.subscription import Subscription
 
 from headrace.bus.broker.keys import Key
 from headrace.bus.errors import ApiError, BusError, BusTimeout, Denied, Disconnected, NoResponders
-from headrace.bus.nats.client import NatsClient
+from headrace.bus.nats.client import NatsClient, NoTls
 
 _DENIED = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
 TRANSIENT = (Disconnected, BusTimeout, NoResponders)
@@ -69,9 +70,11 @@ _reply = msgspec.json.Decoder(_Reply)
 class NatsConnection:
     """A nats-py client of one role. `call` is request and reply, `api` is JetStream's JSON interface."""
 
-    def __init__(self, url: str, role: str, key: Key | None) -> None:
-        self.url, self.role = url, role
+    def __init__(self, url: str, role: str, key: Key | None, tls: ssl.SSLContext | None = None) -> None:
+        """tls: required with this context; None: as the broker wants it, with the system's authorities."""
+        self.url, self.role, self._tls = url, role, tls
         self.client = NatsClient()
+        self.client.tls_only = tls is not None
         self.on_reconnect: list[Callable[[], None]] = []
         self.on_error: list[Callable[[str], None]] = []
         self.closed = asyncio.Event()
@@ -89,6 +92,8 @@ class NatsConnection:
         self._waiting: dict[str, tuple[asyncio.Future[Msg], str]] = {}
         self._denied: dict[str, str] = {}
         self._told: dict[str, float] = {}
+        self._untrusted = ""
+        """Why the last attempt to connect failed in its handshake."""
 
     async def connect(self, name: str, timeout: float) -> None:
         """Connect within `timeout` seconds. BusError says in one sentence why it could not be done."""
@@ -97,6 +102,8 @@ class NatsConnection:
         if self._key is not None:
             self.client.set_public_key(self._key.public)
             options["signature_cb"] = self._key.sign
+        if self._tls is not None:
+            options["tls"] = self._tls
         attempt = asyncio.ensure_future(
             self.client.connect(
                 self.url.split(","),  # several brokers of one cluster
@@ -130,6 +137,8 @@ class NatsConnection:
         await self._abandon()
         if "authorization" in reason.lower():
             raise BusError(f"the broker at {self.url} refuses the credentials of role {self.role!r}")
+        if self._untrusted:
+            raise BusError(f"there is no TLS connection to the broker at {self.url}: {self._untrusted}")
         raise BusError(f"no broker answers at {self.url} ({reason})")
 
     async def _abandon(self) -> None:
@@ -302,6 +311,10 @@ class NatsConnection:
 
     async def _on_error(self, error: Exception) -> None:
         text = str(error)
+        if isinstance(error, ssl.SSLError | NoTls) and self._fatal is not None and not self._fatal.done():
+            trusted = "ca.pem in the credentials folder" if self._tls is not None else "this machine's authorities"
+            self._untrusted = f"{getattr(error, 'verify_message', '') or text} (checked against {trusted})"
+            self._fatal.set_result(text)
         denied = _DENIED.search(text.lower())
         if denied:
             kind, subject = denied.groups()
