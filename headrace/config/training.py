@@ -194,6 +194,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Trajectories re-scored exactly at every step (Law 5)."""
     checkpoint_every: Positive = 10
     micro_tokens: Positive = 8192
+    peak_tflops: Amount = 0.0
+    """Peak of one device, or of one CPU rank, in 10^12 operations a second, for MFU and HFU; 0 takes the data sheet's
+    for bfloat16 on A100, H100, H200 and B200, and leaves MFU and HFU unknown elsewhere."""
     frozen: tuple[Word, ...] = ()
     """Parameters that training does not change, by patterns over headrace's names: embedding, layers.0.*, norm.
     Layers below the first trained one need no backward pass, and no delta contains a frozen parameter."""

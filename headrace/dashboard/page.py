@@ -1,6 +1,6 @@
 """report.html: the report of a run on one page that needs no script and no network."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -11,6 +11,7 @@ from headrace.dashboard.charts import bars, busy_strips, line_chart
 from headrace.dashboard.records import Records
 from headrace.dashboard.report import Report, curve_of
 from headrace.dashboard.watch import Watch
+from headrace.messages.training import StepDone
 
 STYLE = """
 :root { --ink: #1d2733; --paper: #fbfaf7; --soft: #6b7785; --rule: #dfe3e6;
@@ -149,9 +150,31 @@ def curves(watch: Watch) -> str:
                 )
                 for name, title in BEHAVIOUR.items()
             ),
+            *_efficiency(steps),
             line_chart("Gradient norm", {"norm": [(s.step, s.grad_norm) for s in steps]}, "step"),
         ]
     )
+
+
+def _efficiency(steps: Sequence[StepDone]) -> list[str]:
+    """Charts of where the time of the steps went and of the work in them; MFU and HFU only where the peak is known."""
+    told = [(step.step, step.efficiency) for step in steps if step.efficiency is not None]
+    figures = [(step, efficiency.figures()) for step, efficiency in told]
+
+    def chart(title: str, names: Iterable[str]) -> str:
+        lines = {name: [(step, found[name]) for step, found in figures if name in found] for name in names}
+        return line_chart(title, {name: points for name, points in lines.items() if points}, "step")
+
+    causes = dict.fromkeys(f"{cause}_s" for _, efficiency in told for cause in efficiency.seconds)
+    known = any("mfu" in found for _, found in figures)
+    return [
+        chart("Seconds of a step by cause", causes),
+        chart("Tokens per second of wall time", ("trained_tokens_per_s", "forwarded_tokens_per_s")),
+        chart("Share of the devices' peak", ("mfu", "hfu"))
+        if known
+        else "<p>MFU and HFU: unknown peak; set [trainer] peak_tflops.</p>",
+        chart("Busiest expert over the mean expert", ("expert_load",)),
+    ]
 
 
 def render(report: Report, watch: Watch, records: Records) -> str:

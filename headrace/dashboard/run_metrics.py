@@ -22,7 +22,7 @@ from headrace.dashboard.watch import Watch
 from headrace.messages import subjects as s
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.product import Traffic
-from headrace.messages.training import StepDone
+from headrace.messages.training import Efficiency, StepDone
 from headrace.metrics import process
 
 POLL_S = 5.0
@@ -133,6 +133,26 @@ class RunMetrics(Collector):
         for name, (text, value) in figures.items():
             if math.isfinite(value):
                 yield GaugeMetricFamily(name, text, value=value)
+        if last.efficiency is not None:
+            yield from self._of_efficiency(last.efficiency)
+
+    def _of_efficiency(self, efficiency: Efficiency) -> Iterable[Metric]:
+        named = efficiency.figures()
+        figures = {
+            "headrace_step_wall_seconds": ("From the outcome before the newest step to its own.", efficiency.wall_s),
+            "headrace_trained_tokens_per_second": ("Sampled tokens with a gradient.", named["trained_tokens_per_s"]),
+            "headrace_forwarded_tokens_per_second": ("Inputs of every forward pass.", named["forwarded_tokens_per_s"]),
+            "headrace_expert_load_ratio": ("Routed rows of the busiest expert over the mean's.", named["expert_load"]),
+            "headrace_mfu_ratio": ("Share of the peak that trained; absent where the peak is unknown.", efficiency.mfu),
+            "headrace_hfu_ratio": ("Share of the peak that computed; absent where it is unknown.", efficiency.hfu),
+        }
+        for name, (text, value) in figures.items():
+            if value is not None:
+                yield GaugeMetricFamily(name, text, value=value)
+        spent = GaugeMetricFamily("headrace_step_cause_seconds", "The step's wall time by cause.", labels=["cause"])
+        for cause, seconds in efficiency.seconds.items():
+            spent.add_metric([cause], seconds)
+        yield spent
 
     def _of_streams(self) -> Iterable[Metric]:
         messages = GaugeMetricFamily("headrace_stream_messages", "Messages in a stream.", labels=["stream"])

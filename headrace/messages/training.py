@@ -91,6 +91,52 @@ class StepFigures(Message, frozen=True, kw_only=True):
     """Engines above a limit of [numerics] or with another fingerprint; empty when there is none."""
 
 
+class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a step went, and the work that was done in it. The step's time runs from the outcome before it
+    to its own, so it holds the publishing and the checkpoint of the version before. In a group of processes these are
+    the seconds of the first one."""
+
+    seconds: dict[str, float]
+    """Seconds by cause; their sum is the step's wall time. busy: computing; batch: waiting for the batch; rescore:
+    scoring trajectories again; straggler: waiting for a slower process; communication: collectives; publish: the
+    version's file; checkpoint; records: reading and writing records."""
+    wall_s: float
+    trained_tokens: int = 0
+    """Sampled tokens with a gradient."""
+    forwarded_tokens: int = 0
+    """Inputs of every forward pass."""
+    model_flops: float = 0.0
+    """Predicted operations of one forward and one backward pass of the trained segments."""
+    hardware_flops: float = 0.0
+    """With re-scoring, proximal and reference policies, and recomputed activations."""
+    peak_flops: float = 0.0
+    """Operations per second that all devices could do; 0 where it is not known."""
+    expert_load: float = 0.0
+    """Routed rows of the busiest expert over the mean expert's, of the worst layer; 0 without a mixture."""
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the peak that trained; None where the peak is not known."""
+        return self.model_flops / (self.wall_s * self.peak_flops) if self.peak_flops and self.wall_s else None
+
+    @property
+    def hfu(self) -> float | None:
+        """Share of the peak that computed; None where the peak is not known."""
+        return self.hardware_flops / (self.wall_s * self.peak_flops) if self.peak_flops and self.wall_s else None
+
+    def figures(self) -> dict[str, float]:
+        """Name to value, as reports, exporters and metrics show them. MFU and HFU are left out where the peak is not
+        known."""
+        wall = self.wall_s or 1.0
+        named = {
+            "trained_tokens_per_s": self.trained_tokens / wall,
+            "forwarded_tokens_per_s": self.forwarded_tokens / wall,
+            "expert_load": self.expert_load,
+        }
+        shares = {name: share for name, share in (("mfu", self.mfu), ("hfu", self.hfu)) if share is not None}
+        return named | shares | {f"{cause}_s": spent for cause, spent in self.seconds.items()}
+
+
 class Behaviour(msgspec.Struct, frozen=True, kw_only=True):
     """Behaviour in a step: means over its attempts that called a tool."""
 
@@ -119,6 +165,8 @@ class StepDone(StepFigures, frozen=True, kw_only=True):
     waited_s: float
     behaviour: Behaviour | None = None
     """None where no attempt called a tool."""
+    efficiency: Efficiency | None = None
+    """None in records of earlier versions of headrace."""
 
 
 @message("step_failed")

@@ -1,6 +1,7 @@
 """The outcome of one step: the figures that StepDone publishes, or the reason for which no update was made."""
 
 from headrace.messages.training import StepFigures
+from headrace.training.figures.work import Work
 from headrace.training.state import TrainerState
 
 
@@ -16,6 +17,9 @@ class StepOutcome(StepFigures, frozen=True, kw_only=True):
     restored: int = -1
     """After a rollback, the earlier version whose bytes and optimizer were restored; -1 without a rollback."""
     computed_tokens: int = 0
+    work: Work = Work()
+    peak_flops: float = 0.0
+    """Of all devices together, per second; 0 where it is not known."""
 
 
 def refuse(state: TrainerState, reason: str, detail: str) -> StepOutcome:

@@ -38,8 +38,11 @@ from headrace.policy.scoring import ScoringError
 from headrace.registry import PluginError, differing, plugins
 from headrace.rendering.tokenizer import Tokenizer
 from headrace.training import batch, checkpoint, memory_plan, mid_training
+from headrace.training.figures.clock import Clock
+from headrace.training.figures.work import Work, peak_flops, work_of
 from headrace.training.gradient import Helpers, Recipe
 from headrace.training.guard import Guard
+from headrace.training.micro_batch import device_of
 from headrace.training.mid_training import Progress, Trace
 from headrace.training.mismatch import Measured, TooFar, answer, measure
 from headrace.training.outcome import StepOutcome, refuse
@@ -75,6 +78,7 @@ class PolicyTrainer:
         """The argument of the last `save`: the trainer's position in the streams."""
         self.resumed = False
         self.data_parallel: DataParallel = SINGLE_PROCESS
+        self.clock = Clock()
 
     @classmethod
     def prepare(
@@ -172,20 +176,22 @@ class PolicyTrainer:
         self.state.model.recompute = self.config.numerics.recompute
         self.state.model.plausible = self.config.numerics.replay_plausible
         self.state.configure(optimizer_settings(self.config.algorithm))
-        measured = Measured()
+        measured, work = Measured(), Work()
         try:
             advantage = ADVANTAGES.get(self.config.algorithm.advantage)
             by_class = self.config.algorithm.baseline == "class"
             made = batch.build(manifest.groups, trajectories, scores, advantage, by_class=by_class)
-            measured = measure(
-                self.versions,
-                made,
-                trajectories.values(),
-                self.config.trainer.rescore,
-                manifest.seed,
-                self.numerics.fingerprint,
-            )
-            self.versions.release()
+            work = work_of(self.config, self.state.model.config, made, manifest.seed, self.numerics.exact)
+            with self.clock.spent("rescore"):
+                measured = measure(
+                    self.versions,
+                    made,
+                    trajectories.values(),
+                    self.config.trainer.rescore,
+                    manifest.seed,
+                    self.numerics.fingerprint,
+                )
+                self.versions.release()
             algorithm = answer(measured, self.config.numerics, self.config.algorithm)
             if self.guarded and algorithm.guard_k1 == 0.0:
                 self.guard.keep(self.state, self.config.curriculum.staleness)
@@ -209,6 +215,8 @@ class PolicyTrainer:
             rescored_tokens=measured.rescored.tokens,
             engines=measured.engines,
             alarm=measured.alarm(self.config.numerics),
+            work=work,
+            peak_flops=peak_flops(self.config, self.state.model.config, device_of(self.state.model)),
         )
 
     def give_up(self, reason: str, detail: str) -> StepOutcome:

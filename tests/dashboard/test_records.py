@@ -2,19 +2,23 @@
 
 import asyncio
 import json
+from pathlib import Path
 from secrets import token_hex
 
 import msgspec
 import pytest
 
+from headrace.bus.connection import Bus
 from headrace.config import Config
 from headrace.dashboard import page, report
 from headrace.dashboard.records import collect
+from headrace.dashboard.run_metrics import RunMetrics
 from headrace.dashboard.watch import FINISHED, Watch
 from headrace.messages.evaluation import EvalRequest
 from headrace.messages.operations import Event
 from headrace.messages.rollout import PolicyRef
 from headrace.messages.subjects import EVENT, LEDGER, SCORE, STEP, TRAJ
+from headrace.messages.training import Efficiency
 from headrace.replay.audit import audit
 from tests.conftest import Connect
 from tests.support import records
@@ -71,3 +75,22 @@ async def test_a_report_is_made_of_the_streams(connect: Connect) -> None:
     assert (plain["episodes"], plain["unreadable_records"], plain["heldout_before"]) == (1, 1, None)
     assert plain["restarts"] == ["judge died"] and plain["time"]["setup_s"] == 1.0 and plain["ledger"]["issued"] == 0
     assert "not measured" in page.render(built, watch, found)
+
+    spent = {"busy": 3.0, "batch": 1.0}
+    told = Efficiency(seconds=spent, wall_s=4.0, trained_tokens=100, model_flops=6e9)
+    done = msgspec.structs.replace(records.done(0, [], 2, run=run), efficiency=told)
+    watch.steps = [done]
+    assert "unknown peak" in page.render(built, watch, found)
+    assert gauges(watch, operator) == spent | {"trained": 25.0}
+    watch.steps = [msgspec.structs.replace(done, efficiency=msgspec.structs.replace(told, peak_flops=3e9))]
+    drawn = page.render(built, watch, found)
+    assert "unknown peak" not in drawn and "Seconds of a step by cause" in drawn
+    assert gauges(watch, operator) == spent | {"trained": 25.0, "mfu": 0.5}
+
+
+def gauges(watch: Watch, bus: Bus) -> dict[str, float]:
+    """What Prometheus reads of the newest step's efficiency: seconds by cause, trained tokens a second, MFU."""
+    names = {"headrace_trained_tokens_per_second": "trained", "headrace_mfu_ratio": "mfu"}
+    samples = [sample for metric in RunMetrics(watch, bus, Path()).collect() for sample in metric.samples]
+    causes = {s.labels["cause"]: s.value for s in samples if s.name == "headrace_step_cause_seconds"}
+    return causes | {names[s.name]: s.value for s in samples if s.name in names}

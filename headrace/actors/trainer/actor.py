@@ -9,7 +9,6 @@ Files: <run>/snapshots/v<version>.safetensors, immutable, the newest bound + 1 o
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -212,7 +211,8 @@ class Trainer(Actor):
             seq = await self._write(renewed)
             manifest, recorded = renewed, None
         if recorded is None:
-            await self._write(records.outcome(self.config, manifest, seq, result, 0.0, fetched[0].values()))
+            lap = trainer.clock.lap()
+            await self._write(records.outcome(self.config, manifest, seq, result, lap, fetched[0].values()))
         self._hash = result.state_hash
         await self.event("step_again", f"step {manifest.step} after a restart", step=manifest.step)
         return result.learning_rate
@@ -244,21 +244,18 @@ class Trainer(Actor):
         """Wait for one batch, then take its step in a trace of its own, with a link to each trajectory's span."""
         k = self._step
         self.status = f"waiting for batch {k}"
-        started = time.monotonic()
         batch: list[Ready] = []
-        with self.waiting(lambda: f"batch {k}: {len(batch)} of {self.groups_per_step} groups are closed"):
+        told = self.waiting(lambda: f"batch {k}: {len(batch)} of {self.groups_per_step} groups are closed")
+        with told, trainer.clock.spent("batch"):
             while len(batch) < self.groups_per_step:
                 batch.append(await self._ready.get())
-        waited = time.monotonic() - started
         self.status = f"step {k}"
         links = [link for ready in batch for link in ready.links]
         attributes: dict[str, str | int] = {"hr.run": self.run, "hr.step": k}
         with tracing.span("train step", root=True, links=links, attributes=attributes) as span:
-            await self._step_batch(trainer, batch, waited, span)
+            await self._step_batch(trainer, batch, span)
 
-    async def _step_batch(
-        self, trainer: PolicyTrainer, batch: Sequence[Ready], waited: float, span: tracing.Span
-    ) -> None:
+    async def _step_batch(self, trainer: PolicyTrainer, batch: Sequence[Ready], span: tracing.Span) -> None:
         """Publish the manifest of a batch, take its step, publish the outcome and the version."""
         k = self._step
         window = StalenessWindow.of(self._bounds, k) if self._bounds is not None else None
@@ -267,7 +264,8 @@ class Trainer(Actor):
         fetched = trajectories, scores
         seq, manifest = await self._announce(trainer, 0, tuple(ready.group for ready in batch), window, fetched)
         result = await self._take(trainer, manifest, fetched)
-        record = records.outcome(self.config, manifest, seq, result, waited, trajectories.values())
+        lap = trainer.clock.lap()
+        record = records.outcome(self.config, manifest, seq, result, lap, trajectories.values())
         await self._write(record)
         self._hash, self._step = result.state_hash, k + 1
         trace = span.context.trace_id
@@ -326,7 +324,8 @@ class Trainer(Actor):
         """Take a step. An exception becomes a failed step if the weights still have the old bytes."""
         trainer.config = under(self.config, manifest)
         try:
-            return await self._in_thread(lambda: trainer.step(manifest, *records))
+            with trainer.clock.spent("busy"):
+                return await self._in_thread(lambda: trainer.step(manifest, *records))
         except (TrainerError, GroupError):
             raise  # this node may not take the step at all, or its group of processes has ended
         except Exception as error:
@@ -338,7 +337,8 @@ class Trainer(Actor):
 
     async def _publish(self, trainer: PolicyTrainer, learning_rate: float) -> None:
         """Write the version's file and announce it to the sender."""
-        path, size = await self._in_thread(lambda: self.store.publish(trainer.version, self._hash))
+        with trainer.clock.spent("publish"):
+            path, size = await self._in_thread(lambda: self.store.publish(trainer.version, self._hash))
         ready = SnapshotReady(
             run=self.run,
             version=trainer.version,
@@ -355,7 +355,8 @@ class Trainer(Actor):
         if trainer.version % self.config.trainer.checkpoint_every and not last:
             return
         position = {"close_seq": manifest.groups[-1].close_seq, "step_seq": self._step_seq}
-        await self._in_thread(lambda: self.store.checkpoint(position))
+        with trainer.clock.spent("checkpoint"):
+            await self._in_thread(lambda: self.store.checkpoint(position))
         await self.event("checkpoint", f"version {trainer.version}", version=trainer.version)
         purged = await self.store.purge(self.bus, self.run)
         if purged:

@@ -1,7 +1,7 @@
 """Builds the trainer's records: manifests and outcomes of steps. Pure functions, except for a call of git."""
 
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -14,10 +14,11 @@ from headrace.ledger.seeds import seed_of
 from headrace.messages.ledger import GroupClosed
 from headrace.messages.plugins import Plugin
 from headrace.messages.rollout import Trajectory
-from headrace.messages.training import BatchGroup, StepDone, StepFailed, StepFigures, StepManifest
+from headrace.messages.training import BatchGroup, Efficiency, StepDone, StepFailed, StepFigures, StepManifest
 from headrace.registry import merged
 from headrace.replay import reproduce
 from headrace.replay.recipe import recipe
+from headrace.training.figures.clock import CAUSES, Cause
 from headrace.training.outcome import StepOutcome
 from headrace.training.trainer import plugins_of
 
@@ -104,11 +105,11 @@ def outcome(
     manifest: StepManifest,
     manifest_seq: int,
     result: StepOutcome,
-    waited_s: float,
+    lap: tuple[float, Mapping[Cause, float]],
     trajectories: Iterable[Trajectory] = (),
 ) -> StepDone | StepFailed:
-    """The StepDone or StepFailed of a step. waited_s: seconds that the trainer waited for the batch. trajectories: the
-    batch's."""
+    """The StepDone or StepFailed of a step. lap: the step's time, as `Clock.lap` returns it. trajectories:
+    the batch's."""
     groups = tuple(group.group for group in manifest.groups)
     if result.failed:
         return StepFailed(
@@ -125,6 +126,7 @@ def outcome(
             restored=result.restored,
             command=reproduce.step(config, manifest.run, manifest.step),
         )
+    wall_s, seconds = lap
     figures = {name: getattr(result, name) for name in StepFigures.__struct_fields__}
     return StepDone(
         run=manifest.run,
@@ -133,7 +135,13 @@ def outcome(
         manifest_seq=manifest_seq,
         groups=groups,
         staleness_bound=int(manifest.objective.get("staleness", config.curriculum.staleness)),
-        waited_s=waited_s,
+        waited_s=seconds["batch"],
         behaviour=behaviour_of(trajectories),
+        efficiency=Efficiency(
+            wall_s=wall_s,
+            seconds={cause: seconds[cause] for cause in CAUSES},
+            peak_flops=result.peak_flops,
+            **result.work._asdict(),
+        ),
         **figures,
     )

@@ -26,6 +26,8 @@ def figures(message: Message, steps: int) -> tuple[int, dict[str, float]] | None
             values["train/turn_reward_mean"] = message.turn_reward_mean
         if message.behaviour is not None:
             values |= {f"behaviour/{name}": value for name, value in msgspec.structs.asdict(message.behaviour).items()}
+        if message.efficiency is not None:
+            values |= {f"efficiency/{name}": value for name, value in message.efficiency.figures().items()}
         return message.step, {name: value for name, value in values.items() if math.isfinite(value)}
     if isinstance(message, EvalResult):
         name = message.reason or message.id

@@ -13,7 +13,7 @@ micro-batches: the same value up to rounding.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,43 +21,57 @@ from torch import Tensor
 
 from headrace.kernels import operators
 from headrace.policy.moe import ExpertFunction
+from headrace.training.figures.clock import Clock
+
+
+class Groups(NamedTuple):
+    """The processes that an `ExpertParallel` exchanges with."""
+
+    owners: dist.ProcessGroup
+    """Those that together own one copy of the experts."""
+    copies: dist.ProcessGroup
+    """Those that share the same run of experts."""
+    clock: Clock
+    """Gets the time of every exchange."""
 
 
 class _Exchange(torch.autograd.Function):
     """Send rows to the processes that own them; the gradient is sent back in the same way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], got: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.ways = sent, got, group
-        return _swap(x, sent, got, group)
+    def forward(ctx: Any, x: Tensor, sent: list[int], got: list[int], groups: Groups) -> Tensor:
+        ctx.ways = sent, got, groups
+        return _swap(x, sent, got, groups)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, got, group = ctx.ways
-        return _swap(grad, got, sent, group), None, None, None
+        sent, got, groups = ctx.ways
+        return _swap(grad, got, sent, groups), None, None, None
 
 
 class _Gathered(torch.autograd.Function):
     """Gathers the shards [e, ...] of one run of experts in `dtype`; gradients are summed in the order of ranks."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, shard: Tensor, dtype: torch.dtype, groups: Groups) -> Tensor:
+        ctx.groups, group = groups, groups.copies
         own = shard.detach().to(dtype).contiguous()
         if group.size() == 1:
             return own.clone() if own is shard else own
         out = own.new_empty(group.size() * len(own), *own.shape[1:])
-        dist.all_gather_single(out, own, group=group)
+        with groups.clock.transfer():
+            dist.all_gather_single(out, own, group=group)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         wide = grad.float().contiguous()
-        count = ctx.group.size()
+        count = ctx.groups.copies.size()
         if count == 1:
             return wide, None, None
         got = torch.empty_like(wide)
-        dist.all_to_all_single(got, wide, group=ctx.group)
+        with ctx.groups.clock.transfer():
+            dist.all_to_all_single(got, wide, group=ctx.groups.copies)
         total, *others = got.view(count, -1, *wide.shape[1:])
         for other in others:
             total = total + other
@@ -89,37 +103,35 @@ class OnGrid:
         return self.function(x, gates, experts, up, out, pad)
 
 
-def _swap(x: Tensor, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _swap(x: Tensor, sent: Sequence[int], got: Sequence[int], groups: Groups) -> Tensor:
     out = x.new_empty(sum(got), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), list(got), list(sent), group=group)
+    with groups.clock.transfer():
+        dist.all_to_all_single(out, x.contiguous(), list(got), list(sent), group=groups.owners)
     return out
 
 
 class ExpertParallel:
     """`moe.ExpertFunction` over the experts of a group. All its processes must call it, each with its own rows."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, copies: dist.ProcessGroup, function: ExpertFunction, dtype: torch.dtype
-    ) -> None:
-        """group: the processes that together own one copy of the experts; copies: the processes that share the same
-        run."""
-        self.group, self.copies, self.function, self.dtype = group, copies, function, dtype
+    def __init__(self, groups: Groups, function: ExpertFunction, dtype: torch.dtype) -> None:
+        self.groups, self.function, self.dtype = groups, function, dtype
 
     def __call__(self, x: Tensor, gates: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, pad: int, /) -> Tensor:
         """As `moe.ExpertFunction`; gate_up and down are this process's float32 shards."""
-        own_up: Tensor = _Gathered.apply(gate_up, self.dtype, self.copies)  # type: ignore[no-untyped-call]
-        own_down: Tensor = _Gathered.apply(down, self.dtype, self.copies)  # type: ignore[no-untyped-call]
+        own_up: Tensor = _Gathered.apply(gate_up, self.dtype, self.groups)  # type: ignore[no-untyped-call]
+        own_down: Tensor = _Gathered.apply(down, self.dtype, self.groups)  # type: ignore[no-untyped-call]
         k = experts.shape[1]
         flat = experts.reshape(-1)
         owner = flat.div(own_up.shape[0], rounding_mode="floor")
         order = owner.argsort(stable=True)
         slots = order.argsort()
-        counts = torch.bincount(owner, minlength=self.group.size())
-        coming = _swap(counts, [1] * self.group.size(), [1] * self.group.size(), self.group)
+        counts = torch.bincount(owner, minlength=self.groups.owners.size())
+        single = [1] * self.groups.owners.size()
+        coming = _swap(counts, single, single, self.groups)
         sent, got = counts.tolist(), coming.tolist()
-        arrived: Tensor = _Exchange.apply(operators.permute(x, order // k, slots), sent, got, self.group)  # type: ignore[no-untyped-call]
-        local = _swap((flat - owner * own_up.shape[0])[order], sent, got, self.group)
+        arrived: Tensor = _Exchange.apply(operators.permute(x, order // k, slots), sent, got, self.groups)  # type: ignore[no-untyped-call]
+        local = _swap((flat - owner * own_up.shape[0])[order], sent, got, self.groups)
         one = torch.ones(len(arrived), 1, device=x.device)
         done = self.function(arrived, one, local[:, None], own_up, own_down, pad)
-        back: Tensor = _Exchange.apply(done, got, sent, self.group)  # type: ignore[no-untyped-call]
+        back: Tensor = _Exchange.apply(done, got, sent, self.groups)  # type: ignore[no-untyped-call]
         return operators.unpermute(back, slots, gates)

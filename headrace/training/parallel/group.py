@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from headrace.training.figures.clock import Clock
 from headrace.training.parallel.interface import GroupError
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ class ProcessGroup:
     def __init__(self, device: torch.device, expert_ranks: int = 1) -> None:
         """Call it in every process after `join`. expert_ranks: processes that share one copy of the experts."""
         self.device, self.expert_ranks = device, expert_ranks
+        self.clock = Clock()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if self.size % expert_ranks:
             raise GroupError(f"{expert_ranks} expert ranks do not divide {self.size} ranks")
@@ -63,14 +65,16 @@ class ProcessGroup:
     def gathered(self, value: T) -> list[T]:
         """One value of every process, in the order of ranks."""
         out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, value)
+        with self.clock.transfer():
+            dist.all_gather_object(out, value)
         return out
 
     def tell(self, order: object) -> None:
         """From the first process: send an order to the others."""
         data = torch.frombuffer(bytearray(pickle.dumps(order)), dtype=torch.uint8)
-        dist.broadcast(torch.tensor([len(data)]), src=0)
-        dist.broadcast(data, src=0)
+        with self.clock.transfer():
+            dist.broadcast(torch.tensor([len(data)]), src=0)
+            dist.broadcast(data, src=0)
 
     def hear(self) -> Any:
         """In every other process: wait for an order."""

@@ -24,7 +24,7 @@ from headrace.policy.config import PolicyConfig
 from headrace.policy.layer import Layer
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
-from headrace.training.parallel.experts import ExpertParallel, OnGrid
+from headrace.training.parallel.experts import ExpertParallel, Groups, OnGrid
 from headrace.training.parallel.group import ProcessGroup
 
 OWNED = ("gate_up", "down")
@@ -49,13 +49,31 @@ class OrderedSum:
     ) -> None:
         """As `torch.distributed.fsdp` calls it."""
         got = torch.empty_like(input_tensor)
-        dist.all_to_all_single(got, input_tensor, group=group)
+        with self.world.clock.transfer():
+            dist.all_to_all_single(got, input_tensor, group=group)
         total = self.total
         for part in got.view(group.size(), -1)[: self.world.contributors]:
             total = part if total is None else total + part
         assert total is not None
         output_tensor.copy_(total)
         self.total = output_tensor
+
+
+class TimedGather:
+    """FSDP's all-gather. On the CPU it waits for the result at once, so that its time is known."""
+
+    def __init__(self, world: ProcessGroup) -> None:
+        self.world = world
+        self.allocate = _buffer
+        """The function with which FSDP allocates its buffers."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """As `torch.distributed.fsdp` calls it."""
+        later = async_op and output_tensor.device.type != "cpu"
+        with self.world.clock.transfer():
+            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=later)
 
 
 @dataclass(frozen=True)
@@ -109,14 +127,14 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup) -> Shar
                 owned.add(layer.get_parameter(name))
                 copy, member = divmod(world.rank, world.expert_ranks)
                 first[f"layers.{index}.{name}"] = member * (config.experts // world.expert_ranks) + copy * rows
-            layer.function = ExpertParallel(
-                world.grid.get_group("experts"), world.grid.get_group("copies"), layer.function, config.torch_dtype
-            )
+            groups = Groups(world.grid.get_group("experts"), world.grid.get_group("copies"), world.clock)
+            layer.function = ExpertParallel(groups, layer.function, config.torch_dtype)
         modules.append(_cut(layer, world, policy, owned))
     modules.append(_cut(model, world, policy, owned))
     register_fsdp_forward_method(model, "forward_cached")
     sums = []
     for module in modules:
+        module.set_custom_all_gather(TimedGather(world))  # type: ignore[arg-type]
         sums.append(OrderedSum(world))
         module.set_custom_reduce_scatter(sums[-1])  # type: ignore[arg-type]
     parameters = dict(model.named_parameters())

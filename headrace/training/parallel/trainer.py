@@ -55,6 +55,7 @@ class ShardedTrainer(PolicyTrainer):
         super().__init__(config, folder, state, numerics)
         self.sharded = state
         self.world: ProcessGroup = state.world
+        self.clock = state.world.clock
         self.data_parallel = state.world
         self.versions: ShardedVersions = ShardedVersions(state)
         self.others: ranks.Ranks | None = None
@@ -90,8 +91,13 @@ class ShardedTrainer(PolicyTrainer):
                 raise ValueError(f"the manifest updates version {manifest.version}, this is {self.state.version}")
             records = [msgspec.msgpack.encode(part) for part in (manifest, trajectories, scores)]
             self._tell("take", msgspec.json.encode(self.config), *records)
+        before = self.clock.seconds["communication"]
         try:
-            return super().step(manifest, trajectories, scores)
+            outcome = super().step(manifest, trajectories, scores)
+            # The slowest process waits least in its collectives: what others wait longer, they wait for it.
+            spent = self.clock.seconds["communication"] - before
+            self.clock.waited(spent - min(self.world.gathered(spent)))
+            return outcome
         except TrainerError:
             raise  # a plugin differs from the manifest's: every process compares the hashes first, so all of them raise
         except Exception as error:

@@ -1,6 +1,7 @@
 """The trainer over a real broker: batches in the order of closings, and the same bits after any kill."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,13 @@ async def straight(server: Any, tmp_path_factory: pytest.TempPathFactory) -> lis
 
 async def test_batches_become_versions_in_the_order_of_closings(connect: Connect, tmp_path: Path) -> None:
     feeder = RunFeeder(await connect(), new_run(), tmp_path)
-    async with living(Trainer, config(tmp_path), await connect("trainer"), feeder.run):
+    began = time.perf_counter()
+    own = config(tmp_path, trainer={"peak_tflops": 0.5})
+    async with living(Trainer, own, await connect("trainer"), feeder.run):
         for number in range(3):
             await feeder.batch(number)
         last = await feeder.version(3)
+    elapsed = time.perf_counter() - began
     records = await feeder.steps()
     assert [(type(r).__name__, r.step) for r in records] == [
         (kind, step) for step in range(3) for kind in ("StepManifest", "StepDone")
@@ -63,6 +67,15 @@ async def test_batches_become_versions_in_the_order_of_closings(connect: Connect
     assert all(r.trained_slots == GROUP * PER_STEP for r in done)
     acts = Behaviour(calls_per_turn=1.0, reads_before_edit=0.0, tested=1.0, lint_fixed=0.0, asked=0.0)
     assert [r.behaviour for r in done] == [acts] * 3
+    figures = [r.efficiency for r in done if r.efficiency is not None]
+    assert len(figures) == 3
+    for each in figures:
+        assert sum(each.seconds.values()) == pytest.approx(each.wall_s, rel=1e-6)
+        assert all(each.seconds[cause] > 0.0 for cause in ("busy", "batch", "rescore", "publish", "records"))
+        assert each.seconds["communication"] == each.seconds["straggler"] == 0.0, "one process"
+        assert each.mfu is not None and each.hfu is not None and 0.0 < each.mfu < each.hfu < 1.0
+    assert sum(each.wall_s for each in figures) < elapsed, "no moment counts in two steps"
+    assert all(r.seconds <= f.seconds["busy"] for r, f in zip(done, figures, strict=True))
     assert snapshot.file_hash(last.path) == last.state_hash == done[-1].state_hash
     assert [path.name[:9] for path in sorted((feeder.folder / "snapshots").iterdir())] == ["v00000002", "v00000003"]
 

@@ -111,6 +111,11 @@ async def test_two_ranks_make_the_versions_of_one_process_also_after_one_is_kill
     assert [record.step for record in done] == [0, 1, 2], "nothing is trained twice"
     assert all(record.max_abs_dlp == 0.0 and record.exact and record.rescored_tokens for record in done), "Law 5"
     assert all(record.incarnation == 0 for record in records)
+    for each in (record.efficiency for record in done):
+        assert each is not None
+        assert sum(each.seconds.values()) == pytest.approx(each.wall_s, rel=1e-6)
+        assert each.seconds["communication"] > 0.0 and each.seconds["straggler"] >= 0.0
+        assert each.mfu is None, "nobody said what the peak of a CPU rank is"
     manifests = [record for record in records if isinstance(record, StepManifest)]
     assert all(record.objective["ranks"] == 2 for record in manifests)
     recorded = await of_run(await connect("replay"), several(tmp_path, 2), feeder.folder, feeder.run)

@@ -18,7 +18,7 @@ from headrace.messages import subjects as s
 from headrace.messages.evaluation import EvalResult
 from headrace.messages.operations import Event
 from headrace.messages.rollout import PolicyRef
-from headrace.messages.training import Behaviour, StepDone
+from headrace.messages.training import Behaviour, Efficiency, StepDone
 from tests.conftest import Connect
 
 pytestmark = pytest.mark.anyio
@@ -36,6 +36,7 @@ def step(run: str, number: int, reward: float = 0.5) -> StepDone:
         waited_s=0.0,
         reward_mean=reward,
         behaviour=Behaviour(calls_per_turn=1.5, reads_before_edit=2.0, tested=0.5, lint_fixed=0.0, asked=0.25),
+        efficiency=Efficiency(seconds={"busy": 3.0, "batch": 1.0}, wall_s=4.0, trained_tokens=100, model_flops=8.0),
     )
 
 
@@ -89,6 +90,8 @@ def test_values_that_are_not_finite_are_left_out() -> None:
     found = figures(step("r1", 3), 4)
     assert found is not None and found[0] == 3
     assert "train/max_abs_dlp" not in found[1] and found[1]["train/staleness_bound"] == 1.0
+    assert (found[1]["efficiency/trained_tokens_per_s"], found[1]["efficiency/busy_s"]) == (25.0, 3.0)
+    assert "efficiency/mfu" not in found[1], "no peak is known"
     assert (found[1]["behaviour/calls_per_turn"], found[1]["behaviour/asked"]) == (1.5, 0.25)
 
 

@@ -1,0 +1,1 @@
+"""Figures of a step: where its time goes, and the work that is done in it."""

@@ -1,0 +1,102 @@
+"""The work of a step, predicted from the policy's shape: tokens, floating-point operations, the load of experts.
+
+A product of an [n, a] and an [a, b] matrix counts 2nab; everything else counts nothing. Causal attention counts the
+pairs that it looks at. The embedding is a look-up, and the head multiplies the positions with a sampled token alone.
+The backward pass counts twice the forward pass; with adapters once, because the fixed weights have no gradient.
+
+Model operations (MFU) are those of one forward and one backward pass of the trained segments. Hardware operations (HFU)
+add re-scoring, the proximal policy, the reference policy and the forward passes that `recompute` repeats.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from headrace.config import Config
+from headrace.policy.config import PolicyConfig
+from headrace.training.batch import Batch, Segment
+from headrace.training.gradient import computed
+from headrace.training.memory_plan import parameters
+from headrace.training.mismatch import drawn
+
+_PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""Dense bfloat16 operations per second, by a part of the device's name (data sheets of the SXM boards)."""
+
+
+class Work(NamedTuple):
+    """What a step computes, on all processes together."""
+
+    trained_tokens: int = 0
+    """Sampled tokens with a gradient."""
+    forwarded_tokens: int = 0
+    """Inputs of every forward pass, but not those that `recompute` repeats."""
+    model_flops: float = 0.0
+    hardware_flops: float = 0.0
+    expert_load: float = 0.0
+    """Routed rows of the busiest expert over those of the mean one, of the worst layer; 0 without a mixture."""
+
+
+def forward_flops(policy: PolicyConfig, inputs: int, sampled: int) -> float:
+    """Operations of one forward pass of a sequence with `inputs` tokens and `sampled` positions at the head."""
+    count = parameters(policy)
+    idle = count.experts * (1.0 - policy.top_k / policy.experts) if policy.experts else 0.0
+    outside = policy.vocab * policy.dim * (1 if policy.tied else 2)
+    body = 2.0 * (count.total - idle - outside) * inputs
+    value = policy.latent.value_dim if policy.latent else policy.head_dim
+    pairs = inputs * (inputs + 1) / 2
+    attention = 2.0 * policy.layers * policy.heads * (policy.head_dim + value) * pairs
+    return body + attention + 2.0 * policy.vocab * policy.dim * sampled
+
+
+def work_of(config: Config, policy: PolicyConfig, batch: Batch, seed: int, exact: bool) -> Work:
+    """The work of a batch's step. seed: the manifest's, which draws the trajectories that are scored again; exact: the
+    trainer's numerics are exact."""
+    trained = computed(batch, config.algorithm)
+    chosen = drawn(batch, config.trainer.rescore, seed)
+    again = [segment for segment in batch.segments if segment.trajectory in chosen]
+    twice = [segment for segment in again if segment.routed is not None and not exact]  # live and replayed routes
+    passes = (config.algorithm.minibatches > 1) + (config.algorithm.kl_weight > 0.0)
+    forward = _flops(policy, trained)
+    model = (2.0 if policy.adapter else 3.0) * forward
+    extra = _flops(policy, again) + _flops(policy, twice) + passes * forward
+    inputs = _inputs(trained)
+    return Work(
+        trained_tokens=sum(len(segment.targets) for segment in trained),
+        forwarded_tokens=(1 + passes) * inputs + _inputs(again) + _inputs(twice),
+        model_flops=model,
+        hardware_flops=model + extra + (forward if config.numerics.recompute else 0.0),
+        expert_load=expert_load(policy, batch.segments),
+    )
+
+
+def _flops(policy: PolicyConfig, segments: Sequence[Segment]) -> float:
+    return sum(forward_flops(policy, len(segment.ids), len(segment.targets)) for segment in segments)
+
+
+def _inputs(segments: Sequence[Segment]) -> int:
+    return sum(len(segment.ids) for segment in segments)
+
+
+def expert_load(policy: PolicyConfig, segments: Sequence[Segment]) -> float:
+    """As `Work.expert_load`, from the recorded routes."""
+    routed = [segment.routed for segment in segments if segment.routed is not None]
+    if not policy.experts or not routed:
+        return 0.0
+    worst = 0.0
+    for layer in range(routed[0].shape[1]):
+        rows = torch.cat([routes[:, layer].reshape(-1) for routes in routed])
+        counts = torch.bincount(rows[rows >= 0], minlength=policy.experts)
+        total = int(counts.sum())
+        worst = max(worst, int(counts.max()) * policy.experts / total if total else 0.0)
+    return worst
+
+
+def peak_flops(config: Config, policy: PolicyConfig, device: torch.device) -> float:
+    """Operations per second of all the trainer's devices together; 0 where it is not known."""
+    if config.trainer.peak_tflops:
+        return config.trainer.peak_tflops * 1e12 * config.trainer.ranks
+    if device.type != "cuda" or policy.dtype != "bfloat16":
+        return 0.0
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAKS.items() if part in name), 0.0) * config.trainer.ranks
