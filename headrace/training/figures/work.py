@@ -25,7 +25,7 @@ _PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 class Work(NamedTuple):
-    """What a step computes, on all processes together."""
+    """The computation of a step, on all processes together."""
 
     trained_tokens: int = 0
     """Sampled tokens with a gradient."""
