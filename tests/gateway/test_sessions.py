@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from headrace.actors.rollout.actor import REASONS
+from headrace.actors.rollout.failures import REASONS
 from headrace.gateway.sessions import SENTENCES
 from headrace.ledger import lost_attempts
 
