@@ -2,15 +2,19 @@
 
 A client may send any bytes, send slowly, or never finish. So bodies are limited and decoded into typed structs; an
 invalid body is answered with status 400 and one sentence. Connections are limited in number and time: a connection that
-does not send its headers within `HEADER_S`, or is idle for `IDLE_S`, is closed; one above `MAX_CONNECTIONS` gets a 503.
-aiohttp has no such limits, so `Connections` wraps its server; it uses public interfaces only.
+does not send its headers within `HEADER_S`, or is idle for `IDLE_S`, is closed. At `MAX_CONNECTIONS` a new one replaces
+one without a complete request, the oldest of the address that has the most of them; so ten thousand silent connections
+do not lock out a client at another address, nor one at the same address that sends its request at once. A new
+connection gets a 503 only where handlers serve all others. aiohttp has no such limits, so `Connections` wraps its
+server; it uses public interfaces only.
 """
 
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -68,8 +72,10 @@ async def send(response: web.StreamResponse, data: bytes) -> None:
 async def read_body(request: web.Request) -> bytes:
     """The whole body. HttpRefused with 400, 408 or 413."""
     try:
-        async with asyncio.timeout(BODY_S):
-            return await request.read()
+        connections = request.app.get(CONNECTIONS)
+        with connections.reading(request) if connections is not None else nullcontext():
+            async with asyncio.timeout(BODY_S):
+                return await request.read()
     except TimeoutError:
         raise HttpRefused(408, f"the body did not arrive within {BODY_S:g} s") from None
     except web.HTTPRequestEntityTooLarge:
@@ -111,6 +117,8 @@ def guarded(handler: Handler, report: Report) -> Handler:
             return await (work if request.method == "GET" else asyncio.shield(work))
         except HttpRefused as error:
             return answer({"error": str(error)}, error.status)
+        except web.HTTPException as error:  # no such route, or not by this method
+            return answer({"error": f"{request.method} {request.path}: {error.reason}"}, error.status)
         except BusError as error:
             return answer({"error": f"the message bus is unavailable, try again: {error}"}, 503)
         except Exception as error:
@@ -123,10 +131,17 @@ def guarded(handler: Handler, report: Report) -> Handler:
 class Connections:
     """A protocol factory around aiohttp's server: limits the number of connections and gives each a deadline."""
 
-    def __init__(self, server: Callable[[], asyncio.Protocol]) -> None:
-        self.server = server
+    server: Callable[[], asyncio.Protocol]
+    """Makes aiohttp's protocol of a connection; set once its application is set up."""
+
+    def __init__(self) -> None:
         self.deadlines: dict[asyncio.Transport, float] = {}
         """The time (`time.monotonic`) at which each open connection is closed."""
+        self._new: dict[asyncio.Transport, str] = {}
+        self._reading: dict[asyncio.Transport, str] = {}
+        self._idle: dict[asyncio.Transport, str] = {}
+        """Addresses of the connections whose handler does not run, oldest first: without a complete request so far,
+        with an incomplete body, and between two requests."""
 
     def __call__(self) -> asyncio.Protocol:
         """The protocol of a new connection."""
@@ -136,16 +151,49 @@ class Connections:
         """Open connections."""
         return len(self.deadlines)
 
+    def opened(self, transport: asyncio.Transport) -> bool:
+        """Count a new connection; False where there is no place for it."""
+        if len(self) >= MAX_CONNECTIONS:
+            waiting = self._new or self._reading or self._idle
+            if not waiting:
+                return False
+            [(most, _)] = Counter(waiting.values()).most_common(1)
+            oldest = next(transport for transport, address in waiting.items() if address == most)
+            oldest.abort()
+            self.closed(oldest)
+        self.deadlines[transport] = time.monotonic() + HEADER_S
+        self._new[transport] = _address(transport)
+        return True
+
+    def closed(self, transport: asyncio.Transport) -> None:
+        """Count a connection no more."""
+        for place in (self.deadlines, self._new, self._reading, self._idle):
+            place.pop(transport, None)
+
+    @contextmanager
+    def reading(self, request: web.Request) -> Iterator[None]:
+        """A context around reading a request's body."""
+        transport = cast("asyncio.Transport", request.transport)
+        if transport in self.deadlines:
+            self._reading[transport] = _address(transport)
+        try:
+            yield
+        finally:
+            self._reading.pop(transport, None)
+
     async def timed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Suspend a connection's deadline while its handler runs: handlers limit their own time."""
         transport = cast("asyncio.Transport", request.transport)
         if transport in self.deadlines:
             self.deadlines[transport] = math.inf
+            self._new.pop(transport, None)
+            self._idle.pop(transport, None)
         try:
             return await handler(request)
         finally:
             if transport in self.deadlines:
                 self.deadlines[transport] = time.monotonic() + IDLE_S
+                self._idle[transport] = _address(transport)
 
     async def sweep(self) -> None:
         """Close connections whose deadline has passed, until cancelled."""
@@ -154,6 +202,14 @@ class Connections:
             now = time.monotonic()
             for transport in [transport for transport, deadline in self.deadlines.items() if now > deadline]:
                 transport.abort()
+
+
+def _address(transport: asyncio.Transport) -> str:
+    peer = transport.get_extra_info("peername")
+    return peer[0] if peer else ""  # no address where the client is gone
+
+
+CONNECTIONS = web.AppKey("connections", Connections)
 
 
 class _Connection(asyncio.Protocol):
@@ -166,13 +222,12 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast("asyncio.Transport", transport)  # uvloop's transports have no common base class
-        if len(self._connections) >= MAX_CONNECTIONS:
+        if not self._connections.opened(transport):
             transport.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n")
             transport.write(b"Connection: close\r\n\r\n")
             transport.close()
             return
         self._transport, self._protocol = transport, self._connections.server()
-        self._connections.deadlines[transport] = time.monotonic() + HEADER_S
         self._protocol.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -192,7 +247,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._protocol is not None and self._transport is not None:
-            del self._connections.deadlines[self._transport]
+            self._connections.closed(self._transport)
             self._protocol.connection_lost(exc)
 
 
@@ -218,9 +273,10 @@ class Listener:
         self._runner = web.AppRunner(
             app, access_log=None, keepalive_timeout=IDLE_S, handler_cancellation=True, shutdown_timeout=STOP_S
         )
+        connections = self.connections = app[CONNECTIONS] = Connections()
         await self._runner.setup()
         assert self._runner.server is not None
-        self.connections = Connections(self._runner.server)
+        connections.server = self._runner.server
         self._server = await asyncio.get_running_loop().create_server(
             self.connections,
             host,

@@ -1,6 +1,7 @@
 """Clients that never finish, read nothing, leave or are too many: every connection ends without a traceback."""
 
 import asyncio
+import contextlib
 import logging
 import resource
 from collections.abc import AsyncIterator
@@ -40,8 +41,8 @@ class Front:
         self.port = int(self.url.rpartition(":")[2])
         return self
 
-    async def connect(self, data: bytes) -> asyncio.StreamReader:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+    async def connect(self, data: bytes, source: str = "127.0.0.1") -> asyncio.StreamReader:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0))
         writer.write(data)
         self._writers.append(writer)
         return reader
@@ -100,18 +101,49 @@ async def test_three_thousand_half_open_requests_are_closed_in_time(front: Front
         await open_half(front, 3000)
 
 
+async def closed(reader: asyncio.StreamReader) -> bool:
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
+    return True
+
+
 async def test_connections_above_the_limit_are_refused(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
-    await front.connect(HALF_HEADERS)
+    reading = await front.connect(HALF_BODY)
+    await front.entered.wait()
+    silent = await front.connect(HALF_HEADERS)
+    front.entered.clear()
     waiting = await front.connect(b"GET /wait?wait=30 HTTP/1.1\r\nHost: x\r\n\r\n")
     await front.entered.wait()
+    assert await closed(silent) and not reading.at_eof(), "a connection without a request goes first"
+    front.entered.clear()
+    other = await front.connect(b"GET /wait?wait=30 HTTP/1.1\r\nHost: x\r\n\r\n")
+    await front.entered.wait()
+    assert await closed(reading), "then one with an incomplete body"
     refused = await front.connect(HALF_HEADERS)
     assert (await refused.read()).startswith(b"HTTP/1.1 503")
-    assert not waiting.at_eof(), "the others are not disturbed"
+    assert not waiting.at_eof() and not other.at_eof(), "the others are not disturbed"
     front.drop()
     await front.until_closed()
     async with aiohttp.ClientSession() as client, client.post(front.url + "/read", json={"a": 1}) as answer:
         assert (answer.status, await answer.json()) == (200, {"got": {"a": 1}})
+
+
+async def test_a_silent_connection_gives_way_at_the_address_that_has_most(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 3)
+    alone = await front.connect(HALF_HEADERS, "127.0.0.2")
+    silent = [await front.connect(HALF_HEADERS) for _ in range(2)]
+    await front.connect(HALF_HEADERS)
+    assert await closed(silent[0]) and not alone.at_eof(), "it is older, and the only one of its address"
+
+
+async def test_an_unknown_path_or_method_is_no_defect_of_the_gateway(front: Front) -> None:
+    async with aiohttp.ClientSession() as client:
+        for method, path, status in (("GET", "/none", 404), ("GET", "/%2e%2e/x", 404), ("POST", "/wait", 405)):
+            async with client.request(method, front.url + path) as answer:
+                assert answer.status == status and "error" in await answer.json()
 
 
 async def test_clients_that_leave_cause_no_traceback(front: Front) -> None:
