@@ -66,7 +66,11 @@ async def _api(connection: NatsConnection, name: str, request: object = None) ->
 
 
 class OrderedReader:
-    """One ordered pass over a stream. `until` ends it after that sequence; None goes on for ever."""
+    """One ordered pass over a stream. `until` ends it after that sequence; None goes on for ever.
+
+    With `last_per_subject` a pass with an end goes on until nothing follows: a subject that is written anew during the
+    pass loses its old record, and its new one lies after the end.
+    """
 
     def __init__(
         self,
@@ -222,11 +226,12 @@ class OrderedReader:
             expected, asked, quiet = expected + 1, asked - 1, 0
             self.next = delivery.seq + 1
             self.pending = delivery.pending
-            if self.until is not None and delivery.seq > self.until:
+            end = None if self._last_per_subject else self.until
+            if end is not None and delivery.seq > end:
                 self._ended = True
                 return
             yield message, delivery
-            if self.until is not None and (delivery.pending == 0 or delivery.seq == self.until):
+            if self.until is not None and (delivery.pending == 0 or delivery.seq == end):
                 self._ended = True
                 return
 

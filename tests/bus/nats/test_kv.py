@@ -6,6 +6,8 @@ from secrets import token_hex
 import pytest
 
 from headrace.bus.errors import BusError, WrongSequence
+from headrace.bus.nats import ordered_reader
+from headrace.bus.nats.connection import NatsConnection
 from headrace.messages.operations import Ack, Ping
 from tests.conftest import Connect
 from tests.support.patience import PATIENCE_S
@@ -57,6 +59,24 @@ async def test_keys_and_items(connect: Connect) -> None:
         f"{prefix}.a": Ack(detail="a again"),
         f"{prefix}.b": Ack(detail="b"),
     }
+
+
+async def test_keys_that_are_written_during_a_pass_are_in_it(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actors renew their entries all the time; a reader never takes one of them for missing."""
+    kv, prefix = await (await connect()).kv("HR_STATE"), f"k{token_hex(4)}"
+    for name in ("a", "b", "c"):
+        await kv.put(f"{prefix}.{name}", Ack(detail=name))
+    measure = ordered_reader.last_seq
+
+    async def renewed_meanwhile(connection: NatsConnection, stream: str) -> int:
+        end = await measure(connection, stream)
+        for name in ("b", "c"):
+            await kv.put(f"{prefix}.{name}", Ack(detail=f"{name} again"))
+        return end
+
+    monkeypatch.setattr(ordered_reader, "last_seq", renewed_meanwhile)
+    found = [value for value, _ in (await kv.items(f"{prefix}.*")).values()]
+    assert sorted(found, key=str) == [Ack(detail="a"), Ack(detail="b again"), Ack(detail="c again")]
 
 
 async def test_watch_gives_the_last_state_then_every_change(connect: Connect) -> None:
