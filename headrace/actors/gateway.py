@@ -38,10 +38,11 @@ from headrace.gateway.http import HttpRefused, Listener, answer, read_json, wait
 from headrace.gateway.keys import ApiKeys, key_file
 from headrace.gateway.requests import NewFeedback, NewSession
 from headrace.gateway.serving import ClientServing
-from headrace.gateway.sessions import Session, asked_by, attempt_record
+from headrace.gateway.sessions import Session, asked_by, attempt_record, gauges
 from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
+from headrace.gateway.tenants.access import open_access
 from headrace.gateway.user_keys import UserKeys
 from headrace.ledger.issuer import Issuer
 from headrace.ledger.lost_attempts import REASON, lost_attempt
@@ -83,8 +84,7 @@ class Gateway(Actor):
         self._incomplete: set[str] = set()
         """Groups of recovered sessions whose files are gone."""
         self._kept = await self.bus.kv("HR_SESSION")
-        tenant = self.config.production.tenant
-        forgetting = Forgetting(self.bus, self.run, tenant, self.keys, self.ratings, self._drop)
+        forgetting = Forgetting(self.bus, self.run, self.config.production.tenant, self.keys, self.ratings, self._drop)
         await forgetting.recover()
         after = await self._recover()
         group = {"run": self.run, "group": "*.*"}
@@ -100,7 +100,8 @@ class Gateway(Actor):
         self.clients = ClientServing(self.bus, self.config, self.run, self.keys, self.split, self.event, self.ratings)
         await self.clients.start()
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
-        turns = Endpoints(self.clients, ApiKeys(key_file(self.config)))
+        keys = ApiKeys(key_file(self.config))
+        turns = Endpoints(self.clients, keys)
         own = (self.bus, self.config, self.run, self.keys, self.split, self.sessions)
         parts = GatewayParts(*own, self._open, self.event, self.spawn)
         self.agents, routes = await open_agents(parts, turns.admit, self.ratings, self.follow_ups)
@@ -118,14 +119,16 @@ class Gateway(Actor):
             ],
             self._report,
         )
-        production = self.config.production
-        certificate = tls.configured(production, self.every, self.event)
+        certificate = tls.configured(production := self.config.production, self.every, self.event)
         url = await self._listener.start(production.host, production.port, certificate)
+        self._tenants = await open_access(self.bus, self.config, keys, self._listener, self.event)
         (folder / "gateway.json").write_text(json.dumps({"url": url}))
         await self.event("listening", url)
 
     async def stop(self) -> None:
-        """Close the port; open sessions continue without a gateway and are recovered by the next one."""
+        """Close the port. Open sessions continue without a gateway; the next one recovers them."""
+        if hasattr(self, "_tenants"):
+            await self._tenants.stop()
         if hasattr(self, "_listener"):
             await self._listener.stop()
             await self.follow_ups.close()
@@ -264,16 +267,13 @@ class Gateway(Actor):
 
     async def _health(self, request: web.Request) -> web.Response:
         """The version that is served, and the load."""
-        health: dict[str, str | int] = {"run": self.run, "version": self.version}
-        health |= {"active": self._count("running"), "waiting": self._count("queued")}
+        load = {"active": self._count("running"), "waiting": self._count("queued")}
+        health = {"run": self.run, "version": self.version} | load
         return answer(health, 200 if self.version >= 0 else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         """Prometheus exposition."""
-        states = ("queued", "running", "finished", "failed")
-        lines = ["# TYPE headrace_sessions gauge"]
-        lines += [f'headrace_sessions{{state="{state}"}} {self._count(state)}' for state in states]
-        return web.Response(text="\n".join(lines) + "\n")
+        return web.Response(text=gauges(self.sessions.values()))
 
     # Sessions
 

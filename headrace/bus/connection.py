@@ -33,6 +33,8 @@ from headrace.metrics import process as metrics
 
 OWNER_HEADER = "Hr-Owner"
 """Of a request: the hash of the user whose data the request and its answer are."""
+RawMessage = Msg
+"""A message as it came, which `Bus.listen_raw` hands on: `subject`, `reply`, `headers` and `data`."""
 MAX_INLINE = 1 << 20
 """Bytes of an encoded message above which it becomes a claim check."""
 RETRY_S = 20.0
@@ -304,7 +306,9 @@ class Bus(Records):
 
         return await self.connection.subscribe(subject, handle)
 
-    async def listen_raw(self, subject: str, callback: Callable[[Msg], Awaitable[None]], *, queue: str = "") -> Any:
+    async def listen_raw(
+        self, subject: str, callback: Callable[[RawMessage], Awaitable[None]], *, queue: str = ""
+    ) -> Any:
         """A core subscription that hands on raw messages, each in a task of its own."""
 
         async def spawn(raw: Msg) -> None:

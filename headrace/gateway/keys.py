@@ -47,6 +47,7 @@ class ApiKeys:
         self._path = path
         self._stamp: tuple[int, int] | None = None
         self._keys: dict[str, ApiKey] = {}
+        self._inside = secrets.token_urlsafe(32) + ":"
 
     def add(self, tenant: str, *, training: bool = False, requests_per_minute: int = 600) -> str:
         """Create a key for a tenant and return it. Only its hash is stored, so it cannot be shown again."""
@@ -81,7 +82,15 @@ class ApiKeys:
 
         The lookup is by hash, so its duration reveals nothing about existing keys.
         """
-        return self._read().get(_digest(key))
+        found = self._read()
+        if key.startswith(self._inside):
+            return next((entry for entry in found.values() if entry.id == key.removeprefix(self._inside)), None)
+        return found.get(_digest(key))
+
+    def inside(self, id: str) -> str:
+        """Text that this process alone accepts in place of the key with an id: for callers that the broker has
+        authenticated."""
+        return self._inside + id
 
     def _read(self) -> dict[str, ApiKey]:
         try:

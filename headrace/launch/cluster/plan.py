@@ -70,6 +70,8 @@ def plan(cluster: Cluster, base: Path) -> list[HostPlan]:
     _check(cluster, config, file)
     keys = base / config.bus.credentials
     if not keys.is_dir():
+        if config.production.broker_tenants:
+            credentials.open_to_tenants(keys)
         credentials.write(keys)
     own = Path(credentials.of_run(str(keys), config.run.id))
     toml = file.read_bytes()
@@ -122,15 +124,24 @@ def _host(host: Node, config: Config, toml: bytes, keys: Path, own: Path) -> Hos
         wanted.append("admin.nk")
         files["nats.conf"] = CONF.read_bytes()
         files["credentials/users.conf"] = (keys / "users.conf").read_bytes()
+    if "gateway" in kinds and config.production.broker_tenants:
+        for name in credentials.TENANTS:
+            files[f"credentials/{name}"] = _key(keys / name, host.name, f"{keys} --tenants")
+        if account := credentials.account_of(own):
+            files[f"credentials/{credentials.ACCOUNT}"] = account.encode()
     for name in (*wanted, PUBLIC):
-        try:
-            files[f"credentials/{name}"] = (own / name).read_bytes()
-        except OSError as error:
-            raise ConfigError(
-                f"{own / name}: {error.strerror}; host {host.name} needs this key: complete the folder with "
-                f"`python -m headrace.bus.broker.credentials {keys}`"
-            ) from None
+        files[f"credentials/{name}"] = _key(own / name, host.name, str(keys))
     return HostPlan(host, order, files)
+
+
+def _key(path: Path, host: str, folder: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}; host {host} needs this key: complete the folder with "
+            f"`python -m headrace.bus.broker.credentials {folder}`"
+        ) from None
 
 
 def environment(order: Order, process: Process, inherited: dict[str, str]) -> dict[str, str]:

@@ -211,6 +211,6 @@ def test_no_role_may_do_anything_and_unknown_roles_have_nothing() -> None:
 
 def test_every_publisher_of_the_table_is_a_role() -> None:
     named = {name for subject in s.SUBJECTS.values() for name in subject.publishers}
-    assert named <= {*permissions.ROLES, "every actor", "nats-server"}
+    assert named <= {*permissions.ROLES, "every actor", "nats-server", "tenants"}
     assert {role for roles in permissions.EVENT_TYPES.values() for role in roles} <= set(permissions.ROLES)
     assert set(permissions.EVENT_TYPES) | set(permissions.FREE_EVENTS) == set(s.EVENT.types)

@@ -45,8 +45,9 @@ def filters(role: str) -> dict[str, bool]:
                 tried[subject.where(service=other)] = other == role  # its own calls, `ping` among them
             continue
         core = subject is not s.ADVISORY and s.stream_of(subject.where()) is None
-        # What a stream keeps is read by consumers, whose creation is fenced by stream, and never from the wire.
-        tried[subject.where()] = core and (role in subject.readers or role in permissions.READERS)
+        listens = role in permissions.READERS and subject is not s.TENANT  # requests of tenants are the gateway's alone
+        # Records of a stream are read by consumers, whose creation is fenced by stream, and never from the wire.
+        tried[subject.where()] = core and (role in subject.readers or listens)
         for run in RUNS:
             if "{run}" in subject.template:
                 tried[subject.where(run=run)] = False
