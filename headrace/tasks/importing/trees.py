@@ -37,16 +37,22 @@ def archive(folder: Path, commit: str) -> dict[str, bytes]:
     """The files of a commit. ImportRefused."""
     if not re.fullmatch(r"[0-9a-fA-F]{7,64}|[A-Za-z0-9._/-]+", commit) or commit.startswith("-"):
         raise ImportRefused(f"expected a commit, got {commit!r}")
+    listed = _git(["-C", str(folder), "ls-tree", "-r", "-l", "-z", commit], b"")
+    if listed.returncode:
+        raise ImportRefused(f"{folder} has no commit {commit}: {_last(listed.stderr)}")
+    # Their sizes first: the archive of a repository may be larger than this machine's memory.
+    sizes = [line.split()[3] for line in listed.stdout.split(b"\0") if line]
+    _bounded({}, folder, sum(int(size) for size in sizes if size.isdigit()))
     done = _git(["-C", str(folder), "archive", "--format=tar", commit], b"")
     if done.returncode:
-        raise ImportRefused(f"{folder} has no commit {commit}: {_last(done.stderr)}")
+        raise ImportRefused(f"{folder}, commit {commit} cannot be read: {_last(done.stderr)}")
     files: dict[str, bytes] = {}
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
         for member in tar:
             file = tar.extractfile(member) if member.isfile() else None
             if file is not None:
                 files[member.name] = file.read()
-    return _bounded(files, folder)
+    return files
 
 
 def read(folder: Path) -> dict[str, bytes]:

@@ -4,12 +4,14 @@ pip asks a source distribution for its metadata, which runs the package's own bu
 packages that you would install. All other code of the package, its tests included, runs in sandboxes alone.
 """
 
+import lzma
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+import zlib
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -20,6 +22,9 @@ _SKIP = frozenset(
     {"docs", "doc", "examples", "example", "build", "dist", "benchmarks", "scripts", "dev", "node_modules"}
 )
 _FILE_LIMIT, _TREE_LIMIT = 1 << 20, 6 << 20
+_UNPACKED_LIMIT = 512 << 20
+_DAMAGED = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError)
+"""Errors of archives that are cut, damaged or encrypted."""
 
 
 class PackageError(Exception):
@@ -71,25 +76,37 @@ def fetch(requirement: str, folder: Path) -> Path:
 
 
 def unpack(archive: Path, folder: Path) -> Path:
-    """Unpack an archive whose members may not leave `folder`; the root is its only folder where it has just one."""
+    """Unpack an archive whose members may not leave `folder`; the root is its only folder where it has just one.
+
+    PackageError for an archive that is none, or that unpacks to more than `_UNPACKED_LIMIT` bytes.
+    """
     folder.mkdir()
     try:
         if archive.suffix == ".zip":
             with zipfile.ZipFile(archive) as packed:
+                _refuse_large(sum(member.file_size for member in packed.infolist()))
                 packed.extractall(folder)
         else:
             with tarfile.open(archive) as packed_tar:
                 _extract(packed_tar, folder)
-    except (tarfile.TarError, zipfile.BadZipFile, OSError) as error:
+    except (*_DAMAGED, OSError, ValueError) as error:
         raise PackageError(f"{archive.name} cannot be unpacked: {error}") from None
     inside = list(folder.iterdir())
     return inside[0] if len(inside) == 1 and inside[0].is_dir() else folder
 
 
+def _refuse_large(size: int) -> None:
+    if size > _UNPACKED_LIMIT:
+        raise OSError(f"it unpacks to more than {_UNPACKED_LIMIT >> 20} MiB")
+
+
 def _extract(archive: tarfile.TarFile, folder: Path) -> None:
     """Files and folders alone, without their modes: tarfile's own filters came with Python 3.11.4, and Debian 12 has
     3.11.2. OSError for a member that would leave the folder."""
+    total = 0
     for member in archive:
+        total += member.size
+        _refuse_large(total)
         path = PurePosixPath(member.name)
         if path.is_absolute() or ".." in path.parts:
             raise OSError(f"{member.name} leaves the folder")

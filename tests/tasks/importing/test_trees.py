@@ -1,0 +1,23 @@
+"""Files of a commit are read from a checkout on this machine, within a limit."""
+
+from pathlib import Path
+
+import pytest
+
+from headrace.tasks.importing import trees
+from headrace.tasks.importing.base import ImportRefused
+from tests.support import rows
+
+
+def test_a_commit_is_read_unless_it_is_too_large_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = rows.repository(tmp_path)
+    [folder] = [path for path in tmp_path.iterdir() if (path / ".git").exists()]
+    files = trees.archive(folder, row["base_commit"])
+    assert files and all(isinstance(content, bytes) for content in files.values())
+    for wrong in ("0" * 40, "no-such-branch", "--output=x", "a b"):
+        with pytest.raises(ImportRefused, match=r"has no commit|expected a commit"):
+            trees.archive(folder, wrong)
+    monkeypatch.setattr(trees, "LARGEST_TREE", sum(map(len, files.values())) - 1)
+    monkeypatch.setattr("tarfile.open", None)
+    with pytest.raises(ImportRefused, match="import the row with its image instead"):
+        trees.archive(folder, row["base_commit"])
