@@ -51,7 +51,6 @@ async def write_report(run: "Run", bus: "Bus", watch: "Watch", moments: "Moments
 
     ledger = await audit(bus, run.folder.id)
     stored = await records.collect(bus, run.folder.id, watch.asked)
-    await bus.close()
     declared = [capabilities(name) for name in stored.backends]
     backends = report.Backends(
         isolated=bool(declared) and all(each.isolated for each in declared),

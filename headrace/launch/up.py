@@ -97,31 +97,31 @@ async def see_through(
 
     ready = time.time()
     await run.start()
-    bus = await Bus.connect(run.broker.url, role="operator", credentials=run.broker.credentials)
-    watch = Watch(bus, run.folder.id, run.config, started)
-    try:
-        async with AsyncExitStack() as beside_run:
-            beside_run.enter_context(measured(run.config, "up", run.folder.id))
-            if address is not None:
-                await serve_page(run, bus, address, beside_run)
-            async with asyncio.TaskGroup() as group:
-                keeper = group.create_task(run.watch())
-                meter = group.create_task(closing.meter(run, watch))
-                figures = group.create_task(RunMetrics(watch, bus, run.folder.path).follow())
-                other = group.create_task(beside(run, watch)) if beside is not None else None
-                simulated_users = None
-                if run.config.production.enabled and run.config.production.simulate:
-                    simulated_users = group.create_task(users.simulate(run.config, run.folder.path, stopping.asked))
-                await watch.until_finished(say)
-                run.finished = True
-                for task in (keeper, meter, figures, other, simulated_users):
-                    if task is not None:
-                        task.cancel()
-    except BaseExceptionGroup as failures:
-        raise first_of(failures) from None
-    moments = Moments(started=started, ready=ready, shutdown=time.time())
-    await run.stop()
-    return await closing.write_report(run, bus, watch, moments)
+    async with await Bus.connect(run.broker.url, role="operator", credentials=run.broker.credentials) as bus:
+        watch = Watch(bus, run.folder.id, run.config, started)
+        try:
+            async with AsyncExitStack() as beside_run:
+                beside_run.enter_context(measured(run.config, "up", run.folder.id))
+                if address is not None:
+                    await serve_page(run, bus, address, beside_run)
+                async with asyncio.TaskGroup() as group:
+                    keeper = group.create_task(run.watch())
+                    meter = group.create_task(closing.meter(run, watch))
+                    figures = group.create_task(RunMetrics(watch, bus, run.folder.path).follow())
+                    other = group.create_task(beside(run, watch)) if beside is not None else None
+                    simulated_users = None
+                    if run.config.production.enabled and run.config.production.simulate:
+                        simulated_users = group.create_task(users.simulate(run.config, run.folder.path, stopping.asked))
+                    await watch.until_finished(say)
+                    run.finished = True
+                    for task in (keeper, meter, figures, other, simulated_users):
+                        if task is not None:
+                            task.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_of(failures) from None
+        moments = Moments(started=started, ready=ready, shutdown=time.time())
+        await run.stop()
+        return await closing.write_report(run, bus, watch, moments)
 
 
 async def serve_page(run: Run, bus: "Bus", address: "Address", stack: AsyncExitStack) -> None:

@@ -1,10 +1,10 @@
 """One connection to the broker, with requests that fail fast.
 
-nats-py leaves four gaps that cost an actor minutes: a forbidden publish is only seen as a timeout, `connect` with bad
-credentials retries for ever, a request that was in flight when the connection broke waits for its timeout, and a task
-that is cancelled while nats-py flushes continues as if it had not been cancelled. `NatsConnection` keeps its own table
-of waiting requests, so that a refusal or a break ends exactly the requests that it concerns, and it raises swallowed
-cancellations again.
+nats-py leaves five gaps that cost an actor minutes: a forbidden publish is only seen as a timeout, `connect` with bad
+credentials retries for ever, a request that was in flight when the connection broke waits for its timeout, a task that
+is cancelled while nats-py flushes continues as if it had not been cancelled, and so does its reconnection, which then
+keeps the process from ending. `NatsConnection` keeps its own table of waiting requests, so that a refusal or a break
+ends exactly the requests that it concerns, and it raises swallowed cancellations again.
 """
 
 import asyncio
@@ -310,6 +310,10 @@ class NatsConnection:
             entry[0].set_result(message)
 
     async def _on_error(self, error: Exception) -> None:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # An attempt to connect failed while its task was cancelled, and nats-py lost the cancellation.
+            raise asyncio.CancelledError
         text = str(error)
         if isinstance(error, ssl.SSLError | NoTls) and self._fatal is not None and not self._fatal.done():
             trusted = "ca.pem in the credentials folder" if self._tls is not None else "this machine's authorities"

@@ -237,3 +237,27 @@ async def test_actors_live_through_it(broker: Broker) -> None:
     assert await asyncio.wait_for(task, PATIENCE_S) == 0
     assert Judge.starts == 1
     await operator.close()
+
+
+async def test_a_reconnection_that_is_cancelled_while_its_attempt_fails_ends(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a process the loop cancels every task once; one that goes on keeps the process for ever."""
+    bus = await broker.connect()
+    attempts: list[asyncio.Task[object]] = []
+    ended = asyncio.Event()
+
+    async def refused(*_: object, **__: object) -> object:
+        [reconnection] = [task for task in asyncio.all_tasks() if "_attempt_reconnect" in repr(task.get_coro())]
+        if not attempts:
+            reconnection.add_done_callback(lambda _: ended.set())
+        attempts.append(reconnection)
+        reconnection.cancel()
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(asyncio, "open_connection", refused)
+    await broker.server.kill()
+    async with asyncio.timeout(PATIENCE_S):
+        await ended.wait()
+    assert len(attempts) == 1
+    await bus.close()
