@@ -57,11 +57,11 @@ class CloneBackend:
 
     @classmethod
     def requirements(cls, environment: Environment) -> Iterator[Requirement]:
-        """QEMU, its accelerator, memory, disk and rights, as `headrace vm doctor` prints them."""
+        """QEMU, its accelerator, memory, disk and rights, as `headrace vm doctor` prints them, but boots nothing."""
         if environment.accel == "kvm" and (reason := no_kvm()):
             text = f"{reason}; set environment.accel to auto or tcg, or give this user /dev/kvm"
             yield Requirement("accel", False, text)
-        for finding in doctor(environment):
+        for finding in doctor(environment, boot=False):
             yield Requirement("", finding.good, finding.text)
 
     def __init__(self, environment: Environment, templates: dict[str, Template], on_event: OnEvent) -> None:

@@ -20,20 +20,26 @@ from headrace.vmhost.qemu.memory import Memory, descriptor
 from headrace.vmhost.qemu.process import Accel, Hardware, MachineType
 
 _MARKER = b"headrace-is-up"
+_REMEMBERED = "probe.json"
 _LIMIT_S = {"kvm": 8.0, "tcg": 60.0}
 """A kernel is up in 0.5 s under KVM and 2 s under TCG on a quiet machine."""
 
 
-def choose(base: Path, cache: Path, version: str, wanted: str = "auto") -> tuple[Accel, MachineType, str]:
-    """Accelerator, machine type, and why in one sentence. VmhostError when nothing boots."""
-    remembered = cache / "probe.json"
-    conditions = [version, os.uname().release, _cpu(), _boot_id(), base.name, wanted, process.no_kvm()]
+def remembered(base: Path, cache: Path, version: str, wanted: str = "auto") -> tuple[Accel, MachineType, str] | None:
+    """What `choose` found under the same conditions; None when it would boot machines now."""
     try:
-        before = json.loads(remembered.read_text())
-        if before["conditions"] == conditions:
+        before = json.loads((cache / _REMEMBERED).read_text())
+        if before["conditions"] == _conditions(base, version, wanted):
             return before["accel"], before["machine"], before["why"]
     except (OSError, ValueError, KeyError):
         pass
+    return None
+
+
+def choose(base: Path, cache: Path, version: str, wanted: str = "auto") -> tuple[Accel, MachineType, str]:
+    """Accelerator, machine type, and why in one sentence. VmhostError when nothing boots."""
+    if before := remembered(base, cache, version, wanted):
+        return before
     notes: list[str] = []
     accels: tuple[Accel, ...] = ("kvm", "tcg") if wanted == "auto" else (wanted,)  # type: ignore[assignment]
     machines: tuple[MachineType, ...] = ("microvm", "q35")
@@ -45,9 +51,10 @@ def choose(base: Path, cache: Path, version: str, wanted: str = "auto") -> tuple
             failure = boots(base, accel, machine)
             if not failure:
                 why = f"{accel} with {machine}" + (f" ({'; '.join(notes)})" if notes else "")
+                conditions = _conditions(base, version, wanted)
                 choice = {"conditions": conditions, "accel": accel, "machine": machine, "why": why}
                 with suppress(OSError):  # a cache of another user or on a read-only disk: the next run probes again
-                    remembered.write_text(json.dumps(choice))
+                    (cache / _REMEMBERED).write_text(json.dumps(choice))
                 return accel, machine, why
             notes.append(f"{accel} with {machine}: {failure}")
     raise VmhostError(f"no virtual machine boots here: {'; '.join(notes)}")
@@ -108,6 +115,11 @@ def _busybox(base: Path) -> bytes:
             return data[body : body + size]
         at = body + (size + 3) // 4 * 4
     raise VmhostError("the guest image is damaged: it has no busybox; remove the cache folder and try again")
+
+
+def _conditions(base: Path, version: str, wanted: str) -> list[str]:
+    """Everything that a remembered choice depends on."""
+    return [version, os.uname().release, _cpu(), _boot_id(), base.name, wanted, process.no_kvm()]
 
 
 def _cpu() -> str:

@@ -16,6 +16,7 @@ from headrace.vmhost.images import base as image
 from headrace.vmhost.images import cpio, packages
 from headrace.vmhost.node import doctor
 from headrace.vmhost.qemu import probe, process
+from headrace.vmhost.qemu.backend import CloneBackend
 from headrace.vmhost.templates import template
 from tests.support.paths import ROOT
 
@@ -44,6 +45,19 @@ def test_the_doctor_looks_at_the_base_of_this_version_alone(tmp_path: Path) -> N
     texts = [finding.text for finding in doctor.doctor(Environment(cache_dir=str(tmp_path)))]
     assert "machines boot with tcg on microvm: remembered" in texts
     assert json.loads((tmp_path / "probe.json").read_text()) == choice
+
+
+@pytest.mark.skipif(shutil.which("qemu-system-x86_64") is None, reason="QEMU is not installed")
+def test_the_first_check_of_a_machine_boots_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its `light.cpio` is missing, so that a boot would be an error."""
+    base = packages.folder(tmp_path)
+    base.mkdir()
+    (base / "done").touch()
+    found = list(CloneBackend.requirements(Environment(cache_dir=str(tmp_path))))
+    assert any("no machine was booted here yet: `headrace vm doctor` boots one" in one.text for one in found)
+    assert not (tmp_path / "probe.json").exists()
+    with pytest.raises(FileNotFoundError):
+        doctor.doctor(Environment(cache_dir=str(tmp_path)))
 
 
 @pytest.mark.parametrize(("mode", "says"), [(0o600, "only root may open"), (0o660, ""), (0o666, "")])
