@@ -38,6 +38,17 @@ def test_files_that_documents_name_exist() -> None:
             assert any((ROOT / folder / name).exists() for folder in folders), f"{page.name} names {name}"
 
 
+def test_tests_that_documents_name_exist() -> None:
+    """A page that names the test of a claim is wrong as soon as that test has another name."""
+    pages = {page.name: page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+    _, _, complaints = pages["operating.md"].partition("## What operators complain about elsewhere")
+    rows = [line for line in complaints.splitlines() if line.startswith("|")][2:]
+    assert len(rows) == 15 and all("::test_" in row for row in rows)
+    for name, text in pages.items():
+        for file, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
+            assert f"def {test}(" in (ROOT / file).read_text(), f"{name} names {file}::{test}"
+
+
 def test_every_results_file_states_its_conditions() -> None:
     """Each measurement of benchmarks/results names its commit, date and CPU, in the file or in each of its parts."""
 
