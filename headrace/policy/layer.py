@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from headrace.kernels import batch_invariant, operators
 from headrace.kernels.route import Rule
-from headrace.policy import latent, moe
+from headrace.policy import gpt_oss, latent, moe
 from headrace.policy.adapters import low_rank
 from headrace.policy.config import PolicyConfig
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Queries, keys and values of packed tokens, and the heads' sinks (gpt_oss) -> what the heads read."""
 
 
 class Chosen:
@@ -66,6 +67,9 @@ class Layer(nn.Module):
             width = c.dense_dim or c.expert_dim
             self.gate_up = new(2 * width, c.dim)
             self.down = new(c.dim, width)
+        if c.gpt_oss:
+            self.sinks, self.router_bias = new(c.heads), new(c.experts)
+            self.gate_up_bias, self.down_bias = new(c.experts, 2 * c.expert_dim), new(c.experts, c.dim)
         if self.sparse and c.shared_experts:
             width = c.shared_experts * c.expert_dim
             self.shared_gate_up, self.shared_down = new(2 * width, c.dim), new(c.dim, width)
@@ -85,7 +89,7 @@ class Layer(nn.Module):
         c = self.config
         h = operators.rms_norm(x, self.attention_norm, c.eps)
         q, k, v = self._project(h, cos, sin, pad)
-        mixed = attend(q, k, v)
+        mixed = attend(q, k, v, self.sinks if c.gpt_oss else None)
         if c.latent:
             mixed = mixed[..., : c.latent.value_dim]
         mixed = low_rank.linear(self, mixed.reshape(len(x), -1), "out", pad)
@@ -102,13 +106,17 @@ class Layer(nn.Module):
             normalise=c.normalise_top_k,
             rule=self.rule if chosen.experts is None else self.rule._replace(plausible=0.0),
             correction=getattr(self, "correction", None),
-            function=self.function,
+            function=self._biased() if c.gpt_oss else self.function,
+            router_bias=self.router_bias if c.gpt_oss else None,
         )
         out, experts = moe.mixture(h, layer, pad, replay if chosen.experts is None else chosen.experts)
         chosen.experts = experts
         if c.shared_experts:
             out = out + _mlp(h, self.shared_gate_up, self.shared_down, pad)
         return x + out
+
+    def _biased(self) -> moe.ExpertFunction:
+        return gpt_oss.Experts(self.gate_up_bias, self.down_bias, self.config.clamp)
 
     def _project(self, h: Tensor, cos: Tensor, sin: Tensor, pad: int) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config

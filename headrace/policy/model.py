@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace.kernels import operators
 from headrace.kernels.block_attention import Packing
-from headrace.policy import attention, moe
+from headrace.policy import attention, gpt_oss, moe
 from headrace.policy.adapters import low_rank
 from headrace.policy.cache import KVCache, Step
 from headrace.policy.config import CheckpointError, PolicyConfig
@@ -68,7 +68,7 @@ class Model(nn.Module):
             if kind == "norm" or kind.endswith("_norm"):
                 parameter.fill_(1.0)
                 continue
-            if kind == "correction" or kind.endswith("_bias"):
+            if kind in ("correction", "sinks") or kind.endswith("_bias"):
                 parameter.zero_()
                 continue
             std = parameter.shape[-1] ** -0.5
@@ -105,7 +105,12 @@ class Model(nn.Module):
         exact = self.numerics.exact
 
         def attend(layer: int) -> Attend:
-            return lambda q, k, v: attention.packed(q, k, v, packing, self._scale, exact)
+            def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+                if sinks is None:
+                    return attention.packed(q, k, v, packing, self._scale, exact)
+                return gpt_oss.packed(q, k, v, sinks, packing, self._scale, self.config.seen(layer))
+
+            return run
 
         return self._decode(ids, packing.positions, max(lengths, default=0), attend, routed, recorder)
 
@@ -127,7 +132,13 @@ class Model(nn.Module):
             exact, pad = self.numerics.exact, self.numerics.row_pad
 
             def attend(layer: int) -> Attend:
-                return lambda q, k, v: attention.cached(q, k, v, step, cache, layer, self._scale, pad, exact)
+                def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+                    if sinks is None:
+                        return attention.cached(q, k, v, step, cache, layer, self._scale, pad, exact)
+                    seen = self.config.seen(layer)
+                    return gpt_oss.cached(q, k, v, sinks, step, cache, layer, self._scale, pad, seen)
+
+                return run
 
             longest = max(start + length for start, length in zip(starts, lengths, strict=True))
             return self._decode(ids, step.positions, longest, attend, routed, recorder)

@@ -42,6 +42,8 @@ class Mixture(NamedTuple):
     correction: Tensor | None = None
     """float32 [E], see `kernels.route`."""
     function: ExpertFunction = operators.experts
+    router_bias: Tensor | None = None
+    """[E], added to the router's scores."""
 
 
 def mixture(x: Tensor, of: Mixture, pad: int, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -54,6 +56,8 @@ def mixture(x: Tensor, of: Mixture, pad: int, replay: Tensor | None = None) -> t
         logits = operators.linear(x.float(), of.router.float(), pad)
     else:
         logits = operators.linear(x, of.router, pad)
+        if of.router_bias is not None:
+            logits = logits + of.router_bias
     gates, experts = operators.route(logits, of.k, of.normalise, replay, of.rule, of.correction)
     return of.function(x, gates, experts, of.gate_up, of.down, pad), experts
 

@@ -102,6 +102,8 @@ def _layer(c: PolicyConfig, index: int) -> int:
         width = (c.heads + 2 * c.kv_heads) * c.head_dim
         count += width * c.dim + c.dim * c.heads * c.head_dim + (2 * c.head_dim if c.qk_norm else 0)
         count += (width if c.qkv_bias else 0) + (c.dim if c.out_bias else 0)
+    if c.gpt_oss:
+        count += c.heads + c.experts * (1 + 2 * c.expert_dim + c.dim)  # sinks, biases of router and experts
     if not c.sparse(index):
         return count + 3 * (c.dense_dim or c.expert_dim) * c.dim
     count += c.experts * c.dim + 3 * c.experts * c.expert_dim * c.dim + 3 * c.shared_experts * c.expert_dim * c.dim
@@ -115,6 +117,8 @@ def element_bytes(config: PolicyConfig) -> int:
 
 def activation_bytes(config: PolicyConfig, sparse: bool) -> int:
     """Bytes per token that one layer saves for backward, with fused attention.
+
+    gpt_oss has no fused attention here: it saves the scores of all visible keys as well, which this does not count.
 
     Each term is a saved tensor: inputs of norms and products, rotated queries and keys, values, attention's output and
     log-sum-exp, the MLP's inner width, and in float32 what norms and routing keep per row. An adapter saves the outputs

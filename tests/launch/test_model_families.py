@@ -18,6 +18,7 @@ from headrace.policy.model import Model
 from headrace.weights import snapshot
 from tests.launch.test_up import FEW, HEADRACE, command, up
 from tests.policy.test_families import DEEPSEEK, QWEN, theirs
+from tests.policy.test_gpt_oss import GPT_OSS
 from tests.support import chat_formats, chat_packages, tiny
 from tests.support.paths import ROOT
 
@@ -40,6 +41,21 @@ DEEPSEEK_CHAT = """\
 {%- if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"""
 """DeepSeek-V3.1's frames and calls, which its tokenizer has tokens for."""
 
+HARMONY_CHAT = """\
+{%- set last = namespace(name='') %}{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' + m.content + '<|end|>' }}
+{%- elif m.role == 'assistant' and m.tool_calls %}
+{%- for call in m.tool_calls %}{% set last.name = call.function.name %}
+{{- '<|start|>assistant to=functions.' + call.function.name + '<|channel|>commentary json<|message|>' }}
+{{- call.function.arguments | tojson }}{{ '<|call|>' }}{% endfor %}
+{%- elif m.role == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}
+{%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content }}
+{%- if loop.first %}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{% endif %}{{ '<|end|>' }}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+"""Messages and calls in the format that gpt-oss's tokenizer has tokens for."""
+
 FAMILIES: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "qwen3": ("qwen3", QWEN, "", "hermes"),
     "llama": (
@@ -49,6 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "llama3",
     ),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK, DEEPSEEK_CHAT, "deepseek"),
+    "gpt_oss": ("gptoss", GPT_OSS, HARMONY_CHAT, "harmony"),
 }
 """Architecture to its tokenizer's package, its shape, its chat template (empty: the package's own), its syntax."""
 
@@ -94,6 +111,7 @@ async def test_three_steps_and_out_again(kind: str, tmp_path: Path, monkeypatch:
         "limits.context_tokens": 4096,
         "algorithm.reward": "own_reward:parity",
         "trainer.frozen": [],
+        "trainer.device": "cpu",
         "evaluation.every": 2,
         "evaluation.every_tasks": 1,
     }

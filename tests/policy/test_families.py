@@ -69,6 +69,7 @@ def theirs(kind: str, fields: Mapping[str, Any]) -> Any:
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
         "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+        "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
@@ -78,7 +79,7 @@ def theirs(kind: str, fields: Mapping[str, Any]) -> Any:
     with torch.no_grad():
         named: dict[str, Tensor] = out.state_dict()
         for name, value in named.items():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "sinks")):
                 value.add_(torch.randn_like(value) * 0.2)
     return out
 
@@ -87,7 +88,7 @@ def compared(folder: Path, model: Any, ids: Tensor) -> None:
     """Logits within 1e-4 and the same experts for every token."""
     routes: list[Tensor] = []
     for name, module in model.named_modules():
-        if name.endswith("mlp.gate"):
+        if name.endswith(("mlp.gate", "mlp.router")):
             module.register_forward_hook(lambda _, __, out: routes.append(out[2].sort(-1).values))
     with torch.no_grad():
         want = model(ids[None]).logits[0]

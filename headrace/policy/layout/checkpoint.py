@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headrace.policy.config import CheckpointError, PolicyConfig
-from headrace.policy.layout import hugging_face
+from headrace.policy.layout import hugging_face, mxfp4
 from headrace.policy.model import Model
 
 SHARD_BYTES = 5 << 30
@@ -38,6 +38,8 @@ def save(
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     tensors = weights.state() if isinstance(weights, Model) else dict(weights)
+    if config.gpt_oss:
+        tensors = mxfp4.outward(tensors)
     parts = shards(tensors, shard_bytes)
     files = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     if len(parts) == 1:
@@ -103,6 +105,8 @@ def load(folder: str | Path) -> tuple[PolicyConfig, dict[str, Tensor]]:
         raise CheckpointError(f"{path}: weights cannot be read: {error}") from None
     if config.tied:
         tensors.pop("lm_head.weight", None)
+    if config.gpt_oss:
+        tensors = mxfp4.inward(tensors, config.torch_dtype)
     layer = re.compile(r"model\.layers\.(\d+)\.")
     beyond = [name for name in tensors if (found := layer.match(name)) and int(found[1]) >= config.layers]
     for name in beyond if config.scores == "sigmoid" else ():

@@ -7,6 +7,8 @@
     mistral        the same as llama; without a sliding window
     glm4_moe       grouped attention, part of a head rotated, q/k norm and biases as the checkpoint says; the mixture
                    is that of deepseek_v3
+    gpt_oss        sinks, a sliding window in every second layer, biases, clamped SwiGLU; experts in MXFP4 are read as
+                   `dtype` (see `mxfp4`)
     deepseek_v3    latent attention, leading dense layers, sigmoid scores with a correction, groups, shared experts;
                    kimi_k2 is the same under another name
 
@@ -22,7 +24,7 @@ import msgspec
 from headrace.config import Config, Policy
 from headrace.policy import rope
 from headrace.policy.adapters import shape
-from headrace.policy.config import Adapter, CheckpointError, Latent, PolicyConfig
+from headrace.policy.config import ALPHA, Adapter, CheckpointError, Latent, PolicyConfig
 
 _QWEN3 = {"attention_bias": False, "use_sliding_window": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
 _DEEPSEEK3 = {"attention_bias": False, "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -33,6 +35,7 @@ _REQUIRED: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "mistral": {"sliding_window": None},
     "glm4_moe": {},
+    "gpt_oss": {"attention_bias": True, "swiglu_alpha": ALPHA},
     "deepseek_v3": _DEEPSEEK3,
     "kimi_k2": _DEEPSEEK3,
 }
@@ -45,6 +48,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2",
     "mistral": "Mistral",
     "glm4_moe": "Glm4Moe",
+    "gpt_oss": "GptOss",
 }
 
 
@@ -62,11 +66,25 @@ def from_section(section: Policy) -> PolicyConfig:
 
 
 def of_run(config: Config) -> PolicyConfig:
-    """The shape of a run's policy: that of [policy], with the adapter of [trainer.lora]. CheckpointError."""
+    """The shape of a run's policy: that of [policy], with the adapter of [trainer.lora]. CheckpointError, also where a
+    part of the run does not compute this policy."""
     policy, lora = from_section(config.policy), config.trainer.lora
+    if policy.gpt_oss:
+        _check_gpt_oss(config)
     if not lora.rank:
         return policy
     return msgspec.structs.replace(policy, adapter=shape.resolved(policy, lora.rank, lora.alpha, lora.targets))
+
+
+def _check_gpt_oss(config: Config) -> None:
+    for key, got, wanted in (
+        ("[engine] kind", config.engine.kind, "embedded"),
+        ("[trainer] ranks", config.trainer.ranks, 1),
+        ("[trainer] device", config.trainer.device, "cpu"),
+        ("[trainer.lora] rank", config.trainer.lora.rank, 0),
+    ):
+        if got != wanted:
+            raise CheckpointError(f"{key} = {got!r} is not supported for gpt_oss, only {wanted!r}")
 
 
 def read(folder: str | Path) -> PolicyConfig:
@@ -93,8 +111,11 @@ def parse(raw: dict[str, Any]) -> PolicyConfig:
     if turned not in (None, 1.0) and kind != "glm4_moe":
         raise CheckpointError(f"partial_rotary_factor {turned} is not supported for {kind}, only 1.0")
     quantised = raw.get("quantization_config") or {}
-    if quantised and quantised.get("quant_method") != "mxfp8":
-        raise CheckpointError(f"quant_method {quantised.get('quant_method')!r} is not supported, only 'mxfp8'")
+    readable = "mxfp4" if kind == "gpt_oss" else "mxfp8"
+    if quantised and quantised.get("quant_method") != readable:
+        raise CheckpointError(
+            f"quant_method {quantised.get('quant_method')!r} is not supported for {kind}, only {readable!r}"
+        )
     positions = raw.get("max_position_embeddings", 32_768)
     try:
         theta, scaling = rope.parse(raw, positions)
@@ -112,7 +133,7 @@ def parse(raw: dict[str, Any]) -> PolicyConfig:
             "rope": scaling,
             "tied": bool(raw.get("tie_word_embeddings", False)),
             "max_positions": positions,
-            "expert_format": "mxfp8" if quantised else "",
+            "expert_format": "mxfp8" if quantised and readable == "mxfp8" else "",
             "adapter": msgspec.convert(raw[_ADAPTER], Adapter) if _ADAPTER in raw else None,
         }
         return PolicyConfig(**shared, **_READERS[kind](raw))
@@ -176,6 +197,31 @@ def _glm(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(raw: dict[str, Any]) -> dict[str, Any]:
+    kinds = _kinds(raw["num_hidden_layers"])
+    if (raw.get("layer_types") or kinds) != kinds:
+        raise CheckpointError(
+            "layer_types is not supported in this order, only sliding_attention and full_attention in turns"
+        )
+    return {
+        "model_type": "gpt_oss",
+        "kv_heads": raw["num_key_value_heads"],
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        "experts": raw.get("num_local_experts") or raw["num_experts"],
+        "top_k": raw.get("num_experts_per_tok") or raw["experts_per_token"],
+        "expert_dim": raw["intermediate_size"],
+        "qk_norm": False,
+        "qkv_bias": True,
+        "out_bias": True,
+        "window": raw["sliding_window"] or 0,
+        "clamp": float(raw.get("swiglu_limit", 7.0)),
+    }
+
+
+def _kinds(layers: int) -> list[str]:
+    return ["full_attention" if index % 2 else "sliding_attention" for index in range(layers)]
+
+
 def _sigmoid_mixture(raw: dict[str, Any]) -> dict[str, Any]:
     """Sigmoid scores with a correction, groups, shared experts and leading dense layers."""
     return {
@@ -217,6 +263,7 @@ _READERS = {
     "qwen2": _dense,
     "mistral": _dense,
     "glm4_moe": _glm,
+    "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek,
     "kimi_k2": _deepseek,
 }
@@ -263,6 +310,13 @@ def as_json(c: PolicyConfig) -> dict[str, Any]:
         out |= {"attention_bias": c.qkv_bias, "use_qk_norm": c.qk_norm}
         out["partial_rotary_factor"] = out["rope_parameters"]["partial_rotary_factor"] = c.turned / c.head_dim
         del out["use_sliding_window"], out["sliding_window"]
+    if kind == "gpt_oss":
+        del out["use_sliding_window"]
+        for name in sparse:
+            del out[name]
+        out |= {"num_local_experts": c.experts, "num_experts_per_tok": c.top_k, "attention_bias": True}
+        out |= {"sliding_window": c.window, "layer_types": _kinds(c.layers)}
+        out |= {"swiglu_limit": c.clamp, "swiglu_alpha": ALPHA, "output_router_logits": False}
     if kind == "llama":
         out |= {"attention_bias": c.qkv_bias, "mlp_bias": False}
         del out["use_sliding_window"], out["sliding_window"]
