@@ -33,7 +33,7 @@ from headrace.bus.connection import Bus
 from headrace.bus.nats.streams import declare
 from headrace.config import Config, Production, Run
 from headrace.gateway.http import MAX_CONNECTIONS
-from headrace.gateway.keys import ApiKeys, key_file
+from headrace.gateway.tenants.keys import ApiKeys, key_file
 
 RUN = "rabuse"
 GOOD = 16

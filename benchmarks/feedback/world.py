@@ -38,7 +38,7 @@ from headrace.config import (
     branch_config,
     branch_name,
 )
-from headrace.gateway.keys import ApiKeys, key_file
+from headrace.gateway.tenants.keys import ApiKeys, key_file
 from headrace.messages.product import ClientCall, ClientMessage, ClientTool, Promotion
 from headrace.messages.rollout import RendererBundle
 from headrace.messages.subjects import EVENT

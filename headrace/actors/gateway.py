@@ -35,7 +35,6 @@ from headrace.gateway.agents.store import GatewayParts, Order
 from headrace.gateway.endpoints import Endpoints
 from headrace.gateway.forgetting import Forgetting
 from headrace.gateway.http import HttpRefused, Listener, answer, read_json, wait_seconds
-from headrace.gateway.keys import ApiKeys, key_file
 from headrace.gateway.requests import NewFeedback, NewSession
 from headrace.gateway.serving import ClientServing
 from headrace.gateway.sessions import Session, asked_by, attempt_record, gauges
@@ -43,6 +42,7 @@ from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
 from headrace.gateway.tenants.access import open_access
+from headrace.gateway.tenants.keys import ApiKeys, key_file
 from headrace.gateway.user_keys import UserKeys
 from headrace.ledger.issuer import Issuer
 from headrace.ledger.lost_attempts import REASON, lost_attempt

@@ -27,8 +27,8 @@ from headrace.gateway.dialects.chat import ChatCompletions
 from headrace.gateway.dialects.messages import Messages
 from headrace.gateway.dialects.responses import Responses
 from headrace.gateway.http import HttpRefused, read_body, send
-from headrace.gateway.keys import ApiKey, ApiKeys
-from headrace.gateway.limits import RateLimit, retry_after
+from headrace.gateway.tenants.keys import ApiKey, ApiKeys
+from headrace.gateway.tenants.limits import RateLimit, retry_after
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Responses(), Messages())
 SESSION_HEADERS = ("x-headrace-session", "session-id", "session_id", "x-session-id", "conversation_id")

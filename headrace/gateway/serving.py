@@ -20,10 +20,10 @@ from headrace.gateway.client_sessions import ClientSessions
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.endpoints import Begun, Caller, Thumb
 from headrace.gateway.http import HttpRefused
-from headrace.gateway.keys import ApiKey
 from headrace.gateway.shadows import Shadows
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
+from headrace.gateway.tenants.keys import ApiKey
 from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
 from headrace.messages.operations import Ack

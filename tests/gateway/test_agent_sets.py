@@ -12,8 +12,8 @@ from headrace.actors.rollout import policies
 from headrace.actors.rollout.actor import Rollout
 from headrace.config import Environment as Section
 from headrace.gateway.agents.merging import merge
-from headrace.gateway.keys import ApiKeys, key_file
 from headrace.gateway.split import Split
+from headrace.gateway.tenants.keys import ApiKeys, key_file
 from headrace.messages import subjects
 from headrace.messages.rollout import PolicyRef, TurnDone
 from headrace.rendering.base import Call

@@ -17,9 +17,9 @@ import pytest
 from aiohttp import web
 
 from headrace.gateway.acp.api import AgentsApi
-from headrace.gateway.keys import ApiKeys, key_file
 from headrace.gateway.signals.follow_ups import dissatisfied
 from headrace.gateway.signals.reporting import Noted, Repository
+from headrace.gateway.tenants.keys import ApiKeys, key_file
 from headrace.messages import subjects
 from headrace.messages.base import Array
 from headrace.messages.product import Feedback

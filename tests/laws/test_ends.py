@@ -26,8 +26,8 @@ from headrace.bus.broker.server import Server
 from headrace.bus.connection import Bus
 from headrace.config import Config, Limits, Production, Run
 from headrace.config import Environment as EnvironmentSection
-from headrace.gateway.keys import ApiKeys, key_file
 from headrace.gateway.split import Split
+from headrace.gateway.tenants.keys import ApiKeys, key_file
 from headrace.messages.rollout import PolicyRef, RolloutRequest
 from headrace.messages.subjects import DLQ, STREAMS, TASK, token
 from headrace.messages.tasks import TaskRef

@@ -12,7 +12,7 @@ from aiohttp import web
 from headrace.gateway.conversation import ModelReply, ModelRequest
 from headrace.gateway.endpoints import Begun, Caller, Endpoints, Thumb
 from headrace.gateway.http import HttpRefused
-from headrace.gateway.keys import ApiKey, ApiKeys
+from headrace.gateway.tenants.keys import ApiKey, ApiKeys
 from headrace.messages.product import ClientCall, ClientUsage
 
 Script = Callable[[ModelRequest], tuple[str, tuple[ClientCall, ...]]]

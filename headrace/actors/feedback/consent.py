@@ -1,7 +1,7 @@
 """The tenants that allow training on their users' sessions."""
 
 from headrace.config import Config
-from headrace.gateway.keys import ApiKeys, key_file
+from headrace.gateway.tenants.keys import ApiKeys, key_file
 
 
 class Consent:

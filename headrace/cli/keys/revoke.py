@@ -20,7 +20,7 @@ def add(commands: "Commands") -> None:
 def revoke(args: argparse.Namespace) -> int:
     """Remove the key."""
     from headrace.cli.keys.session import keys_of
-    from headrace.gateway.keys import KeyFileError
+    from headrace.gateway.tenants.keys import KeyFileError
     from headrace.launch.output import say
     from headrace.launch.runs import RunError
 

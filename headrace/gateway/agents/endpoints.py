@@ -36,10 +36,10 @@ from headrace.gateway.agents.views import agent_view, run_view
 from headrace.gateway.agents.webhooks import allowed
 from headrace.gateway.agents.workspace import files_of
 from headrace.gateway.http import read_json
-from headrace.gateway.keys import ApiKey
 from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.persistence import kept_lines
 from headrace.gateway.signals.ratings import Ratings
+from headrace.gateway.tenants.keys import ApiKey
 from headrace.messages.product import Agent, AgentRun, Feedback, Moment, Signal
 from headrace.messages.rollout import Trajectory, TurnSampled
 

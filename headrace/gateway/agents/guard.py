@@ -8,8 +8,8 @@ from aiohttp import web
 from headrace.bus.errors import BusError
 from headrace.gateway.agents.requests import AgentRefused
 from headrace.gateway.http import HttpRefused
-from headrace.gateway.keys import ApiKey
-from headrace.gateway.limits import retry_after
+from headrace.gateway.tenants.keys import ApiKey
+from headrace.gateway.tenants.limits import retry_after
 
 CODES = {
     400: "invalid_request",

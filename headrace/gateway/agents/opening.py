@@ -9,9 +9,9 @@ from headrace.gateway.agents.events import Events
 from headrace.gateway.agents.set_endpoints import SetEndpoints
 from headrace.gateway.agents.sets import AgentSets
 from headrace.gateway.agents.store import Agents, GatewayParts
-from headrace.gateway.keys import ApiKey
 from headrace.gateway.signals.follow_ups import FollowUps
 from headrace.gateway.signals.ratings import Ratings
+from headrace.gateway.tenants.keys import ApiKey
 
 
 async def open_agents(

@@ -22,7 +22,7 @@ from headrace.gateway.agents.requests import AgentRefused, Merge
 from headrace.gateway.agents.sets import AgentSets
 from headrace.gateway.agents.workspace import files_of
 from headrace.gateway.http import read_json
-from headrace.gateway.keys import ApiKey
+from headrace.gateway.tenants.keys import ApiKey
 from headrace.messages.product import Agent, AgentSet
 
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]

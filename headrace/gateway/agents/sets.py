@@ -18,7 +18,7 @@ from headrace.gateway.agents.merging import Merged, merge
 from headrace.gateway.agents.requests import AgentRefused, NewAgent
 from headrace.gateway.agents.store import KEPT_BYTES, Agents, GatewayParts, Member, idempotent_id
 from headrace.gateway.agents.views import agent_view, check_view, run_view
-from headrace.gateway.keys import ApiKey
+from headrace.gateway.tenants.keys import ApiKey
 from headrace.messages import subjects
 from headrace.messages.product import Agent, AgentSet, WorkspaceCommand, WorkspaceReport
 from headrace.messages.rollout import AttemptControl

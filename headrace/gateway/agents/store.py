@@ -19,10 +19,10 @@ from headrace.bus.errors import BusError
 from headrace.config import Config
 from headrace.gateway.agents.requests import AgentRefused, NewAgent
 from headrace.gateway.agents.webhooks import Webhooks
-from headrace.gateway.keys import ApiKey
 from headrace.gateway.sessions import Session
 from headrace.gateway.signals.persistence import added_lines
 from headrace.gateway.split import Split
+from headrace.gateway.tenants.keys import ApiKey
 from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
 from headrace.messages.product import Agent, AgentRun

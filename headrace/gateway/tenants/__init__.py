@@ -1,1 +1,1 @@
-"""Tenants on the message bus: their API keys let them connect to the broker and send what they may send over HTTP."""
+"""Tenants of the gateway: their API keys and rate limits, and their access to the broker itself."""

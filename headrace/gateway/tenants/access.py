@@ -3,8 +3,8 @@
 from headrace.bus.connection import Bus
 from headrace.config import Config
 from headrace.gateway.http import Listener
-from headrace.gateway.keys import ApiKeys
 from headrace.gateway.tenants.callout import Callout, Event
+from headrace.gateway.tenants.keys import ApiKeys
 from headrace.gateway.tenants.requests import TenantRequests
 
 

@@ -19,8 +19,8 @@ from headrace.bus.broker import credentials
 from headrace.bus.broker.permissions import CALLOUT_ROLE
 from headrace.bus.connection import Bus, RawMessage
 from headrace.bus.errors import Unrecoverable
-from headrace.gateway.keys import ApiKey, ApiKeys
 from headrace.gateway.tenants import jwt
+from headrace.gateway.tenants.keys import ApiKey, ApiKeys
 from headrace.messages import subjects
 
 ASKED = "$SYS.REQ.USER.AUTH"

@@ -20,7 +20,7 @@ from yarl import URL
 
 from headrace.bus.connection import Bus, RawMessage
 from headrace.gateway.http import Listener
-from headrace.gateway.keys import ApiKeys
+from headrace.gateway.tenants.keys import ApiKeys
 from headrace.messages import subjects
 
 METHODS = ("get", "post", "delete")

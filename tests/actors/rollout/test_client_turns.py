@@ -15,7 +15,7 @@ from headrace.actors.rollout.actor import Rollout
 from headrace.bus.connection import Bus
 from headrace.bus.payloads import renderer_bundles
 from headrace.config import Config, Engine, Policy, Production, Run
-from headrace.gateway.keys import ApiKeys
+from headrace.gateway.tenants.keys import ApiKeys
 from headrace.messages.product import Feedback
 from headrace.messages.rollout import Span, Trajectory, Turn
 from headrace.messages.subjects import EVENT, FEEDBACK, TRAJ

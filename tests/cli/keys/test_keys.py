@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.gateway.keys import ApiKeys
+from headrace.gateway.tenants.keys import ApiKeys
 
 
 def test_a_key_from_its_making_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ from headrace.bus.connection import Bus
 from headrace.bus.errors import Unrecoverable
 from headrace.bus.nats.streams import declare
 from headrace.config import Config, Production, Run
-from headrace.gateway.keys import ApiKeys, key_file
 from headrace.gateway.tenants import callout
+from headrace.gateway.tenants.keys import ApiKeys, key_file
 from tests.support.actors import living
 from tests.support.patience import PATIENCE_S
 

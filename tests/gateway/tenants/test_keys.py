@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.gateway.keys import ApiKeys, KeyFileError
-from headrace.gateway.limits import RateLimit, retry_after
+from headrace.gateway.tenants.keys import ApiKeys, KeyFileError
+from headrace.gateway.tenants.limits import RateLimit, retry_after
 
 
 def test_the_file_holds_no_key(tmp_path: Path) -> None:
