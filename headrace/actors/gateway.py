@@ -43,6 +43,7 @@ from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
 from headrace.gateway.tenants.access import open_access
 from headrace.gateway.tenants.keys import ApiKeys, key_file
+from headrace.gateway.traffic import TrafficReports
 from headrace.gateway.user_keys import UserKeys
 from headrace.ledger.issuer import Issuer
 from headrace.ledger.lost_attempts import REASON, lost_attempt
@@ -50,7 +51,7 @@ from headrace.ledger.requests import limits_of, settings_of
 from headrace.ledger.state import RunState
 from headrace.messages import subjects
 from headrace.messages.operations import DeadLetter
-from headrace.messages.product import Feedback, OpenSession, Traffic, gate_key, promotion_key
+from headrace.messages.product import Feedback, OpenSession, gate_key, promotion_key
 from headrace.messages.rollout import RolloutRequest, Sampling, SlotFailed, Trajectory, TurnDone, TurnSampled
 from headrace.messages.tasks import TaskRef
 from headrace.messages.weights import WeightsSwapped
@@ -77,7 +78,7 @@ class Gateway(Actor):
         self.ratings = Ratings(self.bus)
         self.follow_ups = FollowUps(self.config, self.spawn, self.event)
         self.version = -1
-        self.requests: list[float] = []
+        self.traffic = TrafficReports(self.bus, self.config, self.run, self.id, self.sessions)
         self._state = RunState(self.run)
         self._issuer = Issuer(self.bus, self._state, lambda issued: self.sessions[issued.group].request)
         self._suite = lru_cache(64)(partial(open_suite, root=self.config.tasks.dir))
@@ -95,15 +96,15 @@ class Gateway(Actor):
         for key in (promotion_key(self.run), gate_key(self.run)):
             self.spawn(self._follow_split(key), key)
         self.spawn(self._follow_versions(), "versions")
-        self.every(1.0, self._publish_traffic, "traffic")
+        self.spawn(self.traffic.follow(), "traffic")
         self.every(5.0, self._end_overdue, "session deadlines")
-        self.clients = ClientServing(self.bus, self.config, self.run, self.keys, self.split, self.event, self.ratings)
+        shared = (self.bus, self.config, self.run, self.keys, self.split)
+        self.clients = ClientServing(*shared, self.event, self.ratings, self.traffic)
         await self.clients.start()
         self.every(5.0, self.clients.end_idle, "idle sessions of clients")
         keys = ApiKeys(key_file(self.config))
         turns = Endpoints(self.clients, keys)
-        own = (self.bus, self.config, self.run, self.keys, self.split, self.sessions)
-        parts = GatewayParts(*own, self._open, self.event, self.spawn)
+        parts = GatewayParts(*shared, self.sessions, self._open, self.event, self.spawn)
         self.agents, routes = await open_agents(parts, turns.admit, self.ratings, self.follow_ups)
         self.spawn(forgetting.follow(), "the deny-list")
         self._listener = Listener(
@@ -217,7 +218,7 @@ class Gateway(Actor):
         settings = msgspec.structs.replace(settings, isolation="episode", **changes)
         first = attempt_record(self.run, group, task, secrets.randbits(31), 0)
         session = self.sessions[group] = Session(settings.request(first), time.time())
-        self.requests.append(time.monotonic())
+        self.traffic.begun()
         try:
             await self._keep(session)
             await self._issue(session)
@@ -384,17 +385,3 @@ class Gateway(Actor):
         async for received in self.bus.follow("HR_EVENT", where):
             if isinstance(received.message, WeightsSwapped):
                 self.version = max(self.version, received.message.version)
-
-    async def _publish_traffic(self) -> None:
-        """Publish the present load and the request rate of the last 10 s, for the scavenger."""
-        now = time.monotonic()
-        self.requests = [moment for moment in self.requests if now - moment < 10.0]
-        traffic = Traffic(
-            region=self.config.bus.region,
-            run=self.run,
-            active=self._count("running") + self.clients.active,
-            waiting=self._count("queued"),
-            requests_per_s=len(self.requests) / 10.0,
-            capacity=len(self.config.production.rollouts),
-        )
-        await self.bus.emit(subjects.TRAFFIC.at(region=subjects.token(traffic.region)), traffic)

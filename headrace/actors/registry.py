@@ -13,7 +13,7 @@ ACTORS = {
     "dead_letter": "headrace.actors.dead_letter:DeadLetter",
     "gateway": "headrace.actors.gateway:Gateway",
     "feedback": "headrace.actors.feedback.actor:Feedback",
-    "scavenger": "headrace.actors.scavenger:Scavenger",
+    "scavenger": "headrace.actors.scavenger.actor:Scavenger",
     "environment": "headrace.actors.environment.actor:Environment",
     "search": "headrace.actors.search:Search",
     "judge": "headrace.actors.judge:Judge",

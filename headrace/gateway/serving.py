@@ -24,6 +24,7 @@ from headrace.gateway.shadows import Shadows
 from headrace.gateway.signals.ratings import Ratings
 from headrace.gateway.split import Split
 from headrace.gateway.tenants.keys import ApiKey
+from headrace.gateway.traffic import TrafficReports
 from headrace.gateway.user_keys import UserKeys
 from headrace.messages import subjects
 from headrace.messages.operations import Ack
@@ -47,15 +48,21 @@ class ClientServing:
     """The sampler behind the gateway's endpoints."""
 
     def __init__(
-        self, bus: Bus, config: Config, run: str, users: UserKeys, split: Split, event: Tell, ratings: Ratings
+        self,
+        bus: Bus,
+        config: Config,
+        run: str,
+        users: UserKeys,
+        split: Split,
+        event: Tell,
+        ratings: Ratings,
+        traffic: TrafficReports,
     ) -> None:
         self._bus, self._config, self._run, self._ratings = bus, config, run, ratings
-        self._users, self._split, self._event = users, split, event
+        self._users, self._split, self._event, self._traffic = users, split, event, traffic
         self._shadows = Shadows(bus, run, self._ask)
         self._sessions = ClientSessions()
         self._locks: dict[str, asyncio.Lock] = {}
-        self.active = 0
-        """Turns that are being sampled."""
 
     async def start(self) -> None:
         """Load the sessions that an earlier gateway stored."""
@@ -102,11 +109,8 @@ class ClientServing:
                 seed=secrets.randbits(31),
                 context_tokens=production.context_tokens,
             )
-            self.active += 1
-            try:
+            with self._traffic.turn():
                 done = await self._ask(turn)
-            finally:
-                self.active -= 1
             if self._split.shadow is not None:
                 self._shadows.mirror(turn, self._split.shadow)
             message = ClientMessage(role="assistant", text=done.text, calls=done.calls)

@@ -30,6 +30,11 @@ class Job:
         self.stops = frozenset(request.stop_ids)
 
     @property
+    def urgent(self) -> bool:
+        """Whether it is a request of the product."""
+        return self.request.lane == "production"
+
+    @property
     def left(self) -> int:
         """Number of tokens of the context that were not forwarded yet."""
         return len(self.context) - len(self.session.ids)

@@ -7,6 +7,10 @@ decoding.
 
 Admission reserves all blocks that a request may need, so a running request always gets its blocks.
 
+Requests of the product go first. They do not wait for a place that training takes, and while any of them runs, the
+steps are theirs alone, except every `SHARED`th, so that training never stands still. A request of the product therefore
+waits for one step that is under way, and for blocks of the cache when training has reserved all of them.
+
 While a version is being staged, each step is followed by a slice of staging (`staging`).
 """
 
@@ -14,7 +18,7 @@ import math
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import torch
@@ -28,6 +32,9 @@ from headrace.engines.embedded.staging import SHARE, SLICE_S, LoadedWeights, She
 from headrace.kernels.block_attention import BLOCK
 from headrace.policy.cache import KVCache
 from headrace.policy.config import PolicyConfig
+
+SHARED = 8
+"""While requests of the product run, one step in this number serves training too."""
 
 
 class Worker(threading.Thread):
@@ -51,7 +58,7 @@ class Worker(threading.Thread):
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._stopping = self._closed = False
-        self._tick = 0
+        self._tick = self._alone = 0
 
     def post(self, command: Callable[[], None]) -> None:
         """Run a command in the worker thread between two steps. EngineError when the thread has ended."""
@@ -80,7 +87,8 @@ class Worker(threading.Thread):
             return job.fail(f"session {request.session} is sampling already")
         session.busy = True
         job.session = session
-        self.waiting.append(job)
+        first = sum(other.urgent for other in self.waiting) if job.urgent else len(self.waiting)
+        self.waiting.insert(first, job)
 
     def abort(self, job: Job) -> None:
         """Remove a request; its session keeps the forwarded positions."""
@@ -194,15 +202,17 @@ class Worker(threading.Thread):
         self.store.keep_only({weights.key for weights in served if weights is not None})
 
     def _admit(self) -> None:
-        """Start waiting requests, in order, as far as batch and cache allow."""
+        """Start waiting requests, in order, as far as batch and cache allow. The product and training have `max_batch`
+        places each."""
         leading: set[bytes] = set()
         for job in self.running:
             if len(job.session.ids) < BLOCK < job.given:
                 leading.add(chain_key(self._weights(job).key, b"", job.context[:BLOCK]))
         promised = sum(job.missing_blocks for job in self.running)
+        places = Counter(job.urgent for job in self.running)
         for job in list(self.waiting):
-            if len(self.running) >= self.max_batch:
-                return
+            if places[job.urgent] == self.max_batch:
+                continue
             session, weights = job.session, self._weights(job)
             if not session.ids and job.given > BLOCK:
                 key = chain_key(weights.key, b"", job.context[:BLOCK])
@@ -212,6 +222,7 @@ class Worker(threading.Thread):
             if not self._reserve(job, promised):
                 return
             promised += job.missing_blocks
+            places[job.urgent] += 1
             self._begin(job, weights)
 
     def _begin(self, job: Job, weights: LoadedWeights) -> None:
@@ -249,7 +260,7 @@ class Worker(threading.Thread):
     def _step(self) -> None:
         """One prefill call and one decode call per set of weights in use."""
         groups: dict[int, list[Job]] = {}
-        for job in self.running:
+        for job in self._due():
             groups.setdefault(id(self._weights(job)), []).append(job)
         for jobs in groups.values():
             try:
@@ -261,6 +272,12 @@ class Worker(threading.Thread):
                     job.session.busy = False
                     self.store.drop(job.session)
                     job.fail(f"the forward pass failed: {error!r}", error)
+
+    def _due(self) -> list[Job]:
+        """The requests of the next step."""
+        urgent = [job for job in self.running if job.urgent]
+        self._alone = self._alone + 1 if 0 < len(urgent) < len(self.running) else 0
+        return urgent if self._alone % SHARED else self.running
 
     def _serve(self, weights: LoadedWeights, jobs: list[Job]) -> None:
         decoding = [job for job in jobs if job.left == 1]

@@ -51,10 +51,11 @@ class ClientUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 @message("traffic")
 class Traffic(Message, frozen=True, kw_only=True):
-    """Load of the product in one region, published every second on core NATS."""
+    """Load of the product at one gateway or server, published every second and on a rise, on core NATS."""
 
     region: str
     active: Count
+    """Sessions that are running, and the most turns of clients at once since the report before."""
     waiting: Count
     requests_per_s: float
     capacity: Count
@@ -62,6 +63,8 @@ class Traffic(Message, frozen=True, kw_only=True):
     """The run that serves the product; a scavenger reads the traffic of its own run."""
     server: str = ""
     """Empty: load of a gateway. Otherwise: the load that other clients put on this rollout actor's server."""
+    gateway: str = ""
+    """The gateway's id: a region may have several."""
 
 
 @message("capacity_lease")

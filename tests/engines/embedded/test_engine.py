@@ -13,6 +13,7 @@ import torch
 from headrace.engines.base import Engine, EngineError, Sample, SampleRequest
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.engines.embedded.sampling import draw, uniform
+from headrace.engines.embedded.worker import SHARED
 from headrace.messages.rollout import PolicyRef, Sampling, Span
 from headrace.policy import moe
 from headrace.weights import snapshot
@@ -269,6 +270,24 @@ async def test_more_requests_than_fit_wait_their_turn(versions: Versions) -> Non
     )
     assert [len(sample.ids) for sample in samples] == [90] * 12
     await engine.stop()
+
+
+async def test_the_product_goes_first_and_training_goes_on(engine: EmbeddedEngine) -> None:
+    training = [request(f"t{i}", tokens=56, seed=i) for i in range(6)]  # four run, two wait
+    tasks = [asyncio.create_task(engine.sample(each)) for each in training]
+    await until(engine, 20)
+    before = engine.stats()["sampled"]
+    asked = msgspec.structs.replace(request("user", tokens=32), lane="production")
+    users = await asyncio.gather(*(engine.sample(msgspec.structs.replace(asked, session=f"u{i}")) for i in range(2)))
+    meanwhile = engine.stats()["sampled"] - before - sum(len(user.ids) for user in users)
+    assert 32 // SHARED * 4 <= meanwhile <= (32 // SHARED + 4) * 4, (
+        "training has one step in eight, and those at the ends"
+    )
+    samples = await asyncio.gather(*tasks)
+    alone = [await engine.sample(msgspec.structs.replace(each, session="alone")) for each in (*training, asked)]
+    assert [sample.ids for sample in alone] == [sample.ids for sample in (*samples, users[0])], (
+        "the order changes no draw"
+    )
 
 
 async def test_a_failing_forward_is_an_error_not_a_hang(

@@ -11,7 +11,7 @@ import pytest
 from headrace.actors.environment.actor import Environment
 from headrace.actors.rollout.actor import Rollout
 from headrace.actors.rollout.server import ServerReports
-from headrace.actors.scavenger import LENT, OWN
+from headrace.actors.scavenger.actor import LENT, OWN
 from headrace.config import Config, Production
 from headrace.config import Engine as EngineSection
 from headrace.engines.base import SampleRequest

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.actors.environment.actor import Environment
 from headrace.actors.rollout.actor import Rollout
-from headrace.actors.scavenger import LENT, OWN
+from headrace.actors.scavenger.actor import LENT, OWN
 from headrace.bus.connection import Bus
 from headrace.config import Config
 from headrace.config import Engine as EngineSection

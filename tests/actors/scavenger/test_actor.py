@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from headrace.actors import scavenger
-from headrace.actors.scavenger import LENT, OWN, Scavenger
+from headrace.actors.scavenger import actor as scavenger
+from headrace.actors.scavenger.actor import LENT, OWN, Scavenger
 from headrace.bus.connection import Bus
 from headrace.config import Config, Production
 from headrace.messages import subjects
@@ -25,7 +25,7 @@ def traffic(active: int, waiting: int = 0) -> Traffic:
 
 async def test_quiet_lends_and_one_session_takes_back(connect: Connect) -> None:
     bus, gateway, reader = await connect("scavenger"), await connect("gateway"), await connect("operator")
-    config = Config(production=Production(lend_after_s=0.05, rollouts=("product",)))
+    config = Config(production=Production(lend_after_s=0.05, forecast_s=0.0, rollouts=("product",)))
     actor = Scavenger(config, bus, "r1", "scavenger-1")
     await actor.start()
     leases = await reader.kv("HR_LEASE")
@@ -79,7 +79,7 @@ class Told:
 
 
 async def test_a_server_that_others_use_is_taken_back_and_its_neighbour_is_not(connect: Connect) -> None:
-    config = Config(production=Production(lend_after_s=0.0, rollouts=("a3", "a4")))
+    config = Config(production=Production(lend_after_s=0.0, lend_again_s=0.0, forecast_s=0.0, rollouts=("a3", "a4")))
     told = Told(config, await connect("scavenger"))
     await told.actor.start()
     hear = told.actor.on_traffic
@@ -97,11 +97,16 @@ async def test_a_server_that_others_use_is_taken_back_and_its_neighbour_is_not(c
     assert (await told.lanes("a3"), await told.lanes("a4")) == (OWN, OWN)
     await hear(traffic(0))
     assert await told.lanes("a4") == OWN, "one region's quiet does not lend what another needs"
+    await hear(msgspec.structs.replace(traffic(0), region="far", run="r1"))
+    assert await told.lanes("a4") == LENT
+    await hear(msgspec.structs.replace(traffic(1), gateway="second"))
+    await hear(msgspec.structs.replace(traffic(0), gateway="first"))
+    assert await told.lanes("a4") == OWN, "a region may have several gateways"
     await told.actor.shut(1.0)
 
 
 async def test_a_source_that_fell_silent_holds_nothing(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(production=Production(lend_after_s=0.0, rollouts=("a5",)))
+    config = Config(production=Production(lend_after_s=0.0, lend_again_s=0.0, forecast_s=0.0, rollouts=("a5",)))
     told = Told(config, await connect("scavenger"))
     await told.actor.start()
     await told.actor.on_traffic(msgspec.structs.replace(traffic(3), region="gone"))

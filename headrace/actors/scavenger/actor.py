@@ -5,13 +5,15 @@ keeps the production lane, so users do not wait for a reclaim. A reclaim removes
 the rollout actor then hands its training requests back to the queue.
 
 Traffic has two kinds of sources: gateways, whose sessions any of the product's actors may serve, and SGLang servers
-that other clients use, each of which concerns its own rollout actor only. An actor is lent when the load of all its
-sources was at most `reclaim_above` for `lend_after_s` seconds, and reclaimed as soon as it is higher.
+that other clients use, each of which concerns its own rollout actor only. An actor is lent and reclaimed by the load of
+all its sources (`lending`), one actor at a time and all at once.
 """
 
+import math
 import time
 from typing import ClassVar, NamedTuple
 
+from headrace.actors.scavenger.lending import Lending
 from headrace.bus.errors import WrongSequence
 from headrace.bus.runtime.actor import Actor
 from headrace.messages import subjects
@@ -21,6 +23,15 @@ OWN = ("production",)
 LENT = ("production", "train")
 SILENT_S = 30.0
 """Seconds after which a silent source counts as gone."""
+
+
+class Source(NamedTuple):
+    """A gateway, or the server of a rollout actor."""
+
+    region: str
+    server: str
+    """Empty for a gateway."""
+    gateway: str
 
 
 class Load(NamedTuple):
@@ -39,10 +50,10 @@ class Scavenger(Actor):
     async def start(self) -> None:
         """Reclaim every actor that an earlier scavenger lent, then follow the traffic."""
         self.leases = await self.bus.kv("HR_LEASE")
-        self.lent: dict[str, bool] = {}
-        self.quiet_since: dict[str, float] = {}
-        self.loads: dict[tuple[str, str], Load] = {}
-        """(region, server) to the last report; a gateway's server is empty."""
+        self.lending = {rollout: Lending(self.config.production) for rollout in self.config.production.rollouts}
+        self._lent_at = -math.inf
+        """The time of the last lending, by `time.monotonic`."""
+        self.loads: dict[Source, Load] = {}
         for rollout in self.config.production.rollouts:
             await self.grant(rollout, OWN, "start")
         await self.listen(subjects.TRAFFIC.where(), self.on_traffic)
@@ -52,7 +63,8 @@ class Scavenger(Actor):
         if traffic.run not in ("", self.run):
             return
         now = time.monotonic()
-        self.loads[traffic.region, traffic.server] = Load(traffic.active + traffic.waiting, now)
+        source = Source(traffic.region, traffic.server, traffic.gateway)
+        self.loads[source] = Load(traffic.active + traffic.waiting, now)
         for source in [source for source, last in self.loads.items() if now - last.at > SILENT_S]:
             del self.loads[source]
         for rollout in self.config.production.rollouts:
@@ -61,19 +73,23 @@ class Scavenger(Actor):
 
     async def decide(self, rollout: str, now: float) -> None:
         """Lend or reclaim one actor, by the last reports of its sources. now: `time.monotonic`."""
-        rules = self.config.production
-        load = sum(last.requests for (_, server), last in self.loads.items() if server in ("", rollout))
-        if load > rules.reclaim_above:
-            self.quiet_since.pop(rollout, None)
-            if self.lent.get(rollout):
-                await self.grant(rollout, OWN, f"{load} sessions or requests of the product")
+        lending = self.lending[rollout]
+        load = sum(last.requests for source, last in self.loads.items() if source.server in ("", rollout))
+        one_at_a_time = now - self._lent_at >= self.config.production.lend_after_s
+        if not lending.observe(load, now, may_lend=one_at_a_time):
             return
-        since = self.quiet_since.setdefault(rollout, now)
-        if now - since >= rules.lend_after_s and not self.lent.get(rollout):
-            await self.grant(rollout, LENT, f"load at most {rules.reclaim_above} for {now - since:.0f} s")
+        written = False
+        try:
+            written = await self.grant(rollout, LENT if lending.lent else OWN, lending.reason)
+        finally:
+            if not written:
+                lending.undo()  # the next report decides again
+            elif lending.lent:
+                self._lent_at = now
 
-    async def grant(self, rollout: str, lanes: tuple[str, ...], reason: str) -> None:
-        """Write a lease on top of its newest revision. After a concurrent write it tries again, three times in all."""
+    async def grant(self, rollout: str, lanes: tuple[str, ...], reason: str) -> bool:
+        """Write a lease on top of its newest revision. After a concurrent write it tries again, three times in all;
+        False when each of them met another one."""
         lease = CapacityLease(rollout=rollout, lanes=lanes, reason=reason, since=time.time())
         key = lease_key(self.run, rollout)
         for _ in range(3):
@@ -85,10 +101,10 @@ class Scavenger(Actor):
                     await self.leases.update(key, lease, stored[1])
             except WrongSequence:
                 continue
-            self.lent[rollout] = "train" in lanes
             kind = "lent" if "train" in lanes else "reclaimed"
             await self.event(kind, f"{rollout}: {reason}", rollout=rollout)
-            return
+            return True
         await self.event(
             "lease_contended", f"{rollout}: another actor wrote its lease three times in a row", level="warning"
         )
+        return False

@@ -1,0 +1,1 @@
+"""The scavenger: lends idle rollout actors of the product to training."""
