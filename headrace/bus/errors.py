@@ -35,7 +35,8 @@ class MessageGone(BusError, LookupError):
 
 
 class StreamMissing(BusError):
-    """The broker has no such stream or bucket. An operator has to declare them; waiting does not help."""
+    """The broker has no such stream or bucket, or an outdated one. An operator has to declare them; waiting does not
+    help."""
 
 
 class CorruptPayload(BusError):

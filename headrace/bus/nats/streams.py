@@ -76,16 +76,22 @@ def bucket_config(name: str, note: str, *, replicas: int) -> dict[str, Any]:
     return config
 
 
+_SWITCHES = ("allow_direct", "allow_msg_ttl", "allow_rollup_hdrs")
 NAMES = (*(stream.name for stream in STREAMS), *(f"KV_{name}" for name in KEY_VALUES))
 """Every stream that a broker must have; a bucket is a stream too."""
 
 
 async def require(connection: NatsConnection) -> None:
-    """StreamMissing, with the command that helps, unless the broker has every stream and bucket."""
+    """StreamMissing, with the command that helps, unless the broker has every stream and bucket as actors need them."""
     absent: list[str] = []
-    for name in NAMES:
+    outdated: list[str] = []
+    wanted = [config_of(stream, reserve=False, replicas=1) for stream in STREAMS]
+    wanted += [bucket_config(name, note, replicas=1) for name, note in KEY_VALUES.items()]
+    for config in wanted:
+        name = config["name"]
         try:
-            await connection.patiently(lambda name=name: connection.api(f"STREAM.INFO.{name}"))  # type: ignore[misc]
+            reply = await connection.patiently(lambda name=name: connection.api(f"STREAM.INFO.{name}"))  # type: ignore[misc]
+            outdated += [f"{name}: {lack}" for lack in _lacks(config, msgspec.json.decode(reply)["config"])]
         except ApiError as error:
             if error.err_code not in (_NOT_FOUND, JETSTREAM_OFF):
                 raise BusError(f"stream {name} cannot be looked up: {error}") from error
@@ -96,6 +102,25 @@ async def require(connection: NatsConnection) -> None:
             f"{' ...' if len(absent) > 3 else ''}); declare them once with: "
             f"headrace bus declare --url {connection.url} --credentials FOLDER"
         )
+    if outdated:
+        raise StreamMissing(
+            f"the streams of the broker at {connection.url} were declared by an earlier headrace ({outdated[0]}"
+            f"{f', and {len(outdated) - 1} more' if len(outdated) > 1 else ''}); update them, without loss, with: "
+            f"headrace bus declare --url {connection.url} --credentials FOLDER"
+        )
+
+
+def _lacks(wanted: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The properties that a stream lacks, one phrase each. Sizes, ages and replicas are the operator's; what a later
+    headrace has added does no harm."""
+    if "mirror" in now:
+        return []
+    lacks = [f"it does not take {subject}" for subject in wanted["subjects"] if subject not in now.get("subjects", [])]
+    for key in ("retention", "discard", "max_msgs_per_subject"):
+        if key in wanted and now.get(key) != wanted[key]:
+            lacks.append(f"{key} is {now.get(key)}, expected {wanted[key]}")
+    lacks += [f"{key} is off" for key in _SWITCHES if wanted.get(key) and not now.get(key)]
+    return lacks
 
 
 async def declare(bus: Bus, *, reserve: bool = False, replicas: int = 1) -> None:

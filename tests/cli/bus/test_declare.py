@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import uvloop
 
@@ -49,6 +50,48 @@ def test_actors_name_the_command_that_helps_and_it_does(
                 [received async for received in admin.history("HR_STEP")]
 
     uvloop.run(one_removed())
+
+
+def test_streams_of_an_earlier_headrace_are_named_until_they_are_declared_again(
+    empty_broker: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = ["--url", empty_broker.url, "--credentials", str(empty_broker.credentials)]
+    assert main.main(["bus", "declare", *address]) == 0
+    earlier = {  # stream to the properties that it had
+        "HR_BLOB": {"allow_msg_ttl": False},
+        "HR_STEP": {"subjects": ["hr.step.old"]},
+        "HR_EVENT": {"discard": "new"},
+        "KV_HR_STATE": {"max_msgs_per_subject": 1},
+    }
+
+    async def said(changes: dict[str, object], name: str) -> str:
+        async with await Bus.connect(empty_broker.url, role="admin", credentials=empty_broker.credentials) as admin:
+            api = admin.connection.api
+            now = msgspec.json.decode(await api(f"STREAM.INFO.{name}"))["config"]
+            if name == "HR_BLOB":  # the broker does not turn this off again
+                await api(f"STREAM.DELETE.{name}")
+                await api(f"STREAM.CREATE.{name}", now | changes)
+            else:
+                await api(f"STREAM.UPDATE.{name}", now | changes)
+            with pytest.raises(StreamMissing) as outdated:
+                await streams.require(admin.connection)
+            return str(outdated.value)
+
+    for name, changes in earlier.items():
+        text = uvloop.run(said(changes, name))
+        assert f"declared by an earlier headrace ({name}: " in text and "headrace bus declare --url" in text
+        assert next(iter(changes)) in text or "does not take hr.step.>" in text
+        assert main.main(["bus", "declare", *address]) == 0
+
+    async def accepted() -> None:
+        async with await Bus.connect(empty_broker.url, role="admin", credentials=empty_broker.credentials) as admin:
+            api = admin.connection.api
+            now = msgspec.json.decode(await api("STREAM.INFO.HR_STEP"))["config"]
+            later = {"subjects": [*now["subjects"], "hr.later.>"], "max_bytes": 1 << 30, "max_age": 10**15}
+            await api("STREAM.UPDATE.HR_STEP", now | later)
+            await streams.require(admin.connection)
+
+    uvloop.run(accepted())
 
 
 def test_a_broker_of_accounts_serves_the_runs_that_have_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
