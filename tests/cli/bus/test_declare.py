@@ -57,7 +57,7 @@ def test_streams_of_an_earlier_headrace_are_named_until_they_are_declared_again(
 ) -> None:
     address = ["--url", empty_broker.url, "--credentials", str(empty_broker.credentials)]
     assert main.main(["bus", "declare", *address]) == 0
-    earlier = {  # stream to the properties that it had
+    earlier: dict[str, dict[str, object]] = {  # stream to the properties that it had
         "HR_BLOB": {"allow_msg_ttl": False},
         "HR_STEP": {"subjects": ["hr.step.old"]},
         "HR_EVENT": {"discard": "new"},
