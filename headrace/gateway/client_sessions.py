@@ -6,6 +6,10 @@ that the client gives, otherwise by its history. When a client rewrites its hist
 date into its system prompt), a new segment begins, and the session counts the rewrite: sampled ids are never changed
 and never encoded again.
 
+A gateway may hold a hundred thousand open sessions, so a request does not search through all of them: one index has the
+sessions of each user, another the sessions with each history, under a digest of the whole history. A request looks up
+its own beginnings there, the longest first.
+
 A session stores digests only, so HR_SESSION contains no text of these users. A call's digest covers its id and name. It
 leaves out the arguments, because clients write the same JSON in different ways.
 """
@@ -13,14 +17,16 @@ leaves out the arguments, because clients write the same JSON in different ways.
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from headrace.gateway.conversation import ModelRequest
 from headrace.messages.product import ClientMessage, ClientSession, ClientTool
 from headrace.messages.rollout import PolicyRef
+
+T = TypeVar("T")
 
 
 def digest(message: ClientMessage) -> str:
@@ -43,11 +49,42 @@ class Placed(NamedTuple):
     """Number of the request's messages that the segment already contains; 0 when a segment begins."""
 
 
+class Past(NamedTuple):
+    """The things that an unnamed session and a request that continues it have in common."""
+
+    user: str
+    tenant: str
+    head: str
+    history: str
+    """Digest of all messages of the session."""
+
+
+def _pasts(digests: Sequence[str]) -> Iterator[str]:
+    """The digest of every beginning of a history, the shortest first."""
+    past = ""
+    for each in digests:
+        past = hashlib.sha256(f"{past} {each}".encode()).hexdigest()
+        yield past
+
+
 class ClientSessions:
     """The open sessions of a gateway."""
 
     def __init__(self, sessions: Sequence[ClientSession] = ()) -> None:
-        self._sessions = {session.group: session for session in sessions}
+        self._sessions: dict[str, ClientSession] = {}
+        self._of_user: dict[str, dict[str, None]] = {}
+        self._of_past: dict[Past, dict[str, None]] = {}
+        """Groups of the sessions of a user, and of those with a past; dicts as ordered sets."""
+        for session in sessions:
+            self._put(session)
+
+    def _put(self, session: ClientSession) -> None:
+        """Store a session in place of its earlier state."""
+        self.close(session.group)
+        self._sessions[session.group] = session
+        self._of_user.setdefault(_user(session), {})[session.group] = None
+        if (past := _past(session)) is not None:
+            self._of_past.setdefault(past, {})[session.group] = None
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -79,7 +116,7 @@ class ClientSessions:
                 temperature=request.temperature,
                 last_used=time.time(),
             )
-            self._sessions[session.group] = session
+            self._put(session)
         return session
 
     def go_on(self, group: str, request: ModelRequest) -> Placed:
@@ -93,7 +130,7 @@ class ClientSessions:
             session = msgspec.structs.replace(
                 session, history=(), segment=session.segment + 1, rewrites=session.rewrites + 1
             )
-            self._sessions[group] = session
+            self._put(session)
         return Placed(session, 0)
 
     def took(self, session: ClientSession, request: ModelRequest, reply: ClientMessage) -> ClientSession:
@@ -107,12 +144,17 @@ class ClientSessions:
             untrainable=untrainable,
             last_used=time.time(),
         )
-        self._sessions[session.group] = session
+        self._put(session)
         return session
 
     def close(self, group: str) -> ClientSession | None:
         """Forget an open session and return it."""
-        return self._sessions.pop(group, None)
+        session = self._sessions.pop(group, None)
+        if session is not None:
+            _remove(self._of_user, _user(session), group)
+            if (past := _past(session)) is not None:
+                _remove(self._of_past, past, group)
+        return session
 
     def idle(self, seconds: float) -> list[ClientSession]:
         """Sessions that received no request for this many seconds."""
@@ -121,23 +163,36 @@ class ClientSessions:
 
     def of_user(self, user: str) -> list[ClientSession]:
         """All open sessions of a user."""
-        return [session for session in self._sessions.values() if session.group.startswith(f"{user}.")]
+        return [self._sessions[group] for group in self._of_user.get(user, ())]
 
     def _named(self, name: str, tenant: str, user: str) -> ClientSession | None:
         return next((s for s in self.of_user(user) if s.named == name and s.tenant == tenant), None)
 
     def _by_history(self, digests: tuple[str, ...], head: str, tenant: str, user: str) -> ClientSession | None:
         """The user's unnamed session whose history is the longest prefix of `digests`; None if there is none."""
-        fitting = [
-            session
-            for session in self.of_user(user)
-            if session.tenant == tenant
-            and not session.named
-            and session.head == head
-            and session.history
-            and _is_continued(session.history, digests)
-        ]
-        return max(fitting, key=lambda session: len(session.history), default=None)
+        for past in reversed([*_pasts(digests[:-1])]):
+            for group in self._of_past.get(Past(user, tenant, head, past), ()):
+                return self._sessions[group]
+        return None
+
+
+def _user(session: ClientSession) -> str:
+    return session.group.partition(".")[0]
+
+
+def _past(session: ClientSession) -> Past | None:
+    """The past under which a session is found; None where only its name finds it."""
+    if session.named or not session.history:
+        return None
+    *_, whole = _pasts(session.history)
+    return Past(_user(session), session.tenant, session.head, whole)
+
+
+def _remove(index: dict[T, dict[str, None]], key: T, group: str) -> None:
+    groups = index[key]
+    del groups[group]
+    if not groups:
+        del index[key]
 
 
 def _untrainable(session: ClientSession, request: ModelRequest) -> str:

@@ -36,6 +36,21 @@ def test_a_history_finds_its_session() -> None:
     assert placed.session.group in (first, second) and placed.known == 2
 
 
+def test_the_longest_history_wins_and_indexes_end_with_their_sessions() -> None:
+    sessions = ClientSessions()
+    short = begun(sessions)
+    other = begun(sessions)
+    longer = sessions.get(other)
+    assert longer is not None
+    request = asked(USER, TURN, RESULT)
+    sessions.took(sessions.go_on(other, request).session, request, TURN)
+    assert place(sessions, asked(USER, TURN, RESULT, TURN, USER)).session.group == other
+    assert place(sessions, asked(USER, TURN, RESULT)).session.group == short
+    for group in [each.group for each in sessions.of_user("u1")]:
+        assert sessions.close(group) is not None and sessions.close(group) is None
+    assert not sessions.of_user("u1") and vars(sessions) == vars(ClientSessions()), "nothing is left in an index"
+
+
 def test_a_named_session_goes_on_and_counts_rewrites() -> None:
     sessions = ClientSessions()
     group = begun(sessions, "s1")
