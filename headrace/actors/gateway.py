@@ -120,7 +120,8 @@ class Gateway(Actor):
             ],
             self._report,
         )
-        certificate = tls.configured(production := self.config.production, self.every, self.event)
+        production = self.config.production
+        certificate = tls.configured(production, self.every, self.event)
         url = await self._listener.start(production.host, production.port, certificate)
         self._tenants = await open_access(self.bus, self.config, keys, self._listener, self.event)
         (folder / "gateway.json").write_text(json.dumps({"url": url}))

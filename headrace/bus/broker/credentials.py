@@ -40,6 +40,8 @@ def write_accounts(folder: Path, runs: Sequence[str]) -> Path:
     for run in runs:
         if not run or token(run) != run:
             raise ValueError(f"expected a run id of lower-case letters, digits, '-' and '_', got {run!r}")
+        if run == CALLOUT_ROLE:
+            raise ValueError(f"the account {run!r} is that of the auth service: name the run differently")
     _private_folder(folder)
     roles: dict[str, dict[str, str]] = {}
     for run in sorted({*accounts(folder), *runs}):
@@ -100,7 +102,7 @@ def open_to_tenants(folder: Path) -> None:
 def _tenants(folder: Path) -> Tenants | None:
     if not (folder / f"{CALLOUT_ROLE}.nk").exists():
         return None
-    return Tenants(issuer(folder).account, _key(folder / f"{CALLOUT_ROLE}.nk").public)
+    return Tenants(_key(folder / f"{ISSUER}.nk").account, _key(folder / f"{CALLOUT_ROLE}.nk").public)
 
 
 def tenants_folder(credentials: Path | None) -> Path | None:
@@ -117,8 +119,14 @@ def account_of(credentials: Path | None) -> str:
 
 
 def issuer(folder: Path) -> Key:
-    """The key that signs the users of tenants."""
-    return _key(folder / f"{ISSUER}.nk")
+    """The key that signs the users of tenants. BusError without it: the broker would refuse what a new key signs."""
+    try:
+        return Key.parse((folder / f"{ISSUER}.nk").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        raise BusError(
+            f"{folder} holds no {ISSUER}.nk, with which the gateway signs tenants in: copy it from the broker's "
+            "credentials"
+        ) from None
 
 
 def _private_folder(folder: Path) -> None:

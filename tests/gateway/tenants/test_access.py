@@ -15,7 +15,7 @@ from headrace.actors.gateway import Gateway
 from headrace.bus.broker import credentials
 from headrace.bus.broker.server import CONF, Server
 from headrace.bus.connection import Bus
-from headrace.bus.errors import Unrecoverable
+from headrace.bus.errors import BusError, Unrecoverable
 from headrace.bus.nats.streams import declare
 from headrace.config import Config, Production, Run
 from headrace.gateway.tenants import callout
@@ -157,6 +157,15 @@ async def test_on_a_shared_broker_the_user_name_is_the_run(tmp_path: Path) -> No
                 with pytest.raises(nats.errors.Error, match=r"(?i)authorization"):
                     async with Tenant(server, one, key, run):
                         pass
+
+
+def test_keys_that_cannot_work_are_named(tmp_path: Path) -> None:
+    credentials.open_to_tenants(tmp_path)
+    with pytest.raises(ValueError, match="name the run differently"):
+        credentials.write_accounts(tmp_path, ["callout"])
+    (tmp_path / "issuer.nk").unlink()
+    with pytest.raises(BusError, match="copy it from the broker's credentials"):
+        credentials.issuer(tmp_path)
 
 
 async def test_a_broker_that_was_not_prepared_is_named(server: Server, tmp_path: Path) -> None:
