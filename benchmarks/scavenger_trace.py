@@ -295,6 +295,9 @@ async def measure(pairs: int, day_s: float, folder: Path) -> Figures:
             for name, seconds in zip(("lent", "kept"), both, strict=True)
             for title, percent in (("p50", 50), ("p99", 99))
         },
+        "p99_ms_by_day": [
+            [("kept", "lent")[day.lending], round(1e3 * float(np.nanpercentile(day.seconds, 99)), 1)] for day in days
+        ],
         "p99_ratio": round(middle, 3),
         "p99_ratio_low": round(low, 3),
         "p99_ratio_high": round(high, 3),
