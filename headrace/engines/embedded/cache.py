@@ -26,8 +26,6 @@ class Session:
     def __init__(self, name: str) -> None:
         self.name = name
         self.busy = False
-        self.used = 0
-        """Counter value of the last use; eviction starts with the smallest."""
         self.clear()
 
     def clear(self) -> None:
@@ -96,15 +94,15 @@ class BlockStore:
         self.cache, self.limit = cache, limit
         self.free = list(range(cache.blocks - 1, -1, -1))
         self.references: dict[int, int] = {}
-        self._indexed: set[int] = set()
-        self._idle = 0  # indexed blocks that no session holds
-        self.index: OrderedDict[bytes, Prefix] = OrderedDict()
-        """Least recently used first."""
+        self.index: dict[bytes, Prefix] = {}
+        self._indexed: dict[int, bytes] = {}  # the key of each indexed block
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Indexed blocks that no session holds, the longest idle first."""
 
     @property
     def available(self) -> int:
         """Number of blocks that `take` can return without evicting a session."""
-        return len(self.free) + (self.limit - self.cache.blocks) + self._idle
+        return len(self.free) + (self.limit - self.cache.blocks) + len(self._idle)
 
     def take(self) -> int:
         """A block to write to. IndexError when there is none; callers check `available` first."""
@@ -123,28 +121,25 @@ class BlockStore:
         for block in blocks:
             self.references[block] -= 1
             if self.references[block] == 1 and block in self._indexed:
-                self._idle += 1
+                self._idle[block] = None
             elif not self.references[block]:
                 del self.references[block]
                 self.free.append(block)
 
     def _hold(self, block: int) -> None:
-        if self.references[block] == 1 and block in self._indexed:
-            self._idle -= 1
+        self._idle.pop(block, None)
         self.references[block] += 1
 
     def _forget(self, key: bytes) -> None:
         block = self.index.pop(key).block
-        if self.references[block] == 1:
-            self._idle -= 1
-        self._indexed.discard(block)
+        self._idle.pop(block, None)
+        del self._indexed[block]
         self.release((block,))
 
     def _evict(self) -> None:
-        """Remove the least recently used index entry whose block no session holds."""
-        for key, prefix in self.index.items():
-            if self.references[prefix.block] == 1:
-                return self._forget(key)
+        """Remove the index entry that no session has held for the longest time."""
+        if self._idle:
+            self._forget(self._indexed[next(iter(self._idle))])
 
     def keep_only(self, weights: Collection[bytes]) -> None:
         """Remove the prefixes that other weights than these wrote. weights: keys."""
@@ -164,7 +159,7 @@ class BlockStore:
             if key not in self.index:
                 block = session.blocks[at // BLOCK]
                 self._hold(block)
-                self._indexed.add(block)
+                self._indexed[block] = key
                 routed = bytes(session.routed[at * row : (at + BLOCK) * row])
                 self.index[key] = Prefix(block, version, weights, routed)
 
@@ -178,7 +173,6 @@ class BlockStore:
             prefix = self.index.get(key)
             if prefix is None:
                 return
-            self.index.move_to_end(key)
             self._hold(prefix.block)
             session.blocks.append(prefix.block)
             session.note(ids, prefix.version, weights, prefix.routed)

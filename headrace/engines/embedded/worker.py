@@ -18,7 +18,7 @@ import math
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 import torch
@@ -51,6 +51,8 @@ class Worker(threading.Thread):
         self.spare: deque[Shell] = deque(maxlen=1)
         """A model that is no longer served, for the next staging."""
         self.sessions: dict[str, Session] = {}
+        self.recent: OrderedDict[str, Session] = OrderedDict()
+        """The sessions that may have blocks, least recently used first: eviction looks at no others."""
         self.waiting: list[Job] = []
         self.running: list[Job] = []
         self.store = BlockStore(KVCache(config), limit)
@@ -58,7 +60,7 @@ class Worker(threading.Thread):
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._stopping = self._closed = False
-        self._tick = self._alone = 0
+        self._alone = 0
 
     def post(self, command: Callable[[], None]) -> None:
         """Run a command in the worker thread between two steps. EngineError when the thread has ended."""
@@ -105,7 +107,7 @@ class Worker(threading.Thread):
         for job in [job for job in (*self.waiting, *self.running) if job.session is session]:
             self.abort(job)
             job.fail(f"session {name} was closed")
-        self.store.drop(self.sessions.pop(name))
+        self._drop(self.sessions.pop(name))
 
     def flip(self, weights: LoadedWeights) -> Swap:
         """Make weights `latest` from the next step on."""
@@ -228,8 +230,8 @@ class Worker(threading.Thread):
     def _begin(self, job: Job, weights: LoadedWeights) -> None:
         """Reuse the cached start of the context and let the request run."""
         session = job.session
-        self._tick += 1
-        session.used = self._tick
+        self.recent[session.name] = session
+        self.recent.move_to_end(session.name)
         known = 0
         for have, want in zip(session.ids, job.context[:-1], strict=False):
             if have != want:
@@ -247,15 +249,19 @@ class Worker(threading.Thread):
         """Whether all blocks that the request may need are available and not reserved for other requests; evicts idle
         sessions if necessary."""
         while self.store.available < promised + job.missing_blocks:
-            idle = [session for session in self.sessions.values() if not session.busy and session.blocks]
-            if not idle and not self.running:  # waiting requests may hold KV of earlier turns
-                idle = [other.session for other in self.waiting if other is not job and other.session.blocks]
-            if not idle:
+            oldest = next((session for session in self.recent.values() if not session.busy), None)
+            if oldest is None and not self.running:  # waiting requests may hold KV of earlier turns
+                oldest = next((session for session in self.recent.values() if session is not job.session), None)
+            if oldest is None:
                 return False
-            oldest = min(idle, key=lambda session: session.used)
-            self.store.drop(oldest)
+            self._drop(oldest)
             self.counts["evicted"] += 1
         return True
+
+    def _drop(self, session: Session) -> None:
+        """Release all blocks of a session."""
+        self.recent.pop(session.name, None)
+        self.store.drop(session)
 
     def _step(self) -> None:
         """One prefill call and one decode call per set of weights in use."""
@@ -270,7 +276,7 @@ class Worker(threading.Thread):
                     if job in self.running:
                         self.running.remove(job)
                     job.session.busy = False
-                    self.store.drop(job.session)
+                    self._drop(job.session)
                     job.fail(f"the forward pass failed: {error!r}", error)
 
     def _due(self) -> list[Job]:

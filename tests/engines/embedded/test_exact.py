@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.messages.rollout import Span
+from headrace.engines.base import SampleRequest
+from headrace.messages.rollout import Sampling, Span
 from headrace.policy.config import Dtype
 from headrace.policy.scoring import ScoringError, score
 from tests.support import tiny
-from tests.support.engines import Record, Versions, prompts, session
+from tests.support.engines import LATEST, Record, Versions, prompts, session
 
 pytestmark = pytest.mark.anyio
 
@@ -86,6 +87,26 @@ async def test_a_small_cache_evicts_and_forwards_again(tmp_path: Path) -> None:
     assert stats["evicted"] > 0
     assert any(sum(span.start == 0 for span in record.spans) > 1 for record in records), "reported again from 0"
     assert_equal(versions, records)
+
+
+async def test_eviction_looks_at_no_session_without_blocks(tmp_path: Path) -> None:
+    """A product has thousands of open sessions, and the cache holds blocks of a few."""
+    versions = Versions(tiny.config(), tmp_path)
+    engine = versions.engine(cache_blocks=6)
+    await versions.load(engine, 0)
+    for number in range(30):
+        ids = tuple(tiny.tokens(versions.config, 60, seed=number).tolist())
+        sampling = Sampling(max_turn_tokens=8)
+        await engine.sample(
+            SampleRequest(session=f"s{number}", ids=ids, policy=LATEST, sampling=sampling, stop_ids=(), seed=1)
+        )
+        recent = [*engine._worker.recent]
+        assert recent == [f"s{earlier}" for earlier in range(number + 1)][-len(recent) :], "in the order of their use"
+        assert 0 < len(recent) <= 6
+    assert engine.stats()["sessions"] == 30 and engine.stats()["evicted"] >= 24
+    await engine.close("s29")
+    assert [*engine._worker.recent] == recent[:-1]
+    await engine.stop()
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
