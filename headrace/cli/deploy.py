@@ -30,12 +30,14 @@ def deploy(args: argparse.Namespace) -> int:
     """Write the files and print their paths."""
     from pathlib import Path
 
-    from headrace.bus.broker.server import CONF
+    from headrace.bus.broker.websocket import ANYWHERE
     from headrace.config import load
     from headrace.launch.deploy import compose, kubernetes, slurm, systemd
+    from headrace.launch.deploy.plan import broker_conf
     from headrace.launch.output import say
 
-    config, toml, conf = load(args.config, args.set), Path(args.config).read_text(), CONF.read_text()
+    config, toml = load(args.config, args.set), Path(args.config).read_text()
+    conf = broker_conf(config, host=ANYWHERE)  # in containers
     files = {
         "systemd": lambda: systemd.files(config, args.binary),
         "slurm": lambda: slurm.files(config, args.binary, args.nodes),

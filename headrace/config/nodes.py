@@ -80,12 +80,13 @@ class Dashboard(Section, frozen=True, kw_only=True):
     """The live page of a run, and the WebSocket at which it reads the broker."""
 
     enabled: bool = True
-    """Serve the page from `headrace up`."""
+    """Serve the page from `headrace up`, `headrace launch` and the files of `headrace deploy`."""
     host: Host = "127.0.0.1"
     port: Port = 0
-    """HTTP port of the page; 0 takes a free one."""
+    """HTTP port of the page; 0 takes a free one, and 8090 in a launched or deployed run."""
     websocket: HttpUrl = ""
-    """http:// or https:// address of the broker's WebSocket, needed if `[bus] url` names a broker."""
+    """http:// or https:// address of the broker's WebSocket, needed if `[bus] url` names a broker of your own. Empty in
+    a launched or deployed run: the page's host, and the port after the page's."""
     gpu_hour: Amount = 0.0
     """Price of an accelerator-hour and of a CPU-core-hour, in any currency; 0 shows no cost."""
     core_hour: Amount = 0.0

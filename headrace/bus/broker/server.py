@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.bus.broker import credentials
+from headrace.bus.broker import credentials, websocket
 from headrace.bus.errors import BusError
 from headrace.parent_death import die_with
 
@@ -50,7 +50,7 @@ def refuse_busy_port(host: str, port: int, key: str) -> None:
     """BusError when something listens there already. Port 0 is never busy. key: where the port is configured."""
     if not port:
         return
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -164,9 +164,7 @@ class Server:
         """The block for pages; the port of an earlier start stays, so that open pages find the broker again."""
         if not self._origins:
             return ""
-        allowed = ", ".join(f'"{origin}"' for origin in self._origins)
-        listen = f'host: "{self.host}", port: {self._websocket_port or -1}'
-        return f"\nwebsocket {{ {listen}, no_tls: true, allowed_origins: [{allowed}] }}\n"
+        return websocket.conf(self.host, self._websocket_port or -1, self._origins)
 
     async def _ready(self, ports: Path) -> None:
         """Wait for the ports file, which the server writes once it listens and JetStream has recovered."""

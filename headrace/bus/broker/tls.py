@@ -58,3 +58,29 @@ def client_context(credentials: Path) -> ssl.SSLContext | None:
     except OSError as error:  # SSLError is one
         raise ValueError(f"{path} cannot be used ({error}): expected PEM, and a key without a passphrase") from None
     return context
+
+
+def server_context(credentials: Path) -> ssl.SSLContext:
+    """The context of another listener beside the broker, with the broker's certificate. credentials: a folder of seeds,
+    or an account's folder in it. ValueError: there is none, or it cannot be used."""
+    folder = next((place for place in (credentials, credentials.parent) if (place / _SERVER).exists()), credentials)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(folder / _SERVER, folder / _SERVER_KEY, password="")
+    except OSError as error:  # SSLError is one
+        raise ValueError(
+            f"{folder / _SERVER} and {_SERVER_KEY} cannot be used ({error}): expected PEM, and a key without a "
+            "passphrase"
+        ) from None
+    return context
+
+
+def files_of(credentials: Path, *, broker: bool) -> dict[str, bytes]:
+    """The files of TLS that a host needs beside its seeds: name to content. broker: whether the broker is there."""
+    names = (_CA, _CLIENT, _CLIENT_KEY) + ((_SERVER, _SERVER_KEY, _CLIENTS) if broker else ())
+    return {name: (credentials / name).read_bytes() for name in names if (credentials / name).exists()}
+
+
+def elsewhere(users_conf: str, credentials: Path, folder: str) -> str:
+    """A broker's `users.conf` for a host where the credentials lie in another folder."""
+    return users_conf.replace(f'"{credentials.resolve()}/', f'"{folder}/')

@@ -3,16 +3,24 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import add_run, integer
+from headrace.cli.arguments import add_elsewhere, add_run, add_set, integer
 
 if TYPE_CHECKING:
+    from contextlib import AsyncExitStack
+
     from headrace.cli.arguments import Commands
+    from headrace.config import Config
+    from headrace.dashboard.live.server import Address
+    from headrace.launch.supervision.signals import Stopping
 
 
 def add(commands: "Commands") -> None:
     """Declare the command."""
     parser = commands.add_parser("dashboard", help="serve the live page of a run")
     add_run(parser)
+    add_elsewhere(parser)
+    add_set(parser)
+    parser.add_argument("--host", default="", help="address at which the page listens; default: [dashboard] host")
     parser.add_argument("--port", type=integer(0), default=None, help="HTTP port; default: [dashboard] port")
     parser.add_argument(
         "--users",
@@ -25,55 +33,93 @@ def add(commands: "Commands") -> None:
 
 def dashboard(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    import asyncio
-    from contextlib import AsyncExitStack
-    from pathlib import Path
+    import uvloop
 
+    from headrace.launch.supervision.signals import interruptible
+
+    async def body(stopping: "Stopping", closing: "AsyncExitStack") -> int:
+        stopping.effect = "the page is closed"
+        return await (_elsewhere if args.config else _here)(args, closing)
+
+    return uvloop.run(interruptible(body))
+
+
+async def _here(args: argparse.Namespace, closing: "AsyncExitStack") -> int:
+    """The page of a run with a folder on this machine."""
     from headrace.bus.broker.credentials import of_run
     from headrace.bus.broker.server import Server, running
-    from headrace.bus.connection import Bus
     from headrace.config import Config, load
     from headrace.dashboard.live.server import Address
     from headrace.launch import runs
     from headrace.launch.output import say
-    from headrace.launch.page import read_place, serving, websocket_of
+    from headrace.launch.page import read_place, websocket_of
     from headrace.launch.runs import RunError
-    from headrace.launch.session import looped
 
     folder = runs.find(args.run)
-    config = load(folder.config) if folder.config.is_file() else Config()
-
-    async def body() -> int:
-        async with AsyncExitStack() as closing:
-            port = config.dashboard.port if args.port is None else args.port
-            url, credentials, broker_websocket = config.bus.url, of_run(config.bus.credentials, folder.id), ""
-            active = None if url else running(folder.broker)
-            if active is not None:
-                live = read_place(folder.path)
-                if live is None:
-                    raise RunError(
-                        f"{folder.id} runs with [dashboard] enabled = false; start it again with enabled = true"
-                    )
-                say(f"{folder.id}: {live.page}")
-                if args.users:
-                    say(f"with users' sessions: {live.page}?token={live.token}, for 12 hours from the run's start")
-                return 0
-            address = Address(config.dashboard.host, port)
-            if not url:
-                server = Server(folder.broker, need_free=0, origins=address.origins)
-                await closing.enter_async_context(await server.start())
-                url, credentials = server.url, str(folder.broker / "credentials")
-                broker_websocket = server.websocket
-            bus = await closing.enter_async_context(
-                await Bus.connect(url, role="dashboard", credentials=Path(credentials) if credentials else None)
-            )
-            websocket = websocket_of(config, broker_websocket)
-            page = await closing.enter_async_context(serving(config, folder.id, bus, address, websocket, credentials))
-            say(f"{folder.id}: {address.url}")
-            if args.users:
-                token = page.access.token(60 * args.users)
-                say(f"with users' sessions for {args.users} minutes: {address.url}?token={token}")
-            await asyncio.Event().wait()
+    config = load(folder.config, args.set) if folder.config.is_file() else Config()
+    url, credentials, own = config.bus.url, of_run(config.bus.credentials, folder.id), ""
+    if not url and running(folder.broker) is not None:
+        live = read_place(folder.path)
+        if live is None:
+            raise RunError(f"{folder.id} runs with [dashboard] enabled = false; start it again with enabled = true")
+        say(f"{folder.id}: {live.page}")
+        if args.users:
+            say(f"with users' sessions: {live.page}?token={live.token}, for 12 hours from the run's start")
         return 0
+    address = Address(args.host or config.dashboard.host, config.dashboard.port if args.port is None else args.port)
+    if not url:
+        server = Server(folder.broker, need_free=0, origins=address.origins)
+        await closing.enter_async_context(await server.start())
+        url, credentials, own = server.url, str(folder.broker / "credentials"), server.websocket
+    return await _serve(args, closing, config, folder.id, address, url, credentials, websocket_of(config, own))
 
-    return looped(body())
+
+async def _elsewhere(args: argparse.Namespace, closing: "AsyncExitStack") -> int:
+    """The page of a run whose processes others started: its broker admits only the ports of `launch.site`."""
+    from pathlib import Path
+
+    from headrace.bus.broker.credentials import of_run
+    from headrace.config import ConfigError, load
+    from headrace.dashboard.live.server import Address
+    from headrace.launch.site import site_of
+
+    config = load(args.config, args.set)
+    for key, value in (("run.id", config.run.id), ("bus.url", config.bus.url)):
+        if not value:
+            raise ConfigError(f"{args.config}: {key}: the page finds the run and its broker by it; set {key}")
+    site = site_of(config)
+    if site is None:
+        raise ConfigError(f"{args.config}: dashboard.enabled is false, so the broker admits no page; set it to true")
+    credentials = of_run(config.bus.credentials, config.run.id)
+    port = site.port if args.port is None else args.port
+    address = Address(args.host or site.host, port, site.context(Path(credentials), args.host))
+    return await _serve(args, closing, config, config.run.id, address, config.bus.url, credentials, site.websocket)
+
+
+async def _serve(
+    args: argparse.Namespace,
+    closing: "AsyncExitStack",
+    config: "Config",
+    run: str,
+    address: "Address",
+    url: str,
+    credentials: str,
+    websocket: str,
+) -> int:
+    """Serve the page until the command is interrupted."""
+    import asyncio
+
+    from headrace.bus.connection import Bus
+    from headrace.launch.output import say
+    from headrace.launch.page import serving
+    from headrace.launch.supervision.notify import ready
+
+    bus = await closing.enter_async_context(await Bus.connect(url, role="dashboard", credentials=credentials or None))
+    page = await closing.enter_async_context(serving(config, run, bus, address, websocket, credentials))
+    say(f"{run}: {address.url}")
+    if args.users:
+        token = page.access.token(60 * args.users)
+        say(f"with users' sessions for {args.users} minutes: {address.url}?token={token}")
+    async with ready():
+        await asyncio.Event().wait()
+    return 0

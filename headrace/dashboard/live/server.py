@@ -7,12 +7,14 @@ without users' data. Requests with another Host are refused, so that no other pa
 import asyncio
 import os
 import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from headrace.bus.broker import websocket
 from headrace.bus.connection import Bus
 from headrace.bus.errors import BusError
 from headrace.config import Config
@@ -36,9 +38,9 @@ TOKEN_S = 1800.0
 class Address:
     """A listening socket that exists before the broker starts: the broker admits the page's origin by its port."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """port 0 takes a free one. BusError when it is taken."""
-        self.host = host
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+        """port 0 takes a free one. tls: serve https with it. BusError when the port is taken."""
+        self.host, self.tls = host, tls
         self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -54,13 +56,17 @@ class Address:
     @property
     def url(self) -> str:
         """The page's address."""
-        return f"http://{self.host}:{self.port}/"
+        return websocket.address(self.scheme, self.host, self.port) + "/"
+
+    @property
+    def scheme(self) -> str:
+        """http or https."""
+        return "https" if self.tls is not None else "http"
 
     @property
     def origins(self) -> list[str]:
         """Origins of pages that this address serves."""
-        names = {self.host, "127.0.0.1", "localhost"} if self.host in ("127.0.0.1", "0.0.0.0") else {self.host}
-        return [f"http://{name}:{self.port}" for name in sorted(names)]
+        return websocket.origins_of(self.host, self.port, self.scheme)
 
 
 class LivePage:
@@ -69,7 +75,7 @@ class LivePage:
     def __init__(
         self, config: Config, run: str, bus: Bus, *, websocket: str, seed: str, started: float, originals: Originals
     ) -> None:
-        """websocket: ws:// address of the broker. seed: of the role `web`. started: seconds since the epoch."""
+        """websocket: ws:// or wss:// address of the broker. seed: of the role `web`. started: a Unix time, seconds."""
         self.config, self.run, self.bus = config, run, bus
         self.websocket, self._seed, self._started, self._originals = websocket, seed, started, originals
         self.access = Access()
@@ -78,7 +84,7 @@ class LivePage:
 
     async def start(self, address: Address) -> None:
         """Serve on an address."""
-        self._hosts = {origin.removeprefix("http://") for origin in address.origins}
+        self._hosts = {origin.partition("://")[2] for origin in address.origins}
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/config.json", self._settings)
         app.router.add_get("/api/history", self._history)
@@ -87,7 +93,7 @@ class LivePage:
         app.router.add_get("/{name:[A-Za-z.]*}", self._static)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.SockSite(self._runner, address.socket).start()
+        await web.SockSite(self._runner, address.socket, ssl_context=address.tls).start()
 
     async def close(self) -> None:
         """Stop answering."""

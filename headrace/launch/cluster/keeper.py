@@ -19,14 +19,15 @@ from typing import Literal
 
 import msgspec
 
+from headrace.bus.broker.server import find_binary, refuse_busy_port
 from headrace.bus.errors import BusError
 from headrace.launch.cluster.file import Process, name_of
-from headrace.launch.cluster.plan import ORDER, Order, environment
+from headrace.launch.cluster.plan import ORDER, PAGE, Order, environment
 from headrace.launch.output import complain, say
 from headrace.launch.processes import DRAIN_S, first_of
 from headrace.launch.runs import RunError
 from headrace.launch.supervision.causes import last_words
-from headrace.launch.supervision.children import Child, actor_command
+from headrace.launch.supervision.children import Child, ChildFailed, actor_command
 from headrace.launch.supervision.signals import Stopping, interruptible
 
 LOCK, STATE, LOGS, LOG = "node.lock", "node.state.json", "logs", "keeper.log"
@@ -64,6 +65,8 @@ class Keeper:
         self.state = State(pid=os.getpid(), state="starting")
         self._order = order
         self._children = {name_of(process): self._child(process) for process in order.processes}
+        if order.page is not None:
+            self._children[PAGE] = self._page()
         self._causes: dict[str, str] = {}
 
     def _child(self, process: Process) -> Child:
@@ -81,13 +84,20 @@ class Keeper:
                 credentials=str(self.folder / "credentials"),
             )
             argv += [word for entry in process.set for word in ("--set", entry)]
+        return self._process(process, name, argv)
+
+    def _page(self) -> Child:
+        """The process that serves the live page."""
+        argv = [sys.executable, "-m", "headrace.cli", "dashboard", "--config", str(self.folder / "run.toml")]
+        argv += ["--set", f"bus.credentials={self.folder / 'credentials'}"]
+        return self._process(Process(name=PAGE), PAGE, argv)
+
+    def _process(self, process: Process, name: str, argv: list[str]) -> Child:
         env = environment(self._order, process, dict(os.environ))
         env.pop(_READY_FD, None)
         return Child(name, argv, self.folder / LOGS / f"{name}.log", env)
 
     def _broker(self) -> list[str]:
-        from headrace.bus.broker.server import find_binary
-
         host, _, port = self._order.url.partition("://")[2].rpartition(":")
         conf, store = self.folder / "nats.conf", self.folder / "store"
         return [find_binary(), "-c", str(conf), "-a", host, "-p", port, "-sd", str(store)]
@@ -109,8 +119,8 @@ class Keeper:
         _ready()
         try:
             async with asyncio.TaskGroup() as group:
-                for child in self._children.values():
-                    group.create_task(child.watch(self._restarted))
+                for name, child in self._children.items():
+                    group.create_task(self._watch_page(child) if name == PAGE else child.watch(self._restarted))
         except BaseExceptionGroup as failures:
             raise first_of(failures) from None
         return 0
@@ -135,6 +145,15 @@ class Keeper:
                 if asyncio.get_running_loop().time() > deadline:
                     raise RunError(f"the broker does not answer at {self._order.url}: {error}", 4) from None
                 await asyncio.sleep(0.1)  # a server that is being started has no event to wait for
+
+    async def _watch_page(self, child: Child) -> None:
+        """Keep the page alive; a page that cannot be kept alive ends no run."""
+        try:
+            await child.watch(self._restarted)
+        except ChildFailed as failure:
+            self._causes[PAGE] = str(failure)
+            complain(f"the run goes on without its live page: {failure}")
+            self._write("running")
 
     def _restarted(self, name: str, why: str) -> None:
         self._causes[name] = why
@@ -210,6 +229,15 @@ def _load(folder: Path) -> Order:
 
 def _missing(order: Order) -> str:
     """Name the first thing that this host lacks, in one sentence; empty when it has everything."""
+    if order.page is not None:
+        for host, port, key in (
+            (order.page.host, order.page.port, "[dashboard] port"),
+            (order.page.websocket_host, order.page.websocket_port, "[dashboard] websocket"),
+        ):
+            try:
+                refuse_busy_port(host, port, key)
+            except BusError as error:
+                return str(error)
     for process in order.processes:
         for device in process.devices:
             if not Path(f"/dev/nvidia{device}").exists():
@@ -237,12 +265,12 @@ def keep(folder: Path) -> int:
 
 def start(folder: Path) -> int:
     """Start the keeper and return when every process runs."""
+    if _held(folder):
+        raise RunError(f"a keeper (process {read_state(folder).pid}) runs in {folder} already; stop it first", 5)
     missing = _missing(_load(folder))
     if missing:
         raise RunError(missing, 3)
     (folder / LOGS).mkdir(exist_ok=True)
-    if _held(folder):
-        raise RunError(f"a keeper (process {read_state(folder).pid}) runs in {folder} already; stop it first", 5)
     readable, writable = os.pipe()
     with (folder / LOGS / LOG).open("ab") as log:
         child = subprocess.Popen(

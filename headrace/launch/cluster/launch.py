@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.launch.cluster.file import Cluster, Node, read
 from headrace.launch.cluster.keeper import LOGS, State
-from headrace.launch.cluster.plan import names, plan
+from headrace.launch.cluster.plan import HostPlan, names, plan
 from headrace.launch.cluster.ssh import HostError, call, everywhere
 from headrace.launch.output import complain, say
 from headrace.launch.runs import RunError
@@ -44,6 +44,7 @@ async def start(path: Path) -> int:
     cluster = read(path)
     plans = plan(cluster, path.parent)
     await everywhere(cluster.hosts, lambda host: call(cluster, host, _checking(host)))
+    say(_page(plans))
     by_name = {one.host.name: one for one in plans}
     started: list[Node] = []
 
@@ -66,6 +67,19 @@ async def start(path: Path) -> int:
         say(f"{one.host.name}: {', '.join(names(one.order))}; logs in {one.host.address}:{one.host.folder}/{LOGS}/")
     say(f"run {plans[0].order.run} is started; `headrace launch {path} status` shows it, `... stop` ends it")
     return 0
+
+
+def _page(plans: Sequence[HostPlan]) -> str:
+    """The address of the live page, or why there is none."""
+    for one in plans:
+        if one.order.page is not None:
+            host = one.host
+            port = f"-p {host.port} " if host.port != 22 else ""
+            target = f"{host.user}@{host.address}" if host.user else host.address
+            return f"live page: {one.order.page.reached(port + target)}"
+    if not any(one.broker for one in plans):
+        return "no live page: no host has the broker; `headrace dashboard --config run.toml` serves it from here"
+    return "no live page: [dashboard] enabled = false"
 
 
 def _split(hosts: Sequence[Node]) -> tuple[list[Node], list[Node]]:

@@ -8,10 +8,12 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.actors.registry import ACTORS
-from headrace.bus.broker import credentials
+from headrace.bus.broker import credentials, tls
+from headrace.bus.broker.permissions import WEB_ROLE
 from headrace.bus.broker.server import CONF
 from headrace.config import Config, ConfigError, load
 from headrace.launch.cluster.file import Cluster, Node, Process, name_of
+from headrace.launch.site import LOCAL, Site, site_of
 
 ORDER = "node.json"
 """The file that says which processes a host runs."""
@@ -19,6 +21,8 @@ NEEDED = ("curriculum", "environment", "judge", "rollout", "trainer", "weight_se
 SINGLE = ("curriculum", "trainer", "weight_sender")
 """Actors of which a run has one."""
 PUBLIC = f"{credentials.PUBLISHER}.pub"
+PAGE = "dashboard"
+"""Name of the process that serves the live page, and its role."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +33,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     environment: dict[str, str]
     processes: tuple[Process, ...]
+    page: Site | None = None
+    """The live page, on the broker's host."""
 
 
 class HostPlan(NamedTuple):
@@ -84,6 +90,10 @@ def _check(cluster: Cluster, config: Config, file: Path) -> None:
     places: dict[str, list[str]] = {}
     for host in cluster.hosts:
         for process in host.processes:
+            if name_of(process) == PAGE:
+                raise ConfigError(
+                    f"host {host.name}: the live page's process is named {PAGE}; name this one differently"
+                )
             for actor in process.actors:
                 kind = actor.partition(":")[0]
                 if kind not in ACTORS:
@@ -110,8 +120,15 @@ def _check(cluster: Cluster, config: Config, file: Path) -> None:
 
 
 def _host(host: Node, config: Config, toml: bytes, keys: Path, own: Path) -> HostPlan:
+    broker = any(process.broker for process in host.processes)
+    page = site_of(config) if broker else None
     order = Order(
-        host=host.name, run=config.run.id, url=config.bus.url, environment=host.environment, processes=host.processes
+        host=host.name,
+        run=config.run.id,
+        url=config.bus.url,
+        environment=host.environment,
+        processes=host.processes,
+        page=page,
     )
     files = {ORDER: msgspec.json.encode(order), "run.toml": toml}
     kinds = {actor.partition(":")[0] for process in host.processes for actor in process.actors}
@@ -120,10 +137,16 @@ def _host(host: Node, config: Config, toml: bytes, keys: Path, own: Path) -> Hos
     wanted = [f"{role}.nk" for role in sorted(roles)]
     if "weight_sender" in kinds:
         wanted.append(f"{credentials.PUBLISHER}.nk")
-    if any(process.broker for process in host.processes):
+    if broker:
+        folder = f"{host.folder}/credentials"
         wanted.append("admin.nk")
-        files["nats.conf"] = CONF.read_bytes()
-        files["credentials/users.conf"] = (keys / "users.conf").read_bytes()
+        users = tls.elsewhere((keys / "users.conf").read_text(), keys, folder)
+        files["credentials/users.conf"] = users.encode()
+        files["nats.conf"] = (CONF.read_text() + (page.conf(folder) if page else "")).encode()
+    if page:
+        wanted += [f"{PAGE}.nk", f"{WEB_ROLE}.nk"]
+        _refuse_plain(page, keys)
+    files |= {f"credentials/{name}": content for name, content in tls.files_of(keys, broker=broker).items()}
     if "gateway" in kinds and config.production.broker_tenants:
         for name in credentials.TENANTS:
             files[f"credentials/{name}"] = _key(keys / name, host.name, f"{keys} --tenants")
@@ -132,6 +155,19 @@ def _host(host: Node, config: Config, toml: bytes, keys: Path, own: Path) -> Hos
     for name in (*wanted, PUBLIC):
         files[f"credentials/{name}"] = _key(own / name, host.name, str(keys))
     return HostPlan(host, order, files)
+
+
+def _refuse_plain(page: Site, keys: Path) -> None:
+    """ConfigError when the broker has a certificate and the page's WebSocket would be open to others without it, or
+    the other way round."""
+    certificate = keys / "server.pem"
+    if page.tls and not certificate.exists():
+        raise ConfigError(f"dashboard.websocket is an https:// address, and there is no {certificate}")
+    if not page.tls and certificate.exists() and not page.websocket_host.startswith(LOCAL):
+        raise ConfigError(
+            f"the broker has a certificate, and its WebSocket would be open without it: set [dashboard] websocket to "
+            f'"https://{page.websocket_host}:{page.websocket_port}", or [dashboard] host to 127.0.0.1'
+        )
 
 
 def _key(path: Path, host: str, folder: str) -> bytes:
@@ -155,4 +191,4 @@ def environment(order: Order, process: Process, inherited: dict[str, str]) -> di
 
 def names(order: Order) -> list[str]:
     """The names of a host's processes."""
-    return [name_of(process) for process in order.processes]
+    return [name_of(process) for process in order.processes] + ([PAGE] if order.page else [])

@@ -6,9 +6,12 @@ No pod is privileged and none has a service account's token. `/dev/kvm` comes fr
 
 from typing import Any
 
+from headrace.bus.broker.websocket import ANYWHERE
 from headrace.config import Config
+from headrace.launch.deploy import plan
 from headrace.launch.deploy.plan import CREDENTIALS, Process, processes
 from headrace.launch.deploy.yaml import documents
+from headrace.launch.site import Site
 
 NAMESPACE = "headrace"
 USER = 10001
@@ -39,8 +42,10 @@ def _pod(name: str, container: dict[str, Any], volumes: list[dict[str, Any]]) ->
     }
 
 
-def deployment(process: Process, image: str, metrics: int) -> dict[str, Any]:
-    """One process of actors. Its work is redelivered, so a pod may be replaced at any time."""
+def deployment(process: Process, image: str, port: dict[str, Any] | None) -> dict[str, Any]:
+    """One process of actors, or the live page. Its work is redelivered, so a pod may be replaced at any time.
+
+    port: at which it serves metrics or the page."""
     name = f"headrace-{process.name}"
     limits: dict[str, str] = {"memory": "8Gi"}
     if process.machines:
@@ -50,7 +55,7 @@ def deployment(process: Process, image: str, metrics: int) -> dict[str, Any]:
     container = {
         "image": image,
         "command": ["headrace"],
-        "args": process.words,
+        "args": [*process.words, *(() if process.actors else ("--host", ANYWHERE))],
         "env": [{"name": "OMP_NUM_THREADS", "value": "1"}, {"name": "HOME", "value": "/tmp"}],
         "workingDir": "/var/lib/headrace",
         "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": limits},
@@ -60,7 +65,7 @@ def deployment(process: Process, image: str, metrics: int) -> dict[str, Any]:
             {"name": "state", "mountPath": "/var/lib/headrace"},
             {"name": "tmp", "mountPath": "/tmp"},
         ],
-        **({"ports": [{"name": "metrics", "containerPort": metrics}]} if metrics else {}),
+        **({"ports": [port]} if port else {}),
     }
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": "headrace-run"}},
@@ -84,13 +89,15 @@ def deployment(process: Process, image: str, metrics: int) -> dict[str, Any]:
     }
 
 
-def broker(image: str) -> list[dict[str, Any]]:
-    """The broker with its store, and the name under which processes find it."""
+def broker(image: str, site: Site | None) -> list[dict[str, Any]]:
+    """The broker with its store, and the name under which processes find it. site: of the live page."""
+    ports = [("nats", 4222), *([("websocket", site.websocket_port)] if site is not None else [])]
+    wanted = ["users.conf", *(["server.pem", "server.key"] if site is not None and site.tls else [])]
     container = {
         "image": image,
         "command": ["nats-server"],
         "args": ["-c", "/etc/headrace/nats.conf", "-a", "0.0.0.0", "-sd", "/data", "-m", "8222"],
-        "ports": [{"name": "nats", "containerPort": 4222}, {"name": "monitor", "containerPort": 8222}],
+        "ports": [{"name": name, "containerPort": port} for name, port in (*ports, ("monitor", 8222))],
         "startupProbe": {
             "httpGet": {"path": "/healthz", "port": "monitor"},
             "failureThreshold": 90,
@@ -110,7 +117,7 @@ def broker(image: str) -> list[dict[str, Any]]:
             "name": "users",
             "secret": {
                 "secretName": "headrace-credentials",
-                "items": [{"key": "users.conf", "path": "users.conf"}],
+                "items": [{"key": name, "path": name} for name in wanted],
                 "defaultMode": 0o440,
             },
         },
@@ -124,7 +131,11 @@ def broker(image: str) -> list[dict[str, Any]]:
             "apiVersion": "v1",
             "kind": "Service",
             "metadata": _meta("nats"),
-            "spec": {"clusterIP": "None", "selector": {"app": "nats"}, "ports": [{"name": "nats", "port": 4222}]},
+            "spec": {
+                "clusterIP": "None",
+                "selector": {"app": "nats"},
+                "ports": [{"name": name, "port": port} for name, port in ports],
+            },
         },
         {
             "apiVersion": "apps/v1",
@@ -144,7 +155,9 @@ def broker(image: str) -> list[dict[str, Any]]:
 
 def manifests(config: Config, toml: str, nats_conf: str, image: str) -> list[dict[str, Any]]:
     """Every object. The secret is made by hand from the credentials folder: seeds are never written into manifests."""
-    metrics = config.metrics.port if config.metrics.enabled else 0
+    served = config.metrics.enabled and config.metrics.port
+    metrics = {"name": "metrics", "containerPort": config.metrics.port} if served else None
+    page = plan.page(config)
     return [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
         {
@@ -159,8 +172,23 @@ def manifests(config: Config, toml: str, nats_conf: str, image: str) -> list[dic
             "metadata": _meta("headrace-state"),
             "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "64Gi"}}},
         },
-        *broker(image),
+        *broker(image, page[1] if page is not None else None),
         *(deployment(process, image, metrics) for process in processes(config)),
+        *(live_page(*page, image) if page is not None else ()),
+    ]
+
+
+def live_page(process: Process, site: Site, image: str) -> list[dict[str, Any]]:
+    """The live page, for `kubectl port-forward`: its pod admits only the addresses of `[dashboard]`."""
+    name = f"headrace-{process.name}"
+    return [
+        deployment(process, image, {"name": "page", "containerPort": site.port}),
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": _meta(name),
+            "spec": {"selector": {"app": name}, "ports": [{"name": "page", "port": site.port}]},
+        },
     ]
 
 

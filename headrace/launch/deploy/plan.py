@@ -2,11 +2,15 @@
 
 from typing import NamedTuple
 
+from headrace.bus.broker.server import CONF
 from headrace.config import Config, ConfigError
 from headrace.launch.processes import process_groups
+from headrace.launch.site import Site, site_of
 
 MACHINES = {"environment"}
 """Actors that start virtual machines: they need /dev/kvm where the host has it."""
+PAGE = "dashboard"
+"""Name of the process that serves the live page, and its command."""
 DEVICES = {"trainer", "rollout"}
 """Actors that use an accelerator where `[trainer] device` names one."""
 
@@ -16,13 +20,19 @@ class Process(NamedTuple):
 
     name: str
     actors: tuple[str, ...]
+    """None for the live page."""
     machines: bool
     device: bool
 
     @property
     def words(self) -> list[str]:
         """Arguments of `headrace` that start it."""
-        return ["actor", ",".join(self.actors), "--config", "/etc/headrace/run.toml"]
+        return [*self.command, "--config", "/etc/headrace/run.toml"]
+
+    @property
+    def command(self) -> list[str]:
+        """The same without a configuration."""
+        return ["actor", ",".join(self.actors)] if self.actors else [PAGE]
 
 
 def processes(config: Config) -> list[Process]:
@@ -42,6 +52,19 @@ def processes(config: Config) -> list[Process]:
         name = group[0].replace(":", "-").replace("_", "-")
         found.append(Process(name, group, bool(kinds & MACHINES), device and bool(kinds & DEVICES)))
     return found
+
+
+def page(config: Config) -> tuple[Process, Site] | None:
+    """The process of the live page on the broker's host, and where it listens; None without a page. ConfigError."""
+    site = site_of(config)
+    return (Process(PAGE, (), machines=False, device=False), site) if site is not None else None
+
+
+def broker_conf(config: Config, credentials: str = "", host: str = "") -> str:
+    """nats.conf of the run's broker, with its WebSocket. credentials: its folder there. host: where it listens, if not
+    at the addresses of `[dashboard]`."""
+    site = site_of(config)
+    return CONF.read_text() + (site.conf(credentials or CREDENTIALS, host) if site is not None else "")
 
 
 CREDENTIALS = "/etc/headrace/credentials"

@@ -6,6 +6,7 @@ The job may be requeued at any time: the shared folder contains the streams, and
 import shlex
 
 from headrace.config import Config
+from headrace.launch.deploy import plan
 from headrace.launch.deploy.plan import Process, processes
 
 EVERYWHERE = {"environment", "rollout"}
@@ -13,8 +14,10 @@ EVERYWHERE = {"environment", "rollout"}
 
 
 def _step(process: Process, binary: str, where: str) -> str:
-    command = shlex.join([binary, "actor", ",".join(process.actors)])
+    command = shlex.join([binary, *process.command])
     place = '--config "$FOLDER/run.toml" --url "$URL" --credentials "$FOLDER/credentials"'
+    if not process.actors:
+        place = '--config "$FOLDER/run.toml" --set bus.url="$URL" --set bus.credentials="$FOLDER/credentials"'
     return f"srun --overlap {where} {command} \\\n  {place} &"
 
 
@@ -26,6 +29,11 @@ def files(config: Config, binary: str, nodes: int) -> dict[str, str]:
         kinds = {name.partition(":")[0] for name in process.actors}
         (every if kinds <= EVERYWHERE else single).append(process)
     device = "#SBATCH --gpus-per-node=1\n" if any(process.device for process in [*single, *every]) else ""
+    told = ""
+    if page := plan.page(config):
+        process, site = page
+        single.append(process)
+        told = f'echo "live page: {site.page} on $FIRST; to open it elsewhere: ssh -N {site.forwards} $FIRST"\n'
     first = "\n".join(_step(process, binary, '--nodes=1 --ntasks=1 --nodelist="$FIRST"') for process in single)
     rest = "\n".join(_step(process, binary, f"--nodes={nodes} --ntasks-per-node=1") for process in every)
     script = f"""#!/bin/bash
@@ -44,14 +52,14 @@ FOLDER="${{HEADRACE_FOLDER:-$SLURM_SUBMIT_DIR}}"
 FIRST="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 URL="nats://$FIRST:4222"
 
-stop() {{
+{told}stop() {{
   # Actors drain before the broker ends.
   pkill -TERM -P "$$" srun || true
   wait || true
 }}
 trap stop TERM
 
-srun --overlap --nodes=1 --ntasks=1 --nodelist="$FIRST" \\
+srun --overlap --chdir="$FOLDER" --nodes=1 --ntasks=1 --nodelist="$FIRST" \\
   nats-server -c "$FOLDER/nats.conf" -a 0.0.0.0 -p 4222 -sd "$FOLDER/store" &
 for _ in $(seq 120); do (exec 3<>"/dev/tcp/$FIRST/4222") 2>/dev/null && break; sleep 1; done
 {binary} bus declare --url "$URL" --credentials "$FOLDER/credentials"
@@ -64,4 +72,5 @@ echo "a process of the run ended with code $code" >&2
 stop
 exit "$code"
 """
-    return {"headrace.sbatch": script}
+    # A job's folder is not known here, so the broker's certificate is named relative to its working directory.
+    return {"headrace.sbatch": script, "nats.conf": plan.broker_conf(config, "credentials")}

@@ -1,6 +1,7 @@
-"""systemd units: one per process, one for the broker, and a target that starts them all."""
+"""systemd units: one per process, one for the broker, one for the live page beside it, and a target that starts all."""
 
 from headrace.config import Config
+from headrace.launch.deploy import plan
 from headrace.launch.deploy.plan import CREDENTIALS, Process, processes
 
 HARDENED = """NoNewPrivileges=yes
@@ -41,7 +42,7 @@ def unit(process: Process, binary: str) -> str:
         devices = "DevicePolicy=closed\nDeviceAllow=char-nvidia rw\nDeviceAllow=char-nvidia-uvm rw"
     command = " ".join([binary, *process.words])
     return f"""[Unit]
-Description=headrace: {", ".join(process.actors)}
+Description=headrace: {", ".join(process.actors) or "the live page"}
 After=network-online.target
 Wants=network-online.target
 PartOf=headrace.target
@@ -102,10 +103,13 @@ WantedBy=headrace.target
 
 
 def files(config: Config, binary: str) -> dict[str, str]:
-    """Name to content. binary: path of `headrace` on the hosts."""
+    """Name to content. binary: path of `headrace` on the hosts. The broker's host runs headrace-nats and
+    headrace-dashboard, and has nats.conf."""
     found = processes(config)
     out = {f"headrace-{process.name}.service": unit(process, binary) for process in found}
     out["headrace-nats.service"] = broker()
+    if page := plan.page(config):
+        out["headrace-dashboard.service"] = unit(page[0], binary)
     wants = " ".join(sorted(out))
     out["headrace.target"] = f"""[Unit]
 Description=headrace: run {config.run.id}
@@ -114,4 +118,5 @@ Wants={wants}
 [Install]
 WantedBy=multi-user.target
 """
+    out["nats.conf"] = plan.broker_conf(config)
     return out

@@ -1,5 +1,6 @@
 """`headrace launch` through OpenSSH's server, in two network namespaces whose hosts share no folder."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -9,9 +10,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
+import aiohttp
 import pytest
 
+from headrace.bus.connection import Bus
+from headrace.messages import subjects as s
 from tests.launch.test_recipe import SETTINGS, until_finished
 from tests.support.paths import ROOT
 
@@ -92,7 +97,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def write(folder: Path, addresses: list[str], python: str = sys.executable) -> None:
     """run.toml and cluster.toml: training on the first host, sampling and sandboxes on the second."""
     bus = f'[run]\nid = "r1"\n[bus]\nurl = "nats://{NET}.1:4222"\ncredentials = "{folder}/credentials"\n'
-    (folder / "run.toml").write_text(bus + SETTINGS)
+    (folder / "run.toml").write_text(f'{bus}[dashboard]\nhost = "{NET}.1"\n{SETTINGS}')
     options = ["-i", str(folder / "key"), "-o", "UserKnownHostsFile=/dev/null", "-o", "StrictHostKeyChecking=no"]
     options += ["-o", "LogLevel=ERROR", "-F", "none"]
     text = f'run = "run.toml"\nssh = {json.dumps(options)}\n'
@@ -119,6 +124,44 @@ def headrace(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True)
 
 
+async def loaded(page: str) -> tuple[int, str, int]:
+    """Load the page as a browser does. Returns the closed groups of its history, the subject of a record that came
+    through the broker's WebSocket, and the status that a foreign origin gets there."""
+    async with aiohttp.ClientSession() as client:
+        async with client.get(f"{page}/") as answer:
+            assert answer.status == 200 and "text/html" in answer.headers["Content-Type"]
+        settings = await (await client.get(f"{page}/config.json")).json()
+        told = await (await client.get(f"{page}/api/history")).json()
+        address = settings["websocket"]
+        assert address == f"ws://{NET}.1:8091" and settings["run"] == "r1"
+        async with client.ws_connect(address, origin=page) as admitted:
+            assert (await admitted.receive()).data.startswith(b"INFO ")
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await client.ws_connect(address, origin="http://elsewhere:8090")
+    closed = sum(record["type"] == "group_closed" for record in told["records"])
+    with NamedTemporaryFile("w", suffix=".nk") as seed:
+        seed.write(settings["seed"])
+        seed.flush()
+        async with await Bus.connect(address, role="web", credentials=seed.name) as web:
+            record = await web.get("HR_STEP", 1)
+    return closed, record.subject, refused.value.status
+
+
+async def served_here(folder: Path) -> tuple[int, str, int]:
+    """The page of `headrace dashboard` on the launcher."""
+    argv = [sys.executable, "-m", "headrace.cli", "dashboard", "--config", "run.toml", "--host", "127.0.0.1"]
+    process = await asyncio.create_subprocess_exec(
+        *argv, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"r1: http://127.0.0.1:8090/\n"
+        return await loaded("http://127.0.0.1:8090")
+    finally:
+        process.terminate()
+        assert await process.wait() == 130
+
+
 def left(folder: Path) -> list[str]:
     """Command lines of processes in the hosts' folders."""
     found = []
@@ -131,15 +174,19 @@ def left(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:parameter 'timeout':DeprecationWarning")  # nats-py's, over WebSocket
 async def test_a_launched_run_trains_three_steps_and_balances(hosts: list[str], tmp_path: Path) -> None:
     write(tmp_path, hosts)
     try:
         done = headrace(tmp_path, "launch", "cluster.toml")
         assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[0] == f"live page: http://{NET}.1:8090/"
         assert f"h2: weight_receiver, environment, server; logs in {NET}.2:{tmp_path}/host2/logs/" in done.stdout
         again = headrace(tmp_path, "launch", "cluster.toml")
         assert again.returncode == 3 and "a keeper (process" in again.stderr and "stop it first" in again.stderr
         steps = await until_finished(f"nats://{NET}.1:4222", tmp_path / "credentials")
+        page = await loaded(f"http://{NET}.1:8090")
+        own = await served_here(tmp_path)
         audit = json.loads(headrace(tmp_path, "audit", "--config", "run.toml").stdout)
         status = headrace(tmp_path, "launch", "cluster.toml", "status")
         logs = headrace(tmp_path, "launch", "cluster.toml", "logs")
@@ -147,7 +194,8 @@ async def test_a_launched_run_trains_three_steps_and_balances(hosts: list[str], 
         stopped = headrace(tmp_path, "launch", "cluster.toml", "stop")
     assert steps == 3 and audit["balanced"] and audit["trained"] == 24
     assert status.returncode == 0 and f"h1 ({NET}.1): running" in status.stdout and "  trainer " in status.stdout
-    assert "started again" not in status.stdout
+    assert "started again" not in status.stdout and "  dashboard " in status.stdout
+    assert page == own == (6, s.STEP.at(run="r1"), 403)
     assert "h2: set-for-one-process" in logs.stdout
     assert (tmp_path / "host1/runs/r1/checkpoints").is_dir() and not (tmp_path / "host2/runs/r1/checkpoints").exists()
     assert stopped.returncode == 0 and "no process of the run is left on 2 hosts" in stopped.stdout, stopped.stderr

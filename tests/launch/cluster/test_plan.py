@@ -8,11 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from headrace.bus.broker import credentials
 from headrace.bus.broker.permissions import ROLES
 from headrace.cli.main import main
 from headrace.config import ConfigError
 from headrace.launch.cluster.file import read
-from headrace.launch.cluster.plan import HostPlan, Order, environment, plan
+from headrace.launch.cluster.plan import HostPlan, Order, environment, names, plan
 from tests.support.paths import ROOT
 
 RUN = '[run]\nid = "r1"\n[bus]\nurl = "nats://10.0.0.1:4222"\ncredentials = "credentials"\n'
@@ -35,7 +36,7 @@ def test_each_host_gets_its_processes_and_only_the_keys_of_their_roles(tmp_path:
     assert names == {"node.json", "run.toml"} | {f"credentials/{name}" for name in keys}
     own = {name for name in found["trainer"].files if name.endswith(".nk")}
     assert {"credentials/admin.nk", "credentials/weight_publisher.nk", "credentials/trainer.nk"} <= own
-    assert "credentials/rollout.nk" not in own
+    assert "credentials/rollout.nk" not in own and {"credentials/web.nk", "credentials/dashboard.nk"} <= own
     assert {Path(name).stem for name in own} - {"weight_publisher"} <= set(ROLES)
     order = msgspec.json.decode(found["trainer"].files["node.json"], type=Order)
     trainer = next(process for process in order.processes if "trainer" in process.actors)
@@ -62,6 +63,7 @@ def test_each_host_gets_its_processes_and_only_the_keys_of_their_roles(tmp_path:
         ('folder = "/srv/headrace"', 'folder = "srv"', "host trainer: folder: expected an absolute path, got 'srv'"),
         ("rollout.credit=16", "rollout.credits=16", "unknown key; [rollout] has credit"),
         ("broker = true", 'command = ["x"]', "process without a name: a command needs a name"),
+        ("broker = true", 'command = ["x"]\nname = "dashboard"', "the live page's process is named dashboard"),
         ("broker = true", "brokers = true", "host trainer: processes[0]: object contains unknown field `brokers`"),
     ],
 )
@@ -69,6 +71,38 @@ def test_a_mistake_is_one_sentence(old: str, new: str, sentence: str, tmp_path: 
     assert old in TEXT
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         plans(tmp_path, TEXT.replace(old, new, 1))
+
+
+def test_the_broker_of_a_launched_run_has_the_pages_web_socket(tmp_path: Path) -> None:
+    found = plans(tmp_path)
+    conf = found["trainer"].files["nats.conf"].decode()
+    assert 'websocket { host: "127.0.0.1", port: 8091' in conf and '"http://127.0.0.1:8090"' in conf
+    order = found["trainer"].order
+    assert order.page is not None and names(order)[-1] == "dashboard" and found["sampler"].order.page is None
+    off = plans(tmp_path, run=RUN + "[dashboard]\nenabled = false\n")["trainer"]
+    assert "websocket {" not in off.files["nats.conf"].decode() and "credentials/web.nk" not in off.files
+
+
+def test_certificates_go_to_the_hosts_that_need_them_and_guard_the_web_socket_too(tmp_path: Path) -> None:
+    keys = tmp_path / "credentials"
+    keys.mkdir()
+    for name in ("server.pem", "server.key", "ca.pem"):
+        (keys / name).write_text(name)
+    credentials.write(keys)
+    found = plans(tmp_path)
+    assert f'cert_file: "{found["trainer"].host.folder}/credentials/server.pem"' in (
+        found["trainer"].files["credentials/users.conf"].decode()
+    )
+    assert {"credentials/server.pem", "credentials/server.key"} <= set(found["trainer"].files)
+    assert "credentials/ca.pem" in found["sampler"].files and "credentials/server.key" not in found["sampler"].files
+    with pytest.raises(ConfigError, match="its WebSocket would be open without it: set"):
+        plans(tmp_path, run=RUN + '[dashboard]\nhost = "10.0.0.1"\n')
+    secure = plans(tmp_path, run=RUN + '[dashboard]\nhost = "10.0.0.1"\nwebsocket = "https://10.0.0.1:8091"\n')
+    conf = secure["trainer"].files["nats.conf"].decode()
+    assert 'tls { cert_file: "/srv/headrace/credentials/server.pem"' in conf
+    (keys / "server.pem").unlink()
+    with pytest.raises(ConfigError, match=r"there is no .*server\.pem"):
+        plans(tmp_path, run=RUN + '[dashboard]\nwebsocket = "https://10.0.0.1:8091"\n')
 
 
 def test_a_run_that_its_processes_cannot_find_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,7 @@ def test_kubernetes_accepts_the_manifests_and_no_pod_is_privileged(config: Any) 
         kubernetes_validate.validate(each, "1.34", strict=True)
     assert objects == kubernetes.manifests(config, TOML, CONF.read_text(), "headrace:1")  # the YAML says the same
     pods = [each["spec"]["template"]["spec"] for each in objects if each["kind"] in ("Deployment", "StatefulSet")]
-    assert len(pods) == len(plan.processes(config)) + 1
+    assert len(pods) == len(plan.processes(config)) + 2  # broker and page
     for pod in pods:
         (container,) = pod["containers"]
         assert container["securityContext"]["privileged"] is False and not pod["automountServiceAccountToken"]
@@ -108,6 +108,7 @@ def test_the_job_is_a_shell_script_that_slurm_may_requeue(config: Any, tmp_path:
     assert subprocess.run(["bash", "-n", "job"], cwd=tmp_path, capture_output=True).returncode == 0
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.MULTILINE))
     assert {"requeue", "nodes", "signal", "gpus-per-node"} <= set(options) and options["nodes"] == "3"
+    assert "live page: http://127.0.0.1:8090/ on $FIRST" in script
     commands = re.findall(r"headrace (actor [\w,:]+) \\\n  --config", script)
     assert len(commands) == len(plan.processes(config))
     if shutil.which("sbatch"):
@@ -117,7 +118,7 @@ def test_the_job_is_a_shell_script_that_slurm_may_requeue(config: Any, tmp_path:
 
 def test_the_compose_file_holds_a_service_per_process(config: Any) -> None:
     found = yaml.safe_load(compose.files(config, "headrace:1")["compose.yaml"])
-    assert set(found["services"]) == {"nats", *(process.name for process in plan.processes(config))}
+    assert set(found["services"]) == {"nats", "dashboard", *(process.name for process in plan.processes(config))}
     assert found["services"]["environment"]["devices"] == ["/dev/kvm"]
     assert all(each["read_only"] and each["cap_drop"] == ["ALL"] for each in found["services"].values())
 
@@ -133,3 +134,30 @@ def test_the_notifier_speaks_to_systemd(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "s"))
         assert notify("READY=1")
         assert listener.recv(64) == b"READY=1"
+
+
+def test_every_kind_of_file_carries_the_live_page_and_the_brokers_web_socket(config: Any, tmp_path: Path) -> None:
+    block = 'websocket { host: "%s", port: 8091, no_tls: true, allowed_origins: ["http://127.0.0.1:8090", '
+    units, job = systemd.files(config, "headrace"), slurm.files(config, "headrace", 1)
+    for files in (units, job):
+        assert block % "127.0.0.1" in files["nats.conf"], "loopback, because it listens on the host itself"
+    words = re.search(r"ExecStart=headrace (.*)", units["headrace-dashboard.service"])
+    assert words is not None and parser().parse_args(words[1].split()).config == "/etc/headrace/run.toml"
+    assert "headrace-dashboard.service" in units["headrace.target"]
+    assert 'headrace dashboard \\\n  --config "$FOLDER/run.toml" --set bus.url="$URL"' in job["headrace.sbatch"]
+    assert main(["deploy", "compose", str(tmp_path), "--config", str(_written(tmp_path))]) == 0
+    assert block % "0.0.0.0" in (tmp_path / "nats.conf").read_text()
+    services = yaml.safe_load((tmp_path / "compose.yaml").read_text())["services"]
+    assert services["nats"]["ports"] == ["127.0.0.1:8091:8091"] and services["dashboard"]["ports"]
+    assert parser().parse_args(services["dashboard"]["command"][1:]).host == "0.0.0.0"
+    objects = kubernetes.manifests(config, TOML, plan.broker_conf(config, host="0.0.0.0"), "headrace:1")
+    served = {each["metadata"]["name"]: each["spec"]["ports"] for each in objects if each["kind"] == "Service"}
+    assert {"name": "websocket", "port": 8091} in served["nats"] and served["headrace-dashboard"][0]["port"] == 8090
+    off = load(_written(tmp_path), ["dashboard.enabled=false"])
+    assert "headrace-dashboard.service" not in systemd.files(off, "x")
+    assert "websocket {" not in systemd.files(off, "x")["nats.conf"]
+
+
+def _written(folder: Path) -> Path:
+    (folder / "run.toml").write_text(TOML)
+    return folder / "run.toml"
