@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,16 @@ pytestmark = [
 ]
 
 
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def test_two_builds_of_one_commit_are_equal(tmp_path: Path) -> None:
+    # Not HEAD, which others may move meanwhile.
+    commit = git("rev-list", "--max-count=2", "HEAD").split()[-1]
     for folder in ("one", "two"):
         words = [sys.executable, str(ROOT / "deploy/release/build.py"), "--out", str(tmp_path / folder)]
+        words += ["--commit", commit]
         done = subprocess.run(words, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     first, second = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("one", "two"))
@@ -33,6 +41,8 @@ def test_two_builds_of_one_commit_are_equal(tmp_path: Path) -> None:
     kinds = sorted(name.removeprefix("headrace-").partition("-py3")[0] for name in first)
     assert len(first) == 4 and "SHA256SUMS" in kinds and "headrace.cdx.json" in kinds
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path / "one", check=True)
+    with tarfile.open(next((tmp_path / "one").glob("*.tar.gz"))) as sdist:
+        assert {entry.mtime for entry in sdist} == {int(git("log", "-1", "--format=%ct", commit))}
     parts = {part["name"].lower() for part in json.loads(first["headrace.cdx.json"])["components"]}
     assert {"msgspec", "torch", "nats-py"} <= parts
 

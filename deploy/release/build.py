@@ -1,8 +1,8 @@
 """Builds a release into dist/: wheel, sdist, SBOM (CycloneDX) and SHA256SUMS, equal in every bit when built again.
 
-`make release` runs it. It builds an export of HEAD, so files that are not committed stay out. Times in the archives are
-the commit's (SOURCE_DATE_EPOCH). The SBOM lists the packages of the environment that runs this, so equal bits need the
-same packages (constraints.txt).
+`make release` runs it. It builds an export of a commit, HEAD unless `--commit` names another, so files that are not
+committed stay out. Times in the archives are the commit's (SOURCE_DATE_EPOCH). The SBOM lists the packages of the
+environment that runs this, so equal bits need the same packages (constraints.txt).
 """
 
 import argparse
@@ -14,7 +14,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from commit import ROOT, epoch, run
+from commit import ROOT, epoch, resolved, run
 
 SUMS = "SHA256SUMS"
 
@@ -35,16 +35,17 @@ def normalised(archive: bytes, moment: int) -> bytes:
     return out.getvalue()
 
 
-def build(out: Path) -> list[str]:
-    """Write the release into a folder; the lines of SHA256SUMS."""
-    moment = epoch()
+def build(out: Path, name: str = "HEAD") -> list[str]:
+    """Write the release of a commit into a folder; the lines of SHA256SUMS."""
+    commit = resolved(name)
+    moment = epoch(commit)
     out.mkdir(parents=True, exist_ok=True)
     for old in out.iterdir():
         old.unlink()
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch) / "tree"
         tree.mkdir()
-        export = run("git", "archive", "--format=tar", "HEAD")
+        export = run("git", "archive", "--format=tar", commit)
         with tarfile.open(fileobj=io.BytesIO(export)) as tar:
             tar.extractall(tree, filter="tar")
         built = Path(scratch) / "built"
@@ -63,9 +64,11 @@ def build(out: Path) -> list[str]:
 
 def main() -> None:
     """Build, and print the sums."""
-    parser = argparse.ArgumentParser(description="wheel, sdist, SBOM and checksums of HEAD")
+    parser = argparse.ArgumentParser(description="wheel, sdist, SBOM and checksums of a commit")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
-    for line in build(parser.parse_args().out):
+    parser.add_argument("--commit", default="HEAD")
+    args = parser.parse_args()
+    for line in build(args.out, args.commit):
         sys.stdout.write(f"{line}\n")
 
 

@@ -16,7 +16,13 @@ def run(*words: str, cwd: Path = ROOT, **env: str) -> bytes:
     return done.stdout
 
 
-def epoch() -> int:
-    """The time that archives carry: SOURCE_DATE_EPOCH, or that of the last commit."""
+def resolved(name: str) -> str:
+    """The full hash of a commit. It is resolved once, so that every part of a release is of the same commit although
+    HEAD moves meanwhile."""
+    return run("git", "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").decode().strip()
+
+
+def epoch(commit: str) -> int:
+    """The time that archives carry: SOURCE_DATE_EPOCH, or that of the commit."""
     given = os.environ.get("SOURCE_DATE_EPOCH", "")
-    return int(given or run("git", "log", "-1", "--format=%ct"))
+    return int(given or run("git", "log", "-1", "--format=%ct", commit))

@@ -1,4 +1,4 @@
-"""Builds a container image of headrace from HEAD into dist/, without Docker: an OCI archive, and its digest.
+"""Builds a container image of a commit of headrace into dist/, without Docker: an OCI archive, and its digest.
 
 `make image` runs it, as root. The root holds Debian's packages and a virtual environment in /opt/headrace with the
 wheel of `make release`, the packages of constraints.txt and the broker; buildah makes the image of it. Every time in it
@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from commit import ROOT, epoch, run
+from commit import ROOT, epoch, resolved, run
 
 from headrace.vmhost.errors import VmhostError
 from headrace.vmhost.images import packages
@@ -39,10 +39,10 @@ useradd --uid {USER} --user-group --home-dir /var/lib/headrace --create-home --s
 """Some packages hold a few files for newer Pythons, which compileall reports by its exit code."""
 
 
-def wheels(folder: Path, pip_args: Sequence[str]) -> str:
+def wheels(folder: Path, commit: str, pip_args: Sequence[str]) -> str:
     """Download headrace's wheel and all that it needs into a folder; its version."""
     release = folder.parent / "release"
-    run(sys.executable, str(HERE / "build.py"), "--out", str(release))
+    run(sys.executable, str(HERE / "build.py"), "--out", str(release), "--commit", commit)
     (wheel,) = release.glob("headrace-*.whl")
     words = ("-m", "pip", "download", "--quiet", "--only-binary", ":all:", "--dest", str(folder))
     run(sys.executable, *words, "-c", str(ROOT / "constraints.txt"), *pip_args, f"{wheel}[{EXTRAS}]")
@@ -58,16 +58,17 @@ def root(tar: Path, wheelhouse: Path) -> None:
         raise SystemExit(f"image: {error}") from None
 
 
-def build(out: Path, pip_args: Sequence[str]) -> tuple[Path, str]:
-    """Write the image into a folder; its archive and digest."""
+def build(out: Path, pip_args: Sequence[str], name: str = "HEAD") -> tuple[Path, str]:
+    """Write the image of a commit into a folder; its archive and digest."""
     if os.geteuid() != 0 or shutil.which("buildah") is None:
         raise SystemExit("image: expected root and buildah: apt-get install buildah")
-    moment = str(epoch())
+    commit = resolved(name)
+    moment = str(epoch(commit))
     os.environ["SOURCE_DATE_EPOCH"] = moment  # for mmdebstrap, pip and the wheel
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix="making-") as scratch:
         place = Path(scratch)
-        version = wheels(place / "wheels", pip_args)
+        version = wheels(place / "wheels", commit, pip_args)
         root(place / "root.tar", place / "wheels")
         buildah = ("buildah", "--storage-driver", "vfs", "--root", f"{place}/store", "--runroot", f"{place}/run")
         words = ("--isolation", "chroot", "--timestamp", moment, "--iidfile", f"{place}/id")
@@ -83,11 +84,12 @@ def build(out: Path, pip_args: Sequence[str]) -> tuple[Path, str]:
 
 def main() -> None:
     """Build, and print the archive, its size and the image's digest as JSON."""
-    parser = argparse.ArgumentParser(description="a container image of HEAD")
+    parser = argparse.ArgumentParser(description="a container image of a commit")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     parser.add_argument("--pip-args", default="", help="further arguments for pip, for example an index")
+    parser.add_argument("--commit", default="HEAD")
     args = parser.parse_args()
-    archive, digest = build(args.out.resolve(), shlex.split(args.pip_args))
+    archive, digest = build(args.out.resolve(), shlex.split(args.pip_args), args.commit)
     line = {"archive": str(archive), "digest": digest, "mib": archive.stat().st_size >> 20}
     sys.stdout.write(json.dumps(line) + "\n")
 
