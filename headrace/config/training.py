@@ -62,10 +62,13 @@ class MidTraining(Section, frozen=True, kw_only=True):
     beta1: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
     beta2: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.98
     weight_decay: Amount = 0.0
+    traces: Literal["repairs", "notes"] = "repairs"
+    """The generated traces: repairs of the repositories of generated/train, or work with self-summaries on the tasks of
+    generated/notes (headrace/tasks/generated/note_traces.py)."""
     quality: Share = 0.35
     """Share of traces without a planted fault."""
     multi_line: Share = 0.72
-    """Share of traces whose broken function has several lines; the suites have 0.5."""
+    """Share of repairs whose broken function has several lines; the suites have 0.5."""
     context_weight: Share = 0.05
     """Loss weight of the tokens that a policy reads; those that it writes have 1. A pretrained policy needs 0."""
     processes: Threads = 2

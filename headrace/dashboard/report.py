@@ -143,6 +143,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 TINY_NOTE = "the demo's learning rate changes most weights in every step; production rates change one in a hundred"
+PLANTED = {
+    "repairs": "the agent quits early, edits a file that it did not read or writes a wrong fix",
+    "notes": "the first summary keeps a random one of the marked values",
+}
+"""The faults of each kind of generated traces."""
 BF16_NOTE = "published as bf16; production rates are several times lower than this one and change fewer weights"
 
 
@@ -172,7 +177,6 @@ def build(
     # dominate the mean.
     ratios = [delta.raw_bytes / delta.wire_bytes for delta in records.deltas if delta.changed and delta.wire_bytes]
     vm_cpu_ms = watch.metric("environment", "vm_cpu_ms")
-    fault_share = 100 * (1 - config.mid_training.quality)
     return Report(
         run=watch.run,
         seed=config.run.seed,
@@ -223,8 +227,8 @@ def build(
         trainer_busy=round(watch.busy_share("trainer", issued, final_evaluation), 3),
         rollout_busy=round(watch.busy_share("rollout", issued, final_evaluation), 3),
         cpu_s={name: round(seconds, 1) for name, seconds in sorted(watch.cpu.items())},
-        planted=f"{fault_share:.0f} % of the mid-training traces contain a fault: the agent quits early, edits a file "
-        "that it did not read or writes a wrong fix, so that reinforcement learning has something to improve",
+        planted=f"{100 * (1 - config.mid_training.quality):.0f} % of the mid-training traces contain a fault: "
+        f"{PLANTED[config.mid_training.traces]}, so that reinforcement learning has something to improve",
         ledger=ledger,
         production=ProductLane(
             requests=len(records.sessions),

@@ -8,7 +8,6 @@ and the judge's side are apart on the disk too.
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import overload
 
 import msgspec
 
@@ -18,7 +17,8 @@ from headrace.messages.plugins import Plugin
 from headrace.messages.tasks import CANARY, Oracle, Task
 from headrace.registry import PluginError, Registry, plugins
 from headrace.tasks.base import Suite, UnknownSuite
-from headrace.tasks.generated import repositories
+from headrace.tasks.generated import notes, repositories
+from headrace.tasks.generated.seeds import SeedIds
 from headrace.tasks.impossible import CanarySuite
 from headrace.tasks.mix import NAME as MIX
 from headrace.tasks.mix import mixed, parts
@@ -28,33 +28,13 @@ from headrace.tasks.workspace import WORKSPACE, WorkspaceSuite
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"
 
 
-class _SeedIds(Sequence[str]):
-    """A range of seeds as text, without making the list."""
-
-    def __init__(self, seeds: range) -> None:
-        self._seeds = seeds
-
-    def __len__(self) -> int:
-        return len(self._seeds)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> "_SeedIds": ...
-    def __getitem__(self, index: int | slice) -> "str | _SeedIds":
-        return _SeedIds(self._seeds[index]) if isinstance(index, slice) else str(self._seeds[index])
-
-    def __contains__(self, id: object) -> bool:
-        return isinstance(id, str) and id.isascii() and id.isdigit() and str(int(id)) == id and int(id) in self._seeds
-
-
 class GeneratedSuite:
     """Repositories made from seeds (tasks/generated/repositories.py)."""
 
     def __init__(self, kind: str) -> None:
         self.name = f"generated/{kind}"
         self._kind = kind
-        self._ids = _SeedIds(repositories.SEEDS[kind])
+        self._ids = SeedIds(repositories.SEEDS[kind])
 
     def ids(self) -> Sequence[str]:
         """Seeds as text."""
@@ -111,7 +91,7 @@ class FolderSuite:
         try:
             self._index = msgspec.json.decode((folder / "suite.json").read_bytes(), type=_Index)
         except FileNotFoundError:
-            known = [f"generated/{kind}" for kind in repositories.SEEDS]
+            known = [f"generated/{kind}" for kind in (*repositories.SEEDS, *notes.SEEDS)]
             known += sorted(found.parent.name for found in folder.parent.glob("*/suite.json"))
             raise UnknownSuite(
                 f"there is no suite {name!r} in {folder.parent}; there are {', '.join(known)}, "
@@ -178,8 +158,11 @@ def write_index(name: str, folder: Path, ids: Iterable[str], source: str, trust:
 
 def _generated(rest: str, root: Path) -> Suite:
     """``generated/<kind>``."""
+    if rest in notes.SEEDS:
+        return notes.NotesSuite(rest)
     if rest not in repositories.SEEDS:
-        raise UnknownSuite(f"expected generated/ and one of {', '.join(repositories.SEEDS)}, got 'generated/{rest}'")
+        kinds = ", ".join((*repositories.SEEDS, *notes.SEEDS))
+        raise UnknownSuite(f"expected generated/ and one of {kinds}, got 'generated/{rest}'")
     return GeneratedSuite(rest)
 
 

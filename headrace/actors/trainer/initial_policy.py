@@ -20,7 +20,7 @@ from headrace.rendering.bundle import checkpoint_bundle, terse_bundle
 from headrace.rendering.registry import Renderers
 from headrace.rendering.terse import Format
 from headrace.rendering.tokenizer import Tokenizer
-from headrace.tasks.generated import repositories, traces
+from headrace.tasks.generated import note_traces, notes, repositories, traces
 from headrace.training.data import opening
 from headrace.training.data import registry as readers
 from headrace.training.data.base import DataError
@@ -71,7 +71,8 @@ def _make(config: Config, folder: Path) -> RendererBundle:
     file = folder / "tokenizer.json"  # of a run that an earlier headrace started, without a bundle
     if file.exists():
         return terse_bundle(file.read_text(encoding="utf-8"), tools)
-    texts = traces.tokenizer_texts(config.run.seed, TOKENIZER_TRACES, Format(), answer)
+    source = note_traces if config.mid_training.traces == "notes" else traces
+    texts = source.tokenizer_texts(config.run.seed, TOKENIZER_TRACES, Format(), answer)
     return terse_bundle(Tokenizer.train(texts, policy.vocab).dump(), tools)
 
 
@@ -121,14 +122,14 @@ def _checked(made: Iterator[traces.Trace], between: Callable[[], None]) -> Itera
 
 def generated(config: Config, made: RendererBundle) -> Iterator[traces.Trace]:
     """An endless iterator of traces of tool use in the policy's own format."""
-    renderer, recipe = Renderers(made).open(schemas_of(repositories.TOOLS)), config.mid_training
+    recipe, seed = config.mid_training, config.run.seed
+    tools = notes.TOOLS if recipe.traces == "notes" else repositories.TOOLS
+    renderer = Renderers(made).open(schemas_of(tools))
+    answers = partial(answer, details=renderer.detailed_results)
+    if recipe.traces == "notes":
+        return note_traces.mid_training_texts(seed, recipe.quality, renderer, answers, recipe.context_weight)
     return traces.mid_training_texts(
-        config.run.seed,
-        recipe.quality,
-        renderer,
-        partial(answer, details=renderer.detailed_results),
-        recipe.context_weight,
-        multi_line=recipe.multi_line,
+        seed, recipe.quality, renderer, answers, recipe.context_weight, multi_line=recipe.multi_line
     )
 
 

@@ -23,7 +23,7 @@ from headrace.tasks.local import LocalFiles
 Call = tuple[str, dict[str, str]]
 Piece = tuple[str, bool]
 Answer = Callable[[Task, Sandbox, Sequence[ToolCall]], list[ToolResult]]
-Fault = Literal["", "quits", "unread", "wrong", "careless"]
+Fault = Literal["", "quits", "unread", "wrong", "careless", "random"]
 
 MULTI_LINE = 0.72
 """Share of multi-line functions in traces, `[mid_training] multi_line` by default; the suites have 0.5."""
