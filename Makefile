@@ -19,7 +19,7 @@ CLIENTS := .cache/clients
 # Two versions of torch and Triton, for the kernels in Triton's interpreter. Triton 3.6 fails with numpy 2.4 or newer.
 KERNELS := .cache/kernels
 
-.PHONY: image release help setup debian demo demo-pretrained proof proof-pretrained test test-all test-clients test-sglang test-kernels fuzz chaos chaos-weights lint format docs clean web browser screenshots own
+.PHONY: image release help setup debian demo demo-pretrained proof proof-pretrained proof-compaction test test-all test-clients test-sglang test-kernels fuzz chaos chaos-weights lint format docs clean web browser screenshots own
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,6 +58,10 @@ proof-pretrained: setup $(SMOLLM2)/.made ## the pretrained recipe on three seeds
 
 proof: setup ## the demo's recipe on three seeds, 500 held-out tasks each, one VM per sandbox (up to 90 minutes)
 	$(BIN)/python -m benchmarks.proof
+
+BACKEND ?= qemu
+proof-compaction: setup ## a tiny policy learns which value its summaries must keep, in the real loop; resumable; BACKEND=process without microVMs (10 to 50 minutes)
+	$(BIN)/python -m benchmarks.proof_compaction --backend $(BACKEND)
 
 release: setup ## wheel, sdist, SBOM and checksums of HEAD in dist/, equal in every bit when built twice
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e '.[release]'

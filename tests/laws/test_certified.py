@@ -23,7 +23,7 @@ from headrace.messages.sandbox import ANY_RUN
 from headrace.messages.subjects import EVENT
 from headrace.messages.tasks import Grading, Oracle, Task, TaskRef, TestPlan
 from headrace.tasks import Suite, certificates, open_suite
-from headrace.tasks.generated import repositories
+from headrace.tasks.generated import notes, repositories
 from headrace.tasks.generated.templates import UNSEEN
 from headrace.tasks.suites import write_suite
 from headrace.vmhost.node.host import Host
@@ -111,7 +111,7 @@ async def test_a_forged_certificate_is_refused(tmp_path: Path) -> None:
     assert "was changed after it was written" in refused(tmp_path)[0]
 
 
-@pytest.mark.parametrize("kind", list(repositories.SEEDS))
+@pytest.mark.parametrize("kind", [*repositories.SEEDS, *notes.SEEDS])
 def test_the_bundled_certificates_are_of_these_templates(kind: str, tmp_path: Path) -> None:
     """Each template of the suite, with this generator and this sealing; refresh: headrace tasks certify --bundled."""
     suite = open_suite(f"generated/{kind}")

@@ -71,22 +71,27 @@ def written(form: Summariser, text: str) -> list[int]:
     return [*form.tokenizer.encode(text), form.stop_ids[0]]
 
 
+def encoded(form: Summariser, part: Segment, context: float) -> tuple[list[int], list[float]]:
+    """Ids and loss weights of a segment; `context` is the weight of what is read."""
+    ids = form.prompt(notes.PROMPT, written(form, part.before) if part.before else ())
+    acted = form.turn([part.call])
+    weights = [0.0, *[context] * (len(ids) - 1), *[1.0] * len(acted)]
+    ids = ids + acted
+    if part.after:
+        name, arguments = part.call
+        turn = TracedTurn((ToolCall(id="0.0", name=name, arguments=arguments),), part.results, taught=True)
+        read = form.delta([turn], stopped=acted[-1], summary=True)
+        summary = written(form, part.after)
+        ids += [*read, *summary]
+        weights += [context] * len(read) + [1.0] * len(summary)
+    return ids, weights
+
+
 def mid_training_texts(seed: int, quality: float, form: Summariser, answer: Answer, context: float) -> Iterator[Trace]:
     """Segments without an end, those of one episode in order. Arguments as in traces.mid_training_texts."""
     for made, parts, fault in _plays(seed, quality, answer):
         for part in parts:
-            ids = form.prompt(notes.PROMPT, written(form, part.before) if part.before else ())
-            weights = [context] * len(ids)
-            acted = form.turn([part.call])
-            ids, weights = ids + acted, weights + [1.0] * len(acted)
-            if part.after:
-                name, arguments = part.call
-                call = ToolCall(id="0.0", name=name, arguments=arguments)
-                turn = TracedTurn((call,), part.results, taught=True)
-                read = form.delta([turn], stopped=acted[-1], summary=True)
-                summary = written(form, part.after)
-                ids, weights = ids + read + summary, weights + [context] * len(read) + [1.0] * len(summary)
-            weights[0] = 0.0
+            ids, weights = encoded(form, part, context)
             yield Trace(ids=ids, weights=weights, family=made.task.family, fault=fault, solved=not fault)
 
 

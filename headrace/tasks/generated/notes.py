@@ -1,8 +1,8 @@
 """Tasks whose answer has to be carried through two cleared contexts, made from a number.
 
-``start.txt`` names another file and shows four marked values. The other file shows a code. ``answer()`` has to return the
-code and the value at `KEY`; no text of a task names that mark, so the final reward alone tells which value a summary
-has to keep.
+``start.txt`` names another file and shows four marked values. The other file shows a code. ``answer()`` has to return
+the code and the value at `KEY`; no text of a task names that mark, so the final reward alone tells which value a
+summary has to keep.
 
 Why two files: their chain makes both summaries necessary. With `max_turns` = 3, `max_parallel_calls` = 1 and a context
 that each file fills (deploy/proof-compaction.toml), the turns suffice for the first file, the file that it names, and
@@ -74,7 +74,9 @@ def make(kind: str, seed: int) -> Made:
         name: file(f"code {code}"),
         ANSWER_FILE: _module("    return None"),
     }
-    test = f"from answer import answer\n\n\ndef test_answer():\n    assert answer() == ({code}, {values[KEY]})\n".encode()
+    test = (
+        f"from answer import answer\n\n\ndef test_answer():\n    assert answer() == ({code}, {values[KEY]})\n".encode()
+    )
     ref, sealed = TaskRef(f"generated/{kind}", str(seed)), seal({HIDDEN: test})
     task = Task(
         ref=ref, family="notes", prompt=PROMPT, files=files, allowed=(ANSWER_FILE,), tools=TOOLS, tests=TestPlan()
