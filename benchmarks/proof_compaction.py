@@ -58,7 +58,7 @@ def stages(trajectory: Trajectory, tokenizer: Tokenizer) -> Stages:
     """The stages of an attempt; one that is missing, because the attempt has no such summary or edit, is False."""
 
     def value(turn: Turn | None, pattern: re.Pattern[str]) -> int | None:
-        found = pattern.search(tokenizer.decode(turn.ids.tolist())) if turn is not None else None
+        found = pattern.search(tokenizer.decode([int(id) for id in turn.ids.tolist()])) if turn is not None else None
         return int(found[1]) if found else None
 
     summaries = [turn for turn in trajectory.turns if turn.kind == "summary"]

@@ -79,10 +79,10 @@ def test_traces_keep_each_value_alike_unless_quality_asks_for_the_right_one(conf
     # 1/4 + 3/4 x 1/8 = 0.344 of 400, four standard errors
     assert all(0.25 < count / 400 < 0.44 for count in places), places
     right = list(itertools.islice(note_traces.mid_training_texts(1, 1.0, renderer, answer, 0.05), 60))
-    for begin, end in zip(right[::3], right[2::3], strict=True):
-        marked, edit = (renderer.tokenizer.decode(document.ids) for document in (begin, end))
+    for shown, last in zip(right[::3], right[2::3], strict=True):
+        marked, edit = (renderer.tokenizer.decode(document.ids) for document in (shown, last))
         assert marked.partition(f" {notes.MARKS[notes.KEY]} ")[2][0] == edit.partition("</edit_file>")[0][-1]
-        assert begin.solved and not begin.fault
+        assert shown.solved and not shown.fault
     for document in documents:
         assert len(document.ids) == len(document.weights) and document.weights[0] == 0.0
         assert document.ids[-1] in renderer.stop_ids and document.weights[-1] == 1.0
