@@ -11,17 +11,23 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from headrace.messages.rollout import ToolCall, ToolResult
-from headrace.rendering.tokenizer import Tokenizer
 from headrace.tasks.generated import notes
 from headrace.tasks.generated.traces import Answer, Call, Encoder, Fault, Format, Trace, TracedTurn
 from headrace.tasks.local import LocalFiles
+
+
+class Words(Protocol):
+    """The part of a tokenizer that traces with summaries need."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
 
 
 class Summariser(Encoder, Protocol):
     """The part of a renderer that traces with summaries need."""
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Words:
         """The policy's tokenizer."""
 
     @property
