@@ -98,7 +98,8 @@ class Rollout(Actor):
         """Attempts that a user ended, with the reason: the turns of `CANCELLED` ones are published."""
         self._handing_back: set[asyncio.Task[Trajectory | None]] = set()
         self._pulls: dict[Lane, Consumer] = {}
-        self._clients = ClientTurns(self.bus, self.id, self._policies.serving_clients, self._plugins)
+        idle_s = self.config.production.idle_s
+        self._clients = ClientTurns(self.bus, self.id, self._policies.serving_clients, self._plugins, idle_s)
         self._commands = WorkspaceCommands(self._sandboxes, self.config.environment.lease_s, self._task)
         self._answering: list[Any] = []
         self._tokens = self._episodes = 0

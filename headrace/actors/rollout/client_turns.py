@@ -7,6 +7,8 @@ token ids, log-probabilities, routed experts and versions.
 """
 
 import json
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
@@ -39,6 +41,8 @@ class _Session:
     def __init__(self, log: TurnLog, turns: Sequence[Turn]) -> None:
         self.log = log
         self.turns = list(turns)
+        self.used = time.monotonic()
+        self.sampling = False
 
     def ids(self, segment: int) -> list[int]:
         """The token ids of a segment's context so far."""
@@ -53,11 +57,13 @@ class _Session:
 class ClientTurns:
     """Answers clients' turns, and caches the sessions of this rollout actor."""
 
-    def __init__(self, bus: Bus, rollout: str, serve: Serve, plugins: tuple[Plugin, ...]) -> None:
+    def __init__(self, bus: Bus, rollout: str, serve: Serve, plugins: tuple[Plugin, ...], idle_s: float) -> None:
         """serve: opens the engine and format of a policy. plugins: this actor's engine and renderer, if they are
-        plugins."""
+        plugins. idle_s: `[production] idle_s`."""
         self._bus, self._rollout, self._serve, self._plugins = bus, rollout, serve, plugins
-        self._sessions: dict[str, _Session] = {}
+        self._idle_s = idle_s
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        """Least recently used first."""
 
     def forget(self, user: str) -> None:
         """Drop the cached sessions of a user whose data is purged."""
@@ -89,10 +95,32 @@ class ClientTurns:
         if session is None:
             log = TurnLog(self._bus, run, group, trajectory_of(group))
             session = self._sessions[group] = _Session(log, (await log.read()).turns)
+        session.used = time.monotonic()
+        self._sessions.move_to_end(group)
         return session
 
+    async def _forget_idle(self, engine: Engine) -> None:
+        """Drop the sessions that no request used for `idle_s`."""
+        before = time.monotonic() - self._idle_s
+        while self._sessions:
+            group, session = next(iter(self._sessions.items()))
+            if session.used > before or session.sampling:
+                return
+            del self._sessions[group]
+            await _close(engine, group, session)
+
     async def _sampled(self, request: ClientTurn, engine: Engine, renderer: ClientRenderer) -> ClientTurnDone:
+        await self._forget_idle(engine)
         session = await self._session(request.run, request.group)
+        session.sampling = True
+        try:
+            return await self._turn(session, request, engine, renderer)
+        finally:
+            session.sampling = False
+
+    async def _turn(
+        self, session: _Session, request: ClientTurn, engine: Engine, renderer: ClientRenderer
+    ) -> ClientTurnDone:
         context = session.ids(request.segment)
         if context and request.known:
             last = session.turns[-1]
@@ -145,14 +173,16 @@ class ClientTurns:
 
     async def end(self, request: ClientSessionEnd) -> Ack:
         """Publish the session's Trajectory; a session without a turn gets none. A repeated request changes nothing."""
+        cached = self._sessions.pop(request.group, None)
+        if cached is not None:
+            await cached.log.flush()
+        # Read, not cached: another actor may have sampled the turns after those of this one.
         session = await self._session(request.run, request.group)
-        await session.log.flush()
         if not session.turns:
             return Ack(detail="no turn was sampled")
         id = trajectory_of(request.group)
         async with self._serve(request.policy) as serving:
-            for segment in {turn.segment for turn in session.turns}:
-                await serving.engine.close(f"{id}/{segment}")
+            await _close(serving.engine, request.group, session)
             trajectory = Trajectory(
                 run=request.run,
                 lane="production",
@@ -175,13 +205,19 @@ class ClientTurns:
             )
         subject = TRAJ.at(run=request.run, group=request.group)
         await self._bus.publish(subject, trajectory, msg_id=f"{request.run}.{id}")
-        del self._sessions[request.group]
+        self._sessions.pop(request.group, None)
         return Ack(detail=id)
 
 
 def trajectory_of(group: str) -> str:
     """The id of a session's trajectory: slot 0, attempt 0."""
     return f"{group}-0-0"
+
+
+async def _close(engine: Engine, group: str, session: _Session) -> None:
+    """Release what the engine holds of a session."""
+    for segment in {turn.segment for turn in session.turns}:
+        await engine.close(f"{trajectory_of(group)}/{segment}")
 
 
 def _limited(request: ClientTurn, limit: int) -> Sampling:

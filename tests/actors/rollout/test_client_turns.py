@@ -12,12 +12,14 @@ import torch
 
 from headrace.actors.gateway import Gateway
 from headrace.actors.rollout.actor import Rollout
+from headrace.actors.rollout.client_turns import ClientTurns
 from headrace.bus.connection import Bus
 from headrace.bus.payloads import renderer_bundles
 from headrace.config import Config, Engine, Policy, Production, Run
+from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.gateway.tenants.keys import ApiKeys
-from headrace.messages.product import Feedback
-from headrace.messages.rollout import Span, Trajectory, Turn
+from headrace.messages.product import ClientSessionEnd, Feedback
+from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Turn
 from headrace.messages.subjects import EVENT, FEEDBACK, TRAJ
 from headrace.messages.weights import WeightsStaged
 from headrace.policy import scoring
@@ -200,6 +202,38 @@ async def test_another_rollout_actor_goes_on(connect: Connect, client: Client, r
     end = await trajectory_of(observer, run, group)
     assert [turn.index for turn in end.turns] == [0, 1] and end.rollout == "second"
     assert {turn.segment for turn in end.turns} == {0}
+
+
+async def test_turns_of_two_actors_end_in_one_trajectory_and_in_no_cache(
+    connect: Connect, client: Client, run: str, tmp_path: Path
+) -> None:
+    """The broker gives each request to any of the actors: also the end of a session whose last turn another sampled."""
+    observer = await connect("admin")
+    one, two = [await connect("rollout", node="n1") for _ in range(2)]
+    settings, opening = config(tmp_path), [*client.messages]
+    async with living(Rollout, settings, one, run, "product") as a, living(Rollout, settings, two, run, "second") as b:
+        samplers = [a._clients, b._clients]
+        behind: list[ClientTurns] = []
+        while not behind:  # until one actor samples the first turn and the other the second
+            client.messages = [*opening]
+            await client.turn()
+            client.say("go on")
+            await client.turn()
+            group = client.session
+            behind = [each for each in samplers if group in each._sessions and len(each._sessions[group].turns) == 1]
+        end = ClientSessionEnd(
+            run=run, group=group, tenant="acme", training_allowed=True, policy=PolicyRef(), sampling=Sampling()
+        )
+        assert (await behind[0].end(end)).ok
+        assert [turn.index for turn in (await trajectory_of(observer, run, group)).turns] == [0, 1]
+        assert any(group in each._sessions for each in samplers), "an actor does not hear that another ended a session"
+        for each in samplers:
+            each._idle_s = 0.0
+        while any(group in each._sessions for each in samplers):
+            client.messages = [*opening]
+            await client.turn()
+        for actor in (a, b):
+            assert isinstance(engine := actor._policies.engine, EmbeddedEngine) and engine.stats()["sessions"] <= 1
 
 
 async def test_a_rewritten_history_begins_a_segment(connect: Connect, client: Client, run: str, tmp_path: Path) -> None:
