@@ -6,9 +6,9 @@ that the client gives, otherwise by its history. When a client rewrites its hist
 date into its system prompt), a new segment begins, and the session counts the rewrite: sampled ids are never changed
 and never encoded again.
 
-A gateway may hold a hundred thousand open sessions, so a request does not search through all of them: one index has the
-sessions of each user, another the sessions with each history, under a digest of the whole history. A request looks up
-its own beginnings there, the longest first.
+A gateway may hold a hundred thousand open sessions, so a request searches through none of them: indexes have the
+sessions of each user, the session with each name, and the sessions with each history, under a digest of the whole
+history. A request without a name looks up its own beginnings there, the longest first.
 
 A session stores digests only, so HR_SESSION contains no text of these users. A call's digest covers its id and name. It
 leaves out the arguments, because clients write the same JSON in different ways.
@@ -49,6 +49,14 @@ class Placed(NamedTuple):
     """Number of the request's messages that the segment already contains; 0 when a segment begins."""
 
 
+class Name(NamedTuple):
+    """The name of a session is the client's own, so two users or tenants may give the same."""
+
+    user: str
+    tenant: str
+    name: str
+
+
 class Past(NamedTuple):
     """The things that an unnamed session and a request that continues it have in common."""
 
@@ -75,6 +83,7 @@ class ClientSessions:
         self._of_user: dict[str, dict[str, None]] = {}
         self._of_past: dict[Past, dict[str, None]] = {}
         """Groups of the sessions of a user, and of those with a past; dicts as ordered sets."""
+        self._of_name: dict[Name, str] = {}
         for session in sessions:
             self._put(session)
 
@@ -85,6 +94,8 @@ class ClientSessions:
         self._of_user.setdefault(_user(session), {})[session.group] = None
         if (past := _past(session)) is not None:
             self._of_past.setdefault(past, {})[session.group] = None
+        if session.named:
+            self._of_name[_name(session)] = session.group
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -99,7 +110,8 @@ class ClientSessions:
         """The session that a request continues, or a new one. user: the hash that names the user on the bus. policy_of:
         returns the policy version for the name of a new session."""
         if request.session:
-            session = self._named(request.session, tenant, user)
+            named = self._of_name.get(Name(user, tenant, request.session))
+            session = None if named is None else self._sessions[named]
         else:
             session = self._by_history(tuple(map(digest, request.messages)), head_of(request.tools), tenant, user)
         if session is None:
@@ -154,6 +166,8 @@ class ClientSessions:
             _remove(self._of_user, _user(session), group)
             if (past := _past(session)) is not None:
                 _remove(self._of_past, past, group)
+            if session.named and self._of_name.get(_name(session)) == group:
+                del self._of_name[_name(session)]
         return session
 
     def idle(self, seconds: float) -> list[ClientSession]:
@@ -165,9 +179,6 @@ class ClientSessions:
         """All open sessions of a user."""
         return [self._sessions[group] for group in self._of_user.get(user, ())]
 
-    def _named(self, name: str, tenant: str, user: str) -> ClientSession | None:
-        return next((s for s in self.of_user(user) if s.named == name and s.tenant == tenant), None)
-
     def _by_history(self, digests: tuple[str, ...], head: str, tenant: str, user: str) -> ClientSession | None:
         """The user's unnamed session whose history is the longest prefix of `digests`; None if there is none."""
         for past in reversed([*_pasts(digests[:-1])]):
@@ -178,6 +189,10 @@ class ClientSessions:
 
 def _user(session: ClientSession) -> str:
     return session.group.partition(".")[0]
+
+
+def _name(session: ClientSession) -> Name:
+    return Name(_user(session), session.tenant, session.named)
 
 
 def _past(session: ClientSession) -> Past | None:

@@ -230,3 +230,4 @@ class ClientServing:
         for session in self._sessions.of_user(user):
             await self._state.delete(self._key_of(session.group))
             self._sessions.close(session.group)
+            self._locks.pop(session.group, None)

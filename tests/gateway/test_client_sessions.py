@@ -38,6 +38,7 @@ def test_a_history_finds_its_session() -> None:
 
 def test_the_longest_history_wins_and_indexes_end_with_their_sessions() -> None:
     sessions = ClientSessions()
+    assert begun(sessions, "s1") == begun(sessions, "s1") != begun(sessions, "s2")
     short = begun(sessions)
     other = begun(sessions)
     longer = sessions.get(other)
