@@ -133,6 +133,7 @@ async def test_a_sandbox_may_ask_for_a_name(host: Host) -> None:
             await host.acquire(ask(2, group="named", hostname=bad))
 
 
+@pytest.mark.slow  # the full image is built for it, and nothing else of the default suite needs that image
 async def test_real_packages_run_their_own_pytest_in_the_full_image(host: Host) -> None:
     files = {
         "pyproject.toml": b"[tool.pytest.ini_options]\naddopts = '-q'\n",
@@ -183,7 +184,7 @@ async def test_a_killed_parent_takes_its_machines_along() -> None:
         "import asyncio, os, sys\nfrom headrace.vmhost.node.host import Host\nfrom headrace.config import Environment\n"
         "from headrace.messages.sandbox import Acquire\n"
         "async def main():\n"
-        f"    host = await Host.open(Environment(backend='qemu', cache_dir={CACHE!r}))\n"
+        f"    host = await Host.open(Environment(backend='qemu', cache_dir={CACHE!r}, warm=0))\n"
         "    await host.acquire(Acquire(run='r', lane='train', role='rollout', group='g', slot=0, attempt=0,"
         " isolation='group'))\n"
         "    print(*(clone.pid for clone in host._backend._alive), flush=True)\n"
