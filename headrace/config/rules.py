@@ -140,6 +140,11 @@ def _trainer(config: Config) -> Iterator[Problem]:
             "trainer.expert_ranks",
             f"expected a divisor of trainer.ranks ({section.ranks}), got {section.expert_ranks}",
         )
+    if section.ranks % section.context_ranks:
+        yield (
+            "trainer.context_ranks",
+            f"expected a divisor of trainer.ranks ({section.ranks}), got {section.context_ranks}",
+        )
     if section.ranks > 1 and ":" in section.device:
         yield (
             "trainer.device",

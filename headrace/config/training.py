@@ -193,6 +193,9 @@ class Trainer(Section, frozen=True, kw_only=True):
     expert_ranks: Threads = 1
     """Ranks that share one copy of a mixture's experts, each with some of them; 1 shards experts like all other
     weights."""
+    context_ranks: Threads = 1
+    """Ranks that share the tokens of each micro-batch (context parallelism), for sequences whose activations one device
+    cannot hold; it divides `ranks` and the policy's key-value heads. 1: each rank has micro-batches of its own."""
     rescore: Count = 8
     """Trajectories re-scored exactly at every step (Law 5)."""
     checkpoint_every: Positive = 10

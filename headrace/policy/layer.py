@@ -4,8 +4,9 @@ Parameters are fused where that saves products (q, k and v; gate and up; experts
 that is called, so that hooks on calls work: FSDP gathers the shards, activation checkpointing computes it again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,24 @@ from headrace.policy.config import PolicyConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Queries, keys and values of packed tokens, and the heads' sinks (gpt_oss) -> what the heads read."""
+
+
+class TokenSharing(Protocol):
+    """Processes that each compute a run of the packed tokens (`training.parallel.context`)."""
+
+    rank: int
+    """The number of this process among them."""
+    size: int
+    """Number of processes; each needs a token."""
+
+    def cuts(self, tokens: int) -> list[int]:
+        """The borders of all runs: process r computes the tokens from cuts[r] to cuts[r + 1] - 1."""
+
+    def around(self, attend: Attend, tokens: int) -> Attend:
+        """Attention over the tokens of all processes, for queries, keys and values of this one's run."""
+
+    def joined(self, values: Tensor, counts: Sequence[int]) -> Tensor:
+        """The values [n] of all processes, in the order of tokens; counts: n of each. Differentiable."""
 
 
 class Chosen:

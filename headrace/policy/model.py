@@ -24,7 +24,7 @@ from headrace.policy import attention, gpt_oss, moe
 from headrace.policy.adapters import low_rank
 from headrace.policy.cache import KVCache, Step
 from headrace.policy.config import CheckpointError, PolicyConfig
-from headrace.policy.layer import Attend, Chosen, Layer
+from headrace.policy.layer import Attend, Chosen, Layer, TokenSharing
 from headrace.policy.layout import formats, names
 from headrace.policy.numerics import Numerics
 
@@ -52,6 +52,8 @@ class Model(nn.Module):
         `training.served.precision`."""
         self.plausible = 0.0
         """Share of the weakest live score below which a replayed expert is replaced: `kernels.route.Rule.plausible`."""
+        self.shared: TokenSharing | None = None
+        """Set where several processes compute `forward` together, each a part of the tokens."""
         if seed is not None:
             self.reset(seed)
 
@@ -97,6 +99,7 @@ class Model(nn.Module):
 
         lengths: tokens of each sequence, sum N. routed [N, L, k], see `moe.widen`: selections to replay, over the L
         layers that route. recorder: gets one int64 [N, k] for each of those, the selections used.
+        With `shared`, arguments are of all tokens, results of this process's part of them.
         ValueError when lengths do not add up.
         """
         packing = Packing(lengths, ids.device)
@@ -112,7 +115,19 @@ class Model(nn.Module):
 
             return run
 
-        return self._decode(ids, packing.positions, max(lengths, default=0), attend, routed, recorder)
+        longest, shared = max(lengths, default=0), self.shared
+        if shared is None:
+            return self._decode(ids, packing.positions, longest, attend, routed, recorder)
+        cuts = shared.cuts(packing.tokens)
+        own = slice(cuts[shared.rank], cuts[shared.rank + 1])
+        return self._decode(
+            ids[own],
+            packing.positions[own],
+            longest,
+            lambda layer: shared.around(attend(layer), packing.tokens),
+            None if routed is None else routed[own],
+            recorder,
+        )
 
     def forward_cached(
         self,

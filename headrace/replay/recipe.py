@@ -19,7 +19,11 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
         **_scalars(config.algorithm),
         "micro_tokens": config.trainer.micro_tokens,
         "staleness": config.curriculum.staleness,
-        **{name: ranks for name in ("ranks", "expert_ranks") if (ranks := getattr(config.trainer, name)) > 1},
+        **{
+            name: ranks
+            for name in ("ranks", "expert_ranks", "context_ranks")
+            if (ranks := getattr(config.trainer, name)) > 1
+        },
         **{
             f"numerics.{name}": value
             for name, value in msgspec.to_builtins(config.numerics).items()
@@ -30,7 +34,8 @@ def recipe(config: Config) -> dict[str, float | int | str | bool]:
 
 def alone(config: Config) -> Config:
     """The configuration with one rank: a replay runs in one process, which computes the same gradient bits as ranks."""
-    return msgspec.structs.replace(config, trainer=msgspec.structs.replace(config.trainer, ranks=1, expert_ranks=1))
+    one = msgspec.structs.replace(config.trainer, ranks=1, expert_ranks=1, context_ranks=1)
+    return msgspec.structs.replace(config, trainer=one)
 
 
 def _scalars(algorithm: Algorithm) -> dict[str, float | int | str | bool]:

@@ -80,8 +80,8 @@ def compare(loaded: Loaded, result: StepOutcome) -> StepReplay:
         grad_norm=result.grad_norm,
         weights_hash=result.state_hash,
         fingerprint_match=loaded.trainer.numerics.fingerprint == loaded.manifest.fingerprint
-        and "expert_ranks"
-        not in loaded.manifest.objective,  # with expert ranks, experts multiply all ranks' rows at once
+        # With expert or context ranks a product has other rows than in one process, so gradients are rounded otherwise.
+        and not {"expert_ranks", "context_ranks"} & loaded.manifest.objective.keys(),
     )
 
 

@@ -115,8 +115,9 @@ def element_bytes(config: PolicyConfig) -> int:
     return {"float32": 4, "bfloat16": 2}[config.dtype]
 
 
-def activation_bytes(config: PolicyConfig, sparse: bool) -> int:
-    """Bytes per token that one layer saves for backward, with fused attention.
+def activation_bytes(config: PolicyConfig, sparse: bool, context: int = 1) -> int:
+    """Bytes per token that one layer saves for backward, with fused attention; with `context` devices per token of one
+    device, whose attention's output is kept by heads and by tokens.
 
     gpt_oss has no fused attention here: it saves the scores of all visible keys as well, which this does not count.
 
@@ -136,6 +137,8 @@ def activation_bytes(config: PolicyConfig, sparse: bool) -> int:
         if c.qk_norm:  # normalising queries and keys keeps the whole product
             wide += (c.heads + 2 * c.kv_heads) * c.head_dim
             row += c.heads + c.kv_heads
+    if context > 1 and not c.latent:  # latent values are cut out of the output in any case
+        wide += c.heads * c.head_dim
     if c.adapter:
         wide += len(shape.targeted(c, 0)) * c.adapter.rank
     if not sparse:
@@ -164,7 +167,7 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     mastered = -(-count.experts // layout.devices) if same else trained
     masters = 0 if same and not on_grid else 4 * mastered
     moments = 2 * layout.moment_bytes * trained
-    per_layer = [activation_bytes(config, config.sparse(index)) for index in range(config.layers)]
+    per_layer = [activation_bytes(config, config.sparse(index), layout.context) for index in range(config.layers)]
     tokens = -(-layout.tokens // layout.context)
     activations = tokens * sum(per_layer)
     if layout.recompute:
@@ -211,6 +214,7 @@ def layout_of(config: Config) -> Layout:
     guarded = algorithm.guard_k1 > 0.0 or numerics.on_mismatch == "roll_back"
     return Layout(
         devices=config.trainer.ranks,
+        context=config.trainer.context_ranks,
         tokens=config.trainer.micro_tokens,
         recompute=numerics.recompute,
         versions=config.curriculum.staleness,

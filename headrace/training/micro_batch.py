@@ -5,8 +5,9 @@ moved once, so neither the forward nor the backward pass mixes devices. Segments
 segments of a micro-batch have the same temperature.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class MicroBatch:
     routed: Tensor | None
     """int64 [N, layers, top_k], None for a dense policy."""
     rows: Tensor
-    """int64 [M]: inputs whose next token was sampled."""
+    """int64 [M], ascending: inputs whose next token was sampled."""
     targets: Tensor
     """int64 [M]"""
     behaviour: Tensor
@@ -42,14 +43,13 @@ class MicroBatch:
     def of(cls, segments: Sequence[Segment], device: torch.device) -> "MicroBatch":
         """Segments of one temperature as tensors on a device."""
         lengths = [len(segment.ids) for segment in segments]
-        starts = [sum(lengths[:index]) for index in range(len(lengths))]
         routed = [segment.routed for segment in segments if segment.routed is not None]
         return cls(
             segments=tuple(segments),
             ids=torch.cat([segment.ids for segment in segments]).to(device),
             lengths=tuple(lengths),
             routed=torch.cat(routed).to(device) if routed else None,
-            rows=torch.cat([s.positions + start for s, start in zip(segments, starts, strict=True)]).to(device),
+            rows=_rows(segments).to(device),
             targets=torch.cat([segment.targets for segment in segments]).to(device),
             behaviour=torch.cat([segment.behaviour for segment in segments]).to(device),
             advantage=torch.cat([segment.advantages for segment in segments]).to(device),
@@ -60,6 +60,22 @@ class MicroBatch:
     def sampled(self) -> list[int]:
         """Sampled tokens of each segment, in order."""
         return [len(segment.targets) for segment in self.segments]
+
+
+def _padded(micro: MicroBatch, tokens: int) -> MicroBatch:
+    """With one more sequence, without sampled tokens, up to a number of tokens."""
+    count = tokens - len(micro.ids)
+    routed = micro.routed
+    if routed is not None:
+        routed = torch.cat((routed, routed.new_full((count, *routed.shape[1:]), -1)))
+    ids = torch.cat((micro.ids, micro.ids.new_zeros(count)))
+    return replace(micro, ids=ids, lengths=(*micro.lengths, count), routed=routed)
+
+
+def _rows(segments: Sequence[Segment]) -> Tensor:
+    """`MicroBatch.rows`, on the CPU."""
+    starts = itertools.accumulate((len(segment.ids) for segment in segments), initial=0)
+    return torch.cat([segment.positions + start for segment, start in zip(segments, starts, strict=False)])
 
 
 def micro_batches(segments: Sequence[Segment], budget: int) -> Iterator[list[Segment]]:
@@ -88,7 +104,21 @@ def check_routes(model: Model, segments: Iterable[Segment]) -> None:
 
 
 def forward(model: Model, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy float32 [M] of the sampled tokens, with the recorded routes (`check_routes`)."""
+    """Log-probability and entropy float32 [M] of the sampled tokens, with the recorded routes (`check_routes`).
+
+    Where processes share the tokens, each computes its part, and all get the result of the whole.
+    """
     check_routes(model, micro.segments)
+    shared = model.shared
+    if shared is None:
+        hidden = model(micro.ids, micro.lengths, micro.routed)
+        return model.selected_logprobs(hidden[micro.rows], micro.targets, micro.temperature)
+    if len(micro.ids) < shared.size:  # every process needs a row
+        micro = _padded(micro, shared.size)
     hidden = model(micro.ids, micro.lengths, micro.routed)
-    return model.selected_logprobs(hidden[micro.rows], micro.targets, micro.temperature)
+    cuts = shared.cuts(len(micro.ids))
+    borders = torch.searchsorted(_rows(micro.segments), torch.tensor(cuts)).tolist()
+    first, mine = cuts[shared.rank], slice(borders[shared.rank], borders[shared.rank + 1])
+    logp, entropy = model.selected_logprobs(hidden[micro.rows[mine] - first], micro.targets[mine], micro.temperature)
+    counts = [end - start for start, end in itertools.pairwise(borders)]
+    return shared.joined(logp, counts), shared.joined(entropy, counts)

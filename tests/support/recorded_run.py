@@ -1,6 +1,7 @@
 """The environment of a trainer, small: real samples of published versions, scores and closings, over the bus."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -72,12 +73,15 @@ class RunFeeder:
     async def group(self, batch: int, number: int, spoilt: bool = False, lag: int = 1) -> None:
         """Sample, score and close one group of a batch. A quarter of its tokens is `lag` versions old."""
         name, versions = f"g{batch * PER_STEP + number:06d}", [max(0, batch - lag), batch, batch, batch]
-        slots = []
         wanted = [world.Sampled(name, slot, batch * 10 + number) for slot in range(GROUP)]
-        for slot, sampled in enumerate(world.episodes(self.models, wanted, versions)):
-            made = tested(msgspec.structs.replace(sampled, run=self.run))
-            if spoilt:
-                made = without_logprobs(made)
+        sampled = [tested(made) for made in world.episodes(self.models, wanted, versions)]
+        await self.close(name, [without_logprobs(made) for made in sampled] if spoilt else sampled, versions[0])
+
+    async def close(self, name: str, sampled: Sequence[Trajectory], oldest: int) -> None:
+        """Publish the trajectories of a group, their scores and the closing. oldest: version of the oldest token."""
+        slots = []
+        for slot, made in enumerate(sampled):
+            made = msgspec.structs.replace(made, run=self.run)
             seq = await self.bus.publish(TRAJ.at(run=self.run, group=name), made)
             score = msgspec.structs.replace(world.score(made), run=self.run, trajectory_seq=seq, plugins=self.plugins)
             where = SCORE.at(run=self.run, judge="j1", group=name)
@@ -89,16 +93,16 @@ class RunFeeder:
                     trajectory_seq=seq,
                     score_seq=score_seq,
                     reward=score.reward,
-                    oldest_version=versions[0],
+                    oldest_version=oldest,
                 )
             )
         closed = GroupClosed(
             run=self.run,
             group=name,
             task=made.task,
-            group_size=GROUP,
+            group_size=len(sampled),
             slots=tuple(slots),
-            oldest_version=versions[0],
+            oldest_version=oldest,
         )
         await self.bus.publish(CLOSE.at(run=self.run, group=name), closed)
 

@@ -83,7 +83,7 @@ def episodes(models: Mapping[int, Model], wanted: Sequence[Sampled], spans: Sequ
                 [torch.multinomial(row, 1, generator=own)[0] for row, own in zip(chances, generators, strict=True)]
             )
             chosen = models[version].selected_logprobs(last, tokens)[0].tolist()
-            rows = torch.stack(recorder, 1).to(torch.uint8)
+            rows = torch.stack(recorder, 1).to(torch.uint8) if recorder else torch.empty(len(hidden), 0, 0)
             for number in range(count):
                 ids[number].append(int(tokens[number]))
                 logprobs[number].append(chosen[number])
@@ -99,7 +99,7 @@ def episodes(models: Mapping[int, Model], wanted: Sequence[Sampled], spans: Sequ
                     prompt_ids=Array.of(prompt, "<i4"),
                     ids=Array.of(ids[number], "<i4"),
                     logprobs=Array.of(logprobs[number], "<f4"),
-                    routed=Array("|u1", tuple(routed.shape), routed.numpy().tobytes()),
+                    routed=Array("|u1", tuple(routed.shape), routed.numpy().tobytes()) if POLICY.experts else None,
                     spans=tuple(forwarded),
                 )
             )

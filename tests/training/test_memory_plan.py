@@ -16,7 +16,7 @@ from headrace.policy.config import Latent, PolicyConfig
 from headrace.policy.layer import Chosen, Layer
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
-from headrace.training.memory_plan import GIB, Layout, activation_bytes, fitting, parameters, plan
+from headrace.training.memory_plan import GIB, Layout, activation_bytes, fitting, layout_of, parameters, plan
 from headrace.training.trainer import TrainerError, check_memory
 from tests.support.world import CONFIG, POLICY
 
@@ -54,7 +54,18 @@ class Fused(torch.autograd.Function):
         return out
 
 
-def saved(config: PolicyConfig, layer: Layer, tokens: int, patch: pytest.MonkeyPatch) -> int:
+def fused(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    """An `Attend`."""
+    out: Tensor = Fused.apply(q, k, v)  # type: ignore[no-untyped-call]
+    return out
+
+
+def turned(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    """Its output by heads is turned into one by tokens, as context parallelism does."""
+    return fused(q, k, v, sinks).clone()
+
+
+def saved(config: PolicyConfig, layer: Layer, tokens: int, patch: pytest.MonkeyPatch, context: int) -> int:
     """Bytes per token that a layer's autograd graph saves."""
 
     def balanced(experts: Tensor, count: int, pad: int, least: int = 1) -> expert_mlp.RowLayout:
@@ -83,7 +94,7 @@ def saved(config: PolicyConfig, layer: Layer, tokens: int, patch: pytest.MonkeyP
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x, cos, cos, Fused.apply, 1, replay, Chosen())
+        layer(x, cos, cos, fused if context == 1 else turned, 1, replay, Chosen())
     return sum(size for size, _ in storages.values()) // tokens
 
 
@@ -100,8 +111,9 @@ def test_the_closed_form_is_within_five_percent_of_the_meta_device(name: str, mo
     for index in {0, config.layers - 1}:
         layer = model.layers[index]
         assert isinstance(layer, Layer)
-        told = activation_bytes(config, config.sparse(index))
-        assert told == pytest.approx(saved(config, layer, 16384, monkeypatch), rel=0.05)
+        for context in (1, 2):
+            told = activation_bytes(config, config.sparse(index), context)
+            assert told == pytest.approx(saved(config, layer, 16384, monkeypatch, context), rel=0.05)
 
 
 def test_published_shapes_on_eight_devices_of_80_gib() -> None:
@@ -114,6 +126,17 @@ def test_published_shapes_on_eight_devices_of_80_gib() -> None:
     assert fitting(QWEN["30B-A3B"], long._replace(devices=1), 80 * GIB) is None
     with pytest.raises(ValueError, match="does not divide 4 key-value heads"):
         plan(QWEN["30B-A3B"], long._replace(context=8))
+
+
+def test_ranks_that_share_tokens_hold_their_part_of_the_activations() -> None:
+    both = msgspec.structs.replace(CONFIG.trainer, ranks=2, micro_tokens=65536)
+    apart, together = (
+        plan(QWEN["0.6B"], layout_of(msgspec.structs.replace(CONFIG, trainer=trainer)))
+        for trainer in (both, msgspec.structs.replace(both, context_ranks=2))
+    )
+    assert together.activations == pytest.approx(apart.activations / 2, rel=0.1)
+    assert together.activations > apart.activations / 2, "attention's output is kept by heads and by tokens"
+    assert together.weights == apart.weights
 
 
 def test_the_trainer_refuses_a_plan_that_does_not_fit() -> None:

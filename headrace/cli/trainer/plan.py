@@ -27,7 +27,9 @@ def add(commands: "Commands") -> None:
     parser.add_argument("--gpus", type=integer(1), default=1, metavar="N", help="devices that share the state")
     parser.add_argument("--gpu-gib", type=number(0, above=True), default=80.0, metavar="GIB", help="memory per device")
     parser.add_argument("--tokens", type=integer(1), metavar="N", help="inputs of a micro-batch (trainer.micro_tokens)")
-    parser.add_argument("--context", type=integer(1), default=1, metavar="N", help="devices that share one sequence")
+    parser.add_argument(
+        "--context", type=integer(1), metavar="N", help="devices that share one sequence (trainer.context_ranks)"
+    )
     parser.add_argument("--moments", type=int, choices=(4, 2, 1), default=4, help="bytes of an optimizer moment")
     parser.add_argument("--offload", action="store_true", help="keep master weights and moments in the host's memory")
     parser.add_argument("--recompute", action="store_true", help="compute activations again in backward")
@@ -49,9 +51,13 @@ def plan(args: argparse.Namespace) -> int:
             config = load(args.config, args.set)
             policy = hugging_face.of_run(config)
         layout = memory_plan.layout_of(config)._replace(
-            devices=args.gpus, context=args.context, moment_bytes=args.moments, offload=args.offload
+            devices=args.gpus, moment_bytes=args.moments, offload=args.offload
         )
-        layout = layout._replace(tokens=args.tokens or layout.tokens, recompute=args.recompute or layout.recompute)
+        layout = layout._replace(
+            context=args.context or layout.context,
+            tokens=args.tokens or layout.tokens,
+            recompute=args.recompute or layout.recompute,
+        )
         memory = memory_plan.plan(policy, layout)
         available = int(args.gpu_gib * memory_plan.GIB)
         other = memory_plan.fitting(policy, layout, available, SPARE)

@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace.training.figures.clock import Clock
+from headrace.training.parallel.context import ContextParallel
 from headrace.training.parallel.interface import GroupError
 
 T = TypeVar("T")
@@ -32,31 +33,45 @@ noticed at once."""
 class ProcessGroup:
     """The processes of one trainer: an `interface.DataParallel`."""
 
-    def __init__(self, device: torch.device, expert_ranks: int = 1) -> None:
-        """Call it in every process after `join`. expert_ranks: processes that share one copy of the experts."""
-        self.device, self.expert_ranks = device, expert_ranks
+    def __init__(self, device: torch.device, expert_ranks: int = 1, context_ranks: int = 1) -> None:
+        """Call it in every process after `join`. expert_ranks: processes that share one copy of the experts;
+        context_ranks: processes that share the tokens of a micro-batch."""
+        self.device, self.expert_ranks, self.context_ranks = device, expert_ranks, context_ranks
         self.clock = Clock()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         if self.size % expert_ranks:
             raise GroupError(f"{expert_ranks} expert ranks do not divide {self.size} ranks")
+        if self.size % context_ranks:
+            raise GroupError(f"{context_ranks} context ranks do not divide {self.size} ranks")
         self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("shard",))
         grid = (self.size // expert_ranks, expert_ranks)
         self.grid: DeviceMesh = init_device_mesh(device.type, grid, mesh_dim_names=("copies", "experts"))
         """Experts are owned along the second dimension and cut into shards along the first."""
+        self.context: ContextParallel | None = None
+        """The processes that compute a micro-batch together with this one: neighbours in the order of ranks."""
+        if context_ranks > 1:
+            rows = (self.size // context_ranks, context_ranks)
+            mesh = init_device_mesh(device.type, rows, mesh_dim_names=("micro_batches", "context"))
+            self.context = ContextParallel(mesh.get_group("context"), self.clock)
         self.contributors = self.size
         """Number of processes, from the first on, that add to the gradient of the current round."""
 
     def each(self, count: int, work: Callable[[int, bool], T]) -> list[T]:
         """As `DataParallel`: micro-batches are assigned round-robin, and every process gets all results.
 
-        One round holds consecutive micro-batches, so gradients are added in the order of a single process.
+        One round holds consecutive micro-batches, so gradients are added in the order of a single process. The context
+        ranks of a micro-batch have the same result.
         """
         mine: dict[int, Any] = {}
-        for first in range(0, count, self.size):
-            at = first + self.rank
-            self.contributors = min(self.size, count - first)
+        together = self.size // self.context_ranks
+        number, member = divmod(self.rank, self.context_ranks)
+        for first in range(0, count, together):
+            at = first + number
+            self.contributors = min(together, count - first) * self.context_ranks
             if at < count:
-                mine[at] = _on_cpu(work(at, True))
+                result = work(at, True)
+                if not member:
+                    mine[at] = _on_cpu(result)
             else:  # a collective waits for all processes
                 work(0, False)
         results = {at: value for part in self.gathered(mine) for at, value in part.items()}

@@ -109,6 +109,7 @@ def build(config: PolicyConfig, numerics: Numerics, world: ProcessGroup) -> Shar
     """A sharded model with unset weights. With expert ranks the caller makes sure that `world.size` divides the
     experts."""
     model = Model(config, numerics, seed=None)
+    model.shared = world.context
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     policy = MixedPrecisionPolicy(param_dtype=config.torch_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     owned: set[nn.Parameter] = set()

@@ -24,6 +24,7 @@ from headrace.messages.judging import Score
 from headrace.messages.rollout import Trajectory
 from headrace.messages.training import StepManifest
 from headrace.messages.weights import TensorInfo
+from headrace.policy.config import PolicyConfig
 from headrace.policy.layout import hugging_face
 from headrace.policy.numerics import Numerics
 from headrace.policy.numerics_probe import probe
@@ -275,7 +276,7 @@ def joined(config: Config, folder: Path, rank: int, store: Any = None) -> Sharde
     section = config.trainer
     device = ranks.device_of(device_named(section.device), rank)
     group.join(device, rank, section.ranks, store)
-    world = ProcessGroup(device, section.expert_ranks)
+    world = ProcessGroup(device, section.expert_ranks, section.context_ranks)
     policy = hugging_face.from_section(config.policy)
     numerics = probe(policy, exact=config.engine.exact)
     marks = world.gathered(numerics.fingerprint)
@@ -286,6 +287,25 @@ def joined(config: Config, folder: Path, rank: int, store: Any = None) -> Sharde
     trainer = ShardedTrainer(config, folder, ShardedState(sharded, world, settings=settings), numerics)
     trainer._load(folder / "checkpoint.safetensors")
     return trainer
+
+
+def _check(config: Config, policy: PolicyConfig) -> None:
+    """TrainerError for what several ranks cannot do."""
+    own = config.trainer
+    if own.expert_ranks > 1 and (not policy.experts or policy.experts % own.ranks):
+        raise TrainerError(
+            f"[trainer] expert_ranks: expected experts that {own.ranks} ranks can share evenly, the policy has "
+            f"{policy.experts}; set expert_ranks = 1 or another number of ranks"
+        )
+    if policy.kv_heads % own.context_ranks:
+        raise TrainerError(
+            f"[trainer] context_ranks: expected a divisor of the policy's {policy.kv_heads} key-value heads, got "
+            f"{own.context_ranks}"
+        )
+    rounded = config.weights.precision == "bf16" and policy.dtype == "float32"
+    if own.frozen or rounded:
+        key = "[trainer] frozen" if own.frozen else '[weights] precision = "bf16" of a float32 policy'
+        raise TrainerError(f"[trainer] ranks: expected 1 with {key}, got {own.ranks}; several ranks cannot do that yet")
 
 
 def open_ranks(
@@ -300,22 +320,15 @@ def open_ranks(
     """As `PolicyTrainer.prepare`, in the first of `[trainer] ranks` processes; starts the others. GroupError when one
     ends."""
     resumed = (folder / "checkpoint.safetensors").exists()
-    policy = PolicyTrainer.prepare_files(config, folder, tokenizer_json=tokenizer_json)
+    _check(config, hugging_face.of_run(config))
+    PolicyTrainer.prepare_files(config, folder, tokenizer_json=tokenizer_json)
     own = config.trainer
-    if own.expert_ranks > 1 and (not policy.experts or policy.experts % own.ranks):
-        raise TrainerError(
-            f"[trainer] expert_ranks: expected experts that {own.ranks} ranks can share evenly, the policy has "
-            f"{policy.experts}; set expert_ranks = 1 or another number of ranks"
-        )
-    rounded = config.weights.precision == "bf16" and policy.dtype == "float32"
-    if own.frozen or rounded:
-        key = "[trainer] frozen" if own.frozen else '[weights] precision = "bf16" of a float32 policy'
-        raise TrainerError(f"[trainer] ranks: expected 1 with {key}, got {own.ranks}; several ranks cannot do that yet")
     device = device_named(own.device)
     if device.type == "cuda" and torch.cuda.device_count() < own.ranks:
         raise TrainerError(f"[trainer] ranks: {own.ranks} need as many CUDA devices, got {torch.cuda.device_count()}")
     if not resumed:
-        alone = msgspec.structs.replace(config.trainer, ranks=1, expert_ranks=1)
+        tokens = -(-own.micro_tokens // own.context_ranks)  # for its memory plan: it takes no step
+        alone = msgspec.structs.replace(own, ranks=1, expert_ranks=1, context_ranks=1, micro_tokens=tokens)
         first = msgspec.structs.replace(config, trainer=alone)
         PolicyTrainer.prepare(first, folder, tokenizer_json=tokenizer_json, traces=traces, progress=progress, base=base)
         gc.collect()

@@ -189,13 +189,20 @@ async def test_a_random_rank_is_killed_twenty_times(connect: Connect, server: Se
     assert all(record.staleness_max <= record.staleness_bound and record.max_abs_dlp == 0.0 for record in done)
 
 
-async def test_experts_that_cannot_be_dealt_out_are_refused_before_a_process_starts(
-    connect: Connect, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("expert_ranks", "expected experts that 3 ranks can share evenly, the policy has 4"),
+        ("context_ranks", "expected a divisor of the policy's 1 key-value heads, got 3"),
+    ],
+)
+async def test_work_that_cannot_be_divided_is_refused_before_a_process_starts(
+    connect: Connect, tmp_path: Path, kind: str, says: str
 ) -> None:
     feeder = RunFeeder(await connect(), new_run(), tmp_path)
-    actor = Trainer(several(tmp_path, 3, expert_ranks=3), await connect("trainer"), feeder.run, "t-1")
+    actor = Trainer(several(tmp_path, 3, **{kind: 3}), await connect("trainer"), feeder.run, "t-1")
     await actor.start()
     async with asyncio.timeout(PATIENCE_S):
         error = await actor.failed
-    assert "expected experts that 3 ranks can share evenly, the policy has 4" in str(error)
+    assert says in str(error)
     await actor.shut(1.0)

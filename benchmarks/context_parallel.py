@@ -1,0 +1,249 @@
+"""Trains on a packed batch of 64k tokens with one rank, and with two that share the tokens.
+
+    python -m benchmarks.context_parallel [--tokens 65536] [--sequence 8192]
+
+A small mixture samples sequences of mostly given tokens, as a tool's output is. The trainer actor takes one step on all
+of them as one micro-batch: once alone and once with `[trainer] ranks = 2`, `context_ranks = 2`, each in a new process
+with its own broker. Compared are the figures of the step, the update, and the peak of each process's memory above what
+it had before the step, beside the plan of `headrace trainer plan`. Allocations are mapped one by one
+(MALLOC_MMAP_THRESHOLD_), so that freed tensors leave the resident memory. It holds temporary tensors too, which a plan
+does not count.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from benchmarks.conditions import Figures, at_least, at_most, finish
+from headrace.actors.trainer.actor import Trainer
+from headrace.bus.broker.server import Server
+from headrace.bus.connection import Bus
+from headrace.bus.nats.streams import declare
+from headrace.config import Config, Policy
+from headrace.messages.base import Array
+from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Turn
+from headrace.messages.subjects import STEP
+from headrace.messages.tasks import TaskRef
+from headrace.messages.training import StepDone, StepFailed
+from headrace.policy.cache import KVCache
+from headrace.policy.layout import hugging_face
+from headrace.policy.model import Model
+from headrace.policy.numerics_probe import probe
+from headrace.training import memory_plan
+from headrace.weights import snapshot
+from tests.support import world
+from tests.support.actors import living
+from tests.support.recorded_run import GROUP, RunFeeder, config, new_run
+
+SECTION = Policy(dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, experts=4, top_k=2, expert_dim=64, vocab=340)
+POLICY = hugging_face.from_section(SECTION)
+DRAWN = 16
+"""Sampled tokens of a turn."""
+TURNS = 8
+ARMS = {"one": {}, "two": {"ranks": 2, "context_ranks": 2}}
+COMPARED = ("loss", "entropy", "k1", "k3", "clipped")
+
+
+@torch.no_grad()
+def sampled(model: Model, name: str, slot: int, tokens: int, seed: int) -> Trajectory:
+    """A trajectory of TURNS turns in which `tokens` positions were forwarded."""
+    draw = torch.Generator().manual_seed(seed)
+    cache, table = KVCache(POLICY, -(-tokens // 64)), [[*range(-(-tokens // 64))]]
+    covered, pending, turns = 0, torch.empty(0, dtype=torch.int64), []
+    for index in range(TURNS):
+        end = tokens * (index + 1) // TURNS - DRAWN + 1  # the last drawn token of a turn is forwarded in the next
+        prompt = torch.randint(0, 256, (end - covered - len(pending),), generator=draw)
+        new, ids, logprobs, routes, first = torch.cat((pending, prompt)), [], [], [], covered
+        for _ in range(DRAWN):
+            recorder: list[torch.Tensor] = []
+            hidden = model.forward_cached(new, [len(new)], [covered], table, cache, recorder=recorder)[-1:]
+            covered += len(new)
+            routes.append(torch.stack(recorder, 1).to(torch.uint8))
+            new = torch.multinomial(torch.softmax(model.logits(hidden).float(), -1)[0], 1, generator=draw)
+            ids.append(int(new))
+            logprobs.append(float(model.selected_logprobs(hidden, new)[0]))
+        pending, routed = new, torch.cat(routes)
+        turns.append(
+            Turn(
+                index=index,
+                segment=0,
+                prompt_ids=Array.of(prompt.tolist(), "<i4"),
+                ids=Array.of(ids, "<i4"),
+                logprobs=Array.of(logprobs, "<f4"),
+                routed=Array("|u1", tuple(routed.shape), routed.numpy().tobytes()),
+                spans=(Span(first, covered, 0),),
+            )
+        )
+    return Trajectory(
+        run="r",
+        lane="train",
+        group=name,
+        slot=slot,
+        attempt=0,
+        id=f"{name}-{slot}-0",
+        task=TaskRef("even", str(seed)),
+        family="even",
+        seed=seed,
+        policy=PolicyRef(),
+        sampling=Sampling(),
+        outcome="finished",
+        turns=tuple(turns),
+        diff={},
+        fingerprint=model.numerics.fingerprint,
+    )
+
+
+def setting(folder: Path, sequences: int, tokens: int, arm: str) -> Config:
+    """The run's configuration: one step of one micro-batch."""
+    trainer: dict[str, Any] = {"micro_tokens": tokens, "rescore": 1, **ARMS[arm]}
+    curriculum = {"group_size": GROUP, "groups_per_step": sequences // GROUP, "steps": 1}
+    made = config(folder, trainer=trainer, curriculum=curriculum)
+    return msgspec.structs.replace(made, policy=SECTION)
+
+
+def status(process: int, key: str) -> int:
+    """Bytes of a key of /proc/PID/status."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) << 10
+    raise KeyError(key)
+
+
+def processes(trainer: Any) -> list[int]:
+    """All ranks of a trainer."""
+    others = getattr(trainer, "others", None)
+    return [os.getpid(), *(process.pid for process in (others.processes if others is not None else ()))]
+
+
+async def arm(folder: Path, tokens: int, sequence: int, name: str) -> Figures:
+    """One step with the trajectories of the folder."""
+    world.POLICY, world.NUMERICS = POLICY, probe(POLICY)
+    records = msgspec.msgpack.decode((folder / "records").read_bytes(), type=list[Trajectory])
+    setup = setting(folder, tokens // sequence, tokens, name)
+    async with Server(folder / "broker") as server:
+        async with (
+            await Bus.connect(server.url, role="admin", credentials=server.credentials) as admin,
+            await Bus.connect(server.url, role="trainer", credentials=server.credentials) as bus,
+        ):
+            await declare(admin)
+            feeder = RunFeeder(admin, new_run(), folder)
+            async with living(Trainer, setup, bus, feeder.run) as actor:
+                await feeder.version(0)
+                for number in range(len(records) // GROUP):
+                    part = records[number * GROUP : (number + 1) * GROUP]
+                    if number == len(records) // GROUP - 1:
+                        members = processes(actor.trainer)
+                        before = [status(member, "VmRSS") for member in members]
+                        for member in members:
+                            Path(f"/proc/{member}/clear_refs").write_text("5")  # VmHWM starts again
+                    await feeder.close(part[0].group, part, 0)
+                started = time.perf_counter()
+                async for received in admin.follow("HR_STEP", STEP.at(run=feeder.run)):
+                    record = received.message
+                    if isinstance(record, StepDone | StepFailed):
+                        break
+                assert isinstance(record, StepDone), record
+                seconds = time.perf_counter() - started
+                peaks = [status(member, "VmHWM") for member in members]
+                last = await feeder.version(1)
+    plan = memory_plan.plan(POLICY, memory_plan.layout_of(setup))
+    assert record.efficiency is not None
+    return {
+        **{key: getattr(record, key) for key in COMPARED},
+        "grad_norm": record.grad_norm,
+        "max_abs_dlp": record.max_abs_dlp,
+        "rescored_tokens": record.rescored_tokens,
+        "forwarded_tokens": record.efficiency.forwarded_tokens,
+        "seconds": seconds,
+        "communication_s": record.efficiency.seconds["communication"],
+        "peaks": [peak - held for peak, held in zip(peaks, before, strict=True)],
+        "plan": plan.gradients + plan.activations + plan.head,
+        "path": last.path,
+    }
+
+
+def run(folder: Path, tokens: int, sequence: int, name: str) -> Figures:
+    """One arm in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.context_parallel", "--arm", name, "--folder", str(folder)]
+    command += ["--tokens", str(tokens), "--sequence", str(sequence)]
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
+    )  # fmt: skip
+    figures: Figures = json.loads(done.stdout.splitlines()[-1])
+    print(name, json.dumps(figures), flush=True)
+    return figures
+
+
+def error(start: dict[str, torch.Tensor], one: str, two: str) -> float:
+    """Relative L2 error of the second update against the first."""
+    first, second = snapshot.read(Path(one)), snapshot.read(Path(two))
+    far = sum(float((second[name].double() - first[name].double()).square().sum()) for name in first)
+    moved = sum(float((first[name].double() - start[name].double()).square().sum()) for name in first)
+    return float((far / moved) ** 0.5)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run both arms and print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--sequence", type=int, default=8192)
+    parser.add_argument("--arm", choices=ARMS, help="one arm alone, for the benchmark itself")
+    parser.add_argument("--folder", type=Path)
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if args.arm:
+        print(json.dumps(asyncio.run(arm(args.folder, args.tokens, args.sequence, args.arm))))
+        return
+    with tempfile.TemporaryDirectory(prefix="headrace-context-") as name:
+        folder = Path(name)
+        start = Model(POLICY, probe(POLICY), seed=world.CONFIG.run.seed)
+        places = [
+            (f"g{number:06d}", slot) for number in range(args.tokens // args.sequence // GROUP) for slot in range(GROUP)
+        ]
+        made = [sampled(start, group, slot, args.sequence, at) for at, (group, slot) in enumerate(places)]
+        (folder / "records").write_bytes(msgspec.msgpack.encode(made))
+        one, two = (run(folder, args.tokens, args.sequence, arm) for arm in ARMS)
+        update = error(start.state(), one["path"], two["path"])
+    equal = all(one[key] == two[key] for key in COMPARED)
+    figures = {
+        "tokens": args.tokens,
+        "sequences": len(places),
+        "sampled_tokens": len(places) * TURNS * DRAWN,
+        "loss": one["loss"],
+        "loss_two_ranks": two["loss"],
+        "equal_figures": int(equal),
+        "relative_error_of_update": update,
+        "relative_error_of_gradient_norm": abs(two["grad_norm"] / one["grad_norm"] - 1.0),
+        "max_abs_dlp": max(one["max_abs_dlp"], two["max_abs_dlp"]),
+        "rescored_tokens": two["rescored_tokens"],
+        "planned_mib": round(one["plan"] / 2**20, 1),
+        "peak_mib": round(one["peaks"][0] / 2**20, 1),
+        "planned_mib_two_ranks": round(two["plan"] / 2**20, 1),
+        "peak_mib_rank_0": round(two["peaks"][0] / 2**20, 1),
+        "peak_mib_rank_1": round(two["peaks"][1] / 2**20, 1),
+        "peak_two_ranks_x": round(max(two["peaks"]) / one["peaks"][0], 3),
+        "seconds_two_ranks_x": round(two["seconds"] / one["seconds"], 3),
+        "communication_share": round(two["communication_s"] / two["seconds"], 3),
+    }
+    targets = {
+        "equal_figures": at_least(figures["equal_figures"], 1),
+        "relative_error_of_update": at_most(update, 1e-5),
+        "peak_two_ranks_x": at_most(figures["peak_two_ranks_x"], 0.65),
+    }
+    finish(figures, targets, "torch")
+
+
+if __name__ == "__main__":
+    main()
