@@ -53,6 +53,7 @@ MAY["launch"] = {
     "tasks",
     "vmhost",
     "replay",
+    "policy",
     "rendering",
     "engines",
     "search",
@@ -68,6 +69,7 @@ REGISTRY_IMPORTS = {"messages"}
 # Where only some parts of a folder may be imported.
 PARTS: dict[tuple[str, str], set[str]] = {
     ("launch", "engines"): {"registry"},
+    ("launch", "policy"): {"config", "layout"},  # the shape of a checkpoint
     ("harness", "engines"): {"base"},
     ("dashboard", "weights"): {"receiving"},
     ("judging", "vmhost"): {"guest", "images"},

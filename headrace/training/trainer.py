@@ -130,10 +130,10 @@ class PolicyTrainer:
 
     @staticmethod
     def prepare_files(config: Config, folder: Path, *, tokenizer_json: str) -> PolicyConfig:
-        """Check plugins, device and memory, and write the run's config.json and tokenizer.json. TrainerError."""
+        """Check plugins, device and memory, and write config.json and tokenizer.json. TrainerError, CheckpointError."""
         plugins_of(config.algorithm)
-        policy = _policy(config, folder, tokenizer_json)
-        device = device_named(config.trainer.device)
+        policy, device = _policy(config, folder, tokenizer_json), device_named(config.trainer.device)
+        hugging_face.check_device(policy, device.type)
         available = available_bytes(device)
         check_memory(config, policy, available if device.type == "cuda" else available // config.trainer.ranks)
         return policy

@@ -97,7 +97,6 @@ def test_a_gpt_oss_that_is_unlike_the_published_ones_is_refused(changes: dict[st
     [
         ("engine", {"kind": "sglang"}, "kind = 'sglang'"),
         ("trainer", {"ranks": 2}, "ranks = 2"),
-        ("trainer", {"device": "auto"}, "device = 'auto'"),
     ],
 )
 def test_parts_that_do_not_compute_a_gpt_oss_are_refused(
@@ -105,9 +104,15 @@ def test_parts_that_do_not_compute_a_gpt_oss_are_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(transformers.GptOssConfig(**GPT_OSS).to_dict()))
     policy = msgspec.structs.replace(CONFIG.policy, checkpoint=str(tmp_path))
-    trainer = msgspec.structs.replace(CONFIG.trainer, device="cpu")
+    trainer = msgspec.structs.replace(CONFIG.trainer, device="auto")
     config = msgspec.structs.replace(CONFIG, policy=policy, trainer=trainer)
-    assert hugging_face.of_run(config).gpt_oss
+    shape = hugging_face.of_run(config)
+    assert shape.gpt_oss
+    hugging_face.check_device(shape, "cpu")
+    if not torch.cuda.is_available():
+        hugging_face.check_device(shape, "auto")
+    with pytest.raises(CheckpointError, match="device = 'cuda': gpt_oss is not supported on a GPU; set it to 'cpu'"):
+        hugging_face.check_device(shape, "cuda")
     changed = msgspec.structs.replace(getattr(config, section), **changes)
     with pytest.raises(CheckpointError, match=text):
         hugging_face.of_run(msgspec.structs.replace(config, **{section: changed}))

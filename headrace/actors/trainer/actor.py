@@ -30,7 +30,9 @@ from headrace.messages.ledger import Fence, GroupClosed, StalenessBound
 from headrace.messages.plugins import Plugin
 from headrace.messages.subjects import CLOSE, STEP
 from headrace.messages.training import BatchGroup, SnapshotReady, StepDone, StepFailed, StepManifest
+from headrace.policy.config import CheckpointError
 from headrace.registry import merged
+from headrace.rendering.base import RendererError
 from headrace.replay.fetching import Records, fetch
 from headrace.replay.recipe import under
 from headrace.training import opening
@@ -122,8 +124,6 @@ class Trainer(Actor):
         self.status = "preparing"
 
         base = await base_policy.fetch(self.bus, self.config, self.run, self.folder)
-        bundle = await self._in_thread(lambda: initial_policy.bundle(self.config, self.folder))
-        await renderer_bundles.publish(self.bus, self.run, bundle)
 
         def work() -> PolicyTrainer:
             return opening.prepare(
@@ -136,11 +136,13 @@ class Trainer(Actor):
             )
 
         try:
+            bundle = await self._in_thread(lambda: initial_policy.bundle(self.config, self.folder))
+            await renderer_bundles.publish(self.bus, self.run, bundle)
             self.trainer = trainer = await self._in_thread(work)
         except GroupError as error:
             raise GroupError(f"the trainer's group did not start: {error}") from error
-        except DataError as error:
-            raise Unrecoverable(f"DataError: {error}") from error
+        except (CheckpointError, DataError, RendererError) as error:  # a restart reads the same files
+            raise Unrecoverable(f"{type(error).__name__}: {error}") from error
         if base is not None and trainer.version == 0:
             base.check(await self._in_thread(trainer.state.hash))
         self.store = CheckpointStore(self.folder, trainer, self.config)

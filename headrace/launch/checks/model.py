@@ -1,10 +1,10 @@
-"""Whether the checkpoint has its files and a usable tokenizer, and whether the engine's requirements are met."""
+"""Whether the checkpoint can be trained and has its files, and whether the engine's requirements are met."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from headrace.config import Config, ConfigError, Engine, Policy
+from headrace.config import Config, ConfigError, Engine
 from headrace.engines.registry import demands
 from headrace.launch.checks.finding import Finding, bad, good
 from headrace.registry import PluginError
@@ -13,20 +13,25 @@ from headrace.registry import PluginError
 def check(config: Config) -> Iterator[Finding]:
     """Findings about [policy] and [engine]."""
     if config.policy.checkpoint:
-        yield from _checkpoint(config.policy)
+        yield from _checkpoint(config)
     else:
         yield good("policy", "a policy and a tokenizer are made from the section's sizes")
     yield from _engine(config.engine)
 
 
-def refuse(section: Engine) -> None:
-    """Refuse an unknown engine, or a section that the engine cannot use, before a run starts. ConfigError."""
+def refuse(config: Config) -> None:
+    """Refuse an unknown engine, a section that the engine cannot use, and a checkpoint that cannot be trained, before a
+    run starts. ConfigError."""
+    section = config.engine
     try:
         engine = demands(section)
     except PluginError as error:
         raise ConfigError(f"engine.kind: {error}") from None
     for key, text in engine.problems(section) if engine is not None else ():
         raise ConfigError(f"engine.{key}: {text}")
+    for finding in _checkpoint(config) if config.policy.checkpoint else ():
+        if not finding.good:
+            raise ConfigError(f"{finding.part}: {finding.text}")
 
 
 def _engine(section: Engine) -> Iterator[Finding]:
@@ -42,10 +47,13 @@ def _engine(section: Engine) -> Iterator[Finding]:
             yield Finding(f"engine.{need.key}", need.met, need.text)
 
 
-def _checkpoint(section: Policy) -> Iterator[Finding]:
+def _checkpoint(config: Config) -> Iterator[Finding]:
+    from headrace.policy.config import CheckpointError
+    from headrace.policy.layout import hugging_face
     from headrace.rendering.base import RendererError
     from headrace.rendering.bundle import checkpoint_bundle
 
+    section = config.policy
     folder, key = Path(section.checkpoint), "policy.checkpoint"
     try:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
@@ -54,6 +62,16 @@ def _checkpoint(section: Policy) -> Iterator[Finding]:
         return
     except (ValueError, KeyError, TypeError):
         yield bad(key, f"{folder}/config.json is not JSON with a model_type; export the checkpoint again")
+        return
+    try:
+        hugging_face.from_section(section)
+    except CheckpointError as error:
+        yield bad(key, f"{folder}: {error}; choose a checkpoint whose architecture is supported (docs/models.md)")
+        return
+    try:
+        hugging_face.check_device(hugging_face.of_run(config), config.trainer.device)
+    except CheckpointError as error:  # names the key and its supported value
+        yield bad(key, str(error))
         return
     if not any(folder.glob("*.safetensors")):
         yield bad(key, f"{folder} has no *.safetensors file; convert its weights to safetensors")

@@ -80,11 +80,23 @@ def _check_gpt_oss(config: Config) -> None:
     for key, got, wanted in (
         ("[engine] kind", config.engine.kind, "embedded"),
         ("[trainer] ranks", config.trainer.ranks, 1),
-        ("[trainer] device", config.trainer.device, "cpu"),
         ("[trainer.lora] rank", config.trainer.lora.rank, 0),
     ):
         if got != wanted:
             raise CheckpointError(f"{key} = {got!r} is not supported for gpt_oss, only {wanted!r}")
+
+
+def check_device(policy: PolicyConfig, device: str) -> None:
+    """CheckpointError when the trainer's device does not compute this policy. device: auto is a GPU where this machine
+    has one."""
+    if not policy.gpt_oss or device == "cpu":
+        return
+    if device == "auto":
+        import torch  # here, so that a plan or a command reads a shape without torch
+
+        if not torch.cuda.is_available():
+            return
+    raise CheckpointError(f"[trainer] device = {device!r}: gpt_oss is not supported on a GPU; set it to 'cpu'")
 
 
 def read(folder: str | Path) -> PolicyConfig:

@@ -22,6 +22,7 @@ from headrace.training.outcome import StepOutcome
 from headrace.training.trainer import PolicyTrainer
 from headrace.weights import snapshot
 from tests.conftest import Connect
+from tests.support import chat_formats
 from tests.support.actors import living
 from tests.support.recorded_run import GROUP, PER_STEP, RunFeeder, config, kill, new_run
 
@@ -101,6 +102,30 @@ async def test_a_manifest_names_the_plugins_of_its_records_and_another_source_is
         await trainer.shut(1.0)
     assert isinstance(error, Unrecoverable) and "mine:half has source hash bbbbbbbbbbbb" in str(error)
     assert len(await feeder.steps()) == 2, "no manifest of the refused batch"
+
+
+async def test_a_checkpoint_that_cannot_be_trained_is_not_tried_again(connect: Connect, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(chat_formats.tokenizer_json())
+    policy = {"checkpoint": str(folder)}
+
+    async def refusal() -> BaseException:
+        trainer = Trainer(config(tmp_path, policy=policy), await connect("trainer"), new_run(), "t-1")
+        await trainer.start()
+        try:
+            failure: BaseException = await trainer.failed
+        finally:
+            await trainer.shut(1.0)
+        return failure
+
+    error = await refusal()
+    assert isinstance(error, Unrecoverable) and "has no chat template" in str(error)
+    (folder / "chat_template.jinja").write_text(chat_formats.CHATML)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    (folder / "config.json").write_text('{"model_type": "phi3"}')
+    error = await refusal()
+    assert isinstance(error, Unrecoverable) and "model_type 'phi3' is not supported" in str(error)
 
 
 @pytest.mark.parametrize("killed_after", [1, 2, 3])

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 import uvloop
 
 from headrace.bus.broker.server import Server
 from headrace.cli.main import main
 from headrace.config import Processes
 from headrace.messages.tasks import Oracle, Task
+from headrace.policy.layout import hugging_face
+from tests.policy.test_gpt_oss import GPT_OSS
+from tests.support import chat_formats, tiny
 
 GROUPS = [list(group) for group in Processes().groups]
 PROCESS = {"environment.backend": "process", "run.min_free_mb": 16, "production.enabled": False}
@@ -47,13 +51,26 @@ def taken() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def checkpoint(folder: Path, *, config: str = '{"model_type": "qwen3"}', weights: bool = True) -> str:
-    """A Hugging Face folder without a tokenizer."""
+SHAPE = hugging_face.as_json(tiny.config())
+
+
+def checkpoint(folder: Path, *, config: str = "", weights: bool = True, tokenizer: bool = False) -> str:
+    """A Hugging Face folder without a chat template."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(config)
+    (folder / "config.json").write_text(config or json.dumps(SHAPE))
     if weights:
         (folder / "model.safetensors").write_bytes(b"")
+    if tokenizer:
+        (folder / "tokenizer.json").write_text(chat_formats.tokenizer_json())
     return str(folder)
+
+
+def unsupported(folder: Path) -> dict[str, Any]:
+    return {"policy.checkpoint": checkpoint(folder / "c", config=json.dumps(SHAPE | {"model_type": "phi3"}))}
+
+
+def without_template(folder: Path) -> dict[str, Any]:
+    return {"policy.checkpoint": checkpoint(folder / "c", tokenizer=True)}
 
 
 def test_a_sound_configuration_has_no_problem(capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,6 +217,37 @@ PLANTED: dict[str, tuple[Plant, int, str, str]] = {
         "tokenizer.json cannot be read",
         "copy tokenizer and chat template",
     ),
+    "unsupported architecture": (
+        lambda folder, _: unsupported(folder),
+        1,
+        "model_type 'phi3' is not supported, only qwen3",
+        "choose a checkpoint whose architecture is supported",
+    ),
+    "unsupported field": (
+        lambda folder, _: {
+            "policy.checkpoint": checkpoint(folder / "c", config=json.dumps(SHAPE | {"hidden_act": "gelu"}))
+        },
+        1,
+        "hidden_act 'gelu' is not supported, only 'silu'",
+        "choose a checkpoint whose architecture is supported",
+    ),
+    "no chat template": (
+        lambda folder, _: without_template(folder),
+        1,
+        "has no chat template (neither chat_template.jinja nor chat_template in tokenizer_config.json)",
+        "set [policy] chat_template to a file in the syntax of the model",
+    ),
+    "gpt-oss on a GPU": (
+        lambda folder, _: {
+            "policy.checkpoint": checkpoint(
+                folder / "c", config=json.dumps(transformers.GptOssConfig(**GPT_OSS).to_dict())
+            ),
+            "trainer.device": "cuda",
+        },
+        1,
+        "[trainer] device = 'cuda': gpt_oss is not supported on a GPU",
+        "set it to 'cpu'",
+    ),
     "no SGLang": (
         lambda *_: {"engine.kind": "sglang", "engine.exact": False, "engine.python": "/nowhere/python"},
         1,
@@ -244,6 +292,21 @@ def test_a_planted_mistake_is_found_with_its_fix(
         assert problems == problem, "one mistake is one sentence"
 
 
+@pytest.mark.parametrize(
+    ("plant", "wrong"),
+    [(unsupported, "model_type 'phi3' is not supported"), (without_template, "has no chat template")],
+)
+def test_up_refuses_a_checkpoint_before_it_makes_a_run(
+    plant: Callable[[Path], dict[str, Any]], wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text("")
+    words = [
+        word for key, value in (PROCESS | plant(tmp_path)).items() for word in ("--set", f"{key}={json.dumps(value)}")
+    ]
+    assert main(["up", "run.toml", *words]) == 2
+    assert wrong in capsys.readouterr().err and not list((tmp_path / "runs").glob("*/"))
+
+
 def test_a_missing_emulator_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,10 +329,13 @@ def test_an_active_run_is_found_and_torch_is_not_imported(tmp_path: Path) -> Non
     code = (
         "import sys; from pathlib import Path; from headrace.cli.main import main; from headrace.launch import runs\n"
         "handle = runs.lock(Path('runs'))\n"
-        "code = main(['check', '--set', 'environment.backend=process', '--set', 'production.enabled=false'])\n"
+        "code = main(['check', '--set', 'environment.backend=process', '--set', 'production.enabled=false',"
+        " '--set', f'policy.checkpoint={sys.argv[1]}'])\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
         "sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    folder = without_template(tmp_path)["policy.checkpoint"]
+    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, cwd=tmp_path)
+    assert "has no chat template" in done.stdout, done.stderr
     assert done.returncode == 1 and "a run is active in runs/" in done.stdout, done.stderr
     assert "headrace down" in done.stdout
