@@ -244,7 +244,7 @@ class Rollout(Actor):
         """Cancel a production attempt, release a held sandbox, or both for all of a user, if this actor has them."""
         if isinstance(message, AttemptControl) and message.run == self.run:
             if message.user:
-                self._clients.forget(message.user)
+                await self._clients.forget(message.user)
                 await self._sandboxes.release_all_held(f"{message.user}.")
             for work, request in self._running.items():
                 wanted = request.group == message.group or request.group.partition(".")[0] == message.user

@@ -43,6 +43,8 @@ class _Session:
         self.turns = list(turns)
         self.used = time.monotonic()
         self.sampling = False
+        self.engine: Engine | None = None
+        """The engine that sampled its last turn here: a session may be of another run's policy."""
 
     def ids(self, segment: int) -> list[int]:
         """The token ids of a segment's context so far."""
@@ -65,10 +67,16 @@ class ClientTurns:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         """Least recently used first."""
 
-    def forget(self, user: str) -> None:
-        """Drop the cached sessions of a user whose data is purged."""
+    async def forget(self, user: str) -> None:
+        """Drop the cached sessions of a user whose data is purged, in the engine too."""
         for group in [group for group in self._sessions if group.startswith(f"{user}.")]:
-            del self._sessions[group]
+            await self._drop(group)
+
+    async def _drop(self, group: str) -> None:
+        session = self._sessions.pop(group)
+        if session.engine is not None:
+            for segment in {turn.segment for turn in session.turns}:
+                await session.engine.close(f"{trajectory_of(group)}/{segment}")
 
     async def turn(self, request: ClientTurn) -> ClientTurnDone:
         """Sample and record a turn. The reply has `refused` for an unusable conversation, `failed` for
@@ -99,20 +107,19 @@ class ClientTurns:
         self._sessions.move_to_end(group)
         return session
 
-    async def _forget_idle(self, engine: Engine) -> None:
+    async def _forget_idle(self) -> None:
         """Drop the sessions that no request used for `idle_s`."""
         before = time.monotonic() - self._idle_s
         while self._sessions:
             group, session = next(iter(self._sessions.items()))
             if session.used > before or session.sampling:
                 return
-            del self._sessions[group]
-            await _close(engine, group, session)
+            await self._drop(group)
 
     async def _sampled(self, request: ClientTurn, engine: Engine, renderer: ClientRenderer) -> ClientTurnDone:
-        await self._forget_idle(engine)
+        await self._forget_idle()
         session = await self._session(request.run, request.group)
-        session.sampling = True
+        session.sampling, session.engine = True, engine
         try:
             return await self._turn(session, request, engine, renderer)
         finally:
@@ -173,16 +180,15 @@ class ClientTurns:
 
     async def end(self, request: ClientSessionEnd) -> Ack:
         """Publish the session's Trajectory; a session without a turn gets none. A repeated request changes nothing."""
-        cached = self._sessions.pop(request.group, None)
-        if cached is not None:
-            await cached.log.flush()
+        if request.group in self._sessions:
+            await self._sessions[request.group].log.flush()
+            await self._drop(request.group)
         # Read, not cached: another actor may have sampled the turns after those of this one.
         session = await self._session(request.run, request.group)
         if not session.turns:
             return Ack(detail="no turn was sampled")
         id = trajectory_of(request.group)
         async with self._serve(request.policy) as serving:
-            await _close(serving.engine, request.group, session)
             trajectory = Trajectory(
                 run=request.run,
                 lane="production",
@@ -212,12 +218,6 @@ class ClientTurns:
 def trajectory_of(group: str) -> str:
     """The id of a session's trajectory: slot 0, attempt 0."""
     return f"{group}-0-0"
-
-
-async def _close(engine: Engine, group: str, session: _Session) -> None:
-    """Release what the engine holds of a session."""
-    for segment in {turn.segment for turn in session.turns}:
-        await engine.close(f"{trajectory_of(group)}/{segment}")
 
 
 def _limited(request: ClientTurn, limit: int) -> Sampling:

@@ -19,8 +19,8 @@ from headrace.config import Config, Engine, Policy, Production, Run
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.gateway.tenants.keys import ApiKeys
 from headrace.messages.product import ClientSessionEnd, Feedback
-from headrace.messages.rollout import PolicyRef, Sampling, Span, Trajectory, Turn
-from headrace.messages.subjects import EVENT, FEEDBACK, TRAJ
+from headrace.messages.rollout import AttemptControl, PolicyRef, Sampling, Span, Trajectory, Turn
+from headrace.messages.subjects import EVENT, FEEDBACK, RPC, TRAJ, token
 from headrace.messages.weights import WeightsStaged
 from headrace.policy import scoring
 from headrace.policy.layout import hugging_face
@@ -233,7 +233,22 @@ async def test_turns_of_two_actors_end_in_one_trajectory_and_in_no_cache(
             client.messages = [*opening]
             await client.turn()
         for actor in (a, b):
-            assert isinstance(engine := actor._policies.engine, EmbeddedEngine) and engine.stats()["sessions"] <= 1
+            engine = actor._policies.engine
+            assert isinstance(engine, EmbeddedEngine) and engine.stats()["sessions"] <= 1
+
+
+async def test_a_purge_leaves_nothing_of_the_user_in_an_engine(
+    connect: Connect, client: Client, run: str, tmp_path: Path
+) -> None:
+    async with living(Rollout, config(tmp_path), await connect("rollout", node="n1"), run, "product") as actor:
+        await client.turn()
+        engine = actor._policies.engine
+        assert isinstance(engine, EmbeddedEngine) and engine.stats()["sessions"] == 1
+        control = AttemptControl(run=run, user=client.session.partition(".")[0])
+        await (await connect("gateway")).emit(RPC.at(service="rollout", method=f"control-{token(run)}"), control)
+        while engine.stats()["sessions"]:
+            await engine.unpin(-1)  # answered between two steps
+        assert not actor._clients._sessions
 
 
 async def test_a_rewritten_history_begins_a_segment(connect: Connect, client: Client, run: str, tmp_path: Path) -> None:
