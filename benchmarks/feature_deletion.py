@@ -22,13 +22,14 @@ from benchmarks.conditions import at_least, at_most, cannot_run, finish
 from headrace.tasks.making.journal import FILE, Journal, Line
 
 PACKAGES = (
-    "cachetools==8.0.1",
-    "humanize==4.12.3",
     "inflection==0.5.1",
-    "natsort==8.4.0",
-    "parse==1.20.2",
+    "webcolors==24.11.1",
+    "w3lib==2.2.1",
+    "cachetools==8.0.1",
     "semver==3.0.4",
-    "toolz==1.0.0",
+    "parse==1.20.2",
+    "more-itertools==10.5.0",
+    "humanize==4.12.3",
 )
 _GROUPS = Path("/sys/fs/cgroup/cpuacct")
 
@@ -81,7 +82,7 @@ def main() -> None:
     """Run the benchmark and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("packages", nargs="*", default=PACKAGES, metavar="NAME==VERSION")
-    parser.add_argument("--count", type=int, default=12, help="tasks of each package")
+    parser.add_argument("--count", type=int, default=8, help="tasks of each package")
     parser.add_argument("--tries", type=int, default=40, help="candidates of each package that are tried")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--parallel", type=int, default=2, help="packages at a time")

@@ -4,12 +4,15 @@ The host starts it with one end of a socket pair. Each request is a message ``{"
 agent's channel as a passed descriptor. ``join`` names the cgroup.procs files of the sandbox's control group; without
 one, and without root's rights, a limit on the user's processes bounds what a sandbox may fork.
 
+After the first run of pytest the warm process imports pytest and its plugins, so later sandboxes do not do so again.
+
 A sandbox ends when its channel closes. Its agent is the subreaper of all that it started; before it exits, it kills
 them and removes its folder.
 """
 
 import ctypes
 import json
+import mmap
 import os
 import re
 import resource
@@ -20,8 +23,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
-from . import agent
+from . import agent, jobs
+from .testing import pytests
 
 _PDEATHSIG, _SUBREAPER = 1, 36
 _AGENTS_END_S = 5.0
@@ -109,7 +114,18 @@ def _limit(join: list[str]) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
-def _serve_slot(channel: socket.socket, root: str, join: list[str], libc: ctypes.CDLL) -> None:
+class LocalAgent(agent.SlotAgent):
+    """A slot agent that tells the warm process when it runs pytest."""
+
+    wanted: mmap.mmap
+    """One shared byte; 1 after a run of pytest."""
+
+    def _pytest(self, header: dict[str, Any]) -> jobs.Job:
+        self.wanted[0] = 1
+        return super()._pytest(header)
+
+
+def _serve_slot(channel: socket.socket, root: str, join: list[str], libc: ctypes.CDLL, wanted: mmap.mmap) -> None:
     # The agent gets no signal at its parent's death, because a killed agent leaves the processes that it started. Its
     # channel closes when the host ends, also when the host is killed; then the agent ends everything.
     libc.prctl(_SUBREAPER, 1, 0, 0, 0)
@@ -126,7 +142,9 @@ def _serve_slot(channel: socket.socket, root: str, join: list[str], libc: ctypes
         libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
     try:
-        agent.SlotAgent(channel.fileno(), root, environment, become, Descendants()).serve()
+        slot = LocalAgent(channel.fileno(), root, environment, become, Descendants())
+        slot.wanted = wanted
+        slot.serve()
     finally:
         _end()
         shutil.rmtree(root, ignore_errors=True)
@@ -149,11 +167,15 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     re.compile("warm")
     control = socket.socket(fileno=descriptor)
+    wanted, loaded = mmap.mmap(-1, 1), False
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 65536, 1)
         if not data:
             _await_agents()
             return
+        if wanted[0] and not loaded:
+            pytests.load()
+            loaded = True
         channel = socket.socket(fileno=descriptors[0])
         pid = os.fork()
         if pid == 0:
@@ -161,7 +183,7 @@ def main(descriptor: int) -> None:
                 control.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 request = json.loads(data)
-                _serve_slot(channel, request["root"], request["join"], libc)
+                _serve_slot(channel, request["root"], request["join"], libc, wanted)
             finally:
                 os._exit(0)
         channel.close()

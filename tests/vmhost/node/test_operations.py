@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import pytest
 
 from headrace.config import Environment
@@ -222,6 +223,23 @@ async def test_a_seed_repeats_what_a_test_run_draws(host: Host) -> None:
         host.release(sandbox.id)
     host.release_group(GroupKey("r1", "train", "rollout", "seed"))
     assert told[0] == told[1] != told[2] and told[0], told
+
+
+async def test_a_sandbox_of_the_process_backend_has_pytest_imported_once_one_ran_it() -> None:
+    # The time is set where logging is imported, which is by pytest.
+    files = {"test_a.py": b"import logging\n\n\ndef test_a():\n    print('imported', repr(logging._startTime))\n"}
+    host = await Host.open(environment("process"))
+    imported = []
+    try:
+        for slot in range(3):
+            sandbox = await host.acquire(msgspec.structs.replace(request(slot), files=files))
+            done = await sandbox.call(RunTests(plan=TestPlan(kind="pytest", paths=("-s", "test_a.py"))))
+            assert done.ok, done
+            imported.append(next(line for line in done.stdout.splitlines() if line.startswith("imported")))
+    finally:
+        await host.close()
+    first, second, third = imported
+    assert first != second == third
 
 
 async def test_acquire_is_idempotent_and_a_released_sandbox_refuses(host: Host) -> None:

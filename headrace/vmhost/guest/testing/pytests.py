@@ -9,7 +9,9 @@ import os
 import random
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 from .. import jobs
@@ -27,6 +29,21 @@ def available() -> bool:
     except ImportError:
         return False
     return bool(pytest and _pytest)
+
+
+def load() -> None:
+    """Run pytest over an empty folder, so that every later fork has it and its plugins imported.
+
+    Its own import of the plugins is the only one after which it does not warn that it cannot rewrite their assertions.
+    """
+    try:
+        import pytest
+    except ImportError:  # the first run in a sandbox says so
+        return
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as null:
+        with redirect_stdout(null), redirect_stderr(null):
+            pytest.main(["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, folder])
+    tempfile.tempdir = None  # a sandbox's environment names its own
 
 
 class Collector:
