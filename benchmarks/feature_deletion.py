@@ -29,7 +29,6 @@ PACKAGES = (
     "semver==3.0.4",
     "parse==1.20.2",
     "more-itertools==10.5.0",
-    "humanize==4.12.3",
 )
 _GROUPS = Path("/sys/fs/cgroup/cpuacct")
 
@@ -82,7 +81,7 @@ def main() -> None:
     """Run the benchmark and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("packages", nargs="*", default=PACKAGES, metavar="NAME==VERSION")
-    parser.add_argument("--count", type=int, default=8, help="tasks of each package")
+    parser.add_argument("--count", type=int, default=9, help="tasks of each package")
     parser.add_argument("--tries", type=int, default=40, help="candidates of each package that are tried")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--parallel", type=int, default=2, help="packages at a time")
