@@ -166,7 +166,7 @@ async def _round(host: Host, name: str, isolation: Isolation, size: int) -> None
     host.release_group(GroupKey("bench", "train", "judge", name))
 
 
-async def _measure(environment: Environment, isolation: Isolation | None, rounds: int, size: int) -> Cost:
+async def measure(environment: Environment, isolation: Isolation | None, rounds: int, size: int) -> Cost:
     """The cost per episode of all clones from start to end, and of this process. isolation None: the plain design."""
     host = await Host.open(environment)
     assert host.backend == "qemu"
@@ -198,9 +198,9 @@ def main() -> None:
     try:
         costs: dict[str, list[Cost]] = {"group": [], "alone": [], "plain": []}
         for _ in range(arguments.repeats):  # alternately, so that other load of the machine affects all three
-            costs["group"].append(uvloop.run(_measure(environment, "group", arguments.groups, GROUP)))
-            costs["alone"].append(uvloop.run(_measure(environment, "episode", arguments.alone, 1)))
-            costs["plain"].append(uvloop.run(_measure(environment, None, arguments.plain, 1)))
+            costs["group"].append(uvloop.run(measure(environment, "group", arguments.groups, GROUP)))
+            costs["alone"].append(uvloop.run(measure(environment, "episode", arguments.alone, 1)))
+            costs["plain"].append(uvloop.run(measure(environment, None, arguments.plain, 1)))
         facts = uvloop.run(_facts(environment))
     except VmhostError as error:
         cannot_run(str(error))

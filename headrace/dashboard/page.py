@@ -79,6 +79,7 @@ def headline(report: Report) -> str:
         ),
         ("VM clones", report.vm_clones),
         ("CPU of the VMs per episode, judge included", f"{number(report.cpu_ms_per_episode)} ms"),
+        *((f"CPU of the VMs: {name}", f"{number(seconds)} s") for name, seconds in report.vm_cpu_s.items()),
         ("Largest staleness, bound", f"{number(report.staleness_max)}, {ledger.staleness_bound}"),
         ("Largest |sampler - trainer| log-probability", report.max_abs_dlp),
         *(

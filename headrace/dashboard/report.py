@@ -6,7 +6,7 @@ Every figure comes from the streams or was observed while the run was active. A 
 import statistics
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import msgspec
 
@@ -16,6 +16,8 @@ from headrace.dashboard.records import Records
 from headrace.dashboard.watch import Watch
 from headrace.ledger.training import DURING
 from headrace.messages.evaluation import EvalResult
+from headrace.messages.rollout import Lane
+from headrace.messages.sandbox import Role
 from headrace.messages.training import EngineMismatch, StepDone
 from headrace.metrics.conditions import Conditions, conditions
 from headrace.replay.audit import AuditReport
@@ -90,6 +92,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Whether all backends declare that their sandboxes are isolated."""
     isolation: str
     cpu_ms_per_episode: float | None
+    vm_cpu_s: dict[str, float]
+    """CPU seconds of the machines by lane and role of their sandboxes; ``other``: those that died or were never used.
+    Empty where they are not measured."""
     """CPU of the virtual machines, the judge's included."""
     errors: dict[str, int]
     """Error events by ``actor: kind``; the page shows their texts."""
@@ -184,6 +189,7 @@ def build(
         isolated=backends.isolated,
         isolation=config.environment.isolation,
         cpu_ms_per_episode=round(vm_cpu_ms / records.episodes, 1) if records.episodes else None,
+        vm_cpu_s=machines_cpu_s(watch),
         errors=errors.counts(watch),
         wall_s=round(now - moments.started, 1),
         rl_wall_s=round(final_evaluation - issued, 1),
@@ -313,3 +319,17 @@ def rate_of(results: Sequence[EvalResult], reason: str) -> float | None:
 def tasks_of(results: Sequence[EvalResult], reason: str) -> int:
     """The number of tasks of the newest evaluation with a reason; 0 without one."""
     return next((result.tasks for result in reversed(results) if result.reason == reason), 0)
+
+
+def machines_cpu_s(watch: Watch) -> dict[str, float]:
+    """`Report.vm_cpu_s`."""
+    total_ms = watch.metric("environment", "vm_cpu_ms")
+    if not total_ms:
+        return {}
+    spent = {
+        f"{lane} {role}": watch.metric("environment", f"vm_cpu_{lane}_{role}_ms")
+        for lane in get_args(Lane)
+        for role in get_args(Role)
+    }
+    spent["other"] = total_ms - sum(spent.values())
+    return {name: round(ms / 1000, 1) for name, ms in spent.items()}

@@ -4,7 +4,10 @@ An actor calls `self.metric(name=value)`; `FIGURES` has a row for each pair of a
 ``headrace_<thing>_<unit>[_total]``. No metric has an id as a label: Prometheus adds the process as ``instance``.
 """
 
-from typing import Literal, NamedTuple
+from itertools import product
+from typing import Literal, NamedTuple, get_args
+
+from headrace.messages.rollout import Lane
 
 SERVER_PREFIX = "server_"
 """Figures that a rollout actor passes on from its SGLang server begin with this."""
@@ -44,6 +47,12 @@ FIGURES: dict[tuple[str, str], Figure] = {
     ("environment", "vm_cpu_ms"): Figure(
         "headrace_machine_cpu_seconds", "CPU time of this node's machines.", "counter", 0.001
     ),
+    **{
+        ("environment", f"vm_cpu_{lane}_{role}_ms"): Figure(
+            f"headrace_{lane}_{role}_machine_cpu_seconds", f"Of it, {lane} lane: machines of {text}.", "counter", 0.001
+        )
+        for lane, (role, text) in product(get_args(Lane), (("rollout", "episodes"), ("judge", "verdicts")))
+    },
     ("feedback", "received"): _count("headrace_received_ratings", "Ratings of users that were received."),
     ("feedback", "trained"): _count("headrace_trained_ratings", "Of them, those that the branch trained on."),
     ("feedback", "late"): _count("headrace_late_ratings", "Those that came too late."),

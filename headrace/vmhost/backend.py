@@ -95,6 +95,9 @@ class Machine(Protocol):
     def leave(self, channel: Channel) -> None:
         """A slot was released and the machine continues: end the slot's processes at the lowest cost."""
 
+    def cpu_ms(self) -> float:
+        """CPU time that it has used so far; 0 where that is not measured, or once it is gone."""
+
     def kill(self) -> None:
         """End the machine now. Idempotent."""
 

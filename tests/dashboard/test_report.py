@@ -6,7 +6,7 @@ import pytest
 
 from headrace.bus.connection import Bus
 from headrace.config import Config
-from headrace.dashboard.report import percentile, reclaim_times
+from headrace.dashboard.report import machines_cpu_s, percentile, reclaim_times
 from headrace.dashboard.watch import Watch
 from headrace.messages.operations import Event
 
@@ -36,3 +36,18 @@ async def test_a_reclaim_lasts_until_the_last_training_request_is_back() -> None
 def test_a_percentile_is_one_of_the_values() -> None:
     assert percentile([], 0.5) is None
     assert [percentile([3.0, 1.0, 2.0], share) for share in (0.0, 0.5, 0.99)] == [1.0, 2.0, 3.0]
+
+
+def test_the_processor_time_of_machines_adds_up_over_lanes_roles_and_the_rest() -> None:
+    watch = Watch(cast(Bus, None), "r1", Config(), started=0.0)
+    assert machines_cpu_s(watch) == {}, "the process backend does not measure it"
+    watch.metrics = {
+        "environment:e1": {"vm_cpu_ms": 6000.0, "vm_cpu_train_rollout_ms": 3000.0, "vm_cpu_train_judge_ms": 1000.0},
+        "environment:e2": {"vm_cpu_ms": 2000.0, "vm_cpu_train_rollout_ms": 1500.0},
+    }
+    spent = machines_cpu_s(watch)
+    assert {name: seconds for name, seconds in spent.items() if seconds} == {
+        "train rollout": 4.5,
+        "train judge": 1.0,
+        "other": 2.5,
+    }

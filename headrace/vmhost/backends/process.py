@@ -72,6 +72,10 @@ class ProcessMachine:
         """Close the channel: the agent ends and kills everything that it started."""
         channel.close("released")
 
+    def cpu_ms(self) -> float:
+        """Not measured."""
+        return 0.0
+
     def kill(self) -> None:
         """Close the channels: agents end, kill everything that they started, and remove their folders."""
         for channel in self._channels:

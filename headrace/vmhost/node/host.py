@@ -93,6 +93,7 @@ class Host:
             "sandboxes": sum(len(pooled.live) for pooled in self._pool.machines),
             "clones": self._pool.clones,
             "vm_cpu_ms": self._backend.cpu_ms(),
+            **self._pool.spent(),
         }
 
     async def acquire(self, request: Acquire) -> VmSandbox:

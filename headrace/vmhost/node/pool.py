@@ -9,9 +9,12 @@ import asyncio
 import time
 from contextlib import suppress
 from functools import partial
+from itertools import product
+from typing import get_args
 
 from headrace.config import Environment
-from headrace.messages.sandbox import Acquire, GroupKey, NoCapacity, SandboxKey
+from headrace.messages.rollout import Lane
+from headrace.messages.sandbox import Acquire, GroupKey, NoCapacity, Role, SandboxKey
 from headrace.vmhost.backend import Backend, Machine, MakeMachine
 
 
@@ -53,6 +56,7 @@ class Pool:
         self.machines: set[PooledMachine] = set()
         self.clones = 0
         """Machines ever made."""
+        self._spent_ms = dict.fromkeys(product(get_args(Lane), get_args(Role)), 0.0)
 
     def find(self, request: Acquire) -> PooledMachine | None:
         """A machine of the request's group with an unused slot."""
@@ -109,6 +113,15 @@ class Pool:
             return f"{training} machines of {share} are in use, the others are reserved for users and the judge"
         return ""
 
+    def spent(self) -> dict[str, float]:
+        """CPU-ms of the machines by the lane and role of their sandboxes. Machines that died, or that wait for their
+        first sandbox, are in the backend's total alone."""
+        total = self._spent_ms.copy()
+        for pooled in self.machines:
+            if pooled.machine is not None:
+                total[pooled.group.lane, pooled.group.role] += pooled.machine.cpu_ms()
+        return {f"vm_cpu_{lane}_{role}_ms": spent for (lane, role), spent in total.items()}
+
     def release_group(self, group: GroupKey) -> None:
         """Expect no further sandbox of the group: its machines end with their last sandboxes."""
         for pooled in list(self.machines):
@@ -150,6 +163,7 @@ class Pool:
         if pooled.timer is not None:
             pooled.timer.cancel()
         if pooled.machine is not None:
+            self._spent_ms[pooled.group.lane, pooled.group.role] += pooled.machine.cpu_ms()
             pooled.machine.kill()
         elif pooled.making is not None:
             discarding = asyncio.get_running_loop().create_task(self._discard(pooled.making))

@@ -48,6 +48,20 @@ async def test_a_used_slot_is_never_given_out_again(host: Host) -> None:
     host.release_group(GroupKey("r1", "train", "rollout", "once"))
 
 
+async def test_the_processor_time_of_machines_is_told_by_lane_and_role(host: Host) -> None:
+    before = host.usage()
+    burn = Exec(argv=("sh", "-c", "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done"), timeout_s=60.0)
+    taken = await host.acquire(ask(group="spent", isolation="episode", role="judge", lane="eval"))
+    await taken.call(burn)
+    alive = host.usage()
+    host.release(taken.id)
+    await host.settle()
+    ended = host.usage()
+    spent = {name for name in before if name.startswith("vm_cpu_") and ended[name] > before[name] + 50}
+    assert spent == {"vm_cpu_ms", "vm_cpu_eval_judge_ms"}
+    assert before["vm_cpu_eval_judge_ms"] + 50 < alive["vm_cpu_eval_judge_ms"] <= ended["vm_cpu_eval_judge_ms"]
+
+
 async def test_a_warm_clone_waits_stopped_and_is_taken_first(host: Host) -> None:
     ready = backend(host)
     await ready.filled()

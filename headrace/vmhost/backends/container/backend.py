@@ -91,6 +91,10 @@ class ContainerMachine:
         """Its only slot was released."""
         self._end("released")
 
+    def cpu_ms(self) -> float:
+        """Not measured."""
+        return 0.0
+
     def kill(self) -> None:
         """End it: the agent ends with its channel, and every other process with the agent."""
         self._end("it was ended")

@@ -71,6 +71,10 @@ class RemoteMachine:
         """Close the channel: the agent ends and kills everything that it started."""
         channel.close("released")
 
+    def cpu_ms(self) -> float:
+        """Not measured."""
+        return 0.0
+
     def kill(self) -> None:
         """Close the channels."""
         self._end("released")
