@@ -225,7 +225,8 @@ async def diffs(bench: Bench) -> Figures:
         before = cpu_ms(bench.pid(sandbox))
         pulled = await sandbox.call(PullChanges())
         used.append(cpu_ms(bench.pid(sandbox)) - before)
-    git = "git -c safe.directory=/testbed -c user.name=a -c user.email=a@b"
+    # Without gc.auto=0, git collects garbage after the commit and writes into a folder that is being removed.
+    git = "git -c gc.auto=0 -c safe.directory=/testbed -c user.name=a -c user.email=a@b"
     _, status = await bench.sh(sandbox, f"cd /testbed && {git} add -A && {git} commit -qm all")
     committed = await sandbox.call(PullChanges())
     await bench.sh(sandbox, "rm -rf /testbed/.git")
