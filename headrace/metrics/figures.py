@@ -5,9 +5,7 @@ An actor calls `self.metric(name=value)`; `FIGURES` has a row for each pair of a
 """
 
 from itertools import product
-from typing import Literal, NamedTuple, get_args
-
-from headrace.messages.rollout import Lane
+from typing import Literal, NamedTuple
 
 SERVER_PREFIX = "server_"
 """Figures that a rollout actor passes on from its SGLang server begin with this."""
@@ -51,7 +49,9 @@ FIGURES: dict[tuple[str, str], Figure] = {
         ("environment", f"vm_cpu_{lane}_{role}_ms"): Figure(
             f"headrace_{lane}_{role}_machine_cpu_seconds", f"Of it, {lane} lane: machines of {text}.", "counter", 0.001
         )
-        for lane, (role, text) in product(get_args(Lane), (("rollout", "episodes"), ("judge", "verdicts")))
+        for lane, (role, text) in product(
+            ("train", "eval", "production"), (("rollout", "episodes"), ("judge", "verdicts"))
+        )
     },
     ("feedback", "received"): _count("headrace_received_ratings", "Ratings of users that were received."),
     ("feedback", "trained"): _count("headrace_trained_ratings", "Of them, those that the branch trained on."),
