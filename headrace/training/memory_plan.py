@@ -20,6 +20,8 @@ from headrace.policy.config import PolicyConfig
 GIB = 1 << 30
 _CHUNK = 1024
 """Rows of logits at once, `kernels.selected_logprob.CHUNK`."""
+_BLOCK = 64
+"""Keys of a block, `kernels.block_attention.BLOCK`."""
 
 
 class Layout(NamedTuple):
@@ -116,10 +118,8 @@ def element_bytes(config: PolicyConfig) -> int:
 
 
 def activation_bytes(config: PolicyConfig, sparse: bool, context: int = 1) -> int:
-    """Bytes per token that one layer saves for backward, with fused attention; with `context` devices per token of one
+    """Bytes per token that one layer saves for backward, without `score_bytes`; with `context` devices per token of one
     device, whose attention's output is kept by heads and by tokens.
-
-    gpt_oss has no fused attention here: it saves the scores of all visible keys as well, which this does not count.
 
     Each term is a saved tensor: inputs of norms and products, rotated queries and keys, values, attention's output and
     log-sum-exp, the MLP's inner width, and in float32 what norms and routing keep per row. An adapter saves the outputs
@@ -137,19 +137,43 @@ def activation_bytes(config: PolicyConfig, sparse: bool, context: int = 1) -> in
         if c.qk_norm:  # normalising queries and keys keeps the whole product
             wide += (c.heads + 2 * c.kv_heads) * c.head_dim
             row += c.heads + c.kv_heads
+    if c.gpt_oss:  # copies of queries, keys, values and the output by sequence; the output in float32, its totals
+        wide += 2 * (c.heads + c.kv_heads) * c.head_dim
+        row += c.heads * (c.head_dim + 1)
     if context > 1 and not c.latent:  # latent values are cut out of the output in any case
         wide += c.heads * c.head_dim
     if c.adapter:
         wide += len(shape.targeted(c, 0)) * c.adapter.rank
     if not sparse:
         return size * (wide + 3 * (c.dense_dim or c.expert_dim)) + 4 * row
-    wide += c.top_k * 2 * c.expert_dim + 3 * c.shared_experts * c.expert_dim
+    if c.gpt_oss:  # autograd differentiates the experts: their input rows, nine inner tensors, the output in float32
+        wide += c.top_k * (9 * c.expert_dim + c.dim)
+        row += c.top_k * c.dim
+    else:
+        wide += c.top_k * 2 * c.expert_dim + 3 * c.shared_experts * c.expert_dim
     row += c.experts + 4 * c.top_k + 1  # scores; experts as int64, two tensors of gates; their sum
     if c.scores == "sigmoid":
         row += 3 * c.experts + (c.dim if c.dtype != "float32" else 0)  # the router's product is float32
     if c.expert_format == "mxfp8":
         wide += c.dim  # the rounded input of the experts
     return size * wide + 4 * row
+
+
+def score_bytes(config: PolicyConfig, layer: int, tokens: int) -> int:
+    """Bytes per token that a layer's attention saves for backward, in one sequence of `tokens`: 0 where it is fused.
+
+    gpt_oss has no fused attention here. For each block of 64 keys that is not left out, masked keys included, a query
+    saves its probabilities in float32 and, where that is another one, in the policy's dtype, a factor, and the mask.
+    """
+    c, window = config, config.seen(layer)
+    if not c.gpt_oss:
+        return 0
+    blocks = 0  # for each query of a sequence
+    for first in range(0, tokens, _BLOCK):
+        seen = first // _BLOCK + 1 - (max(0, first - window + 1) // _BLOCK if window else 0)
+        blocks += seen * min(_BLOCK, tokens - first)
+    each = c.heads * (_BLOCK * (4 if c.dtype == "float32" else 6) + 4) + _BLOCK * c.heads // c.kv_heads
+    return -(-blocks * each // tokens)
 
 
 def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
@@ -167,8 +191,11 @@ def plan(config: PolicyConfig, layout: Layout) -> MemoryPlan:
     mastered = -(-count.experts // layout.devices) if same else trained
     masters = 0 if same and not on_grid else 4 * mastered
     moments = 2 * layout.moment_bytes * trained
-    per_layer = [activation_bytes(config, config.sparse(index), layout.context) for index in range(config.layers)]
     tokens = -(-layout.tokens // layout.context)
+    per_layer = [
+        activation_bytes(config, config.sparse(index), layout.context) + score_bytes(config, index, tokens)
+        for index in range(config.layers)
+    ]
     activations = tokens * sum(per_layer)
     if layout.recompute:
         activations = tokens * (config.layers * config.dim * size + max(per_layer, default=0))
@@ -196,7 +223,7 @@ def fitting(config: PolicyConfig, layout: Layout, available: int, spare: float =
     Tried in order of their cost: recompute, context parallelism, smaller moments, offloading.
     """
     degrees = [n for n in range(1, layout.devices + 1) if layout.devices % n == 0 and config.kv_heads % n == 0]
-    for offload in (False, True):
+    for offload in (False,) if config.gpt_oss else (False, True):  # its trainer is on the CPU
         for moment_bytes in (4, 2, 1):
             for context in degrees:
                 for recompute in (False, True):

@@ -1,8 +1,10 @@
 """The closed form against the model on the meta device, and the figures of three published shapes."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,13 +12,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.cli.main import main
 from headrace.kernels import expert_mlp
+from headrace.kernels.block_attention import Packing
+from headrace.policy import gpt_oss
 from headrace.policy.adapters import low_rank, shape
-from headrace.policy.config import Latent, PolicyConfig
+from headrace.policy.config import Dtype, Latent, PolicyConfig
 from headrace.policy.layer import Chosen, Layer
+from headrace.policy.layout import hugging_face
 from headrace.policy.model import Model
 from headrace.policy.numerics import Numerics
-from headrace.training.memory_plan import GIB, Layout, activation_bytes, fitting, layout_of, parameters, plan
+from headrace.training.memory_plan import (
+    GIB,
+    Layout,
+    activation_bytes,
+    fitting,
+    layout_of,
+    parameters,
+    plan,
+    score_bytes,
+)
 from headrace.training.trainer import TrainerError, check_memory
 from tests.support.world import CONFIG, POLICY
 
@@ -114,6 +129,68 @@ def test_the_closed_form_is_within_five_percent_of_the_meta_device(name: str, mo
         for context in (1, 2):
             told = activation_bytes(config, config.sparse(index), context)
             assert told == pytest.approx(saved(config, layer, 16384, monkeypatch, context), rel=0.05)
+
+
+GPT_OSS_20B: dict[str, Any] = {
+    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+    "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128, "swiglu_limit": 7.0, "attention_bias": True,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 150000,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "mxfp4"},
+}  # fmt: skip
+"""The fields of the published config.json that headrace reads; it names no dtype."""
+
+
+def scored(config: PolicyConfig, index: int, tokens: int) -> float:
+    """Bytes per token that a layer of gpt_oss saves, its attention included."""
+    layer = Layer(config, index)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    x = torch.randn(tokens, config.dim).to(config.torch_dtype).requires_grad_()
+    cos = torch.ones(tokens, 1, config.head_dim // 2, dtype=config.torch_dtype)
+    known = {parameter.untyped_storage()._cdata for parameter in layer.parameters()} | {cos.untyped_storage()._cdata}
+    storages: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        assert sinks is not None
+        return gpt_oss.packed(q, k, v, sinks, Packing([tokens]), 1.0, config.seen(index))
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x, cos, cos, attend, 1, None, Chosen())
+    return sum(t.untyped_storage().nbytes() for key, t in storages.items() if key not in known) / tokens
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_scores_that_gpt_oss_keeps_are_counted(dtype: Dtype) -> None:
+    config = PolicyConfig(
+        dim=192, layers=2, heads=8, kv_heads=2, head_dim=32, experts=8, top_k=2, expert_dim=160, vocab=100, dtype=dtype,
+        model_type="gpt_oss", qk_norm=False, qkv_bias=True, out_bias=True, window=128, clamp=7.0,
+    )  # fmt: skip
+    for index in (0, 1):
+        told = activation_bytes(config, True) + score_bytes(config, index, 600)
+        assert told == pytest.approx(scored(config, index, 600), rel=0.05)
+
+
+def test_gpt_oss_20b_is_planned_from_its_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
+    config = hugging_face.read(tmp_path)
+    assert config.dtype == "bfloat16" and parameters(config).total == pytest.approx(20.9e9, rel=0.005)
+    short, long = (plan(config, Layout(tokens=tokens)).activations / tokens for tokens in (1024, 8192))
+    blocks = 12 * (8192 - 1024) / 64 / 2  # of the twelve layers without a window, whose queries see half of all blocks
+    assert long - short == pytest.approx(blocks * 64 * 64 * 6, rel=0.05)
+    assert main(["trainer", "plan", str(tmp_path), "--gpu-gib", "256"]) == 1
+    assert "20.91 G parameters" in capsys.readouterr().out
+    assert main(["trainer", "plan", str(tmp_path), "--gpus", "8"]) == 2
+    assert "gpt_oss is trained on a CPU by one process" in capsys.readouterr().err
 
 
 def test_published_shapes_on_eight_devices_of_80_gib() -> None:

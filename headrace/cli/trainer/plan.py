@@ -50,6 +50,12 @@ def plan(args: argparse.Namespace) -> int:
         else:
             config = load(args.config, args.set)
             policy = hugging_face.of_run(config)
+        if policy.gpt_oss and (args.gpus > 1 or (args.context or 1) > 1 or args.offload):
+            raise RunError(
+                "gpt_oss is trained on a CPU by one process: leave out --gpus, --context and --offload, and give the "
+                "machine's memory as --gpu-gib",
+                2,
+            )
         layout = memory_plan.layout_of(config)._replace(
             devices=args.gpus, moment_bytes=args.moments, offload=args.offload
         )
@@ -72,7 +78,8 @@ def plan(args: argparse.Namespace) -> int:
     verdict = "fits" if fits else "does not fit"
     say(f"{verdict} {args.gpus} x {args.gpu_gib:g} GiB with {SPARE:.0%} to spare ({limit / memory_plan.GIB:.1f} GiB)")
     if not fits:
-        say(f"fits with {words(other)}" if other is not None else "no setting makes it fit: use more devices")
+        more = "memory" if policy.gpt_oss else "devices"
+        say(f"fits with {words(other)}" if other is not None else f"no setting makes it fit: use more {more}")
     return 0 if fits else 1
 
 

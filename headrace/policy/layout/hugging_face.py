@@ -161,8 +161,10 @@ def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(raw: dict[str, Any]) -> str:
-    """float16 (Llama 2) is read as float32, which holds its numbers exactly; bfloat16 would not."""
-    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    """float16 (Llama 2) is read as float32, which holds its numbers exactly; bfloat16 would not. The published gpt-oss
+    name none: their tensors are bfloat16, which holds MXFP4 exactly."""
+    unnamed = "bfloat16" if (raw.get("quantization_config") or {}).get("quant_method") == "mxfp4" else "float32"
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or unnamed)
     if name not in ("float32", "bfloat16", "float16"):
         raise CheckpointError(f"dtype {name!r} is not supported, only float32, bfloat16 and float16")
     return "float32" if name == "float16" else name
